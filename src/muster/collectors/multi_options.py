@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from muster.collectors.options import CollectorOptions, Details, check_bool, check_choice
 from muster.errors import BadOption
 from muster.utils.integers import integer
-from muster.workers.config import TIMEOUTS, OnFailure
+from muster.workers.config import OnFailure
 
 Backend = Literal["processes", "threads"]
 StartMethod = Literal["forkserver", "spawn"]
@@ -77,7 +75,8 @@ class PoolOptions(CollectorOptions):
             often). "drop": continue without the worker; its part of batches is blank.
         timeouts: seconds without progress after which a worker counts as hanging, by phase: "construct", "call"
             (default 300), "reset", "step", "policy", "weights" (60), "close" (5). None: no limit. With nodes also
-            "join" (600) and "heartbeat" (15).
+            "join" (600) and "heartbeat" (15). A coroutine (docs/coroutines.md) has the deadline of its phase for each
+            call.
         max_policy_lag: maximum age of the weights that acted in a yielded batch, as a number of publications, if
             weights are published once per batch. Workers wait if necessary. None: no limit.
         crash_dir: folder for crash reports, with which ``muster replay`` repeats a failure. None: a temporary folder.
@@ -94,7 +93,6 @@ class PoolOptions(CollectorOptions):
     num_sub_threads: int | None = 1
     num_threads: int | None = None
     on_failure: OnFailure | Restart = "raise"
-    timeouts: Mapping[str, float | None] = field(default_factory=dict)
     max_policy_lag: int | None = None
     crash_dir: Any = None
     start_method: StartMethod | None = None
@@ -113,13 +111,6 @@ class PoolOptions(CollectorOptions):
         threshold = self.preemptive_threshold
         if threshold is not None and not (isinstance(threshold, (int, float)) and 0 <= threshold <= 1):
             raise BadOption(f"preemptive_threshold={threshold!r}: expected a share of the workers, from 0 to 1")
-        if not isinstance(self.timeouts, Mapping):
-            raise BadOption(f"timeouts={self.timeouts!r}: expected a dict of seconds by phase")
-        for phase, seconds in self.timeouts.items():
-            if phase not in TIMEOUTS:
-                raise BadOption(f"timeouts: there is no phase {phase!r}; expected some of {', '.join(TIMEOUTS)}")
-            if seconds is not None and not (isinstance(seconds, (int, float)) and 0 < seconds < math.inf):
-                raise BadOption(f"timeouts[{phase!r}]={seconds!r}: expected seconds, more than 0, or None for ever")
 
     def enough(self, groups: int) -> int | None:
         """Return the number of complete groups at which the others are stopped; None: all groups."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -21,6 +22,7 @@ from muster.policies.adapt import STORED
 from muster.recording.writer import Recorder
 from muster.rollout.columns import Validate
 from muster.utils.integers import integer
+from muster.workers.config import TIMEOUTS
 
 Device = torch.device | str | int | None
 ObsDtype = torch.dtype | Literal["env"] | None
@@ -193,6 +195,9 @@ class CollectorOptions:
             episode. Modules and heads then get a dict of all observations.
         progress: show a bar with frames, frames per second and mean return on standard error; in a file or pipe, a line
             every 5 seconds.
+        timeouts: seconds after which a call of a coroutine is cancelled and is an error, by phase: "reset", "step",
+            "policy" (default 60), "close" (5). None: no limit. Only for environments and policies whose functions are
+            coroutine functions; see docs/coroutines.md.
         logger: receives metrics after every batch. Any object that ``muster.observing.loggers.as_logger`` accepts: a
             TensorBoard writer, a function ``(metrics, step)``, ... You close it. None: no logging.
         slot_memory_limit: maximum size in bytes of the batches referenced at once. None: half of the machine's memory.
@@ -250,6 +255,7 @@ class CollectorOptions:
     traj_done_key: str | None = None
     info: Any = False
     prev_action_reward: bool = False
+    timeouts: Mapping[str, float | None] = field(default_factory=dict)
     logger: Any = None
     progress: bool = False
     slot_memory_limit: int | None = None
@@ -284,6 +290,7 @@ class CollectorOptions:
         if not isinstance(self.execution, Execution):
             raise BadOption(f"execution={self.execution!r}: expected muster.Execution(...)")
         wanted_infos(self.info)
+        _check_timeouts(self.timeouts)
         if self.logger is not None:
             as_logger(self.logger)
         if self.replay_buffer is not None:
@@ -367,6 +374,16 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Raise ``BadOption`` unless the value is one of the choices."""
     if value not in choices:
         raise BadOption(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")
+
+
+def _check_timeouts(timeouts: Any) -> None:
+    if not isinstance(timeouts, Mapping):
+        raise BadOption(f"timeouts={timeouts!r}: expected a dict of seconds by phase")
+    for phase, seconds in timeouts.items():
+        if phase not in TIMEOUTS:
+            raise BadOption(f"timeouts: there is no phase {phase!r}; expected some of {', '.join(TIMEOUTS)}")
+        if seconds is not None and not (isinstance(seconds, (int, float)) and 0 < seconds < math.inf):
+            raise BadOption(f"timeouts[{phase!r}]={seconds!r}: expected seconds, more than 0, or None for ever")
 
 
 def _device(name: str, value: Device) -> torch.device | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import gymnasium
 from gymnasium.vector import VectorEnv
 
+from muster.envs import coroutines
 from muster.envs.checks import the_only
 from muster.envs.stacked import StackedEnvs
 from muster.envs.vector import VectorEnvBatch
@@ -25,8 +26,8 @@ else:
 
 ACCEPTED = (
     "an env id, an environment (gymnasium.Env or VectorEnv, TorchRL EnvBase, PettingZoo ParallelEnv, "
-    "dm_env.Environment, SB3 VecEnv, EnvPool, a batch of torch or JAX environments; see docs/environments.md), "
-    "or a function that returns one"
+    "dm_env.Environment, SB3 VecEnv, EnvPool, a batch of torch or JAX environments, an object whose reset and step are "
+    "coroutine functions; see docs/environments.md), or a function that returns one"
 )
 
 Adapt = Callable[[list[Any], "torch.device | None"], EnvBatch]
@@ -122,6 +123,10 @@ def _vector(envs: list[Any], device: torch.device | None) -> EnvBatch:
     return VectorEnvBatch(the_only(envs))
 
 
+def _coroutines(envs: list[Any], device: torch.device | None) -> EnvBatch:
+    return cast(EnvBatch, coroutines.CoroutineEnvs(envs))
+
+
 def _own(envs: list[Any], device: torch.device | None) -> EnvBatch:
     return cast(EnvBatch, the_only(envs))
 
@@ -135,6 +140,8 @@ def _adapter(env: Any) -> Adapt | None:
             return adapt
     if EnvBatch in type(env).__mro__:
         return _own
+    if coroutines.takes(env):
+        return _coroutines
     if isinstance(env, VectorEnv):
         return _vector
     return _stacked if isinstance(env, gymnasium.Env) else None

@@ -102,7 +102,7 @@ class StackedEnvs(EnvBatch):
 
     def _make_general_step(self, lane: Lane) -> RowStep:
         """Make the step for all kinds of observations and actions, with casts where necessary."""
-        steps, actions, put = self._steps, self._action_rows(lane), self._observation_writer(lane)
+        steps, actions, put = self._steps, self.action_rows(lane), self._observation_writer(lane)
         B, record = self.num_envs, self._flag_recorder(lane)
         rewards: Any = _flat(lane.arrays[REWARD])
 
@@ -216,7 +216,7 @@ class StackedEnvs(EnvBatch):
         except BadEnvOutput as error:
             raise BadEnvOutput(f"{self.name}[{at[-1]}].{method}: {error}. {FIX}") from None
 
-    def _action_rows(self, lane: Lane) -> Callable[[int], Sequence[Any]]:
+    def action_rows(self, lane: Lane) -> Callable[[int], Sequence[Any]]:
         """Return ``actions(t)``, which copies the actions of row t: environments may keep or change them."""
         keys, specs = list(self.action_specs), list(self.action_specs.values())
         if self.actions.single:

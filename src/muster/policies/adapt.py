@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from muster.errors import BadOption
+from muster.policies import coroutines
 from muster.policies.functions import FunctionPolicy
 from muster.policies.head_policy import HeadPolicy
 from muster.policies.heads import Head
@@ -32,11 +34,13 @@ def adapt(
     exploration_type: str = "random",
     executor: bool = True,
     takes_td: bool | None = None,
+    timeouts: Mapping[str, float | None] = MappingProxyType({}),
 ) -> Policy:
     """Return the adapter for ``policy`` (see ``ACCEPTED``; None draws actions uniformly), which computes on ``device``.
 
     ``executor`` allows the fast executor if it is equal to the module. ``takes_td``: the policy takes a TensorDict;
-    None: see ``takes_tensordict``. Raises ``BadOption`` if it cannot be called, or a head does not fit the spaces.
+    None: see ``takes_tensordict``. ``timeouts``: deadlines of coroutines, by phase. Raises ``BadOption`` if ``policy``
+    cannot be called, or a head does not fit the spaces.
     """
     if policy is None:
         return RandomPolicy(env.sample, batch_shape)
@@ -70,6 +74,8 @@ def adapt(
     if isinstance(policy, type) or not callable(policy):
         given = f"the class {policy.__name__}" if isinstance(policy, type) else f"of type {type(policy).__name__}"
         raise BadOption(f"policy is {given}, expected {ACCEPTED}")
+    if coroutines.takes(policy):
+        policy = coroutines.AwaitedPolicy(policy, timeouts)
     if takes_tensordict(policy) if takes_td is None else takes_td:
         from muster.policies.tensordict import TensorDictPolicy
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from muster.errors import BadOption, BadPolicyOutput
-from muster.keys import ACTION, OBSERVATION, RESERVED, STATE, Key, dotted, nested
+from muster.keys import ACTION, OBSERVATION, POLICY_VERSION, RESERVED, STATE, Key, dotted, nested
 from muster.memory.slots import Lane
 from muster.memory.specs import Array, ArraySpec, Column, Specs
 from muster.policies.checks import action_problem, column_of, frozen_check
@@ -32,8 +32,9 @@ class FunctionPolicy:
     """Implements ``Policy`` for a module or function on the observation.
 
     ``fn`` gets a tensor ``[B, *shape]`` (``[*shape]`` unbatched), or a dict of them if the observation is a dict, and
-    returns tensors, arrays or plain numbers. Rows are on ``rows_device`` (None: the host) and are moved to ``device``
-    (None: not moved). Specs are those of one environment.
+    returns tensors, arrays or plain numbers. The extra ``policy_version``, an integer or one for each environment, is
+    the version that acted: it is stored as ``collector/policy_version``, in place of Muster's version. Rows are on
+    ``rows_device`` (None: the host) and are moved to ``device`` (None: not moved). Specs are those of one environment.
     """
 
     def __init__(
@@ -48,8 +49,8 @@ class FunctionPolicy:
         rows_device: torch.device | None = None,
     ) -> None:
         self.fn = fn
-        self.name = name_of(fn)
-        self.takes_state, self.path = _takes_state(fn), "module"
+        self.name, self.coroutines = name_of(fn), getattr(fn, "coroutines", None)
+        self.takes_state, self.path = _takes_state(fn), "module" if self.coroutines is None else "coroutine"
         self._obs_specs, self._action_specs = obs_specs, action_specs
         if self.takes_state and STATE[0] in {key[0] for key in obs_specs}:
             raise BadOption(f"the observation has the key {STATE[0]!r}, where a batch keeps the state of a policy")
@@ -84,7 +85,7 @@ class FunctionPolicy:
 
     @property
     def draws_globally(self) -> bool:
-        return not self.path.endswith("executor")
+        return not self.path.endswith("executor") and self.coroutines is None
 
     def columns(self) -> Sequence[Column]:
         return self._columns
@@ -133,7 +134,8 @@ class FunctionPolicy:
         fn, rows, check, store = self._program or self.fn, lane.rows(OBSERVATION), self._action, self._store
         action_rows = lane.rows(ACTION)
         extra_rows = [
-            (c.key[0], lane.rows(c.key), lane.rows(c.key)[0].shape, lane.tensors[c.key].dtype) for c in self._columns
+            (c.key, c.key[-1], lane.rows(c.key), lane.rows(c.key)[0].shape, lane.tensors[c.key].dtype)
+            for c in self._columns
         ]
         keys, several = {c.key for c in self._columns}, bool(self._columns)
         shape, dtype = action_rows[0].shape, action_rows[0].dtype
@@ -143,16 +145,16 @@ class FunctionPolicy:
             if several or isinstance(action, tuple):
                 extras = action[1] if isinstance(action, tuple) and len(action) == 2 else None
                 if not isinstance(extras, dict) or len(extras) != len(extra_rows):
-                    extras = {key[0]: value for key, value in self._split(action)[1].items()}
-                    if extras.keys() != {key[0] for key in keys}:
+                    extras = {key[-1]: value for key, value in self._split(action)[1].items()}
+                    if extras.keys() != {key[-1] for key in keys}:
                         self._refuse_keys(keys, {(name,) for name in extras})
                 action = action[0]
-                for name, row, extra_shape, extra_dtype in extra_rows:
+                for key, name, row, extra_shape, extra_dtype in extra_rows:
                     value = extras[name] if name in extras else self._refuse_keys(keys, {(k,) for k in extras})
                     if value.__class__ is torch.Tensor and value.shape == extra_shape and value.dtype is extra_dtype:
                         row[t].copy_(value)
                     else:
-                        store((name,), row[t], value)
+                        store(key, row[t], value)
             if action.__class__ is not torch.Tensor or action.shape != shape or action.dtype is not dtype:
                 action = check(ACTION, action)
             action_rows[t].copy_(action)
@@ -189,7 +191,7 @@ class FunctionPolicy:
         for name, value in (parts[1] if len(parts) == 2 else {}).items():
             if not isinstance(name, str) or name in self._taken:
                 raise BadPolicyOutput(f"policy {self.name} returned an extra called {name!r}, which the batch uses")
-            extras[(name,)] = value
+            extras[POLICY_VERSION if name == POLICY_VERSION[-1] else (name,)] = value
         return self._action_leaves(parts[0]), extras, state
 
     def _action_leaves(self, action: Any) -> Leaves:
@@ -227,6 +229,8 @@ class FunctionPolicy:
 
     def _tensor(self, key: Key, value: Any) -> torch.Tensor:
         """Return ``value`` as a tensor without gradients. Raises ``BadPolicyOutput`` if it cannot be converted."""
+        if key == POLICY_VERSION:
+            return self._version(value)
         if torch.is_tensor(value):
             return value.detach()
         try:
@@ -237,6 +241,15 @@ class FunctionPolicy:
             ) from error
         plain = not isinstance(value, (np.ndarray, np.generic)) and tensor.dtype is torch.float64
         return tensor.to(torch.get_default_dtype()) if plain else tensor
+
+    def _version(self, value: Any) -> torch.Tensor:
+        version = value.detach() if torch.is_tensor(value) else np.asarray(value)
+        if version.shape not in ((), self._lead) or not str(version.dtype).removeprefix("torch.").startswith("int"):
+            raise BadPolicyOutput(
+                f"policy {self.name} returned the policy_version {_kind(value)} of shape {tuple(version.shape)} and "
+                f"dtype {version.dtype}, expected an integer, or integers of shape {self._lead}"
+            )
+        return torch.as_tensor(version).to(torch.int64).expand(self._lead)
 
     def _refuse_keys(self, expected: Any, got: Any) -> NoReturn:
         raise BadPolicyOutput(

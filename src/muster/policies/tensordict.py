@@ -54,6 +54,7 @@ class TensorDictPolicy:
         rows_device: torch.device | None = None,
     ) -> None:
         self.module, self.path = module, "module"
+        self.coroutines = getattr(module, "coroutines", None)
         self.name = (
             type(module).__name__ if isinstance(module, torch.nn.Module) else getattr(module, "__name__", "policy")
         )
@@ -110,7 +111,7 @@ class TensorDictPolicy:
 
     @property
     def draws_globally(self) -> bool:
-        return True  # also with the executor
+        return self.coroutines is None  # also with the executor
 
     def columns(self) -> Sequence[Column]:
         return self._columns

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from muster.errors import BadOption
 from muster.keys import (
     FLAGS,
     NEXT_OBS_VALID,
@@ -91,8 +92,13 @@ def lane_columns(
         columns.append(Column(NEXT_OBS_VALID, (), FLAG))
     if options.marks_valid:
         columns.append(Column(VALID, (), FLAG, host=True))
-    if options.track_policy_version:
-        text = isinstance(getattr(options.track_policy_version, "version", None), str)
+    text = isinstance(getattr(options.track_policy_version, "version", None), str)
+    if text and POLICY_VERSION in by_policy:
+        raise BadOption(
+            "The policy returns the extra 'policy_version', an integer, and the versions of track_policy_version are "
+            "texts. Pass track_policy_version=False, or return no policy_version."
+        )
+    if options.track_policy_version and POLICY_VERSION not in by_policy:
         columns.append(Column(POLICY_VERSION, (), OBJECT if text else INTEGER, host=True))
     if resumed:
         columns.append(Column(RESUMED, (), FLAG, host=True))

@@ -206,7 +206,7 @@ class Group:
         if self._primed is None:
             return False
         store_outputs(self._primed[1], lane)
-        if POLICY_VERSION in lane.arrays:
+        if POLICY_VERSION in lane.arrays and POLICY_VERSION not in self._primed[1].extras:
             lane.arrays[POLICY_VERSION][0] = self._primed[2]
         self._primed = None
         return True

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from muster.memory.slots import Lane
 
 CELLS = 64
-PHASE, ORDER, ACTING, STEPPING, KNOWN, STOP, BEFORE, WAITS = range(8)  # indices of the cells
+PHASE, ORDER, ACTING, STEPPING, KNOWN, STOP, BEFORE, WAITS, LOOKED = range(9)  # indices of the cells
 ALL_ORDERS = 1 << 62  # value of STOP: no result of this worker is awaited any more
 
 UNWRITTEN: dict[np.dtype[Any], Array] = {  # marks of unwritten rewards: NaNs that no environment writes
@@ -62,7 +62,7 @@ class Progress:
             and the environments were called. ``KNOWN``: number of steps of a complete rollout; -1: see the rewards.
             ``STOP``: written by other threads and processes; requests up to this number end after their current
             step. ``BEFORE``: number of steps before the first row. ``WAITS``: environments make no steps after the
-            end of an episode.
+            end of an episode. ``LOOKED``: number of calls of ``look``.
     """
 
     def __init__(self, cells: Any = None) -> None:
@@ -86,6 +86,11 @@ class Progress:
         mark = UNWRITTEN.get(lane.arrays[reward_key].dtype) if self.watched and not lane.mirrored else None
         if mark is not None:
             lane.arrays[reward_key][begin:].view(mark.dtype)[...] = mark
+
+    def look(self) -> bool:
+        """Show that the worker waits with a deadline of its own, and return whether it was ended."""
+        self.cells[LOOKED] += 1
+        return bool(self.cells[STOP] >= ALL_ORDERS)
 
     def count(self, *, waits: bool = False) -> None:
         """From now on, the written rewards (and ``BEFORE``) show the number of steps."""

@@ -107,6 +107,7 @@ class Actor:
         self._installed: GroupRng | None = None  # group streams that are the global ones now
         self._streams = ExitStack()
         self._grad = False
+        self.look: Callable[[], bool] = bool  # see ``CoroutineRunner``
         self._epoch = 0  # grows with each change after which policies have to prepare again
 
     def open(self, infos: Mapping[int, GroupInfo]) -> None:
@@ -347,6 +348,8 @@ class Actor:
         if shape not in self._policies:
             built = BuiltEnv(cast("EnvBatch", next(iter(self._infos.values()))), shape)
             policy = build_policy(self._policy, self._options, built, self._device)
+            if (coroutines := getattr(policy, "coroutines", None)) is not None:
+                coroutines.look = self.look
             probe = self._restored(0, rng.state_dict())  # a copy: this call must not draw from the group's
             try:
                 with self._context(policy, probe, first=True):

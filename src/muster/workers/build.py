@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any
@@ -24,11 +24,15 @@ from muster.rollout.columns import RolloutOptions, lane_columns
 from muster.rollout.group import Group
 from muster.rollout.hooks import watching
 from muster.rollout.marks import nested_truncations
+from muster.utils.attributes import name_of
+from muster.workers.config import TIMEOUTS
 
 if TYPE_CHECKING:
     import torch
 else:
     from muster.utils import lazy_torch as torch
+
+CLOSE_SHARE = 0.6  # share of its deadline in which a worker closes coroutines; it reports errors in the rest
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class WorkerOptions:
         shared_frames: all groups fill a batch together; False: each group fills batches of its own.
         obs_dtype: dtype in which floating-point observations are stored; None: the dtype of the environments.
         info: infos to store; False: none.
+        timeouts: deadlines by phase, for coroutines. A phase without an entry has its default.
     """
 
     frames_per_batch: int
@@ -54,6 +59,15 @@ class WorkerOptions:
     rollout: RolloutOptions
     obs_dtype: np.dtype[Any] | None = None
     info: Any = False
+    timeouts: Mapping[str, float | None] = field(default_factory=dict)
+
+    @property
+    def deadlines(self) -> dict[str, float | None]:
+        """Return the deadlines of coroutines, by phase."""
+        seconds = {**TIMEOUTS, **self.timeouts}
+        if (close := seconds["close"]) is not None:
+            seconds["close"] = CLOSE_SHARE * close
+        return seconds
 
 
 def build_envs(
@@ -69,6 +83,8 @@ def build_envs(
         if (dtype := options.obs_dtype) is not None:
             specs = env.observation_specs.items()
             env.observation_specs = {key: s if key in env.own_dtype else s.stored_as(dtype) for key, s in specs}
+        if (coroutines := getattr(env, "coroutines", None)) is not None:
+            coroutines.timeouts = options.deadlines
         if env.casts is not None:
             env.casts.refused = options.rollout.validate == "full"
         if options.info is not False:
@@ -152,15 +168,19 @@ def build_policy(policy: Any, options: WorkerOptions, built: Group | BuiltEnv, d
         exploration_type=options.exploration_type,
         executor=options.executor,
         takes_td=bool(takes),
+        timeouts=options.deadlines,
     )
 
 
 def _compiled(policy: Any, options: WorkerOptions) -> Any:
+    from muster.policies.coroutines import takes
     from muster.policies.heads import Head
 
     wanted = [name for name in ("compile_policy", "cudagraph_policy") if getattr(options, name) not in (None, False)]
     if policy is None or not wanted:
         return policy
+    if takes(policy):
+        raise BadOption(f"{wanted[0]} is for modules and functions, and {name_of(policy)} is a coroutine function.")
     if isinstance(policy, Head):
         raise BadOption(
             f"{wanted[0]} is for whole policies, and {policy.name} is a head: compile its network instead, as in "

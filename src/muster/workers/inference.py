@@ -102,6 +102,7 @@ class InferenceServer:
             exclusive=config.exclusive,
             keeps_streams=config.keeps_streams,
         )
+        self.actor.look = self._look
         self._clients: dict[int, _Client] = {}  # by worker
         self._rollouts: dict[int, ServedRollout] = {}  # incomplete rollouts, by request
         self._turn = 0  # index of the next client group
@@ -189,6 +190,11 @@ class InferenceServer:
             raise server_hung(self._thread.ident, seconds=seconds, deadline=deadline)
         if not self._thread.is_alive():
             raise MusterError("The inference server of this collector has ended; make another collector.")
+
+    def _look(self) -> bool:
+        """Restart the deadline of the call: a coroutine has one of its own. Return whether the server is closing."""
+        self._acting_since = time.monotonic()
+        return self._closing
 
     def stats(self) -> InferenceStats:
         return self._stats

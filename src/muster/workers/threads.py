@@ -262,6 +262,10 @@ class OneAtATime:
     def path(self) -> str:
         return self.inner.path
 
+    @property
+    def coroutines(self) -> Any:
+        return getattr(self.inner, "coroutines", None)
+
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
         with self._turns.turn(rng, self._progress):
             return self.inner.first(obs, rng)

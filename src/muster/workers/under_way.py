@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from muster.memory.slots import Lane, Slot
-from muster.rollout.progress import ACTING, ORDER, PHASE, STEPPING, Phase, reward_key, stepped_in_row, steps_made
+from muster.rollout.progress import (
+    ACTING,
+    LOOKED,
+    ORDER,
+    PHASE,
+    STEPPING,
+    Phase,
+    reward_key,
+    stepped_in_row,
+    steps_made,
+)
 from muster.workers.messages import RolloutRequest, RolloutResult
 
 
@@ -115,7 +125,7 @@ class UnderWay:
     def signs(self, cells: Any) -> tuple[Any, ...]:
         """Return values that change while the worker makes progress."""
         in_row = self.steps_seen(cells) if cells[PHASE] == Phase.STEP else 0
-        return (*(cells[i] for i in (PHASE, ORDER, ACTING, STEPPING)), in_row, len(self.outstanding))
+        return (*(cells[i] for i in (PHASE, ORDER, ACTING, STEPPING, LOOKED)), in_row, len(self.outstanding))
 
 
 def phase_of(cells: Any) -> Phase:

@@ -80,6 +80,9 @@ class Worker:
         self._grad, self._inference_mode = False, self.groups[0].options.inference_mode
         for group in self.groups:
             group.progress = self.progress
+        for part in (*policies.values(), *(group.env for group in self.groups)):
+            if (coroutines := getattr(part, "coroutines", None)) is not None:
+                coroutines.look = self.progress.look
 
     # --- rollouts ---------------------------------------------------------------------------------
 
