@@ -77,13 +77,12 @@ async def hang(env: FaultyEnv) -> None:
 
 
 async def refuse_to_end(env: FaultyEnv) -> None:
-    """Ignores its cancellation, until the test sets ``env.released``."""
-    env.released = asyncio.Event()  # type: ignore[attr-defined]
-    while not env.released.is_set():  # type: ignore[attr-defined]
-        try:
-            await env.released.wait()  # type: ignore[attr-defined]
-        except asyncio.CancelledError:
-            env.log.append("ignored")
+    """Ignores its cancellation; the second one ends it."""
+    try:
+        await hang(env)
+    except asyncio.CancelledError:
+        env.log.append("ignored")
+    await hang(env)
 
 
 async def block(env: FaultyEnv) -> None:
@@ -110,3 +109,4 @@ async def die(env: FaultyEnv) -> None:
 
 
 RELEASED = threading.Event()
+MEETINGS: list[asyncio.Event] = []

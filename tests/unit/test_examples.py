@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from examples import ppo_cartpole, truncation
+from examples import coroutine_envs, ppo_cartpole, truncation
 from tests.fakes.ray_cluster import cluster, environment, needs_ray
 
 EXAMPLES = Path(ppo_cartpole.__file__).parent
@@ -30,6 +30,13 @@ def test_only_the_bootstrap_from_next_observation_finds_the_true_value():
     # Solved by hand: of 5 steps at the wall one is cut, and loses all that follows or goes on from the start.
     assert found["as_terminated"] == pytest.approx(0.9**5 / (1 - 0.9 * 4 / 5), abs=1e-3)
     assert found["from_reset"] == pytest.approx(0.9**5 / (1 - 0.9 * 4 / 5 - 0.9 / 5 * 0.9**5), abs=1e-3)
+
+
+def test_a_server_with_random_delays_is_asked_for_all_environments_at_once(capsys):
+    reward = coroutine_envs.main(["--num-envs", "20", "--delay", "0.002"])
+
+    assert reward > -2  # goals are up to 5 away
+    assert "400 steps of 20 remote environments" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -50,7 +50,8 @@ class FunctionPolicy:
     ) -> None:
         self.fn = fn
         self.name, self.coroutines = name_of(fn), getattr(fn, "coroutines", None)
-        self.takes_state, self.path = _takes_state(fn), "module" if self.coroutines is None else "coroutine"
+        self.takes_state, self._slow_path = _takes_state(fn), "module" if self.coroutines is None else "coroutine"
+        self.path = self._slow_path
         self._obs_specs, self._action_specs = obs_specs, action_specs
         if self.takes_state and STATE[0] in {key[0] for key in obs_specs}:
             raise BadOption(f"the observation has the key {STATE[0]!r}, where a batch keeps the state of a policy")
@@ -102,7 +103,7 @@ class FunctionPolicy:
     def _plan(self, obs: torch.Tensor) -> None:
         module = self.fn if self._executor and self._plain and isinstance(self.fn, torch.nn.Module) else None
         self._program = None if module is None else plan(module, obs, numpy_ok=not self._on_device)
-        self.path = "module" if self._program is None else f"{self._program.kind} executor"
+        self.path = self._slow_path if self._program is None else f"{self._program.kind} executor"
 
     def _make_act(self, lane: Lane) -> Act:
         if self._program is not None and self._program.kind == "numpy":
