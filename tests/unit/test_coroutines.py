@@ -14,14 +14,17 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import SyncVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import TimeLimit
 
 from muster import Collector, MultiAsyncCollector, MultiSyncCollector
+from muster.compat.env_slice import EnvSlice
 from muster.errors import BadOption, BadPolicyOutput, EnvError, PolicyError, UnsupportedEnv
 from muster.restore.crash_report import CrashReport
 from muster.restore.player import Player
+from muster.rollout.progress import ALL_ORDERS, CELLS, STOP, Phase, Progress
 from muster.testing import ChainEnv, CountingEnv, EnvContract, InfoEnv, SpaceEnv
+from muster.workers.under_way import UnderWay
 from tests.fakes import coroutines as fakes
 from tests.fakes.coroutines import Awaited, FaultyEnv
 from tests.tools import assert_accounted, assert_same, collect, column, recorded
@@ -298,6 +301,8 @@ def test_a_coroutine_that_blocks_the_loop_is_named_with_its_line() -> None:
     with Collector(make, zeros, num_envs=2, frames_per_batch=12, timeouts={"step": 0.1}) as c:
         with pytest.raises(EnvError, match=r"FaultyEnv\[0\].*blocks the event loop at .*coroutines.py:\d+ in step"):
             c.rollout()
+        other = {"num_envs": 1, "frames_per_batch": 4, "timeouts": {"reset": 10}}
+        assert collect(awaited(CountingEnv), zeros, **other).numel() == 4  # on another event loop
         fakes.RELEASED.set()
 
 
@@ -320,16 +325,31 @@ def test_sys_exit_in_a_coroutine_reaches_the_caller() -> None:
         assert c.rollout().shape == (1, 4)
 
 
-def test_shutdown_cancels_the_coroutines_of_threads() -> None:
-    make, made = faulty(fakes.hang)
-    c = MultiAsyncCollector([make], zeros, num_envs=2, frames_per_batch=8, backend="threads")
-    iterator = iter(c.iterate(max_batches=1)) if hasattr(c, "iterate") else iter(c)
-    started = threading.Thread(target=lambda: next(iterator, None), daemon=True)
-    started.start()
-    wait_until(lambda: len(made) == 2 and all(env.env.executed == 2 for env in made))
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_shutdown_cancels_the_coroutines_of_workers(backend: str, tmp_path: Path) -> None:
+    def note(env: FaultyEnv, what: str) -> None:
+        (tmp_path / f"{what} {id(env)}").touch()
+
+    async def wait(env: FaultyEnv) -> None:
+        note(env, "waits")
+        try:
+            await fakes.hang(env)
+        finally:
+            note(env, "cancelled")
+
+    class Noting(FaultyEnv):
+        async def close(self) -> None:
+            note(self, "closed")
+
+    def noted(what: str) -> int:
+        return len(list(tmp_path.glob(f"{what} *")))
+
+    c = MultiAsyncCollector([lambda: Noting(wait, at=4)], zeros, num_envs=2, frames_per_batch=4, backend=backend)
+    c.next()
+    wait_until(lambda: noted("waits") == 2)
     c.shutdown()
 
-    assert [env.log for env in made] == [["cancelled", "closed"]] * 2
+    assert noted("cancelled") == noted("closed") == 2
 
 
 def test_a_worker_reports_a_deadline_and_a_killed_one_is_restarted(tmp_path: Path) -> None:
@@ -355,6 +375,17 @@ def test_a_worker_reports_a_deadline_and_a_killed_one_is_restarted(tmp_path: Pat
         assert c.rollout().shape == (2, 4)
         assert c.stats().restarts == 1
         assert_accounted(c)
+
+
+def test_a_wait_with_its_own_deadline_is_progress_for_the_supervisor() -> None:
+    progress, under_way = Progress([0] * CELLS), UnderWay()
+    progress.begin(Phase.RESET)
+    before = under_way.signs(progress.cells)
+
+    assert not progress.look()
+    assert under_way.signs(progress.cells) != before
+    progress.cells[STOP] = ALL_ORDERS
+    assert progress.look()
 
 
 # --- what is refused --------------------------------------------------------------------------------
@@ -391,6 +422,11 @@ class NoSpaces:
 def test_environments_that_cannot_work_are_refused(make: Any, message: str) -> None:
     with pytest.raises(UnsupportedEnv, match=message):
         Collector(make, frames_per_batch=4)
+
+
+def test_vector_environments_refuse_them() -> None:
+    with pytest.raises(UnsupportedEnv, match=r"env_fns\[4\] returned CoroutineGymEnv, whose methods are coroutine"):
+        EnvSlice([CountingEnv, CoroutineGymEnv], 3, AutoresetMode.NEXT_STEP, replaces=False)
 
 
 def test_a_gymnasium_environment_with_coroutines_and_an_object_of_it() -> None:

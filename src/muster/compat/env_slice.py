@@ -15,7 +15,8 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array
 
-from muster.errors import EnvError, described
+from muster.envs import coroutines
+from muster.errors import EnvError, UnsupportedEnv, described
 from muster.memory.specs import Array
 from muster.protocols import EnvBatch
 from muster.restore.pickling import dumps
@@ -356,11 +357,17 @@ class EnvSlice(EnvBatch):
         return EnvError(f"environment {self._first + i} ({name}): {method} raised {described(error)}", env_index=i)
 
     def _made(self, i: int) -> Any:
+        name = f"env_fns[{self._first + i}]"
         try:
-            return self._env_fns[i]()
+            env = self._env_fns[i]()
         except Exception as error:
-            text = f"environment {self._first + i}: env_fns[{self._first + i}] raised {described(error)}"
-            raise EnvError(text, env_index=i) from error
+            raise EnvError(f"environment {self._first + i}: {name} raised {described(error)}", env_index=i) from error
+        if coroutines.takes(env):
+            raise UnsupportedEnv(
+                f"{name} returned {type(env).__name__}, whose methods are coroutine functions. Vector environments "
+                f"step their environments one after another: use a collector, or define reset and step without async."
+            )
+        return env
 
     # --- attributes, and the end ------------------------------------------------------------------
 

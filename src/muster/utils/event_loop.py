@@ -138,7 +138,12 @@ class EventLoop:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=_serve, args=(self.loop,), name="muster-event-loop", daemon=True)
         self.thread.start()
-        weakref.finalize(self, _stop, self.loop, self.thread, os.getpid())
+        self._end = weakref.finalize(self, _stop, self.loop, self.thread, os.getpid())
+
+    def abandon(self) -> None:
+        """End the thread when it is not blocked any more. Does not wait for that."""
+        self._end.detach()
+        self.loop.call_soon_threadsafe(self.loop.stop)
 
 
 _current: weakref.ref[EventLoop] | None = None
@@ -203,6 +208,7 @@ def _note_blocked(home: EventLoop, calls: Sequence[CoroutineCall]) -> None:
             )
         else:
             call.error = TimeoutError(f"another coroutine of the process blocks the event loop{place}")
+    home.abandon()
 
 
 def _user_line(thread: threading.Thread) -> str:
