@@ -298,11 +298,15 @@ def test_a_coroutine_that_ignores_its_cancellation_hangs_nothing() -> None:
 def test_a_coroutine_that_blocks_the_loop_is_named_with_its_line() -> None:
     fakes.RELEASED.clear()
     make, _ = faulty(fakes.block, None)
-    with Collector(make, zeros, num_envs=2, frames_per_batch=12, timeouts={"step": 0.1}) as c:
+    options: Any = {"num_envs": 2, "frames_per_batch": 12}
+    with (
+        Collector(awaited(CountingEnv), zeros, **options, timeouts={"step": 10}) as other,
+        Collector(make, zeros, **options, timeouts={"step": 0.1}) as c,
+    ):
+        other.rollout()
         with pytest.raises(EnvError, match=r"FaultyEnv\[0\].*blocks the event loop at .*coroutines.py:\d+ in step"):
             c.rollout()
-        other = {"num_envs": 1, "frames_per_batch": 4, "timeouts": {"reset": 10}}
-        assert collect(awaited(CountingEnv), zeros, **other).numel() == 4  # on another event loop
+        assert other.rollout().numel() == 12  # on another event loop
         fakes.RELEASED.set()
 
 
