@@ -194,10 +194,12 @@ def test_states_of_collectors(tmp_path):
     loaded = 0
     for rng in inputs(400):
         (tmp_path / "changed").write_bytes(changed_file(rng, content, tmp_path / "scratch"))
-        with Collector(CountingEnv, None, num_envs=2, frames_per_batch=8, seed=1) as collector, suppress(MusterError):
+        collector = Collector(CountingEnv, None, num_envs=2, frames_per_batch=8, seed=1)
+        with suppress(MusterError):
             collector.load_state_dict(tmp_path / "changed")
             loaded += 1
             collector.next()
+        collector.shutdown(raise_on_error=False)  # the attributes of an environment may be any
     assert loaded
 
 
