@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -59,8 +60,9 @@ def load(group: Group, state: dict[str, Any], reasons: list[str | None], policy:
     call = state["call"]
     group._primed = None if call is None or policy is None else (policy, _call(call), call["version"])
     group.resumed = None if group.resumed is None else []
-    group.due = Due(state["pending"], state["seeds"])
-    group.started, group.unreported = state.get("started", True), 0
+    pending, seeds = map(index, state["pending"]), {index(i): index(seed) for i, seed in state["seeds"].items()}
+    group.due = Due([range(group.B)[i] for i in pending], seeds)
+    group.started, group.unreported = bool(state.get("started", True)), 0
     if not any(reasons):
         group.env.restore(state["adapter"])
         return {}
