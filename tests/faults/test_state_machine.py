@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -182,9 +183,10 @@ class AnyOrder(RuleBasedStateMachine):
         workers = self.collector.stats().workers
         told = workers[worker % len(workers)]
         if told.state == "working" and told.pid:
-            os.kill(told.pid, number)
             self.kills += 1
             self.troubles += 1
+            with suppress(ProcessLookupError):  # it has ended, and the collector has not noticed yet
+                os.kill(told.pid, number)
 
     # --- what holds -----------------------------------------------------------------------------
 
