@@ -57,14 +57,15 @@ def test_other_observations_are_refused_and_change_nothing(bad):
     assert norm.count == 1
 
 
-@pytest.mark.parametrize("rows", [1, 64, 4096])
-def test_executors_compute_what_the_module_does(rows):
+@pytest.mark.parametrize(("rows", "kind"), [(1, "numpy"), (64, "numpy"), (8192, "torch")])
+def test_executors_compute_what_the_module_does(rows, kind):
     norm = policies.RunningNorm(4, clip=0.3)
     net, x = nn.Sequential(norm, nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(rows, 4) * 3
     program = plan(net, x)
     for _ in range(3):
         norm.update(torch.randn(50, 4) * 5 + 1)  # the program reads the memory of the buffers
         assert program is not None
+        assert program.kind == kind
         assert program.current()
         got = program(x.numpy().copy()) if program.kind == "numpy" else program(x)
         torch.testing.assert_close(torch.as_tensor(got), net(x).detach(), rtol=1e-5, atol=1e-6)
