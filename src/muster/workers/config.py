@@ -59,6 +59,7 @@ class WorkerPlace:
         seed: seed of all environments and random streams; None: no seed.
         static: all environments have the same seed.
         episodes: number of each environment's first episode, by group; None: 0.
+        marks_resumed: rollouts have the column of resumed episodes.
         grad: the policy acts with gradients enabled.
         columns: columns of the current rollouts; None: not laid out yet.
     """
@@ -69,6 +70,7 @@ class WorkerPlace:
     seed: int | None
     static: bool = False
     episodes: Mapping[int, Array] | None = None
+    marks_resumed: bool = False
     grad: bool = False
     columns: LayOut | None = None
 

@@ -230,6 +230,7 @@ class WorkerMain:
             group.before_reset, group.lost_track = self._anchors[number].before_reset, self._anchors[number].lose
             if place.episodes is not None:
                 group.clock.begin_at(place.episodes[number])
+            group.resumed = [] if place.marks_resumed else None
             groups.append(group)
         kinds = {(b.batch_shape, str(b.env.action_specs)) for b in self.built}
         if len(kinds) > 1:
