@@ -1,9 +1,9 @@
 """Stable-Baselines3's algorithms, which collect by themselves or with Muster: speed of collection, and learning curves.
 
-    python -m benchmarks.sb3_curves [--rounds 8] [--seeds 3] [--frames 50000] [--json benchmarks/results/sb3_curves.json]
+    python -m benchmarks.sb3_curves [--rounds 8] [--seeds 3] [--frames 50000] [--json FILE]
 
-Speed is the time from ``on_rollout_start`` to ``on_rollout_end`` for a step of all 8 CartPoles. Every round measures all
-systems one after another; the processor time of all processes is a second measure, on which other programs of the
+Speed is the time from ``on_rollout_start`` to ``on_rollout_end`` for a step of all 8 CartPoles. Every round measures
+all systems one after another; the processor time of all processes is a second measure, on which other programs of the
 machine have little influence. torch has one thread. Curves are mean returns of the episodes since the row before.
 """
 
@@ -87,7 +87,7 @@ def speed(systems: dict[str, Callable[[], Any]], rounds: int, frames: int) -> di
     """Measure ``frames`` frames of every system in every round."""
     models = {name: make_model() for name, make_model in systems.items()}
     clocks = {name: Clock() for name in models}
-    for name, model in models.items():
+    for model in models.values():
         model.learn(frames)  # warm-up
     for _ in range(rounds):
         for name, model in models.items():

@@ -227,6 +227,11 @@ def test_a_callback_ends_training_and_training_goes_on() -> None:
         assert model.num_timesteps == 22
         assert times(model) == [[3, 4, 0, 1, 2, 3, 4, 0]] * 2
         assert model.rollout_buffer.episode_starts[:, 0].tolist() == [0, 0, 1, 0, 0, 0, 0, 1]
+        with pytest.raises(ZeroDivisionError):
+            model.learn(16, lambda *_: 1 / 0, reset_num_timesteps=False)  # 1 2 3 4 0 1 2 3
+        model.learn(16, reset_num_timesteps=False)
+        assert times(model) == [[4, 0, 1, 2, 3, 4, 0, 1]] * 2
+        assert model.rollout_buffer.episode_starts[:, 0].tolist() == [0, 1, 0, 0, 0, 0, 1, 0]
         model.learn(16)
         assert times(model) == [[0, 1, 2, 3, 4, 0, 1, 2]] * 2
 
@@ -240,6 +245,10 @@ def test_closing_gives_collection_back_to_sb3(tmp_path: Any) -> None:
     model.learn(12)
     model.save(tmp_path / "model")
     again = type(model).load(tmp_path / "model", env=model.env).learn(6)  # collects by itself
+    with compat.collect_with_muster(again, env_fns, num_workers=0) as another:
+        again.learn(6)
+    assert another.collector.stats().frames == 6
+    again.learn(6)
     assert collection.collector.stats().frames == 12
     with pytest.raises(BadOption, match="close that collection first"):
         compat.collect_with_muster(model, env_fns)

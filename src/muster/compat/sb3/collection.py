@@ -152,7 +152,8 @@ def _roll_out(
     made.callback(rollouts.collector.shutdown)
     before, which = type(model), weakref.ref(model)
     # Not an attribute of the model: its ``save`` pickles these.
-    model.__class__ = types.new_class(before.__name__, (RolloutsByMuster, before))
+    if not isinstance(model, RolloutsByMuster):  # it is for a copy of a model that collects with Muster
+        model.__class__ = types.new_class(before.__name__, (RolloutsByMuster, before))
     ROLLOUTS[model] = rollouts
 
     def undo() -> None:

@@ -199,10 +199,12 @@ class RolloutsByMuster(OnPolicyAlgorithm):
         callback.on_rollout_start()
         rollout = rollouts.collect(self, self._last_obs)
         rollouts.reached(rollout.obs[-1])
-        for t in range(n_rollout_steps):
-            if not self._replay(rollout, t, env, callback, rollout_buffer):
-                self._last_obs, self._last_episode_starts = rollout.obs[-1], rollout.dones[-1]
-                return False
+        try:
+            for t in range(n_rollout_steps):
+                if not self._replay(rollout, t, env, callback, rollout_buffer):
+                    return False
+        finally:  # also if the callback ends training or raises: the environments are at the end of the rollout
+            self._last_obs, self._last_episode_starts = rollout.obs[-1], rollout.dones[-1]
         with torch.no_grad():
             values = self.policy.predict_values(obs_as_tensor(rollout.obs[-1], self.device))
         dones = rollout.dones[-1]
@@ -265,7 +267,7 @@ ROLLOUTS: weakref.WeakKeyDictionary[OnPolicyAlgorithm, SB3Rollouts] = weakref.We
 def _check(model: OnPolicyAlgorithm) -> None:
     """Raise ``BadOption`` if rollouts in workers cannot be those of the model."""
     name, remedy = type(model).__name__, "Pass inference='server': SB3 collects, and Muster's workers step."
-    if type(model).collect_rollouts is not OnPolicyAlgorithm.collect_rollouts:
+    if type(model).collect_rollouts not in (OnPolicyAlgorithm.collect_rollouts, RolloutsByMuster.collect_rollouts):
         raise BadOption(f"{name} has a collect_rollouts of its own, which rollouts in workers would replace. {remedy}")
     if model.use_sde:
         raise BadOption(f"use_sde=True: gSDE draws its noise once for several steps of all environments. {remedy}")
