@@ -17,7 +17,7 @@ import torch
 from gymnasium import spaces
 
 from muster.errors import BadOption, EnvError, UnsupportedEnv
-from muster.testing import CountingEnv
+from muster.testing import CountingEnv, SpaceEnv
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="worker processes")
 
@@ -135,7 +135,7 @@ def replay(policy: Any, actions: list[Any]) -> None:
 
     def forward(obs: Any) -> Any:
         chosen = torch.as_tensor(next(left))
-        values, log_probs, _ = policy.evaluate_actions(obs, chosen)
+        values, log_probs, _ = policy.evaluate_actions(obs, chosen.flatten(1) if chosen.ndim > 2 else chosen)
         return chosen, values, log_probs
 
     policy.forward = forward
@@ -156,7 +156,13 @@ def learn(model: Any, steps: int, **options: Any) -> Watch:
 ON_POLICY: dict[str, Any] = {
     "categorical": (sb3.PPO, "box", None, 0, {}),
     "categorical, processes": (sb3.A2C, "box", None, 2, {}),
-    "gaussian": (sb3.PPO, "box", BOX, 0, {"policy_kwargs": {"net_arch": [8], "log_std_init": 0.7}}),
+    "gaussian": (
+        sb3.PPO,
+        "box",
+        spaces.Box(-1, 1, (2, 2), np.float32),
+        0,
+        {"policy_kwargs": {"net_arch": [8], "log_std_init": 0.7}},
+    ),
     "multi-discrete": (sb3.A2C, "box", spaces.MultiDiscrete([2, 3]), 0, {}),
     "whole policy": (sb3.PPO, "float64", spaces.MultiBinary(2), 0, {}),
     "whole policy, box": (sb3.PPO, "float64", BOX, 0, {}),
@@ -336,6 +342,15 @@ def test_steps_in_workers_train_the_same_model(case: str) -> None:
     assert_same(found[0], found[1])
     timeouts = found[0][0].get("timeouts")
     assert timeouts is None or timeouts.any()
+
+
+def test_a_dict_of_one_observation() -> None:
+    space = spaces.Dict({"observation": BOX})
+    env = vec_env.DummyVecEnv([lambda: SpaceEnv(space, spaces.Discrete(2), 3)])
+    model = made(sb3.A2C, env, n_steps=4)
+    with compat.collect_with_muster(model, lambda: SpaceEnv(space, spaces.Discrete(2), 3), num_workers=0):
+        model.learn(4)
+    assert model.rollout_buffer.observations["observation"].all()
 
 
 def test_what_cannot_be_collected_is_refused() -> None:

@@ -132,6 +132,7 @@ class SB3Rollouts:
             obs = obs_as_tensor(batch["observation"].flatten(0, 1).numpy(), model.device)
             with torch.no_grad():
                 chosen = actions.flatten(0, 1).to(model.device)
+                chosen = chosen.flatten(1) if chosen.ndim > 2 else chosen
                 values, log_probs, _ = model.policy.evaluate_actions(obs, chosen)
         else:
             values, log_probs = batch["state_value"], batch["action_log_prob"]
@@ -266,7 +267,7 @@ ROLLOUTS: weakref.WeakKeyDictionary[OnPolicyAlgorithm, SB3Rollouts] = weakref.We
 
 def _check(model: OnPolicyAlgorithm) -> None:
     """Raise ``BadOption`` if rollouts in workers cannot be those of the model."""
-    name, remedy = type(model).__name__, "Pass inference='server': SB3 collects, and Muster's workers step."
+    name, remedy = type(model).__name__, "Pass inference='server': then SB3 collects, and Muster's workers step."
     if type(model).collect_rollouts not in (OnPolicyAlgorithm.collect_rollouts, RolloutsByMuster.collect_rollouts):
         raise BadOption(f"{name} has a collect_rollouts of its own, which rollouts in workers would replace. {remedy}")
     if model.use_sde:
@@ -275,7 +276,7 @@ def _check(model: OnPolicyAlgorithm) -> None:
         wrapper = type(model.env).__name__
         raise BadOption(
             f"The model's environments are wrapped by {wrapper}, which needs the steps of all environments in this "
-            f"process. Use wrappers of single environments, or: {remedy}"
+            f"process. {remedy} Or use wrappers of single environments."
         )
 
 

@@ -85,6 +85,9 @@ class WholePolicy(nn.Module):
 
     @torch.no_grad()
     def forward(self, obs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        space = self.policy.observation_space
+        if isinstance(space, spaces.Dict) and not isinstance(obs, dict):  # the only key is "observation"
+            obs = dict.fromkeys(space.spaces, obs)
         actions, values, log_probs = self.policy(obs)
         if not isinstance(self.policy.action_space, spaces.Box):
             actions = actions.long()  # SB3 draws floats for MultiBinary
