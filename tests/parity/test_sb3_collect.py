@@ -274,6 +274,8 @@ def test_closing_gives_collection_back_to_sb3(tmp_path: Any) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="kills processes")
 def test_a_lost_worker_is_restarted() -> None:
+    starts: list[list[bool]] = []
+
     class Kill(BaseCallback):
         def _on_rollout_start(self) -> None:
             if self.model.num_timesteps == 16:
@@ -282,6 +284,9 @@ def test_a_lost_worker_is_restarted() -> None:
         def _on_step(self) -> bool:
             return True
 
+        def _on_rollout_end(self) -> None:
+            starts.append(self.model.rollout_buffer.episode_starts[0].astype(bool).tolist())
+
     env_fns = [lambda: CountingEnv(50)] * 4
     model = made(sb3.PPO, vec_env.DummyVecEnv(env_fns), n_steps=4, batch_size=16, n_epochs=1)
     with compat.collect_with_muster(model, env_fns, num_workers=2, on_failure="restart") as collection:
@@ -289,6 +294,7 @@ def test_a_lost_worker_is_restarted() -> None:
         assert model.num_timesteps == 48
         assert sum(worker.restarts for worker in collection.collector.stats().workers) == 1
     assert times(model) == [[8, 9, 10, 11]] * 2 + [[4, 5, 6, 7]] * 2
+    assert starts == [[True] * 4, [False, False, True, True], [False] * 4]
 
 
 def test_errors_of_environments_are_raised() -> None:

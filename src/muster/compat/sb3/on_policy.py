@@ -35,6 +35,7 @@ class SB3Rollout(NamedTuple):
         final_obs: by row, the observations after the step, also where the episode ended.
         actions: ``[T, N, ...]``, as the policy drew them.
         rewards, dones, truncated: ``[T, N]``. An episode that terminated is not truncated.
+        starts: ``[N]``, whether an episode starts with the first row; also where a lost worker was restarted.
         values, log_probs: ``[T, N, 1]`` and ``[T, N]``.
         infos: by row and environment, as in SB3, without the observations.
     """
@@ -45,6 +46,7 @@ class SB3Rollout(NamedTuple):
     rewards: Array
     dones: Array
     truncated: Array
+    starts: Array
     values: torch.Tensor
     log_probs: torch.Tensor
     infos: list[list[dict[str, Any]]]
@@ -75,6 +77,7 @@ class SB3Rollouts:
         self.n_steps = model.n_steps
         self._space = model.observation_space
         self._reached: Obs = None  # ``model._last_obs`` after the last rollout
+        self._traj_ids: Array = np.full(len(env_fns), -1)  # of its last row
         policy = model.policy
         policy.set_training_mode(False)
         with torch.no_grad():  # the distribution of the last training step has gradients, which cannot be pickled
@@ -127,6 +130,8 @@ class SB3Rollouts:
         for i, (told, _) in enumerate(traces):
             for t, info in told:
                 infos[t][i] = info
+        traj_ids = batch["collector", "traj_ids"].numpy()
+        starts, self._traj_ids = traj_ids[0] != self._traj_ids, traj_ids[-1].copy()
         actions = batch["action"]
         if isinstance(self._actor, Head):
             obs = obs_as_tensor(batch["observation"].flatten(0, 1).numpy(), model.device)
@@ -146,6 +151,7 @@ class SB3Rollouts:
             batch["next", "reward"][..., 0].numpy(),
             done,
             truncated,
+            starts,
             values.reshape(T, len(traces), 1),
             log_probs.reshape(T, len(traces)),
             infos,
@@ -200,6 +206,7 @@ class RolloutsByMuster(OnPolicyAlgorithm):
         callback.on_rollout_start()
         rollout = rollouts.collect(self, self._last_obs)
         rollouts.reached(rollout.obs[-1])
+        self._last_episode_starts = rollout.starts
         try:
             for t in range(n_rollout_steps):
                 if not self._replay(rollout, t, env, callback, rollout_buffer):
