@@ -15,12 +15,12 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 
-from muster.collectors.auto import usable_cores
 from muster.collectors.collector import Collector
 from muster.collectors.multi import MultiSyncCollector
 from muster.compat.sb3.on_policy import ROLLOUTS, RolloutsByMuster, SB3Rollouts
 from muster.compat.sb3.vec_env import VecEnv
 from muster.errors import BadOption, UnsupportedEnv
+from muster.utils.cpus import usable_cores
 from muster.utils.integers import integer
 
 EnvFn = Callable[[], gymnasium.Env[Any, Any]]
