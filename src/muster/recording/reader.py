@@ -28,7 +28,7 @@ from muster.recording.chunks import (
     open_regular,
     read_chunk,
 )
-from muster.recording.episodes import Episode, Rows, find_episodes
+from muster.recording.episodes import IS_INIT, Episode, find_episodes
 from muster.recording.writer import FORMAT, VERSION
 from muster.utils.tensor_files import Damaged, bytes_of, opened, unseal
 from muster.utils.whole_files import TEMPORARY, read_json
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from muster.recording.export import Export
     from muster.recording.minari import MinariRecording
 
-IS_INIT: Key = ("collector", "is_init")
 MINARI = "minari:"  # before the id of a dataset
 NEEDED: list[Key] = [TRAJ_IDS, REWARD, next_of(DONE), next_of(TERMINATED), next_of(TRUNCATED)]  # to identify episodes
 
@@ -291,37 +290,27 @@ class Recording:
             raise DamagedChunk(chunk.path, error) from error
         return columns
 
-    def _rows(self) -> Iterator[Rows]:
-        fresh, expected, i = bool(self.manifest["fresh"]), 0, 0
+    def _rows(self) -> Iterator[tuple[dict[Key, Array], bool]]:
+        """Yield the columns of ``find_episodes``."""
+        expected = 0 if self.manifest["fresh"] else -1
         for chunk in self._chunks:
             missing = [key for key in NEEDED if key not in chunk.leaves]
             if missing:
                 raise BadRecording(f"{self.directory} has no table of episodes: {missing} were not recorded.")
-            keys = [*NEEDED, *(key for key in (IS_INIT,) if key in chunk.leaves)]
-            columns = self._columns(chunk, keys)
+            columns = self._columns(chunk, [*NEEDED, *(key for key in (IS_INIT,) if key in chunk.leaves)])
             for place in range(chunk.batches):
                 number, values = chunk.first_batch + place, _values(chunk, columns, place)
-                yield self._rows_of(chunk, values, i, follows=number == expected and (fresh or number > 0))
-                expected, i = number + 1, i + 1
+                yield self._rows_of(chunk, values), number == expected
+                expected = number + 1
 
-    def _rows_of(self, chunk: Chunk, values: dict[Key, Any], i: int, *, follows: bool) -> Rows:
+    def _rows_of(self, chunk: Chunk, values: dict[Key, Any]) -> dict[Key, Array]:
         column = {k: _flat(chunk, value) for k, value in values.items() if torch.is_tensor(value) and value.numel()}
         empty = [dotted(key) for key in NEEDED if key not in column]
         if empty:
             raise BadRecording(f"{self.directory} has no table of episodes: {empty} are no columns of numbers.")
-        reward = column[REWARD]
-        if reward.shape[2] != 1:
-            reward = np.full(reward.shape[:2], math.nan)
-        return Rows(
-            batch=i,
-            ids=column[TRAJ_IDS][..., 0],
-            reward=reward.reshape(reward.shape[:2]).astype(np.float64),
-            done=column[next_of(DONE)][..., 0],
-            terminated=column[next_of(TERMINATED)][..., 0],
-            truncated=column[next_of(TRUNCATED)][..., 0],
-            is_init=column[IS_INIT][..., 0] if IS_INIT in column else None,
-            follows=follows,
-        )
+        reward = column.pop(REWARD)
+        total = reward[..., 0].astype(np.float64) if reward.shape[2] == 1 else np.full(reward.shape[:2], math.nan)
+        return {key: rows[..., 0] for key, rows in column.items()} | {REWARD: total}
 
 
 def cut_out(episode: Episode, batch: Callable[[int], TensorDict]) -> TensorDict:
