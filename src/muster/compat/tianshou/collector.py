@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from tianshou.algorithm import Algorithm
 from tianshou.config import ENABLE_VALIDATION
-from tianshou.data import CachedReplayBuffer, CollectStats, ReplayBufferManager, VectorReplayBuffer
+from tianshou.data import CachedReplayBuffer, CollectStats, ReplayBufferManager
 from tianshou.data import Collector as TianshouCollector
 from tianshou.data.buffer.buffer_base import MalformedBufferError
+from tianshou.data.collector import BaseCollector
 from tianshou.env import DummyVectorEnv
 from tianshou.utils.torch_utils import torch_train_mode
 from typing_extensions import Self
@@ -26,11 +26,10 @@ from muster.episodes.rules import LastEven
 from muster.errors import BadOption
 from muster.utils.tracebacks import trimmed
 
-BUFFER_SIZE = 10_000  # per environment, if no buffer is given
 ROWS_FOR_EPISODES = 64  # at a time: the number for a number of episodes is not known before
 
 
-class Collector:
+class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy skips
     """Collects steps of a Tianshou policy in environments into a replay buffer.
 
     Args:
@@ -51,6 +50,7 @@ class Collector:
     """
 
     __class_getitem__: Any = classmethod(GenericAlias)  # Collector[CollectStats](...), as in Tianshou
+    _is_closed: bool
 
     def __init__(
         self,
@@ -66,24 +66,9 @@ class Collector:
         if not hasattr(env, "__len__"):
             warnings.warn("A single environment was given; it is wrapped in a DummyVectorEnv.", stacklevel=2)
             env = DummyVectorEnv([lambda one=env: one])
-        self.env, self.policy = env, policy.policy if isinstance(policy, Algorithm) else policy
-        self.buffer = VectorReplayBuffer(BUFFER_SIZE * len(env), len(env)) if buffer is None else buffer
-        check_buffer(self.buffer, len(env))
-        self.exploration_noise, self.raise_on_nan_in_buffer = exploration_noise, raise_on_nan_in_buffer
-        self.collect_stats_class = collect_stats_class
+        super().__init__(policy, env, buffer, exploration_noise, collect_stats_class, raise_on_nan_in_buffer)
         self._on_episode_done_hook, self._on_step_hook = on_episode_done_hook, on_step_hook
-        self._action_space = self.env.action_space  # read once: other processes would send the initial one again
-        self._is_closed = False
         self._sampling: Sampling | None = None
-        self.reset_stat()
-
-    @property
-    def env_num(self) -> int:
-        return len(self.env)
-
-    @property
-    def action_space(self) -> Any:
-        return self._action_space
 
     @property
     def is_closed(self) -> bool:
@@ -101,46 +86,12 @@ class Collector:
             self._is_closed, self._sampling = True, None
             self.env.close()
 
-    def set_on_episode_done_hook(self, hook: Any) -> None:
-        self._on_episode_done_hook = hook
-
-    def get_on_episode_done_hook(self) -> Any:
-        return self._on_episode_done_hook
-
-    def set_on_step_hook(self, hook: Any) -> None:
-        self._on_step_hook = hook
-
-    def get_on_step_hook(self) -> Any:
-        return self._on_step_hook
-
-    def run_on_episode_done(self, episode_batch: Any) -> Any:
-        """Call the hook for an episode; for subclasses to override."""
-        return None if self._on_episode_done_hook is None else self._on_episode_done_hook(episode_batch)
-
-    def run_on_step_hook(self, action_batch: Any, rollout_batch: Any) -> None:
-        """Call the hook for a row; for subclasses to override."""
-        if self._on_step_hook is not None:
-            self._on_step_hook(action_batch, rollout_batch)
-
-    # --- resets -----------------------------------------------------------------------------------
-
-    def reset(
-        self, reset_buffer: bool = True, reset_stats: bool = True, gym_reset_kwargs: dict[str, Any] | None = None
-    ) -> tuple[Any, Any]:
-        """Reset all environments; returns their first observations and infos.
-
-        Args:
-            reset_buffer: also empty the buffer.
-            reset_stats: also set the counters to zero.
-            gym_reset_kwargs: keyword arguments for the environments' ``reset``.
-        """
-        first = self.reset_env(gym_reset_kwargs)
-        if reset_buffer:
-            self.reset_buffer()
-        if reset_stats:
-            self.reset_stat()
-        self._is_closed = False
-        return first
+    set_on_episode_done_hook = TianshouCollector.set_on_episode_done_hook
+    get_on_episode_done_hook = TianshouCollector.get_on_episode_done_hook
+    set_on_step_hook = TianshouCollector.set_on_step_hook
+    get_on_step_hook = TianshouCollector.get_on_step_hook
+    run_on_episode_done = TianshouCollector.run_on_episode_done
+    run_on_step_hook = TianshouCollector.run_on_step_hook
 
     def reset_env(self, gym_reset_kwargs: dict[str, Any] | None = None) -> tuple[Any, Any]:
         """Reset all environments, and the policy with them; returns first observations and infos."""
@@ -149,18 +100,9 @@ class Collector:
         sampling = self._sampling
         if sampling is None or not sampling.envs.takes(obs):
             envs = self._make_envs(obs)
-            sampling = self._sampling = Sampling(envs, TianshouActor(envs, self._action_space))
+            sampling = self._sampling = Sampling(envs, TianshouActor(envs, self.action_space))
         sampling.begin(obs, infos)
         return obs, infos
-
-    def reset_buffer(self, keep_statistics: bool = False) -> None:
-        self.buffer.reset(keep_statistics=keep_statistics)
-
-    def reset_stat(self) -> None:
-        """Set the counters to zero."""
-        self.collect_step, self.collect_episode, self.collect_time = 0, 0, 0.0
-
-    # --- collecting -------------------------------------------------------------------------------
 
     def collect(
         self,
@@ -288,6 +230,23 @@ class Collector:
                 stacklevel=3,
             )
 
+    def _validate_buffer(self) -> None:
+        """Raise ``BadOption`` if the buffer cannot store the steps of each environment separately."""
+        name = type(self.buffer).__name__
+        if isinstance(self.buffer, CachedReplayBuffer):
+            room, what = self.buffer.cached_buffer_num, "cached buffers"
+        elif isinstance(self.buffer, ReplayBufferManager):
+            room, what = self.buffer.buffer_num, "buffers"
+        else:
+            room, what = 1, "buffer"
+            if self.buffer.maxsize == 0:
+                raise BadOption(f"{name} has maxsize=0: there is no room for a step")
+        if room < self.env_num:
+            raise BadOption(
+                f"{name} has {room} {what} for {self.env_num} environments: give it one for each, as "
+                f"VectorReplayBuffer(total_size, {self.env_num}) has"
+            )
+
     def _check_nan(self) -> None:
         if self.raise_on_nan_in_buffer and self.buffer.hasnull():
             raise MalformedBufferError(
@@ -299,21 +258,3 @@ class Collector:
 
 
 TianshouCollector.register(Collector)  # for isinstance, without inheritance
-
-
-def check_buffer(buffer: Any, num_envs: int) -> None:
-    """Raise ``BadOption`` if a buffer cannot store the steps of each environment separately."""
-    name = type(buffer).__name__
-    if isinstance(buffer, CachedReplayBuffer):
-        room, what = buffer.cached_buffer_num, "cached buffers"
-    elif isinstance(buffer, ReplayBufferManager):
-        room, what = buffer.buffer_num, "buffers"
-    else:
-        room, what = 1, "buffer"
-        if buffer.maxsize == 0:
-            raise BadOption(f"{name} has maxsize=0: there is no room for a step")
-    if room < num_envs:
-        raise BadOption(
-            f"{name} has {room} {what} for {num_envs} environments: give it one for each, as "
-            f"VectorReplayBuffer(total_size, {num_envs}) has"
-        )
