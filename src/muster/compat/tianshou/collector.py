@@ -12,10 +12,8 @@ import torch
 from tianshou.config import ENABLE_VALIDATION
 from tianshou.data import CachedReplayBuffer, CollectStats, ReplayBufferManager
 from tianshou.data import Collector as TianshouCollector
-from tianshou.data.buffer.buffer_base import MalformedBufferError
 from tianshou.data.collector import BaseCollector
 from tianshou.env import DummyVectorEnv
-from tianshou.utils.torch_utils import torch_train_mode
 from typing_extensions import Self
 
 from muster.compat.tianshou.envs import VectorEnvs, listed
@@ -131,40 +129,47 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
         Raises:
             BadOption: neither or both numbers are given, or the environments were not reset yet.
         """
-        self._check_number(n_step, n_episode)
+        self._no_grad = no_grad
+        stats = super().collect(n_step, n_episode, random, render, reset_before_collect, gym_reset_kwargs)
+        self.collect_time += stats.collect_time
+        return stats
+
+    def _validate_n_step_n_episode(self, n_episode: int | None, n_step: int | None) -> None:
+        if bool(n_step) == bool(n_episode) or (n_step or n_episode or 0) < 0:
+            raise BadOption(f"n_step={n_step}, n_episode={n_episode}: give one of them, and a number above 0")
         self._warn(n_step, n_episode)
-        if reset_before_collect:
-            self.reset(reset_buffer=False, gym_reset_kwargs=gym_reset_kwargs)
+
+    def _collect(
+        self,
+        n_step: int | None,
+        n_episode: int | None,
+        random: bool,
+        render: float | None,
+        gym_reset_kwargs: dict[str, Any] | None,
+    ) -> Any:
         if self._sampling is None:
             raise BadOption(
                 "the environments have not been reset since the collector was made or closed: call reset() or "
                 "reset_env(), or collect(..., reset_before_collect=True)"
             )
-        began = time.perf_counter()
         sampling, tally = self._sampling, Tally(self.collect_stats_class())
-        sampling.actor.begin(self.policy, random=random, noise=self.exploration_noise, no_grad=no_grad)
+        sampling.actor.begin(self.policy, random=random, noise=self.exploration_noise, no_grad=self._no_grad)
         sampling.envs.reset_kwargs = gym_reset_kwargs or {}
         sampling.envs.after_step = self._renderer(render)
         try:
-            with trimmed, torch_train_mode(self.policy, enabled=False):
-                self._collect(sampling, tally, n_step, n_episode)
+            with trimmed:
+                self._fill(sampling, tally, n_step, n_episode)
         finally:
             self.collect_step += tally.steps
             self.collect_episode += tally.episodes
-        elapsed = max(time.perf_counter() - began, 1e-9)
-        self.collect_time += elapsed
-        stats = tally.close()
-        stats.set_collect_time(elapsed, update_collect_speed=True)
-        stats.refresh_all_sequence_stats()
-        self._check_nan()
-        return stats
+        return tally.close()
 
     def _make_envs(self, obs: Any) -> VectorEnvs:
         if self.env.is_async:
             raise BadOption(f"{type(self.env).__name__} is asynchronous: use AsyncCollector")
         return VectorEnvs(self.env, obs)
 
-    def _collect(self, sampling: Sampling, tally: Tally, n_step: int | None, n_episode: int | None) -> None:
+    def _fill(self, sampling: Sampling, tally: Tally, n_step: int | None, n_episode: int | None) -> None:
         rule = LastEven(n_episode, self.env_num) if n_episode else None
         left = -(-n_step // self.env_num) if n_step else 0
         by_step = None
@@ -172,15 +177,19 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
             by_step = StepByStep(self, sampling, tally, adds_entries=rule is not None).watch
         while left > 0 or (rule is not None and not rule.complete):
             rows = min(left if rule is None else ROWS_FOR_EPISODES, sampling.most_rows)
-            try:
-                sampling.make(rows, rule, by_step)
-            finally:
-                if by_step is None:
-                    self._store(sampling, tally)
-                sampling.going.forget(sampling.group.pending)
+            self._make(sampling, tally, rows, rule, by_step, stores=by_step is None)
             left -= rows
         if n_episode:
             self.reset_env(sampling.envs.reset_kwargs)
+
+    def _make(self, sampling: Sampling, tally: Tally, rows: int, rule: Any, watch: Any, *, stores: bool) -> None:
+        """Collect rows; with ``stores``, add them to the buffer afterwards."""
+        try:
+            sampling.make(rows, rule, watch)
+        finally:
+            if stores:
+                self._store(sampling, tally)
+            sampling.going.forget(sampling.group.pending)
 
     def _store(self, sampling: Sampling, tally: Tally) -> None:
         for begin, end in sampling.pieces(sampling.last):
@@ -212,22 +221,18 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
 
         return show
 
-    def _check_number(self, n_step: int | None, n_episode: int | None) -> None:
-        if bool(n_step) == bool(n_episode) or (n_step or n_episode or 0) < 0:
-            raise BadOption(f"n_step={n_step}, n_episode={n_episode}: give one of them, and a number above 0")
-
     def _warn(self, n_step: int | None, n_episode: int | None) -> None:
         if n_step and n_step % self.env_num:
             warnings.warn(
                 f"n_step={n_step} is no multiple of {self.env_num}, the number of environments: all of them make the "
                 f"last step, and more steps are collected",
-                stacklevel=3,
+                stacklevel=5,
             )
         if n_episode and n_episode < self.env_num:
             warnings.warn(
                 f"n_episode={n_episode} is less than {self.env_num}, the number of environments: the last "
                 f"{self.env_num - n_episode} of them take no part",
-                stacklevel=3,
+                stacklevel=5,
             )
 
     def _validate_buffer(self) -> None:
@@ -245,15 +250,6 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
             raise BadOption(
                 f"{name} has {room} {what} for {self.env_num} environments: give it one for each, as "
                 f"VectorReplayBuffer(total_size, {self.env_num}) has"
-            )
-
-    def _check_nan(self) -> None:
-        if self.raise_on_nan_in_buffer and self.buffer.hasnull():
-            raise MalformedBufferError(
-                f"There is NaN or None in the buffer; this many of each:\n"
-                f"{self.buffer.isnull().apply_values_transform(np.sum)}\n"
-                f"An on_episode_done_hook leaves them in episodes that have not ended, which n_step collects too; an "
-                f"on_step_hook or an environment can be the cause. buffer.dropnull() takes them out."
             )
 
 

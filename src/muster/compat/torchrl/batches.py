@@ -60,6 +60,18 @@ def restore_classes(batch: TensorDictBase, kinds: Mapping[Key, Any]) -> None:
                 batch.set(path, kind.from_tensordict(node))
 
 
+def mark_end(batch: TensorDictBase, truncated: Sequence[Any]) -> TensorDictBase:
+    """Implement ``set_truncated``: mark the last time step as truncated and done. The episode continues.
+
+    TorchRL's own function fails for batches that are locked, which those on a device are.
+    """
+    for key in truncated:
+        flag = batch.get(("next", *as_key(key)))
+        flag[(slice(None),) * (batch.ndim - 1) + (-1,)] = True
+        batch.get(("next", *as_key(key)[:-1], "done")).logical_or_(flag)
+    return batch
+
+
 def compact_keys(env: Any) -> list[Any]:
     """Return the keys that ``compact_obs`` omits: next observations, states, step counts and policy versions."""
     keys = [*getattr(env, "_observation_keys_step_mdp", ()), *getattr(env, "_state_keys_step_mdp", ())]

@@ -91,7 +91,7 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
             self._policy_w_state_dict = self.policy
         self.env, self._limit = setup.limit_steps(env, self._wrapped_policy, self.max_frames_per_traj)
         self._set_up_numbers(given)
-        self._truncated_keys = batches.truncated_keys(self.env, limited=bool(self._limit)) if self.set_truncated else []
+        self._truncated = batches.truncated_keys(self.env, limited=bool(self._limit)) if self.set_truncated else []
         self._compact = batches.compact_keys(self.env) if self.compact_obs else []
         self._set_up_weights(given.track_policy_version, policy)
         self._make_engine(given, acts_on)
@@ -127,14 +127,14 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
         with _original_errors():
             if self.reset_at_each_iter:
                 self._begin_episodes(None, {})
-            return self._add_steps() if self._per_step else self._maybe_set_truncated(self._collect())
+            return self._add_steps() if self._per_step else batches.mark_end(self._collect(), self._truncated)
 
     def fake_tensordict(self) -> Any:
         """Return a batch of zeros."""
         self._check_open()
         with _original_errors():
             self._engine.policy = self._acting
-            return self._postproc(self._maybe_set_truncated(self._tidy(self._engine.blank())))
+            return self._postproc(batches.mark_end(self._tidy(self._engine.blank()), self._truncated))
 
     def reset(self, index: Any = None, **kwargs: Any) -> None:
         """Reset environments now, and start new trajectories with new ids.
@@ -280,7 +280,6 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
     _setup_total_frames = torchrl.collectors.Collector._setup_total_frames
     _setup_init_random_frames = torchrl.collectors.Collector._setup_init_random_frames
     _setup_frames_per_batch = torchrl.collectors.Collector._setup_frames_per_batch
-    _maybe_set_truncated = torchrl.collectors.Collector._maybe_set_truncated
     _should_use_random_frames = torchrl.collectors.Collector._should_use_random_frames
     _postproc = torchrl.collectors.Collector._postproc
     _discards_in_flight_trajectories = torchrl.collectors.Collector._discards_in_flight_trajectories
@@ -301,10 +300,9 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
         if not self._use_buffers:
             return {}
         if not self._acting.columns():
-            before = torch.get_rng_state()
             self._engine.policy = self._acting
-            self._engine.source.layout("policy")
-            torch.set_rng_state(before)
+            with torch.random.fork_rng(devices=[]):
+                self._engine.source.layout("policy")
         return batches.zeros_of(self._acting.columns(), self._batch_shape)
 
     def _collect(self) -> Any:
