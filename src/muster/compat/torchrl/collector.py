@@ -73,7 +73,8 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
             device=given.device,
         )
         self.storing_device, self.policy_device = given.storing_device, given.policy_device
-        env = setup.make_env(given.create_env_fn, given.create_env_kwargs)
+        make = setup.one_env(given.create_env_fn)
+        env = self._init_env(make, given.create_env_kwargs) if callable(make) else make
         policy = policies.make_policy(given.policy, given.policy_factory, env)
         self.trust_policy = isinstance(policy, RandomPolicy) if given.trust_policy is None else given.trust_policy
         if isinstance(env, EnvBase):
@@ -274,6 +275,7 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
         return replaced
 
     # Steps of TorchRL's own constructor and loop, with its checks and messages.
+    _init_env = torchrl.collectors.Collector._init_env
     _get_devices = torchrl.collectors.Collector._get_devices
     _maybe_setup_policy_env_transforms = torchrl.collectors.Collector._maybe_setup_policy_env_transforms
     _setup_replay_buffer = torchrl.collectors.Collector._setup_replay_buffer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torchrl.collectors.utils import _validate_traj_format
 from torchrl.envs import EnvBase, StepCounter, TransformedEnv
-from torchrl.envs.batched_envs import BatchedEnvBase
 from torchrl.envs.utils import ExplorationType
 from torchrl.modules import RandomPolicy
 
@@ -103,20 +102,12 @@ def options_of(given: SimpleNamespace, env: Any, limit: int | None, *, per_step:
     )
 
 
-def make_env(create_env_fn: Any, kwargs: Mapping[str, Any] | None) -> Any:
-    """Return the environment: TorchRL's, or any that ``muster.Collector`` takes."""
+def one_env(create_env_fn: Any) -> Any:
+    """Return the only entry of a list; anything else unchanged."""
     if isinstance(create_env_fn, Sequence) and not isinstance(create_env_fn, (str, bytes)):
         if len(create_env_fn) != 1:
             raise ValueError("backend='direct' requires exactly one environment constructor.")
-        create_env_fn = create_env_fn[0]
-    if not isinstance(create_env_fn, EnvBase):
-        return create_env_fn(**(kwargs or {})) if callable(create_env_fn) else create_env_fn
-    if kwargs:
-        if not isinstance(create_env_fn, BatchedEnvBase):
-            raise RuntimeError(
-                f"kwargs were passed to Collector but they can't be set on environment of type {type(create_env_fn)}."
-            )
-        create_env_fn.update_kwargs(kwargs)
+        return create_env_fn[0]
     return create_env_fn
 
 
