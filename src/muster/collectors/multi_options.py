@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -81,6 +82,8 @@ class PoolOptions(CollectorOptions):
             weights are published once per batch. Workers wait if necessary. None: no limit.
         crash_dir: folder for crash reports, with which ``muster replay`` repeats a failure. None: a temporary folder.
         start_method: how worker processes start: "forkserver" (in milliseconds) or "spawn". None: as the system allows.
+        cpu_affinity: CPUs of the workers, on Linux. "auto": the CPUs that this process may use are divided among the
+            workers of a machine. Or a list of CPU numbers for each worker. None: the system chooses.
         inference: "worker": each worker acts with a copy of the policy. "server": workers only step environments, and a
             thread of this process calls the policy once for all ready workers. Worker processes do not import torch
             then. For policies that cost more than the environments, or run on a GPU (``policy_device``).
@@ -96,6 +99,7 @@ class PoolOptions(CollectorOptions):
     max_policy_lag: int | None = None
     crash_dir: Any = None
     start_method: StartMethod | None = None
+    cpu_affinity: Literal["auto"] | Sequence[Sequence[int]] | None = None
     inference: Literal["worker", "server"] | CentralInference = "worker"
 
     def __post_init__(self) -> None:
@@ -111,6 +115,8 @@ class PoolOptions(CollectorOptions):
         threshold = self.preemptive_threshold
         if threshold is not None and not (isinstance(threshold, (int, float)) and 0 <= threshold <= 1):
             raise BadOption(f"preemptive_threshold={threshold!r}: expected a share of the workers, from 0 to 1")
+        if self.cpu_affinity not in (None, "auto") and not _is_list_of_cpus(self.cpu_affinity):
+            raise BadOption(f"cpu_affinity={self.cpu_affinity!r}: expected 'auto', or a list of CPU numbers per worker")
 
     def enough(self, groups: int) -> int | None:
         """Return the number of complete groups at which the others are stopped; None: all groups."""
@@ -173,3 +179,10 @@ class MultiOptions(PoolOptions):
     @property
     def in_threads(self) -> bool:
         return self.backend == "threads"
+
+
+def _is_list_of_cpus(given: Any) -> bool:
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        return False
+    parts = [cpus if isinstance(cpus, Sequence) else () for cpus in given]
+    return all(len(cpus) and all(type(cpu) is int and cpu >= 0 for cpu in cpus) for cpus in parts)

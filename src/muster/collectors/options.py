@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -22,7 +21,7 @@ from muster.policies.adapt import STORED
 from muster.recording.writer import Recorder
 from muster.rollout.columns import Validate
 from muster.utils.integers import integer
-from muster.workers.config import TIMEOUTS
+from muster.workers.config import check_timeouts
 
 Device = torch.device | str | int | None
 ObsDtype = torch.dtype | Literal["env"] | None
@@ -290,7 +289,7 @@ class CollectorOptions:
         if not isinstance(self.execution, Execution):
             raise BadOption(f"execution={self.execution!r}: expected muster.Execution(...)")
         wanted_infos(self.info)
-        _check_timeouts(self.timeouts)
+        check_timeouts(self.timeouts)
         if self.logger is not None:
             as_logger(self.logger)
         if self.replay_buffer is not None:
@@ -374,16 +373,6 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Raise ``BadOption`` unless the value is one of the choices."""
     if value not in choices:
         raise BadOption(f"{name}={value!r}: expected one of {', '.join(map(repr, choices))}")
-
-
-def _check_timeouts(timeouts: Any) -> None:
-    if not isinstance(timeouts, Mapping):
-        raise BadOption(f"timeouts={timeouts!r}: expected a dict of seconds by phase")
-    for phase, seconds in timeouts.items():
-        if phase not in TIMEOUTS:
-            raise BadOption(f"timeouts: there is no phase {phase!r}; expected some of {', '.join(TIMEOUTS)}")
-        if seconds is not None and not (isinstance(seconds, (int, float)) and 0 < seconds < math.inf):
-            raise BadOption(f"timeouts[{phase!r}]={seconds!r}: expected seconds, more than 0, or None for ever")
 
 
 def _device(name: str, value: Device) -> torch.device | None:
