@@ -63,6 +63,8 @@ class EnvBatch(Protocol):
         bookkeeping: keys of observations that only policies on TensorDicts get: counters, flags, state.
         info_specs: columns of infos; written and carried as observations are, and hidden from policies.
         action_specs: the policy's actions.
+        action_masks: key of the action mask by key of the action, for discrete actions. A mask is an observation or an
+            info with an entry for each choice (those of several variables one after another); 0: not allowed.
         step_specs: other results of a step, stored below ``next``, for instance rewards per agent.
         flags: the flags among done, terminated and truncated in the user's batch; Muster stores all three.
         reward_key: column of the reward that episode records sum up, ``[B]``. ``TEAM_REWARD`` is hidden from the
@@ -95,6 +97,7 @@ class EnvBatch(Protocol):
     bookkeeping: frozenset[Key] = frozenset()
     info_specs: Specs = {}  # noqa: RUF012
     action_specs: Specs
+    action_masks: Mapping[Key, Key] = MappingProxyType({})
     step_specs: Specs = {}  # noqa: RUF012 (a default, never changed)
     flags: tuple[Key, ...] = FLAGS
     reward_key: Key = REWARD

@@ -16,6 +16,7 @@ from muster.policies.functions import FunctionPolicy
 from muster.policies.head_policy import HeadPolicy
 from muster.policies.heads import Head
 from muster.policies.random import RandomPolicy
+from muster.policies.sampling import masks_of
 from muster.protocols import EnvBatch, Policy
 
 # Floating dtypes of rows. A network in another dtype (bfloat16) gets float32, and must cast its input itself.
@@ -39,7 +40,7 @@ def adapt(
     None: see ``takes_tensordict``. Raises ``BadOption`` if it cannot be called, or a head does not fit the spaces.
     """
     if policy is None:
-        return RandomPolicy(env.sample, batch_shape)
+        return RandomPolicy(env.sample, batch_shape, masks=masks_of(env))
     seen = {key: spec for key, spec in env.observation_specs.items() if key not in env.bookkeeping}
     seen = seen or env.observation_specs
     home = torch.empty(0, device=env.device).device  # device of the rows, with its index
@@ -53,6 +54,7 @@ def adapt(
             obs_keys=list(seen),
             action_key=action_key,
             action_spec=action_spec,
+            mask=next(iter(masks_of(env)), None),
             batch_dims=len(batch_shape),
             device=device,
             deterministic=exploration_type != "random",

@@ -307,7 +307,7 @@ class Group:
         """Make the policy's first call, on the rows for the next step."""
         self.begin()
         with self.context(first=True):
-            obs = self.observations()
+            obs = self.observations() | {key: self.carry.seen(key) for key in self.env.action_masks.values()}
             if IS_INIT in self.carry:  # the episodes may have begun with an earlier policy
                 obs[IS_INIT] = self.carry.seen(IS_INIT)
             return keep(call_policy(policy, lambda: policy.first(obs, self.rng)))

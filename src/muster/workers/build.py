@@ -16,8 +16,10 @@ from muster.envs.build import BuiltEnv, build_env, is_environment
 from muster.envs.infos import Seen, look_at, with_infos
 from muster.envs.previous import with_previous
 from muster.errors import BadOption
-from muster.keys import STEP_COUNT, TRUNCATED, dotted, next_of
-from muster.memory.slots import Layout, Slot
+from muster.keys import ACTION_MASK, STEP_COUNT, TRUNCATED, dotted, next_of
+from muster.memory.slots import Lane, Layout, Slot
+from muster.policies.random import RandomPolicy
+from muster.policies.sampling import masks_of
 from muster.protocols import EnvBatch, Policy
 from muster.rng import GroupRng
 from muster.rollout.columns import RolloutOptions, lane_columns
@@ -99,7 +101,7 @@ def _infos_of(built: BuiltEnv, factory: Any, kwargs: Mapping[str, Any] | None, o
                 env = probe
                 made.callback(env.close)
                 env.keeps_infos = True
-        (lane,) = Slot(Layout(1, env.num_envs, lane_columns(env, (), RolloutOptions()))).lanes
+        lane = _one_row(env)
         rng = GroupRng(0)
         if current_thread() is main_thread():  # what belongs to the process is not for other threads to exchange
             made.enter_context(rng.as_global())
@@ -108,11 +110,18 @@ def _infos_of(built: BuiltEnv, factory: Any, kwargs: Mapping[str, Any] | None, o
         env.reset(lane.arrays, 0, range(env.num_envs), range(env.num_envs) if steps else None)
         look_at(env, seen)
         if steps:
-            for key, drawn in env.sample(rng, (1, env.num_envs)).items():
-                lane.arrays[key][:1] = drawn
+            if ACTION_MASK in seen and not env.action_masks:  # the action must be allowed
+                env = with_infos(env, [ACTION_MASK], lambda: seen)
+                lane = _one_row(env)
+                env.reset(lane.arrays, 0, range(env.num_envs), range(env.num_envs))
+            RandomPolicy(env.sample, (env.num_envs,), masks=masks_of(env)).start(lane, rng)(0)
             env.start(lane)(0)
             look_at(env, seen)
     return seen
+
+
+def _one_row(env: EnvBatch) -> Lane:
+    return Slot(Layout(1, env.num_envs, lane_columns(env, (), RolloutOptions()))).lanes[0]
 
 
 def make_group(

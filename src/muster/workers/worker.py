@@ -357,6 +357,7 @@ def describe(env: EnvBatch, batch_shape: tuple[int, ...]) -> GroupInfo:
         env.bookkeeping,
         env.reward_key,
         replays_alone(env),
+        dict(env.action_masks),
     )
 
 
