@@ -21,6 +21,7 @@ TRAJ_IDS: Key = ("collector", "traj_ids")
 NEXT_OBS_VALID: Key = ("collector", "next_obs_valid")
 VALID: Key = ("collector", "valid")
 POLICY_VERSION: Key = ("collector", "policy_version")
+AGENT: Key = ("collector", "agent")  # who acted, where agents take turns
 RESUMED: Key = ("collector", "resumed")
 TEAM_REWARD: Key = ("collector", "team_reward")  # hidden: sum of several rewards, for episode records
 IS_INIT: Key = ("is_init",)

@@ -77,6 +77,8 @@ class EnvBatch(Protocol):
             itself, and writes terminated, truncated and ``next`` observations of the row (``writes_next``).
         writes_next: the environment writes ``next`` observations itself.
         max_steps: limit of steps per episode, set before the first reset of environments that write ``next``.
+        agents: names of agents that take turns. Each row is then a turn of one of them, whose number is in the column
+            ``AGENT``, and each agent has its own episodes (see ``envs/turns.py``). Empty: agents do not take turns.
         reset_options: keyword arguments for the environments' own reset, passed once, at the next reset.
         bypasses: the batch can leave environments out of a step; see ``bypass``.
         lives_lost: environments that the last step ended, but whose own episode continues; see ``track_lives``.
@@ -107,6 +109,7 @@ class EnvBatch(Protocol):
     device: torch.device | None = None
     writes_next: bool = False
     max_steps: int | None = None
+    agents: tuple[str, ...] = ()
     reset_options: dict[str, Any] | None = None
     bypasses: bool = False
     lives_lost: Collection[int] = ()
@@ -163,6 +166,15 @@ class EnvBatch(Protocol):
 
     def restart_agent(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int]) -> None:
         """Clear the agent's past in an observation row: its episode ended, and the environment's did not."""
+        return
+
+    @property
+    def late(self) -> int:
+        """The number of steps to make before the next row can be complete (``agents``); they write observations only."""
+        return 0
+
+    def drop_open(self) -> None:
+        """Discard turns whose rows were not delivered (``agents``): the environments failed and will be reset."""
         return
 
     def objects(self) -> Sequence[object]:

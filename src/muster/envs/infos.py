@@ -65,7 +65,7 @@ def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
     if env.keeps_infos is None:
         raise BadOption(
             f"info: Muster reads infos of Gymnasium, EnvPool, PettingZoo, dm_env and Stable-Baselines3. {env.name} "
-            f"returns no infos (TorchRL), or steps on a device. Remove the option"
+            f"returns none (TorchRL), steps on a device, or its agents take turns. Remove the option"
         )
     if taken := [key for key in env.observation_specs if key[0] == INFO]:
         raise BadOption(f"info: {env.name} has the observation {taken[0]} already. Rename it, or remove the option")

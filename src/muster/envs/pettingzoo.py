@@ -1,5 +1,8 @@
 """``pettingzoo.ParallelEnv`` as an env batch: agents in groups, with a mask for absent agents.
 
+AEC environments whose agents can act at the same time (``metadata["is_parallelizable"]``) are run in parallel; those
+whose agents take turns are in ``envs/turns.py``.
+
 Keys are TorchRL's (``PettingZooWrapper(use_mask=True, done_on_any=False)``). Agents ``name_0``, ``name_1``, ... with
 equal spaces form the group ``name``; any other agent is a group by itself. For a group of k agents::
 
@@ -30,6 +33,7 @@ from pettingzoo.utils.conversions import aec_to_parallel
 from muster.envs import checks
 from muster.envs.checks import FIX, Casts
 from muster.envs.spaces import SpaceCodec
+from muster.envs.turns import TurnEnvs
 from muster.errors import BadEnvOutput, UnsupportedEnv, UnsupportedSpace
 from muster.keys import FLAGS, RESERVED, TEAM_REWARD, TERMINATED, TRUNCATED, Key, dotted, next_of
 from muster.memory.slots import Lane
@@ -48,7 +52,9 @@ def takes(obj: Any) -> bool:
 
 def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
     """Return the env batch of B environments of the same kind; ``device`` has no effect."""
-    return ParallelEnvs([_parallel(env) for env in envs])
+    if any(isinstance(env, AECEnv) and not _is_parallelizable(env) for env in envs):
+        return TurnEnvs(envs)
+    return ParallelEnvs([env if isinstance(env, ParallelEnv) else aec_to_parallel(env) for env in envs])
 
 
 @dataclass
@@ -311,14 +317,5 @@ def _spaces(env: Any) -> list[Any]:
     return [(agent, env.observation_space(agent), env.action_space(agent)) for agent in env.possible_agents]
 
 
-def _parallel(env: Any) -> Any:
-    if isinstance(env, ParallelEnv):
-        return env
-    try:
-        return aec_to_parallel(env)
-    except AssertionError as error:
-        raise UnsupportedEnv(
-            f"{type(getattr(env, 'unwrapped', env)).__name__} is an AEC environment whose agents take turns, and does "
-            f"not say that they can act at the same time (metadata['is_parallelizable']): {error}. Muster takes "
-            f"parallel environments; for turns use TorchRL's PettingZooWrapper(env, use_mask=True)."
-        ) from None
+def _is_parallelizable(env: Any) -> bool:
+    return bool((getattr(env, "metadata", None) or {}).get("is_parallelizable", False))

@@ -202,6 +202,16 @@ def _check_env(env: EnvBatch, options: RolloutOptions) -> None:
                 f"set_truncated=True, but {env.name} has no 'truncated' flag. Add one (TorchRL: "
                 f"env.add_truncated_keys()), or leave set_truncated out."
             )
+    if env.agents:
+        refused = {
+            "set_truncated": options.set_truncated,
+            "compact_obs": options.compact_obs,
+            "reset_when_done=False": not options.reset_when_done,
+            "max_decorrelation_steps": options.max_decorrelation_steps,
+            "prev_action_reward": options.prev_action_reward,
+        }
+        for name in [name for name, given in refused.items() if given]:
+            raise BadOption(f"{name}: the agents of {env.name} take turns, which this option does not know. Remove it")
     if options.max_frames_per_traj and STEP_COUNT in env.observation_specs:
         raise BadOption(
             f"max_frames_per_traj adds 'step_count', which {env.name} has already. Let the environment truncate "
