@@ -170,7 +170,7 @@ class EnvBatch(Protocol):
 
     @property
     def late(self) -> int:
-        """The number of steps to make before the next row can be complete (``agents``); they write observations only."""
+        """The number of steps to make before the next row can be complete where agents take turns."""
         return 0
 
     def drop_open(self) -> None:

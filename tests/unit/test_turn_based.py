@@ -356,6 +356,115 @@ def test_whole_episodes_are_the_same_from_batches_of_every_size():
     assert len(results[0]) > 5
 
 
+# --- a policy for each agent -----------------------------------------------------------------------
+
+
+class Always(nn.Module):
+    """Chooses the first allowed action not below ``at``, and returns itself as an extra."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = nn.Parameter(torch.tensor(float(at)))
+
+    def forward(self, obs: Any) -> Any:
+        legal = obs["action_mask"] & (torch.arange(4) >= self.at)
+        legal = torch.where(legal.any(-1, keepdim=True), legal, obs["action_mask"])
+        return legal.long().argmax(-1), {"who": self.at.expand(len(legal))}
+
+
+def _acted(batch: Any, agent: int, at: float) -> None:
+    rows = batch["collector", "agent"] == agent
+    assert rows.any()
+    assert (batch["who"][rows] == at).all()
+    again, _ = Always(int(at))({"action_mask": batch["action_mask"][rows]})
+    assert torch.equal(again, batch["action"][rows])
+
+
+@pytest.mark.parametrize("num_envs", [None, 3])
+def test_each_agent_acts_with_its_own_policy(num_envs):
+    made = {"player_0": Always(2), "others": Always(1)}
+    batch = collect(quarrel(), made, num_envs=num_envs, frames_per_batch=120, seed=0)
+    for agent, at in enumerate((2, 1, 1)):
+        _acted(batch, agent, at)
+
+
+def test_heads_functions_and_random_agents_play_together():
+    def first_allowed(obs: Any) -> Any:
+        return np.asarray(obs["action_mask"]).argmax(-1)
+
+    torch.manual_seed(0)
+    head = policies.categorical(nn.Linear(3, 4))
+    made = {"player_0": head, "player_1": None, "player_2": first_allowed}
+    batch = collect(quarrel(), made, num_envs=2, frames_per_batch=1200, seed=0, validate="full")
+    agent, log_prob = batch["collector", "agent"], batch["action_log_prob"]
+    assert batch["action_mask"].gather(-1, batch["action"].unsqueeze(-1)).all()
+    assert log_prob[agent != 0].isnan().all()
+    own = batch[agent == 0]
+    again = head.distribution(own.select("observation", "action_mask"))
+    assert torch.allclose(own["action_log_prob"], again.log_prob(own["action"]), atol=1e-5)
+    scripted = batch[agent == 2]
+    assert torch.equal(scripted["action"], scripted["action_mask"].long().argmax(-1))
+    free = batch[agent == 1]
+    among = free["action_mask"].sum(-1)
+    rank = (free["action_mask"].cumsum(-1).gather(-1, free["action"].unsqueeze(-1))[:, 0] - 1)[among == 3]
+    assert torch.allclose(torch.bincount(rank, minlength=3) / len(rank), torch.full((3,), 1 / 3), atol=0.12)
+    mode = collect(quarrel(), made, num_envs=2, frames_per_batch=100, seed=0, exploration_type="mode")
+    own = mode[mode["collector", "agent"] == 0]
+    assert torch.equal(own["action"], head.mode(own.select("observation", "action_mask")))
+    assert own["action_log_prob"].isfinite().all()
+
+
+@pytest.mark.parametrize("where", ["here", "workers"])
+def test_policies_are_swapped_between_batches(where):
+    made = {"player_0": Always(2), "others": Always(1)}
+    options: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 60, "seed": 0, "track_policy_version": True}
+    kind = {"here": Collector, "workers": MultiSyncCollector}[where]
+    with kind([quarrel()], made, **options) as collector:
+        _acted(collector.rollout(), 0, 2)
+        collector.update_policy_weights_(weights_dict={"player_0": Always(1), "others": Always(2)})
+        batch = collector.rollout()
+        version = batch["collector", "policy_version"]
+        late = version == version.max()
+        assert (~late).sum() in range(1, 5), "open turns were made by the policies before"
+        for agent, at in enumerate((1, 2, 2)):
+            rows = late & (batch["collector", "agent"] == agent)
+            assert (batch["who"][rows] == at).all()
+        assert set(batch["who"][~late].tolist()) <= {1.0, 2.0}
+        collector.update_policy_weights_(Always(3), model_id="player_0")
+        collector.rollout()
+        _acted(collector.rollout(), 0, 3)
+
+
+def test_a_policy_for_each_agent_allows_what_the_environment_allows():
+    class Stuck(Quarrel):
+        def mask(self, agent: str) -> Any:
+            return super().mask(agent) * (self.turn < 9)
+
+    with Collector(Stuck(), {"others": None}, frames_per_batch=30, seed=0) as collector:
+        with pytest.raises(BadEnvOutput, match=r"quarrel_v0\[0\]: action_mask allows no action"):
+            collector.rollout()
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ({}, "empty dict"),
+        ({"player_0": None}, r"without a policy \['player_1', 'player_2'\]"),
+        ({"others": None, "player_9": None}, r"unknown \['player_9'\]"),
+        ({"others": 3}, "of type int"),
+        ({"others": lambda obs, state: obs}, "has a state"),
+    ],
+)
+def test_policies_that_do_not_fit_the_agents_are_refused(policy, message):
+    with pytest.raises(BadOption, match=message):
+        Collector(quarrel(), policy, frames_per_batch=8)
+
+
+def test_a_dict_of_policies_needs_agents_that_take_turns():
+    with pytest.raises(BadOption, match="do not take turns"):
+        Collector("CartPole-v1", {"others": None}, frames_per_batch=8)
+
+
 # --- refusals --------------------------------------------------------------------------------------
 
 

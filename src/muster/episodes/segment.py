@@ -24,8 +24,8 @@ class Pieces(NamedTuple):
     """The pieces of trajectories in a batch, by environment, then time. The index of a row is ``env * T + t``.
 
     ``rows`` are the indices of all rows in pieces. ``first`` (``[n]``) is the place in ``rows`` of each piece's first
-    row. ``ended`` (``[n]``) tells whether its last row is done. Where agents take turns, the rows of a piece are those of
-    one ``agent`` (``[n]``; else 0), and pieces are by environment, then the time of their first row.
+    row. ``ended`` (``[n]``) tells whether its last row is done. Where agents take turns, the rows of a piece are those
+    of one ``agent`` (``[n]``; else 0), and pieces are by environment, then the time of their first row.
     """
 
     rows: Array

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from muster.errors import BadOption
+from muster.policies.agents import AgentPolicies, PerAgent
 from muster.policies.functions import FunctionPolicy
 from muster.policies.head_policy import HeadPolicy
 from muster.policies.heads import Head
@@ -61,6 +62,7 @@ def adapt(
             executor=executor,
             rows_device=env.device,
         )
+    mode = exploration_type != "random"
     common: dict[str, Any] = {
         "obs_specs": env.observation_specs,
         "action_specs": env.action_specs,
@@ -69,6 +71,9 @@ def adapt(
         "executor": executor,
         "rows_device": env.device,
     }
+    if isinstance(policy, PerAgent):
+        mask = next(iter(masks_of(env)), None)
+        return AgentPolicies(policy, env_name=env.name, agents=env.agents, mask=mask, mode=mode, **common)
     if isinstance(policy, type) or not callable(policy):
         given = f"the class {policy.__name__}" if isinstance(policy, type) else f"of type {type(policy).__name__}"
         raise BadOption(f"policy is {given}, expected {ACCEPTED}")

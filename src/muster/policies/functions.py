@@ -49,7 +49,7 @@ class FunctionPolicy:
     ) -> None:
         self.fn = fn
         self.name = name_of(fn)
-        self.takes_state, self.path = _takes_state(fn), "module"
+        self.takes_state, self.path = takes_state(fn), "module"
         self._obs_specs, self._action_specs = obs_specs, action_specs
         if self.takes_state and STATE[0] in {key[0] for key in obs_specs}:
             raise BadOption(f"the observation has the key {STATE[0]!r}, where a batch keeps the state of a policy")
@@ -254,7 +254,8 @@ def _make_numpy_act(program: Program, lane: Lane) -> Act:
     return act
 
 
-def _takes_state(fn: Callable[..., Any]) -> bool:
+def takes_state(fn: Callable[..., Any]) -> bool:
+    """Return whether the second parameter of a policy is its state."""
     try:
         parameters = list(inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters.values())
     except (TypeError, ValueError):

@@ -58,8 +58,8 @@ def check_bootstrap(columns: Sequence[Column], observed: Collection[Key], *, res
         )
     if AGENT in observed:
         raise BadOption(
-            "bootstrap evaluates the last row of each environment, and agents that take turns have one each: compute the "
-            "values of ('next', 'observation') in the learner"
+            "bootstrap evaluates the last row of each environment, and agents that take turns have one each: compute "
+            "the values of ('next', 'observation') in the learner"
         )
     if not reset_when_done and any(column.carry and column.key not in observed for column in columns):
         raise BadOption("bootstrap: reset_when_done=False forgets recurrent states at the ends of episodes")
