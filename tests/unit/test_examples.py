@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from examples import ppo_cartpole, truncation
+from examples import ppo_cartpole, self_play, truncation
 from tests.fakes.ray_cluster import cluster, environment, needs_ray
 
 EXAMPLES = Path(ppo_cartpole.__file__).parent
@@ -38,6 +38,20 @@ def test_ppo_learns_from_20_thousand_frames(capsys):
 
     assert score > 150  # uniform random actions: 22
     assert "20,480 frames" in capsys.readouterr().out
+
+
+def test_self_play_runs():
+    shares = self_play.main(["--batches", "2", "--episodes", "64", "--eval-episodes", "20"])
+
+    assert sum(shares.values()) == pytest.approx(1)
+
+
+@pytest.mark.slow
+def test_self_play_learns_not_to_lose():
+    shares = self_play.main(["--eval-episodes", "200"])
+
+    assert shares["lost"] < 0.08  # random moves against random moves: 0.43
+    assert shares["won"] > 0.7
 
 
 @pytest.mark.slow

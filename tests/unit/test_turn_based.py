@@ -25,8 +25,8 @@ AECEnv = pettingzoo.AECEnv
 class Quarrel(AECEnv):
     """A random game. Each turn gives rewards to all agents; agents drop out, and the order of turns is random.
 
-    The observation of an agent is ``[its number, its turns, turns of all]``. All draws depend on the seed and the number
-    of resets only, not on actions.
+    The observation of an agent is ``[its number, its turns, turns of all]``. All draws depend on the seed and the
+    number of resets only, not on actions.
 
     Args:
         agents: number of agents.
@@ -440,9 +440,11 @@ def test_a_policy_for_each_agent_allows_what_the_environment_allows():
         def mask(self, agent: str) -> Any:
             return super().mask(agent) * (self.turn < 9)
 
-    with Collector(Stuck(), {"others": None}, frames_per_batch=30, seed=0) as collector:
-        with pytest.raises(BadEnvOutput, match=r"quarrel_v0\[0\]: action_mask allows no action"):
-            collector.rollout()
+    with (
+        Collector(Stuck(), {"others": None}, frames_per_batch=30, seed=0) as collector,
+        pytest.raises(BadEnvOutput, match=r"quarrel_v0\[0\]: action_mask allows no action"),
+    ):
+        collector.rollout()
 
 
 @pytest.mark.parametrize(
@@ -488,9 +490,11 @@ def test_policies_with_a_state_are_refused():
     def policy(obs: Any, state: Any) -> Any:
         return torch.tensor(1), torch.zeros(2)
 
-    with Collector(quarrel(masks=""), policy, frames_per_batch=8) as collector:
-        with pytest.raises(BadOption, match="recurrent state, and the agents of quarrel_v0 take turns"):
-            collector.rollout()
+    with (
+        Collector(quarrel(masks=""), policy, frames_per_batch=8) as collector,
+        pytest.raises(BadOption, match="recurrent state, and the agents of quarrel_v0 take turns"),
+    ):
+        collector.rollout()
 
 
 def test_agents_must_be_alike():
@@ -512,9 +516,11 @@ def test_an_agent_that_leaves_without_a_last_turn_is_an_error():
             if self.turn == 4:
                 self.agents = []
 
-    with Collector(Leaving(ends=0.0), None, frames_per_batch=20, seed=0) as collector:
-        with pytest.raises(BadEnvOutput, match="left without a last turn"):
-            collector.rollout()
+    with (
+        Collector(Leaving(ends=0.0), None, frames_per_batch=20, seed=0) as collector,
+        pytest.raises(BadEnvOutput, match="left without a last turn"),
+    ):
+        collector.rollout()
 
 
 class TestQuarrel(EnvContract):

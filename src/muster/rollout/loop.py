@@ -95,7 +95,7 @@ def _catch_up(group: Group, policy: Policy, lane: Lane, acted: bool) -> None:
             at, acted = IN_STEP, False
             step(row)
             group.repeat_row(lane, row + 1, first)
-    except BaseException as error:  # noqa: BLE001 (raised again)
+    except BaseException as error:
         raised = _cut_short(group, policy, lane, first, at, error)
         if raised is error:
             raise
