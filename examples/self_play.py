@@ -76,6 +76,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
 
+    torch.set_num_threads(1)  # the networks are small
     torch.manual_seed(args.seed)
     actor, critic = policies.categorical(Board(9)), Board(1)
     optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters()], lr=1e-3)

@@ -256,3 +256,60 @@ def test_taxi_has_its_mask_in_the_info():
     batch = collect("Taxi-v4", None, num_envs=2, frames_per_batch=200, seed=0, info=["action_mask"])
     assert batch["info", "action_mask"].gather(-1, batch["action"].unsqueeze(-1)).all()
     assert not batch["info", "action_mask"].all()
+
+
+# --- other systems ---------------------------------------------------------------------------------
+
+
+def test_torchrls_masked_categorical_reads_the_mask_from_the_batch():
+    modules = pytest.importorskip("torchrl.modules")
+    from tensordict.nn import TensorDictModule, TensorDictSequential
+
+    net, n = nn.Linear(2, 5), ("logits", "mask")
+    actor = TensorDictSequential(
+        TensorDictModule(net, in_keys=["position"], out_keys=["logits"]),
+        TensorDictModule(lambda mask: mask.bool(), in_keys=["action_mask"], out_keys=["mask"]),
+        modules.ProbabilisticActor(
+            TensorDictModule(lambda *both: both, in_keys=[*n], out_keys=[*n]),
+            in_keys=[*n],
+            distribution_class=modules.MaskedCategorical,
+            return_log_prob=True,
+        ),
+    )
+    batch = collect(masked(), actor, num_envs=2, frames_per_batch=56, seed=0)
+    head = policies.categorical(net)
+    again = head.distribution(batch.select("position", "action_mask"))
+    assert batch["action_mask"].gather(-1, batch["action"].unsqueeze(-1)).all()
+    assert torch.allclose(batch["action_log_prob"], again.log_prob(batch["action"]), atol=1e-5)
+
+
+def test_tianshous_policies_get_the_mask_as_obs_mask():
+    pytest.importorskip("tianshou")
+    from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
+    from tianshou.env import DummyVectorEnv
+
+    from muster.compat.tianshou import Collector as TianshouCollector
+
+    class Named(Masked):
+        """Tianshou's names of the parts of an observation."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            box, mask = self.observation_space["position"], spaces.Box(0, 1, (5,), bool)
+            self.observation_space = spaces.Dict({"obs": box, "mask": mask})
+
+        def out(self) -> Any:
+            return {"obs": np.array([self.t, 0], np.float32), "mask": self.mask().astype(bool)}, {}
+
+    class Values(nn.Module):
+        def forward(self, obs: Any, state: Any = None, info: Any = None) -> Any:
+            obs = getattr(obs, "obs", obs)
+            return torch.arange(5.0).flip(0).expand(len(obs), 5), state
+
+    policy = DiscreteQLearningPolicy(
+        model=Values(), action_space=SPACES["discrete"], observation_space=Named().observation_space
+    )
+    collector = TianshouCollector(policy, DummyVectorEnv([Named] * 2))
+    collector.reset()
+    result = collector.collect(n_step=28)
+    assert result.n_collected_steps == 28  # the environment refuses what is not allowed

@@ -210,12 +210,15 @@ def test_each_agent_has_its_own_episodes_and_records():
 def test_data_do_not_depend_on_the_size_of_batches(sizes):
     torch.manual_seed(0)
     head = policies.categorical(nn.Linear(3, 4))
-    parts = []
-    with Collector(quarrel(), head, num_envs=2, seed=0) as collector:
+    parts, records = [], []
+    options: dict[str, Any] = {"num_envs": 2, "seed": 0, "max_frames_per_traj": 9}
+    with Collector(quarrel(), head, **options) as collector:
         for size in sizes:
             parts.append(collector.collect_batch(n_step=2 * size).batch.clone())
-    whole = collect(quarrel(), head, num_envs=2, seed=0, frames_per_batch=120)
-    assert_same(torch.cat(parts, -1), whole)
+            records += collector.episodes
+    with Collector(quarrel(), head, frames_per_batch=120, **options) as collector:
+        assert_same(torch.cat(parts, -1), collector.rollout())
+        assert records == list(collector.episodes)
 
 
 def test_workers_give_the_same_as_this_process():
@@ -265,6 +268,12 @@ def test_a_reset_by_the_user_truncates_the_open_turns():
             assert over <= before | after
             new = second["collector", "traj_ids"][b][ended[b].nonzero().max() + 1 :].tolist()
             assert not over & set(new), "what is over does not continue"
+        for b in range(2):
+            for agent in range(3):
+                before = first["collector", "traj_ids"][b][first["collector", "agent"][b] == agent]
+                after = second["collector", "traj_ids"][b][second["collector", "agent"][b] == agent]
+                if len(before) and len(after):
+                    assert before.unique().tolist() == [after[0].item()], "open turns belong to the episode before"
         assert_accounted(collector)
 
 
@@ -290,6 +299,20 @@ def test_a_saved_collector_goes_on_in_the_middle_of_a_game():
     with Collector(make, head, num_envs=2, frames_per_batch=14, seed=1) as other:
         other.load_state_dict(saved, trust=True)
         assert_same(expected, joined(other, 4), ignore=(("collector", "resumed"),))
+
+
+def test_games_that_cannot_be_restored_begin_anew():
+    make = quarrel(ends=0.0)
+    with Collector(make, None, num_envs=2, frames_per_batch=14, seed=0) as collector:
+        saved_ids = collector.rollout()["collector", "traj_ids"].unique().tolist()
+        saved = collector.state_dict()
+    with Collector(make, None, num_envs=2, frames_per_batch=14, seed=1) as other:
+        with pytest.warns(UserWarning, match="new episode|restored"):
+            other.load_state_dict(saved)
+        batch = other.rollout()
+    assert not set(saved_ids) & set(batch["collector", "traj_ids"].unique().tolist())
+    assert batch["collector", "resumed"][:, 0].all()
+    assert {rows["observation"][0, 1].item() for rows in _episodes(batch)} == {0}, "from each agent's first turn"
 
 
 # --- whole episodes --------------------------------------------------------------------------------
