@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -302,13 +303,17 @@ def test_a_saved_collector_goes_on_in_the_middle_of_a_game():
 
 
 def test_games_that_cannot_be_restored_begin_anew():
-    make = quarrel(ends=0.0)
+    class Locked(Quarrel):
+        def __init__(self) -> None:
+            super().__init__(ends=0.0)
+            self.lock = threading.Lock()  # cannot be saved
+
+    make = Locked
     with Collector(make, None, num_envs=2, frames_per_batch=14, seed=0) as collector:
         saved_ids = collector.rollout()["collector", "traj_ids"].unique().tolist()
         saved = collector.state_dict()
     with Collector(make, None, num_envs=2, frames_per_batch=14, seed=1) as other:
-        with pytest.warns(UserWarning, match="new episode|restored"):
-            other.load_state_dict(saved)
+        other.load_state_dict(saved)
         batch = other.rollout()
     assert not set(saved_ids) & set(batch["collector", "traj_ids"].unique().tolist())
     assert batch["collector", "resumed"][:, 0].all()
