@@ -20,7 +20,7 @@ from tianshou.env import BaseVectorEnv, DummyVectorEnv, SubprocVectorEnv
 from tianshou.env.worker import DummyEnvWorker
 
 from muster.compat import tianshou as compat
-from muster.compat.tianshou.async_envs import AsyncVectorEnvs
+from muster.compat.tianshou.async_collector import AsyncVectorEnvs
 from muster.compat.tianshou.policies import TianshouActor
 from muster.compat.tianshou.sampling import Sampling
 from muster.errors import BadOption, EnvError

@@ -345,6 +345,15 @@ def test_interleaved_workers_keep_their_episodes_apart(tmp_path: Path) -> None:
         assert episode.complete == ("ended" in truth[episode.traj_id])
 
 
+def test_an_episode_has_the_number_of_its_first_environment(tmp_path: Path) -> None:
+    """As when a worker is lost, and another one continues in its place."""
+    envs = CountingEnvs(2, [5, 7])
+    first, second = envs.batch(3), envs.batch(3)
+    recording = load(record(tmp_path / "r", [first, second.flip(0)]))
+    assert [(e.env, e.pieces[-1].env) for e in recording.episodes[:2]] == [(0, 1), (1, 0)]
+    assert recording.episode(0)["observation"].tolist() == envs.truth[recording.episodes[0].traj_id]["obs"]
+
+
 def test_is_init_tells_beginnings_where_the_recording_cannot(tmp_path: Path) -> None:
     envs = CountingEnvs(1, [3])
     batch = envs.batch(6)

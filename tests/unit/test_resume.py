@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -227,6 +229,18 @@ def test_an_episode_whose_environment_is_lost_is_dropped():
             assert column(batch, "observation")[0][1] == 0
             assert column(batch, "next", "done").count(True) == 2
         assert_accounted(second)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="kills processes")
+def test_a_worker_that_is_restarted_after_a_load_has_the_same_columns_as_the_others():
+    with MultiSyncCollector([Unpicklable] * 2, None, frames_per_batch=12, on_failure="restart") as collector:
+        collector.next()
+        assert set(collector.load_state_dict(collector.state_dict()).not_restored) == {0, 1}
+        os.kill(collector.stats().workers[0].pid, signal.SIGKILL)
+        marks = [collector.next()[MARK].any(-1).tolist() for _ in range(3)]
+        assert marks[0][1]
+        assert not any(marks[2])
+        assert collector.stats().restarts == 1
 
 
 # --- errors in the middle --------------------------------------------------------------------------

@@ -463,6 +463,7 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         finally:
             self._release()
             self._engine.pipeline.close()
+            self._engine.is_closed = True
 
     def _release(self) -> None:
         """Release resources besides environments."""

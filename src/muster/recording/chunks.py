@@ -95,7 +95,7 @@ def is_locked(directory: Path) -> bool:
         os.close(fd)
 
 
-_REMEDY = (
+REMEDY = (
     "Restore the file from a copy, or leave it out with load(directory, skip_damaged=True), "
     "which reads and checks everything else."
 )
@@ -105,7 +105,7 @@ class DamagedChunk(BadRecording):
     """The file was truncated or changed."""
 
     def __init__(self, path: Path, why: object) -> None:
-        super().__init__(f"{path} was cut, changed or damaged: {why}. {_REMEDY}")
+        super().__init__(f"{path} was cut, changed or damaged: {why}. {REMEDY}")
 
 
 @dataclass(frozen=True)

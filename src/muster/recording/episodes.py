@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
 from muster.episodes.segment import cut
+from muster.keys import DONE, REWARD, TERMINATED, TRAJ_IDS, TRUNCATED, Key, next_of
 from muster.memory.specs import Array
+
+IS_INIT: Key = ("collector", "is_init")
 
 
 @dataclass(frozen=True)
@@ -52,73 +54,48 @@ class Episode:
         return self.pieces[-1].batch, self.pieces[-1].stop - 1
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The columns of one batch that identify episodes; all ``[E, T]``, environments flattened."""
-
-    batch: int
-    ids: Array
-    reward: Array  # float64
-    done: Array
-    terminated: Array
-    truncated: Array
-    is_init: Array | None
-    follows: bool  # no rows are missing between the previous batch (or the start of the collection) and this one
-
-
-class _Part(NamedTuple):
-    piece: Piece
-    total: float  # sum of its rewards
-    begins: bool
-    done: bool
-    terminated: bool
-    truncated: bool
-    gaps: int  # number of gaps in the recording before it
-
-
-def find_episodes(batches: Iterable[Rows]) -> tuple[Episode, ...]:
+def find_episodes(batches: Iterable[tuple[Mapping[Key, Array], bool]]) -> tuple[Episode, ...]:
     """Return the episodes in the order of their first frames (batch, row, env).
 
     Pieces with the same trajectory id are one episode, in whichever environment, worker or chunk they are.
+
+    Args:
+        batches: columns of each batch, ``[E, T]`` with environments flattened; and False if rows are missing between
+            the previous batch (or the start of the collection) and this one.
     """
-    found: dict[int, list[_Part]] = {}
+    parts: dict[int, list[tuple[Episode, bool, int]]] = {}  # with its last done flag, and the number of gaps before it
     gaps = 0
-    for rows in batches:
-        gaps += not rows.follows
-        pieces = cut(rows.ids, np.ones(rows.ids.shape, bool), np.zeros(rows.ids.shape, bool))
+    for number, (rows, follows) in enumerate(batches):
+        gaps += not follows
+        ids, is_init = rows[TRAJ_IDS], rows.get(IS_INIT)
+        pieces = cut(ids, np.ones(ids.shape, bool), np.zeros(ids.shape, bool))
         for first, length in zip(pieces.first.tolist(), pieces.length.tolist(), strict=True):
-            env, start = divmod(first, rows.ids.shape[1])
-            part = _part(rows, Piece(rows.batch, env, start, start + length), gaps)
-            found.setdefault(int(rows.ids[env, start]), []).append(part)
-    table = [_episode(traj_id, parts) for traj_id, parts in found.items()]
-    return tuple(sorted(table, key=lambda e: (*e.start, e.env)))
+            env, start = divmod(first, ids.shape[1])
+            stop, last = start + length, (env, start + length - 1)
+            part = Episode(
+                traj_id=int(ids[env, start]),
+                env=env,
+                length=length,
+                episode_return=float(rows[REWARD][env, start:stop].sum()),
+                terminated=bool(rows[next_of(TERMINATED)][last]),
+                truncated=bool(rows[next_of(TRUNCATED)][last]),
+                # A change of id within a batch is a reset. The batch's start is a reset if no rows are missing before.
+                complete=start > 0 or follows if is_init is None else bool(is_init[env, start]),
+                pieces=(Piece(number, env, start, stop),),
+            )
+            parts.setdefault(part.traj_id, []).append((part, bool(rows[next_of(DONE)][last]), gaps))
+    return tuple(sorted(map(_joined, parts.values()), key=lambda e: (*e.start, e.env)))
 
 
-def _part(rows: Rows, piece: Piece, gaps: int) -> _Part:
-    env, start, stop = piece.env, piece.start, piece.stop
-    # A change of id within a batch is a reset. The batch's start is a reset if no rows are missing before it.
-    begins = start > 0 or rows.follows if rows.is_init is None else bool(rows.is_init[env, start])
-    return _Part(
-        piece,
-        float(rows.reward[env, start:stop].sum()),
-        begins,
-        bool(rows.done[env, stop - 1]),
-        bool(rows.terminated[env, stop - 1]),
-        bool(rows.truncated[env, stop - 1]),
-        gaps,
-    )
-
-
-def _episode(traj_id: int, parts: Sequence[_Part]) -> Episode:
-    whole = all(before.done or before.gaps == after.gaps for before, after in pairwise(parts))
-    pieces, last = tuple(part.piece for part in parts), parts[-1]
-    return Episode(
-        traj_id=traj_id,
-        env=pieces[0].env,
-        length=sum(piece.stop - piece.start for piece in pieces),
-        episode_return=sum(part.total for part in parts),
-        terminated=last.terminated,
-        truncated=last.truncated,
-        complete=parts[0].begins and last.done and whole,
-        pieces=pieces,
+def _joined(parts: Sequence[tuple[Episode, bool, int]]) -> Episode:
+    """Join the parts of an episode, of which ``complete`` says whether it is the beginning."""
+    whole = all(done or gaps == later for (_, done, gaps), (_, _, later) in pairwise(parts))
+    (first, _, _), (last, done, _) = parts[0], parts[-1]
+    return replace(
+        last,
+        env=first.env,
+        length=sum(part.length for part, _, _ in parts),
+        episode_return=sum(part.episode_return for part, _, _ in parts),
+        complete=first.complete and done and whole,
+        pieces=tuple(part.pieces[0] for part, _, _ in parts),
     )

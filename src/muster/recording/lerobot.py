@@ -131,21 +131,16 @@ class _Stats:
     """Statistics of a feature over all frames; those of pictures are per channel, in [0, 1]."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[Any, ...]] = []
-
-    @property
-    def has_rows(self) -> bool:
-        """False for texts."""
-        return bool(self._parts)
+        self.parts: list[tuple[Any, ...]] = []  # none for texts
 
     def add(self, rows: Array) -> None:
         """Add rows ``[n, size]``."""
         rows = rows.astype(np.float64)
-        self._parts.append((len(rows), rows.min(0), rows.max(0), rows.sum(0), (rows**2).sum(0)))
+        self.parts.append((len(rows), rows.min(0), rows.max(0), rows.sum(0), (rows**2).sum(0)))
 
-    def result(self, shape: tuple[int, ...], frames: int) -> dict[str, Any]:
+    def result(self, shape: Sequence[int], frames: int) -> dict[str, Any]:
         """Return them by name, with values of this shape."""
-        count, low, high, total, squares = (np.stack([part[i] for part in self._parts]) for i in range(5))
+        count, low, high, total, squares = (np.stack([part[i] for part in self.parts]) for i in range(5))
         mean = total.sum(0) / count.sum()
         std = np.sqrt(np.maximum(squares.sum(0) / count.sum() - mean**2, 0))
         found = {"min": low.min(0), "max": high.max(0), "mean": mean, "std": std}
@@ -165,14 +160,9 @@ def _write_meta(
     index = {"index_columns": ["task"], "column_indexes": [], "columns": [], "pandas_version": "2.0.0"}
     tasks = pa.table({"task_index": [0], "task": [task]}).replace_schema_metadata({"pandas": json.dumps(index)})
     pq.write_table(tasks, meta / "tasks.parquet")
-    shapes = {name: feature["shape"] for name, feature in info["features"].items()}
-    found = {
-        name: each.result(
-            (3, 1, 1) if info["features"][name]["dtype"] == "video" else tuple(shapes[name]), info["total_frames"]
-        )
-        for name, each in stats.items()
-        if each.has_rows
-    }
+    features = info["features"].items()
+    shapes = {name: (3, 1, 1) if each["dtype"] == "video" else each["shape"] for name, each in features}
+    found = {name: each.result(shapes[name], info["total_frames"]) for name, each in stats.items() if each.parts}
     (meta / "stats.json").write_text(json.dumps(found, indent=1))
     (meta / "info.json").write_text(json.dumps(info, indent=1))
 

@@ -48,19 +48,17 @@ def write_minari(
     episodes = CompleteEpisodes(recording, with_last=True)
 
     def buffer(data: TensorDict) -> Any:
-        ends = {
-            name: array_of(data, next_of(key))
-            for name, key in (("terminations", TERMINATED), ("truncations", TRUNCATED))
-        }
         return EpisodeBuffer(
             observations=_as_space({key: _with_last(data, key) for key in observed}, OBSERVATION),
             actions=_as_space({key: array_of(data, key) for key in actions}, ACTION),
             rewards=array_of(data, REWARD),
+            terminations=array_of(data, next_of(TERMINATED)),
+            truncations=array_of(data, next_of(TRUNCATED)),
             infos=nested({key[1:]: _with_last(data, key) for key in infos}) or None,
-            **ends,
         )
 
-    env = env if env is not None else _known(recording.meta.get("env"))
+    if env is None and (recorded := recording.meta.get("env")) in list(gymnasium.registry):
+        env = recorded
     if env is None:
         seen = [_as_space({key: array_of(data, key) for key in actions}, ACTION) for data in episodes]
         action_space = action_space or _space_of(seen, is_action=True)
@@ -247,8 +245,3 @@ def _space_of(values: list[Any], *, is_action: bool = False) -> spaces.Space[Any
     limits = np.iinfo(dtype) if dtype.kind in "iu" else None
     low, high = (-np.inf, np.inf) if limits is None else (limits.min, limits.max)
     return spaces.Box(low, high, shape, dtype.type)
-
-
-def _known(env: Any) -> str | None:
-    """Return the id of a recorded environment, if Gymnasium has it."""
-    return env if isinstance(env, str) and env in gymnasium.registry else None

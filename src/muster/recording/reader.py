@@ -21,6 +21,7 @@ from muster.keys import DONE, REWARD, TERMINATED, TRAJ_IDS, TRUNCATED, Key, dott
 from muster.recording.chunks import (
     CHUNK,
     MANIFEST,
+    REMEDY,
     Chunk,
     DamagedChunk,
     chunk_name,
@@ -28,7 +29,7 @@ from muster.recording.chunks import (
     open_regular,
     read_chunk,
 )
-from muster.recording.episodes import Episode, Rows, find_episodes
+from muster.recording.episodes import IS_INIT, Episode, find_episodes
 from muster.recording.writer import FORMAT, VERSION
 from muster.utils.tensor_files import Damaged, bytes_of, opened, unseal
 from muster.utils.whole_files import TEMPORARY, read_json
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from muster.recording.export import Export
     from muster.recording.minari import MinariRecording
 
-IS_INIT: Key = ("collector", "is_init")
 MINARI = "minari:"  # before the id of a dataset
 NEEDED: list[Key] = [TRAJ_IDS, REWARD, next_of(DONE), next_of(TERMINATED), next_of(TRUNCATED)]  # to identify episodes
 
@@ -138,7 +138,11 @@ class Recording:
             IndexError: there is no batch ``i``.
             BadRecording: its chunk does not match its checksums.
         """
-        chunk, place = self._locate(i)
+        if not -self.batches <= i < self.batches:
+            raise IndexError(f"batch {i} of a recording of {self.batches}")
+        at = bisect_right(self._ends, i % self.batches)
+        chunk = self._chunks[at]
+        place = i % self.batches - (self._ends[at] - chunk.batches)
         last, columns, given = self._mapped
         mine = object()
         # A batch that was returned once may have been changed: map it again. Threads may call this.
@@ -269,13 +273,6 @@ class Recording:
             lines.append(f"  lost: {self.lost}")
         return "\n".join(lines)
 
-    def _locate(self, i: int) -> tuple[Chunk, int]:
-        if not -self.batches <= i < self.batches:
-            raise IndexError(f"batch {i} of a recording of {self.batches}")
-        i %= self.batches
-        at = bisect_right(self._ends, i)
-        return self._chunks[at], i - (self._ends[at] - self._chunks[at].batches)
-
     def _columns(self, chunk: Chunk, keys: Iterable[Key]) -> dict[Key, Any]:
         """Map the leaves of all batches of a chunk. The first time, their checksums are verified."""
         file, _ = open_regular(chunk.path)
@@ -286,42 +283,33 @@ class Recording:
                     leaf = chunk.index, chunk.leaves[key]
                     tensor = stored.tensor(chunk.leaves[key], check=leaf not in self._checked)
                     self._checked.add(leaf)
-                    columns[key] = _lines(tensor) if chunk.leaves[key] in chunk.objects else _in_order(chunk, tensor)
+                    is_text = chunk.leaves[key] in chunk.objects
+                    columns[key] = bytes(bytes_of(tensor)).split(b"\n") if is_text else _in_order(chunk, tensor)
         except Damaged as error:
             raise DamagedChunk(chunk.path, error) from error
         return columns
 
-    def _rows(self) -> Iterator[Rows]:
-        fresh, expected, i = bool(self.manifest["fresh"]), 0, 0
+    def _rows(self) -> Iterator[tuple[dict[Key, Array], bool]]:
+        """Yield the columns of ``find_episodes``."""
+        expected = 0 if self.manifest["fresh"] else -1
         for chunk in self._chunks:
             missing = [key for key in NEEDED if key not in chunk.leaves]
             if missing:
                 raise BadRecording(f"{self.directory} has no table of episodes: {missing} were not recorded.")
-            keys = [*NEEDED, *(key for key in (IS_INIT,) if key in chunk.leaves)]
-            columns = self._columns(chunk, keys)
+            columns = self._columns(chunk, [*NEEDED, *(key for key in (IS_INIT,) if key in chunk.leaves)])
             for place in range(chunk.batches):
                 number, values = chunk.first_batch + place, _values(chunk, columns, place)
-                yield self._rows_of(chunk, values, i, follows=number == expected and (fresh or number > 0))
-                expected, i = number + 1, i + 1
+                yield self._rows_of(chunk, values), number == expected
+                expected = number + 1
 
-    def _rows_of(self, chunk: Chunk, values: dict[Key, Any], i: int, *, follows: bool) -> Rows:
+    def _rows_of(self, chunk: Chunk, values: dict[Key, Any]) -> dict[Key, Array]:
         column = {k: _flat(chunk, value) for k, value in values.items() if torch.is_tensor(value) and value.numel()}
         empty = [dotted(key) for key in NEEDED if key not in column]
         if empty:
             raise BadRecording(f"{self.directory} has no table of episodes: {empty} are no columns of numbers.")
-        reward = column[REWARD]
-        if reward.shape[2] != 1:
-            reward = np.full(reward.shape[:2], math.nan)
-        return Rows(
-            batch=i,
-            ids=column[TRAJ_IDS][..., 0],
-            reward=reward.reshape(reward.shape[:2]).astype(np.float64),
-            done=column[next_of(DONE)][..., 0],
-            terminated=column[next_of(TERMINATED)][..., 0],
-            truncated=column[next_of(TRUNCATED)][..., 0],
-            is_init=column[IS_INIT][..., 0] if IS_INIT in column else None,
-            follows=follows,
-        )
+        reward = column.pop(REWARD)
+        total = reward[..., 0].astype(np.float64) if reward.shape[2] == 1 else np.full(reward.shape[:2], math.nan)
+        return {key: rows[..., 0] for key, rows in column.items()} | {REWARD: total}
 
 
 def cut_out(episode: Episode, batch: Callable[[int], TensorDict]) -> TensorDict:
@@ -329,7 +317,7 @@ def cut_out(episode: Episode, batch: Callable[[int], TensorDict]) -> TensorDict:
     pieces = []
     for piece in episode.pieces:
         rows = batch(piece.batch)
-        time = rows.names.index("time") if "time" in rows.names else rows.ndim - 1
+        time = _time_dim(rows.names)
         outer = [size for dim, size in enumerate(rows.shape) if dim != time]
         index: list[Any] = [int(n) for n in np.unravel_index(piece.env, outer)] if outer else []
         index.insert(time, slice(piece.start, piece.stop))
@@ -347,7 +335,7 @@ def _tensordict(chunk: Chunk, values: dict[Key, Any]) -> TensorDict:
 
 def _flat(chunk: Chunk, tensor: torch.Tensor) -> Array:
     """Return a column as ``[E, T, n]``: environments flattened, and the values of a frame flattened."""
-    time, last = _time_dim(chunk), len(chunk.batch_size) - 1
+    time, last = _time_dim(chunk.names), len(chunk.batch_size) - 1
     tensor = tensor.movedim(time, last)
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.float()
@@ -356,8 +344,8 @@ def _flat(chunk: Chunk, tensor: torch.Tensor) -> Array:
     return array.reshape(math.prod(chunk.batch_size) // frames, frames, -1)
 
 
-def _time_dim(chunk: Chunk) -> int:
-    return chunk.names.index("time") if "time" in chunk.names else len(chunk.batch_size) - 1
+def _time_dim(names: Sequence[str | None]) -> int:
+    return names.index("time") if "time" in names else len(names) - 1
 
 
 def _in_order(chunk: Chunk, tensor: torch.Tensor) -> torch.Tensor:
@@ -365,10 +353,6 @@ def _in_order(chunk: Chunk, tensor: torch.Tensor) -> torch.Tensor:
     stored = len(chunk.order)
     back = [1 + chunk.order.index(dim) for dim in range(stored)]
     return tensor.permute(0, *back, *range(1 + stored, tensor.ndim))
-
-
-def _lines(tensor: torch.Tensor) -> list[bytes]:
-    return bytes(bytes_of(tensor)).split(b"\n")
 
 
 def _values(chunk: Chunk, columns: Mapping[Key, Any], place: int) -> dict[Key, Any]:
@@ -432,12 +416,12 @@ def _read_chunks(root: Path, found: list[int], lost: list[str], skip_damaged: bo
             if index != before + 1:
                 what = f"{root / chunk_name(before + 1)} is missing"
                 if not skip_damaged:
-                    raise BadRecording(f"{what}, and chunks follow it. {_SKIP}")
+                    raise BadRecording(f"{what}, and chunks follow it. {REMEDY}")
                 lost.append(f"{what} ({index - before - 1} in a row).")
             chunk = read_chunk(root / chunk_name(index))
             complete = skip_damaged or chunk.first_batch == sum(other.batches for other in chunks)
             if chunk.index != index or not complete:
-                raise BadRecording(f"{chunk.path} is chunk {chunk.index} under another name. {_SKIP}")
+                raise BadRecording(f"{chunk.path} is chunk {chunk.index} under another name. {REMEDY}")
             if skip_damaged:
                 Recording(root, {"meta": {}}, [chunk], []).verify()
         except BadRecording as error:
@@ -448,9 +432,6 @@ def _read_chunks(root: Path, found: list[int], lost: list[str], skip_damaged: bo
         else:
             chunks.append(chunk)
     return chunks
-
-
-_SKIP = "Restore it from a copy, or leave it out with load(directory, skip_damaged=True)."
 
 
 def _note_missing_end(

@@ -110,6 +110,8 @@ class WorkerMain:
     def serve(self) -> None:
         """Make the environments, then execute messages until ``close``; EOFError if the parent exits."""
         self.progress.begin(Phase.CONSTRUCT)
+        if self.config.cpus:
+            os.sched_setaffinity(0, self.config.cpus)  # of this thread, and of all that it starts
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         try:
@@ -229,6 +231,7 @@ class WorkerMain:
             group.before_reset, group.lost_track = self._anchors[number].before_reset, self._anchors[number].lose
             if place.episodes is not None:
                 group.clock.begin_at(place.episodes[number])
+            group.resumed = [] if place.marks_resumed else None
             groups.append(group)
         kinds = {(b.batch_shape, str(b.env.action_specs)) for b in self.built}
         if len(kinds) > 1:

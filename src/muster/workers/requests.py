@@ -217,4 +217,4 @@ class MarkResumed(Request):
             group.resumed = group.resumed or []
 
     def placed(self, place: WorkerPlace) -> WorkerPlace:
-        return replace(place, columns=None)
+        return replace(place, columns=None, marks_resumed=True)

@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from tianshou.algorithm import Algorithm
 from tianshou.config import ENABLE_VALIDATION
-from tianshou.data import CachedReplayBuffer, CollectStats, ReplayBufferManager, VectorReplayBuffer
+from tianshou.data import CachedReplayBuffer, CollectStats, ReplayBufferManager
 from tianshou.data import Collector as TianshouCollector
-from tianshou.data.buffer.buffer_base import MalformedBufferError
+from tianshou.data.collector import BaseCollector
 from tianshou.env import DummyVectorEnv
-from tianshou.utils.torch_utils import torch_train_mode
 from typing_extensions import Self
 
 from muster.compat.tianshou.envs import VectorEnvs, listed
@@ -26,11 +24,10 @@ from muster.episodes.rules import LastEven
 from muster.errors import BadOption
 from muster.utils.tracebacks import trimmed
 
-BUFFER_SIZE = 10_000  # per environment, if no buffer is given
 ROWS_FOR_EPISODES = 64  # at a time: the number for a number of episodes is not known before
 
 
-class Collector:
+class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy skips
     """Collects steps of a Tianshou policy in environments into a replay buffer.
 
     Args:
@@ -51,6 +48,7 @@ class Collector:
     """
 
     __class_getitem__: Any = classmethod(GenericAlias)  # Collector[CollectStats](...), as in Tianshou
+    _is_closed: bool
 
     def __init__(
         self,
@@ -66,24 +64,9 @@ class Collector:
         if not hasattr(env, "__len__"):
             warnings.warn("A single environment was given; it is wrapped in a DummyVectorEnv.", stacklevel=2)
             env = DummyVectorEnv([lambda one=env: one])
-        self.env, self.policy = env, policy.policy if isinstance(policy, Algorithm) else policy
-        self.buffer = VectorReplayBuffer(BUFFER_SIZE * len(env), len(env)) if buffer is None else buffer
-        check_buffer(self.buffer, len(env))
-        self.exploration_noise, self.raise_on_nan_in_buffer = exploration_noise, raise_on_nan_in_buffer
-        self.collect_stats_class = collect_stats_class
+        super().__init__(policy, env, buffer, exploration_noise, collect_stats_class, raise_on_nan_in_buffer)
         self._on_episode_done_hook, self._on_step_hook = on_episode_done_hook, on_step_hook
-        self._action_space = self.env.action_space  # read once: other processes would send the initial one again
-        self._is_closed = False
         self._sampling: Sampling | None = None
-        self.reset_stat()
-
-    @property
-    def env_num(self) -> int:
-        return len(self.env)
-
-    @property
-    def action_space(self) -> Any:
-        return self._action_space
 
     @property
     def is_closed(self) -> bool:
@@ -101,46 +84,12 @@ class Collector:
             self._is_closed, self._sampling = True, None
             self.env.close()
 
-    def set_on_episode_done_hook(self, hook: Any) -> None:
-        self._on_episode_done_hook = hook
-
-    def get_on_episode_done_hook(self) -> Any:
-        return self._on_episode_done_hook
-
-    def set_on_step_hook(self, hook: Any) -> None:
-        self._on_step_hook = hook
-
-    def get_on_step_hook(self) -> Any:
-        return self._on_step_hook
-
-    def run_on_episode_done(self, episode_batch: Any) -> Any:
-        """Call the hook for an episode; for subclasses to override."""
-        return None if self._on_episode_done_hook is None else self._on_episode_done_hook(episode_batch)
-
-    def run_on_step_hook(self, action_batch: Any, rollout_batch: Any) -> None:
-        """Call the hook for a row; for subclasses to override."""
-        if self._on_step_hook is not None:
-            self._on_step_hook(action_batch, rollout_batch)
-
-    # --- resets -----------------------------------------------------------------------------------
-
-    def reset(
-        self, reset_buffer: bool = True, reset_stats: bool = True, gym_reset_kwargs: dict[str, Any] | None = None
-    ) -> tuple[Any, Any]:
-        """Reset all environments; returns their first observations and infos.
-
-        Args:
-            reset_buffer: also empty the buffer.
-            reset_stats: also set the counters to zero.
-            gym_reset_kwargs: keyword arguments for the environments' ``reset``.
-        """
-        first = self.reset_env(gym_reset_kwargs)
-        if reset_buffer:
-            self.reset_buffer()
-        if reset_stats:
-            self.reset_stat()
-        self._is_closed = False
-        return first
+    set_on_episode_done_hook = TianshouCollector.set_on_episode_done_hook
+    get_on_episode_done_hook = TianshouCollector.get_on_episode_done_hook
+    set_on_step_hook = TianshouCollector.set_on_step_hook
+    get_on_step_hook = TianshouCollector.get_on_step_hook
+    run_on_episode_done = TianshouCollector.run_on_episode_done
+    run_on_step_hook = TianshouCollector.run_on_step_hook
 
     def reset_env(self, gym_reset_kwargs: dict[str, Any] | None = None) -> tuple[Any, Any]:
         """Reset all environments, and the policy with them; returns first observations and infos."""
@@ -149,18 +98,9 @@ class Collector:
         sampling = self._sampling
         if sampling is None or not sampling.envs.takes(obs):
             envs = self._make_envs(obs)
-            sampling = self._sampling = Sampling(envs, TianshouActor(envs, self._action_space))
+            sampling = self._sampling = Sampling(envs, TianshouActor(envs, self.action_space))
         sampling.begin(obs, infos)
         return obs, infos
-
-    def reset_buffer(self, keep_statistics: bool = False) -> None:
-        self.buffer.reset(keep_statistics=keep_statistics)
-
-    def reset_stat(self) -> None:
-        """Set the counters to zero."""
-        self.collect_step, self.collect_episode, self.collect_time = 0, 0, 0.0
-
-    # --- collecting -------------------------------------------------------------------------------
 
     def collect(
         self,
@@ -189,40 +129,47 @@ class Collector:
         Raises:
             BadOption: neither or both numbers are given, or the environments were not reset yet.
         """
-        self._check_number(n_step, n_episode)
+        self._no_grad = no_grad
+        stats = super().collect(n_step, n_episode, random, render, reset_before_collect, gym_reset_kwargs)
+        self.collect_time += stats.collect_time
+        return stats
+
+    def _validate_n_step_n_episode(self, n_episode: int | None, n_step: int | None) -> None:
+        if bool(n_step) == bool(n_episode) or (n_step or n_episode or 0) < 0:
+            raise BadOption(f"n_step={n_step}, n_episode={n_episode}: give one of them, and a number above 0")
         self._warn(n_step, n_episode)
-        if reset_before_collect:
-            self.reset(reset_buffer=False, gym_reset_kwargs=gym_reset_kwargs)
+
+    def _collect(
+        self,
+        n_step: int | None,
+        n_episode: int | None,
+        random: bool,
+        render: float | None,
+        gym_reset_kwargs: dict[str, Any] | None,
+    ) -> Any:
         if self._sampling is None:
             raise BadOption(
                 "the environments have not been reset since the collector was made or closed: call reset() or "
                 "reset_env(), or collect(..., reset_before_collect=True)"
             )
-        began = time.perf_counter()
         sampling, tally = self._sampling, Tally(self.collect_stats_class())
-        sampling.actor.begin(self.policy, random=random, noise=self.exploration_noise, no_grad=no_grad)
+        sampling.actor.begin(self.policy, random=random, noise=self.exploration_noise, no_grad=self._no_grad)
         sampling.envs.reset_kwargs = gym_reset_kwargs or {}
         sampling.envs.after_step = self._renderer(render)
         try:
-            with trimmed, torch_train_mode(self.policy, enabled=False):
-                self._collect(sampling, tally, n_step, n_episode)
+            with trimmed:
+                self._fill(sampling, tally, n_step, n_episode)
         finally:
             self.collect_step += tally.steps
             self.collect_episode += tally.episodes
-        elapsed = max(time.perf_counter() - began, 1e-9)
-        self.collect_time += elapsed
-        stats = tally.close()
-        stats.set_collect_time(elapsed, update_collect_speed=True)
-        stats.refresh_all_sequence_stats()
-        self._check_nan()
-        return stats
+        return tally.close()
 
     def _make_envs(self, obs: Any) -> VectorEnvs:
         if self.env.is_async:
             raise BadOption(f"{type(self.env).__name__} is asynchronous: use AsyncCollector")
         return VectorEnvs(self.env, obs)
 
-    def _collect(self, sampling: Sampling, tally: Tally, n_step: int | None, n_episode: int | None) -> None:
+    def _fill(self, sampling: Sampling, tally: Tally, n_step: int | None, n_episode: int | None) -> None:
         rule = LastEven(n_episode, self.env_num) if n_episode else None
         left = -(-n_step // self.env_num) if n_step else 0
         by_step = None
@@ -230,15 +177,19 @@ class Collector:
             by_step = StepByStep(self, sampling, tally, adds_entries=rule is not None).watch
         while left > 0 or (rule is not None and not rule.complete):
             rows = min(left if rule is None else ROWS_FOR_EPISODES, sampling.most_rows)
-            try:
-                sampling.make(rows, rule, by_step)
-            finally:
-                if by_step is None:
-                    self._store(sampling, tally)
-                sampling.going.forget(sampling.group.pending)
+            self._make(sampling, tally, rows, rule, by_step, stores=by_step is None)
             left -= rows
         if n_episode:
             self.reset_env(sampling.envs.reset_kwargs)
+
+    def _make(self, sampling: Sampling, tally: Tally, rows: int, rule: Any, watch: Any, *, stores: bool) -> None:
+        """Collect rows; with ``stores``, add them to the buffer afterwards."""
+        try:
+            sampling.make(rows, rule, watch)
+        finally:
+            if stores:
+                self._store(sampling, tally)
+            sampling.going.forget(sampling.group.pending)
 
     def _store(self, sampling: Sampling, tally: Tally) -> None:
         for begin, end in sampling.pieces(sampling.last):
@@ -270,50 +221,36 @@ class Collector:
 
         return show
 
-    def _check_number(self, n_step: int | None, n_episode: int | None) -> None:
-        if bool(n_step) == bool(n_episode) or (n_step or n_episode or 0) < 0:
-            raise BadOption(f"n_step={n_step}, n_episode={n_episode}: give one of them, and a number above 0")
-
     def _warn(self, n_step: int | None, n_episode: int | None) -> None:
         if n_step and n_step % self.env_num:
             warnings.warn(
                 f"n_step={n_step} is no multiple of {self.env_num}, the number of environments: all of them make the "
                 f"last step, and more steps are collected",
-                stacklevel=3,
+                stacklevel=5,
             )
         if n_episode and n_episode < self.env_num:
             warnings.warn(
                 f"n_episode={n_episode} is less than {self.env_num}, the number of environments: the last "
                 f"{self.env_num - n_episode} of them take no part",
-                stacklevel=3,
+                stacklevel=5,
             )
 
-    def _check_nan(self) -> None:
-        if self.raise_on_nan_in_buffer and self.buffer.hasnull():
-            raise MalformedBufferError(
-                f"There is NaN or None in the buffer; this many of each:\n"
-                f"{self.buffer.isnull().apply_values_transform(np.sum)}\n"
-                f"An on_episode_done_hook leaves them in episodes that have not ended, which n_step collects too; an "
-                f"on_step_hook or an environment can be the cause. buffer.dropnull() takes them out."
+    def _validate_buffer(self) -> None:
+        """Raise ``BadOption`` if the buffer cannot store the steps of each environment separately."""
+        name = type(self.buffer).__name__
+        if isinstance(self.buffer, CachedReplayBuffer):
+            room, what = self.buffer.cached_buffer_num, "cached buffers"
+        elif isinstance(self.buffer, ReplayBufferManager):
+            room, what = self.buffer.buffer_num, "buffers"
+        else:
+            room, what = 1, "buffer"
+            if self.buffer.maxsize == 0:
+                raise BadOption(f"{name} has maxsize=0: there is no room for a step")
+        if room < self.env_num:
+            raise BadOption(
+                f"{name} has {room} {what} for {self.env_num} environments: give it one for each, as "
+                f"VectorReplayBuffer(total_size, {self.env_num}) has"
             )
 
 
 TianshouCollector.register(Collector)  # for isinstance, without inheritance
-
-
-def check_buffer(buffer: Any, num_envs: int) -> None:
-    """Raise ``BadOption`` if a buffer cannot store the steps of each environment separately."""
-    name = type(buffer).__name__
-    if isinstance(buffer, CachedReplayBuffer):
-        room, what = buffer.cached_buffer_num, "cached buffers"
-    elif isinstance(buffer, ReplayBufferManager):
-        room, what = buffer.buffer_num, "buffers"
-    else:
-        room, what = 1, "buffer"
-        if buffer.maxsize == 0:
-            raise BadOption(f"{name} has maxsize=0: there is no room for a step")
-    if room < num_envs:
-        raise BadOption(
-            f"{name} has {room} {what} for {num_envs} environments: give it one for each, as "
-            f"VectorReplayBuffer(total_size, {num_envs}) has"
-        )

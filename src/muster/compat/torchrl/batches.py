@@ -61,18 +61,15 @@ def restore_classes(batch: TensorDictBase, kinds: Mapping[Key, Any]) -> None:
 
 
 def mark_end(batch: TensorDictBase, truncated: Sequence[Any]) -> TensorDictBase:
-    """Implement ``set_truncated``: mark the last time step as truncated and done. The episode continues."""
+    """Implement ``set_truncated``: mark the last time step as truncated and done. The episode continues.
+
+    TorchRL's own function fails for batches that are locked, which those on a device are.
+    """
     for key in truncated:
         flag = batch.get(("next", *as_key(key)))
         flag[(slice(None),) * (batch.ndim - 1) + (-1,)] = True
         batch.get(("next", *as_key(key)[:-1], "done")).logical_or_(flag)
     return batch
-
-
-def without_private(batch: TensorDictBase) -> TensorDictBase:
-    """Remove keys that begin with an underscore, or have such a part."""
-    private = [key for key in batch.keys(True) if any(part.startswith("_") for part in as_key(key))]
-    return batch.exclude(*private, inplace=True) if private else batch
 
 
 def compact_keys(env: Any) -> list[Any]:

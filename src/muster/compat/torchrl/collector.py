@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator
-from textwrap import indent
 from typing import Any
 
 import torch
 import torchrl.collectors
 from torchrl.collectors import BaseCollector
-from torchrl.collectors.utils import _maybe_normalize_replay_buffer_tensordict_device, split_trajectories
+from torchrl.collectors.utils import _maybe_normalize_replay_buffer_tensordict_device
 from torchrl.envs import EnvBase
 from torchrl.modules import RandomPolicy
 
@@ -26,7 +25,6 @@ from muster.errors import CollectorClosed, EnvError, PolicyError
 from muster.keys import IS_INIT
 from muster.policies.adapt import place
 from muster.policies.random import RandomPolicy as UniformPolicy
-from muster.utils.attributes import resolve
 from muster.utils.interrupts import postponed
 from muster.utils.tracebacks import trimmed
 from muster.workers.build import build_policy
@@ -45,6 +43,7 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
 
     __signature__ = inspect.signature(torchrl.collectors.Collector)
     _exclude_private_keys = True
+    _use_buffers: bool  # all batches have the full shape
     _ignore_rb = False  # True while BaseCollector assembles complete trajectories, and writes them itself
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -62,16 +61,24 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
         super().__init__(pre_collect_hook=given.pre_collect_hook, post_collect_hook=given.post_collect_hook)
         for name in setup.KEPT:
             setattr(self, name, getattr(given, name))
+        self._auto_register_policy_transforms = given.auto_register_policy_transforms
         self._traj_pool = given.traj_pool or TrajectoryPool()
         self._frames, self._iter = 0, -1
         self._thread: Background | None = None
         self._same: Any = None  # with return_same_td: the TensorDict of all batches
-        setup.resolve_devices(given)
+        given.storing_device, given.policy_device, given.env_device = self._get_devices(
+            storing_device=given.storing_device,
+            policy_device=given.policy_device,
+            env_device=given.env_device,
+            device=given.device,
+        )
         self.storing_device, self.policy_device = given.storing_device, given.policy_device
-        env = setup.make_env(given.create_env_fn, given.create_env_kwargs)
+        make = setup.one_env(given.create_env_fn)
+        env = self._init_env(make, given.create_env_kwargs) if callable(make) else make
         policy = policies.make_policy(given.policy, given.policy_factory, env)
         self.trust_policy = isinstance(policy, RandomPolicy) if given.trust_policy is None else given.trust_policy
-        env = setup.add_transforms(env, policy, given.auto_register_policy_transforms)
+        if isinstance(env, EnvBase):
+            env = self._maybe_setup_policy_env_transforms(env, policy)
         self._registered = env
         for part in (policy, env):
             if hasattr(part, "register_collector"):
@@ -81,7 +88,10 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
             env = env.to(given.env_device)
         self.env_device = given.env_device or getattr(env, "device", None)
         self._wrapped_policy = policies.wrap_policy(self.policy, env, self.trust_policy)
+        if isinstance(self.policy, torch.nn.Module):
+            self._policy_w_state_dict = self.policy
         self.env, self._limit = setup.limit_steps(env, self._wrapped_policy, self.max_frames_per_traj)
+        self._set_up_numbers(given)
         self._truncated = batches.truncated_keys(self.env, limited=bool(self._limit)) if self.set_truncated else []
         self._compact = batches.compact_keys(self.env) if self.compact_obs else []
         self._set_up_weights(given.track_policy_version, policy)
@@ -99,7 +109,7 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
             batch = self.rollout()
             if batch is not None:
                 self._count(batch.numel())
-                batch = self._finished(batch)
+                batch = self._postproc(batch)
                 if self.post_collect_hook is not None:
                     self.post_collect_hook(batch)
                 if self.replay_buffer is not None and not self._ignore_rb:
@@ -125,7 +135,7 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
         self._check_open()
         with _original_errors():
             self._engine.policy = self._acting
-            return self._finished(batches.mark_end(self._tidy(self._engine.blank()), self._truncated))
+            return self._postproc(batches.mark_end(self._tidy(self._engine.blank()), self._truncated))
 
     def reset(self, index: Any = None, **kwargs: Any) -> None:
         """Reset environments now, and start new trajectories with new ids.
@@ -216,28 +226,11 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
 
     # --- observing --------------------------------------------------------------------------------
 
-    def getattr_policy(self, attr: str) -> Any:
-        """Return an attribute of the policy."""
-        return getattr(self._wrapped_policy, attr)
-
-    def getattr_env(self, attr: str) -> Any:
-        """Return an attribute of the environment."""
-        return getattr(self.env, attr)
-
-    def getattr_rb(self, attr: str) -> Any:
-        """Return an attribute of the replay buffer."""
-        return getattr(self.replay_buffer, attr)
-
-    def get_model(self, model_id: str) -> Any:
-        """Return a model by id: "policy", or a path from this collector."""
-        return self.policy if model_id == "policy" else resolve(self, model_id)
-
-    def __repr__(self) -> str:
-        if self.closed:
-            return f"{type(self).__name__}(closed)"
-        parts = {"env": self.env, "policy": self._wrapped_policy, "exploration": self.exploration_type}
-        inside = ",\n".join(indent(f"{name}={part}", 4 * " ") for name, part in parts.items())
-        return f"{type(self).__name__}(\n{inside})"
+    getattr_policy = torchrl.collectors.Collector.getattr_policy
+    getattr_env = torchrl.collectors.Collector.getattr_env
+    getattr_rb = torchrl.collectors.Collector.getattr_rb
+    get_model = torchrl.collectors.Collector.get_model
+    __repr__ = torchrl.collectors.Collector.__repr__
 
     # --- parts ------------------------------------------------------------------------------------
 
@@ -245,19 +238,28 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
     def _batch_shape(self) -> tuple[int, ...]:
         return self._engine.groups[0].batch_shape
 
+    def _set_up_numbers(self, given: Any) -> None:
+        """Set the numbers of frames and the buffer as TorchRL does, with its errors and warnings."""
+        names = ("replay_buffer", "extend_buffer", "postproc", "split_trajs", "return_same_td", "use_buffers")
+        buffer = {name: getattr(given, name) for name in names}
+        if given.use_buffers is None and not isinstance(self.env, EnvBase):
+            buffer["use_buffers"] = given.replay_buffer is None
+        self._setup_replay_buffer(**buffer)
+        self.n_env = setup.count_of(self.env)
+        self._setup_total_frames(given.total_frames, given.frames_per_batch)
+        self._setup_init_random_frames(given.init_random_frames, given.frames_per_batch)
+        self._setup_frames_per_batch(given.frames_per_batch)
+
     def _make_engine(self, given: Any, device: torch.device | None) -> None:
         """Make the engine, and set the attributes that depend on it."""
-        dynamic = getattr(self.env, "_has_dynamic_specs", False)
-        buffers = not dynamic and self.replay_buffer is None if given.use_buffers is None else given.use_buffers
         self._per_step = self.replay_buffer is not None and not self.extend_buffer and self.trajs_per_batch is None
         self.options = setup.options_of(given, self.env, self._limit, per_step=self._per_step)
-        setup.warn_of_surplus(given, setup.count_of(self.env))
         with _original_errors():
             self._engine = setup.make_engine(
-                self.env, self._wrapped_policy, device, self._weights, self.options, buffers=buffers
+                self.env, self._wrapped_policy, device, self._weights, self.options, buffers=self._use_buffers
             )
             self._on_demand = OnDemand(self._engine)
-            self._acting, self._use_buffers = self._engine.policy, buffers
+            self._acting = self._engine.policy
             self._random_policy: Any = None
             self.n_env, self.frames_per_batch = self._engine.num_envs, self._engine.rows
             self.requested_frames_per_batch = self.n_env * self.frames_per_batch
@@ -272,11 +274,17 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
         replaced: list[int] = self._numbering.renumber(range(self.n_env) if chosen is None else chosen).tolist()
         return replaced
 
-    def _should_use_random_frames(self) -> bool:
-        if self.init_random_frames <= 0:
-            return False
-        done = self._frames if self.replay_buffer is None else self.replay_buffer.write_count
-        return bool(done < self.init_random_frames)
+    # Steps of TorchRL's own constructor and loop, with its checks and messages.
+    _init_env = torchrl.collectors.Collector._init_env
+    _get_devices = torchrl.collectors.Collector._get_devices
+    _maybe_setup_policy_env_transforms = torchrl.collectors.Collector._maybe_setup_policy_env_transforms
+    _setup_replay_buffer = torchrl.collectors.Collector._setup_replay_buffer
+    _setup_total_frames = torchrl.collectors.Collector._setup_total_frames
+    _setup_init_random_frames = torchrl.collectors.Collector._setup_init_random_frames
+    _setup_frames_per_batch = torchrl.collectors.Collector._setup_frames_per_batch
+    _should_use_random_frames = torchrl.collectors.Collector._should_use_random_frames
+    _postproc = torchrl.collectors.Collector._postproc
+    _discards_in_flight_trajectories = torchrl.collectors.Collector._discards_in_flight_trajectories
 
     def _random(self) -> Any:
         """Return the policy of random frames: the environment's random actions, zeros in the policy's other columns."""
@@ -294,10 +302,9 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
         if not self._use_buffers:
             return {}
         if not self._acting.columns():
-            before = torch.get_rng_state()
             self._engine.policy = self._acting
-            self._engine.source.layout("policy")
-            torch.set_rng_state(before)
+            with torch.random.fork_rng(devices=[]):
+                self._engine.source.layout("policy")
         return batches.zeros_of(self._acting.columns(), self._batch_shape)
 
     def _collect(self) -> Any:
@@ -337,16 +344,6 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
         if self._frames >= self.total_frames:
             self._engine.source.close()
         return bool(self._frames >= self.total_frames)
-
-    def _finished(self, batch: Any) -> Any:
-        if self.split_trajs:
-            batch = split_trajectories(batch, prefix="collector")
-        if self.postproc is not None:
-            batch = self.postproc(batch)
-        return batches.without_private(batch) if self._exclude_private_keys else batch
-
-    def _discards_in_flight_trajectories(self) -> bool:
-        return bool(self.reset_at_each_iter)
 
     def _check_open(self) -> None:
         if self.closed:

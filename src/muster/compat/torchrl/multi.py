@@ -18,7 +18,7 @@ from torchrl._comm.backends import _get_service_backend, normalize_service_backe
 from muster.compat.torchrl.collector import Collector
 
 _SELECTORS = ("backend", "backend_options", "num_collectors", "sync")  # select another class than Collector
-_BACKENDS = ("direct", "distributed", "process", "ray", "rpc", "submitit")
+_DISPATCH: Any = type(torchrl.collectors.Collector)  # its metaclass, which selects the class for a backend
 
 
 class _ByArgument(type(torchrl.collectors.MultiCollector)):  # type: ignore[misc]
@@ -109,8 +109,9 @@ def made_elsewhere(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         backend = normalize_service_backend(backend)
     else:
         backend = _get_service_backend() or ("direct" if count is None else "process")
-    if backend not in _BACKENDS:
-        raise ValueError(f"Collector does not support backend={backend!r}. Expected one of {list(_BACKENDS)}.")
+    if backend not in _DISPATCH._BACKENDS:
+        known = sorted(_DISPATCH._BACKENDS)
+        raise ValueError(f"Collector does not support backend={backend!r}. Expected one of {known}.")
     if backend == "direct":
         return None
     if len(args) > 2:
@@ -119,16 +120,16 @@ def made_elsewhere(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if sync is not None and not isinstance(sync, bool):
         raise TypeError("sync must be a boolean or None.")
     options = dict(zip(("create_env_fn", "policy"), args, strict=False))
-    options |= {name: value for name, value in kwargs.items() if name not in _SELECTORS}
+    options |= {name: value for name, value in kwargs.items() if name not in _SELECTORS}  # a copy, changed below
     extra = given.get("backend_options") or {}
-    if reserved := {"backend_options", "num_collectors", "num_workers", "sync"} & extra.keys():
+    if reserved := _DISPATCH._RESERVED_OPTIONS & extra.keys():
         raise ValueError(f"backend_options contains reserved selector keys: {sorted(reserved)}.")
     if twice := extra.keys() & options.keys():
         raise ValueError(f"Backend options duplicate top-level collector arguments: {sorted(twice)}.")
-    if "create_env_fn" in options:
-        options["create_env_fn"] = _one_for_each(options["create_env_fn"], count)
+    _DISPATCH._normalize_env_fns((), options, count)
     if backend == "process":
-        return MultiCollector(sync=bool(sync), **_without_defaults(MultiCollector, options), **extra)
+        _DISPATCH._drop_inapplicable_defaults(torchrl.collectors.MultiCollector, options)
+        return MultiCollector(sync=bool(sync), **options, **extra)
     from muster.compat.torchrl.collectors import distributed
 
     cls = {"ray": distributed.RayCollector, "rpc": distributed.RPCCollector}.get(
@@ -138,31 +139,5 @@ def made_elsewhere(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         extra = {"launcher": "submitit", **extra}
         if extra["launcher"] != "submitit":
             raise ValueError("backend='submitit' requires launcher='submitit'.")
-    return cls(sync=bool(sync), **_without_defaults(cls, options), **extra)
-
-
-def _one_for_each(create_env_fn: Any, count: int | None) -> list[Any]:
-    """Return a list with one environment constructor for each of ``count`` collectors."""
-    if not isinstance(create_env_fn, Sequence) or isinstance(create_env_fn, (str, bytes)):
-        return [create_env_fn] * (count or 1)
-    if not create_env_fn:
-        raise ValueError("create_env_fn must contain at least one environment.")
-    if count not in (None, len(create_env_fn)):
-        raise ValueError(
-            f"num_collectors does not match the number of environment constructors: {count} != {len(create_env_fn)}."
-        )
-    return list(create_env_fn)
-
-
-def _without_defaults(cls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options without defaults of ``Collector`` for which ``cls`` has another default or no argument."""
-    ours, theirs = (inspect.signature(each).parameters for each in (Collector, cls))
-
-    def is_said(name: str, value: Any) -> bool:
-        if name not in ours or ours[name].default is inspect.Parameter.empty:
-            return True
-        default = ours[name].default
-        agrees = name in theirs and theirs[name].default == default
-        return agrees or not (value is default or value == default)
-
-    return {name: value for name, value in options.items() if is_said(name, value)}
+    _DISPATCH._drop_inapplicable_defaults(cls, options)
+    return cls(sync=bool(sync), **options, **extra)

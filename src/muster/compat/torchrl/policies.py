@@ -58,18 +58,14 @@ def take_actions_as_they_are(group: Group, policy: Any, device: torch.device | N
     Args:
         shown: TorchRL makes this call, too: raise its errors, and keep its change of torch's random state.
     """
-    before = torch.get_rng_state()
     try:
-        with torch.no_grad():
+        with torch.random.fork_rng(devices=[], enabled=not shown), torch.no_grad():
             td = first_input(group, policy, device)
             out = policy(td)
     except Exception:
         if shown:
             raise
         return
-    finally:
-        if not shown:
-            torch.set_rng_state(before)
     specs, dims = dict(group.env.action_specs), len(group.batch_shape)
     for key, spec in specs.items():
         action = (td if out is None else out).get(key, None) if spec.is_tensor else None
@@ -96,15 +92,12 @@ class ActedOn:
         env = self._make(**kwargs)
         if not isinstance(env, EnvBase) or not takes_tensordict(policy := self._policy()):
             return env
-        before = torch.get_rng_state()
         try:
-            with torch.no_grad():
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
                 td = env.full_observation_spec.zero().update(env.full_done_spec.zero())
                 actions = policy(td).select(*env.action_keys)
         except Exception:  # noqa: BLE001 - rollouts raise it, with its place
             return env
-        finally:
-            torch.set_rng_state(before)
         base = env
         while isinstance(base, TransformedEnv):
             base = base.base_env

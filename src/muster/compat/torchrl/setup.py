@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torchrl._utils import RL_WARNINGS
 from torchrl.collectors.utils import _validate_traj_format
 from torchrl.envs import EnvBase, StepCounter, TransformedEnv
-from torchrl.envs.batched_envs import BatchedEnvBase
 from torchrl.envs.utils import ExplorationType
 from torchrl.modules import RandomPolicy
-from torchrl.modules.utils.utils import _compute_missing_env_transforms
 
 from muster.collectors.engine import Engine
 from muster.collectors.options import CollectorOptions, Execution
@@ -37,8 +34,8 @@ KEPT = (  # arguments that are attributes of a TorchRL collector
 
 def parse(cls: Any, args: Any, kwargs: Any) -> SimpleNamespace:
     """Return the arguments with TorchRL's defaults, checked as TorchRL does, for a class like ``Collector``."""
-    signature, name, ignore_buffer = cls.__signature__, cls.__name__, cls._ignore_rb
-    bound = signature.bind(*args, **kwargs)
+    name = cls.__name__
+    bound = cls.__signature__.bind(*args, **kwargs)
     bound.apply_defaults()
     given = SimpleNamespace(**bound.arguments)
     given.traj_pool = given.kwargs.pop("traj_pool", None)
@@ -57,12 +54,8 @@ def parse(cls: Any, args: Any, kwargs: Any) -> SimpleNamespace:
         given.traj_format, given.trajs_per_batch, has_replay_buffer=given.replay_buffer is not None
     )
     given.max_frames_per_traj = int(given.max_frames_per_traj or 0)
-    given.init_random_frames = max(0, int(given.init_random_frames or 0))
-    if given.total_frames is None or given.total_frames < 0:
-        given.total_frames = float("inf")
     given.exploration_type = given.exploration_type or ExplorationType.RANDOM
     given.compact_obs, given.split_trajs = bool(given.compact_obs), bool(given.split_trajs)
-    _check_buffer(given, ignored=ignore_buffer)
     if given.split_trajs:
         if not given.track_traj_ids:
             raise ValueError("split_trajs=True requires track_traj_ids=True.")
@@ -109,51 +102,13 @@ def options_of(given: SimpleNamespace, env: Any, limit: int | None, *, per_step:
     )
 
 
-def make_env(create_env_fn: Any, kwargs: Mapping[str, Any] | None) -> Any:
-    """Return the environment: TorchRL's, or any that ``muster.Collector`` takes."""
+def one_env(create_env_fn: Any) -> Any:
+    """Return the only entry of a list; anything else unchanged."""
     if isinstance(create_env_fn, Sequence) and not isinstance(create_env_fn, (str, bytes)):
         if len(create_env_fn) != 1:
             raise ValueError("backend='direct' requires exactly one environment constructor.")
-        create_env_fn = create_env_fn[0]
-    if not isinstance(create_env_fn, EnvBase):
-        return create_env_fn(**(kwargs or {})) if callable(create_env_fn) else create_env_fn
-    if kwargs:
-        if not isinstance(create_env_fn, BatchedEnvBase):
-            raise RuntimeError(
-                f"kwargs were passed to Collector but they can't be set on environment of type {type(create_env_fn)}."
-            )
-        create_env_fn.update_kwargs(kwargs)
+        return create_env_fn[0]
     return create_env_fn
-
-
-def resolve_devices(given: SimpleNamespace) -> None:
-    """Set missing devices to ``device``; ``storing_device`` then defaults to that of policy and environment."""
-    for name in ("storing_device", "policy_device", "env_device"):
-        value = getattr(given, name)
-        setattr(given, name, _device(given.device if value is None else value))
-    if given.storing_device is None and given.policy_device == given.env_device:
-        given.storing_device = given.env_device
-
-
-def add_transforms(env: Any, policy: Any, wanted: bool | None) -> Any:
-    """Append transforms that the policy needs. With ``wanted=None``, only warn: Muster keeps recurrent states."""
-    if wanted is False or not isinstance(env, EnvBase):
-        return env
-    missing = _compute_missing_env_transforms(env, policy)
-    if wanted:
-        for transform in missing:
-            env = env.append_transform(transform)
-    elif missing:
-        names = ", ".join(type(transform).__name__ for transform in missing)
-        warnings.warn(
-            f"The env passed to Collector is missing transforms required by the policy ({names}). From torchrl v0.15 "
-            "the collector will append them automatically. To enable that behavior now (and silence this warning), "
-            "pass `auto_register_policy_transforms=True`. To opt out permanently, pass "
-            "`auto_register_policy_transforms=False`.",
-            FutureWarning,
-            stacklevel=3,
-        )
-    return env
 
 
 def limit_steps(env: Any, policy: Any, limit: int) -> tuple[Any, int | None]:
@@ -180,32 +135,6 @@ def limit_steps(env: Any, policy: Any, limit: int) -> tuple[Any, int | None]:
 def count_of(env: Any) -> int:
     """Return the number of environments in ``env``; 1 if it is unknown before ``env`` is made."""
     return int(env.batch_size.numel()) if isinstance(env, EnvBase) else int(getattr(env, "num_envs", 1))
-
-
-def warn_of_surplus(given: Any, num_envs: int) -> None:
-    """Warn, as TorchRL does, if more frames are collected than requested."""
-    per_batch, total, random = given.frames_per_batch, given.total_frames, given.init_random_frames
-    messages = []
-    if total != float("inf") and total % per_batch:
-        messages.append(
-            f"total_frames ({total}) is not exactly divisible by frames_per_batch ({per_batch}). This means "
-            f"{per_batch - total % per_batch} additional frames will be collected."
-        )
-    if random % per_batch:
-        messages.append(
-            f"init_random_frames ({random}) is not exactly a multiple of frames_per_batch ({per_batch}),  this results "
-            f"in more init_random_frames than requested ({-(-random // per_batch) * per_batch})."
-        )
-    if per_batch % num_envs:
-        messages.append(
-            f"frames_per_batch ({per_batch}) is not exactly divisible by the number of batched environments "
-            f"({num_envs}),  this results in more frames_per_batch per iteration that requested "
-            f"({-(-per_batch // num_envs) * num_envs})."
-        )
-    for message in messages if RL_WARNINGS else ():
-        warnings.warn(
-            f"{message} To silence this message, set the environment variable RL_WARNINGS to False.", stacklevel=5
-        )
 
 
 def make_engine(
@@ -245,26 +174,3 @@ def _check_backend(given: SimpleNamespace, name: str) -> None:
         raise ValueError("sync is only valid for non-direct collectors.")
     if given.backend_options:
         raise ValueError("backend_options are only valid for non-direct collectors.")
-
-
-def _check_buffer(given: SimpleNamespace, *, ignored: bool) -> None:
-    if given.replay_buffer is None or ignored:
-        return
-    for wrong, what in (
-        (given.postproc is not None and not given.extend_buffer, "postproc must be None"),
-        (given.split_trajs and not given.extend_buffer, "split_trajs must be None/False"),
-        (given.return_same_td, "return_same_td must be False"),
-    ):
-        if wrong:
-            raise TypeError(f"{what} when a replay buffer is passed, or extend_buffer must be set to True.")
-    if given.use_buffers:
-        raise TypeError("replay_buffer is exclusive with use_buffers.")
-
-
-def _device(value: Any) -> torch.device | None:
-    if value is None:
-        return None
-    device = torch.device(value)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
-    return device

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
+import torchrl.collectors
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.batched_envs import BatchedEnvBase
 from torchrl.modules import RandomPolicy
@@ -29,21 +29,7 @@ class TorchRLState:
     _traj_pool: Any
     _registered: Any  # the environment at which this collector is registered
 
-    def state_dict(self) -> OrderedDict[str, Any]:
-        """Return TorchRL's state: policy, transforms, counters. Exact resume needs ``muster_state_dict``."""
-        state: OrderedDict[str, Any] = OrderedDict()
-        if isinstance(self.policy, torch.nn.Module):
-            state["policy_state_dict"] = self.policy.state_dict()
-        if isinstance(self.env, TransformedEnv):
-            state["env_state_dict"] = self.env.transform.state_dict()
-        else:
-            state["env_state_dict"] = self.env.state_dict() if isinstance(self.env, BatchedEnvBase) else OrderedDict()
-        state |= {"frames": self._frames, "iter": self._iter}
-        if self.track_traj_ids:
-            state["traj_pool"] = self._traj_pool.state_dict()
-        if self.policy_version_tracker is not None:
-            state["policy_version"] = self.policy_version
-        return state
+    state_dict = torchrl.collectors.Collector.state_dict
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
         """Load a ``state_dict``. The environment continues from where it is, with new trajectory ids."""

@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import torch
+import torchrl.collectors
 import torchrl.weight_update
 from torchrl.collectors import WeightUpdaterBase
 from torchrl.envs.llm.transforms import PolicyVersion
@@ -27,7 +28,8 @@ class TorchRLWeights:
     policy: Any
     _wrapped_policy: Any
     worker_idx: Any
-    get_model: Any
+    weight_updater: Any
+    _weight_sync_schemes: Any
 
     def update_policy_weights_(self, policy_or_weights: Any = None, *, worker_ids: Any = None, **kwargs: Any) -> None:
         """Use new weights from the next batch on.
@@ -54,14 +56,8 @@ class TorchRLWeights:
     register_scheme_receiver = WeightMethods.register_scheme_receiver
     receive_weights = WeightMethods.receive_weights
 
-    @property
-    def policy_version(self) -> int | str | None:
-        """Version (number or name) of the weights; None without ``track_policy_version``."""
-        return None if self.policy_version_tracker is None else self.policy_version_tracker.version
-
-    def get_policy_version(self) -> int | str | None:
-        """Return ``policy_version``."""
-        return self.policy_version
+    policy_version = torchrl.collectors.Collector.policy_version
+    get_policy_version = torchrl.collectors.Collector.get_policy_version
 
     def increment_version(self) -> None:
         """Increment the version, with ``track_policy_version``."""
@@ -84,22 +80,13 @@ class TorchRLWeights:
         self._weights = PolicyWeights(acting, moved, self.policy_version_tracker)
         self._receivers = Receivers(self._weights, self, self.worker_idx)
 
+    _setup_weight_sync = torchrl.collectors.Collector._setup_weight_sync
+
     def _set_up_schemes(self, updater: Any, sending: Any, receiving: Any) -> None:
-        self._weight_sync_schemes, self.weight_updater = sending, None
         if sending is not None:
             # Schemes of ours that name a transport are for workers, which this collector does not have.
-            self._weight_sync_schemes = sending = {
-                model_id: scheme for model_id, scheme in sending.items() if not _is_for_workers(scheme)
-            }
-            for model_id, scheme in sending.items():
-                if not scheme.initialized_on_sender:
-                    scheme.init_on_sender(model_id=model_id, context=self)
-                if not scheme.synchronized_on_sender:
-                    scheme.connect()
-        elif updater is not None:
-            if not isinstance(updater, WeightUpdaterBase) and not callable(updater):
-                raise TypeError(f"weight_updater must be a subclass of WeightUpdaterBase. Got {type(updater)} instead.")
-            self.weight_updater = updater
+            sending = {model_id: scheme for model_id, scheme in sending.items() if not _is_for_workers(scheme)}
+        self._setup_weight_sync(updater, sending)
         if receiving is not None:
             self._receivers.register(receiving)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torchrl.envs import EnvBase
@@ -60,8 +59,11 @@ class _OverNodes:
         made_by_nodes = policy is not None and options.get("policy_factory") is not None
         told = _translated(create_env_fn, frames_per_batch, options)
         several = isinstance(create_env_fn, (list, tuple))
-        make_policy = told.get("policy_factory") or partial(_itself, policy)
-        envs = [_acted_on(make, make_policy) for make in (create_env_fn if several else [create_env_fn])]
+        make_policy = told.get("policy_factory") or (lambda: policy)
+        envs = [
+            ActedOn(make, make_policy) if callable(make) and not isinstance(make, EnvBase) else make
+            for make in (create_env_fn if several else [create_env_fn])
+        ]
         super().__init__(  # type: ignore[call-arg]
             envs if several else envs[0], None if made_by_nodes else policy, **told
         )
@@ -149,16 +151,6 @@ class RayCollector(_OverNodes, clusters.RayCollector):
         if options.get("num_collectors") is None and counts and not isinstance(create_env_fn, list):
             options["num_collectors"] = max(counts)
         self._init_as_torchrl(create_env_fn, policy, frames_per_batch, options)
-
-
-def _acted_on(make: Any, make_policy: Any) -> Any:
-    """Return a function that makes environments with the actions of the policy; other environments unchanged."""
-    is_function = callable(make) and not isinstance(make, EnvBase)
-    return ActedOn(make, make_policy) if is_function else make
-
-
-def _itself(policy: Any) -> Any:
-    return policy
 
 
 def _translated(create_env_fn: Any, frames_per_batch: int, options: dict[str, Any]) -> dict[str, Any]:
