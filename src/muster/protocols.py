@@ -63,6 +63,8 @@ class EnvBatch(Protocol):
         bookkeeping: keys of observations that only policies on TensorDicts get: counters, flags, state.
         info_specs: columns of infos; written and carried as observations are, and hidden from policies.
         action_specs: the policy's actions.
+        action_masks: key of the action mask by key of the action, for discrete actions. A mask is an observation or an
+            info with an entry for each choice (those of several variables one after another); 0: not allowed.
         step_specs: other results of a step, stored below ``next``, for instance rewards per agent.
         flags: the flags among done, terminated and truncated in the user's batch; Muster stores all three.
         reward_key: column of the reward that episode records sum up, ``[B]``. ``TEAM_REWARD`` is hidden from the
@@ -75,6 +77,8 @@ class EnvBatch(Protocol):
             itself, and writes terminated, truncated and ``next`` observations of the row (``writes_next``).
         writes_next: the environment writes ``next`` observations itself.
         max_steps: limit of steps per episode, set before the first reset of environments that write ``next``.
+        agents: names of agents that take turns. Each row is then a turn of one of them, whose number is in the column
+            ``AGENT``, and each agent has its own episodes (see ``envs/turns.py``). Empty: agents do not take turns.
         reset_options: keyword arguments for the environments' own reset, passed once, at the next reset.
         bypasses: the batch can leave environments out of a step; see ``bypass``.
         lives_lost: environments that the last step ended, but whose own episode continues; see ``track_lives``.
@@ -95,6 +99,7 @@ class EnvBatch(Protocol):
     bookkeeping: frozenset[Key] = frozenset()
     info_specs: Specs = {}  # noqa: RUF012
     action_specs: Specs
+    action_masks: Mapping[Key, Key] = MappingProxyType({})
     step_specs: Specs = {}  # noqa: RUF012 (a default, never changed)
     flags: tuple[Key, ...] = FLAGS
     reward_key: Key = REWARD
@@ -104,6 +109,7 @@ class EnvBatch(Protocol):
     device: torch.device | None = None
     writes_next: bool = False
     max_steps: int | None = None
+    agents: tuple[str, ...] = ()
     reset_options: dict[str, Any] | None = None
     bypasses: bool = False
     lives_lost: Collection[int] = ()
@@ -160,6 +166,15 @@ class EnvBatch(Protocol):
 
     def restart_agent(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int]) -> None:
         """Clear the agent's past in an observation row: its episode ended, and the environment's did not."""
+        return
+
+    @property
+    def late(self) -> int:
+        """The number of steps to make before the next row can be complete where agents take turns."""
+        return 0
+
+    def drop_open(self) -> None:
+        """Discard turns whose rows were not delivered (``agents``): the environments failed and will be reset."""
         return
 
     def objects(self) -> Sequence[object]:

@@ -6,11 +6,13 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from examples import coroutine_envs, ppo_cartpole, truncation
+from examples import coroutine_envs, ppo_cartpole, self_play, truncation
 from tests.fakes.ray_cluster import cluster, environment, needs_ray
 
 EXAMPLES = Path(ppo_cartpole.__file__).parent
@@ -45,6 +47,30 @@ def test_ppo_learns_from_20_thousand_frames(capsys):
 
     assert score > 150  # uniform random actions: 22
     assert "20,480 frames" in capsys.readouterr().out
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Restores the number of torch's threads, which an example sets."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+def test_self_play_runs():
+    shares = self_play.main(["--batches", "2", "--episodes", "64", "--eval-episodes", "20"])
+
+    assert sum(shares.values()) == pytest.approx(1)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("threads")
+def test_self_play_learns_not_to_lose():
+    shares = self_play.main(["--eval-episodes", "200"])
+
+    assert shares["lost"] < 0.1  # random moves against random moves: 0.43
+    assert shares["won"] > 0.6
 
 
 @pytest.mark.slow

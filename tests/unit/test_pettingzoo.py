@@ -387,13 +387,6 @@ def test_an_aec_environment_that_can_is_run_in_parallel():
     assert batch["next", "done"].tolist() == [[False], [True]] * 2
 
 
-def test_an_aec_environment_of_turns_is_refused():
-    from pettingzoo.classic import tictactoe_v3
-
-    with pytest.raises(UnsupportedEnv, match="take turns.*is_parallelizable"):
-        Collector(tictactoe_v3.env(), None, frames_per_batch=4)
-
-
 class TestShifts(EnvContract):
     def make_env(self) -> Any:
         return Shifts(masks="obs", state=True)

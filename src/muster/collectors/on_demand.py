@@ -21,7 +21,7 @@ from muster.episodes.segment import ENDED, find_pieces, split_trajectories, time
 from muster.episodes.summary import CollectStats, stats_of_call
 from muster.episodes.whole import WholeEpisodes
 from muster.errors import BadOption, CollectorTimeout, UnsupportedEnv, WorkerDied
-from muster.keys import INFO, TERMINATED, TRAJ_DONE, TRUNCATED, VALID, Key, next_of
+from muster.keys import AGENT, INFO, TERMINATED, TRAJ_DONE, TRUNCATED, VALID, Key, next_of
 from muster.memory.specs import Array
 from muster.protocols import carried_specs
 from muster.rollout.bootstrap import check_bootstrap
@@ -356,6 +356,8 @@ class OnDemand:
     def _rule_of(self, group: int, rule: Rule, *, keep: bool) -> Rule | None:
         """Return a rule by which a group knows by itself which episodes are needed; None: it cannot know."""
         counters = self._engine.source.pool.counters
+        if AGENT in counters[group].info.observation_specs:
+            return None
         if len(counters) == 1:
             return NobodyLetGo(copy.deepcopy(rule)) if keep else copy.deepcopy(rule)
         if isinstance(rule, PerEnv) and not keep and not any(counts.dropped for counts in counters):

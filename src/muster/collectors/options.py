@@ -18,6 +18,7 @@ from muster.errors import BadOption
 from muster.memory.views import Order
 from muster.observing.loggers import as_logger
 from muster.policies.adapt import STORED
+from muster.policies.agents import per_agent
 from muster.recording.writer import Recorder
 from muster.rollout.columns import Validate
 from muster.utils.integers import integer
@@ -107,7 +108,8 @@ class CollectorOptions:
         create_env_fn: an env id, a function that makes an environment, an environment (see docs/environments.md), or a
             list of these. Each entry is a group, with its own policy call and random streams.
         policy: a head such as ``muster.policies.categorical(net)``, a TensorDict module, or any module or function
-            ``obs -> action`` or ``obs -> (action, extras)``. None: uniformly random actions.
+            ``obs -> action`` or ``obs -> (action, extras)``. None: uniformly random actions. Where agents take turns, a
+            dict of policies by agent (``muster.policies.per_agent``).
         frames_per_batch: number of environment steps in a batch, over all environments. If it is not a multiple of the
             number of environments, batches have more cells, and ``collector/valid`` marks exactly this number of them.
             None: only ``collect`` is available, and the collector cannot be iterated.
@@ -284,6 +286,8 @@ class CollectorOptions:
                 f"total_frames={self.total_frames} is not a multiple of frames_per_batch={self.frames_per_batch}; "
                 f"the nearest possible are {' and '.join(map(str, near))}"
             )
+        if isinstance(self.policy, dict):
+            object.__setattr__(self, "policy", per_agent(self.policy))
         if self.traj_done_key is not None and not (isinstance(self.traj_done_key, str) and self.traj_done_key):
             raise BadOption(f"traj_done_key={self.traj_done_key!r}: expected the name of an entry of info, or None")
         if not isinstance(self.execution, Execution):

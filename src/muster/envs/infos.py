@@ -10,10 +10,10 @@ import numpy as np
 from gymnasium import spaces
 
 from muster.envs.checks import NUMBERS, described_value
-from muster.envs.spaces import leaf_spec
+from muster.envs.spaces import action_masks, leaf_spec
 from muster.envs.wrapped import WrappedEnvs
 from muster.errors import BadEnvOutput, BadOption, EnvError
-from muster.keys import INFO, Key, mask_of
+from muster.keys import ACTION_MASK, INFO, Key, mask_of
 from muster.memory.slots import Lane
 from muster.memory.specs import OBJECT, Array, ArraySpec
 from muster.protocols import ALL, EnvBatch
@@ -65,7 +65,7 @@ def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
     if env.keeps_infos is None:
         raise BadOption(
             f"info: Muster reads infos of Gymnasium, EnvPool, PettingZoo, dm_env and Stable-Baselines3. {env.name} "
-            f"returns no infos (TorchRL), or steps on a device. Remove the option"
+            f"returns none (TorchRL), steps on a device, or its agents take turns. Remove the option"
         )
     if taken := [key for key in env.observation_specs if key[0] == INFO]:
         raise BadOption(f"info: {env.name} has the observation {taken[0]} already. Rename it, or remove the option")
@@ -171,7 +171,8 @@ class _WithInfos(WrappedEnvs):
         super().__init__(inner)
         specs = {key: spec for each in fields for key, spec in each.stored().items()}
         known = {each.path for each in fields} if watched else None
-        self.__dict__.update(info_specs=specs, _fields=fields, _known=known, begun={})
+        masks = inner.action_masks or action_masks(specs, inner.action_specs, (INFO, *ACTION_MASK))
+        self.__dict__.update(info_specs=specs, action_masks=masks, _fields=fields, _known=known, begun={})
 
     def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         self.inner.reset(arrays, row, which, seeds)

@@ -1,5 +1,8 @@
 """``pettingzoo.ParallelEnv`` as an env batch: agents in groups, with a mask for absent agents.
 
+AEC environments whose agents can act at the same time (``metadata["is_parallelizable"]``) are run in parallel; those
+whose agents take turns are in ``envs/turns.py``.
+
 Keys are TorchRL's (``PettingZooWrapper(use_mask=True, done_on_any=False)``). Agents ``name_0``, ``name_1``, ... with
 equal spaces form the group ``name``; any other agent is a group by itself. For a group of k agents::
 
@@ -30,6 +33,7 @@ from pettingzoo.utils.conversions import aec_to_parallel
 from muster.envs import checks
 from muster.envs.checks import FIX, Casts
 from muster.envs.spaces import SpaceCodec
+from muster.envs.turns import TurnEnvs
 from muster.errors import BadEnvOutput, UnsupportedEnv, UnsupportedSpace
 from muster.keys import FLAGS, RESERVED, TEAM_REWARD, TERMINATED, TRUNCATED, Key, dotted, next_of
 from muster.memory.slots import Lane
@@ -48,7 +52,9 @@ def takes(obj: Any) -> bool:
 
 def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
     """Return the env batch of B environments of the same kind; ``device`` has no effect."""
-    return ParallelEnvs([_parallel(env) for env in envs])
+    if any(isinstance(env, AECEnv) and not _is_parallelizable(env) for env in envs):
+        return TurnEnvs(envs)
+    return ParallelEnvs([env if isinstance(env, ParallelEnv) else aec_to_parallel(env) for env in envs])
 
 
 @dataclass
@@ -60,7 +66,6 @@ class Team:
     observation: SpaceCodec  # for one agent, without its action mask
     action: SpaceCodec
     choices: int | None = None  # number of entries of an action mask
-    start: int = 0  # number of the first action
     mask_in_obs: bool = False
     keys: dict[str, Key] = field(default_factory=dict)
 
@@ -109,13 +114,7 @@ class ParallelEnvs(EnvBatch):
         checks.check_arrays(self.name, self.observation_specs, self.action_specs)
         self._acting: list[list[str]] = [[] for _ in envs]
         self._left: list[dict[str, tuple[bool, bool]]] = [{} for _ in envs]  # terminated, truncated
-        # Current action masks, [B, k, n] per team that has them; and the generators for random legal actions.
-        self._legal = {
-            team.name: np.ones((self.num_envs, len(team.agents), team.choices), bool)
-            for team in self.teams
-            if team.choices
-        }
-        self._drawing: GroupRng | None = None
+        self.action_masks = {(team.name, "action"): team.keys["action_mask"] for team in self.teams if team.choices}
         self.keeps_infos = False
         self._told: list[Any] = [None] * self.num_envs  # infos by agent
         self.new_infos = [(self._told, ALL)]
@@ -123,14 +122,7 @@ class ParallelEnvs(EnvBatch):
     # --- EnvBatch ---------------------------------------------------------------------------------
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
-        """Draw uniform actions. Legal ones depend on the state: ``step`` draws them, except for a single row."""
-        drawn = self._actions.sample(rng, shape)
-        if self._legal and len(shape) > 1:
-            self._drawing = rng  # for the next rollout
-        elif self._legal:
-            for key, values in self._draw_legal(rng).items():
-                drawn[key][...] = values.reshape(drawn[key].shape)
-        return drawn
+        return self._actions.sample(rng, shape)
 
     def reset(self, arrays: Mapping[Key, Array], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         options, self.reset_options = self.reset_options or {}, None
@@ -140,16 +132,12 @@ class ParallelEnvs(EnvBatch):
             self._write(arrays, row, b, obs, infos, "reset")
 
     def start(self, lane: Lane) -> Step:
-        arrays, drawing = lane.arrays, self._drawing
-        self._drawing = None
+        arrays = lane.arrays
         terminated, truncated = arrays[next_of(TERMINATED)], arrays[next_of(TRUNCATED)]
         total = arrays[TEAM_REWARD]
         rewards = [arrays[next_of(team.keys["reward"])] for team in self.teams]
 
         def step(t: int) -> Sequence[int] | None:
-            if drawing is not None:
-                for key, values in self._draw_legal(drawing).items():
-                    arrays[key][t] = values
             finished = []
             for b in range(self.num_envs):
                 self.executed_in_row = b
@@ -174,12 +162,10 @@ class ParallelEnvs(EnvBatch):
         return self.envs
 
     def snapshot(self) -> dict[str, Any]:
-        legal = {name: array.copy() for name, array in self._legal.items()}
-        return {"acting": [list(names) for names in self._acting], "left": [*map(dict, self._left)], "legal": legal}
+        return {"acting": [list(names) for names in self._acting], "left": [*map(dict, self._left)]}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._acting, self._left = [list(names) for names in state["acting"]], [*map(dict, state["left"])]
-        self._legal = {name: array.copy() for name, array in state["legal"].items()}
 
     def close(self) -> None:
         checks.close_all([env.close for env in self.envs])
@@ -224,8 +210,7 @@ class ParallelEnvs(EnvBatch):
                 self._put(targets, i, team, seen, f"{self.name}[{b}].{method}: {agent}")
                 if team.choices:
                     legal = _action_mask(team, seen, infos.get(agent)) if here else None
-                    self._legal[team.name][b, i] = True if legal is None else legal
-                    arrays[team.keys["action_mask"]][row, b, i] = self._legal[team.name][b, i]
+                    arrays[team.keys["action_mask"]][row, b, i] = True if legal is None else legal
         if self._state is not None:
             leaves = self._state.flatten(self._call(b, "state"))
             for (key, spec), leaf in zip(self._state.specs.items(), leaves, strict=True):
@@ -245,17 +230,6 @@ class ParallelEnvs(EnvBatch):
         ):
             self.casts.check(leaf, spec, dotted(key), who)
             target[i] = leaf
-
-    def _draw_legal(self, rng: GroupRng) -> dict[Key, Array]:
-        """Draw uniform legal actions, ``[B, k]`` per team with action masks; all actions if none is legal."""
-        drawn: dict[Key, Array] = {}
-        for place, team in enumerate(self.teams):
-            if team.choices:
-                legal = self._legal[team.name]
-                legal = legal | ~legal.any(-1, keepdims=True)
-                nth = np.floor(rng.stream(len(self.action_specs) + place).random(legal.shape[:-1]) * legal.sum(-1))
-                drawn[(team.name, "action")] = (legal.cumsum(-1) > nth[..., None]).argmax(-1) + team.start
-        return drawn
 
     # --- the environment's side -------------------------------------------------------------------
 
@@ -299,7 +273,7 @@ class ParallelEnvs(EnvBatch):
         team = Team(name, agents, SpaceCodec(space, (name, "observation")), SpaceCodec(action_space, (name, "action")))
         has_mask = in_obs or any("action_mask" in (infos.get(agent) or {}) for agent in agents)
         if has_mask and isinstance(action_space, spaces.Discrete):
-            team.choices, team.start, team.mask_in_obs = int(action_space.n), int(action_space.start), in_obs
+            team.choices, team.mask_in_obs = int(action_space.n), in_obs
         elif has_mask:
             raise UnsupportedSpace(f"{self.name}: {name} has an action_mask, but its actions are {action_space}")
         return team
@@ -343,14 +317,5 @@ def _spaces(env: Any) -> list[Any]:
     return [(agent, env.observation_space(agent), env.action_space(agent)) for agent in env.possible_agents]
 
 
-def _parallel(env: Any) -> Any:
-    if isinstance(env, ParallelEnv):
-        return env
-    try:
-        return aec_to_parallel(env)
-    except AssertionError as error:
-        raise UnsupportedEnv(
-            f"{type(getattr(env, 'unwrapped', env)).__name__} is an AEC environment whose agents take turns, and does "
-            f"not say that they can act at the same time (metadata['is_parallelizable']): {error}. Muster takes "
-            f"parallel environments; for turns use TorchRL's PettingZooWrapper(env, use_mask=True)."
-        ) from None
+def _is_parallelizable(env: Any) -> bool:
+    return bool((getattr(env, "metadata", None) or {}).get("is_parallelizable", False))

@@ -11,7 +11,7 @@ from gymnasium import spaces
 
 from muster.envs.checks import FIX
 from muster.errors import BadEnvOutput, UnsupportedSpace
-from muster.keys import ACTION, OBSERVATION, RESERVED, Key, dotted
+from muster.keys import ACTION, ACTION_MASK, OBSERVATION, RESERVED, Key, dotted
 from muster.memory.specs import OBJECT, Array, ArraySpec, Specs
 from muster.rng import GroupRng
 
@@ -86,6 +86,16 @@ def observation_codec(space: spaces.Space[Any]) -> SpaceCodec:
 def action_codec(space: spaces.Space[Any]) -> SpaceCodec:
     """Return the codec of actions, with the key ``action``, or ``("action", name)`` for a Dict or Tuple space."""
     return SpaceCodec(space, ACTION)
+
+
+def action_masks(observed: Specs, actions: Specs, key: Key = ACTION_MASK) -> dict[Key, Key]:
+    """Return ``{action: key}`` if the leaf ``key`` is a mask of one discrete action (see ``EnvBatch.action_masks``)."""
+    (action, spec), *others = actions.items()
+    mask = observed.get(key)
+    if mask is None or others or not mask.is_tensor or spec.dtype.kind not in "iu" or spec.low is None:
+        return {}
+    choices = np.asarray(spec.high, np.float64) - np.asarray(spec.low, np.float64) + 1
+    return {action: key} if choices.sum() == np.prod(mask.shape) else {}
 
 
 def leaf_spec(space: spaces.Space[Any]) -> ArraySpec:

@@ -10,7 +10,7 @@ import numpy as np
 
 from muster.envs import checks
 from muster.envs.checks import FIX, Casts
-from muster.envs.spaces import SpaceCodec, action_codec, observation_codec
+from muster.envs.spaces import SpaceCodec, action_codec, action_masks, observation_codec
 from muster.errors import BadEnvOutput, EnvError, UnsupportedEnv, described, shown, text_of
 from muster.keys import REWARD, Key, dotted, next_of
 from muster.memory.slots import Lane
@@ -44,6 +44,7 @@ class StackedEnvs(EnvBatch):
         self.observations: SpaceCodec = observation_codec(first.observation_space)
         self.actions: SpaceCodec = action_codec(first.action_space)
         self.observation_specs, self.action_specs = self.observations.specs, self.actions.specs
+        self.action_masks = action_masks(self.observation_specs, self.action_specs)
         self.casts: Casts = Casts(self.name)
         (key, spec), *_ = self.observation_specs.items()
         self._plain = self.observations.single and spec.is_tensor, key, spec.shape, spec.dtype

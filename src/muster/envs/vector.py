@@ -17,7 +17,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 
 from muster.envs import checks
 from muster.envs.checks import FIX, Casts
-from muster.envs.spaces import SpaceCodec, action_codec, observation_codec
+from muster.envs.spaces import SpaceCodec, action_codec, action_masks, observation_codec
 from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv
 from muster.keys import NEXT_OBS_VALID, REWARD, Key, dotted, mask_of, next_of
 from muster.memory.slots import Lane
@@ -44,6 +44,7 @@ class VectorEnvBatch(EnvBatch):
         self.observations: SpaceCodec = observation_codec(env.single_observation_space)
         self.actions: SpaceCodec = action_codec(env.single_action_space)
         self.observation_specs, self.action_specs = self.observations.specs, self.actions.specs
+        self.action_masks = action_masks(self.observation_specs, self.action_specs)
         self._batched = [  # specs of the returned observations
             ArraySpec((self.num_envs, *spec.shape), spec.dtype) for spec in self.observation_specs.values()
         ]

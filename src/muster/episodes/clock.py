@@ -1,15 +1,16 @@
-"""The current episode of each environment of a group: ids, step counts, and records of ended episodes."""
+"""The current episode of each environment of a group, or of each agent: ids, step counts, and records of episodes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from muster.episodes.record import NO_EPISODES, Episodes
 from muster.errors import BadCheckpoint
-from muster.memory.specs import Array
+from muster.memory.specs import OBJECT, Array
 
 
 class TrajectoryClock:
@@ -132,3 +133,83 @@ class TrajectoryClock:
 
     def _number(self) -> None:
         self._ids = self.env_ids + self.total_envs * self.episode
+
+
+class AgentClock:
+    """A ``TrajectoryClock`` for environments whose ``agents`` take turns: each agent has its own episodes.
+
+    Ids are ``env_id + total_envs * (agent + len(agents) * episode)``. Records have the agent's name in
+    ``info["agent"]``. ``episode`` and ``steps`` are ``[B * agents]``.
+    """
+
+    def __init__(self, env_ids: Array, total_envs: int, agents: Sequence[str]) -> None:
+        self.env_ids, self.total_envs, self.agents = env_ids, total_envs, agents
+        ids = env_ids[:, None] + total_envs * np.arange(len(agents))
+        self._clock = TrajectoryClock(ids.reshape(-1), total_envs * len(agents))
+        self._at: tuple[Array, Array]
+
+    @property
+    def episode(self) -> Array:
+        return self._clock.episode
+
+    @property
+    def steps(self) -> Array:
+        return self._clock.steps
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._clock.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._clock.load_state_dict(state)
+
+    def begin_at(self, episode: Array) -> None:
+        self._clock.begin_at(episode)
+
+    def abandon(self, which: Sequence[int] | Array, agent: int | None = None) -> None:
+        """Start new trajectories of all agents of the environments ``which``, or of one agent."""
+        agents = np.arange(len(self.agents)) if agent is None else np.array([agent])
+        self._clock.abandon((np.asarray(which, np.int64)[:, None] * len(self.agents) + agents).reshape(-1))
+
+    def sort(self, agent: Array) -> None:
+        """Take the agents of the rows (``[T, B]``) to which the following calls apply.
+
+        The rows of each agent are moved to the beginning of a column of its own; zeros follow them.
+        """
+        place = np.zeros(agent.shape, np.int64)
+        for number in range(len(self.agents)):
+            of_agent = agent == number
+            place[of_agent] = (of_agent.cumsum(0) - 1)[of_agent]
+        self._at = place, agent + len(self.agents) * np.arange(len(self.env_ids))
+
+    def fill_ids(self, ids: Array, done: Array) -> None:
+        """See ``TrajectoryClock``."""
+        self._fill(self._clock.fill_ids, ids, done)
+
+    def fill_step_counts(self, counts: Array, done: Array) -> None:
+        """See ``TrajectoryClock``."""
+        self._fill(self._clock.fill_step_counts, counts, done)
+
+    def advance(self, reward: Array, terminated: Array, truncated: Array, done: Array) -> Episodes:
+        """See ``TrajectoryClock``."""
+        T, columns = len(reward), len(self._clock.env_ids)
+        records = self._clock.advance(*(self._apart(values) for values in (reward, terminated, truncated, done)))
+        self._clock.steps -= T - np.bincount(self._at[1].reshape(-1), minlength=columns)  # the zeros
+        if not len(records):
+            return records
+        rows = np.broadcast_to(np.arange(T)[:, None], reward.shape)
+        place, column = self._apart(done).nonzero()  # in the order of the records
+        in_time = np.lexsort((column, self._apart(rows)[place, column]))
+        ended = Episodes(*(values[in_time] for values in records.columns()))
+        infos: Array = np.array([{"agent": self.agents[i]} for i in ended.env_id // self.total_envs], OBJECT)
+        return replace(ended, env_id=ended.env_id % self.total_envs, info=infos)
+
+    def _fill(self, fill: Callable[[Array, Array], None], out: Array, done: Array) -> None:
+        apart = self._apart(done)
+        values = np.empty(apart.shape, np.int64)
+        fill(values, apart)
+        out[...] = values[self._at]
+
+    def _apart(self, values: Array) -> Array:
+        out = np.zeros((len(values), len(self._clock.env_ids)), values.dtype)
+        out[self._at] = values
+        return out

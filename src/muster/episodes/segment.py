@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from muster.errors import BadOption
-from muster.keys import DONE, TRAJ_IDS, VALID, Key, dotted, next_of
+from muster.keys import AGENT, DONE, TRAJ_IDS, VALID, Key, dotted, next_of
 from muster.memory.specs import Array
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ class Pieces(NamedTuple):
     """The pieces of trajectories in a batch, by environment, then time. The index of a row is ``env * T + t``.
 
     ``rows`` are the indices of all rows in pieces. ``first`` (``[n]``) is the place in ``rows`` of each piece's first
-    row. ``ended`` (``[n]``) tells whether its last row is done.
+    row. ``ended`` (``[n]``) tells whether its last row is done. Where agents take turns, the rows of a piece are those
+    of one ``agent`` (``[n]``; else 0), and pieces are by environment, then the time of their first row.
     """
 
     rows: Array
@@ -32,6 +33,7 @@ class Pieces(NamedTuple):
     length: Array
     traj_id: Array
     ended: Array
+    agent: Array
 
 
 def time_last(batch: TensorDict) -> TensorDict:
@@ -61,7 +63,20 @@ def find_pieces(batch: TensorDict, done_key: Key = ENDED) -> Pieces:
     ended = np.zeros(ids.shape, bool)
     if (done := batch.get(done_key, None)) is not None:
         ended |= _host(done).reshape(*ids.shape, -1).any(-1)
-    return cut(ids, written(batch), ended)
+    if (agent := batch.get(AGENT, None)) is None:
+        return cut(ids, written(batch), ended)
+    agents = _host(agent).reshape(ids.shape)
+    order = np.argsort(agents, axis=1, kind="stable")  # the rows of each agent one after another
+    ids, usable, ended, agents = (np.take_along_axis(x, order, 1) for x in (ids, written(batch), ended, agents))
+    pieces = cut(ids, usable, ended)
+    begin = pieces.rows[pieces.first]
+    agent = agents.reshape(-1)[begin]
+    rows = (order + np.arange(len(order))[:, None] * order.shape[1]).reshape(-1)[pieces.rows]
+    in_time = np.argsort(rows[pieces.first])
+    length, traj_id, has_ended, agent = (x[in_time] for x in (pieces.length, pieces.traj_id, pieces.ended, agent))
+    first = np.cumsum(length) - length
+    rows = rows[np.arange(len(rows)) + np.repeat(pieces.first[in_time] - first, length)]
+    return Pieces(rows, first, length, traj_id, has_ended, agent)
 
 
 def cut(ids: Array, usable: Array, ended: Array) -> Pieces:
@@ -73,7 +88,12 @@ def cut(ids: Array, usable: Array, ended: Array) -> Pieces:
     begin, end = np.flatnonzero(begins), np.flatnonzero(ends)
     length = end - begin + 1
     return Pieces(
-        np.flatnonzero(usable), np.cumsum(length) - length, length, ids.reshape(-1)[begin], ended.reshape(-1)[end]
+        np.flatnonzero(usable),
+        np.cumsum(length) - length,
+        length,
+        ids.reshape(-1)[begin],
+        ended.reshape(-1)[end],
+        np.zeros_like(begin),
     )
 
 

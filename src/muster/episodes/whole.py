@@ -50,6 +50,7 @@ class HeldEpisode:
 
     Attributes:
         traj_id: trajectory id, different from the next one. After the end, it and ``version`` (of row 0) are unused.
+        agent: the agent that it is of, where agents take turns.
         number: time of its first row * number of environments + ``env``; negative if it was dropped.
         end: sum of all environments' times before the batch in which it ended, plus the row; or ``GOING``.
     """
@@ -60,6 +61,7 @@ class HeldEpisode:
     version: int
     length: int = 0
     end: int = GOING
+    agent: int = 0
     parts: list[tuple[CopiedRows, Span]] = field(default_factory=list)
 
 
@@ -114,9 +116,11 @@ class WholeEpisodes:
         self.dropped: Counter[str] = Counter()
         self.frames_held = 0
         self._time = np.zeros(self.num_envs, np.int64)  # number of rows so far, by environment
-        middle = () if from_resets else range(self.num_envs)
-        self._open = {env: HeldEpisode(env, UNKNOWN, CUT, 0) for env in middle}  # by environment
-        self._first_open = np.full(self.num_envs, NO_MORE)  # number of each environment's open episode, if it is kept
+        self._middle = () if from_resets else range(self.num_envs)
+        self._open: dict[tuple[int, int], HeldEpisode] = {}  # by environment and agent
+        # Number of each environment's open episode, if it is kept; with a column for each agent.
+        self._first_open = np.empty((self.num_envs, 0), np.int64)
+        self._make_room(1)
         self._ended: dict[int, HeldEpisode] = {}  # by number, in order of their ends, then by environment
         self._queue = None if rule is None else make_queue(rule, self.n, self.num_envs)  # of episodes that wait
         self._due: list[int] = []  # episodes that do not wait, in order
@@ -145,19 +149,20 @@ class WholeEpisodes:
         T = batch.shape[-1]
         if len(pieces.rows):
             chunk = CopiedRows(take(batch, pieces.rows))
+            self._make_room(int(pieces.agent.max()) + 1)
             place, t = np.divmod(pieces.rows[pieces.first], T)
-            env, end = numbers[place], self._time.sum() + t + pieces.length - 1
+            env, end = numbers[place], self._time.sum() + pieces.rows[pieces.first + pieces.length - 1] % T
             begin = (self._time[env] + t) * self.num_envs + env
             version = self._versions(batch, pieces)
-            columns = (env, begin, pieces.first, pieces.length, pieces.traj_id, version)
+            columns = (env, pieces.agent, begin, pieces.first, pieces.length, pieces.traj_id, version)
             ends = np.where(pieces.ended, end, GOING).tolist()
             ended = []
             for piece, row in zip(zip(*(c.tolist() for c in columns), strict=True), ends, strict=True):
                 episode = self._follow(chunk, *piece)
                 if row != GOING:
                     episode.end = row
-                    del self._open[episode.env]
-                    self._first_open[episode.env] = NO_MORE
+                    del self._open[episode.env, episode.agent]
+                    self._first_open[episode.env, episode.agent] = NO_MORE
                     ended.append(episode)
             self._hold(ended)
             self._sparse.add(chunk)
@@ -171,7 +176,7 @@ class WholeEpisodes:
         if self._queue is None:
             return []
         coming = self._time * self.num_envs + np.arange(self.num_envs)  # no later episode starts before these
-        self._due += self._queue.pop(int(np.minimum(coming, self._first_open).min()))
+        self._due += self._queue.pop(int(min(coming.min(), self._first_open.min())))
         chosen = [
             [self._ended[number] for number in self._due[begin : begin + self.n]]
             for begin in range(0, len(self._due) - self.n + 1, self.n)
@@ -226,10 +231,12 @@ class WholeEpisodes:
         pieces = find_pieces(batch, self.done_key)
         self.flush(numbers.tolist())
         env = numbers[pieces.rows[pieces.first] // batch.shape[-1]]
-        for i, traj_id, ended in zip(env.tolist(), pieces.traj_id.tolist(), pieces.ended.tolist(), strict=True):
-            self._open.pop(i, None)
+        self._make_room(int(pieces.agent.max(initial=0)) + 1)
+        columns = env, pieces.agent, pieces.traj_id, pieces.ended
+        for i, agent, traj_id, ended in zip(*(column.tolist() for column in columns), strict=True):
+            self._open.pop((i, agent), None)
             if not ended:
-                self._open[i] = HeldEpisode(i, traj_id, CUT, 0)
+                self._open[i, agent] = HeldEpisode(i, traj_id, CUT, 0, agent=agent)
         self._time[numbers] += batch.shape[-1]
 
     def flush(self, envs: Iterable[int] | None = None) -> int:
@@ -239,8 +246,9 @@ class WholeEpisodes:
             if not 0 <= env < self.num_envs:
                 raise BadOption(f"flush({envs}): environments are numbered 0 to {self.num_envs - 1}")
             self._without_end[env] = 0
-            if env in self._open:
-                self._drop(self._open[env], CUT)
+            for agent in range(self._first_open.shape[1]):
+                if (env, agent) in self._open:
+                    self._drop(self._open[env, agent], CUT)
         self._compact()
         return before - self.frames_held
 
@@ -276,12 +284,12 @@ class WholeEpisodes:
     def state_dict(self) -> dict[str, Any]:
         """Return everything kept as numbers, tensors and lists, which share no memory with groups."""
         episodes = [*self._ended.values(), *self._open.values()]
-        columns = [(e.env, e.traj_id, e.number, e.version, e.length, e.end) for e in episodes]
+        columns = [(e.env, e.traj_id, e.number, e.version, e.length, e.end, e.agent) for e in episodes]
         return {
             "num_envs": self.num_envs,
             "time": torch.from_numpy(self._time.copy()),
             "dropped": dict(self.dropped),
-            "episodes": torch.tensor(columns, dtype=torch.int64).reshape(-1, 6),
+            "episodes": torch.tensor(columns, dtype=torch.int64).reshape(-1, 7),
             "asked": self._asked,
             "rows": to_plain(take(*_gathered(episodes))) if self.frames_held else None,
         }
@@ -296,10 +304,11 @@ class WholeEpisodes:
         self._time, self.dropped = state["time"].numpy().copy(), Counter(state["dropped"])
         self._without_end[:] = 0
         episodes = [HeldEpisode(*columns) for columns in state["episodes"].tolist()]
-        self._open = {episode.env: episode for episode in episodes if episode.end == GOING}
+        self._open = {(episode.env, episode.agent): episode for episode in episodes if episode.end == GOING}
+        self._make_room(1 + max((agent for _, agent in self._open), default=0))
         self._first_open[:] = NO_MORE
-        for env, episode in self._open.items():
-            self._first_open[env] = episode.number if episode.number >= 0 else NO_MORE
+        for place, episode in self._open.items():
+            self._first_open[place] = episode.number if episode.number >= 0 else NO_MORE
         chunk = None if state["rows"] is None else CopiedRows(from_plain(state["rows"]))
         for episode in episodes:
             if chunk is not None and episode.length:
@@ -342,18 +351,26 @@ class WholeEpisodes:
         low, high = (function.reduceat(versions, pieces.first) for function in (np.minimum, np.maximum))
         return np.where(low == high, low, MIXED)
 
+    def _make_room(self, agents: int) -> None:
+        """Make columns for this number of agents. Their first episodes are dropped if the rows begin within some."""
+        for agent in range(self._first_open.shape[1], agents):
+            column = np.full((self.num_envs, 1), NO_MORE)
+            self._first_open = np.concatenate([self._first_open, column], 1)
+            for env in self._middle:
+                self._open.setdefault((env, agent), HeldEpisode(env, UNKNOWN, CUT, 0, agent=agent))
+
     def _follow(
-        self, chunk: CopiedRows, env: int, begin: int, first: int, length: int, traj_id: int, version: int
+        self, chunk: CopiedRows, env: int, agent: int, begin: int, first: int, length: int, traj_id: int, version: int
     ) -> HeldEpisode:
         """Add a piece (rows of ``chunk`` from ``first`` on) to its episode, or to a new one of number ``begin``."""
-        episode = self._open.get(env)
+        episode = self._open.get((env, agent))
         if episode is not None and episode.traj_id == UNKNOWN:
             episode.traj_id = traj_id
         if episode is None or episode.traj_id != traj_id:
             if episode is not None:
                 self._drop(episode, CUT)
-            episode = self._open[env] = HeldEpisode(env, traj_id, begin, version)
-            self._first_open[env] = begin
+            episode = self._open[env, agent] = HeldEpisode(env, traj_id, begin, version, agent=agent)
+            self._first_open[env, agent] = begin
         if version != episode.version or version == MIXED:
             self._drop(episode, MIXED)
         if episode.number < 0:
@@ -381,7 +398,7 @@ class WholeEpisodes:
     def _forget(self, episode: HeldEpisode, reason: int) -> None:
         """Drop the later rows of an open episode, for this reason."""
         episode.number, episode.length, episode.parts = reason, 0, []
-        self._first_open[episode.env] = NO_MORE
+        self._first_open[episode.env, episode.agent] = NO_MORE
 
     def _joined(self, episodes: Sequence[HeldEpisode]) -> EpisodeGroup:
         length = np.array([episode.length for episode in episodes])

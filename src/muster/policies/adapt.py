@@ -14,10 +14,12 @@ import torch
 
 from muster.errors import BadOption
 from muster.policies import coroutines
+from muster.policies.agents import AgentPolicies, PerAgent
 from muster.policies.functions import FunctionPolicy
 from muster.policies.head_policy import HeadPolicy
 from muster.policies.heads import Head
 from muster.policies.random import RandomPolicy
+from muster.policies.sampling import masks_of
 from muster.protocols import EnvBatch, Policy
 
 # Floating dtypes of rows. A network in another dtype (bfloat16) gets float32, and must cast its input itself.
@@ -43,7 +45,7 @@ def adapt(
     cannot be called, or a head does not fit the spaces.
     """
     if policy is None:
-        return RandomPolicy(env.sample, batch_shape)
+        return RandomPolicy(env.sample, batch_shape, masks=masks_of(env))
     seen = {key: spec for key, spec in env.observation_specs.items() if key not in env.bookkeeping}
     seen = seen or env.observation_specs
     home = torch.empty(0, device=env.device).device  # device of the rows, with its index
@@ -57,12 +59,14 @@ def adapt(
             obs_keys=list(seen),
             action_key=action_key,
             action_spec=action_spec,
+            mask=next(iter(masks_of(env)), None),
             batch_dims=len(batch_shape),
             device=device,
             deterministic=exploration_type != "random",
             executor=executor,
             rows_device=env.device,
         )
+    mode = exploration_type != "random"
     common: dict[str, Any] = {
         "obs_specs": env.observation_specs,
         "action_specs": env.action_specs,
@@ -71,6 +75,9 @@ def adapt(
         "executor": executor,
         "rows_device": env.device,
     }
+    if isinstance(policy, PerAgent):
+        mask = next(iter(masks_of(env)), None)
+        return AgentPolicies(policy, env_name=env.name, agents=env.agents, mask=mask, mode=mode, **common)
     if isinstance(policy, type) or not callable(policy):
         given = f"the class {policy.__name__}" if isinstance(policy, type) else f"of type {type(policy).__name__}"
         raise BadOption(f"policy is {given}, expected {ACCEPTED}")

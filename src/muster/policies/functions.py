@@ -50,7 +50,7 @@ class FunctionPolicy:
     ) -> None:
         self.fn = fn
         self.name, self.coroutines = name_of(fn), getattr(fn, "coroutines", None)
-        self.takes_state, self._slow_path = _takes_state(fn), "module" if self.coroutines is None else "coroutine"
+        self.takes_state, self._slow_path = takes_state(fn), "module" if self.coroutines is None else "coroutine"
         self.path = self._slow_path
         self._obs_specs, self._action_specs = obs_specs, action_specs
         if self.takes_state and STATE[0] in {key[0] for key in obs_specs}:
@@ -268,7 +268,8 @@ def _make_numpy_act(program: Program, lane: Lane) -> Act:
     return act
 
 
-def _takes_state(fn: Callable[..., Any]) -> bool:
+def takes_state(fn: Callable[..., Any]) -> bool:
+    """Return whether the second parameter of a policy is its state."""
     try:
         parameters = list(inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters.values())
     except (TypeError, ValueError):

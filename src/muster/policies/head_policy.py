@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from muster.errors import BadPolicyOutput
+from muster.errors import BadEnvOutput, BadOption, BadPolicyOutput, PolicyError
 from muster.keys import LOG_PROB, Key, nested
 from muster.memory.slots import Lane, torch_dtype
 from muster.memory.specs import Array, ArraySpec, Column
 from muster.policies.checks import frozen_check
 from muster.policies.executor import Program, plan
 from muster.policies.heads import Head
-from muster.policies.sampling import ActionRows, Emit
+from muster.policies.sampling import ActionMask, ActionRows, Emit
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
 
@@ -28,8 +28,8 @@ class HeadPolicy:
     The cost of ``act`` for a 4-64-64-2 network is in docs/decisions/0002-executor-choice.md.
 
     The network gets a tensor for one key in ``obs_keys``, else a nested dict of tensors, with ``batch_dims`` leading
-    dimensions. Rows are stored and actions are sampled on ``rows_device`` (None: the host). The network computes on
-    ``device``.
+    dimensions; the action ``mask`` is not part of it. Rows are stored and actions are sampled on ``rows_device`` (None:
+    the host). The network computes on ``device``.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class HeadPolicy:
         obs_keys: Sequence[Key],
         action_key: Key,
         action_spec: ArraySpec,
+        mask: ActionMask | None = None,
         batch_dims: int,
         device: torch.device | None,
         deterministic: bool = False,
@@ -46,7 +47,10 @@ class HeadPolicy:
         rows_device: torch.device | None = None,
     ) -> None:
         self.head, self.name, self.path = head, head.name, "module"
+        self.raises = PolicyError, BadPolicyOutput, BadOption, BadEnvOutput  # the last: no action is allowed
         self._width = head.bind(action_spec)
+        self._mask = head.mask = mask if head.takes_mask else None
+        obs_keys = [key for key in obs_keys if self._mask is None or key != self._mask.key]
         self._obs_keys, self._action_key, self._spec = tuple(obs_keys), action_key, action_spec
         self._batch_dims, self._batched, self._deterministic = batch_dims, batch_dims > 0, deterministic
         self._device, self._on_device = device, rows_device is not None
@@ -66,7 +70,9 @@ class HeadPolicy:
         self._plan(x)
         if self._on_device:
             return self._drawn(out, leaves[0])
-        rows = ActionRows(self.head.name, np.zeros((1, B, *self._spec.shape), self._spec.dtype), None)
+        action = np.zeros((1, B, *self._spec.shape), self._spec.dtype)
+        masked = None if self._mask is None else (self._mask, obs[self._mask.key].numpy().reshape(1, B, -1))
+        rows = ActionRows(self.head.name, action, None, masked)
         self._emitter(rows, 0, rng)(0, _host(out).reshape(B, -1))
         action, log_prob = rows.action[0], rows.log_prob_array[0]
         action, log_prob = (a.reshape((*lead, *a.shape[1:])) for a in (action, log_prob))
@@ -136,7 +142,8 @@ class HeadPolicy:
     def _views(self, lane: Lane) -> tuple[list[Any], list[Array], ActionRows]:
         tensors = [lane.rows(key) for key in self._obs_keys]
         first = lane.arrays[self._obs_keys[0]]
-        rows = ActionRows(self.head.name, lane.arrays[self._action_key], lane.arrays.get(LOG_PROB))
+        masked = None if self._mask is None else (self._mask, lane.arrays[self._mask.key])
+        rows = ActionRows(self.head.name, lane.arrays[self._action_key], lane.arrays.get(LOG_PROB), masked)
         return tensors, list(first if self._batched else first[:, 0]), rows
 
     def _input(self, leaves: Sequence[torch.Tensor]) -> Any:

@@ -5,11 +5,15 @@
     actor = muster.policies.categorical(net)  # an nn.Module: parameters, state_dict, deepcopy as usual
     action, extras = actor(obs)  # plain torch, any batch shape
     log_prob = actor.distribution(obs).log_prob(batch["action"])  # in the loss
+
+``categorical`` and ``deterministic`` choose among the actions that an action mask allows. The mask is the leaf
+``action_mask`` of the observation, which the network does not get, or the argument ``action_mask``.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,9 +24,10 @@ from torch import nn
 from torch.distributions import constraints
 
 from muster.errors import BadOption
+from muster.keys import Key
 from muster.memory.specs import ArraySpec
 from muster.policies import sampling
-from muster.policies.sampling import ActionRows, Emit
+from muster.policies.sampling import ActionMask, ActionRows, Emit, choices_of
 
 LOG_STD_BOUNDS = (-20.0, 2.0)
 
@@ -34,25 +39,35 @@ class Head(nn.Module):
 
     name = "head"
     has_log_prob = True
+    takes_mask = False
+    mask: ActionMask | None = None
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
         self.action_shape: tuple[int, ...] | None = None  # of one environment; None until bound
 
-    def forward(self, obs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def forward(
+        self, obs: Any, *, action_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Sample: ``(action, {"action_log_prob": ...})``."""
-        distribution = self.distribution(obs)
+        distribution = self.distribution(obs, action_mask=action_mask)
         action = distribution.sample()
         return action, {"action_log_prob": distribution.log_prob(action)}
 
-    def distribution(self, obs: Any) -> D.Distribution:
-        """Return the distribution of the environment's actions: ``log_prob`` and ``entropy`` are ``[*batch]``."""
+    def distribution(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> D.Distribution:
+        """Return the distribution of the environment's actions: ``log_prob`` and ``entropy`` are ``[*batch]``.
+
+        Args:
+            obs: observation, ``[*batch, *shape]``, or a dict or TensorDict of its leaves.
+            action_mask: ``[*batch, n]``, an entry for each output of the network; 0 or False: not allowed. None: the
+                leaf ``action_mask`` of ``obs``, if there is one. Not for continuous actions.
+        """
         raise NotImplementedError
 
-    def mode(self, obs: Any) -> torch.Tensor:
+    def mode(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> torch.Tensor:
         """Return the action without randomness."""
-        return self.distribution(obs).mode
+        return self.distribution(obs, action_mask=action_mask).mode
 
     def bind(self, spec: ArraySpec) -> int:
         """Set shape and bounds from the action space (``BadOption`` if the head is for another kind of space).
@@ -87,6 +102,20 @@ class Head(nn.Module):
         self.action_shape = spec.shape
         return math.prod(spec.shape)
 
+    def _no_mask(self, action_mask: torch.Tensor | None) -> None:
+        if action_mask is not None:
+            raise BadOption(f"{self.name}: action masks are for discrete actions. Use categorical(net).")
+
+    def _masked(self, obs: Any, action_mask: torch.Tensor | None) -> torch.Tensor:
+        """Return the network's output for ``obs`` without its mask, with the lowest value for what is not allowed."""
+        if action_mask is None:
+            obs, action_mask = _without_mask(obs, ("action_mask",) if self.mask is None else self.mask.key)
+        out: torch.Tensor = self.net(obs)
+        if action_mask is None:
+            return out
+        # Not -inf: a blank row of a batch allows nothing, and must not make a loss NaN.
+        return out.masked_fill(action_mask.reshape(out.shape) == 0, torch.finfo(out.dtype).min)
+
     def _shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """Reshape ``[*batch, n]`` to ``[*batch, *action_shape]``."""
         return flat if self.action_shape is None else flat.reshape((*flat.shape[:-1], *self.action_shape))
@@ -110,14 +139,15 @@ class Categorical(Head):
     """See ``categorical``."""
 
     name = "categorical"
+    takes_mask = True
 
     def __init__(self, net: nn.Module, nvec: tuple[int, ...] | None) -> None:
         super().__init__(net)
         self.nvec = nvec
         self.low: tuple[int, ...] | None = None
 
-    def distribution(self, obs: Any) -> D.Distribution:
-        logits = self.net(obs)
+    def distribution(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> D.Distribution:
+        logits = self._masked(obs, action_mask)
         if self.nvec is None or (self.action_shape == () and self.low == (0,)):
             return D.Categorical(logits=logits)
         shape = (len(self.nvec),) if self.action_shape is None else self.action_shape
@@ -216,7 +246,8 @@ class Gaussian(Head):
         else:
             self.register_buffer("log_std", log_std)
 
-    def distribution(self, obs: Any) -> D.Distribution:
+    def distribution(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> D.Distribution:
+        self._no_mask(action_mask)
         return self._normal(*self._parameters_of(self.net(obs)))
 
     def bind(self, spec: ArraySpec) -> int:
@@ -273,7 +304,8 @@ class TanhGaussian(Head):
         self.middle: torch.Tensor
         self.halfwidth: torch.Tensor
 
-    def distribution(self, obs: Any) -> D.Distribution:
+    def distribution(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> D.Distribution:
+        self._no_mask(action_mask)
         base = self._normal(*_mean_and_log_std(self.net(obs), self.log_std_bounds))
         return Squashed(base, [Squash(self.middle, self.halfwidth)])
 
@@ -345,17 +377,20 @@ class Deterministic(Head):
 
     name = "deterministic"
     has_log_prob = False
+    takes_mask = True
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__(net)
         self.low: int | None = None  # the first action of a discrete space
 
-    def forward(self, obs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def forward(
+        self, obs: Any, *, action_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return ``(action, {})``."""
-        return self.mode(obs), {}
+        return self.mode(obs, action_mask=action_mask), {}
 
-    def mode(self, obs: Any) -> torch.Tensor:
-        return self._shaped(self._action_of(self.net(obs)))
+    def mode(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> torch.Tensor:
+        return self._shaped(self._action_of(self._masked(obs, action_mask)))
 
     def bind(self, spec: ArraySpec) -> int:
         if spec.dtype.kind == "f":
@@ -406,8 +441,26 @@ def _choices(head: Head, spec: ArraySpec, instead: str) -> tuple[tuple[int, ...]
             "numbered choices",
             "an environment without one-hot actions: GymEnv(..., categorical_action_encoding=True)",
         )
-    low, high = (np.broadcast_to(np.asarray(x, np.int64), spec.shape).reshape(-1) for x in (spec.low, spec.high))
-    return tuple((high - low + 1).tolist()), tuple(low.tolist())
+    return choices_of(spec)
+
+
+def _without_mask(obs: Any, path: Key) -> tuple[Any, torch.Tensor | None]:
+    """Return an observation without its action mask, as the network gets it, and the mask; None if it has none."""
+    left, mask = _taken_out(obs, path)
+    while mask is not None and isinstance(left, Mapping) and len(left) == 1:
+        (left,) = left.values()
+    return left, mask
+
+
+def _taken_out(obs: Any, path: Key) -> tuple[Any, torch.Tensor | None]:
+    if not hasattr(obs, "keys") or path[0] not in obs.keys():  # noqa: SIM118 (a TensorDict is no Mapping)
+        return obs, None
+    left = {key: obs[key] for key in obs.keys()}  # noqa: SIM118
+    mask: Any = left.pop(path[0])
+    if len(path) > 1:
+        inner, mask = _taken_out(mask, path[1:])
+        left |= {path[0]: inner} if len(inner) else {}
+    return left, mask
 
 
 def _outputs(net: nn.Module) -> int:

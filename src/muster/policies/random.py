@@ -1,4 +1,4 @@
-"""Uniform random actions, drawn for a whole rollout at once, and the values of the policy's other columns."""
+"""Uniform random actions, and the values of the policy's other columns."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from muster.errors import MusterError
 from muster.keys import IS_INIT, Key
 from muster.memory.slots import Lane
 from muster.memory.specs import OBJECT, Array, Column
+from muster.policies.sampling import ActionMask
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
 
@@ -20,11 +21,13 @@ else:
     from muster.utils import lazy_torch as torch
 
 Sample = Callable[[GroupRng, tuple[int, ...]], dict[Key, Array]]
+FIRST_MASKED = 1 << 19  # first stream for masked actions; see ``GroupRng.stream``
 
 
 class RandomPolicy:
     """Implements ``Policy`` with ``sample(rng, shape)``, which returns ``[*shape, *leaf shape]`` per action leaf.
 
+    Actions of a rollout are drawn at once; those with an action mask (``masks``) in each row, among the allowed ones.
     Rollouts have the columns of the collector's policy, so that all its batches have the same columns. Rows without an
     output of that policy are filled: extras with ``unknown`` (integers 0, flags False, objects None), and recurrent
     states with those of the start of an episode, from which the policy continues.
@@ -34,8 +37,15 @@ class RandomPolicy:
     draws_globally = False
     raises = (MusterError,)  # errors of the environments, which draw the actions
 
-    def __init__(self, sample: Sample, batch_shape: tuple[int, ...], unknown: float = float("nan")) -> None:
-        self._sample = sample
+    def __init__(
+        self,
+        sample: Sample,
+        batch_shape: tuple[int, ...],
+        unknown: float = float("nan"),
+        *,
+        masks: Sequence[ActionMask] = (),
+    ) -> None:
+        self._sample, self._masks = sample, masks
         self._shape = batch_shape
         self._unknown = unknown
         self._columns: Sequence[Column] = ()
@@ -47,6 +57,11 @@ class RandomPolicy:
 
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
         drawn = self._sample(rng, self._shape)
+        for place, mask in enumerate(self._masks):
+            action, lead = drawn[mask.action], len(self._shape)
+            rows = obs[mask.key].numpy().reshape(-1, *obs[mask.key].shape[lead:])
+            uniform = rng.stream(FIRST_MASKED + place).random((len(rows), len(mask.nvec)))
+            drawn[mask.action] = mask.draw(rows, uniform).astype(action.dtype).reshape(np.shape(action))
         tensors = {key: torch.as_tensor(a) for key, a in drawn.items() if a.dtype != OBJECT}
         return Outputs(tensors, objects={key: a for key, a in drawn.items() if a.dtype == OBJECT})
 
@@ -54,8 +69,9 @@ class RandomPolicy:
         return self._columns
 
     def start(self, lane: Lane, rng: GroupRng) -> Act:
-        """Fill all remaining rows; the returned ``act`` does nothing."""
+        """Fill all remaining rows; the returned ``act`` only draws actions with a mask."""
         begin = lane.acts_from
+        draws = [self._masked(mask, lane, rng.stream(FIRST_MASKED + place)) for place, mask in enumerate(self._masks)]
         for key, drawn in self._sample(rng, (lane.T - begin, lane.B)).items():
             lane.data[key][begin:] = drawn
         for column in self._columns:
@@ -66,7 +82,23 @@ class RandomPolicy:
                 rows[begin:] = self._empty(column)
             elif column.key != IS_INIT:  # the loop writes IS_INIT
                 rows[begin + 1 :] = 0
-        return _nothing
+        if not draws:
+            return _nothing
+
+        def act(t: int) -> None:
+            for draw in draws:
+                draw(t)
+
+        return act
+
+    def _masked(self, mask: ActionMask, lane: Lane, stream: np.random.Generator) -> Act:
+        first, rows, actions = lane.acts_from, lane.arrays[mask.key], lane.arrays[mask.action]
+        uniform = stream.random((lane.T - first, lane.B, len(mask.nvec)))
+
+        def draw(t: int) -> None:
+            actions[t] = mask.draw(rows[t], uniform[t - first]).reshape(actions[t].shape)
+
+        return draw
 
     def _empty(self, column: Column) -> Any:
         if not column.is_tensor:

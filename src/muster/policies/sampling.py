@@ -12,12 +12,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from muster.errors import BadPolicyOutput
-from muster.memory.specs import Array
+from muster.errors import BadEnvOutput, BadPolicyOutput
+from muster.keys import Key, dotted
+from muster.memory.specs import Array, ArraySpec
+
+if TYPE_CHECKING:
+    from muster.protocols import EnvBatch
 
 Emit = Callable[[int, Array], None]
 
@@ -29,11 +35,75 @@ SMALL = 16
 LEAST_EXPONENTIAL = 1e-30
 
 
-class ActionRows:
-    """The actions (``[T, B, *shape]``) and log-probabilities (``[T, B]`` float32, or None) of one rollout."""
+def choices_of(spec: ArraySpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the number of choices and the first choice of each variable of a bounded integer space."""
+    assert spec.low is not None and spec.high is not None
+    low, high = (np.broadcast_to(np.asarray(x, np.int64), spec.shape).reshape(-1) for x in (spec.low, spec.high))
+    return tuple((high - low + 1).tolist()), tuple(low.tolist())
 
-    def __init__(self, name: str, action: Array, log_prob: Array | None) -> None:
-        self.name, self.action = name, action
+
+@dataclass(frozen=True)
+class ActionMask:
+    """The action mask of one action: ``[B, n]`` per row, with the choices of several variables one after another."""
+
+    env_name: str
+    action: Key
+    key: Key
+    nvec: tuple[int, ...]
+    low: tuple[int, ...]
+
+    def draw(self, rows: Array, uniform: Array) -> Array:
+        """Return uniformly random allowed actions, ``[B, variables]``, from uniform numbers of the same shape.
+
+        Raises:
+            BadEnvOutput: a variable has no allowed choice.
+        """
+        legal = np.zeros((len(rows), len(self.nvec) * max(self.nvec)), bool)
+        legal[:, _places(self.nvec)] = rows.reshape(len(rows), -1) != 0
+        legal = legal.reshape(*uniform.shape, -1)
+        count = legal.sum(-1)
+        if not count.all() and (refused := self.refused(rows)) is not None:
+            raise refused
+        nth = (uniform * count).astype(np.int64)
+        drawn: Array = (legal.cumsum(-1) > nth[..., None]).argmax(-1) + np.array(self.low)
+        return drawn
+
+    def refused(self, rows: Array) -> BadEnvOutput | None:
+        """Return the error for masks without an allowed choice, ``[B, *shape]``; None if there is none."""
+        parts = np.split(rows.reshape(len(rows), -1) != 0, np.cumsum(self.nvec)[:-1], 1)
+        bad = np.flatnonzero(~np.logical_and.reduce([part.any(1) for part in parts])).tolist()
+        if not bad:
+            return None
+        return BadEnvOutput(
+            f"{self.env_name}[{bad[0]}]: {dotted(self.key)} allows no action (environments {bad[:8]}). A policy "
+            f"chooses among allowed actions only: let the environment allow at least one, or end the episode before. "
+            f"collector.reset() starts new episodes."
+        )
+
+
+def masks_of(env: EnvBatch | Any) -> list[ActionMask]:
+    """Return the action masks of an env batch (or of its description)."""
+    return [
+        ActionMask(env.name, action, key, *choices_of(env.action_specs[action]))
+        for action, key in env.action_masks.items()
+    ]
+
+
+def _places(nvec: tuple[int, ...]) -> Array:
+    """Return the places of all choices where every variable has as many places as the largest one."""
+    return np.flatnonzero(np.arange(max(nvec)) < np.array(nvec)[:, None])
+
+
+class ActionRows:
+    """The actions (``[T, B, *shape]``) and log-probabilities (``[T, B]`` float32, or None) of one rollout.
+
+    ``masked`` are an action mask and its rows, ``[T, B, *shape]``; None: all actions are allowed.
+    """
+
+    def __init__(
+        self, name: str, action: Array, log_prob: Array | None, masked: tuple[ActionMask, Array] | None = None
+    ) -> None:
+        self.name, self.action, self._masked = name, action, masked
         self.T, self.B = action.shape[:2]
         self.log_prob_array = np.empty((self.T, self.B), np.float32) if log_prob is None else log_prob
 
@@ -49,7 +119,17 @@ class ActionRows:
     def log_prob(self) -> list[Array]:
         return list(self.log_prob_array)
 
-    def not_finite(self, t: int, params: Array) -> BadPolicyOutput:
+    @cached_property
+    def legal(self) -> list[Array] | None:
+        """Rows of the action mask, ``[B, n]`` each; 0: not allowed."""
+        if self._masked is None:
+            return None
+        rows = self._masked[1]
+        return list(rows.reshape(len(rows), self.B, -1))
+
+    def not_finite(self, t: int, params: Array) -> BadPolicyOutput | BadEnvOutput:
+        if self._masked is not None and (refused := self._masked[0].refused(self._masked[1][t])) is not None:
+            return refused
         bad = np.flatnonzero(~np.isfinite(params).all(1) if self.name != "categorical" else np.isnan(params).any(1))
         who = f"environments {bad[:8].tolist()}" if len(bad) else "some environment"
         return BadPolicyOutput(
@@ -82,11 +162,13 @@ def categorical(
     chosen_column, ones_n, ones_k, ones_B = chosen[:, None], *(np.ones(m, np.float32) for m in (n, k, B))
     # Variables with fewer choices than others are padded with impossible choices.
     padded = None if min(nvec) == n else np.full((B, k * n), -np.inf, np.float32)
-    where = np.flatnonzero(np.arange(n) < np.array(nvec)[:, None])
+    where, legal, impossible = _places(nvec), rows.legal, np.float32(-np.inf)
     add, subtract, exp, log, negative = np.add, np.subtract, np.exp, np.log, np.negative
     isfinite, several = math.isfinite, k > 1
 
     def emit(t: int, logits: Array) -> None:
+        if legal is not None:
+            logits = np.where(legal[t], logits, impossible)
         if padded is not None:
             padded[:, where] = logits
             logits = padded
@@ -99,6 +181,8 @@ def categorical(
             add(index, start, out=actions[t], casting="unsafe")
         add(picked, offsets, at)
         logits.take(at, None, chosen, "clip")
+        if legal is not None and chosen.min() == impossible:
+            raise not_finite(t, logits.reshape(-1, k * n))
         exp(subtract(logits, chosen_column, scores), scores)
         out = log_probs[t]
         if several:
@@ -113,10 +197,12 @@ def categorical(
 
 
 def _categorical_one(rows: ActionRows, gumbel: list[list[float]], low: int) -> Emit:
-    actions, log_probs, not_finite = rows.flat, rows.log_prob, rows.not_finite
-    exp, log = math.exp, math.log
+    actions, log_probs, not_finite, legal = rows.flat, rows.log_prob, rows.not_finite, rows.legal
+    exp, log, impossible = math.exp, math.log, np.float32(-np.inf)
 
     def emit(t: int, logits: Array) -> None:
+        if legal is not None:
+            logits = np.where(legal[t], logits, impossible)
         values = logits.tolist()[0]
         scores = [value + noise for value, noise in zip(values, gumbel[t], strict=False)]
         action = scores.index(max(scores))
@@ -203,10 +289,12 @@ def gaussian_by_state(
 
 def greedy(rows: ActionRows, *, low: Array) -> Emit:
     """Choose the action with the highest value; ``params``: values ``[B, n]``."""
-    actions, start, isfinite = rows.flat, int(low[0]), math.isfinite
-    direct = rows.action.dtype == np.int64 and not start
+    actions, start, isfinite, legal = rows.flat, int(low[0]), math.isfinite, rows.legal
+    direct, impossible = rows.action.dtype == np.int64 and not start, np.float32(-np.inf)
 
     def emit(t: int, values: Array) -> None:
+        if legal is not None:
+            values = np.where(legal[t], values, impossible)
         # NaN is the maximum of a row with a NaN. Infinities are allowed, to mask actions.
         if not (isfinite(values.reshape(-1).dot(_ones(values.size))) or np.isfinite(values.max(1)).all()):
             raise rows.not_finite(t, values)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from muster.errors import BadOption, PolicyError, described
-from muster.keys import IS_INIT, TERMINATED, TRAJ_IDS, TRUNCATED, Key, next_of
+from muster.keys import AGENT, IS_INIT, TERMINATED, TRAJ_IDS, TRUNCATED, Key, next_of
 from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import Array, Column
 from muster.protocols import Policy, carried_specs
@@ -55,6 +55,11 @@ def check_bootstrap(columns: Sequence[Column], observed: Collection[Key], *, res
         raise BadOption(
             f"bootstrap: the policy gives no {' or '.join(repr(key[0]) for key in VALUES)}. Let it return one beside "
             f"its action, as in (action, {{'state_value': value}}), or leave bootstrap out"
+        )
+    if AGENT in observed:
+        raise BadOption(
+            "bootstrap evaluates the last row of each environment, and agents that take turns have one each: compute "
+            "the values of ('next', 'observation') in the learner"
         )
     if not reset_when_done and any(column.carry and column.key not in observed for column in columns):
         raise BadOption("bootstrap: reset_when_done=False forgets recurrent states at the ends of episodes")

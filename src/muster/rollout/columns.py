@@ -66,6 +66,11 @@ def lane_columns(
         resumed: add ``collector/resumed``.
     """
     by_policy = {column.key for column in policy}
+    if env.agents and any(column.carry for column in policy):
+        raise BadOption(
+            f"the policy has a recurrent state, and the agents of {env.name} take turns: the state of one agent would "
+            f"go to the next. Use a policy without a state, or put what it has to remember into the observation"
+        )
     columns = []
     for key, spec in carried_specs(env).items():
         column = Column(key, spec.shape, spec.dtype, ragged=spec.ragged, inner=spec.inner)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from muster.episodes.clock import TrajectoryClock
+from muster.episodes.clock import AgentClock, TrajectoryClock
 from muster.episodes.record import Episodes
 from muster.episodes.rules import Rule
 from muster.errors import BadEnvOutput, BadPolicyOutput
-from muster.keys import IS_INIT, POLICY_VERSION, RESUMED, STEP_COUNT, TRAJ_DONE, TRAJ_IDS, VALID, Key, next_of
+from muster.keys import AGENT, IS_INIT, POLICY_VERSION, RESUMED, STEP_COUNT, TRAJ_DONE, TRAJ_IDS, VALID, Key, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
 from muster.protocols import EnvBatch, Outputs, Policy, carried_specs
@@ -23,7 +23,16 @@ from muster.rollout.acting import call_policy, env_error, keep, store_outputs
 from muster.rollout.carry import Carry
 from muster.rollout.columns import RolloutOptions
 from muster.rollout.context import RolloutContext
-from muster.rollout.marks import NEVER, Final, NextObservations, cut_after_end, mark_end, mark_valid, marks_of
+from muster.rollout.marks import (
+    NEVER,
+    Final,
+    NextObservations,
+    cut_after_end,
+    end_agents,
+    mark_end,
+    mark_valid,
+    marks_of,
+)
 from muster.rollout.progress import BEFORE, KNOWN, Phase, Progress, Timing
 from muster.rollout.resets import Due, Waiting, check_resets, decorrelate
 from muster.rollout.values import first_bad_value, quick_check
@@ -110,7 +119,10 @@ class Group:
         self.progress = Progress()
         self.before_reset: Callable[[int, Sequence[int], Sequence[int] | None], None] | None = None
         self.lost_track: Callable[[Sequence[int]], None] = lambda which: None
-        self.clock = TrajectoryClock(env_ids, total_envs)
+        ids = env_ids, total_envs
+        self._agents = AgentClock(*ids, env.agents) if env.agents else None
+        self.clock = cast(TrajectoryClock, self._agents or TrajectoryClock(*ids))
+        self._lost = False  # open turns of agents were discarded
         self.timing = Timing()
         self.spans: Any = None
         self.in_background: Callable[[], bool] = bool
@@ -258,6 +270,8 @@ class Group:
         if late is not None or n < lane.T or views.is_fine is None or not views.is_fine():
             self._check_values(lane, late)
         over = done if options.traj_done_key is None else lane.arrays[TRAJ_DONE][:n]
+        if self._agents is not None:
+            self._agents.sort(lane.arrays[AGENT][:n])
         self.clock.fill_ids(ids, over)
         if options.max_frames_per_traj:
             counts = lane.arrays[STEP_COUNT]
@@ -299,7 +313,14 @@ class Group:
         self.executed += executed
         self.env.executed_in_row = 0
         self._unmark(lane)
-        self.reset()
+        self._lose()
+
+    def repeat_row(self, lane: Lane, source: int, row: int) -> None:
+        """Make row ``source`` of the carried columns the next one to act on, in ``row``."""
+        for key, rows in lane.cache[self].carried:
+            rows[row] = rows[source]
+            if row == 0:
+                self.carry.take(key, rows[source], ())
 
     # --- parts ------------------------------------------------------------------------------------
 
@@ -307,7 +328,7 @@ class Group:
         """Make the policy's first call, on the rows for the next step."""
         self.begin()
         with self.context(first=True):
-            obs = self.observations()
+            obs = self.observations() | {key: self.carry.seen(key) for key in self.env.action_masks.values()}
             if IS_INIT in self.carry:  # the episodes may have begun with an earlier policy
                 obs[IS_INIT] = self.carry.seen(IS_INIT)
             return keep(call_policy(policy, lambda: policy.first(obs, self.rng)))
@@ -403,7 +424,9 @@ class Group:
         if self.due.error is not None:
             self.progress.begin(Phase.RESET)  # the phase of the error
         undone = self.due.undone(again=bool(self.env.reset_options))
-        self.clock.abandon(which)
+        if self._agents is None or self._lost:  # else the environments end the episodes of agents
+            self.clock.abandon(which)
+        self._lost = False
         self.carry.begin_anew(which)
         for part, seeds in self.due.parts(undone):
             self._reset_envs(self.carry, 0, part, seeds)
@@ -418,6 +441,11 @@ class Group:
         waits = self.env.bypasses and not self.options.reset_when_done
         over = [i for i in self.pending if not (waits and i in self.waiting.since)]
         cut = [i for i in over if not done[i]]
+        if self._agents is not None:
+            cut = []
+            if self._lost:
+                end_agents(lane, t + 1, self._agents)
+            self._lost = False
         lane.data[TRUNCATED][t, cut] = True
         for key in self._traj_done:
             lane.arrays[key][t, over] = True
@@ -431,6 +459,12 @@ class Group:
         for part, seeds in self.due.parts(self.pending):
             self._reset_rows(lane, t + 1, part, seeds)
         self.due.done(self.due.leave_out(self.waiting.absent))
+
+    def _lose(self) -> None:
+        """Schedule a reset of all environments, whose states are unknown."""
+        self.env.drop_open()
+        self._lost = True
+        self.reset()
 
     def _reset_rows(self, lane: Lane, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         started = time.perf_counter_ns()
@@ -466,7 +500,7 @@ class Group:
         lane.done_steps, lane.stopped = t, False
         self.progress.begin(Phase.POLICY if by_policy else Phase.STEP)
         self._unmark(lane)
-        self.reset()
+        self._lose()
         error = BadPolicyOutput if by_policy else BadEnvOutput
         raise error(f"{message}. The {t} rows before it are kept; the environments are reset.")
 

@@ -61,6 +61,9 @@ def _start(group: Group, policy: Policy, lane: Lane) -> tuple[Act, Step, bool]:
     group.enter(lane)
     begin = lane.done_steps
     acted = begin == 0 and not lane.stopped and group.take_primed(lane)
+    if group.env.late > 0 and not lane.stopped:
+        _catch_up(group, policy, lane, acted)
+        acted = False
     lane.acts_from = begin + acted
     cells = group.progress.cells
     phase, cells[PHASE] = cells[PHASE], Phase.POLICY
@@ -72,6 +75,31 @@ def _start(group: Group, policy: Policy, lane: Lane) -> tuple[Act, Step, bool]:
         raise policy_error(policy, error) from error
     cells[PHASE] = phase
     return act, group.env.start(lane), acted
+
+
+def _catch_up(group: Group, policy: Policy, lane: Lane, acted: bool) -> None:
+    """Make the steps after which rows can be complete, where agents take turns; see ``EnvBatch.late``.
+
+    The last row of the lane is used for these, so that a policy draws noise for one row, whatever the lane's length.
+    If ``acted``, the first row has an action already.
+    """
+    first, last, at, step = lane.done_steps, lane.T - 1, IN_POLICY, group.env.start(lane)
+    try:
+        while group.env.late > 0:
+            at = IN_POLICY
+            row = first if acted else last
+            if not acted:
+                group.repeat_row(lane, first, last)
+                lane.acts_from = last
+                policy.start(lane, group.rng)(last)
+            at, acted = IN_STEP, False
+            step(row)
+            group.repeat_row(lane, row + 1, first)
+    except BaseException as error:
+        raised = _cut_short(group, policy, lane, first, at, error)
+        if raised is error:
+            raise
+        raise raised from error
 
 
 def _run(group: Group, policy: Policy, act: Act, step: Step, lane: Lane, begin: int, end: int) -> None:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from muster.episodes.clock import AgentClock
 from muster.episodes.record import info_records
 from muster.keys import (
+    AGENT,
     DONE,
     FLAGS,
     INFO,
@@ -140,6 +142,21 @@ def mark_end(lane: Lane, t: int, env: EnvBatch, *, limited: bool) -> None:
             data = lane.arrays if truncated in lane.arrays else lane.data
             data[truncated][t] |= ~data[done][t]
             data[done][t] = True
+
+
+def end_agents(lane: Lane, n: int, clock: AgentClock) -> None:
+    """Truncate the current episodes of all agents in the first ``n`` rows; the environments will be reset.
+
+    Each agent's last row is marked. An agent without a row starts a new trajectory.
+    """
+    agents, terminated, truncated = (lane.arrays[key][:n] for key in (AGENT, *map(next_of, (TERMINATED, TRUNCATED))))
+    for b in range(lane.B):
+        for agent in range(len(clock.agents)):
+            rows = np.flatnonzero(agents[:, b] == agent)
+            if len(rows):
+                truncated[rows[-1], b] |= not terminated[rows[-1], b]
+            else:
+                clock.abandon([b], agent)
 
 
 def cut_after_end(lane: Lane, done: Array, reward_key: Key) -> Array:

@@ -14,7 +14,8 @@ from muster.keys import Key
 from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import Array
 from muster.policies.random import RandomPolicy
-from muster.protocols import EnvBatch, carried_specs
+from muster.policies.sampling import masks_of
+from muster.protocols import Act, EnvBatch, carried_specs
 from muster.rng import GroupRng
 from muster.rollout.columns import RolloutOptions, lane_columns
 from muster.rollout.progress import ACTING, KNOWN, STEPPING, Phase, Progress
@@ -217,9 +218,20 @@ def _step(group: Group, lane: Lane, absent: list[int]) -> int:
 
     lane.done_steps, lane.stopped, group.waiting.absent = 0, False, absent
     streams = cast(GroupRng, _Streams(group.rng))
-    fill(group, RandomPolicy(lambda _, shape: group.env.sample(streams, shape), group.batch_shape), lane)
+    fill(group, _DrawingFrom(streams, group.env.sample, group.batch_shape, masks=masks_of(group.env)), lane)
     group.leave(lane)
     return group.waiting.made(0, 1)
+
+
+class _DrawingFrom(RandomPolicy):
+    """A random policy that draws from these streams, not from its group's."""
+
+    def __init__(self, streams: GroupRng, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._streams = streams
+
+    def start(self, lane: Lane, rng: GroupRng) -> Act:
+        return super().start(lane, self._streams)
 
 
 class _Streams:

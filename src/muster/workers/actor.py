@@ -18,7 +18,7 @@ import torch
 
 from muster.envs.build import BuiltEnv
 from muster.errors import BadOption
-from muster.keys import IS_INIT, POLICY_VERSION, Key, dotted
+from muster.keys import AGENT, INFO, IS_INIT, POLICY_VERSION, Key, dotted
 from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import Array, Column
 from muster.policies.adapt import place
@@ -392,6 +392,13 @@ def check_alike(info: GroupInfo, first: GroupInfo) -> None:
     specs = {**info.observation_specs, **info.action_specs}
     if info.device is not None and info.device.type != "cpu":
         raise BadOption(f"inference='server': {info.name} steps on {info.device} itself; leave inference out")
+    if AGENT in info.observation_specs:
+        raise BadOption(f"inference='server': the agents of {info.name} take turns; leave inference out")
+    if masks := [dotted(key) for key in info.action_masks.values() if key[0] == INFO]:
+        raise BadOption(
+            f"inference='server' sends observations to the policy, and the action mask of {info.name} is in {masks}: "
+            f"leave inference out, or make the mask a part of the observation"
+        )
     if objects := [dotted(key) for key, spec in specs.items() if not spec.is_tensor]:
         raise BadOption(
             f"inference='server' needs fixed shapes, and {info.name} has Python objects in {objects}: leave inference "

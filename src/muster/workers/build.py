@@ -16,8 +16,10 @@ from muster.envs.build import BuiltEnv, build_env, is_environment
 from muster.envs.infos import Seen, look_at, with_infos
 from muster.envs.previous import with_previous
 from muster.errors import BadOption
-from muster.keys import STEP_COUNT, TRUNCATED, dotted, next_of
-from muster.memory.slots import Layout, Slot
+from muster.keys import ACTION_MASK, STEP_COUNT, TRUNCATED, dotted, next_of
+from muster.memory.slots import Lane, Layout, Slot
+from muster.policies.random import RandomPolicy
+from muster.policies.sampling import masks_of
 from muster.protocols import EnvBatch, Policy
 from muster.rng import GroupRng
 from muster.rollout.columns import RolloutOptions, lane_columns
@@ -115,7 +117,7 @@ def _infos_of(built: BuiltEnv, factory: Any, kwargs: Mapping[str, Any] | None, o
                 env = probe
                 made.callback(env.close)
                 env.keeps_infos = True
-        (lane,) = Slot(Layout(1, env.num_envs, lane_columns(env, (), RolloutOptions()))).lanes
+        lane = _one_row(env)
         rng = GroupRng(0)
         if current_thread() is main_thread():  # what belongs to the process is not for other threads to exchange
             made.enter_context(rng.as_global())
@@ -124,11 +126,18 @@ def _infos_of(built: BuiltEnv, factory: Any, kwargs: Mapping[str, Any] | None, o
         env.reset(lane.arrays, 0, range(env.num_envs), range(env.num_envs) if steps else None)
         look_at(env, seen)
         if steps:
-            for key, drawn in env.sample(rng, (1, env.num_envs)).items():
-                lane.arrays[key][:1] = drawn
+            if ACTION_MASK in seen and not env.action_masks:  # the action must be allowed
+                env = with_infos(env, [ACTION_MASK], lambda: seen)
+                lane = _one_row(env)
+                env.reset(lane.arrays, 0, range(env.num_envs), range(env.num_envs))
+            RandomPolicy(env.sample, (env.num_envs,), masks=masks_of(env)).start(lane, rng)(0)
             env.start(lane)(0)
             look_at(env, seen)
     return seen
+
+
+def _one_row(env: EnvBatch) -> Lane:
+    return Slot(Layout(1, env.num_envs, lane_columns(env, (), RolloutOptions()))).lanes[0]
 
 
 def make_group(
@@ -213,6 +222,16 @@ def _check_env(env: EnvBatch, options: RolloutOptions) -> None:
                 f"set_truncated=True, but {env.name} has no 'truncated' flag. Add one (TorchRL: "
                 f"env.add_truncated_keys()), or leave set_truncated out."
             )
+    if env.agents:
+        refused = {
+            "set_truncated": options.set_truncated,
+            "compact_obs": options.compact_obs,
+            "reset_when_done=False": not options.reset_when_done,
+            "max_decorrelation_steps": options.max_decorrelation_steps,
+            "prev_action_reward": options.prev_action_reward,
+        }
+        for name in [name for name, given in refused.items() if given]:
+            raise BadOption(f"{name}: the agents of {env.name} take turns, which this option does not know. Remove it")
     if options.max_frames_per_traj and STEP_COUNT in env.observation_specs:
         raise BadOption(
             f"max_frames_per_traj adds 'step_count', which {env.name} has already. Let the environment truncate "

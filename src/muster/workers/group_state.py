@@ -67,7 +67,10 @@ def load(group: Group, state: dict[str, Any], reasons: list[str | None], policy:
         group.env.restore(state["adapter"])
         return {}
     # One object per environment, or one for all of them: then none of them is restored.
-    per_env = len(reasons) == group.B
+    # Where agents take turns, the open turns of all games are lost with one of them.
+    per_env = len(reasons) == group.B and not group.env.agents
+    if group.env.agents:
+        group.clock.abandon(range(group.B))
     lost = [i for i, why in enumerate(reasons) if why] if per_env else list(range(group.B))
     group.reset(lost)
     group.resumed = lost

@@ -18,6 +18,7 @@ from muster.keys import TERMINATED, TRUNCATED, next_of
 from muster.memory.shared import Arena
 from muster.memory.slots import Lane, Layout, Slot
 from muster.policies.random import RandomPolicy
+from muster.policies.sampling import masks_of
 from muster.protocols import Policy
 from muster.restore.action_log import Anchors
 from muster.restore.pickling import unpickled
@@ -239,7 +240,8 @@ class WorkerMain:
                 f"actions, and one policy acts for all of them: leave num_workers out, so that each has its own"
             )
         self._policy = policy
-        policies = {"policy": self._acting(groups[0], device), "random": RandomPolicy(b.env.sample, b.batch_shape)}
+        random = RandomPolicy(b.env.sample, b.batch_shape, masks=masks_of(b.env))
+        policies = {"policy": self._acting(groups[0], device), "random": random}
         self.worker = Worker(
             groups,
             policies,

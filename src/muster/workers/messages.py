@@ -29,7 +29,7 @@ class GroupInfo:
         num_envs: number of environments, B.
         batch_shape: batch dimensions for the policy and the user; see ``Layout``.
         device: device of the rows; None: the host.
-        observation_specs, action_specs, info_specs, bookkeeping, reward_key: see ``EnvBatch``.
+        observation_specs, action_specs, info_specs, bookkeeping, reward_key, action_masks: see ``EnvBatch``.
         replays_alone: each environment can be replayed without the others.
     """
 
@@ -43,6 +43,7 @@ class GroupInfo:
     bookkeeping: frozenset[Key]
     reward_key: Key
     replays_alone: bool
+    action_masks: Mapping[Key, Key]
 
     @property
     def observations(self) -> dict[str, str]:

@@ -342,8 +342,9 @@ def env_attributes(worker: Worker, name: str) -> list[Any]:
 def running(worker: Worker) -> dict[int, list[int]]:
     """Return the environments in the middle of an episode, by group."""
     return {
-        group.number: [i for i in range(group.B) if group.clock.steps[i] and i not in group.pending]
+        group.number: [i for i in np.flatnonzero(moving).tolist() if i not in group.pending]
         for group in worker.groups
+        for moving in [group.clock.steps.reshape(group.B, -1).any(1)]
     }
 
 
@@ -360,6 +361,7 @@ def describe(env: EnvBatch, batch_shape: tuple[int, ...]) -> GroupInfo:
         env.bookkeeping,
         env.reward_key,
         replays_alone(env),
+        dict(env.action_masks),
     )
 
 

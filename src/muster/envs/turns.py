@@ -1,0 +1,307 @@
+"""``pettingzoo.AECEnv`` as an env batch: agents take turns, and a row is one turn of one agent.
+
+A row is complete when its agent's next turn comes or its episode ends. Rows of a game are in the order in which they
+are complete; where agents alternate, that is the order of turns. The keys of a row are those of a single agent::
+
+    "observation"                       what the agent observed; the keys of a Dict space
+    "action_mask"                       [n] bool, from Dict observations or infos, if the environment has masks
+    ("collector", "agent")              number of the agent in ``possible_agents``, int64
+    "action"                            the agent's action
+    ("next", "reward")                  sum of the rewards of the agent since this action, up to its next turn
+    ("next", "observation")             what it observes at its next turn, or last of all
+    "terminated", "truncated"           the agent's
+
+Rewards before an agent's first action belong to no row.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from muster.envs import checks
+from muster.envs.checks import FIX, Casts
+from muster.envs.spaces import action_codec, action_masks, observation_codec
+from muster.errors import BadEnvOutput, UnsupportedEnv
+from muster.keys import ACTION_MASK, AGENT, POLICY_VERSION, REWARD, TERMINATED, TRUNCATED, Key, dotted, next_of
+from muster.memory.slots import Lane
+from muster.memory.specs import Array, ArraySpec, Specs
+from muster.protocols import EnvBatch, Step
+from muster.rng import GroupRng
+
+BOOL, INTEGER = np.dtype(bool), np.dtype(np.int64)
+NOT_HELD = {"next", "collector", "done", "terminated", "truncated", "step_count"}  # written when a row is complete
+Leaves = dict[Key, Array]
+
+
+@dataclass
+class Turn:
+    """A turn of an agent: the cells of its row, and what the agent got since."""
+
+    cells: Leaves
+    reward: float = 0.0
+    after: Leaves = field(default_factory=dict)  # the next observation
+    terminated: bool = False
+    truncated: bool = False
+
+
+@dataclass
+class Game:
+    """The state of one environment.
+
+    Attributes:
+        env: the AEC environment.
+        open: turns whose rows are not complete, by agent.
+        complete: turns to deliver, in order.
+        turns: number of turns of each agent in its episode.
+        seen: what the agent that acts next observes.
+    """
+
+    env: Any
+    open: dict[str, Turn] = field(default_factory=dict)
+    complete: deque[Turn] = field(default_factory=deque)
+    turns: dict[str, int] = field(default_factory=dict)
+    seen: Leaves = field(default_factory=dict)
+
+    @property
+    def agent(self) -> str:
+        """The agent that acts next."""
+        return str(self.env.agent_selection)
+
+
+class TurnEnvs(EnvBatch):
+    """Implements ``EnvBatch`` for B AEC environments with the same agents; owns (and closes) them.
+
+    All agents must have the same spaces. A game is reset as soon as it ends. With k agents, up to k - 1 turns of each
+    game are open at any time: so many steps (``late``) are made before the first row. ``max_frames_per_traj`` counts
+    the turns of an agent; the game is cut when an agent reaches it, as it is by ``reset``: all open turns are
+    truncated. The constructor resets environment 0 to see its infos.
+    """
+
+    writes_next = True
+
+    def __init__(self, envs: Sequence[Any]) -> None:
+        self.num_envs, self._games = len(envs), [Game(env) for env in envs]
+        env = envs[0]
+        self.name = str(
+            (getattr(env, "metadata", None) or {}).get("name", type(getattr(env, "unwrapped", env)).__name__)
+        )
+        if not getattr(env, "possible_agents", None):
+            raise UnsupportedEnv(f"{self.name} has no possible_agents: Muster must know all agents that may ever come")
+        checks.check_distinct(list(envs), self.name)
+        self.agents = tuple(str(agent) for agent in env.possible_agents)
+        first = env.observation_space(self.agents[0]), env.action_space(self.agents[0])
+        for b, other in enumerate(envs):
+            if tuple(other.possible_agents) != self.agents:
+                raise UnsupportedEnv(f"{self.name}: environment {b} has other agents than environment 0")
+            for agent in self.agents:
+                if (other.observation_space(agent), other.action_space(agent)) != first:
+                    raise UnsupportedEnv(
+                        f"{self.name}: {agent} of environment {b} has other spaces than {self.agents[0]} of "
+                        f"environment 0. Agents that take turns share the columns of a batch: pad their spaces to the "
+                        f"same shape (supersuit.pad_observations_v0, pad_action_space_v0)."
+                    )
+        self._call(0, "reset")
+        self._specify(*first)
+        self.casts: Casts = Casts(self.name)
+        checks.check_arrays(self.name, self.observation_specs, self.action_specs)
+        self._lag = len(self.agents) - 1
+
+    def _specify(self, space: spaces.Space[Any], action_space: spaces.Space[Any]) -> None:
+        self._mask_in_obs = isinstance(space, spaces.Dict) and ACTION_MASK[0] in space.spaces
+        if isinstance(space, spaces.Dict) and self._mask_in_obs:
+            space = spaces.Dict({key: part for key, part in space.spaces.items() if key != ACTION_MASK[0]})
+        self._observations, self._actions = observation_codec(space), action_codec(action_space)
+        self.action_specs: Specs = self._actions.specs
+        specs: Specs = dict(self._observations.specs)
+        infos = self._games[0].env.infos
+        if self._mask_in_obs or any(ACTION_MASK[0] in (infos.get(agent) or {}) for agent in infos):
+            if not isinstance(action_space, spaces.Discrete):
+                raise UnsupportedEnv(f"{self.name} has an action_mask, but its actions are {action_space}")
+            specs[ACTION_MASK] = ArraySpec((int(action_space.n),), BOOL)
+        low, high = np.asarray(0), np.asarray(len(self.agents) - 1)
+        self.observation_specs = {**specs, AGENT: ArraySpec((), INTEGER, low, high)}
+        self.action_masks = action_masks(specs, self.action_specs)
+        self.bookkeeping = frozenset({AGENT})
+
+    @property
+    def late(self) -> int:
+        """The number of steps to make before the next row can be complete."""
+        return self._lag - min(len(game.open) + len(game.complete) for game in self._games)
+
+    # --- EnvBatch ---------------------------------------------------------------------------------
+
+    def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
+        return self._actions.sample(rng, shape)
+
+    def reset(self, arrays: Mapping[Key, Array], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+        options, self.reset_options = self.reset_options or {}, None
+        for n, b in enumerate(which):
+            self._cut(b)
+            self._call(b, "reset", seed=None if seeds is None else int(seeds[n]), **options)
+            self._next_turn(b)
+            self._show(arrays, row, b)
+
+    def start(self, lane: Lane) -> Step:
+        arrays = lane.arrays
+        own = [key for key in arrays if key[0] not in NOT_HELD]
+        held = [*own, *(key for key in (AGENT, POLICY_VERSION) if key in arrays)]
+        actions = [arrays[key] for key in self.action_specs]
+        rewards, terminated, truncated = arrays[REWARD], arrays[next_of(TERMINATED)], arrays[next_of(TRUNCATED)]
+        after = [(key, arrays[next_of(key)]) for key in self.observation_specs]
+
+        def step(t: int) -> None:
+            delivers = self.late <= 0
+            for b, game in enumerate(self._games):
+                self.executed_in_row = b
+                agent = game.agent
+                game.open[agent] = Turn({key: np.array(arrays[key][t, b]) for key in held})
+                game.turns[agent] = game.turns.get(agent, 0) + 1
+                self._call(b, "step", self._actions.build([self._given(rows[t, b]) for rows in actions]))
+                for other, open_turn in game.open.items():
+                    open_turn.reward += float(checks.number(game.env.rewards.get(other, 0.0)))
+                self._next_turn(b)
+                self.executed_in_row = b + 1
+                self._show(arrays, t + 1, b)
+            self.executed_in_row = 0
+            for b, game in enumerate(self._games) if delivers else ():
+                turn = game.complete.popleft()
+                for key, cell in turn.cells.items():
+                    arrays[key][t, b] = cell
+                for key, rows in after:
+                    rows[t, b] = turn.after[key]
+                rewards[t, b], terminated[t, b], truncated[t, b] = turn.reward, turn.terminated, turn.truncated
+
+        return step
+
+    def drop_open(self) -> None:
+        for game in self._games:
+            game.open.clear()
+            game.complete.clear()
+
+    def objects(self) -> Sequence[object]:
+        return [game.env for game in self._games]
+
+    def snapshot(self) -> dict[str, Any]:
+        def plain(turn: Turn) -> dict[str, Any]:
+            parts = {"cells": _named(turn.cells), "after": _named(turn.after)}
+            return {**vars(turn), **parts}
+
+        return {
+            "games": [
+                {
+                    "open": {agent: plain(turn) for agent, turn in game.open.items()},
+                    "complete": [plain(turn) for turn in game.complete],
+                    "turns": dict(game.turns),
+                    "seen": _named(game.seen),
+                }
+                for game in self._games
+            ]
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        def turn(plain: dict[str, Any]) -> Turn:
+            return Turn(**{**plain, "cells": _keyed(plain["cells"]), "after": _keyed(plain["after"])})
+
+        for game, saved in zip(self._games, state["games"], strict=True):
+            game.open = {agent: turn(plain) for agent, plain in saved["open"].items()}
+            game.complete = deque(turn(plain) for plain in saved["complete"])
+            game.turns, game.seen = dict(saved["turns"]), _keyed(saved["seen"])
+
+    def close(self) -> None:
+        checks.close_all([game.env.close for game in self._games])
+
+    # --- turns ------------------------------------------------------------------------------------
+
+    def _next_turn(self, b: int) -> None:
+        """Go on to the next agent that acts, and complete the rows of agents whose turn comes, or whose episode ends.
+
+        A game that is over, or was cut, is reset.
+        """
+        game, who = self._games[b], f"{self.name}[{b}]"
+        resets = 0
+        while True:
+            if not game.env.agents:
+                if gone := list(game.open):
+                    raise BadEnvOutput(f"{who}: {gone} left without a last turn, in which they are done. {FIX}")
+                resets += 1
+                if resets > 2:
+                    raise BadEnvOutput(f"{who}.reset returned twice without an agent that can act. {FIX}")
+                game.turns.clear()
+                self._call(b, "reset")
+                continue
+            agent = game.agent
+            got = self._call(b, "last")
+            if not isinstance(got, tuple) or len(got) != 5:
+                raise BadEnvOutput(f"{who}.last returned {type(got).__name__}, expected five values. {FIX}")
+            obs, reward, ended, cut, info = got
+            ended = checks.as_flag(ended, f"termination of {agent}", who)
+            cut = checks.as_flag(cut, f"truncation of {agent}", who)
+            game.seen = self._leaves(b, agent, obs, info)
+            if turn := game.open.pop(agent, None):
+                if problem := self.casts.reward_problem(reward):
+                    raise BadEnvOutput(f"{who}.last: {agent}: {problem}. {FIX}")
+                limited = self.max_steps is not None and game.turns[agent] >= self.max_steps and not ended
+                turn.reward, turn.terminated, turn.truncated = float(checks.number(reward)), ended, cut or limited
+                turn.after = game.seen
+                game.complete.append(turn)
+                if limited and not cut:
+                    self._cut(b)
+                    self._call(b, "reset")
+                    continue
+            if not (ended or cut):
+                return
+            self._call(b, "step", None)  # removes the agent
+
+    def _cut(self, b: int) -> None:
+        """Complete all open turns as truncated: the environment will be reset."""
+        game = self._games[b]
+        for agent, turn in game.open.items():
+            turn.after = self._leaves(b, agent, self._call(b, "observe", agent), game.env.infos.get(agent))
+            turn.truncated = True
+            game.complete.append(turn)
+        game.open.clear()
+        game.turns.clear()
+
+    def _leaves(self, b: int, agent: str, obs: Any, info: Any) -> Leaves:
+        """Return the observation of an agent, with its mask and number."""
+        who = f"{self.name}[{b}]: {agent}"
+        leaves: Leaves = {AGENT: np.array(self.agents.index(agent))}
+        if ACTION_MASK in self.observation_specs:
+            source = obs if self._mask_in_obs else (info or {})
+            mask = source.get(ACTION_MASK[0]) if isinstance(source, Mapping) else None
+            shape = self.observation_specs[ACTION_MASK].shape
+            if mask is not None and np.shape(mask) != shape:
+                raise BadEnvOutput(f"{who}: its action_mask has shape {np.shape(mask)}, expected {shape}. {FIX}")
+            leaves[ACTION_MASK] = np.ones(shape, bool) if mask is None else np.array(mask, bool)
+        if self._mask_in_obs and isinstance(obs, Mapping):
+            obs = {key: value for key, value in obs.items() if key != ACTION_MASK[0]}
+        parts = self._observations.flatten(obs, who)
+        for (key, spec), leaf in zip(self._observations.specs.items(), parts, strict=True):
+            self.casts.check(leaf, spec, dotted(key), who)
+            leaves[key] = np.array(leaf)
+        return leaves
+
+    def _show(self, arrays: Mapping[Key, Array], row: int, b: int) -> None:
+        for key, leaf in self._games[b].seen.items():
+            arrays[key][row, b] = leaf
+
+    def _given(self, action: Any) -> Any:
+        """Return a copy of the action, which the environment may keep; a number as an int."""
+        return int(action) if np.ndim(action) == 0 and action.dtype.kind in "iu" else np.array(action)
+
+    def _call(self, b: int, method: str, *args: Any, **given: Any) -> Any:
+        return checks.call(self._games[b].env, method, f"{self.name}[{b}]", *args, index=b, **given)
+
+
+def _named(leaves: Leaves) -> dict[str, Array]:
+    return {"/".join(key): leaf.copy() for key, leaf in leaves.items()}
+
+
+def _keyed(named: Mapping[str, Array]) -> Leaves:
+    return {tuple(name.split("/")): leaf for name, leaf in named.items()}

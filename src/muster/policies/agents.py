@@ -1,0 +1,192 @@
+"""A policy for each agent, where agents take turns.
+
+::
+
+    Collector(env, {"player_0": learner, "player_1": opponent}, ...)  # or {"player_0": learner, "others": opponent}
+    collector.update_policy_weights_(learner, model_id="player_1")  # the opponent becomes a copy of the learner
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from muster.errors import BadEnvOutput, BadOption, BadPolicyOutput, PolicyError
+from muster.keys import ACTION, LOG_PROB
+from muster.memory.specs import ArraySpec, Specs
+from muster.policies.functions import FunctionPolicy, takes_state
+from muster.policies.heads import Categorical, Head
+from muster.policies.sampling import ActionMask, choices_of
+
+OTHERS = "others"
+
+
+def per_agent(policies: Mapping[str, Any]) -> PerAgent:
+    """A policy that consists of one for each agent; a collector makes it from a dict.
+
+    Args:
+        policies: by name of the agent. A head, a module or function ``obs -> action`` or ``obs -> (action, extras)``,
+            or None for uniformly random actions. ``"others"`` is the policy of all agents that are not named. Each gets
+            the rows of its agents, ``[m, *shape]``, also without ``num_envs``. In rows of agents whose policy does not
+            return an extra of another one, it is NaN, 0 or False.
+
+    Raises:
+        BadOption: no policies, or one that cannot be used so.
+    """
+    return PerAgent(policies)
+
+
+class PerAgent(nn.Module):
+    """See ``per_agent``. The modules among the policies are submodules, by the names of the agents."""
+
+    def __init__(self, policies: Mapping[str, Any]) -> None:
+        super().__init__()
+        if not policies:
+            raise BadOption("policy is an empty dict: expected a policy for each agent, by name, or 'others'")
+        self.policies: dict[str, Any] = {}
+        for name, policy in policies.items():
+            if policy is not None and (not callable(policy) or isinstance(policy, type)):
+                raise BadOption(
+                    f"the policy of {name!r} is of type {type(policy).__name__}, expected a head or callable"
+                )
+            if policy is not None and takes_state(policy):
+                raise BadOption(f"the policy of {name!r} has a state, and agents that take turns cannot have one")
+            if isinstance(policy, nn.Module):
+                self.add_module(name, policy)
+            self.policies[name] = None if isinstance(policy, nn.Module) else policy
+        self._deterministic = False
+        self._of: list[str] = []  # name of the policy, by number of the agent
+        self._random: Categorical | None = None
+        self._mask: ActionMask | None = None
+        self._extras: dict[str, torch.Tensor] | None = None  # values where a policy does not return them
+
+    def bind(
+        self, env_name: str, agents: Sequence[str], spec: ArraySpec, mask: ActionMask | None, *, mode: bool
+    ) -> None:
+        """Assign policies to the agents of the environments.
+
+        Raises:
+            BadOption: the names or policies do not fit the environments.
+        """
+        unknown = [name for name in self.policies if name != OTHERS and name not in agents]
+        without = [] if OTHERS in self.policies else [agent for agent in agents if agent not in self.policies]
+        if not agents or unknown or without:
+            found = f"unknown {unknown}, without a policy {without}" if agents else "its agents do not take turns"
+            raise BadOption(
+                f"policy: {env_name} has the agents {list(agents)}; {found}. Give a policy by the name of each agent, "
+                f"or 'others'"
+            )
+        self._of = [agent if agent in self.policies else OTHERS for agent in agents]
+        self._deterministic, self._mask = mode, mask
+        for name in self.policies:
+            policy = self._policy(name)
+            if isinstance(policy, Head):
+                policy.bind(spec)
+                policy.mask = mask if policy.takes_mask else None
+            elif policy is None:
+                if spec.dtype.kind not in "iu" or spec.low is None or spec.high is None:
+                    raise BadOption(
+                        f"the policy of {name!r} is None, and only discrete actions are drawn so, not {spec}"
+                    )
+                self._random = Categorical(_Zeros(sum(choices_of(spec)[0])), None)
+                self._random.bind(spec)
+                self._random.mask = mask
+
+    def forward(self, obs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Act on rows ``[*batch, *shape]``; ``obs["collector"]["agent"]`` has the numbers of the agents."""
+        agent = obs["collector"]["agent"]
+        if single := agent.ndim == 0:
+            obs = {key: value.unsqueeze(0) for key, value in obs.items() if key != "collector"}
+            agent = agent.unsqueeze(0)
+        leaves = {key: value for key, value in obs.items() if key != "collector"}
+        self._check(leaves)
+        outputs: dict[str, torch.Tensor] = {}
+        if self._extras is None:
+            self._extras = self._find_extras(leaves)
+        for name in dict.fromkeys(self._of):
+            numbers = torch.tensor([i for i, of in enumerate(self._of) if of == name], device=agent.device)
+            rows = torch.isin(agent, numbers).nonzero()[:, 0]
+            if not len(rows):
+                continue
+            action, extras = self._call(name, {key: value[rows] for key, value in leaves.items()})
+            for key, value in {**self._extras, **extras, "action": action}.items():
+                value = value if key in extras or key == "action" else value.expand(len(rows), *value.shape)
+                if key not in outputs:
+                    outputs[key] = value.new_zeros((len(agent), *value.shape[1:]))
+                outputs[key][rows] = value.to(outputs[key].dtype)
+        if single:
+            outputs = {key: value[0] for key, value in outputs.items()}
+        return outputs.pop("action"), outputs
+
+    def _policy(self, name: str) -> Any:
+        return self._modules[name] if name in self._modules else self.policies[name]
+
+    def _call(self, name: str, leaves: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        policy = self._policy(name)
+        obs = next(iter(leaves.values())) if len(leaves) == 1 else leaves
+        out: Any
+        if policy is None:
+            assert self._random is not None  # bound
+            out = self._random(obs)[0]
+        elif isinstance(policy, Head) and self._deterministic:
+            action = policy.mode(obs)
+            out = action, {LOG_PROB[0]: policy.distribution(obs).log_prob(action)} if policy.has_log_prob else {}
+        else:
+            out = policy(obs)
+        action, extras = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
+        if not isinstance(extras, Mapping):
+            raise BadPolicyOutput(f"the policy of {name!r} returned {type(out).__name__}, expected (action, extras)")
+        rows = len(next(iter(leaves.values())))
+        tensors = {key: torch.as_tensor(value) for key, value in {**extras, "action": action}.items()}
+        for key, value in tensors.items():
+            if value.shape[:1] != (rows,):
+                raise BadPolicyOutput(
+                    f"the policy of {name!r} returned {key} with shape {tuple(value.shape)}, expected {rows} rows"
+                )
+        return tensors.pop("action"), tensors
+
+    def _find_extras(self, leaves: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Call each policy once, and return the value of each extra where it is unknown."""
+        found: dict[str, torch.Tensor] = {}
+        for name in dict.fromkeys(self._of):
+            for key, value in self._call(name, leaves)[1].items():
+                unknown = float("nan") if value.is_floating_point() else 0
+                found[key] = torch.full_like(value[0], unknown)
+        return found
+
+    def _check(self, leaves: dict[str, Any]) -> None:
+        if self._mask is not None and self._mask.key[0] in leaves:
+            rows = leaves[self._mask.key[0]]
+            if not (rows != 0).any(-1).all() and (refused := self._mask.refused(rows.cpu().numpy())) is not None:
+                raise refused
+
+
+class AgentPolicies(FunctionPolicy):
+    """Implements ``Policy`` for ``PerAgent``."""
+
+    raises = (PolicyError, BadPolicyOutput, BadOption, BadEnvOutput)  # the last: no action is allowed
+
+    def __init__(
+        self, fn: PerAgent, *, env_name: str, agents: Sequence[str], mask: ActionMask | None, mode: bool, **common: Any
+    ) -> None:
+        specs: Specs = common["action_specs"]
+        if list(specs) != [ACTION]:
+            raise BadOption(f"policy: a policy for each agent needs one action, and {env_name} has {list(specs)}")
+        fn.bind(env_name, agents, specs[ACTION], mask, mode=mode)
+        super().__init__(fn, **common)
+
+
+class _Zeros(nn.Module):
+    """Equal logits for every row."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.n = n
+
+    def forward(self, obs: Any) -> torch.Tensor:
+        while isinstance(obs, Mapping):
+            obs = next(iter(obs.values()))
+        return torch.zeros((len(obs), self.n), device=obs.device)

@@ -1,0 +1,315 @@
+"""Action masks: random actions and heads choose among the allowed actions, with the probabilities of masked logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import nn
+
+from muster import Collector, MultiSyncCollector, policies
+from muster.errors import BadEnvOutput, BadOption
+from tests.tools import assert_same, collect
+
+SPACES = {
+    "discrete": spaces.Discrete(5),
+    "from 3": spaces.Discrete(5, start=3),
+    "several": spaces.MultiDiscrete([3, 2, 4]),
+    "many": spaces.Discrete(40),
+}
+
+
+def size_of(space: Any) -> int:
+    return int(space.nvec.sum()) if isinstance(space, spaces.MultiDiscrete) else int(space.n)
+
+
+class Masked(gymnasium.Env[Any, Any]):
+    """The observation is ``[t, t % 3]``. The mask of step t allows the choices i with ``(i + t) % 3 < 2``.
+
+    Args:
+        where: "obs", or "info" for ``info["action_mask"]``.
+        none_at: step at which the mask allows nothing.
+    """
+
+    def __init__(self, space: str = "discrete", where: str = "obs", none_at: int = -1) -> None:
+        self.action_space, self.where, self.none_at = SPACES[space], where, none_at
+        self.n = size_of(self.action_space)
+        box = spaces.Box(0, 100, (2,), np.float32)
+        mask = spaces.Box(0, 1, (self.n,), np.int8)
+        self.observation_space = spaces.Dict({"position": box, "action_mask": mask}) if where == "obs" else box
+        self.t = 0
+
+    def mask(self) -> Any:
+        allowed = (np.arange(self.n) + self.t) % 3 < 2
+        return (allowed & (self.t != self.none_at)).astype(np.int8)
+
+    def out(self) -> tuple[Any, dict[str, Any]]:
+        box = np.array([self.t, self.t % 3], np.float32)
+        if self.where == "obs":
+            return {"position": box, "action_mask": self.mask()}, {}
+        return box, {"action_mask": self.mask()}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t = 0
+        return self.out()
+
+    def step(self, action: Any) -> Any:
+        index = np.atleast_1d(action) - getattr(self.action_space, "start", 0)
+        parts = np.split(self.mask(), np.cumsum(getattr(self.action_space, "nvec", [self.n]))[:-1])
+        assert all(part[i] for part, i in zip(parts, index, strict=True)), f"{action} is not allowed at {self.t}"
+        self.t += 1
+        obs, info = self.out()
+        return obs, 1.0, self.t == 7, False, info
+
+
+def masked(*args: Any) -> Any:
+    return lambda: Masked(*args)
+
+
+def options_of(where: str) -> dict[str, Any]:
+    return {"info": ["action_mask"]} if where == "info" else {}
+
+
+def mask_of(batch: Any, where: str) -> torch.Tensor:
+    return batch["action_mask"] if where == "obs" else batch["info", "action_mask"]
+
+
+def observed(batch: Any, where: str) -> torch.Tensor:
+    return batch["position"] if where == "obs" else batch["observation"]
+
+
+@pytest.mark.parametrize("where", ["obs", "info"])
+@pytest.mark.parametrize("space", SPACES)
+def test_random_actions_are_uniform_over_what_is_allowed(space, where):
+    batch = collect(masked(space, where), None, num_envs=2, frames_per_batch=4200, seed=0, **options_of(where))
+    n, action = size_of(SPACES[space]), batch["action"]
+    assert torch.equal(mask_of(batch, where)[0, 0], torch.tensor(np.arange(n) % 3 < 2).to(torch.int8))
+    first = action[:, ::7].reshape(-1, *action.shape[2:])  # at step 0
+    if space == "several":
+        counts = torch.cat([torch.bincount(first[:, i], minlength=k) for i, k in enumerate((3, 2, 4))])
+
+        # concatenated choices 0 1 2 | 3 4 | 5 6 7 8 with (i % 3) < 2
+        allowed = torch.tensor([1, 1, 0, 1, 1, 0, 1, 1, 0.0])
+        expected = torch.cat([part / part.sum() for part in allowed.split([3, 2, 4])])
+    else:
+        counts = torch.bincount(first - int(SPACES[space].start), minlength=n)
+        expected = torch.tensor(np.arange(n) % 3 < 2).float()
+        expected /= expected.sum()
+    assert (counts[expected == 0] == 0).all()
+    assert torch.allclose(counts / len(first), expected, atol=0.08)
+
+
+@pytest.mark.parametrize("where", ["obs", "info"])
+@pytest.mark.parametrize("num_envs", [None, 1, 3])
+@pytest.mark.parametrize("space", SPACES)
+def test_a_categorical_head_has_the_distribution_of_masked_logits(space, num_envs, where):
+    torch.manual_seed(0)
+    n = size_of(SPACES[space])
+    net = nn.Linear(2, n)
+    options = {"frames_per_batch": 21 * (num_envs or 1), "num_envs": num_envs, "seed": 1, **options_of(where)}
+    head = policies.categorical(net)
+    batch = collect(masked(space, where), head, **options)
+    with torch.no_grad():
+        logits = net(observed(batch, where)).masked_fill(mask_of(batch, where) == 0, -torch.inf)
+        sizes = list(getattr(SPACES[space], "nvec", [n]))
+        index = batch["action"] - int(getattr(SPACES[space], "start", 0) if space != "several" else 0)
+        index = index if space == "several" else index.unsqueeze(-1)
+        parts = [
+            torch.distributions.Categorical(logits=part).log_prob(i)
+            for part, i in zip(logits.split(sizes, -1), index.unbind(-1), strict=True)
+        ]
+        expected = torch.stack(parts).sum(0)
+        assert torch.allclose(batch["action_log_prob"], expected, atol=1e-5)
+        # The learner computes the same from what is in the batch.
+        if where == "obs":
+            again = head.distribution(batch.select("position", "action_mask"))
+        else:
+            again = head.distribution(batch["observation"], action_mask=batch["info", "action_mask"])
+        assert torch.allclose(again.log_prob(batch["action"]), expected, atol=1e-5)
+        assert again.entropy().isfinite().all()
+        mode = collect(masked(space, where), head, **options, exploration_type="mode")
+        given = {"action_mask": mask_of(mode, where)}
+        assert torch.equal(mode["action"], head.mode(observed(mode, where), **given).to(mode["action"].dtype))
+
+
+def test_a_head_draws_with_the_masked_probabilities():
+    class Constant(nn.Module):
+        def forward(self, obs: torch.Tensor) -> torch.Tensor:
+            return torch.tensor([2.0, 1.0, 5.0, 0.0, 0.5]).expand(*obs.shape[:-1], 5)
+
+    batch = collect(masked(), policies.categorical(Constant()), num_envs=4, frames_per_batch=14_000, seed=0)
+    first = batch["action"][:, ::7].reshape(-1)
+    expected = torch.tensor([2.0, 1.0, -torch.inf, 0.0, 0.5]).softmax(0)
+    assert torch.allclose(torch.bincount(first, minlength=5) / len(first), expected, atol=0.04)
+
+
+def test_a_loss_over_masked_actions_has_finite_gradients_also_at_blank_rows():
+    head = policies.categorical(nn.Linear(2, 5))
+    obs = {"position": torch.randn(4, 2), "action_mask": torch.tensor([[1, 0, 1, 0, 0]] * 3 + [[0] * 5])}
+    distribution = head.distribution(obs)
+    (distribution.log_prob(torch.tensor([0, 2, 0, 0])) + distribution.entropy()).sum().backward()
+    assert head.net.weight.grad.isfinite().all()
+    action, extras = head(obs)
+    assert (action[:3] % 2 == 0).all()
+    assert torch.allclose(extras["action_log_prob"], distribution.log_prob(action))
+
+
+def test_the_greedy_head_chooses_among_what_is_allowed():
+    head = policies.deterministic(nn.Linear(2, 5))
+    batch = collect(masked(), head, num_envs=2, frames_per_batch=28, seed=0)
+    values = head.net(batch["position"]).masked_fill(batch["action_mask"] == 0, -torch.inf)
+    assert torch.equal(batch["action"], values.argmax(-1))
+
+
+@pytest.mark.parametrize("policy", ["random", "head", "greedy"])
+@pytest.mark.parametrize("where", ["obs", "info"])
+@pytest.mark.parametrize("num_envs", [None, 2])
+def test_a_mask_that_allows_nothing_is_an_error_that_names_the_environment(policy, where, num_envs):
+    net = nn.Linear(2, 5)
+    made = {"random": None, "head": policies.categorical(net), "greedy": policies.deterministic(net)}[policy]
+    source = masked("discrete", where, 4)
+    options = options_of(where)
+    with Collector(source, made, num_envs=num_envs, frames_per_batch=28, seed=0, **options) as collector:
+        with pytest.raises(BadEnvOutput, match=r"Masked\[0\]: .*action_mask allows no action.*reset\(\)"):
+            collector.rollout()
+        collector.reset()
+        with pytest.raises(BadEnvOutput, match="allows no action"):
+            collector.rollout()
+
+
+def test_a_last_observation_may_allow_nothing():
+    batch = collect(masked("discrete", "obs", 7), None, frames_per_batch=14, seed=0)
+    assert not batch["next", "action_mask"][6].any()
+
+
+def test_random_frames_at_the_start_and_decorrelation_respect_masks():
+    head = policies.categorical(nn.Linear(2, 5))
+    for where in ("obs", "info"):
+        options = {"max_decorrelation_steps": 5, **options_of(where)}
+        with Collector(
+            masked("discrete", where), head, num_envs=3, frames_per_batch=60, init_random_frames=60, seed=0, **options
+        ) as collector:
+            batches = [collector.rollout().clone() for _ in range(2)]
+        assert batches[0]["action_log_prob"].isnan().all()
+        assert batches[1]["action_log_prob"].isfinite().all()
+
+
+def test_random_actions_do_not_depend_on_the_size_of_batches():
+    with Collector(masked(), None, num_envs=2, frames_per_batch=28, seed=3) as collector:
+        expected = collector.rollout()["action"].clone()
+    with Collector(masked(), None, num_envs=2, frames_per_batch=4, seed=3) as collector:
+        parts = [collector.rollout()["action"].clone() for _ in range(7)]
+    assert torch.equal(torch.cat(parts, 1), expected)
+
+
+@pytest.mark.parametrize("vector", [gymnasium.vector.SyncVectorEnv])
+def test_vector_environments_and_workers_give_the_same(vector):
+    head = policies.categorical(nn.Linear(2, 5))
+    single = collect(masked(), head, num_envs=2, frames_per_batch=28, seed=0)
+    many = collect(lambda: vector([masked()] * 2), head, frames_per_batch=28, seed=0)
+    assert_same(single, many)
+
+
+@pytest.mark.parametrize("inference", ["worker", "server"])
+def test_masks_reach_policies_of_worker_processes(inference):
+    head = policies.categorical(nn.Linear(2, 5))
+    with Collector([masked()] * 2, head, num_envs=2, frames_per_batch=56, seed=0) as collector:
+        expected = collector.rollout().clone()
+    with MultiSyncCollector(
+        [masked()] * 2, head, num_envs=2, frames_per_batch=56, seed=0, inference=inference, cat_results="stack"
+    ) as collector:
+        batch = collector.rollout()
+        allowed = batch["action_mask"].gather(-1, batch["action"].unsqueeze(-1))
+        assert allowed.all()
+        if inference == "worker":
+            assert_same(batch, expected)
+        again = head.distribution(batch.select("position", "action_mask"))
+        assert torch.allclose(batch["action_log_prob"], again.log_prob(batch["action"]), atol=1e-5)
+
+
+def test_a_server_cannot_see_masks_in_infos():
+    head = policies.categorical(nn.Linear(2, 5))
+    with pytest.raises(BadOption, match="action mask of Masked is in"):
+        MultiSyncCollector(
+            [masked("discrete", "info")],
+            head,
+            num_envs=2,
+            frames_per_batch=8,
+            inference="server",
+            backend="threads",
+            info=["action_mask"],
+        )
+
+
+def test_masks_are_for_discrete_actions():
+    head = policies.gaussian(nn.Linear(2, 1))
+    with pytest.raises(BadOption, match="action masks are for discrete actions"):
+        head.distribution(torch.zeros(2), action_mask=torch.ones(1))
+
+
+def test_taxi_has_its_mask_in_the_info():
+    batch = collect("Taxi-v4", None, num_envs=2, frames_per_batch=200, seed=0, info=["action_mask"])
+    assert batch["info", "action_mask"].gather(-1, batch["action"].unsqueeze(-1)).all()
+    assert not batch["info", "action_mask"].all()
+
+
+# --- other systems ---------------------------------------------------------------------------------
+
+
+def test_torchrls_masked_categorical_reads_the_mask_from_the_batch():
+    modules = pytest.importorskip("torchrl.modules")
+    from tensordict.nn import TensorDictModule, TensorDictSequential
+
+    net, n = nn.Linear(2, 5), ("logits", "mask")
+    actor = TensorDictSequential(
+        TensorDictModule(net, in_keys=["position"], out_keys=["logits"]),
+        TensorDictModule(lambda mask: mask.bool(), in_keys=["action_mask"], out_keys=["mask"]),
+        modules.ProbabilisticActor(
+            TensorDictModule(lambda *both: both, in_keys=[*n], out_keys=[*n]),
+            in_keys=[*n],
+            distribution_class=modules.MaskedCategorical,
+            return_log_prob=True,
+        ),
+    )
+    batch = collect(masked(), actor, num_envs=2, frames_per_batch=56, seed=0)
+    head = policies.categorical(net)
+    again = head.distribution(batch.select("position", "action_mask"))
+    assert batch["action_mask"].gather(-1, batch["action"].unsqueeze(-1)).all()
+    assert torch.allclose(batch["action_log_prob"], again.log_prob(batch["action"]), atol=1e-5)
+
+
+def test_tianshous_policies_get_the_mask_as_obs_mask():
+    pytest.importorskip("tianshou")
+    from tianshou.algorithm.modelfree.dqn import DiscreteQLearningPolicy
+    from tianshou.env import DummyVectorEnv
+
+    from muster.compat.tianshou import Collector as TianshouCollector
+
+    class Named(Masked):
+        """Tianshou's names of the parts of an observation."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            box, mask = self.observation_space["position"], spaces.Box(0, 1, (5,), bool)
+            self.observation_space = spaces.Dict({"obs": box, "mask": mask})
+
+        def out(self) -> Any:
+            return {"obs": np.array([self.t, 0], np.float32), "mask": self.mask().astype(bool)}, {}
+
+    class Values(nn.Module):
+        def forward(self, obs: Any, state: Any = None, info: Any = None) -> Any:
+            obs = getattr(obs, "obs", obs)
+            return torch.arange(5.0).flip(0).expand(len(obs), 5), state
+
+    policy = DiscreteQLearningPolicy(
+        model=Values(), action_space=SPACES["discrete"], observation_space=Named().observation_space
+    )
+    collector = TianshouCollector(policy, DummyVectorEnv([Named] * 2))
+    collector.reset()
+    result = collector.collect(n_step=28)
+    assert result.n_collected_steps == 28  # the environment refuses what is not allowed
