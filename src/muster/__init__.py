@@ -53,6 +53,7 @@ _HOMES = {
     "Timeline": "muster.observing.timeline",
     "Trajectories": "muster.collectors.options",
     "Tuning": "muster.tuning",
+    "Watch": "muster.collectors.options",
     "load": "muster.recording",
     "load_state": "muster.restore.checkpoint:load",
     "save_state": "muster.restore.checkpoint:save",
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
     from muster.collectors.options import Autosave as Autosave
     from muster.collectors.options import Execution as Execution
     from muster.collectors.options import Trajectories as Trajectories
+    from muster.collectors.options import Watch as Watch
     from muster.collectors.resume import ResumeReport as ResumeReport
     from muster.episodes.record import EpisodeRecord as EpisodeRecord
     from muster.episodes.segment import split_trajectories as split_trajectories
