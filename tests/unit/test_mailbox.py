@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import select
 import sys
@@ -11,10 +12,12 @@ from functools import partial
 import pytest
 
 from muster.errors import MusterError, PolicyError
+from muster.memory.shared import Arena
 from muster.workers import mailbox as module
 from muster.workers.channel import Channel, WakeUp
 from muster.workers.launch import launch
 from muster.workers.mailbox import ASKED, ASLEEP, CELLS, FINISHED, Mailbox, MailboxClient
+from tests.fakes.served import rows_of
 from tests.waits import open_files, wait_until
 
 pytestmark = [pytest.mark.skipif(sys.platform == "win32", reason="no worker processes")]
@@ -264,12 +267,18 @@ def test_a_server_does_not_sleep_through_what_came_before(mailbox, monkeypatch):
 
 
 def served(mailbox, counts, *, late_s=0.0, fails=lambda row: False):
-    """Answer the questions of processes; the rows that each asked for, and what they say at the end."""
-    started = []
+    """Answer the questions of processes; the rows that each asked for, and what they say at the end.
+
+    A question must not be seen before its observations, nor an answer before its actions (as it can on ARM64 without
+    ``keep_order``).
+    """
+    started, arena = [], Arena.create("test-rows")
+    arena.allocate(mmap.PAGESIZE * len(counts))
+    lanes = [rows_of(arena, worker) for worker in range(len(counts))]
     for worker, count in enumerate(counts):
         ours, theirs = Channel.pair()
         child = launch("tests.fakes.served:asks", theirs, name=f"test-client-{worker}", light=True)
-        ours.send((worker, len(counts), count, late_s), mailbox.fds_for(worker))
+        ours.send((worker, len(counts), count, late_s), [*mailbox.fds_for(worker), arena.fd])
         started.append((ours, child))
     rows = [[] for _ in counts]
 
@@ -283,6 +292,9 @@ def served(mailbox, counts, *, late_s=0.0, fails=lambda row: False):
                 if number := mailbox.question(worker):
                     assert mailbox.request(worker) == worker + 1
                     rows[worker].append(mailbox.row(worker))
+                    observations, actions = lanes[worker]
+                    assert (observations == mailbox.row(worker)).all()
+                    actions[:] = -observations
                     mailbox.answer(worker, number, failed=fails(mailbox.row(worker)))
             for channel, child in started:
                 assert child.exit_code() is None or channel.poll(), "it has died"
@@ -293,6 +305,7 @@ def served(mailbox, counts, *, late_s=0.0, fails=lambda row: False):
             child.kill()
             child.join(LONG_S)
             child.close()
+        arena.close()
 
 
 def test_many_thousand_questions_of_processes_are_each_answered_once():

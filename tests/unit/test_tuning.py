@@ -17,13 +17,14 @@ from torch import nn
 
 import muster
 from muster import CentralInference, Collector, MultiAsyncCollector, MultiSyncCollector
-from muster.collectors.auto import Load, auto_workers, choose_workers, measure, usable_cores
+from muster.collectors.auto import Load, auto_workers, choose_workers, measure
 from muster.collectors.multi_options import MultiOptions
 from muster.collectors.options import CollectorOptions
 from muster.errors import BadOption, EnvError, PolicyError
 from muster.testing import CountingEnv, SpaceEnv
 from muster.tuning import Candidate, Setup
 from muster.tuning.grid import grid
+from muster.utils.cpus import usable_cores
 from tests.tools import assert_same, counting, recorded
 
 BUSY, SLEEPING = Load(1.0), Load(0.01)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from muster.utils.attributes import installed
+from muster.utils.cpus import allowed_cpus, usable_cores
 from muster.utils.private_names import numbers
 
 CORE = ("muster-rl", "torch", "tensordict", "numpy", "gymnasium", "safetensors", "rich", "tyro")
@@ -115,7 +116,7 @@ def notes(versions: Versions) -> list[str]:
         )
     if (files := _open_files()) is not None and files < FEW_FILES:
         found.append(f"only {files} open files are allowed; raise it with: ulimit -n 4096")
-    if _cores() == 1:
+    if usable_cores() <= 1:
         found.append("one core: worker processes take turns on it; they gain where environments wait, not compute")
     return found
 
@@ -125,7 +126,7 @@ def machine() -> dict[str, str]:
     shm, files, memory = _shm_bytes(), _open_files(), _memory_bytes()
     return {
         "python": f"{platform.python_version()} ({platform.platform()})",
-        "cores": f"{_cores()} usable of {os.cpu_count()}",
+        "cores": _cores(),
         "memory": "unknown" if memory is None else _size(memory),
         "/dev/shm": "none" if shm is None else _size(shm),
         "open files": "unknown" if files is None else f"{files:,}",
@@ -145,8 +146,10 @@ def workers(files: int | None) -> dict[str, str]:
     }
 
 
-def _cores() -> int | None:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+def _cores() -> str:
+    allowed, usable = len(allowed_cpus()), usable_cores()
+    limit = f", of which the container's limit allows {usable:g}" if usable < allowed else ""
+    return f"{allowed} usable of {os.cpu_count()}{limit}"
 
 
 def _memory_bytes() -> int | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +19,7 @@ from muster.restore.pickling import dumps, loads
 from muster.rng import GroupRng
 from muster.rollout.columns import lane_columns
 from muster.rollout.loop import rollout
+from muster.utils.cpus import read, usable_cores
 from muster.workers.build import build_envs, build_policy, make_group
 
 SECONDS = 1.0  # duration of a measurement
@@ -127,46 +127,7 @@ def measure(create_env_fn: Any, policy: Any, options: CollectorOptions, seconds:
     return Load(min(1.0, max(1e-3, cpu / max(wall, 1e-9))), B)
 
 
-def usable_cores(root: Path = Path("/")) -> float:
-    """Return the number of cores that this process may run on, limited by the CPU quota of its container.
-
-    Args:
-        root: parent folder of ``proc`` and ``sys``.
-    """
-    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    return min([cores, *(quota for folder in _cpu_cgroups(root) if (quota := _quota(folder)) > 0)])
-
-
 def _queued_s() -> float:
     """Return the seconds for which this thread has waited for a core that other programs used; 0 if this is unknown."""
-    text = _read(Path("/proc/thread-self/schedstat")).split()
+    text = read(Path("/proc/thread-self/schedstat")).split()
     return int(text[1]) * 1e-9 if len(text) > 1 else 0.0
-
-
-def _quota(folder: Path) -> float:
-    """Return a cgroup's limit as a number of cores; 0: no limit."""
-    text = _read(folder / "cpu.max").split()  # version 2: "200000 100000", or "max 100000"
-    if not text:
-        text = [_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")]
-    quota, period = [int(number) if number.isdigit() else 0 for number in (*text, "", "")[:2]]
-    return quota / period if quota and period else 0.0
-
-
-def _cpu_cgroups(root: Path) -> list[Path]:
-    """Return the folders of this process's CPU cgroup and of its ancestors, for cgroups of both versions."""
-    found: list[Path] = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        inner = top / path.lstrip("/")
-        found += [folder for folder in (inner, *inner.parents) if folder == top or top in folder.parents]
-    return found
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text("ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""

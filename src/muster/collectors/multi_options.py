@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from muster.collectors.options import CollectorOptions, Details, check_bool, check_choice
 from muster.errors import BadOption
 from muster.utils.integers import integer
-from muster.workers.config import TIMEOUTS, OnFailure
+from muster.workers.config import OnFailure, check_timeouts
 
 Backend = Literal["processes", "threads"]
 StartMethod = Literal["forkserver", "spawn"]
@@ -82,6 +81,8 @@ class PoolOptions(CollectorOptions):
             weights are published once per batch. Workers wait if necessary. None: no limit.
         crash_dir: folder for crash reports, with which ``muster replay`` repeats a failure. None: a temporary folder.
         start_method: how worker processes start: "forkserver" (in milliseconds) or "spawn". None: as the system allows.
+        cpu_affinity: CPUs of the workers, on Linux. "auto": the CPUs that this process may use are divided among the
+            workers of a machine. Or a list of CPU numbers for each worker. None: the system chooses.
         inference: "worker": each worker acts with a copy of the policy. "server": workers only step environments, and a
             thread of this process calls the policy once for all ready workers. Worker processes do not import torch
             then. For policies that cost more than the environments, or run on a GPU (``policy_device``).
@@ -98,6 +99,7 @@ class PoolOptions(CollectorOptions):
     max_policy_lag: int | None = None
     crash_dir: Any = None
     start_method: StartMethod | None = None
+    cpu_affinity: Literal["auto"] | Sequence[Sequence[int]] | None = None
     inference: Literal["worker", "server"] | CentralInference = "worker"
 
     def __post_init__(self) -> None:
@@ -113,13 +115,9 @@ class PoolOptions(CollectorOptions):
         threshold = self.preemptive_threshold
         if threshold is not None and not (isinstance(threshold, (int, float)) and 0 <= threshold <= 1):
             raise BadOption(f"preemptive_threshold={threshold!r}: expected a share of the workers, from 0 to 1")
-        if not isinstance(self.timeouts, Mapping):
-            raise BadOption(f"timeouts={self.timeouts!r}: expected a dict of seconds by phase")
-        for phase, seconds in self.timeouts.items():
-            if phase not in TIMEOUTS:
-                raise BadOption(f"timeouts: there is no phase {phase!r}; expected some of {', '.join(TIMEOUTS)}")
-            if seconds is not None and not (isinstance(seconds, (int, float)) and 0 < seconds < math.inf):
-                raise BadOption(f"timeouts[{phase!r}]={seconds!r}: expected seconds, more than 0, or None for ever")
+        check_timeouts(self.timeouts)
+        if self.cpu_affinity not in (None, "auto") and not _is_list_of_cpus(self.cpu_affinity):
+            raise BadOption(f"cpu_affinity={self.cpu_affinity!r}: expected 'auto', or a list of CPU numbers per worker")
 
     def enough(self, groups: int) -> int | None:
         """Return the number of complete groups at which the others are stopped; None: all groups."""
@@ -182,3 +180,10 @@ class MultiOptions(PoolOptions):
     @property
     def in_threads(self) -> bool:
         return self.backend == "threads"
+
+
+def _is_list_of_cpus(given: Any) -> bool:
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        return False
+    parts = [cpus if isinstance(cpus, Sequence) else () for cpus in given]
+    return all(len(cpus) and all(type(cpu) is int and cpu >= 0 for cpu in cpus) for cpus in parts)

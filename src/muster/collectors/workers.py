@@ -77,6 +77,8 @@ class Workers:
         self._options, self._weights, self._alone = options, weights, alone
         self._factories, self._policy = factories, policy
         self._count, self._nodes, self._bundles = count, nodes, bundles
+        if isinstance(affinity := options.cpu_affinity, Sequence) and affinity != "auto" and len(affinity) != count:
+            raise BadOption(f"cpu_affinity has CPUs for {len(affinity)} workers, and there are {count}: give all")
         self._turns = Turns() if options.in_threads and not alone else None
         if weights.lazy:
             self._materialise()
@@ -201,6 +203,7 @@ class Workers:
             options.timeouts,
             None if options.restart is None else options.restart.max_restarts,
             options.start_method,
+            options.cpu_affinity,
         )
 
     def _server_config(self, server: CentralInference, told: WorkerOptions, count: int) -> ServerConfig:

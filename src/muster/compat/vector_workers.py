@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
@@ -20,11 +19,12 @@ from muster.restore.crash_report import EnvFactory
 from muster.restore.pickling import dumps
 from muster.rollout.columns import RolloutOptions
 from muster.rollout.progress import STEPPING
+from muster.utils.cpus import usable_cores
 from muster.utils.forks import Owner
 from muster.utils.integers import integer
 from muster.utils.interrupts import postponed
 from muster.workers.build import WorkerOptions, seeds_of
-from muster.workers.config import TIMEOUTS, PoolConfig, WorkerConfig, WorkerPlace
+from muster.workers.config import PoolConfig, WorkerConfig, WorkerPlace, check_timeouts
 from muster.workers.launch import in_process
 from muster.workers.lives import Restarted
 from muster.workers.mailbox import LOOK_S, Mailbox
@@ -410,11 +410,10 @@ def _config(
         raise BadOption("env_fns is empty: pass a function for each environment.")
     if on_failure not in ("raise", "restart"):
         raise BadOption(f"on_failure={on_failure!r}: expected 'raise' or 'restart'.")
-    for phase in timeouts:
-        if phase not in TIMEOUTS:
-            raise BadOption(f"timeouts: there is no phase {phase!r}; expected some of {', '.join(TIMEOUTS)}.")
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = min(len(env_fns), cpus if num_workers is None else integer("num_workers", num_workers))
+    check_timeouts(timeouts)
+    count = min(
+        len(env_fns), max(1, int(usable_cores())) if num_workers is None else integer("num_workers", num_workers)
+    )
     parts = [range(part[0], part[-1] + 1) for part in np.array_split(np.arange(len(env_fns)), count)]
     replaces, make = on_failure == "restart", cast(Any, EnvSlice)  # without the methods for rollouts
     factories = [partial(make, env_fns[part.start : part.stop], part.start, mode, replaces=replaces) for part in parts]

@@ -68,19 +68,18 @@ def progress(
     if quiet:
         yield lambda done, text: None
         return
-    from rich.console import Console
-
-    console = Console(file=stream)
-    if not (console.is_terminal or console.is_jupyter):
-        yield _lines(name, total, every_s, sys.stdout if stream is None else stream)
+    stream = sys.stdout if stream is None else stream
+    if not (stream.isatty() or "ipykernel" in sys.modules):
+        yield _lines(name, total, every_s, stream)
         return
+    from rich.console import Console
     from rich.live import Live
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     columns = (BarColumn(bar_width=24), TaskProgressColumn(), TextColumn("{task.fields[text]}"), TextColumn("eta"))
     bar = Progress(TextColumn(name), *columns, TimeRemainingColumn(compact=True))
     task = bar.add_task(name, total=None if total < 0 else total, text="")
-    with Live(get_renderable=below(bar, lines), refresh_per_second=10, console=console):
+    with Live(get_renderable=below(bar, lines), refresh_per_second=10, console=Console(file=stream)):
         yield lambda done, text: bar.update(task, completed=done, text=text)
 
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from muster.collectors.auto import measure, usable_cores
+from muster.collectors.auto import measure
 from muster.collectors.base import BaseCollector
 from muster.collectors.multi_options import MultiOptions
 from muster.collectors.options import CollectorOptions
@@ -19,6 +19,7 @@ from muster.envs.build import is_environment
 from muster.errors import BadOption, UnsupportedEnv
 from muster.restore.pickling import dumps, loads
 from muster.tuning.grid import Setup, grid
+from muster.utils.cpus import usable_cores
 
 TOTALS = (8, 32)  # default numbers of environments
 FINALISTS = 3

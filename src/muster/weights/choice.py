@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping
 from typing import Any
 
 from muster.errors import BadOption
+from muster.utils.fences import IS_ORDERED
 from muster.weights.pipe import Pipe
 from muster.weights.shared_memory import SharedMemory
 from muster.weights.transport import NoSync, Transport
@@ -26,12 +26,11 @@ OF_NODES = {
     "RPCWeightSyncScheme": "RPCCollector",
     "RayWeightSyncScheme": "RayCollector",
 }
-_ORDERED = ("x86_64", "amd64", "i386", "i686")  # processors that keep the order that SharedMemory relies on
 
 
 def default_transport() -> Transport:
     """Shared memory where the processor allows it, else a pipe."""
-    return SharedMemory() if platform.machine().lower() in _ORDERED else Pipe()
+    return SharedMemory() if IS_ORDERED else Pipe()
 
 
 def transport_for(given: Any) -> Transport:

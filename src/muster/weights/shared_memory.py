@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import numpy as np
 from muster.errors import CollectorTimeout
 from muster.memory.shared import Arena
 from muster.memory.specs import Array
+from muster.utils.fences import fence
 from muster.weights.buffer import WRITING, Buffer, Manifest
 from muster.weights.transport import Ticket, chosen
 
@@ -105,7 +105,7 @@ class SharedMemoryPublisher:
     def _spare(self) -> int:
         """The buffer that was written longest ago, of those that are no worker's newest and that no worker reads."""
         newest = self._cells.tolist()
-        _fence()  # a reader has seen these cells, or its mark is seen now
+        fence()  # a reader has seen these cells, or its mark is seen now
         taken = {*newest, *self._reading.tolist(), self._lent}
         spare = [offset for offset in self._buffers if offset not in taken]
         if spare and len(self._buffers) >= BUFFERS:
@@ -148,7 +148,7 @@ class SharedMemorySubscriber:
         shared = self._buffer(offset)
         try:
             self._reading[self._worker] = offset
-            _fence()  # the publisher sees this, or the cell is seen to be another
+            fence()  # the publisher sees this, or the cell is seen to be another
             if self._cells[self._worker] != offset or shared.sequence != sequence:
                 return False
             self.version = shared.read(into)
@@ -171,10 +171,3 @@ def _cells(arena: Arena, at: int, workers: int) -> tuple[Array, Array]:
     """``int64 [workers]`` each: the offsets of what is newest for them, and of what they read."""
     newest, reading = arena.view(at, 2 * 8 * workers).view(np.int64).reshape(2, workers)
     return newest, reading
-
-
-def _fence() -> None:
-    """What this thread has stored is seen by others before it loads anything more: a lock is taken by an instruction
-    that has to do so.
-    """
-    threading.Lock().acquire()

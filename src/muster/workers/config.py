@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from muster.errors import BadOption
 from muster.memory.specs import Array
 from muster.restore.pickling import loads
 from muster.weights.transport import Ticket
@@ -27,6 +29,17 @@ TIMEOUTS: dict[str, float | None] = {  # seconds
     "join": 600.0,
     "heartbeat": 15.0,
 }
+
+
+def check_timeouts(timeouts: Any) -> None:
+    """Raise ``BadOption`` unless these are seconds by phase."""
+    if not isinstance(timeouts, Mapping):
+        raise BadOption(f"timeouts={timeouts!r}: expected a dict of seconds by phase")
+    for phase, seconds in timeouts.items():
+        if phase not in TIMEOUTS:
+            raise BadOption(f"timeouts: there is no phase {phase!r}; expected some of {', '.join(TIMEOUTS)}")
+        if seconds is not None and not (isinstance(seconds, (int, float)) and 0 < seconds < math.inf):
+            raise BadOption(f"timeouts[{phase!r}]={seconds!r}: expected seconds, more than 0, or None for no limit")
 
 
 def timeout_of(timeouts: Mapping[str, float | None], phase: str) -> float | None:
@@ -85,6 +98,7 @@ class WorkerConfig:
             global ones. None: workers are processes, or the user's thread does not wait for the threads.
         served_by: number of workers in the mailbox of the inference server; None: the worker runs the policy.
         threads: number of torch threads; None: unchanged.
+        cpus: numbers of the CPUs on which the worker runs; empty: as its parent.
         stoppable: check the cell ``STOP`` after every step.
         in_thread: the worker is a thread of the parent's process.
         generation: number of earlier starts of the worker.
@@ -103,6 +117,7 @@ class WorkerConfig:
     policy_turns: Any = None
     served_by: int | None = None
     threads: int | None = None
+    cpus: Sequence[int] = ()
     stoppable: bool = False
     in_thread: bool = False
     generation: int = 0
@@ -121,7 +136,8 @@ class PoolConfig:
         count: number of workers of the collector, over all nodes.
         server: config of the inference server; None: the workers run the policy.
         origins: ``EnvFactory`` of each group, for crash reports; each is pickled for a node.
-        max_frames_per_traj, crash_dir, on_failure, timeouts, max_restarts, start_method: see ``MultiOptions``.
+        max_frames_per_traj, crash_dir, on_failure, timeouts, max_restarts, start_method, cpu_affinity: see
+            ``MultiOptions``.
         node: number and host of the node, for messages; empty on this machine.
     """
 
@@ -136,6 +152,7 @@ class PoolConfig:
     timeouts: Mapping[str, float | None]
     max_restarts: int | None
     start_method: str | None
+    cpu_affinity: Literal["auto"] | Sequence[Sequence[int]] | None = None
     node: str = ""
 
     @property

@@ -2,12 +2,12 @@
 
 A question is two numbers, the current request and the row to act on; the observations lie in that row. A side that
 waits polls the cells for some microseconds, then sleeps, and waking it costs the other side a system call. Nothing
-is queued: a worker has one question at a time. Stores to cells must become visible in program order, as on x86.
+is queued: a worker has one question at a time. What lies in the rows is stored before the number that announces it, and
+loaded after that number; see ``muster.utils.fences``.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,6 +21,8 @@ from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
 from muster.rollout.progress import ORDER as AT_WORK
 from muster.rollout.progress import Progress
+from muster.utils.cpus import usable_cores
+from muster.utils.fences import keep_order
 from muster.workers.channel import WakeUp
 
 ASKED, ANSWERED, ASLEEP, ORDER, ROW, FINISHED, NEWEST, GROUP = range(8)  # the cells of a client
@@ -61,6 +63,7 @@ class Mailbox:
         """Return the number of a worker's question that has no answer yet; 0 if there is none."""
         at = worker * CELLS
         asked = int(self.cells[at + ASKED])
+        keep_order()
         return asked if asked != abs(self.cells[at + ANSWERED]) else 0
 
     def request(self, worker: int) -> int:
@@ -82,6 +85,7 @@ class Mailbox:
                 at_work += 1
             elif cells[at + NEWEST] > cells[at + FINISHED]:
                 at_work += 1
+        keep_order()
         return asking, at_work
 
     def expect(self, worker: int, request: int) -> None:
@@ -93,7 +97,9 @@ class Mailbox:
     def answer(self, worker: int, number: int, *, failed: bool = False) -> None:
         """Answer a question: the actions are written, or (``failed``) the policy raised an error."""
         at = worker * CELLS
+        keep_order()
         self.cells[at + ANSWERED] = -number if failed else number
+        keep_order()
         if self.cells[at + ASLEEP]:
             self._wake_ups[worker].ring()
 
@@ -101,6 +107,7 @@ class Mailbox:
         """Wait until ``ready()``: poll for a while, then sleep until a worker rings or ``seconds`` have passed."""
         if not _spun(ready, SERVER_SPIN_S):
             self.cells[self._own] = 1
+            keep_order()
             if not ready():
                 self.wake_up.wait(seconds)
             self.cells[self._own] = 0
@@ -151,7 +158,9 @@ class MailboxClient:
         cells = self._cells
         cells[ORDER], cells[ROW] = request, row
         number = cells[ASKED] + 1
+        keep_order()
         cells[ASKED] = number
+        keep_order()
         if self._servers[ASLEEP] and self._is_last():
             self._server.ring()
 
@@ -160,11 +169,13 @@ class MailboxClient:
 
         if not _spun(answered, self._spin_s):
             cells[ASLEEP] = 1
+            keep_order()
             while not answered():
                 self._wake_up.wait(LOOK_S)
                 if self._given_up():
                     raise MusterError("This worker's rollouts are not awaited any more.")
             cells[ASLEEP] = 0
+        keep_order()
         if cells[ANSWERED] != number:
             raise PolicyError("the policy on the inference server raised an error")
 
@@ -179,6 +190,7 @@ class MailboxClient:
     def finished(self, request: int) -> None:
         """Note the end of a request, and wake the server: it may wait for this worker."""
         self._cells[FINISHED] = request
+        keep_order()
         if self._servers[ASLEEP]:
             self._server.ring()
 
@@ -227,8 +239,7 @@ def _cells(arena: Arena, clients: int) -> Any:
 
 def spin_s(workers: int) -> float:
     """Return how long a worker polls before it sleeps."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return WORKER_SPIN_S if usable > workers else 0.0
+    return WORKER_SPIN_S if usable_cores() > workers else 0.0
 
 
 def _spun(ready: Callable[[], bool], seconds: float) -> bool:

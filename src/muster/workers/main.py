@@ -109,6 +109,8 @@ class WorkerMain:
     def serve(self) -> None:
         """Make the environments, then execute messages until ``close``; EOFError if the parent exits."""
         self.progress.begin(Phase.CONSTRUCT)
+        if self.config.cpus:
+            os.sched_setaffinity(0, self.config.cpus)  # of this thread, and of all that it starts
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         try:

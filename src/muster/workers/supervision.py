@@ -16,6 +16,7 @@ import numpy as np
 from muster.errors import BadEnvOutput, EnvError, MusterError, WorkerError
 from muster.memory.shared import Arena
 from muster.rollout.progress import Phase
+from muster.utils.cpus import pinned
 from muster.utils.interrupts import allowed
 from muster.weights.transport import Ticket
 from muster.workers import failures
@@ -104,8 +105,11 @@ class Supervisor(Watcher):
         self._oom_kills = failures.oom_kills()
         self._look_at = 0.0
         self._listening: tuple[list[int], select.poll, dict[int, list[WorkerProxy]]] | None = None
+        affinity, numbers = config.cpu_affinity, [worker.index for worker in config.workers]
+        cpus = [()] * len(numbers) if affinity is None else pinned(affinity, numbers)
         self.handles = [
-            WorkerProxy(replace(worker, policy=config.policy, node=config.node), self) for worker in config.workers
+            WorkerProxy(replace(worker, policy=config.policy, node=config.node, cpus=own), self)
+            for worker, own in zip(config.workers, cpus, strict=True)
         ]
         made.callback(self.end)
 
