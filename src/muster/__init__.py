@@ -6,7 +6,7 @@ Layers, each importing only from those before it::
     memory/       specs of arrays, slots, the user's view of them
     envs/ policies/ episodes/   adapters, one file per third party; the one model of an episode
     rollout/      the loop, groups, resets, hooks
-    observing/    stats, loggers, timeline, profiling
+    observing/    stats, loggers, snapshots and their page, timeline, profiling
     weights/      publishing weights
     recording/    experience as files
     restore/      states of environments, checkpoints, crash reports and their replay

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from muster.utils.forks import Owner
 
 EVERY_S = 1.0  # between two snapshots
 SAMPLES = 10  # of each worker's phase, in this time
-MOST_SAMPLED = 64  # workers whose phase is sampled more often than once per snapshot
+MOST_SAMPLED = 32  # workers whose phase is sampled more often than once per snapshot
 END_S = 10.0  # to wait for the thread and the process
 PHASES = {
     "idle": ".",
@@ -167,8 +166,7 @@ class WatchedRun:
 
     def _row(self, worker: WorkerStats) -> dict[str, Any]:
         """Return the row of a worker. Until it has made its environments again, a restarted one is "restarting"."""
-        stats = asdict(worker)
-        row = {name: stats[name] for name in _OF_ROW} | {"lane": self._lanes.get(worker.index, "")[-SAMPLES:]}
+        row = {name: getattr(worker, name) for name in _OF_ROW} | {"lane": self._lanes.get(worker.index, "")[-SAMPLES:]}
         before = self._restarts.setdefault(worker.index, worker.restarts)
         if worker.state == "working" and (
             worker.restarts > before or (worker.restarts and worker.phase in ("construct", "close"))
