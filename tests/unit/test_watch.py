@@ -158,6 +158,7 @@ def test_a_file_that_is_too_large_loses_every_second_snapshot_only(tmp_path):
         replaced.append(again)
         if again:
             assert entries[0]["kind"] == "run"
+            assert [entry["frames"] for entry in entries if entry["kind"] == "snapshot"][-2:] == [number - 1, number]
     file.append("end", error="")
     file.close()
     history = RunHistory.read(tmp_path)
@@ -249,6 +250,7 @@ def test_an_entry_of_another_type_is_no_snapshot_or_can_be_drawn(name, value):
 def test_deep_nesting_and_nan_are_no_entries():
     assert parsed(b"[" * 100_000) is None
     assert parsed(json.dumps(line(1)).replace('"frames": 1', '"frames": NaN').encode()) is None
+    assert parsed(json.dumps(line(1, memory=7)).replace('"memory": 7', '"memory": 1e999').encode()) is None
     assert parsed(b'{"kind": "run", "time": true}') is None
 
 
@@ -266,6 +268,9 @@ def test_a_directory_has_the_snapshots_of_one_run(tmp_path):
 def test_snapshots_have_the_counters_of_the_collector(tmp_path):
     with Collector(ENV, None, num_envs=2, watch=Watch(tmp_path / "run", None), **OPTIONS) as collector:
         assert collector.watch_url is None
+        collector.next()
+        between = wait_until(lambda: [s for s in RunHistory.read(tmp_path / "run").snapshots if s["frames"]])
+        assert (between[-1]["frames"], between[-1]["executed"], between[-1]["in_flight"]) == (12, 12, 0)
         list(collector)
         before = collector.stats()
     history = RunHistory.read(tmp_path / "run")

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ class WatchedRun:
         self._workers, self._causes, self._every_s = workers, causes, every_s
         self._stats, self._totals = stats, EpisodeTotals()
         self._began = time.monotonic()
+        self._known: Sequence[WorkerStats] = ()
         self._lanes: dict[int, str] = {}
         self._restarts: dict[int, int] = {}
         self._told: dict[int, tuple[int, BaseException, dict[str, Any]]] = {}  # by worker: id, error, last line
@@ -95,8 +97,11 @@ class WatchedRun:
         try:
             self.directory = Path(directory).resolve()
             self._file = SnapshotFile(self.directory, {**about, "every_s": every_s, "pid": os.getpid()})
-            if page is not None:
-                self.url, self._page = page.url, _serve(self.directory, page)
+            with ExitStack() as made:
+                made.callback(self._file.close)
+                if page is not None:
+                    self.url, self._page = page.url, _serve(self.directory, page)
+                made.pop_all()
         finally:
             if page is not None:
                 page.close()
@@ -116,8 +121,10 @@ class WatchedRun:
         if self._stop.is_set() or not self._owner.is_here():
             return
         self._stop.set()
-        self._thread.join(END_S)
-        if not self._thread.is_alive():  # otherwise the disk does not answer
+        here = threading.current_thread() is self._thread  # in which the collector was garbage-collected
+        if not here:
+            self._thread.join(END_S)
+        if here or not self._thread.is_alive():  # otherwise the disk does not answer
             self._write(at_end=True)
             self._append("end", error=error[:MOST_TEXT])
             self._file.close()
@@ -150,10 +157,9 @@ class WatchedRun:
         return True
 
     def _present(self) -> Sequence[WorkerStats]:
-        try:
-            return self._workers()
-        except RuntimeError:  # the counters changed meanwhile
-            return ()
+        with suppress(Exception):  # workers may end or restart meanwhile, in another thread: show the last ones
+            self._known = self._workers()
+        return self._known
 
     def _write(self, *, at_end: bool = False) -> None:
         rows = [self._row(worker) for worker in self._present()]
