@@ -120,6 +120,8 @@ class GroupRng:
         python = random.Random(0)
         python.setstate((version, tuple(words), gauss))
         self._python = _PythonStream(python).state()
+        if state["torch"] is not None and "torch" in sys.modules:
+            torch.Generator().set_state(state["torch"])  # raises if it is none
         self._torch, self._torch_seed = state["torch"], _word(self._child(2))
         if self._cuda is not None and state["cuda"] is not None:
             self._cuda_state = state["cuda"]

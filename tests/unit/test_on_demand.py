@@ -95,6 +95,21 @@ def test_a_single_environment_has_a_bootstrap_of_its_own():
 # --- surplus ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("options", [{}, {"trajs_per_batch": 3, "frames_per_batch": 2}])
+def test_what_is_kept_for_the_next_call_is_discarded_at_shutdown(options):
+    collector = Collector(partial(CountingEnv, 3), None, num_envs=2, **options)
+    if options:
+        collector.next()
+    else:
+        collector.collect(n_episode=1, surplus="keep")
+    kept = collector.stats().in_flight
+    assert kept > 0
+    collector.shutdown()
+    stats = collector.stats()
+    assert (stats.in_flight, stats.discarded["shutdown"]) == (0, kept)
+    assert_accounted(collector)
+
+
 # --- with other options ----------------------------------------------------------------------------
 
 

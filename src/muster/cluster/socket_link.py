@@ -21,6 +21,7 @@ from muster.memory.specs import Array
 
 LONGEST = 1 << 16  # bytes of a message before authentication; blocks are refused
 LONGEST_KNOWN = 1 << 40  # a peer that announces more speaks another protocol
+PART = 64 << 20  # bytes
 _HEADER = struct.Struct("<QQQ")
 
 
@@ -78,13 +79,15 @@ class SocketLink:
             if max(length, size) > self._longest or (size and self._longest == LONGEST):
                 raise LinkLost(f"The other end announced a message of {length} and a block of {size} bytes.")
             deadline = time.monotonic() + allowed_s(self._deadline_s, length + size)
-            message = np.empty(length, np.uint8)
-            self._read(message, deadline)
+            message = self._received(length, deadline).tobytes()
             if not tag:
-                return Received(message.tobytes())
+                return Received(message)
             block = self._place(tag, size)
-            self._read(block, deadline)
-            return Received(message.tobytes(), tag, block)
+            if block is None:
+                block = self._received(size, deadline)
+            else:
+                self._read(block, deadline)
+            return Received(message, tag, block)
 
     def close(self) -> None:
         self._close("The link was closed here.")
@@ -125,14 +128,21 @@ class SocketLink:
         if cause:
             raise LinkLost(cause)
 
-    def _place(self, tag: int, size: int) -> Array:
+    def _place(self, tag: int, size: int) -> Array | None:
         with self._lock:
             memory = self._expected.pop(tag, None)
-        if memory is None:
-            return np.empty(size, np.uint8)
-        if memory.size != size:
+        if memory is not None and memory.size != size:
             raise LinkLost(f"Block {tag} has {size} bytes where {memory.size} were expected.")
         return memory
+
+    def _received(self, size: int, deadline: float) -> Array:
+        """Read into new memory, allocated part by part: the size that was announced is not authenticated."""
+        parts = [np.empty(0, np.uint8)] * (size == 0)
+        while size:
+            parts.append(np.empty(min(size, PART), np.uint8))
+            self._read(parts[-1], deadline)
+            size -= parts[-1].size
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _read(self, memory: Array, deadline: float) -> None:
         rest = memory.data
@@ -147,7 +157,7 @@ class SocketLink:
             if count == 0:
                 raise LinkLost("The other end has closed the link, or is gone.")
             if count < 0:
-                self._wait(select.POLLIN, deadline)
+                self._wait(select.POLLIN, min(deadline, time.monotonic() + self._deadline_s))
             else:
                 rest = rest[count:]
 

@@ -438,6 +438,7 @@ class BaseCollector(CollectMethods, ObservingMethods, WeightMethods, ABC):
         finally:
             self._release()
             self._engine.pipeline.close()
+            self._engine.is_closed = True
 
     def _release(self) -> None:
         """Release resources besides environments."""

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,6 +61,7 @@ class Engine:
         lag: number of batches by the age of their weights in publications.
         in_batch: the batch of the last rollout is not complete.
         hidden: keys of the last batch that only the pipeline uses.
+        is_closed: nothing more can be delivered.
         joins_time: rows of different environments follow each other in a batch.
         rollouts: number of collected rollouts, each of one group or of all.
         results: results of the last rollouts, by group.
@@ -102,6 +104,7 @@ class Engine:
         self._cut_short = 0
         self._ended_at = 0
         self.in_batch = False
+        self.is_closed = False
         self.hidden: list[Key] = []
         self._step: tuple[TensorDict, int] | None = None  # a step that is not in the buffer yet, and its frames
         self._unmade: tuple[object, FilledSlot] | None = None  # the request and slots of a batch that is not made yet
@@ -316,11 +319,15 @@ class Engine:
         workers = self.source.pool.worker_stats()
         held = self.pipeline.frames_held + (0 if self.kept is None else self.kept.frames_held) + self.unsaved
         frames = self.frames - held - sum(self._dropped().values())
+        in_flight, discarded = self.source.in_flight + held + self.frames_unmade, self._discarded()
+        if self.is_closed:  # nothing of it can be delivered any more
+            discarded["shutdown"] += in_flight
+            in_flight = 0
         return CollectorStats(
             frames=frames,
             executed=sum(counts.executed for counts in counters) - self.source.pool.untaken,
-            discarded=+self._discarded(),
-            in_flight=self.source.in_flight + held + self.frames_unmade,
+            discarded=+discarded,
+            in_flight=in_flight,
             batches=self.batches,
             episodes=self.window.count,
             return_mean=self.window.mean("returns"),
@@ -381,7 +388,7 @@ class Engine:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict()``."""
-        self.frames, self.counted, self.batches = state["frames"], state["counted"], state["batches"]
+        self.frames, self.counted, self.batches = (index(state[name]) for name in ("frames", "counted", "batches"))
         self.window.load_state_dict(state["window"])
         self.episodes, self.in_batch, self._step = NO_EPISODES, False, None
         self._give_up_unmade()

@@ -6,6 +6,7 @@ import copy
 import os
 from collections import Counter
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from muster.errors import BadCheckpoint, BadWeights
+from muster.errors import BadCheckpoint, BadWeights, MusterError, described
 from muster.restore import checkpoint
 from muster.workers.requests import LoadState, MarkResumed, TakeState
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 FORMAT = 6
 STATE_FILE = "collector.safetensors"
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, AssertionError)
 CUT_SHORT = "The state was saved after an error, in the middle of a batch."
 
 
@@ -83,7 +85,25 @@ def load(collector: BaseCollector, state: Any, *, trust: bool) -> ResumeReport:
     if isinstance(state, (str, os.PathLike)):
         path = Path(state)
         state = checkpoint.load(path / STATE_FILE if path.is_dir() else path)
-    _check(collector, state)
+    try:
+        _check(collector, state)
+    except MusterError:
+        raise
+    except MALFORMED as error:
+        raise BadCheckpoint(f"the state is malformed ({described(error)}). Nothing was changed.") from error
+    try:
+        return _load(collector, state, trust)
+    except MALFORMED as error:
+        if isinstance(error, MusterError) and not isinstance(error, BadCheckpoint):  # e.g. of an environment's reset
+            raise
+        collector.shutdown(raise_on_error=False)
+        raise BadCheckpoint(
+            f"the state is malformed ({described(error)}): something other than Muster has written it. A part was "
+            f"loaded, so this collector is shut down: make another."
+        ) from error
+
+
+def _load(collector: BaseCollector, state: Any, trust: bool) -> ResumeReport:
     engine, pool = collector._engine, collector._engine.source.pool
     notes = []
     engine.source.abandon("loaded")
@@ -122,7 +142,8 @@ def _load_groups(engine: Engine, state: dict[str, Any], trust: bool) -> dict[int
         for of_group in of_worker:
             failed |= of_group
     for counts, group in zip(pool.counters, state["groups"], strict=True):
-        counts.executed, counts.discarded = group["executed"], Counter(group["discarded"])
+        discarded = {str(reason): index(steps) for reason, steps in group["discarded"].items()}
+        counts.executed, counts.discarded = index(group["executed"]), Counter(discarded)
         counts.clock = np.stack([group["clock"]["episode"], group["clock"]["steps"]])
     engine.source.look_again()
     return failed

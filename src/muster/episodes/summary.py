@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -173,7 +174,7 @@ class EpisodeWindow:
         return {"count": self.count, **{name: list(values) for name, values in self._last.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.count = state["count"]
+        self.count = index(state["count"])
         for name, values in self._last.items():
             values.clear()
-            values.extend(state.get(name, ()))
+            values.extend(map(float, state.get(name, ())))

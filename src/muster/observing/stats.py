@@ -75,7 +75,8 @@ class CollectorStats:
         discarded: number of steps that will not be delivered, by reason; a ``Counter``, 0 for all other reasons.
         in_flight: number of steps not delivered yet: rollouts that workers have made ahead, batches that wait (for the
             next call, after an error of a hook), the rows of a batch that an error interrupted, and with
-            ``trajs_per_batch`` episodes that are incomplete or wait for others.
+            ``trajs_per_batch`` and ``collect(n_episode=)`` episodes that are incomplete or wait for others. 0 after
+            ``shutdown()``, which discards them all.
         batches, episodes: numbers of delivered batches, and of episodes that ended in them.
         return_mean, length_mean: averages over the last 100 episodes; None before the first.
         success_rate: average over the last 100 episodes whose last ``info`` has ``is_success`` or ``success``; None

@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn.modules import module as module_globals
 
 from muster.memory.specs import Array
+from muster.policies.normalization import RunningNorm
 from muster.policies.numpy_layers import Call, numpy_steps
 from muster.utils.private_names import usable
 
@@ -294,6 +295,7 @@ _CONFIG: dict[type[nn.Module] | str, Call | None] = {
     nn.LayerNorm: operator.attrgetter("normalized_shape", "eps"),
     nn.Flatten: operator.attrgetter("start_dim", "end_dim"),
     nn.Conv2d: operator.attrgetter("stride", "padding", "dilation", "groups", "padding_mode"),
+    RunningNorm: lambda norm: (norm.clip, norm.shift.data_ptr(), norm.scale.data_ptr()),
     "tensordict:NormalParamExtractor": operator.attrgetter("scale_mapping", "scale_lb"),
     "tensordict:AddStateIndependentNormalScale": operator.attrgetter("scale_mapping", "scale_lb"),
 }

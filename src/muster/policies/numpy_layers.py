@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from muster.memory.specs import Array
+from muster.policies.normalization import RunningNorm
 
 Call = Callable[[Any], Any]
 
@@ -128,8 +129,20 @@ def _layer_norm(layer: Any, y: Array) -> Call | None:
     return apply
 
 
+def _running_norm(layer: RunningNorm, y: Array) -> Call:
+    shift, scale, most = layer.shift.numpy(), layer.scale.numpy(), np.full_like(y, layer.clip)
+    least = -most
+
+    def apply(x: Array) -> Array:
+        np.multiply(np.subtract(x, shift, x), scale, x)
+        return np.minimum(np.maximum(x, least, out=x), most, out=x)
+
+    return apply
+
+
 _NUMPY: dict[type[nn.Module], Callable[[Any, Array], Call | None]] = {
     nn.Linear: _linear,
+    RunningNorm: _running_norm,
     nn.Tanh: lambda layer, y: lambda x: np.tanh(x, x),
     nn.ReLU: _relu,
     nn.LeakyReLU: _leaky_relu,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from operator import index
 from typing import Any
 
 import numpy as np
 
 from muster.episodes.record import Episodes
+from muster.errors import BadCheckpoint
+from muster.keys import dotted
 from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import OBJECT, Array, Column
 from muster.protocols import Outputs, Policy
@@ -48,13 +51,18 @@ def load(group: Group, state: dict[str, Any], reasons: list[str | None], policy:
     group.clock.load_state_dict(state["clock"])
     group.rng.load_state_dict(state["rng"])
     rows = {key: _row(row, group.env.device) for key, row in state["carry"].items()}
+    for key, row in rows.items():
+        like = group.carry.get(key)  # None: a recurrent state that the policy has not made yet
+        if row.shape[:2] != (1, group.B) or (like is not None and (row.shape, row.dtype) != (like.shape, like.dtype)):
+            raise BadCheckpoint(f"the row of {dotted(key)} has shape {tuple(row.shape)} and dtype {row.dtype}")
     group.carry.clear()  # also of columns of this process's policy
     group.carry.update(rows)
     call = state["call"]
     group._primed = None if call is None or policy is None else (policy, _call(call), call["version"])
     group.resumed = None if group.resumed is None else []
-    group.due = Due(state["pending"], state["seeds"])
-    group.started, group.unreported = state.get("started", True), 0
+    pending, seeds = map(index, state["pending"]), {index(i): index(seed) for i, seed in state["seeds"].items()}
+    group.due = Due([range(group.B)[i] for i in pending], seeds)
+    group.started, group.unreported = bool(state.get("started", True)), 0
     if not any(reasons):
         group.env.restore(state["adapter"])
         return {}

@@ -1,0 +1,256 @@
+"""One collector, used in any order: whatever a user does, whatever happens to its workers, data and counts are right.
+
+``MUSTER_EXAMPLES=2000`` runs so many sequences, other ones each time.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from muster import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector, Restart
+from muster.errors import EnvError, WorkerDied
+from muster.testing import OracleEnv
+from muster.testing.oracle import EXECUTED, follow
+from tests.tools import assert_accounted
+from tests.waits import wait_until
+
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="kills processes")]
+
+WORKERS, ENVS, T = 2, 2, 8  # environments per worker, rows per batch
+RAISE, EXIT, INTERRUPT = 1, 2, 3  # what an environment does in its next step, once
+
+
+def orders(path: Path) -> np.ndarray:
+    """What the environments are to do next, ``int64 [environments]``, shared with all processes."""
+    with open(path, "r+b") as file:
+        return np.frombuffer(mmap.mmap(file.fileno(), 0), np.int64)
+
+
+class ObedientEnv(OracleEnv):
+    """Fails in its next step if it is told to."""
+
+    def __init__(self, folder: Path, first: int) -> None:
+        super().__init__(folder / "counts", first, ENVS)
+        self._orders = orders(folder / "orders")
+
+    def step(self, action: Any) -> Any:
+        order = int(self._orders[self.number])
+        self._orders[self.number] = 0
+        if order == RAISE:
+            raise RuntimeError("as ordered")
+        if order == EXIT:
+            os._exit(3)
+        if order == INTERRUPT:
+            signal.raise_signal(signal.SIGINT)
+        return super().step(action)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a snapshot repeats the actions")
+
+
+class Adds(torch.nn.Module):
+    """Its action tells which weights have acted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.added = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        return (obs[..., 5] + self.added.long()) % 5
+
+
+KINDS: dict[str, Callable[..., Any]] = {
+    "in process": Collector,
+    "sync": MultiSyncCollector,
+    "async": MultiAsyncCollector,
+    "threads": partial(MultiSyncCollector, backend="threads"),
+    "server": partial(MultiSyncCollector, inference="server"),
+    "async server": partial(MultiAsyncCollector, inference="server"),
+    "one worker": AsyncCollector,
+}
+
+
+class AnyOrder(RuleBasedStateMachine):
+    @initialize(kind=st.sampled_from([*KINDS]), on_failure=st.sampled_from(["raise", "restart"]))
+    def made(self, kind: str, on_failure: str) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        path = Path(self.folder.name)
+        (path / "orders").write_bytes(bytes(8 * WORKERS * ENVS))
+        self.orders = orders(path / "orders")
+        factories = [partial(ObedientEnv, path, ENVS * worker) for worker in range(WORKERS)]
+        given: dict[str, Any] = {"num_envs": ENVS, "frames_per_batch": T * ENVS, "seed": 1}
+        if kind in ("in process", "one worker"):
+            factories, self.envs = factories[:1], ENVS
+        else:
+            self.envs = WORKERS * ENVS
+        if "async" not in kind:
+            given["frames_per_batch"] = T * self.envs
+        if kind != "in process":
+            given["on_failure"] = "raise" if on_failure == "raise" else Restart(max_restarts=None)
+        self.is_raised = kind == "in process" or on_failure == "raise"
+        self.in_processes = kind not in ("in process", "threads")
+        self.here = kind == "in process"
+        self.policy = Adds()
+        self.collector = KINDS[kind](factories, self.policy, **given)
+        self.kind, self.path = kind, path
+        self.troubles = self.kills = self.errors = self.frames = 0
+        self.is_exact = True  # the environments' own counts include nothing that a restored state has repeated
+        self.random = False  # some actions were random
+        self.last: dict[tuple[int, int], int] = {}  # last step of each run of each environment
+        self.ids: dict[int, tuple[int, ...]] = {}  # episodes by id
+
+    # --- what is done ----------------------------------------------------------------------------
+
+    @rule()
+    def next_batch(self) -> None:
+        self.attempt(lambda: self.check(self.collector.next()))
+
+    @rule(count=st.integers(1, 3))
+    def some_batches(self, count: int) -> None:
+        def iterate() -> None:
+            for number, batch in enumerate(self.collector, 1):
+                self.check(batch)
+                if number == count:
+                    break
+
+        self.attempt(iterate)
+
+    @rule(steps=st.integers(1, 30), random=st.booleans())
+    def n_step(self, steps: int, random: bool) -> None:
+        self.random |= random
+        self.attempt(lambda: self.check(self.collector.collect_batch(n_step=steps, random=random).batch))
+
+    @rule(episodes=st.integers(1, 5))
+    def n_episode(self, episodes: int) -> None:
+        self.attempt(lambda: self.check(self.collector.collect_batch(n_episode=episodes).batch))
+
+    @rule()
+    def rollout(self) -> None:
+        self.attempt(lambda: self.check(self.collector.rollout()))
+
+    @rule(added=st.integers(0, 4))
+    def publish(self, added: int) -> None:
+        with torch.no_grad():
+            self.policy.added.fill_(added)
+        self.attempt(self.collector.update_policy_weights_)
+
+    @rule(index=st.sampled_from([None, [0], [1]]))
+    def reset(self, index: Any) -> None:
+        self.attempt(lambda: self.collector.reset(index))
+
+    @rule(seed=st.integers(0, 3))
+    def seed(self, seed: int) -> None:
+        self.attempt(lambda: self.collector.set_seed(seed))
+
+    @rule()
+    def save_and_load(self) -> None:
+        self.attempt(lambda: self.collector.load_state_dict(self.collector.state_dict(), trust=True))
+        self.is_exact = False
+
+    @rule()
+    def pause(self) -> None:
+        with self.collector.pause():
+            assert_accounted(self.collector)
+
+    # --- what happens to it ----------------------------------------------------------------------
+
+    @rule(env=st.integers(0, WORKERS * ENVS - 1), order=st.sampled_from([RAISE, EXIT, INTERRUPT]))
+    def fail_in_the_next_step(self, env: int, order: int) -> None:
+        possible = {RAISE: True, EXIT: self.in_processes, INTERRUPT: self.here}[order]
+        if env < self.envs and possible:
+            self.orders[env] = order
+            self.troubles += 1
+
+    @precondition(lambda self: self.in_processes)
+    @rule(worker=st.integers(0, WORKERS - 1), number=st.sampled_from([signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV]))
+    def kill(self, worker: int, number: int) -> None:
+        workers = self.collector.stats().workers
+        told = workers[worker % len(workers)]
+        if told.state == "working" and told.pid:
+            self.kills += 1
+            self.troubles += 1
+            with suppress(ProcessLookupError):  # it has ended, and the collector has not noticed yet
+                os.kill(told.pid, number)
+
+    # --- what holds -----------------------------------------------------------------------------
+
+    def attempt(self, action: Callable[[], object]) -> None:
+        """Do it. It may fail only because of an earlier trouble, and once for each."""
+        try:
+            action()
+            return
+        except (EnvError, WorkerDied, KeyboardInterrupt) as raised:
+            error = raised
+        self.errors += 1
+        assert self.errors <= self.troubles, f"nothing has happened that explains this: {error!r}"
+        assert self.is_raised or isinstance(error, KeyboardInterrupt), error
+
+    def check(self, batch: Any) -> None:
+        """Every row follows from itself, and comes once, after the earlier ones of its environment."""
+        valid = batch.get(("collector", "valid"), None)
+        rows = batch.reshape(-1) if valid is None else batch[valid]
+        self.frames += len(rows)
+        obs, action, after = (
+            rows["observation"].numpy(),
+            rows["action"].numpy(),
+            rows["next", "observation"].numpy(),
+        )
+        expected, reward, terminated, truncated = follow(np.moveaxis(obs, -1, 0), action)
+        assert (after == np.stack(expected, -1)).all()
+        assert (rows["next", "reward"].flatten().numpy() == reward).all()
+        assert (rows["next", "terminated"].flatten().numpy() == terminated).all()
+        assert (rows["next", "truncated"].flatten().numpy() >= truncated).all()
+        ids = rows["collector", "traj_ids"].flatten().tolist()
+        for (env, run, episode, _, total, _), number in zip(obs.tolist(), ids, strict=True):
+            assert total > self.last.get((env, run), -1), f"environment {env}, run {run}: step {total} comes late"
+            self.last[env, run] = total
+            known = self.ids.setdefault(number, (env, run, episode))
+            assert known == (env, run, episode), f"id {number} is of {known} and {(env, run, episode)}"
+
+    @invariant()
+    def every_step_is_accounted_for(self) -> None:
+        if hasattr(self, "collector"):
+            assert_accounted(self.collector)
+            assert self.collector.stats().frames == self.frames
+
+    def teardown(self) -> None:
+        if not hasattr(self, "collector"):
+            return
+        pids = [worker.pid for worker in self.collector.stats().workers if self.in_processes and worker.pid]
+        self.attempt(self.collector.shutdown)
+        self.collector.shutdown()
+        stats, made = self.collector.stats(), int(OracleEnv.read(self.path / "counts")[:, EXECUTED].sum())
+        assert stats.in_flight == 0
+        assert_accounted(self.collector)
+        if self.is_exact:  # who is killed after a step and before its reward is stored has made one that nobody knows
+            assert 0 <= made - stats.executed <= self.kills
+        for pid in pids:
+            wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists())
+        self.folder.cleanup()
+
+
+given = int(os.environ.get("MUSTER_EXAMPLES", "0"))
+AnyOrder.TestCase.settings = settings(
+    max_examples=given or 50,
+    stateful_step_count=12,
+    deadline=None,
+    derandomize=not given,
+    suppress_health_check=[*HealthCheck],
+)
+test_any_order_of_calls_and_troubles = pytest.mark.slow(AnyOrder.TestCase)
