@@ -324,8 +324,30 @@ def test_the_default_directory_is_new_and_a_dropped_collector_ends_its_page(tmp_
     assert RunHistory.read(directory).end is not None
 
 
-def test_a_lost_worker_is_told_with_its_crash_report(tmp_path):
-    """Red until its successor has made its environments, then green."""
+class Faulty(CountingEnv):
+    def step(self, action):
+        if self.executed >= 40:
+            raise ValueError("by me")
+        return super().step(action)
+
+
+def test_an_error_of_an_environment_is_told_with_its_crash_report(tmp_path):
+    options = {"backend": "threads", "on_failure": "restart", "crash_dir": tmp_path / "crashes", "seed": 0}
+    watch = Watch(tmp_path / "run", None)
+    with MultiSyncCollector([ENV, Faulty], None, num_workers=2, frames_per_batch=32, watch=watch, **options) as made:
+        for _ in range(4):
+            made.next()
+        discarded = dict(made.stats().discarded)
+    history = RunHistory.read(tmp_path / "run")
+    [error] = history.errors
+    assert error["worker"] == 1
+    assert "ValueError: by me" in error["text"]
+    assert [error["crash_report"]] == [str(path) for path in (tmp_path / "crashes").iterdir()]
+    assert history.snapshots[-1]["discarded"] == discarded != {}
+    assert any(label.get_text() == "discarded: env_error" for label in plot_run(history).axes[4].get_yticklabels())
+
+
+def test_a_killed_worker_is_red_then_green(tmp_path):
     options = {"on_failure": "restart", "watch": Watch(tmp_path, None), "frames_per_batch": 64, "seed": 0}
     with MultiSyncCollector([ENV] * 2, None, num_workers=2, **options) as collector:
         collector.next()

@@ -91,7 +91,8 @@ class SnapshotFile:
         Raises:
             OSError: it cannot be written; the file is unchanged.
         """
-        line = json.dumps({"kind": kind, "time": time.time(), **entries}, allow_nan=False).encode() + b"\n"
+        entry = {"kind": kind, "time": time.time(), **entries}
+        line = json.dumps(entry, allow_nan=False, default=plain).encode() + b"\n"  # NumPy's numbers, too
         end = self._file.seek(0, os.SEEK_END)
         if end + len(line) > self._limit and kind == "snapshot":
             self._thin()
