@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from muster import MultiSyncCollector, Watch
-from muster.episodes.curve import running_means
+from muster.episodes.curve import EpisodeTotals, running_means
+from muster.episodes.record import Episodes
 from muster.observing.page_server import PageAddress, PageServer
 from muster.observing.snapshots import NAME, RunHistory
 from muster.testing import CountingEnv
 from tests.site.pages import DESKTOP, PHONE, browser  # noqa: F401 (a fixture)
+from tests.waits import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 ENV = partial(CountingEnv, 3)
@@ -183,17 +186,38 @@ def test_text_of_a_run_stays_text_and_half_a_line_is_tolerated(
     expect(page.locator("#number-frames")).to_have_text("200,000")
 
 
+def shows(page: Page, count: int) -> bool:
+    return bool(page.evaluate("snapshots.length") == count)
+
+
 def test_the_page_computes_the_running_means_of_the_pictures(
     finished: Path, look: Open, serve: Callable[..., str]
 ) -> None:
-    page = look(serve(finished))
-    expect(page.locator("#rate canvas")).to_be_visible()
-    points = RunHistory.read(finished).points()
-    for what in ("return", "length"):
-        found = np.array(page.evaluate(f"runningMeans('{what}')"))
-        rows = running_means(points, what)
-        np.testing.assert_allclose(found[:2], rows[:, :2].T)
-        np.testing.assert_allclose(found[3] - found[1], rows[:, 2], atol=1e-9)
+    """Also when the file was replaced by one with fewer snapshots, as it is when it has become too large."""
+    newest, rng, totals = RunHistory.read(finished).snapshots[-1], np.random.default_rng(0), EpisodeTotals()
+    entries = []
+    for frames in range(1, 60):
+        n = int(rng.integers(0, 12))
+        numbers, flags, infos = np.arange(n), np.zeros(n, bool), np.array([{"success": i % 3 == 0} for i in range(n)])
+        lengths = rng.integers(1, 50, n)
+        totals = totals.plus(Episodes(numbers, numbers, rng.normal(frames, 5, n), lengths, flags, flags, infos))
+        entries.append(newest | {"time": newest["time"] + frames, "frames": 1000 * frames, "totals": asdict(totals)})
+    page = None
+    for part in (entries, entries[::3]):
+        (finished / "new").mkdir(exist_ok=True)
+        (finished / "new" / NAME).unlink(missing_ok=True)
+        lines(finished / "new", *part)
+        os.replace(finished / "new" / NAME, finished / NAME)
+        page = page or look(serve(finished))
+        wait_until(partial(shows, page, len(part)))
+        points = RunHistory.read(finished).points()
+        for what in ("return", "length", "success"):
+            found = np.array(page.evaluate(f"runningMeans('{what}')"))
+            rows = running_means(points, what)  # type: ignore[arg-type]
+            assert len(rows) > 10
+            np.testing.assert_allclose(found[:2], rows[:, :2].T)
+            np.testing.assert_allclose(found[3] - found[1], rows[:, 2])
+            np.testing.assert_allclose(found[1] - found[2], rows[:, 2])
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
