@@ -64,7 +64,7 @@ build/docs/index.html:
 
 docs-test: build/docs/index.html $(STAMPS)/site
 	@command -v chromium >/dev/null 2>&1 || { echo "No Chromium here. On Debian: apt install chromium"; exit 1; }
-	"$(BIN)/python" -m pytest -n 0 tests/site/pages.py $(ARGS)
+	"$(BIN)/python" -m pytest -n 0 tests/site/pages.py tests/site/watch_page.py $(ARGS)
 
 dist: $(STAMPS)/release
 	rm -rf dist

@@ -6,7 +6,7 @@ Layers, each importing only from those before it::
     memory/       specs of arrays, slots, the user's view of them
     envs/ policies/ episodes/   adapters, one file per third party; the one model of an episode
     rollout/      the loop, groups, resets, hooks
-    observing/    stats, loggers, timeline, profiling
+    observing/    stats, loggers, snapshots and their page, timeline, profiling
     weights/      publishing weights
     recording/    experience as files
     restore/      states of environments, checkpoints, crash reports and their replay
@@ -53,6 +53,7 @@ _HOMES = {
     "Timeline": "muster.observing.timeline",
     "Trajectories": "muster.collectors.options",
     "Tuning": "muster.tuning",
+    "Watch": "muster.collectors.options",
     "load": "muster.recording",
     "load_state": "muster.restore.checkpoint:load",
     "save_state": "muster.restore.checkpoint:save",
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
     from muster.collectors.options import Autosave as Autosave
     from muster.collectors.options import Execution as Execution
     from muster.collectors.options import Trajectories as Trajectories
+    from muster.collectors.options import Watch as Watch
     from muster.collectors.resume import ResumeReport as ResumeReport
     from muster.episodes.record import EpisodeRecord as EpisodeRecord
     from muster.episodes.segment import split_trajectories as split_trajectories

@@ -91,6 +91,12 @@ class Collect:
     frames_per_batch: Annotated[Count | None, arg(metavar="N")] = None
     """Frames per batch. Default: a divisor of --frames near 2048."""
 
+    watch: bool = False
+    """Show the collection on a local web page, whose address is printed. `muster watch DIR` shows it afterwards."""
+
+    watch_address: Annotated[str | None, arg(metavar="HOST:PORT")] = None
+    """With --watch: address of the page. Beyond loopback, viewers need the token in the printed address."""
+
     allow_import: AllowImport = False
 
     quiet: bool = False
@@ -151,6 +157,8 @@ def _check(command: Collect) -> int:
     if command.workers is None and command.backend is None:
         of_workers = ("asynchronous", "threads", "on_failure", "inference", "alternating")
         refuse_given(command, of_workers, "workers: add --workers N")
+    if command.watch_address is not None and not command.watch:
+        raise BadOption("--watch-address needs --watch. Add it, or remove --watch-address.")
     if command.alternating and command.inference != "server":
         raise BadOption("--alternating needs --inference server. Add it, or remove --alternating.")
     check_numbers(command, workers=1, envs=1, seed=0)
@@ -160,6 +168,7 @@ def _check(command: Collect) -> int:
 
 def _make_collector(command: Collect, policy: Any, frames: int) -> BaseCollector:
     from muster.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+    from muster.collectors.options import Watch
 
     options: dict[str, Any] = {
         "num_envs": command.envs,
@@ -168,6 +177,9 @@ def _make_collector(command: Collect, policy: Any, frames: int) -> BaseCollector
         "seed": command.seed,
         "obs_dtype": obs_dtype_of(command.obs_dtype),
     }
+    if command.watch:
+        address = {} if command.watch_address is None else {"address": command.watch_address}
+        options["watch"] = Watch(command.out, **address)
     if command.backend is not None:
         return cluster.make_collector(command, policy, options)
     if command.workers is None:

@@ -17,6 +17,7 @@ from muster.cli.eval import Eval, evaluate
 from muster.cli.export import ExportCommand, export
 from muster.cli.replay import Replay, replay
 from muster.cli.tune import Tune, tune
+from muster.cli.watch import WatchCommand, watch
 from muster.errors import MusterError
 from muster.utils.attributes import installed
 
@@ -25,6 +26,7 @@ COMMANDS: dict[type, Callable[[Any], int]] = {
     Eval: evaluate,
     Tune: tune,
     ExportCommand: export,
+    WatchCommand: watch,
     ClusterCommand: cluster,
     NodeCommand: node,
     Replay: replay,
@@ -43,6 +45,7 @@ examples:
   muster tune CartPole-v1 --policy mlp --num-envs 16 64
   muster replay /tmp/muster-crash-x1/env-3.crash
   muster export runs/a --to minari --out cartpole/random-v0
+  muster watch runs/a
   muster cluster
   muster doctor
 

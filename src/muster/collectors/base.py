@@ -9,7 +9,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +19,13 @@ from muster.collectors.background import Background
 from muster.collectors.batch_views import final_observations
 from muster.collectors.collect_methods import CollectMethods
 from muster.collectors.engine import Engine
+from muster.collectors.observers import Observers, ObservingMethods
 from muster.collectors.on_demand import OnDemand
 from muster.collectors.options import CollectorOptions
 from muster.collectors.signatures import passes_on
 from muster.collectors.weight_methods import WeightMethods
-from muster.episodes.record import EpisodeRecord
-from muster.errors import BadOption, CollectorBusy, CollectorClosed, CollectorTimeout
-from muster.observing.loggers import CollectionLog
+from muster.errors import BadOption, CollectorBusy, CollectorClosed, CollectorTimeout, described
 from muster.observing.profiling import ProfileConfig
-from muster.observing.progress import CollectionProgress
-from muster.observing.stats import CollectorStats
 from muster.utils.attributes import resolve
 from muster.utils.forks import Owner
 from muster.utils.tracebacks import trimmed
@@ -45,7 +41,7 @@ class NoWorkerIndex(BadOption, RuntimeError):
     """``worker_idx`` was read, but never set."""
 
 
-class BaseCollector(CollectMethods, WeightMethods, ABC):
+class BaseCollector(CollectMethods, ObservingMethods, WeightMethods, ABC):
     """Base of all collectors. Subclasses choose where environments run and how rollouts become batches.
 
     Attributes:
@@ -99,7 +95,7 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
                 "this collector is being iterated already. Use one `for` loop at a time; drop the first iterator "
                 "(`del it`) to begin another, or end the background thread with `async_shutdown()`."
             )
-        after = self._log if self._logged is not None or self._progress is not None else None
+        after = self._observers.wrote if self._observers.need_batches else None
         batches = self._engine.iterate(self._check_open, self._before_batch, after)
         self._iterator = weakref.ref(batches)
         return batches
@@ -198,17 +194,6 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         self.shutdown(close_env=close_env)
 
     # --- observing --------------------------------------------------------------------------------
-
-    @property
-    def episodes(self) -> Sequence[EpisodeRecord]:
-        """Records of the episodes that ended in the last batch."""
-        return self._engine.episodes
-
-    def stats(self) -> CollectorStats:
-        """Return a snapshot of all counters. It is cheap, and available after ``shutdown``."""
-        stats = self._engine.stats()
-        ended_by = "" if self._background is None else self._background.ended_by
-        return replace(stats, ended_by=ended_by) if ended_by else stats
 
     def __repr__(self) -> str:
         names = ", ".join(sorted({counts.info.name for counts in self._engine.source.pool.counters}))
@@ -385,27 +370,15 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._observers.error = described(error)
         self.shutdown(raise_on_error=error is None)
 
     # --- parts ------------------------------------------------------------------------------------
 
-    def _log(self) -> None:
-        if self._logged is not None or self._progress is not None:
-            stats, ready = self._engine.stats(), self._engine.pipeline.frames_ready
-            stats = replace(stats, frames=stats.frames + ready, in_flight=stats.in_flight - ready)
-            if self._progress is not None:
-                self._progress.wrote(stats)
-            if self._logged is not None:
-                self._logged.wrote(stats, self._engine.episodes)
-
     def _set_up(self) -> None:
         options = self.options
         self._on_demand = OnDemand(self._engine)
-        self._logged = None if options.logger is None else CollectionLog(options.logger)
-        self._progress: CollectionProgress | None = None
-        if options.progress:
-            self._progress = CollectionProgress(options.total_frames, self._engine.source.pool.worker_stats)
-            weakref.finalize(self, self._progress.close)
         self._groups, self.timeline = self._engine.groups, self._engine.timeline
         self._receivers = Receivers(self._weights, self, options.worker_idx)
         if options.weight_recv_schemes:
@@ -418,6 +391,7 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         self._saving, self._saved_at = options.saving, time.monotonic()
         if options.seed is not None:
             self.set_seed(options.seed)
+        self._observers = Observers(self, options, self._engine)
 
     def _before_batch(self) -> None:
         """Run before each batch, when the user is done with the previous one."""
@@ -451,8 +425,9 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
 
     def _end(self, *, close_env: bool, raise_on_error: bool) -> None:
         self._closed = True
-        if self._progress is not None:
-            self._progress.close()
+        if self._background is not None and self._background.ended_by:
+            self._observers.error = self._background.ended_by
+        self._observers.close()
         self.disable_profile()
         self._receivers.close()
         try:

@@ -20,6 +20,7 @@ from muster.utils.integers import integer
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+    from muster.collectors.observers import Observers
     from muster.collectors.on_demand import OnDemand
     from muster.collectors.options import CollectorOptions
 
@@ -179,7 +180,7 @@ class CollectMethods:
         with self._exclusively():
             if (made := self._on_demand.unreported) is None:
                 made = self._on_demand.unreported = self._on_demand.collect(asked)
-                self._log()  # after an error here, the next call reports this result
+                self._observers.wrote()  # after an error here, the next call reports this result
             self._on_demand.unreported = None
             return made
 
@@ -187,4 +188,5 @@ class CollectMethods:
 
         def _check_open(self) -> None: ...
         def _exclusively(self) -> AbstractContextManager[None]: ...
-        def _log(self) -> None: ...
+
+        _observers: Observers

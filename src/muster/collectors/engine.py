@@ -16,6 +16,7 @@ from muster.collectors.batch_views import BatchViews
 from muster.collectors.contradictions import joins_time
 from muster.collectors.options import CollectorOptions
 from muster.collectors.pipeline import Pipeline, PipelineItem
+from muster.episodes.curve import EpisodeCurve
 from muster.episodes.record import NO_EPISODES, join_episodes
 from muster.episodes.summary import EpisodeWindow
 from muster.episodes.whole import WholeEpisodes
@@ -87,7 +88,7 @@ class Engine:
             source.ahead = self.views
         self.timeline = Timeline()
         self.timeline.tracks[OWN_TRACK] = "collector"
-        self.window = EpisodeWindow()
+        self.window, self.curve = EpisodeWindow(), EpisodeCurve()
         self.undelivered = 0  # frames of an unfinished call of ``collect``
         self.kept: WholeEpisodes | None = None  # episodes of ``collect(n_episode=...)``, after its first call
         self.episodes = NO_EPISODES
@@ -257,6 +258,7 @@ class Engine:
         if episodes:
             self.episodes = join_episodes(episodes)
             self.window.add(self.episodes)
+            self.curve.add(self.frames, self.episodes)
         self.lag[most] += 1
 
     @property

@@ -17,6 +17,7 @@ from muster.episodes.rules import StreamRule, check_stream_rule
 from muster.errors import BadOption
 from muster.memory.views import Order
 from muster.observing.loggers import as_logger
+from muster.observing.page_server import parse_address
 from muster.policies.adapt import STORED
 from muster.policies.agents import per_agent
 from muster.recording.writer import Recorder
@@ -77,6 +78,25 @@ class Autosave(Details):
     def __post_init__(self) -> None:
         if not self.every > 0:
             raise BadOption(f"every={self.every!r}: expected seconds, more than 0")
+
+
+@dataclass(frozen=True, repr=False)
+class Watch(Details):
+    """Directory of the snapshots of a collection, and address of the page that shows them.
+
+    Attributes:
+        directory: directory of the snapshots, without those of another collection. It is created if it does not exist.
+            None: that of ``record``, or a new one in ``runs``.
+        address: ``host:port`` of the page; port 0 is any free port. Beyond loopback, viewers need the token in the
+            printed address. None: no page; ``muster watch DIRECTORY`` shows it.
+    """
+
+    directory: str | os.PathLike[str] | None = None
+    address: str | None = "127.0.0.1:0"
+
+    def __post_init__(self) -> None:
+        if self.address is not None:
+            parse_address(self.address)
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -201,6 +221,9 @@ class CollectorOptions:
             coroutine functions; see docs/coroutines.md.
         logger: receives metrics after every batch. Any object that ``muster.observing.loggers.as_logger`` accepts: a
             TensorBoard writer, a function ``(metrics, step)``, ... You close it. None: no logging.
+        watch: write a snapshot of the statistics per second, and show them on a web page, whose address is printed on
+            standard error. A text is the address ``host:port``; the default is a free port of this machine's loopback.
+            ``muster.Watch(directory, address)`` also sets where the snapshots are. See docs/watch.md.
         slot_memory_limit: maximum size in bytes of the batches referenced at once. None: half of the machine's memory.
     """
 
@@ -259,6 +282,7 @@ class CollectorOptions:
     timeouts: Mapping[str, float | None] = field(default_factory=dict)
     logger: Any = None
     progress: bool = False
+    watch: bool | str | Watch = False
     slot_memory_limit: int | None = None
     devices: dict[str, torch.device | None] = field(init=False, repr=False)
 
@@ -296,6 +320,9 @@ class CollectorOptions:
         check_timeouts(self.timeouts)
         if self.logger is not None:
             as_logger(self.logger)
+        if not isinstance(self.watch, (bool, str, Watch)):
+            raise BadOption(f"watch={self.watch!r}: expected True, an address host:port, or muster.Watch(...)")
+        self.watching  # noqa: B018 (checks the address)
         if self.replay_buffer is not None:
             ReplaySink(self.replay_buffer, extend=self.extend_buffer)
         check_contradictions(self)
@@ -326,6 +353,13 @@ class CollectorOptions:
         """Return ``autosave`` as ``Autosave``."""
         given = self.autosave
         return given if given is None or isinstance(given, Autosave) else Autosave(given)
+
+    @property
+    def watching(self) -> Watch | None:
+        """Return ``watch`` as ``Watch``."""
+        if isinstance(self.watch, str):
+            return Watch(address=self.watch)
+        return self.watch if isinstance(self.watch, Watch) else Watch() if self.watch else None
 
     @property
     def version_counter(self) -> Any:

@@ -165,8 +165,8 @@ class JsonlLogger:
             BadOption: the logger is closed.
             OSError: the record cannot be written; the file is unchanged.
         """
-        plain = {name: _plain(value) for name, value in metrics.items()}
-        line = json.dumps({"step": int(step), "time": time.time(), "metrics": plain}, allow_nan=False) + "\n"
+        numbers = {name: plain(value) for name, value in metrics.items()}
+        line = json.dumps({"step": int(step), "time": time.time(), "metrics": numbers}, allow_nan=False) + "\n"
         with self._lock:
             if self._file.closed:
                 raise BadOption(f"{self.path}: this JsonlLogger is closed; make another one to append more")
@@ -228,7 +228,7 @@ _HEAD = b'{"step": '  # start of every record
 _LONGEST = 1 << 20
 
 
-def _plain(value: Any) -> float | None:
+def plain(value: Any) -> float | None:
     """Return ``value`` as a number of Python's (also from NumPy and torch); None for values that JSON does not have."""
     number = value if isinstance(value, int) else float(value)
     return number if math.isfinite(number) else None

@@ -1,0 +1,136 @@
+"""What observes a collector: its logger, progress bar and snapshots."""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from muster.collectors.engine import Engine
+from muster.collectors.options import CollectorOptions
+from muster.episodes.record import EpisodeRecord
+from muster.observing.loggers import CollectionLog
+from muster.observing.plot import plot_stats
+from muster.observing.progress import CollectionProgress
+from muster.observing.stats import CollectorStats
+from muster.observing.watching import WatchedRun
+
+if TYPE_CHECKING:
+    from muster.collectors.background import Background
+
+
+class Observers:
+    """Shows every batch to the logger, the progress bar and the snapshots that the options ask for.
+
+    Args:
+        collector: ended when this is garbage-collected, and described in the snapshots.
+
+    Attributes:
+        watched: writer of snapshots; None: without ``watch``.
+        error: error that ended the collection, for the last line of the snapshots.
+    """
+
+    def __init__(self, collector: Any, options: CollectorOptions, engine: Engine) -> None:
+        self._engine = engine
+        self._log = None if options.logger is None else CollectionLog(options.logger)
+        self._progress: CollectionProgress | None = None
+        if options.progress:
+            self._progress = CollectionProgress(options.total_frames, engine.source.pool.worker_stats)
+            weakref.finalize(collector, self._progress.close)
+        self.watched: WatchedRun | None = None
+        self.error = ""
+        if (watch := options.watching) is not None:
+            pool, recorder = engine.source.pool, engine.pipeline.recorder
+            beside = Path("runs", time.strftime("%Y%m%d-%H%M%S")) if recorder is None else recorder.directory
+            names = ", ".join(sorted({counts.info.name for counts in pool.counters}))
+            known = {name: getattr(options, name) for name in ("frames_per_batch", "total_frames", "seed")}
+            self.watched = WatchedRun(
+                watch.directory or _unused(beside, recorded=recorder is not None),
+                {"collector": type(collector).__name__, "env": names, "num_envs": pool.num_envs, **known},
+                engine.stats(),
+                workers=pool.worker_stats,
+                causes=lambda: {handle.index: getattr(handle, "cause", None) for handle in pool.handles},
+                address=watch.address,
+            )
+            weakref.finalize(collector, self.watched.close)
+            if watch.address is not None:
+                later = f"muster watch {self.watched.directory}"
+                print(f"watch     {self.watched.url}  (afterwards: {later})", file=sys.stderr, flush=True)  # noqa: T201
+
+    @property
+    def need_batches(self) -> bool:
+        """Whether ``wrote`` is to be called after every batch."""
+        return not (self._log is None and self._progress is None and self.watched is None)
+
+    def wrote(self) -> None:
+        """Show the batch that was collected last."""
+        due = self.watched is not None and self.watched.due
+        if self._log is None and self._progress is None and not due:
+            return
+        stats, ready = self._engine.stats(), self._engine.pipeline.frames_ready
+        stats = replace(stats, frames=stats.frames + ready, in_flight=stats.in_flight - ready)
+        if due and self.watched is not None:
+            self.watched.wrote(stats, self._engine.curve.totals)
+        if self._progress is not None:
+            self._progress.wrote(stats)
+        if self._log is not None:
+            self._log.wrote(stats, self._engine.episodes)
+
+    def close(self) -> None:
+        """End the progress bar and the snapshots. May be called again."""
+        if self._progress is not None:
+            self._progress.close()
+        if self.watched is not None:
+            self.watched.wrote(self._engine.stats(), self._engine.curve.totals)
+            self.watched.close(self.error)
+
+
+def _unused(directory: Path, *, recorded: bool) -> Path:
+    """Return the directory, or the first one with a number at its end that does not exist."""
+    number, found = 1, directory
+    while not recorded and found.exists():
+        number += 1
+        found = directory.with_name(f"{directory.name}-{number}")
+    return found
+
+
+class ObservingMethods:
+    """The methods of a collector that show what it does."""
+
+    @property
+    def episodes(self) -> Sequence[EpisodeRecord]:
+        """Records of the episodes that ended in the last batch."""
+        return self._engine.episodes
+
+    def stats(self) -> CollectorStats:
+        """Return a snapshot of all counters. It is cheap, and available after ``shutdown``."""
+        stats = self._engine.stats()
+        ended_by = "" if self._background is None else self._background.ended_by
+        return replace(stats, ended_by=ended_by) if ended_by else stats
+
+    @property
+    def watch_url(self) -> str | None:
+        """Address of the page of ``watch=``, with its token; None: there is no page."""
+        return None if self._observers.watched is None else self._observers.watched.url
+
+    def plot(self) -> Any:
+        """Draw returns over frames with the 95 % interval of a running mean, the split of time, and the policy lag.
+
+        Needs matplotlib: ``pip install 'muster-rl[plot]'``. Episodes of before ``load_state_dict`` are not shown.
+
+        Returns:
+            a ``matplotlib.figure.Figure``, which notebooks show; ``savefig(path)`` writes it.
+
+        Raises:
+            BadOption: matplotlib is not installed.
+        """
+        return plot_stats(self.stats(), self._engine.curve.points)
+
+    if TYPE_CHECKING:
+        _engine: Engine
+        _observers: Observers
+        _background: Background | None

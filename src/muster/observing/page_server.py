@@ -1,0 +1,247 @@
+"""The web page of ``muster watch``: a server that reads the file of a run, and never writes."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from muster.errors import BadOption
+from muster.observing.snapshots import SnapshotReader
+
+TOKEN_VARIABLE = "MUSTER_WATCH_TOKEN"
+_SHORTEST_TOKEN = 16
+_POLL_S = 0.5  # between two looks at the file
+_TIMEOUT_S = 30.0  # of a viewer that does not read
+_MOST_VIEWERS = 64
+_AT_ONCE = 500  # entries of a message
+_SCRIPT, _STYLE = "text/javascript; charset=utf-8", "text/css; charset=utf-8"
+_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.js": ("page.js", _SCRIPT),
+    "/page.css": ("page.css", _STYLE),
+    "/uPlot.js": ("uPlot.iife.min.js", _SCRIPT),
+    "/uPlot.css": ("uPlot.min.css", _STYLE),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+class PageAddress:
+    """A listening socket, and the URL of the page there.
+
+    Beyond loopback the page needs a token: the environment variable ``MUSTER_WATCH_TOKEN``, otherwise a random one.
+
+    Args:
+        address: ``host:port``; port 0 is any free port.
+
+    Attributes:
+        token: empty for loopback.
+        url: with the token.
+
+    Raises:
+        BadOption: the address has another form or is not available, or the token has less than 16 characters.
+    """
+
+    def __init__(self, address: str) -> None:
+        host, port = parse_address(address)
+        self.token = "" if is_loopback(host) else os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
+        if self.token and len(self.token) < _SHORTEST_TOKEN:
+            raise BadOption(f"{TOKEN_VARIABLE} has less than {_SHORTEST_TOKEN} characters. Give a longer, random one.")
+        try:
+            family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            self.socket = socket.socket(family, kind)
+            try:
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                self.socket.bind(where)
+                self.socket.listen(16)
+            except BaseException:
+                self.socket.close()
+                raise
+        except OSError as error:
+            raise BadOption(f"watch: cannot listen at {address}: {error.strerror or error}") from error
+        if host in ("0.0.0.0", "::"):
+            host = socket.gethostname()
+        shown = f"[{host}]" if ":" in host else host
+        query = f"?token={self.token}" if self.token else ""
+        self.url = f"http://{shown}:{self.socket.getsockname()[1]}/{query}"
+
+    def close(self) -> None:
+        """Close the socket in this process."""
+        self.socket.close()
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Return host and port of ``host:port``. Raises ``BadOption`` for other texts."""
+    host, colon, port = address.rpartition(":")
+    if not (colon and host and port.isdecimal() and int(port) < 1 << 16):
+        raise BadOption(f"address={address!r}: expected host:port, such as 127.0.0.1:8000; port 0 is any free port")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach a host's address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class PageServer(ThreadingHTTPServer):
+    """Serves the page of a run, to at most 64 viewers at the same time.
+
+    Args:
+        run: directory of the run.
+        listening: listening socket; owned by the server.
+        token: token that viewers need; empty: none.
+        parent: process id of the parent, whose exit ends ``serve_forever``; None: no parent.
+
+    Raises:
+        BadOption: the directory has no snapshots.
+    """
+
+    daemon_threads, block_on_close = True, False
+
+    def __init__(self, run: Path, listening: socket.socket, token: str = "", *, parent: int | None = None) -> None:
+        SnapshotReader(run).close()
+        host, port = listening.getsockname()[:2]
+        super().__init__((host, port), _Handler, bind_and_activate=False)
+        self.socket.close()  # the base class has made one
+        self.socket = listening
+        self.run, self.token, self.cookie = run, token, f"muster_watch_{port}"
+        self.local = is_loopback(host)
+        self.files = {path: (_read(name), kind) for path, (name, kind) in _FILES.items()}
+        self._places, self._parent = threading.BoundedSemaphore(_MOST_VIEWERS), parent
+        self.ending = threading.Event()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._places.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore errors of connections: a viewer has closed the page."""
+
+    def service_actions(self) -> None:
+        if self._parent is not None and os.getppid() != self._parent:
+            os._exit(0)
+
+    def server_close(self) -> None:
+        self.ending.set()
+        super().server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """A request of a viewer."""
+
+    server: PageServer
+    timeout = _TIMEOUT_S
+    server_version, sys_version = "muster", ""
+
+    def do_GET(self) -> None:
+        parts = urlsplit(self.path)
+        if self.server.local and not is_loopback(urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""):
+            self._reply(403, b"The Host header does not name this machine.\n")  # a page elsewhere that found this port
+        elif self.server.token and (given := parse_qs(parts.query).get("token")) and self._is_token(given[0]):
+            cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
+            self._reply(303, b"", Location="/", **{"Set-Cookie": cookie})
+        elif self.server.token and not self._is_token(self._cookie()):
+            self._reply(403, b"This page needs the token of the address that muster watch has printed.\n")
+        elif parts.path == "/events":
+            self._stream()
+        elif parts.path in self.server.files:
+            content, kind = self.server.files[parts.path]
+            self._reply(200, content, **{"Content-Type": kind})
+        else:
+            self._reply(404, b"There is no such page.\n")
+
+    def log_message(self, *_: Any) -> None:
+        """Print nothing."""
+
+    def _is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), self.server.token.encode())
+
+    def _cookie(self) -> str:
+        try:
+            found = SimpleCookie(self.headers.get("Cookie", "")).get(self.server.cookie)
+        except CookieError:
+            return ""
+        return "" if found is None else found.value
+
+    def _start(self, status: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**_HEADERS, **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def _reply(self, status: int, content: bytes, **headers: str) -> None:
+        known = {"Content-Type": "text/plain; charset=utf-8", "Content-Length": str(len(content))}
+        self._start(status, known | headers)
+        self.wfile.write(content)
+
+    def _stream(self) -> None:
+        """Send all entries, then new ones as they appear in the file, until the viewer leaves."""
+        try:
+            reader = SnapshotReader(self.server.run)
+        except BadOption:
+            self._reply(404, b"There are no snapshots any more.\n")
+            return
+        self._start(200, {"Content-Type": "text/event-stream; charset=utf-8"})
+        try:
+            self._send("restart", None)
+            while not self.server.ending.is_set():
+                restarted, entries = reader.read()
+                if restarted:
+                    self._send("restart", None)
+                for begin in range(0, len(entries), _AT_ONCE):
+                    self._send("entries", entries[begin : begin + _AT_ONCE])
+                self._send("clock", time.time())  # also detects a viewer that has left
+                self.server.ending.wait(_POLL_S)
+        finally:
+            reader.close()
+
+    def _send(self, event: str, content: Any) -> None:
+        self.wfile.write(f"event: {event}\ndata: {json.dumps(content)}\n\n".encode())
+        self.wfile.flush()
+
+
+def _read(name: str) -> bytes:
+    return resources.files("muster.observing").joinpath("page").joinpath(name).read_bytes()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Serve the page of a run for its own process: listening descriptor, directory, and process id of the parent."""
+    fd, run, parent = arguments
+    server = PageServer(
+        Path(run), socket.socket(fileno=int(fd)), os.environ.pop(TOKEN_VARIABLE, ""), parent=int(parent)
+    )
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,183 @@
+"""Pictures of a collection, with matplotlib: ``collector.plot()`` and ``muster watch --png``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from muster.episodes.curve import EpisodeTotals, Quantity, running_means
+from muster.observing.progress import clock, short
+from muster.observing.snapshots import RunHistory, snapshot
+from muster.observing.stats import CollectorStats
+from muster.utils.attributes import optional
+
+BLUE, ORANGE, GREEN, RED, GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#8a8f98"  # Okabe and Ito's palette
+PARTS = {"env": GREEN, "policy": BLUE, "copy": ORANGE, "rest": GREY}
+"""Parts of the time of rollouts."""
+_LEAST_S = 0.5  # between two snapshots, for a rate
+MOST_BARS = 12  # of a histogram, and rows of workers
+Points = Sequence[tuple[float, EpisodeTotals]]
+
+
+def plot_stats(stats: CollectorStats, points: Points) -> Any:
+    """Return the picture of ``collector.plot()``."""
+    newest = snapshot(stats, EpisodeTotals())
+    figure, axes = _figure(1, 3)
+    _draw_means(axes[0], points, "return")
+    _draw_time(axes[1], newest)
+    _draw_lag(axes[2], newest)
+    return figure
+
+
+def plot_run(history: RunHistory) -> Any:
+    """Return the picture of ``muster watch --png``: what the page shows, at the end of a history."""
+    figure, axes = _figure(3, 3)
+    about = [str(history.about[name]) for name in ("env", "collector") if name in history.about]
+    if not history.snapshots:
+        figure.suptitle("  ".join([*about, "no snapshots"]), parse_math=False)
+        return figure
+    newest, points = history.snapshots[-1], history.points()
+    state = "running" if history.end is None else "failed" if history.end.get("error") else "ended"
+    progress = f"{newest['frames']:,} frames in {clock(newest['time'] - history.snapshots[0]['time'])}"
+    figure.suptitle("   ".join([*about, state, progress]), parse_math=False)
+    draw: list[Callable[[Any], None]] = [
+        lambda axis: _draw_rate(axis, history),
+        lambda axis: _draw_means(axis, points, "return"),
+        lambda axis: _draw_means(axis, points, "length"),
+        lambda axis: _draw_time(axis, newest),
+        lambda axis: _draw_frames(axis, newest),
+        lambda axis: _draw_lag(axis, newest),
+        lambda axis: _draw_workers(axis, newest),
+        lambda axis: _draw_memory(axis, history),
+        lambda axis: _draw_means(axis, points, "success"),
+    ]
+    for axis, function in zip(axes, draw, strict=True):
+        function(axis)
+    return figure
+
+
+def _figure(rows: int, columns: int) -> tuple[Any, list[Any]]:
+    with optional("plot", "matplotlib", "plot"):
+        from matplotlib.figure import Figure
+    figure = Figure(figsize=(4.6 * columns, 3.1 * rows), layout="constrained")
+    axes = list(figure.subplots(rows, columns).flat)
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25)
+    return figure, axes
+
+
+def _number(value: float, _: Any = None) -> str:
+    return f"-{short(-value)}" if value < 0 else short(value) if value >= 10 else f"{value:g}"
+
+
+def _empty(axis: Any, text: str) -> None:
+    axis.set_axis_off()
+    axis.text(0.5, 0.5, text, ha="center", va="center", color=GREY, transform=axis.transAxes)
+
+
+def _draw_means(axis: Any, points: Points, what: Quantity) -> None:
+    axis.set_title(f"Episode {what}" if what != "success" else "Success rate")
+    found = running_means(points, what)
+    if not len(found):
+        _empty(axis, "no episode has ended" if what != "success" else "no success in info")
+        return
+    frames, mean, half = found.T
+    axis.fill_between(frames, mean - half, mean + half, color=BLUE, alpha=0.25, linewidth=0)
+    axis.plot(frames, mean, color=BLUE, marker="." if len(frames) == 1 else "")
+    axis.set_xlabel("frames")
+    axis.xaxis.set_major_formatter(_number)
+    if what == "success":
+        axis.set_ylim(-0.02, 1.02)
+
+
+def _draw_bars(axis: Any, values: dict[str, float], colours: Sequence[str], texts: Sequence[str]) -> None:
+    names = list(values)
+    bars = axis.barh(range(len(names)), list(values.values()), color=list(colours))
+    axis.set_yticks(range(len(names)), names, parse_math=False)
+    axis.bar_label(bars, texts, padding=3)
+    axis.margins(x=0.25)
+    axis.invert_yaxis()
+    axis.grid(visible=False)
+    axis.xaxis.set_visible(False)
+    axis.spines["bottom"].set_visible(False)
+
+
+def _draw_time(axis: Any, newest: dict[str, Any]) -> None:
+    axis.set_title("Time of rollouts")
+    seconds = {name: newest[f"{name}_s"] for name in PARTS}
+    total = sum(seconds.values())
+    if not total:
+        _empty(axis, "nothing was measured")
+        return
+    shares = {name: part / total for name, part in seconds.items()}
+    _draw_bars(axis, shares, list(PARTS.values()), [f"{share:.0%}" for share in shares.values()])
+
+
+def _draw_lag(axis: Any, newest: dict[str, Any]) -> None:
+    axis.set_title("Batches by policy lag")
+    lags = {int(lag): n for lag, n in newest["policy_lag"].items()}
+    if not lags:
+        _empty(axis, "no batches")
+        return
+    shown = {str(lag): lags[lag] for lag in sorted(lags)[: MOST_BARS - 1]}
+    if more := sum(lags[lag] for lag in sorted(lags)[MOST_BARS - 1 :]):
+        shown["more"] = more
+    _draw_bars(axis, shown, [BLUE] * len(shown), [f"{n:,}" for n in shown.values()])
+
+
+def _draw_frames(axis: Any, newest: dict[str, Any]) -> None:
+    discarded = {f"discarded: {why}": n for why, n in newest["discarded"].items() if n}
+    counts = {"executed": newest["executed"], "delivered": newest["frames"], **discarded}
+    counts["in flight"] = newest["in_flight"]
+    axis.set_title("Frames")
+    colours = [GREY, GREEN, *([RED] * len(discarded)), ORANGE]
+    _draw_bars(axis, counts, colours, [f"{n:,}" for n in counts.values()])
+
+
+def _draw_rate(axis: Any, history: RunHistory) -> None:
+    axis.set_title("Frames per second")
+    time, frames = _series(history, "time"), _series(history, "frames")
+    kept = [0]  # the last snapshot follows the one before at once
+    for index in range(1, len(time)):
+        if time[index] - time[kept[-1]] >= _LEAST_S:
+            kept.append(index)
+    if len(kept) < 2:
+        _empty(axis, "one snapshot")
+        return
+    axis.plot(time[kept[1:]] - time[0], np.maximum(0.0, np.diff(frames[kept])) / np.diff(time[kept]), color=BLUE)
+    axis.set_xlabel("seconds")
+    axis.yaxis.set_major_formatter(_number)
+    axis.set_ylim(bottom=0)
+
+
+def _draw_memory(axis: Any, history: RunHistory) -> None:
+    axis.set_title("Memory of the main process")
+    time, memory = _series(history, "time"), _series(history, "memory")
+    if not np.isfinite(memory).any():
+        _empty(axis, "unknown")
+        return
+    axis.plot(time - time[0], memory / 2**20, color=BLUE)
+    axis.set_xlabel("seconds")
+    axis.set_ylabel("MiB")
+    axis.set_ylim(bottom=0)
+
+
+def _draw_workers(axis: Any, newest: dict[str, Any]) -> None:
+    axis.set_title("Workers: frames per second")
+    workers = newest["workers"][:MOST_BARS]
+    if not workers:
+        _empty(axis, "none: environments in the main process")
+        return
+    rates = {f"{w['index']:g}": w["frames_per_s"] for w in workers}
+    texts = [f"{short(w['frames_per_s'])}  {w['state']}  restarts {w['restarts']:g}" for w in workers]
+    _draw_bars(axis, rates, [GREEN if w["state"] == "working" else RED for w in workers], texts)
+    axis.margins(x=0.8)
+
+
+def _series(history: RunHistory, name: str) -> Any:
+    """Return an entry of all snapshots as float64; NaN where it is not a number."""
+    values = [s.get(name) for s in history.snapshots]
+    return np.array([v if isinstance(v, (int, float)) else np.nan for v in values], np.float64)

@@ -1,0 +1,250 @@
+"""Snapshots of a collection: a file of JSON lines, which other processes read while it grows.
+
+The file ``watch.jsonl`` in the directory of a run has lines of four kinds, in the order of their times::
+
+    {"kind": "run", "time": 1763740000.1, "collector": "Collector", "env": "CartPole-v1", ...}     the first line
+    {"kind": "snapshot", "time": ..., "frames": 2048, "totals": {...}, "workers": [...], ...}
+    {"kind": "error", "time": ..., "id": 0, "text": "...", "crash_report": "/tmp/..."}              replaces its id
+    {"kind": "end", "time": ..., "error": ""}                                                      the last line
+
+All counts of a snapshot are totals since the start, so that snapshots can be removed: that is how the file stays small.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from muster.episodes.curve import EpisodeTotals
+from muster.errors import BadOption
+from muster.observing.loggers import plain
+from muster.observing.stats import CollectorStats
+from muster.utils.whole_files import write_whole
+
+NAME = "watch.jsonl"
+LIMIT_BYTES = 4 << 20
+MOST_WORKERS = 128  # in a snapshot
+MOST_ERRORS = 100  # in a file
+MOST_TEXT = 2000  # characters of an error
+_LONGEST = 1 << 20  # bytes of a line
+_KINDS = ("run", "snapshot", "error", "end")
+_COUNTS = (
+    *("frames", "executed", "in_flight", "batches", "episodes", "restarts", "unseen", "cut_short"),
+    *("frames_per_s", "env_s", "policy_s", "copy_s", "rest_s", "wait_s"),
+)
+_MEANS = ("return_mean", "length_mean", "success_rate")  # may be None
+_BY_NAME = ("discarded", "policy_lag", "slots")
+_OF_WORKER = ("index", "pid", "frames", "share", "frames_per_s", "restarts", "policy_lag")
+
+
+def snapshot(
+    stats: CollectorStats, totals: EpisodeTotals, workers: Sequence[Mapping[str, Any]] = (), **others: Any
+) -> dict[str, Any]:
+    """Return a snapshot as plain data.
+
+    Args:
+        workers: rows of the workers.
+        **others: further entries.
+    """
+    known = {name: plain(getattr(stats, name)) for name in _COUNTS}
+    means = {name: None if (mean := getattr(stats, name)) is None else plain(mean) for name in _MEANS}
+    named = {name: {str(key): n for key, n in getattr(stats, name).items()} for name in _BY_NAME}
+    sums = {name: plain(value) for name, value in asdict(totals).items()}
+    policy = {"policy_path": stats.policy_path, "policy_version": stats.policy_version}
+    return {**known, **means, **named, **policy, "totals": sums, "workers": list(workers[:MOST_WORKERS]), **others}
+
+
+class SnapshotFile:
+    """Appends lines to the file of a run, each with one write.
+
+    If the file becomes larger than ``limit_bytes``, every second snapshot is removed.
+
+    Args:
+        directory: directory of the run. It is created if it does not exist.
+        about: entries of the first line.
+        limit_bytes: maximum size of the file.
+
+    Raises:
+        BadOption: the directory has the snapshots of another run.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], about: Mapping[str, Any], *, limit_bytes: int = LIMIT_BYTES
+    ) -> None:
+        self.path, self._limit = Path(directory).resolve() / NAME, limit_bytes
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115 (closed by close)
+        except FileExistsError as error:
+            raise BadOption(f"{self.path} has the snapshots of another run. Give another directory.") from error
+        self.append("run", **about)
+
+    def append(self, kind: str, **entries: Any) -> None:
+        """Append a line.
+
+        Raises:
+            OSError: it cannot be written; the file is unchanged.
+        """
+        entry = {"kind": kind, "time": time.time(), **entries}
+        line = json.dumps(entry, allow_nan=False, default=plain).encode() + b"\n"  # NumPy's numbers, too
+        end = self._file.seek(0, os.SEEK_END)
+        if end + len(line) > self._limit and kind == "snapshot":
+            self._thin()
+            end = self._file.seek(0, os.SEEK_END)
+        if self._file.write(line) != len(line):  # for example, the disk is full
+            self._file.truncate(end)
+            raise OSError(errno.ENOSPC, "no space left for a snapshot", str(self.path))
+
+    def close(self) -> None:
+        """Close the file. May be called again."""
+        self._file.close()
+
+    def _thin(self) -> None:
+        """Remove every second snapshot, and the rows of workers of all but the newest: nothing shows them."""
+        entries = [entry for line in self.path.read_bytes().splitlines() if (entry := parsed(line)) is not None]
+        errors = [entry for entry in entries if entry["kind"] == "error"]
+        dropped = {id(entry) for entry in errors[:-MOST_ERRORS]}
+        snapshots = [entry for entry in entries if entry["kind"] == "snapshot"]
+        dropped |= {id(entry) for entry in snapshots[-2::-2]}
+        for entry in snapshots[:-1]:
+            entry["workers"] = []
+        kept = [json.dumps(entry).encode() + b"\n" for entry in entries if id(entry) not in dropped]
+        write_whole(self.path, kept)
+        self._file.close()
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
+
+
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """Return a line of the file as a dict whose entries have the expected types; None for any other text."""
+    try:
+        entry = json.loads(line, parse_constant=_refuse)
+        json.dumps(entry, allow_nan=False)  # 1e999 is read as infinity
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(entry, dict) or entry.get("kind") not in _KINDS or not _is_number(entry.get("time")):
+        return None
+    if entry["kind"] == "error" and not (_is_number(entry.get("id")) and isinstance(entry.get("text"), str)):
+        return None
+    return entry if entry["kind"] != "snapshot" or _is_snapshot(entry) else None
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, dict) and all(map(_is_number, values.values()))
+
+
+def _is_snapshot(entry: dict[str, Any]) -> bool:
+    totals, workers = entry.get("totals"), entry.get("workers")
+    return (
+        all(_is_number(entry.get(name)) for name in _COUNTS)
+        and all(name in entry and (entry[name] is None or _is_number(entry[name])) for name in _MEANS)
+        and all(_are_numbers(entry.get(name)) for name in _BY_NAME)
+        and all(str(lag).isdecimal() for lag in entry["policy_lag"])
+        and isinstance(totals, dict)
+        and totals.keys() == EpisodeTotals.__dataclass_fields__.keys()
+        and _are_numbers({name: value for name, value in totals.items() if value is not None})
+        and isinstance(workers, list)
+        and all(map(_is_row, workers))
+    )
+
+
+def _is_row(worker: Any) -> bool:
+    return (
+        isinstance(worker, dict)
+        and all(_is_number(worker.get(name)) for name in _OF_WORKER)
+        and all(isinstance(worker.get(name), str) for name in ("state", "phase", "node", "lane"))
+    )
+
+
+class SnapshotReader:
+    """Reads what was appended to the file of a run since the last call. Incomplete lines are left for later.
+
+    Args:
+        run: directory of the run, or the file.
+
+    Raises:
+        BadOption: there are no snapshots.
+    """
+
+    def __init__(self, run: str | os.PathLike[str]) -> None:
+        given = Path(run)
+        self.path = given / NAME if given.is_dir() else given
+        if not self.path.is_file():
+            raise BadOption(
+                f"{given} has no snapshots ({NAME}). Give the directory that a collection with watch=True or --watch "
+                f"has printed at its start."
+            )
+        self._file = open(self.path, "rb")  # noqa: SIM115 (closed by close)
+        self._rest = b""
+
+    def read(self) -> tuple[bool, list[dict[str, Any]]]:
+        """Return whether the file was replaced, and the new entries; if it was, all entries."""
+        replaced = self._is_replaced()
+        if replaced:
+            self._file.close()
+            self._file, self._rest = open(self.path, "rb"), b""  # noqa: SIM115
+        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+        if len(self._rest) > _LONGEST:
+            self._rest = b""
+        return replaced, [entry for line in lines if (entry := parsed(line)) is not None]
+
+    def close(self) -> None:
+        """Close the file. May be called again."""
+        self._file.close()
+
+    def _is_replaced(self) -> bool:
+        try:
+            there, here = os.stat(self.path), os.fstat(self._file.fileno())
+        except OSError:  # removed: what was read stays
+            return False
+        return not os.path.samestat(there, here) or there.st_size < self._file.tell()
+
+
+@dataclass
+class RunHistory:
+    """The entries of a file.
+
+    Attributes:
+        about: the first line.
+        snapshots: all snapshots, in order of their times.
+        errors: the newest line of each error.
+        end: the last line; None: the run continues, or was killed.
+    """
+
+    about: dict[str, Any] = field(default_factory=dict)
+    snapshots: list[dict[str, Any]] = field(default_factory=list)
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    end: dict[str, Any] | None = None
+
+    @classmethod
+    def read(cls, run: str | os.PathLike[str]) -> RunHistory:
+        """Read the file of a run. Raises ``BadOption`` if there is none."""
+        reader = SnapshotReader(run)
+        try:
+            _, entries = reader.read()
+        finally:
+            reader.close()
+        kinds: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KINDS}
+        for entry in entries:
+            kinds[entry["kind"]].append(entry)
+        errors = {entry["id"]: entry for entry in kinds["error"]}
+        about, end = (kinds[kind][-1] if kinds[kind] else None for kind in ("run", "end"))
+        return cls(about or {}, kinds["snapshot"], list(errors.values()), end)
+
+    def points(self) -> list[tuple[float, EpisodeTotals]]:
+        """Return frames and totals of the snapshots whose totals are finite, for ``running_means``."""
+        found = [(float(s["frames"]), s["totals"]) for s in self.snapshots]
+        return [(frames, EpisodeTotals(**totals)) for frames, totals in found if None not in totals.values()]

@@ -1,0 +1,256 @@
+"""The page of ``muster watch`` in Chromium: ``make docs-test``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from muster import MultiSyncCollector, Watch
+from muster.episodes.curve import EpisodeTotals, running_means
+from muster.episodes.record import Episodes
+from muster.observing.page_server import PageAddress, PageServer
+from muster.observing.snapshots import NAME, RunHistory
+from muster.testing import CountingEnv
+from tests.site.pages import DESKTOP, PHONE, browser  # noqa: F401 (a fixture)
+from tests.waits import wait_until
+
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
+ENV = partial(CountingEnv, 3)
+SCRIPT = "<script>document.title='run'</script><img src=x onerror=alert(1)>"
+WITHIN_MS = 120_000
+expect.set_options(timeout=WITHIN_MS)
+
+
+@pytest.fixture(scope="module")
+def collection(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
+    """A collector with two processes and a page, which collects until the end of the module, and its directory."""
+    path, stop = tmp_path_factory.mktemp("run"), threading.Event()
+    options: dict[str, Any] = {"frames_per_batch": 64, "seed": 0, "on_failure": "restart", "watch": Watch(path)}
+    with MultiSyncCollector([ENV] * 2, None, num_workers=2, **options) as collector:
+
+        def collect() -> None:
+            for _ in collector:
+                if stop.wait(0.01):
+                    break
+
+        thread = threading.Thread(target=collect)
+        thread.start()
+        try:
+            yield collector, path
+        finally:
+            stop.set()
+            thread.join(60)
+
+
+Open = Callable[..., Page]
+
+
+@pytest.fixture
+def look(browser: Browser) -> Iterator[Open]:  # noqa: F811
+    """Open an address in a context of its own. At the end there must have been no error of a page."""
+    contexts, seen = [], []
+
+    def opened(url: str, *, viewport: Any = DESKTOP, scheme: Any = "light") -> Page:
+        contexts.append(browser.new_context(viewport=viewport, color_scheme=scheme))
+        page = contexts[-1].new_page()
+        page.on("console", lambda said: seen.append(said.text) if said.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: seen.append(str(error)))
+        page.goto(url)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert seen == []
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., str]]:
+    """Serve a directory from this process; returns the URL."""
+    servers = []
+
+    def start(run: Path, address: str = "127.0.0.1:0") -> str:
+        page = PageAddress(address)
+        server = PageServer(run, page.socket, page.token)
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        servers.append(server)
+        return page.url
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def number(page: Page, name: str = "frames") -> int:
+    return int(page.locator(f"#number-{name}").inner_text().split()[0].replace(",", ""))
+
+
+def grows(page: Page) -> None:
+    """Wait until the number of frames has changed."""
+    expect(page.locator("#number-frames")).to_contain_text(",")
+    before = page.locator("#number-frames").inner_text()
+    expect(page.locator("#number-frames")).not_to_have_text(before)
+
+
+def test_numbers_move_for_two_viewers_and_a_reload_keeps_the_history(collection: tuple[Any, Path], look: Open) -> None:
+    collector, _ = collection
+    pages = [look(collector.watch_url) for _ in range(2)]
+    for page in pages:
+        expect(page.locator("#state")).to_have_text("running")
+        expect(page.locator("#title")).to_have_text("CountingEnv")
+        grows(page)
+        expect(page.locator("#rate canvas")).to_be_visible()
+    frames, points = number(pages[0]), pages[0].evaluate("snapshots.length")
+    assert points > 2
+    pages[0].reload()
+    expect(pages[0].locator("#rate canvas")).to_be_visible()
+    assert number(pages[0]) >= frames
+    assert pages[0].evaluate("snapshots.length") >= points
+    assert pages[0].evaluate("snapshots[0].frames") == 0
+    page = pages[1]
+    expect(page.locator("#return")).to_have_attribute("data-value", "6")
+    executed, *terms = page.evaluate(
+        "[newest => newest.executed, n => n.frames, n => n.in_flight, n => Object.values(n.discarded)"
+        ".reduce((a, b) => a + b, 0)].map(f => f(snapshots[snapshots.length - 1]))"
+    )
+    assert executed == sum(terms)
+    page.keyboard.press("p")
+    expect(page.get_by_role("button", name="Continue")).to_have_attribute("aria-pressed", "true")
+    stopped = page.locator("#number-frames").inner_text()
+    grows(pages[0])
+    assert page.locator("#number-frames").inner_text() == stopped
+    page.keyboard.press("p")
+    grows(page)
+
+
+def test_a_killed_worker_turns_red_then_green(collection: tuple[Any, Path], look: Open) -> None:
+    collector, _ = collection
+    page = look(collector.watch_url)
+    state = page.locator("tr[data-worker='1'] td[data-state]")
+    expect(state).to_have_text("working")
+    green = state.evaluate("cell => getComputedStyle(cell).color")
+    os.kill(collector.stats().workers[1].pid, signal.SIGKILL)
+    expect(state).to_have_attribute("data-state", "restarting")
+    assert state.evaluate("cell => getComputedStyle(cell).color") != green
+    expect(page.locator("#errors")).to_contain_text("SIGKILL")
+    expect(state).to_have_text("working")
+    assert state.evaluate("cell => getComputedStyle(cell).color") == green
+    expect(page.locator("tr[data-worker='1'] td").nth(6)).to_have_text("1")
+
+
+def lines(path: Path, *entries: dict[str, Any]) -> None:
+    with open(path / NAME, "a") as file:
+        file.write("".join(f"{json.dumps(entry)}\n" for entry in entries))
+
+
+@pytest.fixture
+def finished(collection: tuple[Any, Path], tmp_path: Path) -> Path:
+    """A copy of the snapshots so far."""
+    _, path = collection
+    copied = (path / NAME).read_bytes()
+    (tmp_path / NAME).write_bytes(copied[: copied.rindex(b"\n") + 1])
+    return tmp_path
+
+
+def test_text_of_a_run_stays_text_and_half_a_line_is_tolerated(
+    finished: Path, look: Open, serve: Callable[..., str]
+) -> None:
+    newest = RunHistory.read(finished).snapshots[-1] | {"time": time.time(), "policy_path": SCRIPT, "frames": 123_456}
+    newest["workers"] = [worker | {"node": SCRIPT, "phase": SCRIPT} for worker in newest["workers"]]
+    newest["discarded"] = {SCRIPT: 3}
+    lines(finished, {"kind": "run", "time": 1.0, "env": SCRIPT, "collector": SCRIPT, "every_s": 1.0})
+    lines(finished, newest, {"kind": "error", "time": 1.0, "id": 99, "text": SCRIPT, "crash_report": SCRIPT})
+    with open(finished / NAME, "a") as file:
+        file.write(json.dumps(newest)[:100])
+    page = look(serve(finished))
+    for place in ("#title", "#about", "#numbers", "#errors", "#workers", "#frames"):
+        expect(page.locator(place)).to_contain_text(SCRIPT)
+    assert page.evaluate("document.images.length + document.scripts.length") == 2
+    assert number(page) == 123_456
+    with open(finished / NAME, "a") as file:
+        file.write(json.dumps(newest)[100:] + "\n")
+    lines(finished, newest | {"frames": 200_000})
+    expect(page.locator("#number-frames")).to_have_text("200,000")
+
+
+def shows(page: Page, count: int) -> bool:
+    return bool(page.evaluate("snapshots.length") == count)
+
+
+def test_the_page_computes_the_running_means_of_the_pictures(
+    finished: Path, look: Open, serve: Callable[..., str]
+) -> None:
+    """Also when the file was replaced by one with fewer snapshots, as it is when it has become too large."""
+    newest, rng, totals = RunHistory.read(finished).snapshots[-1], np.random.default_rng(0), EpisodeTotals()
+    entries = []
+    for frames in range(1, 60):
+        n = int(rng.integers(0, 12))
+        numbers, flags, infos = np.arange(n), np.zeros(n, bool), np.array([{"success": i % 3 == 0} for i in range(n)])
+        lengths = rng.integers(1, 50, n)
+        totals = totals.plus(Episodes(numbers, numbers, rng.normal(frames, 5, n), lengths, flags, flags, infos))
+        entries.append(newest | {"time": newest["time"] + frames, "frames": 1000 * frames, "totals": asdict(totals)})
+    page = None
+    for part in (entries, entries[::3]):
+        (finished / "new").mkdir(exist_ok=True)
+        (finished / "new" / NAME).unlink(missing_ok=True)
+        lines(finished / "new", *part)
+        os.replace(finished / "new" / NAME, finished / NAME)
+        page = page or look(serve(finished))
+        wait_until(partial(shows, page, len(part)))
+        points = RunHistory.read(finished).points()
+        for what in ("return", "length", "success"):
+            found = np.array(page.evaluate(f"runningMeans('{what}')"))
+            rows = running_means(points, what)  # type: ignore[arg-type]
+            assert len(rows) > 10
+            np.testing.assert_allclose(found[:2], rows[:, :2].T)
+            np.testing.assert_allclose(found[3] - found[1], rows[:, 2])
+            np.testing.assert_allclose(found[1] - found[2], rows[:, 2])
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_a_finished_run_is_shown_and_fits(
+    finished: Path, look: Open, serve: Callable[..., str], viewport: dict[str, int], scheme: str
+) -> None:
+    lines(finished, {"kind": "end", "time": time.time(), "error": "ValueError: of mine"})
+    page = look(serve(finished), viewport=viewport, scheme=scheme)
+    expect(page.locator("#state")).to_have_text("failed")
+    expect(page.locator("#errors")).to_contain_text("ValueError: of mine")
+    expect(page.locator("#memory canvas")).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
+    red, green, blue = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3)")
+    assert (int(red) + int(green) + int(blue) < 300) is (scheme == "dark")
+
+
+def test_a_run_without_news_is_lost(finished: Path, look: Open, serve: Callable[..., str]) -> None:
+    entries = RunHistory.read(finished).snapshots
+    lines(finished, entries[-1] | {"time": time.time() - 100})
+    page = look(serve(finished))
+    expect(page.locator("#state")).to_contain_text("lost: no news for 1:")
+
+
+def test_without_the_token_there_is_no_page(finished: Path, browser: Browser, serve: Callable[..., str]) -> None:  # noqa: F811
+    url = serve(finished, "0.0.0.0:0")
+    port, token = url.rpartition(":")[2].split("/?token=")
+    with browser.new_context() as context:
+        page = context.new_page()
+        answer = page.goto(f"http://127.0.0.1:{port}/")
+        assert answer is not None
+        assert answer.status == 403
+        assert "needs the token" in page.locator("body").inner_text()
+        page.goto(f"http://127.0.0.1:{port}/?token={token}")
+        expect(page.locator("#rate canvas")).to_be_visible()
+        assert "token" not in page.url

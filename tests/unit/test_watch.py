@@ -1,0 +1,583 @@
+"""``watch=``: snapshots of a collection, the page that shows them, and pictures of it."""
+
+from __future__ import annotations
+
+import gc
+import http.client
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import muster
+from muster import Collector, MultiSyncCollector, Watch, load
+from muster.episodes.curve import MOST_POINTS, WINDOW, EpisodeCurve, EpisodeTotals, running_means
+from muster.episodes.record import Episodes
+from muster.errors import BadOption
+from muster.observing.page_server import TOKEN_VARIABLE, PageAddress, PageServer, is_loopback, parse_address
+from muster.observing.plot import plot_run
+from muster.observing.snapshots import (
+    MOST_ERRORS,
+    NAME,
+    RunHistory,
+    SnapshotFile,
+    SnapshotReader,
+    parsed,
+    snapshot,
+)
+from muster.testing import CountingEnv
+from tests.command_line import refused, run
+from tests.tools import files_limited_to
+from tests.waits import wait_until
+
+ENV = partial(CountingEnv, 3)  # returns of 6, lengths of 3
+OPTIONS = {"frames_per_batch": 12, "total_frames": 36, "seed": 0}
+
+
+def episodes(returns, lengths=None, infos=None):
+    n = len(returns)
+    lengths = np.arange(1, n + 1) if lengths is None else np.array(lengths, np.int64)
+    flags = np.zeros(n, bool)
+    info = None if infos is None else np.array(infos, object)
+    return Episodes(np.arange(n), np.zeros(n, np.int64), np.array(returns, float), lengths, flags, flags, info)
+
+
+def stats():
+    with Collector(ENV, None, **OPTIONS) as collector:
+        list(collector)
+        return collector.stats()
+
+
+STATS = stats()
+
+
+def line(frames=0, **changes):
+    totals = EpisodeTotals(frames, 0.0, 6.0 * frames, 36.0 * frames, 3.0 * frames, 9.0 * frames)
+    return {"kind": "snapshot", "time": 1000.0 + frames, **snapshot(STATS, totals), "frames": frames, **changes}
+
+
+def written(path, *entries):
+    path.mkdir(exist_ok=True)
+    (path / NAME).write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
+    return path
+
+
+RUN = {"kind": "run", "time": 1000.0, "env": "CartPole-v1", "every_s": 1.0}
+
+
+# --- sums over episodes -------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.lists(st.floats(-1e4, 1e4), min_size=1, max_size=5), min_size=1, max_size=12),
+    st.floats(-1e6, 1e6),
+    st.data(),
+)
+def test_differences_of_totals_are_the_statistics_of_the_episodes_between(parts, offset, data):
+    totals, after = EpisodeTotals(), [EpisodeTotals()]
+    for part in parts:
+        totals = totals.plus(episodes(np.array(part) + offset))
+        after.append(totals)
+    first = data.draw(st.integers(0, len(parts) - 1))
+    returns = np.concatenate([np.array(part) + offset for part in parts[first:]])
+    n, mean, half = totals.mean("return", after[first])
+    assert n == len(returns)
+    np.testing.assert_allclose(mean, returns.mean(), atol=1e-6)
+    np.testing.assert_allclose(half, 1.96 * returns.std() / math.sqrt(n), atol=1e-2)
+    lengths = np.concatenate([np.arange(1, len(part) + 1) for part in parts[first:]])
+    np.testing.assert_allclose(totals.mean("length", after[first])[1], lengths.mean())
+
+
+def test_infinite_returns_are_left_out_and_successes_are_counted():
+    infos = [{"success": True}, {"is_success": 0.0}, {}]
+    totals = EpisodeTotals().plus(episodes([5.0, math.inf, math.nan], infos=infos)).plus(episodes([7.0]))
+    assert totals.mean("return", EpisodeTotals())[:2] == (2, 6.0)
+    assert totals.mean("length", EpisodeTotals())[:2] == (2, 1.0)
+    assert totals.mean("success", EpisodeTotals())[:2] == (2, 0.5)
+    n, mean, half = EpisodeTotals().mean("return", EpisodeTotals())
+    assert n == 0
+    assert math.isnan(mean)
+    assert math.isnan(half)
+
+
+def test_a_running_mean_has_at_least_100_episodes_where_there_are_as_many():
+    rng, curve, returns, sizes = np.random.default_rng(0), EpisodeCurve(), [], []
+    for batch in range(40):
+        new = rng.normal(batch, 3.0, rng.integers(0, 30))
+        returns.extend(new)
+        sizes.append(len(new))
+        curve.add(10 * (batch + 1), episodes(new))
+    rows = running_means(curve.points, "return")
+    counts = np.cumsum(sizes)
+    batches = [b for b in range(40) if sizes[b]]
+    assert rows[:, 0].tolist() == [10 * (b + 1) for b in batches]
+    for row, b in zip(rows, batches, strict=True):
+        starts = [0, *(n for n in counts[:b] if counts[b] - n >= WINDOW)]
+        own = np.array(returns[max(starts) : counts[b]])
+        np.testing.assert_allclose(row[1:], [own.mean(), 1.96 * own.std() / math.sqrt(len(own))])
+
+
+def test_a_curve_is_bounded_and_keeps_both_ends():
+    curve = EpisodeCurve()
+    for batch in range(5 * MOST_POINTS):
+        curve.add(8 * batch, episodes([float(batch)], [4]))
+        assert len(curve.points) <= MOST_POINTS
+    frames = [frames for frames, _ in curve.points]
+    assert frames[0] == 0
+    assert frames[-1] == 8 * (5 * MOST_POINTS - 1)
+    assert frames == sorted(set(frames))
+    assert len(frames) > MOST_POINTS // 4
+    assert max(np.diff(frames)) <= 8 * 32
+    assert curve.points[-1][1] is curve.totals
+
+
+# --- the file -----------------------------------------------------------------------------------------
+
+
+def test_a_file_that_is_too_large_loses_every_second_snapshot_only(tmp_path):
+    file, reader = SnapshotFile(tmp_path, {"env": "a"}, limit_bytes=20_000), SnapshotReader(tmp_path)
+    rows = [{"index": 0, **dict.fromkeys(("pid", "frames", "share", "frames_per_s", "restarts", "policy_lag"), 0)}]
+    rows[0] |= dict.fromkeys(("state", "phase", "node", "lane"), "")
+    replaced = []
+    for number in range(200):
+        file.append(**line(number, workers=rows))
+        if number < 3:
+            file.append("error", id=number, text="x")
+        assert file.path.stat().st_size <= 20_000
+        again, entries = reader.read()
+        replaced.append(again)
+        if again:
+            assert entries[0]["kind"] == "run"
+            assert [entry["frames"] for entry in entries if entry["kind"] == "snapshot"][-2:] == [number - 1, number]
+    file.append("end", error="")
+    file.close()
+    history = RunHistory.read(tmp_path)
+    assert history.about["env"] == "a"
+    assert [error["id"] for error in history.errors] == [0, 1, 2]
+    assert history.end is not None
+    frames = [s["frames"] for s in history.snapshots]
+    assert frames[-1] == 199
+    assert frames == sorted(set(frames))
+    assert 1 < sum(replaced) < 40
+    assert history.snapshots[-1]["workers"] == rows
+    _, rest = reader.read()
+    assert [entry["kind"] for entry in rest] == ["end"]
+    reader.close()
+
+
+def test_errors_are_bounded_too(tmp_path):
+    file = SnapshotFile(tmp_path, {}, limit_bytes=300_000)
+    for number in range(3 * MOST_ERRORS):
+        file.append("error", id=number, text="x" * 2000)
+    file.append(**line(1))
+    file.close()
+    assert [error["id"] for error in RunHistory.read(tmp_path).errors] == list(range(2 * MOST_ERRORS, 3 * MOST_ERRORS))
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path):
+    file = SnapshotFile(tmp_path, {})
+    size = file.path.stat().st_size
+    with files_limited_to(size + 10), pytest.raises(OSError, match=NAME):
+        file.append(**line(1))
+    assert file.path.stat().st_size == size
+    file.append("end", error="")
+    file.close()
+    assert RunHistory.read(tmp_path).end is not None
+
+
+def test_a_line_is_read_when_it_is_complete(tmp_path):
+    path = written(tmp_path, RUN, line(1))
+    reader = SnapshotReader(path)
+    assert [entry["kind"] for entry in reader.read()[1]] == ["run", "snapshot"]
+    text = json.dumps(line(2)).encode() + b"\n"
+    for end in (1, 40, 400):
+        with open(path / NAME, "ab") as file:
+            file.write(text[:end])
+        assert reader.read() == (False, [])
+        text = text[end:]
+    with open(path / NAME, "ab") as file:
+        file.write(text)
+    assert [entry["frames"] for entry in reader.read()[1]] == [2]
+    (path / NAME).unlink()
+    assert reader.read() == (False, []), "what was read stays"
+    reader.close()
+
+
+@given(st.binary(max_size=200), st.integers(0, 2000), st.integers(0, 60))
+@example(b"", 3, 0)
+def test_any_bytes_are_a_checked_entry_or_none(junk, at, length):
+    text = json.dumps(line(7)).encode()
+    at %= len(text)
+    for given_line in (junk, text[:at] + junk + text[at + length :]):
+        entry = parsed(given_line)
+        if entry is not None:
+            json.dumps(entry, allow_nan=False)
+            if entry["kind"] == "snapshot":
+                history = RunHistory(snapshots=[entry])
+                running_means(history.points(), "return")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=40)
+@given(st.sampled_from([name for name in line() if name != "kind"]), JSON)
+@example("time", 1e999)
+@example("policy_lag", {"-1": 2})
+@example("workers", [{"index": "<script>"}])
+@example("totals", {"episodes": 1})
+def test_an_entry_of_another_type_is_no_snapshot_or_can_be_drawn(name, value):
+    entry = parsed(json.dumps(line(3) | {name: value}).encode())
+    if entry is not None:
+        figure = plot_run(RunHistory(snapshots=[line(1), entry]))
+        assert len(figure.axes) == 9
+
+
+def test_deep_nesting_and_nan_are_no_entries():
+    assert parsed(b"[" * 100_000) is None
+    assert parsed(json.dumps(line(1)).replace('"frames": 1', '"frames": NaN').encode()) is None
+    assert parsed(json.dumps(line(1, memory=7)).replace('"memory": 7', '"memory": 1e999').encode()) is None
+    assert parsed(b'{"kind": "run", "time": true}') is None
+
+
+def test_a_directory_has_the_snapshots_of_one_run(tmp_path):
+    SnapshotFile(tmp_path, {}).close()
+    with pytest.raises(BadOption, match="another run. Give another directory"):
+        Collector(ENV, None, watch=Watch(tmp_path, None), **OPTIONS)
+    with pytest.raises(BadOption, match="has no snapshots"):
+        SnapshotReader(tmp_path / "elsewhere")
+
+
+# --- the option ---------------------------------------------------------------------------------------
+
+
+def test_snapshots_have_the_counters_of_the_collector(tmp_path):
+    with Collector(ENV, None, num_envs=2, watch=Watch(tmp_path / "run", None), **OPTIONS) as collector:
+        assert collector.watch_url is None
+        collector.next()
+        between = wait_until(lambda: [s for s in RunHistory.read(tmp_path / "run").snapshots if s["frames"]])
+        assert (between[-1]["frames"], between[-1]["executed"], between[-1]["in_flight"]) == (12, 12, 0)
+        list(collector)
+        before = collector.stats()
+    history = RunHistory.read(tmp_path / "run")
+    assert (history.about["collector"], history.about["env"]) == ("Collector", "CountingEnv")
+    assert (history.about["total_frames"], history.about["num_envs"], history.about["seed"]) == (36, 2, 0)
+    for s in history.snapshots:
+        assert s["executed"] == s["frames"] + sum(s["discarded"].values()) + s["in_flight"]
+    newest = history.snapshots[-1]
+    assert (newest["frames"], newest["batches"], newest["episodes"]) == (36, 3, 12)
+    assert (newest["return_mean"], newest["env_s"]) == (6.0, before.env_s)
+    assert newest["memory"] > 1 << 20
+    [(frames, totals)] = history.points()[-1:]
+    assert frames == 36
+    assert totals.mean("return", EpisodeTotals()) == (12, 6.0, 0.0)
+    assert totals.mean("length", EpisodeTotals()) == (12, 3.0, 0.0)
+    assert history.end == {"kind": "end", "time": history.end["time"], "error": ""}
+
+
+def test_collect_is_watched_and_the_error_that_ends_a_collection_is_told(tmp_path):
+    with (
+        pytest.raises(ValueError, match="by me"),
+        Collector(ENV, None, watch=Watch(tmp_path, None), seed=0) as collector,
+    ):
+        collector.collect(n_step=6)
+        raise ValueError("by me")
+    history = RunHistory.read(tmp_path)
+    assert history.snapshots[-1]["frames"] == 6
+    assert history.end["error"] == "ValueError: by me"
+
+
+def test_a_recording_and_its_snapshots_share_a_directory(tmp_path):
+    with Collector(ENV, None, record=tmp_path / "run", watch=True, **OPTIONS) as collector:
+        list(collector)
+    assert RunHistory.read(tmp_path / "run").snapshots[-1]["frames"] == 36
+    assert len(list(load(tmp_path / "run"))) == 3
+
+
+def test_the_default_directory_is_new_and_a_dropped_collector_ends_its_page(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    collector = Collector(ENV, None, watch=True, **OPTIONS)
+    url = collector.watch_url
+    port = int(url.rpartition(":")[2].strip("/"))
+    next(iter(collector))
+    [directory] = (tmp_path / "runs").iterdir()
+    assert f"watch     {url}  (afterwards: muster watch {directory})" in capfd.readouterr().err
+    assert wait_until(lambda: fetched(port, "/")).status == 200
+    del collector
+    gc.collect()
+    assert "muster-watch" not in [thread.name for thread in threading.enumerate()]
+    assert fetched(port, "/") is None
+    assert RunHistory.read(directory).end is not None
+
+
+class Faulty(CountingEnv):
+    def step(self, action):
+        if self.executed >= 40:
+            raise ValueError("by me")
+        return super().step(action)
+
+
+def test_an_error_of_an_environment_is_told_with_its_crash_report(tmp_path):
+    options = {"backend": "threads", "on_failure": "restart", "crash_dir": tmp_path / "crashes", "seed": 0}
+    watch = Watch(tmp_path / "run", None)
+    with MultiSyncCollector([ENV, Faulty], None, num_workers=2, frames_per_batch=32, watch=watch, **options) as made:
+        for _ in range(4):
+            made.next()
+        discarded = dict(made.stats().discarded)
+    history = RunHistory.read(tmp_path / "run")
+    [error] = history.errors
+    assert error["worker"] == 1
+    assert "ValueError: by me" in error["text"]
+    assert [error["crash_report"]] == [str(path) for path in (tmp_path / "crashes").iterdir()]
+    assert history.snapshots[-1]["discarded"] == discarded != {}
+    assert any(label.get_text() == "discarded: env_error" for label in plot_run(history).axes[4].get_yticklabels())
+
+
+def test_a_killed_worker_is_red_then_green(tmp_path):
+    options = {"on_failure": "restart", "watch": Watch(tmp_path, None), "frames_per_batch": 64, "seed": 0}
+    with MultiSyncCollector([ENV] * 2, None, num_workers=2, **options) as collector:
+        collector.next()
+        os.kill(collector.stats().workers[1].pid, signal.SIGKILL)
+
+        def told():
+            collector.next()
+            history = RunHistory.read(tmp_path)
+            states = [s["workers"][1]["state"] for s in history.snapshots if len(s["workers"]) == 2]
+            return history.errors and states[-1] == "working" and "restarting" in states and (history, states)
+
+        history, states = wait_until(told)
+    assert states[0] == "working"
+    [error] = history.errors
+    assert error["worker"] == 1
+    assert "SIGKILL" in error["text"]
+    assert history.snapshots[-1]["restarts"] == 1
+    assert {s["workers"][0]["state"] for s in history.snapshots if s["workers"]} == {"working"}
+    assert all(set(row["lane"]) <= set(".crspwqx-jDX") for s in history.snapshots for row in s["workers"])
+
+
+PARENT = """
+import sys, time
+from muster import Collector
+from muster.testing import CountingEnv
+
+with Collector(CountingEnv, None, frames_per_batch=8, watch=True, record=sys.argv[1]) as collector:
+    next(iter(collector))
+    print(collector.watch_url, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_page_of_a_killed_run_exits_and_the_run_stays_viewable(tmp_path):
+    command = [sys.executable, "-c", PARENT, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        port = int(parent.stdout.readline().rpartition(":")[2].strip("/\n"))
+        assert wait_until(lambda: fetched(port, "/")).status == 200
+        wait_until(lambda: RunHistory.read(tmp_path / "run").snapshots)
+        parent.kill()
+    assert wait_until(lambda: fetched(port, "/") is None)
+    history = RunHistory.read(tmp_path / "run")
+    assert history.end is None
+    assert history.snapshots
+    assert plot_run(history).axes
+
+
+@pytest.mark.parametrize("given_option", [1, "localhost", "a:b", ":80", "h:99999", Watch])
+def test_a_wrong_option_is_refused(given_option):
+    with pytest.raises(BadOption, match="host:port"):
+        Collector(ENV, None, watch=given_option)
+    with pytest.raises(BadOption, match="host:port"):
+        Watch(address="8000")
+
+
+def test_an_address_in_use_is_refused(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(BadOption, match="cannot listen at 127.0.0.1"):
+            Collector(ENV, None, watch=Watch(tmp_path, address), **OPTIONS)
+    assert not list(tmp_path.iterdir())
+
+
+# --- the server ---------------------------------------------------------------------------------------
+
+
+def fetched(port, path, **headers):
+    """The answer; None if nothing listens."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request("GET", path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        answer = connection.getresponse()
+        if answer.getheader("Content-Type") != "text/event-stream; charset=utf-8":
+            answer.text = answer.read().decode()
+        return answer
+    except (ConnectionError, http.client.HTTPException):  # the second one: it has exited in the middle of its answer
+        return None
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """Start a server of a directory; returns its port and token."""
+    ends = []
+
+    def start(run, address="127.0.0.1:0"):
+        page = PageAddress(address)
+        server = PageServer(run, page.socket, page.token)
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        ends.append((server, thread))
+        return page.socket.getsockname()[1], page.token
+
+    yield start
+    for server, thread in ends:
+        server.shutdown()
+        server.server_close()
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def events(answer):
+    """The events of a stream, one after another."""
+    while True:
+        event = answer.readline().decode().strip().removeprefix("event: ")
+        content = answer.readline().decode().strip().removeprefix("data: ")
+        answer.readline()
+        yield event, json.loads(content)
+
+
+def next_entries(stream):
+    return next(content for event, content in stream if event == "entries")
+
+
+def test_the_page_has_its_files_and_security_headers(tmp_path, serve):
+    port, token = serve(written(tmp_path, RUN))
+    assert token == ""
+    for path in ("/", "/page.js", "/page.css", "/uPlot.js", "/uPlot.css", "/icon.svg"):
+        answer = fetched(port, path)
+        assert answer.status == 200
+        assert answer.text
+        assert answer.getheader("Content-Security-Policy").startswith("default-src 'self';")
+        assert answer.getheader("X-Content-Type-Options") == "nosniff"
+        assert "http://" not in answer.text.replace("http://www.w3.org/2000/svg", ""), "nothing from elsewhere"
+        assert "https://" not in answer.text.replace("https://github.com/leeoniya/uPlot", "")
+    for path in ("/../snapshots.py", "/watch.jsonl", "/page", "/etc/passwd"):
+        assert fetched(port, path).status == 404
+
+
+def test_a_page_elsewhere_cannot_read_a_loopback_address(tmp_path, serve):
+    port, _ = serve(written(tmp_path, RUN))
+    assert fetched(port, "/events", Host="evil.example:80").status == 403
+    assert fetched(port, "/", Host="").status == 403
+    assert fetched(port, "/", Host=f"localhost:{port}").status == 200
+    assert fetched(port, "/", Host=f"[::1]:{port}").status == 200
+
+
+def test_beyond_loopback_there_is_no_page_without_the_token(tmp_path, serve):
+    port, token = serve(written(tmp_path, RUN), "0.0.0.0:0")
+    assert len(token) >= 16
+    for path in ("/", "/events", "/page.js", "/?token=", "/?token=wrong", "/?token=%C3%A9"):
+        assert fetched(port, path).status == 403
+    assert fetched(port, "/", Cookie=f"muster_watch_{port}=wrong").status == 403
+    assert fetched(port, "/", Cookie="\x01;;=").status == 403
+    answer = fetched(port, f"/?token={token}")
+    assert (answer.status, answer.getheader("Location")) == (303, "/")
+    cookie = answer.getheader("Set-Cookie")
+    assert "HttpOnly" in cookie
+    assert "SameSite=Strict" in cookie
+    assert fetched(port, "/", Cookie=cookie.partition(";")[0]).status == 200
+
+
+def test_the_token_may_be_given_in_the_environment(monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, "of sixteen chars")
+    page = PageAddress("0.0.0.0:0")
+    page.close()
+    assert page.token == "of sixteen chars"
+    monkeypatch.setenv(TOKEN_VARIABLE, "short")
+    with pytest.raises(BadOption, match="less than 16 characters"):
+        PageAddress("0.0.0.0:0")
+    assert parse_address("[::1]:80") == ("::1", 80)
+    assert is_loopback("::1")
+    assert not is_loopback("example.org")
+
+
+def test_viewers_get_the_history_and_what_follows(tmp_path, serve):
+    port, _ = serve(written(tmp_path, RUN, line(1)))
+    viewers = [events(fetched(port, "/events")) for _ in range(2)]
+    for stream in viewers:
+        assert next(stream) == ("restart", None)
+        assert [entry["kind"] for entry in next_entries(stream)] == ["run", "snapshot"]
+    with open(tmp_path / NAME, "a") as file:
+        file.write(json.dumps(line(2)) + "\nrubbish\n" + json.dumps(line(3))[:20])
+    assert [[entry["frames"] for entry in next_entries(stream)] for stream in viewers] == [[2], [2]]
+    os.replace(written(tmp_path / "other", RUN, line(9)) / NAME, tmp_path / NAME)
+    for stream in viewers:
+        assert next(event for event, _ in stream if event != "clock") == "restart"
+        assert [entry.get("frames") for entry in next_entries(stream)] == [None, 9]
+
+
+# --- pictures and the command line --------------------------------------------------------------------
+
+
+def test_plot_shows_returns_and_where_time_goes():
+    with Collector(ENV, None, num_envs=2, **OPTIONS) as collector:
+        assert len(collector.plot().axes) == 3
+        list(collector)
+        figure = collector.plot()
+    [curve] = figure.axes[0].lines
+    assert curve.get_xydata().tolist() == [[12, 6], [24, 6], [36, 6]]
+    names = [label.get_text() for label in figure.axes[1].get_yticklabels()]
+    assert names == ["env", "policy", "copy", "rest"]
+    assert sum(bar.get_width() for bar in figure.axes[1].patches) == pytest.approx(1.0)
+    assert [bar.get_width() for bar in figure.axes[2].patches] == [3]
+
+
+def test_a_picture_of_a_run_is_written(tmp_path, capsys):
+    path = written(tmp_path / "run", RUN | {"env": "$<b>"}, *(line(n) for n in range(0, 50, 10)))
+    code, out, err = run(capsys, "watch", path, "--png", tmp_path / "a.png")
+    assert (code, out, err) == (0, f"wrote {tmp_path / 'a.png'}\n", "")
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+    figure = plot_run(RunHistory.read(path))
+    assert figure.axes[0].lines[0].get_xydata().tolist() == [[n, 1.0] for n in range(10, 50, 10)]
+    assert figure.axes[1].lines[0].get_ydata().tolist() == [6.0] * 4
+    assert len(plot_run(RunHistory()).axes) == 9
+    assert "has no snapshots" in refused(capsys, "watch", tmp_path, "--png", tmp_path / "b.png")
+    assert "cannot be written" in refused(capsys, "watch", path, "--png", tmp_path / "a.rubbish")
+
+
+def test_the_command_collect_is_watched(tmp_path, capsys):
+    where = ("--frames", "400", "--frames-per-batch", "200", "--out", tmp_path / "a", "--watch")
+    code, _, err = run(capsys, "collect", "CartPole-v1", *where, "--watch-address", "127.0.0.1:0")
+    assert code == 0
+    assert "watch     http://127.0.0.1:" in err
+    assert RunHistory.read(tmp_path / "a").snapshots[-1]["frames"] == 400
+    assert len(load(tmp_path / "a")) == 400
+    assert "--watch-address needs --watch" in refused(
+        capsys, "collect", "CartPole-v1", "--frames", "400", "--watch-address", "127.0.0.1:0"
+    )
+
+
+def test_watch_serves_until_ctrl_c(tmp_path):
+    command = [sys.executable, "-m", "muster", "watch", str(written(tmp_path, RUN))]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+        port = int(process.stdout.readline().split("/  (")[0].rpartition(":")[2])
+        assert fetched(port, "/").status == 200
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+
+
+def test_watch_is_a_public_name():
+    assert muster.Watch is Watch
+    assert repr(Watch("a")) == "Watch(directory='a')"
