@@ -81,6 +81,7 @@ class EnvBatch(Protocol):
             ``AGENT``, and each agent has its own episodes (see ``envs/turns.py``). Empty: agents do not take turns.
         reset_options: keyword arguments for the environments' own reset, passed once, at the next reset.
         bypasses: the batch can leave environments out of a step; see ``bypass``.
+        late: number of steps to make before the next row can be complete, where agents take turns.
         lives_lost: environments that the last step ended, but whose own episode continues; see ``track_lives``.
         repeats: observations that repeat another column of the row before, and that column; zero at the start of an
             agent's episode.
@@ -113,6 +114,7 @@ class EnvBatch(Protocol):
     reset_options: dict[str, Any] | None = None
     bypasses: bool = False
     lives_lost: Collection[int] = ()
+    late: int = 0
     repeats: Mapping[Key, Key] = MappingProxyType({})
     casts: Casts | None = None
     keeps_infos: bool | None = None
@@ -167,11 +169,6 @@ class EnvBatch(Protocol):
     def restart_agent(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int]) -> None:
         """Clear the agent's past in an observation row: its episode ended, and the environment's did not."""
         return
-
-    @property
-    def late(self) -> int:
-        """The number of steps to make before the next row can be complete where agents take turns."""
-        return 0
 
     def drop_open(self) -> None:
         """Discard turns whose rows were not delivered (``agents``): the environments failed and will be reset."""

@@ -130,7 +130,7 @@ class TurnEnvs(EnvBatch):
         self.bookkeeping = frozenset({AGENT})
 
     @property
-    def late(self) -> int:
+    def late(self) -> int:  # type: ignore[override]
         """The number of steps to make before the next row can be complete."""
         return self._lag - min(len(game.open) + len(game.complete) for game in self._games)
 

@@ -14,7 +14,7 @@ from muster.episodes.clock import AgentClock, TrajectoryClock
 from muster.episodes.record import Episodes
 from muster.episodes.rules import Rule
 from muster.errors import BadEnvOutput, BadPolicyOutput
-from muster.keys import AGENT, IS_INIT, POLICY_VERSION, RESUMED, STEP_COUNT, TRAJ_DONE, TRAJ_IDS, VALID, Key, next_of
+from muster.keys import AGENT, IS_INIT, POLICY_VERSION, STEP_COUNT, TRAJ_DONE, Key, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
 from muster.protocols import EnvBatch, Outputs, Policy, carried_specs
@@ -23,6 +23,7 @@ from muster.rollout.acting import call_policy, env_error, keep, store_outputs
 from muster.rollout.carry import Carry
 from muster.rollout.columns import RolloutOptions
 from muster.rollout.context import RolloutContext
+from muster.rollout.lane_views import TERMINATED, TRUNCATED, LaneViews
 from muster.rollout.marks import (
     NEVER,
     Final,
@@ -31,49 +32,15 @@ from muster.rollout.marks import (
     end_agents,
     mark_end,
     mark_valid,
-    marks_of,
 )
 from muster.rollout.progress import BEFORE, KNOWN, Phase, Progress, Timing
 from muster.rollout.resets import Due, Waiting, check_resets, decorrelate
-from muster.rollout.values import first_bad_value, quick_check
+from muster.rollout.values import first_bad_value
 
 if TYPE_CHECKING:
     import torch
 
-TERMINATED, TRUNCATED, DONE = next_of(("terminated",)), next_of(("truncated",)), next_of(("done",))
 STOP = -1  # returned instead of a row: the rollout ends here
-
-
-class LaneViews:
-    """The parts of a lane that a group reads and writes in every rollout; made once per slot.
-
-    Attributes:
-        next_rows: see ``NextObservations.columns_of``.
-        carried: keys and rows of carried columns.
-        states: rows of carried columns that the environments do not write, and their values at a reset.
-        marks: see ``marks_of``.
-        fills: for each of ``marks``, a function that fills the column, and the value.
-        is_fine: see ``quick_check``; None: every rollout needs ``first_bad_value``.
-        mirrored: keys of columns to copy to the device after a rollout.
-    """
-
-    def __init__(self, group: Group, lane: Lane) -> None:
-        data, arrays, columns = lane.data, lane.arrays, lane.layout.columns
-        self.next_rows = group._next.columns_of(lane)
-        carried = [column for column in columns if column.carry]
-        for column in carried:
-            group.carry.of(column)  # allocates it
-        self.carried = [(column.key, data[column.key]) for column in carried]
-        of_env = carried_specs(group.env)
-        own = [(key, rows) for key, rows in self.carried if key not in of_env]
-        self.states = [(rows, key == IS_INIT) for key, rows in own]
-        self.is_fine = quick_check(lane, group.env, group.options.validate)
-        self.marks = marks_of(lane)
-        self.fills = [(marks.fill if hasattr(marks, "fill") else marks.fill_, value) for marks, value in self.marks]
-        self.mirrored = [column.key for column in lane.layout.tensor_columns if column.host and lane.mirrored]
-        keys = group.env.reward_key, DONE, TERMINATED, TRUNCATED, TRAJ_IDS
-        self.flags = [arrays[key] for key in keys]
-        self.version, self.valid, self.resumed = arrays.get(POLICY_VERSION), arrays.get(VALID), arrays.get(RESUMED)
 
 
 class Group:
@@ -135,7 +102,7 @@ class Group:
         self.carry = Carry(env, batch_shape)
         self.resumed: list[int] | None = None  # environments whose next row is the first after a load; None: no load
         row_bytes, shown = sum(row.nbytes for row in self.carry.values()), not (env.writes_next or options.compact_obs)
-        self._next = NextObservations(list(carried_specs(env)), shown=shown, row_bytes=row_bytes)
+        self.next_obs = NextObservations(list(carried_specs(env)), shown=shown, row_bytes=row_bytes)
         self._primed: tuple[Policy, Outputs, int | str] | None = None
         self.due = Due(range(self.B))
         self._deadline = np.full(self.B, NEVER, np.int64)  # row at which max_frames_per_traj is reached
@@ -157,7 +124,7 @@ class Group:
     @property
     def finals(self) -> list[Final]:
         """With ``compact_obs``, the observations that are missing from the last rollout's rows."""
-        return self._next.finals
+        return self.next_obs.finals
 
     def reset(self, which: Sequence[int] | None = None, seeds: Sequence[int] | None = None) -> None:
         """Schedule a reset of the environments ``which`` (default all) before the next step."""
@@ -232,12 +199,12 @@ class Group:
             lane.arrays[TRUNCATED][t, cut] = True
             finished = sorted({*cut, *(finished or ())})
         if finished is not None:
-            self._next.copy(t + 1)  # before the reset overwrites the true last observations
+            self.next_obs.copy(t + 1)  # before the reset overwrites the true last observations
             if self.options.compact_obs:
-                self._next.keep(lane, t, finished, self.waiting.bypassed)
+                self.next_obs.keep(lane, t, finished, self.waiting.bypassed)
             lane.stopped = self._end(lane, t, finished, late)
-        elif t >= self._next.due or self.watch is not None:
-            self._next.copy(t + 1)
+        elif t >= self.next_obs.due or self.watch is not None:
+            self.next_obs.copy(t + 1)
         if self.watch is not None:
             self.watch(lane, t)
         if self.options.interruptor is not None and not lane.stopped:
@@ -248,7 +215,7 @@ class Group:
         """Return the first row, from ``t`` on, after which ``after_step`` is due even if no episode ends."""
         if self.options.interruptor is not None or self.watch is not None:
             return t
-        due = self._next.due
+        due = self.next_obs.due
         return min(due, int(self._deadline.min())) if self._limit else due
 
     def leave(self, lane: Lane) -> None:
@@ -257,7 +224,7 @@ class Group:
         if self.progress.watched:
             cells = self.progress.cells
             cells[KNOWN] = waiting.made(0, n) + cells[BEFORE]
-        self._next.copy(n)
+        self.next_obs.copy(n)
         if lane.mirrored:
             lane.pull((self.env.reward_key, TERMINATED, TRUNCATED))
         reward, done, terminated, truncated, ids = views.flags if n == lane.T else [rows[:n] for rows in views.flags]
@@ -279,11 +246,11 @@ class Group:
             np.add(counts, 1, out=lane.arrays[next_of(STEP_COUNT)])
         self.episodes = self.clock.advance(reward, terminated, truncated, over)
         if self.env.info_specs and len(self.episodes):
-            self.episodes = replace(self.episodes, info=self._next.infos(lane, over))
+            self.episodes = replace(self.episodes, info=self.next_obs.infos(lane, over))
         if late is not None:
             self._begin_late(late, over)
         if options.compact_obs and n:
-            self._next.keep(lane, n - 1, np.flatnonzero(~done[-1]).tolist(), waiting.bypassed)
+            self.next_obs.keep(lane, n - 1, np.flatnonzero(~done[-1]).tolist(), waiting.bypassed)
         if options.set_truncated and self.closes_batch and n:  # a mark for the learner; the episode continues
             mark_end(lane, n - 1, self.env, limited=bool(options.max_frames_per_traj))
         for key, rows in views.carried:
@@ -314,13 +281,6 @@ class Group:
         self.env.executed_in_row = 0
         self._unmark(lane)
         self._lose()
-
-    def repeat_row(self, lane: Lane, source: int, row: int) -> None:
-        """Make row ``source`` of the carried columns the next one to act on, in ``row``."""
-        for key, rows in lane.cache[self].carried:
-            rows[row] = rows[source]
-            if row == 0:
-                self.carry.take(key, rows[source], ())
 
     # --- parts ------------------------------------------------------------------------------------
 
@@ -354,7 +314,7 @@ class Group:
         if let_go or waiting.absent or not waiting.idle:
             waiting.begin(let_go)
         lane.stopped = self.rule is not None and self.rule.complete
-        self._next.begin(views.next_rows)
+        self.next_obs.begin(views.next_rows)
         if self.progress.watched:
             self.progress.mark_unwritten(lane, self.env.reward_key, 0)
         for fill, value in views.fills:
@@ -449,9 +409,9 @@ class Group:
         lane.data[TRUNCATED][t, cut] = True
         for key in self._traj_done:
             lane.arrays[key][t, over] = True
-        self._next.copy(t + 1)
+        self.next_obs.copy(t + 1)
         if self.options.compact_obs:
-            self._next.keep(lane, t, cut, self.waiting.since)
+            self.next_obs.keep(lane, t, cut, self.waiting.since)
         if waits:
             lane.stopped = self.waiting.add(lane, t, cut)
             self._deadline[cut] = NEVER
@@ -507,7 +467,7 @@ class Group:
     def _unmark(self, lane: Lane) -> None:
         """Undo the entries of incomplete rows."""
         begin = lane.done_steps
-        self._next.take_back(begin)
+        self.next_obs.take_back(begin)
         self.waiting.take_back(lane)
         self.progress.mark_unwritten(lane, self.env.reward_key, begin)
         for marks, value in self._views_of(lane).marks:

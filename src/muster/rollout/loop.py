@@ -89,17 +89,25 @@ def _catch_up(group: Group, policy: Policy, lane: Lane, acted: bool) -> None:
             at = IN_POLICY
             row = first if acted else last
             if not acted:
-                group.repeat_row(lane, first, last)
+                _repeat_row(group, lane, first, last)
                 lane.acts_from = last
                 policy.start(lane, group.rng)(last)
             at, acted = IN_STEP, False
             step(row)
-            group.repeat_row(lane, row + 1, first)
+            _repeat_row(group, lane, row + 1, first)
     except BaseException as error:
         raised = _cut_short(group, policy, lane, first, at, error)
         if raised is error:
             raise
         raise raised from error
+
+
+def _repeat_row(group: Group, lane: Lane, source: int, row: int) -> None:
+    """Make row ``source`` of the carried columns the next one to act on, in ``row``."""
+    for key, rows in lane.cache[group].carried:
+        rows[row] = rows[source]
+        if row == 0:
+            group.carry.take(key, rows[source], ())
 
 
 def _run(group: Group, policy: Policy, act: Act, step: Step, lane: Lane, begin: int, end: int) -> None:
