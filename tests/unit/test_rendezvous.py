@@ -22,10 +22,11 @@ from muster.cluster.carrier import Carrier
 from muster.cluster.joining import Member, run_node
 from muster.cluster.launchers import Launcher, MpLauncher, check_backend
 from muster.cluster.link import LinkLost
-from muster.cluster.rendezvous import Rendezvous, hear, is_loopback, read_token, say, write_token
+from muster.cluster.rendezvous import Rendezvous, hear, read_token, say, write_token
 from muster.cluster.socket_link import SocketLink
 from muster.cluster.torchrun import TorchrunLauncher, find_rendezvous
 from muster.errors import BadOption
+from muster.utils.addresses import is_loopback
 
 TOKEN = b"0123456789abcdef"
 INTRODUCED = "tests.fakes.link_nodes:introduced"

@@ -24,7 +24,7 @@ from muster import Collector, MultiSyncCollector, Watch, load
 from muster.episodes.curve import MOST_POINTS, WINDOW, EpisodeCurve, EpisodeTotals, running_means
 from muster.episodes.record import Episodes
 from muster.errors import BadOption
-from muster.observing.page_server import TOKEN_VARIABLE, PageAddress, PageServer, is_loopback, parse_address
+from muster.observing.page_server import TOKEN_VARIABLE, PageAddress, PageServer
 from muster.observing.plot import plot_run
 from muster.observing.snapshots import (
     MOST_ERRORS,
@@ -36,6 +36,7 @@ from muster.observing.snapshots import (
     snapshot,
 )
 from muster.testing import CountingEnv
+from muster.utils.addresses import host_and_port, is_loopback
 from tests.command_line import refused, run
 from tests.tools import files_limited_to
 from tests.waits import wait_until
@@ -507,7 +508,7 @@ def test_the_token_may_be_given_in_the_environment(monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, "short")
     with pytest.raises(BadOption, match="less than 16 characters"):
         PageAddress("0.0.0.0:0")
-    assert parse_address("[::1]:80") == ("::1", 80)
+    assert host_and_port("[::1]:80") == ("::1", 80)
     assert is_loopback("::1")
     assert not is_loopback("example.org")
 

@@ -16,6 +16,7 @@ from muster.cluster.rendezvous import ANSWER_S, POLL_S, hear, read_token, say
 from muster.cluster.socket_link import SocketLink
 from muster.cluster.torchrun import find_rendezvous
 from muster.errors import BadOption
+from muster.utils.addresses import host_and_port
 from muster.utils.attributes import named
 from muster.workers.channel import Channel
 from muster.workers.launch import fork_server_here
@@ -105,10 +106,7 @@ class Member:
         within_s: float = 600.0,
         patience_s: float = 600.0,
     ) -> None:
-        host, colon, port = address.rpartition(":")
-        if not colon or not port.isdecimal():
-            raise BadOption(f"address={address!r} should be 'host:port'; the main process' Rendezvous.address is.")
-        self._endpoint, self._token = (host.strip("[]"), int(port)), token
+        self._endpoint, self._token = host_and_port(address), token
         self._node, self._within_s, self._patience_s = node, within_s, patience_s
         self._met = False
 

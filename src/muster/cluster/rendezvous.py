@@ -30,6 +30,7 @@ from muster.cluster.authenticated_link import AuthenticatedLink, WrongToken, aut
 from muster.cluster.link import Link, LinkLost
 from muster.cluster.socket_link import SocketLink
 from muster.errors import BadOption
+from muster.utils.addresses import is_loopback
 from muster.utils.integers import integer
 
 TOKEN_BYTES = 32
@@ -268,15 +269,6 @@ def write_token(path: Path, token: bytes) -> None:
     """Write a token into a new file that only this user can read."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(token)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine can reach the address."""
-    if host == "localhost":
-        return True
-    with contextlib.suppress(ValueError):
-        return ip_address(host).is_loopback
-    return False
 
 
 def _read_secret(path: Path) -> bytes:

@@ -24,9 +24,10 @@ from typing import Any
 
 from muster.cluster.launchers import Launcher, Process
 from muster.cluster.link import AGENT, LinkLost
-from muster.cluster.rendezvous import Rendezvous, is_loopback, write_token
+from muster.cluster.rendezvous import Rendezvous, write_token
 from muster.errors import BadOption
 from muster.restore.pickling import dumps, loads
+from muster.utils.addresses import is_loopback
 from muster.workers.channel import Channel
 from muster.workers.launch import fork_server_here
 

@@ -26,8 +26,9 @@ import torch.distributed
 from muster.cluster.authenticated_link import signature
 from muster.cluster.launchers import Launcher
 from muster.cluster.link import LinkLost
-from muster.cluster.rendezvous import ANSWER_S, POLL_S, Rendezvous, is_loopback, read_token
+from muster.cluster.rendezvous import ANSWER_S, POLL_S, Rendezvous, read_token
 from muster.errors import BadOption
+from muster.utils.addresses import is_loopback
 from muster.utils.whole_files import read_json, write_whole
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from muster.episodes.rules import StreamRule, check_stream_rule
 from muster.errors import BadOption
 from muster.memory.views import Order
 from muster.observing.loggers import as_logger
-from muster.observing.page_server import parse_address
 from muster.policies.adapt import STORED
 from muster.policies.agents import per_agent
 from muster.recording.writer import Recorder
 from muster.rollout.columns import Validate
+from muster.utils.addresses import host_and_port
 from muster.utils.integers import integer
 from muster.workers.config import check_timeouts
 
@@ -96,7 +96,7 @@ class Watch(Details):
 
     def __post_init__(self) -> None:
         if self.address is not None:
-            parse_address(self.address)
+            host_and_port(self.address)
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import json
 import os
 import secrets
@@ -21,6 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from muster.errors import BadOption
 from muster.observing.snapshots import SnapshotReader
+from muster.utils.addresses import host_and_port, is_loopback
 
 TOKEN_VARIABLE = "MUSTER_WATCH_TOKEN"
 _SHORTEST_TOKEN = 16
@@ -63,7 +63,7 @@ class PageAddress:
     """
 
     def __init__(self, address: str) -> None:
-        host, port = parse_address(address)
+        host, port = host_and_port(address)
         self.token = "" if is_loopback(host) else os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
         if self.token and len(self.token) < _SHORTEST_TOKEN:
             raise BadOption(f"{TOKEN_VARIABLE} has less than {_SHORTEST_TOKEN} characters. Give a longer, random one.")
@@ -88,22 +88,6 @@ class PageAddress:
     def close(self) -> None:
         """Close the socket in this process."""
         self.socket.close()
-
-
-def parse_address(address: str) -> tuple[str, int]:
-    """Return host and port of ``host:port``. Raises ``BadOption`` for other texts."""
-    host, colon, port = address.rpartition(":")
-    if not (colon and host and port.isdecimal() and int(port) < 1 << 16):
-        raise BadOption(f"address={address!r}: expected host:port, such as 127.0.0.1:8000; port 0 is any free port")
-    return host.strip("[]"), int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach a host's address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class PageServer(ThreadingHTTPServer):

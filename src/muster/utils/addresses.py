@@ -1,0 +1,23 @@
+"""Addresses of sockets, as text."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from muster.errors import BadOption
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Return host and port of ``host:port`` or ``[host]:port``. Raises ``BadOption`` for other texts."""
+    host, colon, port = address.rpartition(":")
+    if not (colon and host and port.isdecimal() and int(port) < 1 << 16):
+        raise BadOption(f"address={address!r}: expected host:port, such as 127.0.0.1:8000")
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only processes of this machine can reach a host's address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
