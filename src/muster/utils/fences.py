@@ -9,7 +9,13 @@ from __future__ import annotations
 import platform
 import threading
 
-IS_ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
+
+def is_ordered(machine: str) -> bool:
+    """Return whether a processor with this name (``platform.machine()``) keeps the order of stores and of loads."""
+    return machine.lower() in ("x86_64", "amd64", "i386", "i686")
+
+
+IS_ORDERED = is_ordered(platform.machine())
 
 
 def fence() -> None:
