@@ -38,6 +38,7 @@ from muster import (
     RPCCollector,
 )
 from muster.testing import OracleEnv, check_stream
+from tests.fakes.adding import Adds
 from tests.faults.test_worker_resources import anonymous_bytes, descendants, resources
 
 WORKERS, ENVS, FRAMES = 2, 4, 512
@@ -45,17 +46,6 @@ KEPT = 8  # batches that are kept at a time
 KILL_EVERY_S, PUBLISH_EVERY = 2.0, 5
 LEVEL = 0.05  # growth of memory over the whole run, as a share of its level, that counts as flat
 WARM_UP = 2  # rounds that are not judged: imports, the fork server, the allocator's pools
-
-
-class Adds(torch.nn.Module):
-    """A policy whose actions depend on its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.added = torch.nn.Parameter(torch.zeros(()))
-
-    def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        return (obs[..., 5] + self.added.long()) % 5
 
 
 MULTI = {"on_failure": Restart(max_restarts=None)}

@@ -27,6 +27,7 @@ from muster import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncColl
 from muster.errors import EnvError, WorkerDied
 from muster.testing import OracleEnv
 from muster.testing.oracle import EXECUTED, follow
+from tests.fakes.adding import Adds
 from tests.tools import assert_accounted
 from tests.waits import wait_until
 
@@ -62,17 +63,6 @@ class ObedientEnv(OracleEnv):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a snapshot repeats the actions")
-
-
-class Adds(torch.nn.Module):
-    """Its action tells which weights have acted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.added = torch.nn.Parameter(torch.zeros(()))
-
-    def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        return (obs[..., 5] + self.added.long()) % 5
 
 
 KINDS: dict[str, Callable[..., Any]] = {
