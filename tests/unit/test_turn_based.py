@@ -16,6 +16,7 @@ from torch import nn
 from muster import Collector, MultiSyncCollector, Trajectories, policies, split_trajectories
 from muster.episodes.whole import WholeEpisodes
 from muster.errors import BadEnvOutput, BadOption, EnvError, UnsupportedEnv
+from muster.restore.crash_report import CrashReport
 from muster.testing import EnvContract
 from tests.tools import assert_accounted, assert_same, collect, column, joined
 
@@ -289,6 +290,15 @@ def test_after_an_error_open_turns_are_dropped_and_new_episodes_begin():
         assert rows["next", "done"][-1], "the error ends all episodes"
     shared = set(before["collector", "traj_ids"].tolist()) & set(batch[27:]["collector", "traj_ids"].tolist())
     assert not shared
+
+
+def test_a_crash_report_says_that_turns_cannot_be_replayed(tmp_path):
+    given = {"frames_per_batch": 50, "seed": 0, "crash_dir": tmp_path, "backend": "threads"}
+    with MultiSyncCollector(quarrel(fails_at=30), None, num_workers=1, **given) as collector:
+        with pytest.raises(EnvError, match="fell off the table") as caught:
+            collector.next()
+        report = CrashReport.load(caught.value.crash_report, trust=True)
+    assert "agents take turns" in report.missing
 
 
 def test_a_saved_collector_goes_on_in_the_middle_of_a_game():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from muster.errors import HookError, MusterError
-from muster.keys import TERMINATED, TRAJ_DONE, TRAJ_IDS, TRUNCATED, Key, next_of
+from muster.keys import AGENT, TERMINATED, TRAJ_DONE, TRAJ_IDS, TRUNCATED, Key, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
 from muster.restore.action_log import LIMIT_BYTES, ActionLog
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from muster.workers.counters import FrameCounters
     from muster.workers.under_way import AtWork
 
+TURNS = "It cannot be replayed: agents take turns, and the actions of their last turns are in no row yet."
 Replay = tuple[Path | None, str]  # a crash report, and the command that replays it
 
 
@@ -114,6 +115,8 @@ class CrashNotes:
         crash_report = history.crash_report(
             actions=self._actions(group, lane, begin, end), observation=observed, **known
         )
+        if AGENT in self._infos[group].observation_specs:
+            crash_report.missing = TURNS
         history.forget()
         return crash_report
 
