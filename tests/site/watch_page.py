@@ -58,25 +58,6 @@ Open = Callable[..., Page]
 
 
 @pytest.fixture
-def look(browser: Browser) -> Iterator[Open]:  # noqa: F811
-    """Open an address in a context of its own. At the end there must have been no error of a page."""
-    contexts, seen = [], []
-
-    def opened(url: str, *, viewport: Any = DESKTOP, scheme: Any = "light") -> Page:
-        contexts.append(browser.new_context(viewport=viewport, color_scheme=scheme))
-        page = contexts[-1].new_page()
-        page.on("console", lambda said: seen.append(said.text) if said.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: seen.append(str(error)))
-        page.goto(url)
-        return page
-
-    yield opened
-    for context in contexts:
-        context.close()
-    assert seen == []
-
-
-@pytest.fixture
 def serve() -> Iterator[Callable[..., str]]:
     """Serve a directory from this process; returns the URL."""
     servers = []
@@ -92,6 +73,28 @@ def serve() -> Iterator[Callable[..., str]]:
     for server in servers:
         server.shutdown()
         server.server_close()
+
+
+@pytest.fixture
+def look(browser: Browser, serve: Callable[..., str]) -> Iterator[Open]:  # noqa: F811
+    """Open an address in a context of its own. At the end there must have been no error of a page.
+
+    Pages are closed before their servers: they notice when a server ends.
+    """
+    contexts, seen = [], []
+
+    def opened(url: str, *, viewport: Any = DESKTOP, scheme: Any = "light") -> Page:
+        contexts.append(browser.new_context(viewport=viewport, color_scheme=scheme))
+        page = contexts[-1].new_page()
+        page.on("console", lambda said: seen.append(said.text) if said.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: seen.append(str(error)))
+        page.goto(url)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert seen == []
 
 
 def number(page: Page, name: str = "frames") -> int:
