@@ -6,11 +6,14 @@ import signal
 import sys
 from functools import partial
 
+import numpy as np
 import pytest
 
-from muster import MultiAsyncCollector, MultiSyncCollector
-from muster.errors import WorkerDied
-from muster.testing import CountingEnv
+from muster import Collector, MultiAsyncCollector, MultiSyncCollector
+from muster.errors import EnvError, WorkerDied
+from muster.testing import CountingEnv, Fault, OracleEnv
+from muster.testing.oracle import follow
+from tests.fakes import faults
 from tests.fakes.mortal import Mortal
 
 pytestmark = [
@@ -54,6 +57,32 @@ def test_amounts_stay_exact_when_a_worker_is_killed(tmp_path, cls, on_failure, a
     assert raised == [("step", -signal.SIGKILL)] * (on_failure == "raise")
     assert c.stats().discarded["worker_died"] > 0
     assert adds_up(c.stats())
+
+
+CALLS = {
+    "episodes": lambda collector: collector.collect_batch(n_episode=1).batch,
+    "steps": lambda collector: collector.collect_batch(n_step=16).batch,
+    "next": lambda collector: collector.next(),
+    "rollout": lambda collector: collector.rollout(),
+}
+
+
+@pytest.mark.parametrize("at", [0, 1, 5])
+@pytest.mark.parametrize("then", CALLS)
+@pytest.mark.parametrize("first", CALLS)
+def test_another_call_after_one_that_failed_has_rows_of_all_its_environments(tmp_path, first, then, at):
+    """What chosen episodes leave out must not be missing in a batch of all."""
+    fault = Fault(faults.Raising(RuntimeError), at=at)
+    factory = partial(OracleEnv, tmp_path / "counts", 0, 2, fault)
+    with Collector(factory, None, num_envs=2, frames_per_batch=16, seed=1) as collector:
+        with pytest.raises(EnvError):
+            CALLS[first](collector)
+        collector.env[1].fault = None
+        batch = CALLS[then](collector)
+        obs, action, after = (batch[key].numpy() for key in ("observation", "action", ("next", "observation")))
+        assert (np.stack(follow(np.moveaxis(obs, -1, 0), action)[0], -1) == after).all()
+        assert then == "episodes" or set(batch["observation"][..., 0].unique().tolist()) == {0, 1}
+        assert adds_up(collector.stats())
 
 
 def test_a_call_that_failed_goes_on_where_it_stopped_when_it_is_repeated(tmp_path):

@@ -45,7 +45,9 @@ class PerAgent(nn.Module):
     def __init__(self, policies: Mapping[str, Any]) -> None:
         super().__init__()
         if not policies:
-            raise BadOption("policy is an empty dict: expected a policy for each agent, by name, or 'others'")
+            raise BadOption(
+                "policy is an empty dict: expected None, an nn.Module, a function, or a policy for each agent, by name"
+            )
         self.policies: dict[str, Any] = {}
         for name, policy in policies.items():
             if policy is not None and (not callable(policy) or isinstance(policy, type)):

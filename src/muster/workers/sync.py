@@ -42,6 +42,7 @@ class Sync(Schedule):
         lanes = [(i, *place) for i, bundle in enumerate(bundles) for place in enumerate(bundle.groups)]
         self._places: list[tuple[int, int, int]] = lanes
         self._complete: dict[int, RolloutResult] = {}  # by group
+        self._ruled = False  # the last request had a rule
         self._begun: dict[int, int] = {}  # numbers of the requests for ``_filling``, by group
 
     def collect(self, wanted: CollectRequest, into: Slot | None = None) -> FilledSlot:
@@ -52,6 +53,9 @@ class Sync(Schedule):
         policy = wanted.policy(0)
         if self._resize(wanted.rows):
             self.abandon("resized")
+        if self._ruled is not (wanted.rule is not None):
+            self.abandon("interrupted")  # a rollout for chosen episodes does not become one of all, nor the reverse
+            self._ruled = not self._ruled
         self._prepare(policy, wanted.version)
         if not self._filling:
             again = into is not None and into.layout == self.bundles[0].ring.layout

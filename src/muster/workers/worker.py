@@ -169,7 +169,7 @@ class Worker:
             group.places = np.arange(first, first + group.B), sharing
         group.spans = spans = _Spans() if request.spans else None
         if lane.done_steps == 0:  # a continued rollout keeps its rule
-            group.rule = request.rule
+            group.rule, group.waiting.absent = request.rule, ()
         if self.progress.watched:
             self.progress.take_up(request.number)
         result = RolloutResult(request.number, group.number, timing=group.timing)
