@@ -11,7 +11,7 @@ def host_and_port(address: str) -> tuple[str, int]:
     """Return host and port of ``host:port`` or ``[host]:port``. Raises ``BadOption`` for other texts."""
     host, colon, port = address.rpartition(":")
     if not (colon and host and port.isdecimal() and int(port) < 1 << 16):
-        raise BadOption(f"address={address!r}: expected host:port, such as 127.0.0.1:8000")
+        raise BadOption(f"address={address!r}: expected 'host:port', such as 127.0.0.1:8000")
     return host.strip("[]"), int(port)
 
 
