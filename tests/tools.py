@@ -108,3 +108,14 @@ def assert_chain(batch: Any, ends: int = 5) -> None:
     assert (begins[..., 1] == 0).all()
     ids = batch["collector", "traj_ids"]
     assert torch.equal(ids[..., 1:] != ids[..., :-1], done[..., :-1])
+
+
+class Stopper:
+    """An interruptor that stops at its n-th question."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def collection_stopped(self) -> bool:
+        self.left -= 1
+        return self.left == 0

@@ -44,6 +44,7 @@ from torchrl.testing import mocking_classes as mocks
 from torchrl.trainers import Trainer
 
 from muster.compat.torchrl import Collector
+from tests.tools import Stopper
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 Make = Callable[..., Any]  # one of the two Collectors
@@ -397,17 +398,6 @@ def outcome(call: Callable[[], Any]) -> Any:
     except Exception as error:  # noqa: BLE001
         known = (TypeError, ValueError, KeyError, RuntimeError, AttributeError)
         return [kind.__name__ for kind in known if isinstance(error, kind)]
-
-
-class Stopper:
-    """An interruptor that stops at its n-th question."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def collection_stopped(self) -> bool:
-        self.left -= 1
-        return self.left == 0
 
 
 @program

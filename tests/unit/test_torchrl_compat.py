@@ -33,7 +33,7 @@ from muster.compat.torchrl.numbering import Numbering, TrajectoryPool
 from muster.compat.torchrl.weight_update import MultiProcessWeightSyncScheme
 from muster.errors import BadOption, CollectorClosed
 from muster.testing import CountingEnv
-from tests.tools import assert_same, column, counting
+from tests.tools import Stopper, assert_same, column, counting
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -54,15 +54,6 @@ def pendulum() -> GymEnv:
 def collect(n: int = 1, **options: Any) -> list[Any]:
     collector = Collector(pendulum(), linear(), **{"frames_per_batch": 5, **options})
     return [collector.next() for _ in range(n)]
-
-
-class Stopper:
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def collection_stopped(self) -> bool:
-        self.left -= 1
-        return self.left == 0
 
 
 def test_without_buffers_an_interruptor_makes_a_batch_shorter():

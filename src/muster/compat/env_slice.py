@@ -6,7 +6,7 @@ import math
 import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array
 
-from muster.envs import coroutines
+from muster.envs import checks, coroutines
 from muster.errors import EnvError, UnsupportedEnv, described
 from muster.memory.specs import Array
 from muster.protocols import EnvBatch
@@ -394,9 +394,7 @@ class EnvSlice(EnvBatch):
         return packed(results)
 
     def close(self) -> None:
-        with ExitStack() as closing:
-            for env in self.envs:
-                closing.callback(env.close)
+        checks.close_all([env.close for env in self.envs])
 
 
 def packed(value: Any, what: str = "what the environments returned") -> bytes:

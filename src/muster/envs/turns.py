@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -188,30 +188,23 @@ class TurnEnvs(EnvBatch):
         return [game.env for game in self._games]
 
     def snapshot(self) -> dict[str, Any]:
-        def plain(turn: Turn) -> dict[str, Any]:
-            parts = {"cells": _named(turn.cells), "after": _named(turn.after)}
-            return {**vars(turn), **parts}
-
         return {
             "games": [
                 {
-                    "open": {agent: plain(turn) for agent, turn in game.open.items()},
-                    "complete": [plain(turn) for turn in game.complete],
+                    "open": {agent: asdict(turn) for agent, turn in game.open.items()},
+                    "complete": [asdict(turn) for turn in game.complete],
                     "turns": dict(game.turns),
-                    "seen": _named(game.seen),
+                    "seen": dict(game.seen),
                 }
                 for game in self._games
             ]
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        def turn(plain: dict[str, Any]) -> Turn:
-            return Turn(**{**plain, "cells": _keyed(plain["cells"]), "after": _keyed(plain["after"])})
-
         for game, saved in zip(self._games, state["games"], strict=True):
-            game.open = {agent: turn(plain) for agent, plain in saved["open"].items()}
-            game.complete = deque(turn(plain) for plain in saved["complete"])
-            game.turns, game.seen = dict(saved["turns"]), _keyed(saved["seen"])
+            game.open = {agent: Turn(**plain) for agent, plain in saved["open"].items()}
+            game.complete = deque(Turn(**plain) for plain in saved["complete"])
+            game.turns, game.seen = dict(saved["turns"]), dict(saved["seen"])
 
     def close(self) -> None:
         checks.close_all([game.env.close for game in self._games])
@@ -297,11 +290,3 @@ class TurnEnvs(EnvBatch):
 
     def _call(self, b: int, method: str, *args: Any, **given: Any) -> Any:
         return checks.call(self._games[b].env, method, f"{self.name}[{b}]", *args, index=b, **given)
-
-
-def _named(leaves: Leaves) -> dict[str, Array]:
-    return {"/".join(key): leaf.copy() for key, leaf in leaves.items()}
-
-
-def _keyed(named: Mapping[str, Array]) -> Leaves:
-    return {tuple(name.split("/")): leaf for name, leaf in named.items()}
