@@ -27,18 +27,29 @@ from tests.site.pages import DESKTOP, PHONE, browser  # noqa: F401 (a fixture)
 from tests.waits import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
-ENV = partial(CountingEnv, 3)
 SCRIPT = "<script>document.title='run'</script><img src=x onerror=alert(1)>"
 WITHIN_MS = 120_000
 expect.set_options(timeout=WITHIN_MS)
 
 
+def counting_unless(held: Path) -> CountingEnv:
+    """Make an environment as soon as there is no such file."""
+    wait_until(lambda: not held.exists(), WITHIN_MS / 1000)
+    return CountingEnv(3)
+
+
 @pytest.fixture(scope="module")
-def collection(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
+def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While there is this file, no environment is made."""
+    return tmp_path_factory.mktemp("gate") / "held"
+
+
+@pytest.fixture(scope="module")
+def collection(held: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
     """A collector with two processes and a page, which collects until the end of the module, and its directory."""
     path, stop = tmp_path_factory.mktemp("run"), threading.Event()
     options: dict[str, Any] = {"frames_per_batch": 64, "seed": 0, "on_failure": "restart", "watch": Watch(path)}
-    with MultiSyncCollector([ENV] * 2, None, num_workers=2, **options) as collector:
+    with MultiSyncCollector([partial(counting_unless, held)] * 2, None, num_workers=2, **options) as collector:
 
         def collect() -> None:
             for _ in collector:
@@ -139,16 +150,18 @@ def test_numbers_move_for_two_viewers_and_a_reload_keeps_the_history(collection:
     grows(page)
 
 
-def test_a_killed_worker_turns_red_then_green(collection: tuple[Any, Path], look: Open) -> None:
+def test_a_killed_worker_turns_red_then_green(collection: tuple[Any, Path], held: Path, look: Open) -> None:
     collector, _ = collection
     page = look(collector.watch_url)
     state = page.locator("tr[data-worker='1'] td[data-state]")
     expect(state).to_have_text("working")
     green = state.evaluate("cell => getComputedStyle(cell).color")
+    held.touch()
     os.kill(collector.stats().workers[1].pid, signal.SIGKILL)
     expect(state).to_have_attribute("data-state", "restarting")
     assert state.evaluate("cell => getComputedStyle(cell).color") != green
     expect(page.locator("#errors")).to_contain_text("SIGKILL")
+    held.unlink()
     expect(state).to_have_text("working")
     assert state.evaluate("cell => getComputedStyle(cell).color") == green
     expect(page.locator("tr[data-worker='1'] td").nth(6)).to_have_text("1")
