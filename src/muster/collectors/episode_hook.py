@@ -157,10 +157,12 @@ def _with_all_steps(batch: TensorDict) -> TensorDict:
 
 def _cut(batch: TensorDict, pieces: Pieces) -> Iterator[TensorDict]:
     """Yield the episodes of a batch ``[frames]`` or ``[n, longest]``, as views."""
-    T = batch.shape[-1]
-    for row, length in zip(pieces.rows[pieces.first].tolist(), pieces.length.tolist(), strict=True):
-        line = batch[row // T] if batch.ndim == 2 else batch
-        yield line[row % T : row % T + length]
+    lengths = pieces.length.tolist()
+    if batch.ndim == 1:
+        yield from batch.split(lengths)  # a third of the time of slices
+        return
+    for row, length in zip((pieces.rows[pieces.first] // batch.shape[-1]).tolist(), lengths, strict=True):
+        yield batch[row][:length]
 
 
 def _text(kinds: Mapping[Key, tuple[Any, ...]]) -> str:
