@@ -56,7 +56,7 @@ def table(results: Results, workload: str) -> str:
         limit = "limit-heads" if name in ("muster-heads", "limit-heads") else "limit-plain"
         cells = [
             _cell(series, name, "bare"),
-            _cell(series, name, limit) if name not in ("bare", "muster-random") else "",
+            _cell(series, name, limit) if name not in ("bare", "muster-random", "muster-compact") else "",
             _cell(series, "muster-plain", name),
             _cell(series, "muster-heads", name),
         ]

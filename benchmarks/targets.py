@@ -30,7 +30,9 @@ _LIMITS = {
 }
 
 TARGETS = (
-    *_series("muster-random", "bare", cartpole_1=0.80, cartpole_8=0.88, cartpole_64=0.92),
+    *_series("muster-random", "bare", cartpole_1=0.80, cartpole_8=0.88, cartpole_64=0.92, frames_8=0.70),
+    *_series("muster-compact", "bare", frames_8=0.80),
+    *_series("muster-heads", "bare", pendulum_8=0.70, frames_8=0.33),
     *_series("muster-plain", "limit-plain", **_LIMITS),
     *_series("muster-heads", "limit-heads", **_LIMITS),
     *_series("muster-heads", "muster-plain", cartpole_1=2.0, cartpole_8=1.6),

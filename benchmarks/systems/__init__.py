@@ -53,6 +53,7 @@ SYSTEMS = {
     "limit-plain": _here("bare:LimitPlain", "bare loop + plain module"),
     "limit-heads": _here("heads_limit:LimitHeads", "bare loop + Muster's heads"),
     "muster-random": _here("muster_:Random", "Muster, random actions"),
+    "muster-compact": _here("muster_:Compact", "Muster, random actions, compact_obs", quick=False),
     "muster-plain": _here("muster_:Plain", "Muster, plain module"),
     "muster-eager": _here("muster_:HeadsEager", "Muster, heads, executor off", quick=False),
     "muster-heads": _here("muster_:Heads", "Muster, heads and executor"),

@@ -44,6 +44,11 @@ class Random(_Collecting):
         super().__init__(workload, None)
 
 
+class Compact(_Collecting):
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload, None, compact_obs=True)
+
+
 class Plain(_Collecting):
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload, PlainPolicy(workload.make()).eval())
