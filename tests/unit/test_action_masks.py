@@ -12,7 +12,9 @@ from gymnasium import spaces
 from torch import nn
 
 from muster import Collector, MultiSyncCollector, policies
+from muster.envs.envpool import EnvPoolVectorEnv
 from muster.errors import BadEnvOutput, BadOption
+from tests.fakes.envpool import GymnasiumEnvPool
 from tests.tools import assert_same, collect
 
 SPACES = {
@@ -207,12 +209,52 @@ def test_random_actions_do_not_depend_on_the_size_of_batches():
     assert torch.equal(torch.cat(parts, 1), expected)
 
 
-@pytest.mark.parametrize("vector", [gymnasium.vector.SyncVectorEnv])
-def test_vector_environments_and_workers_give_the_same(vector):
-    head = policies.categorical(nn.Linear(2, 5))
-    single = collect(masked(), head, num_envs=2, frames_per_batch=28, seed=0)
-    many = collect(lambda: vector([masked()] * 2), head, frames_per_batch=28, seed=0)
-    assert_same(single, many)
+class OfDmEnv:
+    """``Masked`` as a dm_env.Environment."""
+
+    def __new__(cls) -> Any:
+        import dm_env
+        from dm_env import specs
+
+        class Environment(dm_env.Environment):
+            def __init__(self) -> None:
+                self.env = Masked()
+
+            def reset(self) -> Any:
+                return dm_env.restart(self.env.reset()[0])
+
+            def step(self, action: Any) -> Any:
+                obs, reward, done, _, _ = self.env.step(int(action))
+                return dm_env.termination(reward, obs) if done else dm_env.transition(reward, obs)
+
+            def observation_spec(self) -> Any:
+                position = specs.BoundedArray((2,), np.float32, 0, 100)
+                return {"position": position, "action_mask": specs.BoundedArray((5,), np.int8, 0, 1)}
+
+            def action_spec(self) -> Any:
+                return specs.DiscreteArray(5, dtype=np.int64)
+
+            def reward_spec(self) -> Any:
+                return specs.Array((), np.float64)
+
+        return Environment()
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "gymnasium.vector": {"env": lambda: gymnasium.vector.SyncVectorEnv([masked()] * 2)},
+    "EnvPool": {"env": lambda: EnvPoolVectorEnv(GymnasiumEnvPool(masked(), 2, shuffled=True))},
+    "dm_env": {"env": OfDmEnv, "num_envs": 2},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*seed")
+@pytest.mark.parametrize("random", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_environment_gives_the_same(kind, random):
+    policy = None if random else policies.categorical(nn.Linear(2, 5))
+    options = {"policy": policy, "frames_per_batch": 28, "seed": 0}
+    single = collect(env=masked(), num_envs=2, **options)
+    assert_same(single, collect(**KINDS[kind], **options))
 
 
 @pytest.mark.parametrize("inference", ["worker", "server"])

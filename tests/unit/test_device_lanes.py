@@ -256,6 +256,83 @@ def test_a_network_without_a_head_runs_on_a_device():
     assert (on_host.policy.path, on_device.policy.path) == ("numpy executor", "torch executor")
 
 
+class MaskedPoints(Points):
+    """At step t, point b may choose i where ``(i + b + t) % 3 < 2``; several variables one after another."""
+
+    def __init__(self, action_space: Any, device: str = "cpu") -> None:
+        super().__init__(action_space, device)
+        nvec = [int(n) for n in getattr(action_space, "nvec", [getattr(action_space, "n", 0)])]
+        self.nvec, self.low = nvec, int(getattr(action_space, "start", 0)) if len(nvec) == 1 else 0
+        mask = spaces.MultiBinary(sum(nvec))
+        self.single_observation_space = spaces.Dict({"at": self.single_observation_space, "action_mask": mask})
+
+    def _obs(self) -> Any:
+        places = torch.arange(sum(self.nvec)) + torch.arange(B)[:, None] + self.t
+        return {"at": super()._obs(), "action_mask": (places % 3 < 2).to(torch.int8).to(self.device)}
+
+    def step(self, action: torch.Tensor) -> Any:
+        allowed = self._obs()["action_mask"].split(self.nvec, 1)
+        for part, index in zip(allowed, (action - self.low).reshape(B, -1).unbind(1), strict=True):
+            assert part.gather(1, index[:, None]).all()
+        return super().step(action)
+
+
+class ResetByMask(MaskedPoints):
+    """Muster tries out whether it respects masks of resets, with a step."""
+
+    def __init__(self, action_space: Any) -> None:
+        super().__init__(action_space)
+        self.metadata, self.muster_exact = {"autoreset_mode": AutoresetMode.DISABLED}, False
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return super().reset(seed=seed) if options is None else (self._obs(), {})
+
+
+class Unchecked(MaskedPoints):
+    """Does not look at the actions, which would wait for the device."""
+
+    step = Points.step
+
+
+MASKED = {name: HEADS[name] for name in ("one choice", "several choices")}
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize("name", MASKED)
+def test_heads_choose_among_allowed_actions(name, device):
+    make, space = MASKED[name]
+    head = make()
+    batch = Run(MaskedPoints(space), head, 400, device).batch()
+    with torch.no_grad():
+        distribution = head.distribution(batch.select("at", "action_mask"))
+    torch.testing.assert_close(batch["action_log_prob"], distribution.log_prob(batch["action"]), atol=1e-4, rtol=1e-4)
+    again = distribution.log_prob(distribution.sample())
+    spread = float(again.std()) / np.sqrt(again.numel())
+    assert abs(float(batch["action_log_prob"].mean() - again.mean())) < 6 * spread
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_the_step_that_tries_out_a_reset_takes_an_allowed_action(name):
+    trying = Run(ResetByMask(MASKED[name][1]), None, 5)
+    trying.batch()
+    assert len(trying.group.env.env.actions) == 6  # with the one that was tried out
+
+
+@pytest.mark.parametrize("name", [*MASKED, "greedy"])
+def test_the_most_probable_allowed_action_on_a_device_is_that_on_the_host(name):
+    make, space = {**MASKED, "greedy": (lambda: policies.deterministic(net(3)), spaces.Discrete(3, start=-1))}[name]
+    on_host, on_device = (Run(MaskedPoints(space), make(), 20, device, "mode").batch() for device in (None, "cpu"))
+    torch.testing.assert_close(on_device["action"], on_host["action"])
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_random_allowed_actions_are_the_same_on_a_device_and_on_the_host(name):
+    on_host, on_device = (Run(MaskedPoints(MASKED[name][1]), None, 50, device).batches(2) for device in (None, "cpu"))
+    assert_same(on_host, on_device)
+    counts = [column.unique(return_counts=True)[1] for column in on_host["action"].reshape(B * 100, -1).unbind(1)]
+    assert all(count.min() > 100 for count in counts)
+
+
 # --- nothing waits ---------------------------------------------------------------------------------
 
 
@@ -314,6 +391,13 @@ def test_no_sample_waits_for_the_device(name):
     assert waits(lambda T: Run(Points(space), make(), T, "cpu"), 32) == waits(
         lambda T: Run(Points(space), make(), T, "cpu"), 8
     )
+
+
+@pytest.mark.parametrize("policy", [lambda: None, MASKED["several choices"][0]], ids=["random", "head"])
+def test_no_choice_among_allowed_actions_waits_for_the_device(policy):
+    space = MASKED["several choices"][1]
+    short, long = (waits(lambda T: Run(Unchecked(space), policy(), T, "cpu"), T) for T in (8, 32))
+    assert short == long
 
 
 def test_resets_by_mask_do_not_wait_either():

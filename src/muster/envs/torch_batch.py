@@ -21,7 +21,7 @@ from gymnasium.vector import AutoresetMode
 
 from muster.envs import checks
 from muster.envs.checks import FIX, Casts
-from muster.envs.spaces import SpaceCodec, action_codec, observation_codec
+from muster.envs.spaces import SpaceCodec, action_codec, action_masks, observation_codec
 from muster.envs.vector import autoreset_mode
 from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv, UnsupportedSpace
 from muster.keys import IS_INIT, NEXT_OBS_VALID, REWARD, TERMINATED, TRUNCATED, Key, dotted, next_of
@@ -78,6 +78,7 @@ class TorchEnvs(EnvBatch):
         self.observations: SpaceCodec = observation_codec(_single_space(env, "observation_space", self.num_envs))
         self.actions: SpaceCodec = action_codec(_single_space(env, "action_space", self.num_envs))
         self.observation_specs, self.action_specs = self.observations.specs, self.actions.specs
+        self.action_masks = action_masks(self.observation_specs, self.action_specs)
         self.casts: Casts = Casts(self.name)
         checks.check_arrays(self.name, self.observation_specs, self.action_specs)
         specs = self.observation_specs.items()
@@ -137,7 +138,7 @@ class TorchEnvs(EnvBatch):
             if len(index) == self.num_envs:
                 leaves = self._reset(given)
                 if self._mask_untried and (self._limit is not None or not self._self_resetting):
-                    leaves = self._try_mask(given)
+                    leaves = self._try_mask(given, leaves)
                 for target, leaf in zip(targets, leaves, strict=True):
                     target.copy_(leaf)
             else:
@@ -300,11 +301,15 @@ class TorchEnvs(EnvBatch):
                 f"{self.name}: {why}, so it must be reset by mask, without waiting for the device: {DO_ONE}"
             )
 
-    def _try_mask(self, given: dict[str, Any]) -> Leaves:
+    def _try_mask(self, given: dict[str, Any], obs: Leaves) -> Leaves:
         """Test that a reset of environment 0 after a step leaves the others unchanged; then reset all as requested."""
         self._mask_untried = False
         self._generator.manual_seed(0)
-        before, *_ = self._step([draw(self._generator).to(self._on) for draw in self._draws], 0)
+        actions = [draw(self._generator).to(self._on) for draw in self._draws]
+        for action, key in self.action_masks.items():  # there is one action then
+            allowed = dict(zip(self.observation_specs, obs, strict=True))[key]
+            actions = [_first_allowed(self.action_specs[action], allowed).to(actions[0]).reshape(actions[0].shape)]
+        before, *_ = self._step(actions, 0)
         before = [leaf.clone() for leaf in before]
         mask = torch.arange(self.num_envs, device=self._on) == 0
         self._check_mask_respected(before, self._reset_some(mask, {}), mask)
@@ -408,6 +413,13 @@ def _drawing(spec: ArraySpec, B: int, on: torch.device) -> Draw:
         return torch.where(below & above, both, torch.where(below | above, one_sided, normal)).to(dtype)
 
     return floats
+
+
+def _first_allowed(spec: ArraySpec, mask: torch.Tensor) -> torch.Tensor:
+    """Return the first allowed choice of each variable, ``[B, variables]``."""
+    low, high = (torch.as_tensor(np.array(x, np.int64).reshape(-1)) for x in (spec.low, spec.high))
+    parts = torch.split(mask.reshape(len(mask), -1) != 0, (high - low + 1).tolist(), 1)
+    return torch.stack([part.byte().argmax(1) for part in parts], 1) + low.to(mask.device)
 
 
 def _single_space(env: Any, name: str, B: int) -> spaces.Space[Any]:

@@ -15,7 +15,7 @@ from muster.memory.slots import Lane, torch_dtype
 from muster.memory.specs import Array, ArraySpec, Column
 from muster.policies.checks import frozen_check
 from muster.policies.executor import Program, plan
-from muster.policies.heads import Head
+from muster.policies.heads import Head, allowed_only
 from muster.policies.sampling import ActionMask, ActionRows, Emit
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
@@ -69,7 +69,7 @@ class HeadPolicy:
         self._check(out, lead)
         self._plan(x)
         if self._on_device:
-            return self._drawn(out, leaves[0])
+            return self._drawn(out, leaves[0], obs)
         action = np.zeros((1, B, *self._spec.shape), self._spec.dtype)
         masked = None if self._mask is None else (self._mask, obs[self._mask.key].numpy().reshape(1, B, -1))
         rows = ActionRows(self.head.name, action, None, masked)
@@ -113,19 +113,23 @@ class HeadPolicy:
         actions, log_probs = lane.tensors[self._action_key], lane.tensors.get(LOG_PROB)
         compute: Callable[[Any], Any] = self._program or self.head.net
         head, deterministic, B = self.head, self._deterministic, lane.B
+        masks = None if self._mask is None else lane.tensors[self._mask.key]
 
         def act(t: int) -> None:
-            out = compute(self._input([leaf[t] for leaf in tensors]))
-            action, log_prob = head.draw(out.reshape(B, -1).float(), deterministic=deterministic)
+            out = compute(self._input([leaf[t] for leaf in tensors])).reshape(B, -1).float()
+            allowed = out if masks is None else allowed_only(out, masks[t])
+            action, log_prob = head.draw(allowed, deterministic=deterministic)
             actions[t].copy_(action.reshape(actions[t].shape))
             if log_probs is not None and log_prob is not None:
                 log_probs[t].copy_(log_prob)
 
         return act
 
-    def _drawn(self, out: torch.Tensor, like: torch.Tensor) -> Outputs:
+    def _drawn(self, out: torch.Tensor, like: torch.Tensor, obs: Mapping[Key, torch.Tensor]) -> Outputs:
         lead = tuple(like.shape[: self._batch_dims])
         flat = out.reshape(math.prod(lead), -1).float()
+        if self._mask is not None:
+            flat = allowed_only(flat, obs[self._mask.key])
         action, log_prob = self.head.draw(flat, deterministic=self._deterministic)
         action = action.reshape((*lead, *self._spec.shape)).to(torch_dtype(self._spec.dtype))
         extras = {} if log_prob is None else {LOG_PROB: log_prob.reshape(lead)}

@@ -111,10 +111,7 @@ class Head(nn.Module):
         if action_mask is None:
             obs, action_mask = _without_mask(obs, ("action_mask",) if self.mask is None else self.mask.key)
         out: torch.Tensor = self.net(obs)
-        if action_mask is None:
-            return out
-        # Not -inf: a blank row of a batch allows nothing, and must not make a loss NaN.
-        return out.masked_fill(action_mask.reshape(out.shape) == 0, torch.finfo(out.dtype).min)
+        return out if action_mask is None else allowed_only(out, action_mask)
 
     def _shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """Reshape ``[*batch, n]`` to ``[*batch, *action_shape]``."""
@@ -123,6 +120,12 @@ class Head(nn.Module):
     def _normal(self, mean: torch.Tensor, log_std: torch.Tensor) -> D.Distribution:
         dims = 1 if self.action_shape is None else len(self.action_shape)
         return D.Independent(D.Normal(self._shaped(mean), self._shaped(log_std.exp())), dims)
+
+
+def allowed_only(out: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
+    """Return the network's output with the lowest value for what the mask does not allow."""
+    # Not -inf: a blank row of a batch allows nothing, and must not make a loss NaN.
+    return out.masked_fill(action_mask.reshape(out.shape) == 0, torch.finfo(out.dtype).min)
 
 
 def categorical(net: nn.Module, *, nvec: tuple[int, ...] | None = None) -> Categorical:

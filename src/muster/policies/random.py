@@ -59,9 +59,13 @@ class RandomPolicy:
         drawn = self._sample(rng, self._shape)
         for place, mask in enumerate(self._masks):
             action, lead = drawn[mask.action], len(self._shape)
-            rows = obs[mask.key].numpy().reshape(-1, *obs[mask.key].shape[lead:])
+            rows = obs[mask.key].reshape(-1, *obs[mask.key].shape[lead:])
             uniform = rng.stream(FIRST_MASKED + place).random((len(rows), len(mask.nvec)))
-            drawn[mask.action] = mask.draw(rows, uniform).astype(action.dtype).reshape(np.shape(action))
+            if torch.is_tensor(action):
+                chosen = mask.draw_on_device(rows, torch.from_numpy(uniform).to(rows.device))
+                drawn[mask.action] = chosen.to(action.dtype).reshape(action.shape)
+            else:
+                drawn[mask.action] = mask.draw(rows.numpy(), uniform).astype(action.dtype).reshape(np.shape(action))
         tensors = {key: torch.as_tensor(a) for key, a in drawn.items() if a.dtype != OBJECT}
         return Outputs(tensors, objects={key: a for key, a in drawn.items() if a.dtype == OBJECT})
 
@@ -92,8 +96,15 @@ class RandomPolicy:
         return act
 
     def _masked(self, mask: ActionMask, lane: Lane, stream: np.random.Generator) -> Act:
-        first, rows, actions = lane.acts_from, lane.arrays[mask.key], lane.arrays[mask.action]
+        first, rows, actions = lane.acts_from, lane.data[mask.key], lane.data[mask.action]
         uniform = stream.random((lane.T - first, lane.B, len(mask.nvec)))
+        if lane.mirrored:
+            numbers = torch.from_numpy(uniform).to(rows.device)
+
+            def draw_there(t: int) -> None:
+                actions[t].copy_(mask.draw_on_device(rows[t], numbers[t - first]).reshape(actions[t].shape))
+
+            return draw_there
 
         def draw(t: int) -> None:
             actions[t] = mask.draw(rows[t], uniform[t - first]).reshape(actions[t].shape)

@@ -23,7 +23,11 @@ from muster.keys import Key, dotted
 from muster.memory.specs import Array, ArraySpec
 
 if TYPE_CHECKING:
+    import torch
+
     from muster.protocols import EnvBatch
+else:
+    from muster.utils import lazy_torch as torch
 
 Emit = Callable[[int, Array], None]
 
@@ -67,6 +71,16 @@ class ActionMask:
         nth = (uniform * count).astype(np.int64)
         drawn: Array = (legal.cumsum(-1) > nth[..., None]).argmax(-1) + np.array(self.low)
         return drawn
+
+    def draw_on_device(self, rows: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        """Draw like ``draw``, without waiting for the device: a variable without allowed choices gets its first one."""
+        legal = torch.split(rows.reshape(len(rows), -1) != 0, list(self.nvec), 1)
+        drawn = []
+        for part, numbers, low in zip(legal, uniform.unbind(1), self.low, strict=True):
+            total = part.cumsum(1)
+            nth = (numbers * total[:, -1]).long()
+            drawn.append((total > nth[:, None]).byte().argmax(1) + low)
+        return torch.stack(drawn, 1)
 
     def refused(self, rows: Array) -> BadEnvOutput | None:
         """Return the error for masks without an allowed choice, ``[B, *shape]``; None if there is none."""
