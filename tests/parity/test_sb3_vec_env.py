@@ -78,13 +78,16 @@ def test_results_are_those_of_dummy_vec_env(kind: str, wrapper: str) -> None:
 
 
 def test_calls_and_attributes() -> None:
-    envs = compat.VecEnv([Wrapped] * 3, num_workers=2)
+    envs = compat.VecEnv([Wrapped] * 3, "fork", num_workers=2)  # safe here, so it is accepted
     envs.seed(4)
     envs.set_options([{}, {"x": 1}, {}])
     envs.reset()
     assert envs.get_attr("options") == [None, {"x": 1}, None]
     envs.reset()
     assert envs.get_attr("seeds", 1) == [[5, None]]
+    assert envs.get_attr("seeds", [-1]) == [[6, None]]
+    with pytest.raises(IndexError):
+        envs.get_attr("seeds", 3)
     assert envs.get_attr("options") == [None] * 3
     assert envs.env_method("plus", 1, b=2, indices=[2, 0]) == [3, 3]
     envs.set_attr("length", 4, indices=1)

@@ -28,7 +28,8 @@ class VecEnv(vec_env.VecEnv):
 
     Args:
         env_fns: functions that make the environments, one for each. Lambdas and closures are possible.
-        start_method: as in ``SubprocVecEnv``: "forkserver" (in milliseconds) or "spawn". None: as the system allows.
+        start_method: as in ``SubprocVecEnv``: "forkserver" (in milliseconds) or "spawn". None: as the system allows. Also
+            for "fork", which breaks libraries that use threads, such as torch.
         num_workers: number of worker processes; None: one for each CPU that this process may use. At most one for each
             environment.
         on_failure: "raise": raise the error of an environment or worker; ``reset`` starts lost workers again.
@@ -46,7 +47,7 @@ class VecEnv(vec_env.VecEnv):
     def __init__(
         self,
         env_fns: Sequence[Callable[[], gymnasium.Env[Any, Any]]],
-        start_method: Literal["forkserver", "spawn"] | None = None,
+        start_method: Literal["forkserver", "spawn", "fork"] | None = None,
         *,
         num_workers: int | None = None,
         on_failure: Literal["raise", "restart"] = "raise",
@@ -58,7 +59,7 @@ class VecEnv(vec_env.VecEnv):
             num_workers=num_workers,
             on_failure=on_failure,
             timeouts=timeouts,
-            start_method=start_method,
+            start_method=None if start_method == "fork" else start_method,
         )
         weakref.finalize(self, self._workers.close)
         try:
@@ -119,7 +120,7 @@ class VecEnv(vec_env.VecEnv):
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
         """Return an attribute of environments; of all without ``indices``."""
         try:
-            return self._workers.each(lambda env: env.get_wrapper_attr(attr_name), self._get_indices(indices))
+            return self._workers.each(lambda env: env.get_wrapper_attr(attr_name), self._numbers(indices))
         except Exception as error:
             if isinstance(error.__cause__, AttributeError):  # expected by ``has_attr`` and SB3
                 raise error.__cause__ from error
@@ -127,7 +128,7 @@ class VecEnv(vec_env.VecEnv):
 
     def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
         """Set an attribute of environments. Environments that are made again after a failure get it, too."""
-        self._workers.set_attribute(attr_name, dict.fromkeys(self._get_indices(indices), value))
+        self._workers.set_attribute(attr_name, dict.fromkeys(self._numbers(indices), value))
 
     def env_method(
         self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
@@ -137,7 +138,7 @@ class VecEnv(vec_env.VecEnv):
         def call(env: Any) -> Any:
             return env.get_wrapper_attr(method_name)(*method_args, **method_kwargs)
 
-        return self._workers.each(call, self._get_indices(indices))
+        return self._workers.each(call, self._numbers(indices))
 
     def env_is_wrapped(
         self, wrapper_class: type[gymnasium.Wrapper[Any, Any, Any, Any]], indices: Indices = None
@@ -151,7 +152,11 @@ class VecEnv(vec_env.VecEnv):
                 env = env.env
             return False
 
-        return self._workers.each(is_wrapped, self._get_indices(indices))
+        return self._workers.each(is_wrapped, self._numbers(indices))
+
+    def _numbers(self, indices: Indices) -> list[int]:
+        """Return the numbers of environments; negative indices count from the end."""
+        return [range(self.num_envs)[i] for i in self._get_indices(indices)]
 
     def get_images(self) -> Sequence[Array | None]:
         """Return a frame of each environment; None unless the render mode is "rgb_array"."""
