@@ -255,14 +255,14 @@ def memory(frames: int) -> dict[str, float]:
     for name, kind in KINDS.items():
         make = partial(TorchCartPole, 256)
         with kind(make, None, num_workers=2, frames_per_batch=64 * 1024) as collector:
-            done, before = 0, dict[int, int]()
+            done, before, pids = 0, dict[int, int](), {*descendants(), os.getpid()}
             for batch in collector:
                 done += batch.numel()
                 if done > warm and not before:
-                    before = anonymous_bytes()
+                    before = anonymous_bytes(pids)
                 if done > warm + frames:
                     break
-            after = anonymous_bytes()
+            after = anonymous_bytes(pids)
             found[name] = round(max(after[pid] - before[pid] for pid in after) / 2**20, 2)
     return found
 
