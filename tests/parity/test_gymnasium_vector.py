@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
@@ -204,17 +205,20 @@ def test_misuse_is_an_error_at_once() -> None:
         envs.reset(seed=[1])
     with pytest.raises(ValueError, match="3 actions were given for 2"):
         envs.step(np.zeros(3, int))
-    with pytest.raises(BadOption, match="without a step"):
+    with pytest.raises(BadOption, match="without a step") as raised:
         envs.step_wait()
+    assert isinstance(raised.value, NoAsyncCallError)
     envs.step_async(np.zeros(2, int))
     for call in (lambda: envs.step_async(np.zeros(2, int)), envs.reset, lambda: envs.get_attr("spec")):
-        with pytest.raises(BadOption, match="step_wait"):
+        with pytest.raises(BadOption, match="step_wait") as raised:
             call()
+        assert isinstance(raised.value, AlreadyPendingCallError)
     assert envs.step_wait()[1].tolist() == [1, 1]
     envs.close()
     envs.close()
-    with pytest.raises(CollectorClosed):
+    with pytest.raises(CollectorClosed) as closed:
         envs.step(np.zeros(2, int))
+    assert isinstance(closed.value, ClosedEnvironmentError)
 
 
 def test_without_autoreset_an_ended_episode_is_not_stepped() -> None:

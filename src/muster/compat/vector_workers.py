@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 from gymnasium import spaces
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
@@ -36,6 +37,24 @@ SliceCall = tuple[Callable[..., Any], Sequence[Any]]  # a method of ``EnvSlice``
 PROTOCOL = pickle.HIGHEST_PROTOCOL
 _PLAIN = (EnvSlice.step, EnvSlice.truncate)  # without functions and objects of the user
 _OPTIONS = WorkerOptions(1, True, None, None, None, "random", False, None, False, False, RolloutOptions())
+
+
+class EnvsClosed(CollectorClosed, ClosedEnvironmentError):
+    """A vector environment was closed."""
+
+
+class StepPending(BadOption, AlreadyPendingCallError):
+    """A call came between ``step_async`` and ``step_wait``."""
+
+    def __init__(self, message: str) -> None:
+        AlreadyPendingCallError.__init__(self, message, "step")
+
+
+class NoStepPending(BadOption, NoAsyncCallError):
+    """``step_wait`` without ``step_async``."""
+
+    def __init__(self, message: str) -> None:
+        NoAsyncCallError.__init__(self, message, "step")
 
 
 class VectorWorkers:
@@ -127,7 +146,7 @@ class VectorWorkers:
         """Reset environments with these arguments, by number. Starts lost workers again."""
         self._check_open()
         if self.pending:
-            raise BadOption("reset was called during a step: call step_wait() first.")
+            raise StepPending("reset was called during a step: call step_wait() first.")
         complete = len(arguments) == self.num_envs
         if self.failure is not None and not complete:
             raise MusterError(self._refusal()) from self.failure
@@ -146,7 +165,7 @@ class VectorWorkers:
         """Send a step: an array ``[N, ...]``, or a list with an action for each environment."""
         self._check_open()
         if self.pending:
-            raise BadOption("step was called during a step: call step_wait() first.")
+            raise StepPending("step was called during a step: call step_wait() first.")
         if self.failure is not None:
             raise MusterError(self._refusal()) from self.failure
         if len(actions) != self.num_envs:
@@ -165,7 +184,7 @@ class VectorWorkers:
     def receive(self) -> None:
         """Take the results of the step that was sent."""
         if not self.pending:
-            raise BadOption("step_wait was called without a step: call step_async(actions) first.")
+            raise NoStepPending("step_wait was called without a step: call step_async(actions) first.")
         self.pending = False
         answers = self._guarded(self._calls, posted=True)
         self._take(answers)
@@ -195,7 +214,7 @@ class VectorWorkers:
         """Return the results of a function that is called with each environment, or with those of these numbers."""
         self._check_open()
         if self.pending:
-            raise BadOption("The environments are in a step: call step_wait() first.")
+            raise StepPending("The environments are in a step: call step_wait() first.")
         which = list(range(self.num_envs) if which is None else which)
         calls: dict[int, SliceCall] = {}
         for n, part in enumerate(self._parts):
@@ -232,7 +251,7 @@ class VectorWorkers:
     def _check_open(self) -> None:
         self._owner.check()
         if self._closed:
-            raise CollectorClosed("This vector environment was closed.")
+            raise EnvsClosed("This vector environment was closed.")
 
     def _refusal(self) -> str:
         kind = type(self.failure).__name__

@@ -28,8 +28,8 @@ class VecEnv(vec_env.VecEnv):
 
     Args:
         env_fns: functions that make the environments, one for each. Lambdas and closures are possible.
-        start_method: as in ``SubprocVecEnv``: "forkserver" (in milliseconds) or "spawn". None: as the system allows. Also
-            for "fork", which breaks libraries that use threads, such as torch.
+        start_method: as in ``SubprocVecEnv``: "forkserver" (in milliseconds) or "spawn". None: as the system allows.
+            Also for "fork", which breaks libraries that use threads, such as torch.
         num_workers: number of worker processes; None: one for each CPU that this process may use. At most one for each
             environment.
         on_failure: "raise": raise the error of an environment or worker; ``reset`` starts lost workers again.
