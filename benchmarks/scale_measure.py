@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from benchmarks.workers_family import cpu_clocks, family, pss_mib
 
 LIMIT = 2.2  # times the cost (or the slot) at the most, for twice the size
+SMALL_KIB = 64.0  # slots whose size is decided by alignment
 
 Clock = Callable[[], float]
 Point = dict[str, Any]
@@ -141,7 +142,7 @@ def growth(points: Sequence[Point], name: str) -> list[tuple[float, float, float
     """
     grown = []
     for low, high in pairwise(points):
-        if name in low and name in high:
+        if name in low and name in high and not (name == "slot_kib" and low[name] < SMALL_KIB):
             power = 1 / math.log2(high["x"] / low["x"])
             times = (high[name] / low[name]) ** power
             allowed = LIMIT
