@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report, runner, scaling
+from benchmarks import report, runner
 from benchmarks.systems import SYSTEMS
 from benchmarks.workloads import WORKLOADS
 
 QUICK_WORKLOADS = ("cartpole-1", "cartpole-8", "busy-8")
-PARTS = ("speed", "growth", "import", "soak")
+PARTS = ("speed", "import", "soak")
 
 
 def parse() -> argparse.Namespace:
@@ -25,7 +29,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="per slice (default 0.4; quick 0.25)")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for a machine in use by others")
     parser.add_argument("--soak", type=int, metavar="FRAMES", help="also watch memory over so many frames")
-    parser.add_argument("--only", choices=PARTS, action="append", help="repeatable; default speed, growth, import")
+    parser.add_argument("--only", choices=PARTS, action="append", help="repeatable; default speed, import")
     runner.add_python_option(parser)
     parser.add_argument("--output", type=Path, help="JSON file (default benchmarks/results/<date>.json)")
     return parser.parse_args()
@@ -55,15 +59,14 @@ def main() -> None:
             print("\n" + report.table(results, workload))
         print("\n" + report.target_table(results))
     if "import" in parts:
-        extra["import_cpu_s"] = scaling.import_cost()
-    if parts & {"growth", "soak"}:
+        extra["import_cpu_s"] = import_cost()
+    if "soak" in parts:
         import torch
 
+        from benchmarks.soak import memory_slope
+
         torch.set_num_threads(1)
-    if "growth" in parts:
-        extra["growth"] = scaling.growth()
-    if "soak" in parts:
-        extra["soak"] = scaling.soak(options.soak or 10_000_000)
+        extra["soak"] = memory_slope(options.soak or 10_000_000)
     how = {
         "slices": slices,
         "seconds": seconds,
@@ -73,6 +76,28 @@ def main() -> None:
     }
     path = report.save(results, how, extra, options.output)
     print(f"\n{time.perf_counter() - start:.0f} s; written to {path}")
+
+
+def import_cost(repeats: int = 5) -> dict[str, float]:
+    """CPU seconds of ``import muster``, and of ``from muster import Collector`` beyond torch; target < 0.3 s."""
+    scripts = {
+        "torch": "import torch",
+        "muster": "import muster",
+        "collector_beyond_torch": "import torch; s = t(); from muster import Collector",
+        "muster_beyond_torch": "import torch; s = t(); import muster",
+    }
+    found: dict[str, list[float]] = {name: [] for name in scripts}
+    for _ in range(repeats):
+        for name, script in scripts.items():
+            code = f"import time, json; t = time.process_time; s = t(); {script}; print(json.dumps(t() - s))"
+            command = [sys.executable, "-c", code]
+            run = subprocess.run(
+                command, capture_output=True, text=True, check=True, cwd=runner.ROOT, env=runner.environment()
+            )
+            found[name].append(json.loads(run.stdout))
+    result = {name: round(statistics.median(values), 3) for name, values in found.items()}
+    print("\nCPU seconds to import: " + ", ".join(f"{name} {value:.3f}" for name, value in result.items()))
+    return result
 
 
 if __name__ == "__main__":

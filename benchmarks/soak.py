@@ -27,7 +27,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.envs import VectorCounting
 from benchmarks.report import RESULTS, machine
+from benchmarks.workers_family import rss_mib
 from muster import (
     AsyncCollector,
     Collector,
@@ -155,6 +157,38 @@ def verdict(rounds: list[dict[str, float]]) -> dict[str, Any]:
         room = LEVEL * level + (4.0 if name.endswith("mib") else 1.0)
         found[name] = {"first": values[0], "last": values[-1], "growth": round(grown, 2), "flat": grown <= room}
     return found
+
+
+def memory_slope(frames: int) -> dict[str, float]:
+    """Memory over many frames of a vectorised NumPy environment, as MiB per 10 million frames.
+
+    The slope is fitted to the second half: the first fills caches and pools.
+    """
+    B, T = 256, 64
+    samples: list[tuple[int, float]] = []
+    start = time.perf_counter()
+    total = max(1, frames // (B * T))
+    with Collector(VectorCounting(B), None, frames_per_batch=B * T, seed=0) as collector:
+        for i, _ in enumerate(collector, 1):
+            if i % max(1, total // 100) == 0:
+                gc.collect()
+                samples.append((i * B * T, rss_mib()))
+            if i >= total:
+                break
+    half = samples[len(samples) // 2 :]
+    slope = float(np.polyfit([f for f, _ in half], [m for _, m in half], 1)[0]) * 1e7 if len(half) > 2 else float("nan")
+    result = {
+        "frames": total * B * T,
+        "seconds": time.perf_counter() - start,
+        "rss_first_mib": samples[0][1],
+        "rss_last_mib": samples[-1][1],
+        "slope_mib_per_1e7_frames": slope,
+    }
+    print(
+        f"\nsoak: {result['frames']:,} frames in {result['seconds']:.0f} s, RSS {result['rss_first_mib']:.1f} -> "
+        f"{result['rss_last_mib']:.1f} MiB, slope {slope:+.2f} MiB per 10^7 frames"
+    )
+    return result
 
 
 def main() -> int:

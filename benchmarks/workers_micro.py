@@ -23,9 +23,8 @@ import torch
 import muster
 from benchmarks import envs
 from benchmarks.nets import PlainPolicy
-from benchmarks.scaling import rss_mib
 from benchmarks.systems.muster_ import head_for
-from benchmarks.workers_family import cpu_seconds, family, settle
+from benchmarks.workers_family import cpu_seconds, family, rss_mib, settle
 from benchmarks.workers_targets import Figure
 from benchmarks.workloads import WORKLOADS, Workload
 

@@ -16,7 +16,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 from docutils import nodes
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
 from sphinx.application import Sphinx
 
 DOCS = Path(__file__).resolve().parents[1]
@@ -102,6 +102,17 @@ MADE = {
     ),
 }
 
+SCALES = {  # curves of scale.json, with what is a unit of their size
+    "envs-head": "environments in a process",
+    "groups": "groups in a process",
+    "T": "time steps in a batch",
+    "leaves": "entries of an observation",
+    "observation": "bytes of an observation",
+    "workers": "worker processes",
+    "threads": "threads that wait",
+    "weights": "bytes of weights, two workers",
+}
+
 
 def rates(series: dict[str, Any], clock: str) -> list[float]:
     """Frames per second in each slice."""
@@ -146,6 +157,32 @@ def draw(picture: Picture, suffix: str) -> plt.Figure:
     return figure
 
 
+def draw_scales(suffix: str) -> plt.Figure:
+    """CPU time per unit of size, relative to the least on the curve: a cliff would be a line that rises."""
+    curves = json.loads((RESULTS / "scale.json").read_text("utf-8"))["curves"]
+    text, line, ours, _, behind = COLOURS[suffix]
+    figure, panels = plt.subplots(len(SCALES) // 2, 2, figsize=(5.6, 0.75 * len(SCALES)))
+    figure.set_facecolor(behind)
+    for axes, (name, title) in zip(panels.flat, SCALES.items(), strict=True):
+        points = curves[name]["points"]
+        costs = [point["cost_us"] / point["x"] for point in points]
+        axes.plot([p["x"] for p in points], [c / min(costs) for c in costs], color=ours, marker="o", markersize=3)
+        _style(axes, title, text, line, behind)
+        axes.set_yscale("log")
+        axes.set_ylim(0.8, 20)
+        axes.yaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.set_title(title, loc="left", fontsize=8, color=text)
+        axes.xaxis.set_major_locator(LogLocator(10, numticks=6))
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.tick_params(colors=text, labelsize=7, length=0)
+        axes.axhline(1, color=text, linewidth=1)
+    figure.supylabel("CPU time per unit, relative to the least", color=text, fontsize=9)
+    figure.tight_layout()
+    return figure
+
+
 def _style(axes: Axes, title: str, text: str, line: str, behind: str) -> None:
     axes.set_facecolor(behind)
     axes.set_xscale("log")
@@ -166,9 +203,9 @@ def write(app: Sphinx | None = None) -> None:
     """Write every picture twice."""
     PICTURES.mkdir(exist_ok=True)
     with plt.rc_context({"svg.hashsalt": "muster", "svg.fonttype": "none", "font.family": "sans-serif"}):
-        for name, picture in MADE.items():
+        for name in (*MADE, "scale"):
             for suffix in COLOURS:
-                figure = draw(picture, suffix)
+                figure = draw(MADE[name], suffix) if name in MADE else draw_scales(suffix)
                 figure.savefig(PICTURES / f"{name}{suffix}.svg", metadata={"Date": None})
                 plt.close(figure)
 

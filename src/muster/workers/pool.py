@@ -175,9 +175,11 @@ class WorkerPool:
         return any(result.error is not None for result in untaken)
 
     @property
-    def outstanding(self) -> int:
-        """The number of requests whose results were not taken."""
-        return sum(len(handle.under_way.outstanding) for handle in self.handles) + len(self._results)
+    def outstanding(self) -> bool:
+        """Whether there are requests whose results were not taken."""
+        # Most results are taken in the order of the workers: begin with those that come next.
+        later, earlier = self.handles[self._turn :], self.handles[: self._turn]
+        return bool(self._results) or any(handle.under_way.outstanding for part in (later, earlier) for handle in part)
 
     @property
     def untaken(self) -> int:

@@ -174,6 +174,8 @@ class Supervisor(Watcher):
         if self._caller is not None and ready:
             self._caller.hear()
         for handle in dict.fromkeys(handle for fd, _ in ready for handle in of[fd]):
+            if self._wake_up is not None and not handle.process.channel.poll():
+                continue  # another thread rang: all have the same descriptor
             if not handle.pump() or handle.process.child.exit_code() is not None:
                 self._has_ended(handle)
             else:

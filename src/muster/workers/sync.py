@@ -101,6 +101,7 @@ class Sync(Schedule):
         """Submit the requests of all groups, and wait for all results; raises the first error."""
         limit = self._limit(wanted.limit, self._batch_groups())
         with self.pool.hold():
+            shares = any(counts.dropped for counts in self.pool.counters)
             for index, lane, group in self._places:
                 # After Ctrl-C in the last call, some are still under way.
                 under_way = self.pool.handle(group).under_way
@@ -110,7 +111,7 @@ class Sync(Schedule):
                 if self.pool.counters[group].dropped:
                     self._complete[group] = RolloutResult(request.number, group, dropped=True)
                 else:
-                    if any(counts.dropped for counts in self.pool.counters):
+                    if shares:
                         request.sharing = self._sharing(self._batch_groups(), group)
                     self.pool.handle(group).submit(request, self._filling[index])
         if self.ahead is not None:
