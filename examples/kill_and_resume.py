@@ -22,9 +22,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from muster import MultiSyncCollector, load_state, policies, save_state
+from muster import Collector, load_state, policies, save_state
 
-GROUPS, NUM_ENVS, T = 2, 4, 16
+NUM_ENVS, T = 8, 16
 LEARNING_RATE, GAMMA, ENTROPY, VALUE = 3e-3, 0.98, 0.005, 0.5
 
 
@@ -34,7 +34,6 @@ def mlp(outputs: int) -> nn.Sequential:
 
 def update(batch: TensorDict, actor: policies.Head, critic: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Make a gradient step with returns of up to T steps; where an episode was cut, its value is bootstrapped."""
-    batch = batch.flatten(0, 1)  # [environments, T]
     with torch.no_grad():
         next_value = critic(batch["next", "observation"])
     bootstrap, target = next_value * ~batch["next", "terminated"], torch.empty_like(next_value)
@@ -59,9 +58,7 @@ def train(file: Path, updates: int) -> str:
     actor, critic = policies.categorical(mlp(2)), mlp(1)
     networks = nn.ModuleList([actor, critic])
     optimizer = torch.optim.Adam(networks.parameters(), lr=LEARNING_RATE)
-    with MultiSyncCollector(
-        ["CartPole-v1"] * GROUPS, actor, num_envs=NUM_ENVS, frames_per_batch=GROUPS * NUM_ENVS * T, seed=0
-    ) as collector:
+    with Collector("CartPole-v1", actor, num_envs=NUM_ENVS, frames_per_batch=NUM_ENVS * T, seed=0) as collector:
         done = 0
         if file.exists():
             state = load_state(file)

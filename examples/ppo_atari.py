@@ -1,8 +1,8 @@
 """PPO on Atari in one file: ALE's own batch of environments, and Muster. ``python examples/ppo_atari.py``.
 
-``gymnasium.make_vec`` makes ALE's vector environment: threads in C++ that return four grey 84x84 frames per observation.
+``gymnasium.make_vec`` makes ALE's vector environment: threads in C++ that return four grey 84x84 frames at once.
 Clipped objective: Schulman et al., "Proximal Policy Optimization Algorithms" (2017), eq. 7 and 9, with the network of
-Mnih et al. (2015). Needs ``pip install 'muster-rl[atari]'``. 10 million frames are a common budget, 100 times the default.
+Mnih et al. (2015). Needs ``pip install 'muster-rl[atari]'``. A common budget is 10 million frames.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """PPO with an LSTM on CartPole-v1 without velocities; Muster keeps the states. ``python examples/ppo_lstm.py``.
 
 The observation is the cart's position and the pole's angle, so one observation does not say where things move. Clipped
-objective: Schulman et al., "Proximal Policy Optimization Algorithms" (2017), eq. 7 and 9. Sequences start from the state
-that the batch has for their first step, the "stored state" of Kapturowski et al., "Recurrent Experience Replay in
+objective: Schulman et al., "Proximal Policy Optimization Algorithms" (2017), eq. 7 and 9. Sequences start from the
+state that the batch has for their first step, the "stored state" of Kapturowski et al., "Recurrent Experience Replay in
 Distributed Reinforcement Learning" (2019); after the end of an episode the state is zero.
 """
 
@@ -78,6 +78,15 @@ def advantages(batch: TensorDict, agent: Agent) -> tuple[Tensor, Tensor]:
     return advantage, advantage + value
 
 
+def unroll(rows: TensorDict, agent: Agent) -> Tensor:
+    """Return the states after each step of sequences ``[n, T]``, ``[n, T, 128]``."""
+    state, going_on, states = rows["recurrent_state"][:, 0], ~rows["next", "done"], []
+    for t in range(rows.shape[1]):
+        states.append(agent.step(rows["observation"][:, t], state))
+        state = states[-1] * going_on[:, t]
+    return torch.stack(states, 1)
+
+
 def update(batch: TensorDict, agent: Agent, optimizer: torch.optim.Optimizer) -> None:
     """Make some epochs on sequences of CHUNK steps."""
     advantage, target = advantages(batch, agent)
@@ -87,12 +96,7 @@ def update(batch: TensorDict, agent: Agent, optimizer: torch.optim.Optimizer) ->
     for _ in range(EPOCHS):
         for i in torch.randperm(len(sequences)).chunk(MINIBATCHES):
             rows = sequences[i]
-            going_on, states = ~rows["next", "done"], []
-            state = rows["recurrent_state"][:, 0]
-            for t in range(CHUNK):
-                states.append(agent.step(rows["observation"][:, t], state))
-                state = states[-1] * going_on[:, t]
-            after = torch.stack(states, 1)
+            after = unroll(rows, agent)
             distribution = agent.distribution(after)
             ratio = (distribution.log_prob(rows["action"]) - rows["action_log_prob"]).exp()
             gain = torch.min(advantage[i] * ratio, advantage[i] * ratio.clamp(1 - CLIP, 1 + CLIP)).mean()
