@@ -108,25 +108,22 @@ def cleanrl(curve: Curve, python: str, seed: int, frames: int) -> dict[str, Any]
     """Run CleanRL's script; return the same as ``ours``."""
     script = next(Path(python).parent.parent.glob(f"lib/python*/site-packages/cleanrl/{curve.script}"))
     command = [python, "-u", "-W", "ignore", str(script), "--seed", str(seed), "--total-timesteps", str(frames)]
-    returns, rows, cpu = list[float](), [], 0.0
+    returns, rows, cpu, ended = list[float](), [], 0.0, 0.0
     every = max(1, frames // POINTS)
     following = every
     for seconds, line in lines([*command, *curve.arguments.split()]):
         if line == "cpu":
             cpu = seconds
-        elif found := EPISODE.search(line):
+            continue
+        ended = seconds
+        if found := EPISODE.search(line):
             step = int(found[1])
             while step >= following and returns:
                 rows.append([following, round(statistics.fmean(returns[-WINDOW:]), 1), round(seconds, 1)])
                 following += every
             returns.append(float(found[2]))
-    rows.append([frames, round(statistics.fmean(returns[-WINDOW:]), 1), round(seconds_of(rows), 1)])
+    rows.append([frames, round(statistics.fmean(returns[-WINDOW:]), 1), round(ended, 1)])
     return {"seed": seed, "cpu_s": round(cpu, 1), "rows": rows}
-
-
-def seconds_of(rows: list[list[float]]) -> float:
-    """Return the seconds of the newest row."""
-    return rows[-1][2] if rows else 0.0
 
 
 def interval(values: list[float]) -> tuple[float, float]:
@@ -161,6 +158,12 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(text) + "\n"
 
 
+def read() -> dict[str, Any]:
+    """Return the results so far, by example."""
+    found: dict[str, Any] = json.loads(OUTPUT.read_text("utf-8")) if OUTPUT.exists() else {}
+    return found
+
+
 def write(results: dict[str, Any]) -> None:
     """Write the results, and the table into the page."""
     OUTPUT.write_text(json.dumps(results, indent=None, separators=(",", ":")).replace('{"seed"', '\n{"seed"') + "\n")
@@ -180,7 +183,6 @@ def main() -> None:
         "--gymnasium", default=os.environ.get("MUSTER_CLEANRL_GYMNASIUM"), help="Python with CleanRL and gymnasium 0.28"
     )
     options = parser.parse_args()
-    results: dict[str, Any] = json.loads(OUTPUT.read_text()) if OUTPUT.exists() else {}
     for name in options.example or CURVES:
         curve = CURVES[name]
         frames = options.frames or curve.frames
@@ -190,8 +192,7 @@ def main() -> None:
             for system, done in runs.items():
                 done.append(ours(name, seed, frames) if system == "Muster" else cleanrl(curve, python, seed, frames))
                 print(f"{name} seed {seed} {system}: {done[-1]['rows'][-1]}, cpu {done[-1]['cpu_s']} s", flush=True)
-            results[name] = {"title": curve.title, "machine": machine(), "runs": runs}
-            write(results)
+            write(read() | {name: {"title": curve.title, "machine": machine(), "runs": runs}})
 
 
 if __name__ == "__main__":

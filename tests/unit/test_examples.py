@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import os
 import subprocess
@@ -208,7 +207,7 @@ def test_curves_read_what_cleanrl_prints():
 
 
 def test_the_table_of_curves_is_that_of_the_results():
-    results = json.loads(curves.OUTPUT.read_text("utf-8"))
+    results = curves.read()
 
     assert curves.table(results) in curves.PAGE.read_text("utf-8")
     for name in results:
