@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import statistics
@@ -208,8 +207,12 @@ def for_dark_pages(app: Sphinx, doctree: nodes.document) -> None:
     """Show the dark variant of a picture on a dark page."""
     for image in list(doctree.findall(nodes.image)):
         dark = image["uri"].replace(".svg", "-dark.svg")
-        if "pictures/" in image["uri"] and (DOCS / app.env.docname).parent.joinpath(dark).exists():
-            other = copy.deepcopy(image)
+        if (
+            dark != image["uri"]
+            and "pictures/" in image["uri"]
+            and (DOCS / app.env.docname).parent.joinpath(dark).exists()
+        ):
+            other = image.copy()
             other["uri"] = dark
             image["classes"] += ["only-light"]
             other["classes"] += ["only-dark"]
