@@ -15,7 +15,7 @@ QUIET := $(if $(MAKE_TERMOUT),,--quiet)
 PIP := "$(BIN)/python" -m pip --disable-pip-version-check install $(QUIET) -c constraints.txt
 
 .PHONY: help demo test test-rest test-all check canary pythons docs docs-test soak lint format-check types layers size words \
-    format bench dist clean
+    format bench curves dist clean
 .DELETE_ON_ERROR:
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo "make dist     build the wheel and the source distribution into dist, and check them"
 	@echo "make format   let ruff rewrite what it can"
 	@echo "make bench    measure against a bare loop and the peers    (ARGS goes to the benchmarks)"
+	@echo "make curves   learning curves of the examples, and the table of docs/examples.md (ARGS='--example sac --seeds 1')"
 	@echo "make soak     every backend in turn for 30 minutes, with kills: memory, descriptors and counts"
 	@echo "make clean    remove $(VENV), $(PEERS), runs/ and caches"
 	@echo "PYTHON=python3.12 chooses the interpreter, VENV=dir the place of the environment."
@@ -99,6 +100,10 @@ format: $(STAMPS)/dev
 bench: $(STAMPS)/bench $(PEERS)/stamp
 	MUSTER_BENCH_PYTHONS="$(CURDIR)/$(PEERS)/bin/python$${MUSTER_BENCH_PYTHONS:+:$$MUSTER_BENCH_PYTHONS}" \
 	    "$(BIN)/python" -m benchmarks $(ARGS)
+
+# CleanRL beside them: benchmarks/README.md says how to install it.
+curves: $(STAMPS)/test
+	"$(BIN)/python" -m benchmarks.curves $(ARGS)
 
 # Half an hour: ARGS="--minutes 5" for a look.
 soak: $(STAMPS)/test

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from statistics import fmean
 
 import torch
 from tensordict import TensorDict
@@ -84,13 +85,13 @@ def evaluate(actor: nn.Module, episodes: int, seed: int) -> float:
     return float((batch["next", "reward"].squeeze(-1) * first).sum(1).mean())
 
 
-def train(seed: int, total_frames: int, *, log_every: int = 40) -> tuple[nn.Module, float]:
+def train(seed: int, total_frames: int, *, log_every: int = 4) -> tuple[nn.Module, float]:
     """Returns the trained policy, and the mean return of the last episodes while training."""
     torch.manual_seed(seed)
     actor, critic = policies.categorical(mlp(2, 0.01)), mlp(1, 1.0)
     optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters()], lr=LEARNING_RATE, eps=1e-5)
     updates = total_frames // (NUM_ENVS * T)
-    started = time.perf_counter()
+    returns, started = list[float](), time.perf_counter()
     with Collector(
         "CartPole-v1",
         actor,
@@ -103,13 +104,13 @@ def train(seed: int, total_frames: int, *, log_every: int = 40) -> tuple[nn.Modu
             optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - i / updates)
             update(batch, actor, critic, optimizer)
             collector.update_policy_weights_(actor)
+            returns += [episode.episode_return for episode in collector.episodes]
             if (i + 1) % log_every == 0 or i + 1 == updates:
-                stats = collector.stats()
                 print(
-                    f"{stats.frames:8,} frames  {stats.episodes:5} episodes  mean return {stats.return_mean:6.1f}  "
-                    f"{time.perf_counter() - started:5.1f} s"
+                    f"{collector.stats().frames:8,} frames  {len(returns):5} episodes  "
+                    f"mean return {fmean(returns[-20:]):6.1f}  {time.perf_counter() - started:5.1f} s"
                 )
-        return actor, collector.stats().return_mean
+        return actor, fmean(returns[-20:])
 
 
 def main(arguments: list[str] | None = None) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 import json
 import statistics
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ import matplotlib
 matplotlib.use("svg")
 
 import matplotlib.pyplot as plt
+import numpy as np
 from docutils import nodes
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
@@ -151,7 +152,7 @@ def draw(picture: Picture, suffix: str) -> plt.Figure:
                 1.01, y, f"{middle:.2g}", transform=axes.get_yaxis_transform(), va="center", color=text, fontsize=8
             )
         axes.set_yticks(range(len(shown)), [picture.systems[name] for name in reversed(shown)])
-        _style(axes, title, text, line, behind)
+        _ratio_style(axes, title, text, line, behind)
     figure.supxlabel(f"frames per second, relative to {picture.base_name}", color=text, fontsize=9)
     figure.tight_layout()
     return figure
@@ -168,6 +169,7 @@ def draw_scales(suffix: str) -> plt.Figure:
         costs = [point["cost_us"] / point["x"] for point in points]
         axes.plot([p["x"] for p in points], [c / min(costs) for c in costs], color=ours, marker="o", markersize=3)
         _style(axes, title, text, line, behind)
+        axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_ylim(0.8, 20)
         axes.yaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
@@ -183,15 +185,43 @@ def draw_scales(suffix: str) -> plt.Figure:
     return figure
 
 
-def _style(axes: Axes, title: str, text: str, line: str, behind: str) -> None:
-    axes.set_facecolor(behind)
+def draw_curves(suffix: str) -> plt.Figure:
+    """Learning curves: means of the seeds, and the range of all, one example below the other."""
+    results = json.loads((RESULTS / "curves.json").read_text("utf-8"))
+    text, line, ours, theirs, behind = COLOURS[suffix]
+    figure, panels = plt.subplots(len(results), 1, figsize=(5.6, 1.9 * len(results)), squeeze=False)
+    figure.set_facecolor(behind)
+    for axes, found in zip(panels[:, 0], results.values(), strict=True):
+        for system, runs in found["runs"].items():
+            curves = [np.array(run["rows"])[:, :2].T for run in runs]
+            frames = np.unique(np.concatenate([curve[0] for curve in curves]))
+            frames = frames[frames >= max(curve[0][0] for curve in curves)]
+            returns = np.array([np.interp(frames, *curve) for curve in curves])
+            colour, style = (ours, "-") if system == "Muster" else (theirs, "--")
+            axes.plot(frames, returns.mean(0), style, color=colour, linewidth=1.6, label=system)
+            axes.fill_between(frames, returns.min(0), returns.max(0), color=colour, alpha=0.2, linewidth=0)
+        _style(axes, found["title"], text, line, behind)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+        if len(found["runs"]) > 1:
+            axes.legend(fontsize=8, frameon=False, labelcolor=text)
+    figure.supxlabel("frames", color=text, fontsize=9)
+    figure.tight_layout()
+    return figure
+
+
+def _ratio_style(axes: Axes, title: str, text: str, line: str, behind: str) -> None:
     axes.set_xscale("log")
     axes.set_ylim(-0.6, len(axes.get_yticks()) - 0.4)
-    axes.set_title(title, loc="left", fontsize=10, color=text)
     axes.xaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.axvline(1, color=text, linewidth=1)
+    _style(axes, title, text, line, behind)
+
+
+def _style(axes: Axes, title: str, text: str, line: str, behind: str) -> None:
+    axes.set_facecolor(behind)
+    axes.set_title(title, loc="left", fontsize=10, color=text)
     axes.grid(axis="x", color=line, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(colors=text, labelsize=8.5, length=0)
@@ -203,9 +233,10 @@ def write(app: Sphinx | None = None) -> None:
     """Write every picture twice."""
     PICTURES.mkdir(exist_ok=True)
     with plt.rc_context({"svg.hashsalt": "muster", "svg.fonttype": "none", "font.family": "sans-serif"}):
-        for name in (*MADE, "scale"):
+        drawn = {name: functools.partial(draw, picture) for name, picture in MADE.items()}
+        for name, make in {**drawn, "scale": draw_scales, "curves": draw_curves}.items():
             for suffix in COLOURS:
-                figure = draw(MADE[name], suffix) if name in MADE else draw_scales(suffix)
+                figure = make(suffix)
                 figure.savefig(PICTURES / f"{name}{suffix}.svg", metadata={"Date": None})
                 plt.close(figure)
 
@@ -214,8 +245,12 @@ def for_dark_pages(app: Sphinx, doctree: nodes.document) -> None:
     """Show the dark variant of a picture on a dark page."""
     for image in list(doctree.findall(nodes.image)):
         dark = image["uri"].replace(".svg", "-dark.svg")
-        if "pictures/" in image["uri"] and (DOCS / app.env.docname).parent.joinpath(dark).exists():
-            other = copy.deepcopy(image)
+        if (
+            dark != image["uri"]
+            and "pictures/" in image["uri"]
+            and (DOCS / app.env.docname).parent.joinpath(dark).exists()
+        ):
+            other = image.copy()
             other["uri"] = dark
             image["classes"] += ["only-light"]
             other["classes"] += ["only-dark"]

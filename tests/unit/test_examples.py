@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -11,8 +12,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensordict import TensorDict
 
-from examples import coroutine_envs, ppo_cartpole, self_play, truncation
+from benchmarks import curves
+from examples import (
+    appo_vtrace,
+    coroutine_envs,
+    dqn_cartpole,
+    kill_and_resume,
+    offline_minari,
+    ppo_atari,
+    ppo_cartpole,
+    ppo_lstm,
+    sac,
+    self_play,
+    slow_simulator,
+    td3,
+    truncation,
+)
+from muster import Collector, policies
 from tests.fakes.ray_cluster import cluster, environment, needs_ray
 
 EXAMPLES = Path(ppo_cartpole.__file__).parent
@@ -55,6 +73,152 @@ def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+def last_row(said: str) -> tuple[int, float]:
+    """Frames and mean return of the last line that ``benchmarks.curves`` reads."""
+    rows = curves.ROW.findall(said)
+    assert rows, said
+    return int(rows[-1][0].replace(",", "")), float(rows[-1][1])
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(
+    ("example", "frames"), [(dqn_cartpole, 2048), (ppo_lstm, 1024), (sac, 1056), (td3, 1056), (appo_vtrace, 1024)]
+)
+def test_algorithms_run_and_print_the_rows_of_a_curve(example, frames, capsys):
+    score = example.main(["--total-frames", str(frames), "--eval-episodes", "1"])
+
+    found, mean = last_row(capsys.readouterr().out)
+    assert found == frames // 1024 * 1024
+    assert (score < 0) == (mean < 0) == (example in (sac, td3))  # Pendulum's rewards are negative
+
+
+@pytest.mark.usefixtures("threads")
+def test_ppo_on_atari_runs():
+    played = ppo_atari.main(["--total-frames", "64", "--steps", "16", "--num-envs", "2"])
+
+    assert math.isnan(played), "no game of Pong ends after 32 steps"
+
+
+def test_values_of_last_observations_only_are_evaluated_for_atari():
+    agent = ppo_atari.Agent(6)
+    pictures = torch.randint(256, (2, 3, 4, 84, 84), dtype=torch.uint8)
+    done = torch.zeros(2, 3, 1, dtype=torch.bool)
+    done[0, 1] = True
+    value = torch.randn(2, 3)
+    batch = TensorDict(
+        {
+            "state_value": value,
+            "next": {"observation": pictures, "reward": torch.full((2, 3, 1), 5.0), "done": done, "terminated": done},
+        },
+        (2, 3),
+    )
+
+    with torch.no_grad():
+        at_the_end = agent.evaluate(pictures[:, 2])[1]
+    found = ppo_atari.advantages(batch, agent)
+
+    last = 1 + ppo_atari.GAMMA * at_the_end - value[:, 2]
+    decay = ppo_atari.GAMMA * ppo_atari.LAMBDA
+    assert torch.allclose(found[:, 2], last)
+    assert torch.allclose(found[0, 1], 1 - value[0, 1])
+    assert torch.allclose(found[1, 1], 1 + ppo_atari.GAMMA * value[1, 2] - value[1, 1] + decay * last[1])
+
+
+def test_an_lstm_unrolls_to_the_states_with_which_muster_has_acted():
+    torch.manual_seed(0)
+    agent = ppo_lstm.Agent()
+    with Collector(ppo_lstm.make_env, agent, num_envs=4, frames_per_batch=4 * 64, seed=0) as collector:
+        batch = collector.rollout()
+    assert batch["next", "done"].any()
+
+    rows = batch.reshape(-1, 32)
+    with torch.no_grad():
+        log_prob = agent.distribution(ppo_lstm.unroll(rows, agent)).log_prob(rows["action"])
+
+    assert torch.allclose(log_prob, rows["action_log_prob"], atol=1e-5)
+
+
+def test_vtrace_of_the_policy_that_acted_is_the_return():
+    torch.manual_seed(0)
+    with Collector(
+        "CartPole-v1", policies.categorical(appo_vtrace.mlp(2, 1.0)), num_envs=3, frames_per_batch=90, seed=0,
+        max_frames_per_traj=13,
+    ) as collector:  # fmt: skip
+        batch = collector.rollout()
+    ends = {name: batch["next", name][..., 0] for name in ("terminated", "truncated", "done")}
+    assert all(flags.any() for flags in ends.values())
+    value, next_value = torch.randn(2, 3, 30)
+    value[:, 1:] = torch.where(ends["done"][:, :-1], value[:, 1:], next_value[:, :-1])  # one value per observation
+
+    target, advantage = appo_vtrace.vtrace(batch, batch["action_log_prob"], value, next_value)
+
+    expected = torch.empty(3, 30)
+    for t in reversed(range(30)):
+        cut = ends["truncated"][:, t] if t < 29 else torch.ones(3, dtype=torch.bool)
+        following = torch.where(cut, next_value[:, t], expected[:, min(t + 1, 29)])
+        expected[:, t] = 1 + appo_vtrace.GAMMA * following * ~ends["terminated"][:, t]
+    assert torch.allclose(target, expected, atol=1e-4)
+    assert torch.allclose(advantage, expected - value, atol=1e-4)
+
+
+def test_vtrace_clips_the_weight_of_probable_actions_and_reduces_that_of_improbable_ones():
+    flags = {name: torch.zeros(1, 2, 1, dtype=torch.bool) for name in ("terminated", "done")}
+    batch = TensorDict({"action_log_prob": torch.zeros(1, 2), "next": {"reward": torch.ones(1, 2, 1), **flags}}, (1, 2))
+    zero = torch.zeros(1, 2)
+
+    target, _ = appo_vtrace.vtrace(batch, torch.tensor([[3.0, -(2.0**0.5)]]), zero, zero)
+
+    rho = math.exp(-(2.0**0.5))
+    assert target[0].tolist() == pytest.approx([1 + appo_vtrace.GAMMA * rho, rho])
+
+
+def test_a_simulator_that_crashes_loses_no_count(capsys):
+    stats = slow_simulator.main(["--total-frames", "1600", "--workers", "2", "--delay", "0", "--no-replay"])
+
+    assert stats.frames == 1600
+    assert stats.restarts > 0
+    assert stats.executed == stats.frames + sum(stats.discarded.values())
+    assert f"{stats.restarts} crash reports" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_killed_training_ends_with_the_same_bits(capsys):
+    assert kill_and_resume.main(["--updates", "6", "--kills", "1", "--seed", "0"])
+
+    assert "resumed after update" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_student_of_a_minari_dataset_is_better_than_its_teacher(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+
+    found = offline_minari.main(["--total-frames", "8192", "--keep", "--eval-episodes", "8"])
+
+    assert found["student"] > found["teacher"]
+    assert (tmp_path / "cartpole" / "teacher-v0").is_dir()
+
+
+def test_curves_read_what_cleanrl_prints():
+    said = "global_step=88, episodic_return=21.0\nglobal_step=1399, episodic_return=[-1506.2]\nSPS: 20\n"
+
+    assert curves.EPISODE.findall(said) == [("88", "21.0"), ("1399", "-1506.2")]
+
+
+def test_the_table_of_curves_is_that_of_the_results():
+    results = curves.read()
+
+    assert curves.table(results) in curves.PAGE.read_text("utf-8")
+    for name in results:
+        for runs in results[name]["runs"].values():
+            assert len({run["rows"][-1][0] for run in runs}) == 1, "the same number of frames for all seeds"
+
+
+def test_examples_are_short():
+    for path in EXAMPLES.glob("*.py"):
+        assert len(path.read_text("utf-8").splitlines()) <= 150, path.name
+        assert path.name in curves.PAGE.read_text("utf-8"), f"docs/examples.md does not list {path.name}"
 
 
 @pytest.mark.usefixtures("threads")

@@ -1,0 +1,199 @@
+"""Learning curves of the examples, beside CleanRL's scripts of the same algorithm and hyperparameters.
+
+    python -m benchmarks.curves [--example NAME ...] [--seeds 3] [--frames N] [--gym PYTHON] [--gymnasium PYTHON]
+
+Each run is a process of its own, one at a time; seed by seed, an example and then CleanRL's script. A point is the mean
+return of the last 20 episodes while training. Seconds are those of the whole process with its imports, and its
+processor time. CleanRL 1.2.0 needs older packages: benchmarks/README.md has the two environments for it. Results are
+added to ``benchmarks/results/curves.json`` after every run; the table of docs/examples.md is made from that file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import RESULTS, machine
+from benchmarks.runner import ROOT, environment
+from muster.evaluation.result import student_quantile
+
+OUTPUT, PAGE = RESULTS / "curves.json", ROOT / "docs" / "examples.md"
+WINDOW, POINTS = 20, 25  # episodes of a point; points of a curve of CleanRL
+BEGIN, END = "<!-- curves: begin -->\n", "<!-- curves: end -->"
+ROW = re.compile(r"([\d,]+) frames .*mean return +(-?[\d.]+) ")
+EPISODE = re.compile(r"global_step=(\d+), episodic_return=\[?(-?[\d.]+)")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """An example, its number of frames, and CleanRL's script with equal hyperparameters.
+
+    ``python`` is the kind of environments that the script needs: "gym" 0.23 or "gymnasium" 0.28.
+    """
+
+    title: str
+    frames: int
+    python: str = ""
+    script: str = ""
+    arguments: str = ""
+
+
+_PENDULUM = "--env-id Pendulum-v1 --learning-starts 1024 --batch-size 256"
+CURVES = {
+    "ppo_cartpole": Curve(
+        "PPO, CartPole-v1",
+        51_200,
+        "gym",
+        "ppo.py",
+        "--num-envs 8 --num-steps 64 --learning-rate 2e-3 --gamma 0.98 --gae-lambda 0.9 --ent-coef 0.005 "
+        "--clip-vloss False",
+    ),
+    "dqn_cartpole": Curve(
+        "DQN, CartPole-v1",
+        51_200,
+        "gymnasium",
+        "dqn.py",
+        "--learning-rate 2.3e-3 --batch-size 64 --buffer-size 100000 --train-frequency 2 --learning-starts 1000 "
+        "--target-network-frequency 256 --exploration-fraction 0.16 --end-e 0.04",
+    ),
+    "ppo_lstm": Curve("PPO with LSTM, CartPole-v1 without velocities", 102_400),
+    "appo_vtrace": Curve("APPO with V-trace, two workers, CartPole-v1", 102_400),
+    "sac": Curve("SAC, Pendulum-v1", 6_144, "gym", "sac_continuous_action.py", _PENDULUM + " --policy-frequency 1"),
+    "td3": Curve("TD3, Pendulum-v1", 6_144, "gym", "td3_continuous_action.py", _PENDULUM + " --learning-rate 1e-3"),
+}
+
+
+def lines(command: list[str]) -> Iterator[tuple[float, str]]:
+    """Run a program; yield what it prints, with the seconds since its start, and last ("cpu", its processor time)."""
+    started, before = time.perf_counter(), os.times()
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=folder, env=environment()
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                yield time.perf_counter() - started, line
+        if process.returncode:
+            errors.seek(0)
+            raise RuntimeError(f"{command} ended with {process.returncode}: {errors.read()[-2000:]}")
+    after = os.times()
+    yield after.children_user + after.children_system - before.children_user - before.children_system, "cpu"
+
+
+def ours(name: str, seed: int, frames: int) -> dict[str, Any]:
+    """Run an example; return its curve, rows of frames, mean return and seconds."""
+    rows, cpu = [], 0.0
+    command = [sys.executable, "-u", str(ROOT / "examples" / f"{name}.py"), "--seed", str(seed)]
+    for seconds, line in lines([*command, "--total-frames", str(frames), "--eval-episodes", "1"]):
+        if line == "cpu":
+            cpu = seconds
+        elif found := ROW.search(line):
+            rows.append([int(found[1].replace(",", "")), float(found[2]), round(seconds, 1)])
+    return {"seed": seed, "cpu_s": round(cpu, 1), "rows": rows}
+
+
+def cleanrl(curve: Curve, python: str, seed: int, frames: int) -> dict[str, Any]:
+    """Run CleanRL's script; return the same as ``ours``."""
+    script = next(Path(python).parent.parent.glob(f"lib/python*/site-packages/cleanrl/{curve.script}"))
+    command = [python, "-u", "-W", "ignore", str(script), "--seed", str(seed), "--total-timesteps", str(frames)]
+    returns, rows, cpu, ended = list[float](), [], 0.0, 0.0
+    every = max(1, frames // POINTS)
+    following = every
+    for seconds, line in lines([*command, *curve.arguments.split()]):
+        if line == "cpu":
+            cpu = seconds
+            continue
+        ended = seconds
+        if found := EPISODE.search(line):
+            step = int(found[1])
+            while step >= following and returns:
+                rows.append([following, round(statistics.fmean(returns[-WINDOW:]), 1), round(seconds, 1)])
+                following += every
+            returns.append(float(found[2]))
+    rows.append([frames, round(statistics.fmean(returns[-WINDOW:]), 1), round(ended, 1)])
+    return {"seed": seed, "cpu_s": round(cpu, 1), "rows": rows}
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Return the mean, and half of its 95 % interval by Student's t (NaN for one value)."""
+    mean, n = statistics.fmean(values), len(values)
+    if n < 2:
+        return mean, math.nan
+    return mean, student_quantile(0.95, n - 1) * statistics.stdev(values) / math.sqrt(n)
+
+
+def table(results: dict[str, Any]) -> str:
+    """Return the rows of docs/examples.md: final return, seconds and processor seconds of each system."""
+    text = [
+        "| example | frames | seeds | system | mean return at the end (95 % interval) | seconds | CPU seconds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in CURVES:
+        if name not in results:
+            continue
+        for system, runs in results[name]["runs"].items():
+            mean, half = interval([run["rows"][-1][1] for run in runs])
+            cells = [
+                f"`{name}.py`",
+                f"{runs[0]['rows'][-1][0]:,}",
+                str(len(runs)),
+                system,
+                f"{mean:.0f}" + ("" if math.isnan(half) else f" ± {half:.0f}"),
+                f"{statistics.fmean(run['rows'][-1][2] for run in runs):.0f}",
+                f"{statistics.fmean(run['cpu_s'] for run in runs):.0f}",
+            ]
+            text.append("| " + " | ".join(cells) + " |")
+    return "\n".join(text) + "\n"
+
+
+def read() -> dict[str, Any]:
+    """Return the results so far, by example."""
+    found: dict[str, Any] = json.loads(OUTPUT.read_text("utf-8")) if OUTPUT.exists() else {}
+    return found
+
+
+def write(results: dict[str, Any]) -> None:
+    """Write the results, and the table into the page."""
+    OUTPUT.write_text(json.dumps(results, indent=None, separators=(",", ":")).replace('{"seed"', '\n{"seed"') + "\n")
+    before, rest = PAGE.read_text("utf-8").split(BEGIN)
+    after = rest.split(END)[1]
+    PAGE.write_text(f"{before}{BEGIN}\n{table(results)}\n{END}{after}", "utf-8")
+
+
+def main() -> None:
+    """Run, and write what was found so far after each run."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__)
+    parser.add_argument("--example", action="append", choices=CURVES, help="repeatable; default: all")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--frames", type=int, help="of each run, in place of the example's own number")
+    parser.add_argument("--gym", default=os.environ.get("MUSTER_CLEANRL_GYM"), help="Python with CleanRL and gym 0.23")
+    parser.add_argument(
+        "--gymnasium", default=os.environ.get("MUSTER_CLEANRL_GYMNASIUM"), help="Python with CleanRL and gymnasium 0.28"
+    )
+    options = parser.parse_args()
+    for name in options.example or CURVES:
+        curve = CURVES[name]
+        frames = options.frames or curve.frames
+        python = {"gym": options.gym, "gymnasium": options.gymnasium}.get(curve.python)
+        runs: dict[str, list[Any]] = {"Muster": []} | ({"CleanRL": []} if python else {})
+        for seed in range(1, options.seeds + 1):
+            for system, done in runs.items():
+                done.append(ours(name, seed, frames) if system == "Muster" else cleanrl(curve, python, seed, frames))
+                print(f"{name} seed {seed} {system}: {done[-1]['rows'][-1]}, cpu {done[-1]['cpu_s']} s", flush=True)
+            write(read() | {name: {"title": curve.title, "machine": machine(), "runs": runs}})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""SAC in one file; Muster collects into TorchRL's replay buffer. ``python examples/sac.py``.
+
+Haarnoja et al., "Soft Actor-Critic Algorithms and Applications" (2018): targets of eq. 3 with two critics, the policy's
+objective of eq. 9, the temperature's of eq. 18. A time limit is not an end: ``terminated`` alone stops the bootstrap.
+MuJoCo: ``--env HalfCheetah-v5 --total-frames 1000000``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from statistics import fmean
+
+import gymnasium
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+
+from muster import Collector, Evaluator, policies
+
+NUM_ENVS, T = 4, 8  # frames per batch; as many gradient steps
+LEARNING_STARTS, BUFFER_SIZE, BATCH_SIZE = 1024, 1_000_000, 256
+ACTOR_RATE, CRITIC_RATE, GAMMA, TAU = 3e-4, 1e-3, 0.99, 0.005
+
+
+def mlp(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, outputs))
+
+
+class Critics(nn.Module):
+    """Two action values."""
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.nets = nn.ModuleList([mlp(inputs, 1), mlp(inputs, 1)])
+
+    def forward(self, obs: Tensor, action: Tensor) -> Tensor:
+        """Return both values, ``[2, B]``."""
+        both = torch.cat([obs, action], -1)
+        return torch.stack([net(both)[:, 0] for net in self.nets])
+
+
+class Learner:
+    """The networks, and a gradient step."""
+
+    def __init__(self, obs_size: int, action_size: int) -> None:
+        self.actor = policies.tanh_gaussian(mlp(obs_size, 2 * action_size), log_std_bounds=(-5.0, 2.0))
+        self.critics = Critics(obs_size + action_size)
+        self.targets = copy.deepcopy(self.critics).requires_grad_(False)
+        self.log_alpha = torch.zeros((), requires_grad=True)
+        self.entropy = -float(action_size)  # the target
+        self.actor_optimizer = torch.optim.Adam(self.actor.parameters(), lr=ACTOR_RATE, fused=True)
+        self.critic_optimizer = torch.optim.Adam(self.critics.parameters(), lr=CRITIC_RATE, fused=True)
+        self.alpha_optimizer = torch.optim.Adam([self.log_alpha], lr=CRITIC_RATE)
+
+    def sample(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return actions with gradients, ``[B, n]``, and their log-probabilities, ``[B]``."""
+        distribution = self.actor.distribution(obs)
+        action = distribution.rsample()
+        return action, distribution.log_prob(action)
+
+    def update(self, rows: TensorDict) -> None:
+        obs, next_obs = rows["observation"], rows["next", "observation"]
+        alpha = self.log_alpha.detach().exp()
+        with torch.no_grad():
+            action, log_prob = self.sample(next_obs)
+            soft_value = self.targets(next_obs, action).amin(0) - alpha * log_prob
+            goal = rows["next", "reward"][:, 0] + GAMMA * soft_value * ~rows["next", "terminated"][:, 0]
+        loss = (self.critics(obs, rows["action"]) - goal).square().mean(1).sum()
+        self.critic_optimizer.zero_grad()
+        loss.backward()
+        self.critic_optimizer.step()
+
+        self.critics.requires_grad_(False)
+        action, log_prob = self.sample(obs)
+        actor_loss = (alpha * log_prob - self.critics(obs, action).amin(0)).mean()
+        self.actor_optimizer.zero_grad()
+        actor_loss.backward()
+        self.actor_optimizer.step()
+        self.critics.requires_grad_(True)
+
+        alpha_loss = -self.log_alpha.exp() * (log_prob.detach().mean() + self.entropy)
+        self.alpha_optimizer.zero_grad()
+        alpha_loss.backward()
+        self.alpha_optimizer.step()
+        with torch.no_grad():
+            for target, source in zip(self.targets.parameters(), self.critics.parameters(), strict=True):
+                target.lerp_(source, TAU)
+
+
+def main(argv: list[str] | None = None) -> float:
+    """Train and evaluate; return the mean return of the most probable actions."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--env", default="Pendulum-v1")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--total-frames", type=int, default=10_240)
+    parser.add_argument("--eval-episodes", type=int, default=10)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)  # the networks are small
+    torch.manual_seed(args.seed)
+    with gymnasium.make(args.env) as env:
+        learner = Learner(env.observation_space.shape[0], env.action_space.shape[0])
+    buffer = ReplayBuffer(storage=LazyTensorStorage(min(BUFFER_SIZE, args.total_frames)), batch_size=BATCH_SIZE)
+    frames, returns, started = 0, list[float](), time.perf_counter()
+    with Collector(
+        args.env,
+        learner.actor,
+        num_envs=NUM_ENVS,
+        frames_per_batch=NUM_ENVS * T,
+        total_frames=args.total_frames // (NUM_ENVS * T) * NUM_ENVS * T,
+        init_random_frames=LEARNING_STARTS,
+        replay_buffer=buffer,
+        seed=args.seed,
+    ) as collector:
+        for _ in collector:  # batches go into the buffer
+            frames += NUM_ENVS * T
+            if frames > LEARNING_STARTS:
+                for _ in range(NUM_ENVS * T):
+                    learner.update(buffer.sample())
+                collector.update_policy_weights_()
+            returns += [episode.episode_return for episode in collector.episodes]
+            if frames % 1024 == 0 and returns:
+                print(
+                    f"{frames:8,} frames  {len(returns):5} episodes  mean return {fmean(returns[-20:]):8.1f}  "
+                    f"{time.perf_counter() - started:6.1f} s",
+                    flush=True,
+                )
+    with Evaluator(args.env, learner.actor, episodes=args.eval_episodes, num_envs=5) as evaluator:
+        score = evaluator.evaluate().mean
+    print(f"evaluation: mean return {score:.1f} over {args.eval_episodes} episodes")
+    return score
+
+
+if __name__ == "__main__":
+    main()
