@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from muster.collectors.multi import MultiAsyncCollector
+from muster.collectors.multi import MultiCollector
 from muster.collectors.multi_options import MultiOptions
 from muster.collectors.signatures import passes_on
 from muster.envs.clients import Clients
@@ -29,12 +29,14 @@ PASSED_ON = (
 )
 
 
-class PolicyServer(MultiAsyncCollector):
+class PolicyServer(MultiCollector):
     """A collector whose environments are played by clients. Made by ``muster.serve``.
 
     Each batch has ``frames_per_batch`` steps of one client, whichever has made them first; a slow client does not delay
     others. Environments live in the clients: methods that reset, inspect or save environments raise ``BadOption``.
     """
+
+    _alone = True
 
     def __init__(self, clients: Clients, policy: Any, **options: Any) -> None:
         self._clients = clients

@@ -89,9 +89,13 @@ class Clients:
 
     def make_env(self, number: int) -> ClientEnvs:
         """Make the environment with this number. A client gets the free environment with the lowest number."""
-        if (connection := self._connected[number]) is not None:  # of an environment whose worker was restarted
-            self.end(connection, ClientLost("closed"))
+        self.drop(number)  # that of an environment whose worker was restarted
         return ClientEnvs(self, number)
+
+    def drop(self, number: int) -> None:
+        """End the connection of an environment, if it has one."""
+        if (connection := self._connected[number]) is not None:
+            self.end(connection, ClientLost("closed"))
 
     @contextmanager
     def without_clients(self) -> Iterator[None]:
@@ -259,7 +263,7 @@ class ClientEnv:
         return obs, reward, terminated, truncated, {}
 
     def close(self) -> None:
-        """Connections are those of ``Clients``, which closes them."""
+        self._clients.drop(self._number)
 
     def _truncation(self) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self._playing, self.cut = False, True
