@@ -36,7 +36,7 @@ class PolicyServer(MultiCollector):
     others. Environments live in the clients: methods that reset, inspect or save environments raise ``BadOption``.
     """
 
-    _alone = True
+    _alone, _is_set_up = True, False
 
     def __init__(self, clients: Clients, policy: Any, **options: Any) -> None:
         self._clients = clients
@@ -64,7 +64,7 @@ class PolicyServer(MultiCollector):
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Not available after construction. Raises ``BadOption``."""
-        if hasattr(self, "_observers"):
+        if self._is_set_up:
             raise self._refusal("set_seed", "pass seed= to muster.serve; seeds of clients are their own")
         return super().set_seed(seed, static_seed)
 
@@ -93,6 +93,7 @@ class PolicyServer(MultiCollector):
             source.lay_out_all("policy")
         source.pool.call(Reset({number: [0] for number in range(source.pool.num_envs)}))
         source.pool.call(Seed(self.options.seed, False))  # the policy's first calls have drawn
+        self._is_set_up = True
 
     def _end(self, *, close_env: bool, raise_on_error: bool) -> None:
         self._clients.close()  # first, since environments wait for clients
