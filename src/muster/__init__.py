@@ -57,6 +57,7 @@ _HOMES = {
     "load": "muster.recording",
     "load_state": "muster.restore.checkpoint:load",
     "save_state": "muster.restore.checkpoint:save",
+    "serve": "muster.collectors.serving",
     "split_trajectories": "muster.episodes.segment",
     "tune": "muster.tuning",
 }
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     from muster.collectors.options import Trajectories as Trajectories
     from muster.collectors.options import Watch as Watch
     from muster.collectors.resume import ResumeReport as ResumeReport
+    from muster.collectors.serving import serve as serve
     from muster.episodes.record import EpisodeRecord as EpisodeRecord
     from muster.episodes.segment import split_trajectories as split_trajectories
     from muster.episodes.summary import CollectStats as CollectStats

@@ -113,14 +113,23 @@ def collect(command: Collect) -> int:
         stop = stack.enter_context(StopSignals())
         collector = stack.enter_context(_make_collector(command, policy, frames))
         recorder = stack.enter_context(_recorder(command, description)) if command.out else None
-        text = _run(command, collector, recorder, stop)
-        if not command.quiet:
-            print(text)
-        return stop.exit_code
+        return run(command, collector, recorder, stop)
 
 
-def _run(command: Collect, collector: BaseCollector, recorder: Recorder | None, stop: StopSignals) -> str:
-    """Collect all frames, or until a signal, and close the recorder; returns the text to print at the end."""
+def run(command: Any, collector: BaseCollector, recorder: Recorder | None, stop: StopSignals) -> int:
+    """Collect the ``frames`` of a command, or until a signal; close the recorder, and print a summary.
+
+    Returns:
+        the exit code.
+    """
+    text = _collected(command, collector, recorder, stop)
+    if not command.quiet:
+        print(text)
+    return stop.exit_code
+
+
+def _collected(command: Any, collector: BaseCollector, recorder: Recorder | None, stop: StopSignals) -> str:
+    """Collect, and return the text to print at the end."""
     returns, recording_s, began_s = Returns(), 0.0, time.perf_counter()
     total, stats = command.frames, collector.stats
     with progress("collect", total, quiet=command.quiet, lines=lambda: worker_lines(stats().workers)) as show:

@@ -16,6 +16,7 @@ from muster.cli.doctor import Doctor, doctor
 from muster.cli.eval import Eval, evaluate
 from muster.cli.export import ExportCommand, export
 from muster.cli.replay import Replay, replay
+from muster.cli.serve import Serve, serve
 from muster.cli.tune import Tune, tune
 from muster.cli.watch import WatchCommand, watch
 from muster.errors import MusterError
@@ -23,6 +24,7 @@ from muster.utils.attributes import installed
 
 COMMANDS: dict[type, Callable[[Any], int]] = {
     Collect: collect,
+    Serve: serve,
     Eval: evaluate,
     Tune: tune,
     ExportCommand: export,
@@ -41,6 +43,7 @@ examples:
   muster collect Pendulum-v1 --frames 1e6 --envs 16 --policy mlp --seed 3 --out runs/b
   muster collect CartPole-v1 --frames 50_000 --policy net.safetensors
   muster collect my_envs:Maze-v0 --frames 10k --policy agent.py:policy --allow-import
+  muster serve random --obs float32:4 --act discrete:2 --frames 10k --address 127.0.0.1:7000
   muster eval CartPole-v1 --policy net.safetensors --episodes 20 --video best,worst
   muster tune CartPole-v1 --policy mlp --num-envs 16 64
   muster replay /tmp/muster-crash-x1/env-3.crash

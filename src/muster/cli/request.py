@@ -45,11 +45,9 @@ def prepared(command: Any, seed: int) -> Iterator[tuple[Any, str]]:
             f"{env}: gymnasium imports the module before the colon, and so runs the code in it. "
             f"If you trust {env.partition(':')[0]!r}, add --allow-import."
         )
-    _check_policy(command.policy, allow_import=allow_import)
-    if allow_import and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    check_policy(command.policy, allow_import=allow_import)
     _find_env(env)
-    policy = _policy(env, command.policy, seed)
+    policy = make_policy(command.policy, lambda: _spaces(env), seed)
     with in_short(env, allow_import=allow_import):
         yield policy
 
@@ -81,24 +79,34 @@ def in_short(env: str, *, allow_import: bool) -> Iterator[None]:
             raise error from None  # the original has no traceback in this process
 
 
-def _policy(env: str, policy: str, seed: int) -> tuple[Any, str]:
+def make_policy(policy: str, spaces: Callable[[], tuple[Any, Any]], seed: int) -> tuple[Any, str]:
+    """Make the policy that ``--policy`` names.
+
+    Args:
+        spaces: returns the spaces of observations and actions; called if the policy needs them.
+        seed: seed of new weights.
+
+    Returns:
+        a policy for ``Collector``, and its description for the recording.
+    """
     if policy == "random":
         return None, "uniform random actions"
     if reference := _REFERENCE.fullmatch(policy):
         return _from_python(Path(reference.group(1)), reference.group(2)), policy
     from muster.cli import mlp
 
-    spaces = _spaces(env)
-    return mlp.fresh(*spaces, seed) if policy == "mlp" else mlp.from_file(Path(policy), *spaces)
+    return mlp.fresh(*spaces(), seed) if policy == "mlp" else mlp.from_file(Path(policy), *spaces())
 
 
 def _first_part(error: object) -> str:
     return str(error).partition("\n\n")[0]
 
 
-def _check_policy(name: str, *, allow_import: bool) -> None:
-    """Raise for policies that are invalid by name, before any slow work."""
+def check_policy(name: str, *, allow_import: bool) -> None:
+    """Raise for policies that are invalid by name, before any slow work. Imports then search this directory, too."""
     path = Path(name)
+    if allow_import and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     if name in ("random", "mlp"):
         return
     reference = _REFERENCE.fullmatch(name)

@@ -46,9 +46,15 @@ class FirstReady(Schedule):
         max_lag: maximum of publishes between the weights that act in a batch and its delivery, if weights are published
             once per batch. Workers are idle where they would exceed it.
         publishes: returns the number of publishes so far.
+
+    Attributes:
+        idle_groups: groups may be idle for any time, since their environments wait for clients. Then a group that falls
+            behind causes no warning, and the number of batches left does not limit requests: an idle group would hold
+            one of the last.
     """
 
     overlaps = True
+    idle_groups = False
 
     def __init__(
         self,
@@ -165,6 +171,11 @@ class FirstReady(Schedule):
         self._prepare(bundle, policy)
         return bundle.ring.layout
 
+    def lay_out_all(self, policy: str) -> None:
+        """Lay out the rollouts of all bundles, which else happens before the first request to each."""
+        for bundle in self.bundles:
+            self._prepare(bundle, policy)
+
     def _discard(self, reason: str) -> None:
         super()._discard(reason)
         for requested in [*self._requested]:
@@ -177,6 +188,8 @@ class FirstReady(Schedule):
 
     def _compare_shares(self) -> None:
         """Warn once of each group that falls behind."""
+        if self.idle_groups:
+            return
         counters = self.pool.counters
         if self._delivered < FAIR_AFTER * len(counters) or self._delivered % len(counters):
             return
@@ -197,7 +210,7 @@ class FirstReady(Schedule):
         """Request rollouts from every bundle with fewer than ``lead``, as far as ``batches`` and ``max_lag`` allow."""
         # A rollout that is being delivered is followed by a publish.
         lag = None if self._max_lag is None else self._max_lag + 1 - delivered
-        bounds = [n for n in (batches, lag) if n is not None]
+        bounds = [n for n in (None if self.idle_groups else batches, lag) if n is not None]
         left = min(bounds, default=self._lead * len(self.bundles)) - len(self._requested)
         for level in range(self._lead):
             waiting = Counter(requested.bundle.groups[0] for requested in self._requested)

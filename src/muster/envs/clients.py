@@ -1,0 +1,333 @@
+"""Environments that are played by clients: other programs, which connect, send observations, and get actions."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from muster.envs.client_link import LARGEST_REWARD, PROTOCOL, ClientLost, Connection, WireFormat
+from muster.envs.spaces import action_codec, observation_codec
+from muster.envs.stacked import StackedEnvs
+from muster.errors import BadOption, CollectorClosed
+from muster.keys import NEXT_OBS_VALID
+from muster.memory.slots import Lane
+from muster.protocols import Step
+from muster.utils.addresses import host_and_port, is_loopback
+
+TOKEN_VARIABLE = "MUSTER_SERVE_TOKEN"
+SHORTEST_TOKEN = 16  # of addresses beyond loopback
+HANDSHAKE_S = 10.0
+MOST_HANDSHAKES = 64  # at the same time
+LOOK_S = 1.0  # interval at which the listening thread looks whether it has to end
+
+
+class Clients:
+    """Listens at an address, and gives each client that connects to one of the environments.
+
+    Args:
+        observation_space, action_space: spaces of all clients.
+        address: ``host:port``; port 0 is any free port.
+        token: secret that clients send; None: the environment variable ``MUSTER_SERVE_TOKEN``, or none on loopback.
+        count: maximum number of clients at the same time; ``make_env`` makes as many environments.
+        timeouts: seconds that a client may take for a "step", and between episodes for a "reset"; None: no limit.
+        check_bounds: refuse observations out of the bounds of their space.
+
+    Attributes:
+        address: where it listens.
+        lost: number of clients whose connection has ended, by reason.
+        laying_out: a reset returns zeros without a client, for the policy's first call, whose action is not used.
+
+    Raises:
+        BadOption: the address is not available, or the token is missing or too short.
+        UnsupportedSpace: a part of a space has no fixed shape.
+    """
+
+    def __init__(
+        self,
+        observation_space: Any,
+        action_space: Any,
+        *,
+        address: str,
+        token: str | None,
+        count: int,
+        timeouts: Mapping[str, float | None],
+        check_bounds: bool,
+    ) -> None:
+        self.observation_space, self.action_space = observation_space, action_space
+        self.observations = WireFormat(observation_codec(observation_space), "observation", check_bounds=check_bounds)
+        self.actions = WireFormat(action_codec(action_space), "action")
+        self.count, self.timeouts = count, timeouts
+        self.lost: Counter[str] = Counter()
+        self.laying_out = self.closed = False
+        self._changed = threading.Condition()
+        self._connected: list[Connection | None] = [None] * count  # by environment
+        self._welcomed: set[Connection] = set()
+        self._handshakes = threading.BoundedSemaphore(MOST_HANDSHAKES)
+        host, port = host_and_port(address)
+        self._token = _checked_token(token, host)
+        try:
+            family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            self._listener = socket.create_server(where[:2], family=family)
+        except OSError as error:
+            raise BadOption(
+                f"address={address!r}: cannot listen there: {error.strerror or error}. Port 0 takes a free one."
+            ) from error
+        self._listener.settimeout(LOOK_S)
+        self.address = f"{f'[{host}]' if ':' in host else host}:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, name="muster-serve", daemon=True).start()
+
+    @property
+    def connected(self) -> int:
+        """Number of clients that are connected."""
+        return sum(connection is not None for connection in self._connected)
+
+    def make_env(self, number: int) -> ClientEnvs:
+        """Make the environment with this number. A client gets the free environment with the lowest number."""
+        self.drop(number)  # that of an environment whose worker was restarted
+        return ClientEnvs(self, number)
+
+    def drop(self, number: int) -> None:
+        """End the connection of an environment, if it has one."""
+        if (connection := self._connected[number]) is not None:
+            self.end(connection, ClientLost("closed"))
+
+    @contextmanager
+    def without_clients(self) -> Iterator[None]:
+        """Context with ``laying_out``."""
+        self.laying_out = True
+        try:
+            yield
+        finally:
+            self.laying_out = False
+
+    def take(self, number: int) -> Connection:
+        """Wait for a client of this environment, and return its connection.
+
+        Raises:
+            CollectorClosed: ``close`` was called.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._connected[number] in self._welcomed or self.closed)
+            self.check_open()
+            connection = self._connected[number]
+            assert connection is not None
+            return connection
+
+    def end(self, connection: Connection, lost: ClientLost) -> None:
+        """End a connection, and tell the client why."""
+        connection.refuse(lost)
+        with self._changed:
+            self._welcomed.discard(connection)
+            if connection in self._connected:
+                self._connected[self._connected.index(connection)] = None
+            self.lost[lost.reason] += 1
+            self._changed.notify_all()
+
+    def check_open(self) -> None:
+        """Raise ``CollectorClosed`` after ``close``."""
+        if self.closed:
+            raise CollectorClosed("the policy server was closed while its environments waited for clients")
+
+    def close(self) -> None:
+        """End all connections, and wake all environments that wait for a client. May be called again."""
+        with self._changed:
+            self.closed = True
+            self._changed.notify_all()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for connection in list(self._connected):
+            if connection is not None:
+                connection.close()
+
+    # --- the listening thread, and one for each handshake -----------------------------------------
+
+    def _accept(self) -> None:
+        while not self.closed:
+            try:
+                sock, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                if not self.closed:
+                    threading.Event().wait(LOOK_S)  # too many open files, most often
+                continue
+            if self._handshakes.acquire(blocking=False):
+                threading.Thread(target=self._welcome, args=(sock,), name="muster-handshake", daemon=True).start()
+            else:
+                sock.close()
+
+    def _welcome(self, sock: socket.socket) -> None:
+        try:
+            sock.settimeout(HANDSHAKE_S)
+            connection = Connection(sock)
+            try:
+                self._check(connection.receive({"hello": 0}, HANDSHAKE_S)[0])
+                self._admit(connection)
+            except ClientLost as lost:
+                self.end(connection, lost)
+        except OSError:  # it has gone
+            sock.close()
+        finally:
+            self._handshakes.release()
+
+    def _check(self, hello: Mapping[str, Any]) -> None:
+        given = hello.get("token", "")
+        secret = given.encode("utf-8", "backslashreplace") if isinstance(given, str) else b""
+        if self._token and not hmac.compare_digest(secret, self._token.encode()):
+            raise ClientLost("bad_token", "the token of the message hello is missing or wrong")
+        if hello.get("protocol") != PROTOCOL:
+            raise ClientLost(
+                "bad_protocol", f"the client has the protocol {hello.get('protocol')!r:.60}, expected {PROTOCOL}"
+            )
+        for name, wire in (("observation", self.observations), ("action", self.actions)):
+            if hello.get(name, wire.description) != wire.description:
+                raise ClientLost("bad_spaces", f"{name} of the server is {wire.description}, which the client has not")
+
+    def _admit(self, connection: Connection) -> None:
+        with self._changed:  # a client that was replaced by this one may not be missed yet
+            has_room = self._changed.wait_for(lambda: None in self._connected or self.closed, HANDSHAKE_S)
+            if self.closed:
+                raise ClientLost("closed")
+            if not has_room:
+                raise ClientLost("full", f"{self.connected} clients are connected, which is the maximum")
+            self._connected[self._connected.index(None)] = connection
+        told = {"observation": self.observations.description, "action": self.actions.description}
+        connection.send({"type": "welcome", "protocol": PROTOCOL, **told}, within_s=HANDSHAKE_S)
+        with self._changed:
+            self._welcomed.add(connection)
+            self._changed.notify_all()
+
+
+class ClientEnv:
+    """The environment that a client plays: has what ``StackedEnvs`` uses of a Gymnasium environment.
+
+    A client that is lost in an episode truncates it: the step returns the last known observation and the reward 0.
+    The next reset waits for the next episode of another client.
+
+    Attributes:
+        cut: the last step was such a truncation.
+    """
+
+    def __init__(self, clients: Clients, number: int) -> None:
+        self.observation_space, self.action_space = clients.observation_space, clients.action_space
+        self.unwrapped, self.cut, self._number = self, False, number
+        self._clients, self._connection = clients, None  # type: Clients, Connection | None
+        self._playing = False
+        self._first: Any = None  # observation of an episode that the client has begun, and ``reset`` has not returned
+        self._last: Any = None
+        self._expected = {"reset": clients.observations.nbytes, "step": clients.observations.nbytes, "close": 0}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        clients = self._clients
+        if clients.laying_out:
+            return clients.observations.decode(bytes(clients.observations.nbytes)), {}
+        if self._playing:
+            self._end_episode()
+        while self._first is None:
+            clients.check_open()
+            if self._connection is None:
+                self._connection = clients.take(self._number)
+            try:
+                kind, obs, *_ = self._receive("reset")
+            except ClientLost as lost:
+                self._lose(lost)
+            else:
+                self._first = obs
+                if kind == "step":
+                    self._first = None
+                    self._lose(ClientLost("bad_message", "a step before the reset of its episode"))
+        self._last, self._first, self._playing = self._first, None, True
+        return self._last, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        clients, self.cut = self._clients, False
+        assert self._connection is not None, "step before reset"
+        try:
+            self._connection.send({"type": "action"}, clients.actions.encode(action), clients.timeouts["step"])
+            kind, obs, reward, terminated, truncated = self._receive("step")
+        except ClientLost as lost:
+            clients.check_open()
+            self._lose(lost)
+            return self._truncation()
+        if kind == "reset":  # the client has given its episode up
+            self._first = obs
+            return self._truncation()
+        self._last, self._playing = obs, not (terminated or truncated)
+        return obs, reward, terminated, truncated, {}
+
+    def close(self) -> None:
+        self._clients.drop(self._number)
+
+    def _truncation(self) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._playing, self.cut = False, True
+        return self._last, 0.0, False, True, {}
+
+    def _end_episode(self) -> None:
+        """The collector has ended the episode, and not the client: ask it for a new one."""
+        self._playing = False
+        try:
+            if self._connection is not None:
+                self._connection.send({"type": "reset"}, within_s=self._clients.timeouts["step"])
+        except ClientLost as lost:
+            self._lose(lost)
+
+    def _receive(self, phase: str) -> tuple[str, Any, float, bool, bool]:
+        """Return the next message of the client: its type, the observation, and the results of a step."""
+        assert self._connection is not None
+        about, values = self._connection.receive(self._expected, self._clients.timeouts[phase])
+        if about["type"] == "close":
+            raise ClientLost("closed")
+        obs = self._clients.observations.decode(values)
+        if about["type"] == "reset":
+            return "reset", obs, 0.0, False, False
+        reward: Any = about.get("reward")
+        flags: list[Any] = [about.get(name) for name in ("terminated", "truncated")]
+        if type(reward) not in (int, float) or not -LARGEST_REWARD <= reward <= LARGEST_REWARD:
+            raise ClientLost("bad_message", f"reward is {reward!r:.60}, expected a finite number")
+        if not all(isinstance(flag, bool) for flag in flags):
+            raise ClientLost("bad_message", f"terminated and truncated are {flags!r:.60}, expected true or false")
+        return "step", obs, float(reward), flags[0], flags[1]
+
+    def _lose(self, lost: ClientLost) -> None:
+        if self._connection is not None:
+            self._clients.end(self._connection, lost)
+        self._connection = None
+
+
+class ClientEnvs(StackedEnvs):
+    """Implements ``EnvBatch`` for the environment of one client. Marks steps whose result is unknown."""
+
+    def __init__(self, clients: Clients, number: int) -> None:
+        self._env = ClientEnv(clients, number)
+        super().__init__([self._env])  # type: ignore[list-item]  # it has all that is used
+        self.final_obs_certain = False
+
+    def start(self, lane: Lane) -> Step:
+        step, env, known = super().start(lane), self._env, lane.arrays[NEXT_OBS_VALID]
+
+        def step_and_mark(t: int) -> Sequence[int] | None:
+            finished = step(t)
+            if env.cut:
+                known[t] = False
+            return finished
+
+        return step_and_mark
+
+
+def _checked_token(given: str | None, host: str) -> str:
+    token = os.environ.get(TOKEN_VARIABLE, "") if given is None else given
+    if not isinstance(token, str):
+        raise BadOption(f"token: expected a text, got {type(token).__name__}")
+    if not is_loopback(host) and len(token) < SHORTEST_TOKEN:
+        raise BadOption(
+            f"Other machines can reach {host}, so clients need a token of at least {SHORTEST_TOKEN} characters: pass "
+            f"token=, or set {TOKEN_VARIABLE}, here and for every client. (127.0.0.1 needs none.)"
+        )
+    return token
