@@ -79,11 +79,13 @@ class Anchors:
 
     Attributes:
         seeds: the last seed of each environment; None: it has never had one.
+        rows_before: rows of earlier rollouts since the last ``take``, to record several rollouts as one.
     """
 
     def __init__(self, env: EnvBatch) -> None:
         self._env, self._alone = env, replays_alone(env)
         self.seeds: list[int | None] = [None] * env.num_envs
+        self.rows_before = 0
         self.forget()
 
     def before_reset(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
@@ -91,6 +93,7 @@ class Anchors:
         options = self._env.reset_options or None
         if seeds is not None or options or not self._known.issuperset(which):
             self._note_special(which, seeds, options)
+        row += self.rows_before
         self._resets += [(self._calls, row, i) for i in which]
         self._calls += 1
 
@@ -257,6 +260,38 @@ class ActionLog:
         crash_report.caveat = (
             TOGETHER if not self.alone else "" if crash_report.special[0].seed is not None else BY_STATE
         )
+        return crash_report
+
+    def episode(
+        self, index: int, end: int, actions: Mapping[Key, Array], log: ResetLog, stepped: Array | None
+    ) -> CrashReport:
+        """The resets and actions of environment ``index`` up to the end of an episode, from a known start on.
+
+        Args:
+            index: number of the environment in the group, whose environments are replayed ``alone``.
+            end: rows of the next rollout up to the end of the episode.
+            actions, log, stepped: the next rollout, as for ``add``.
+        """
+        count = int((log.resets[:, ROW] < end).sum())  # later ones start the next episodes
+        log = ResetLog(log.resets[:count], {n: special for n, special in log.special.items() if n < count})
+        crash_report = CrashReport(
+            name=self.name,
+            factory=self.factory,
+            env_ids=[self.env_ids[index]],
+            alone=True,
+            phase="close",
+            kind="",
+            message="",
+            max_frames_per_traj=self.max_frames_per_traj,
+        )
+        anchor = self._anchors_after(self._next, log)[index]
+        if anchor is None:
+            crash_report.missing = TOO_LONG.format(self.limit_bytes) if self._cut else NOT_KNOWN
+            return crash_report
+        last = {key: array[:end] for key, array in actions.items()}
+        chunks = [*self._chunks, _Recorded(self._next, last, log, None if stepped is None else stepped[:end])]
+        known = [chunk for chunk in chunks if chunk.number >= anchor[0]]
+        self._fill(crash_report, known, anchor[1], slice(index, index + 1))
         return crash_report
 
     def _fill(self, crash_report: CrashReport, chunks: list[_Recorded], position: int, chosen: slice) -> None:

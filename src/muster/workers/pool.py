@@ -8,7 +8,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from muster.workers.requests import Request
 from muster.workers.under_way import UnderWay
 from muster.workers.worker import Worker, phase_ended_by
 
+if TYPE_CHECKING:
+    from muster.workers.crash_notes import CrashNotes
+
 
 class LocalWorker:
     """A worker in the caller's thread, with the methods of ``Proxy``. It executes requests synchronously."""
@@ -34,6 +37,7 @@ class LocalWorker:
         self.worker, self.index = worker, worker.index
         self.groups = [group.number for group in worker.groups]
         self.under_way = UnderWay()
+        self.notes: CrashNotes | None = None
 
     def prepared(self, policy: str) -> bool:
         return self.worker.prepared(policy)
@@ -51,10 +55,13 @@ class LocalWorker:
     def call(self, request: Request) -> list[Any]:
         try:
             with allowed():
-                return [request.run(self.worker)]
+                answer = request.run(self.worker)
         except BaseException as error:
             phase_ended_by(error, self.worker.progress)
             raise
+        if self.notes is not None:
+            request.noted(self.notes, self.groups)
+        return [answer]
 
     def start(self) -> None:
         """Do nothing: the worker needs no process or thread."""
@@ -100,6 +107,7 @@ class WorkerPool:
         hold: context manager. Requests submitted inside are simultaneous for a server, and one message for a node.
         numbers: numbers for new requests.
         elastic: workers may be absent (see ``Proxy``), at the start and later.
+        notes: action logs of the groups; None: they are kept by nodes, or not at all.
         waited: nanoseconds spent waiting for results.
     """
 
@@ -132,6 +140,7 @@ class WorkerPool:
         self.server: Servers | None = None
         self.hold: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.elastic = False
+        self.notes: CrashNotes | None = None
         self.waited = 0
 
     def handle(self, group: int) -> Handle:
