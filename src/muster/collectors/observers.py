@@ -93,6 +93,8 @@ class Observers:
         if self._progress is not None:
             self._progress.close()
         if self.watched is not None:
+            if (log := self._engine.source.pool.log) is not None:
+                log.flush()
             self.watched.wrote(self._engine.stats(), self._engine.curve.totals)
             self.watched.close(self.error)
 

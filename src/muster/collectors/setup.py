@@ -67,10 +67,8 @@ def log_rollouts(pool: WorkerPool, worker: Worker, create_env_fn: Any, options: 
     notes = CrashNotes(
         range(len(worker.groups)), origins_of(create_env_fn, options), pool.counters, options.max_frames_per_traj
     )
-    for handle in pool.handles:
-        if isinstance(handle, LocalWorker):
-            handle.notes = pool.notes = notes
-    worker.after_rollout = LocalLog(notes, worker.groups).add
+    pool.notes, pool.log = notes, LocalLog(notes, worker.groups)
+    worker.after_rollout = pool.log.add
 
 
 def origins_of(create_env_fn: Any, options: CollectorOptions) -> list[EnvFactory]:

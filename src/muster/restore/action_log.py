@@ -79,13 +79,11 @@ class Anchors:
 
     Attributes:
         seeds: the last seed of each environment; None: it has never had one.
-        rows_before: rows of earlier rollouts since the last ``take``, to record several rollouts as one.
     """
 
     def __init__(self, env: EnvBatch) -> None:
         self._env, self._alone = env, replays_alone(env)
         self.seeds: list[int | None] = [None] * env.num_envs
-        self.rows_before = 0
         self.forget()
 
     def before_reset(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
@@ -93,7 +91,6 @@ class Anchors:
         options = self._env.reset_options or None
         if seeds is not None or options or not self._known.issuperset(which):
             self._note_special(which, seeds, options)
-        row += self.rows_before
         self._resets += [(self._calls, row, i) for i in which]
         self._calls += 1
 

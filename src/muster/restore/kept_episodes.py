@@ -91,20 +91,21 @@ class KeptEpisodes:
 
     Args:
         missing: why no episode can be repeated; empty: they can.
+
+    Attributes:
+        newest_due: the newest episode is to be replaced by the next one that ends.
     """
 
     def __init__(self, missing: str = "") -> None:
         self.missing = missing
         self._best, self._worst = -math.inf, math.inf
-        self._newest_due, self._newest_saved = not missing, -math.inf
+        self.newest_due, self._newest_saved = not missing, -math.inf
         self._unsaved: dict[str, KeptEpisode] = {}
 
-    def wanted(self, episodes: Episodes) -> dict[str, int]:
-        """Return which of these episodes are to be kept, by "newest", "best" and "worst"."""
-        if self.missing:
-            return {}
+    def _wanted(self, episodes: Episodes) -> dict[str, int]:
+        """Return the positions of the episodes that are to be kept, by "newest", "best" and "worst"."""
         returns = episodes.episode_return.tolist()
-        found = {"newest": len(returns) - 1} if self._newest_due and math.isfinite(returns[-1]) else {}
+        found = {"newest": len(returns) - 1} if self.newest_due and math.isfinite(returns[-1]) else {}
         high, low = max(returns), min(returns)
         if self._best < high < math.inf:
             self._best, found["best"] = high, returns.index(high)
@@ -112,9 +113,8 @@ class KeptEpisodes:
             self._worst, found["worst"] = low, returns.index(low)
         return found
 
-    def keep(
+    def add(
         self,
-        wanted: Mapping[str, int],
         episodes: Episodes,
         ids: Array,
         history: ActionLog,
@@ -122,15 +122,17 @@ class KeptEpisodes:
         log: ResetLog,
         stepped: Array | None,
     ) -> None:
-        """Keep episodes that ended in the next rollout of an action log.
+        """Keep what is newest, best or worst of the episodes that ended in the next rollout of an action log.
 
         Args:
-            wanted: positions in ``episodes``, by name.
             episodes: episodes that ended in the rollout.
             ids: trajectory ids, ``[n, B]``.
             history: action log, to which the rollout is not added yet.
             actions, log, stepped: the rollout, see ``ActionLog.add``.
         """
+        if self.missing:
+            return
+        wanted = self._wanted(episodes)
         for which, position in wanted.items():
             record = episodes[position]
             index = history.env_ids.index(record.env_id)
@@ -139,7 +141,7 @@ class KeptEpisodes:
                 moves = history.episode(index, int(ends[-1]) + 1, actions, log, stepped)
                 self._unsaved[which] = _kept(moves, record)
         if "newest" in wanted:
-            self._newest_due = False
+            self.newest_due = False
 
     def save(self, directory: Path, at_end: bool = False) -> Iterator[dict[str, Any]]:
         """Write the episodes that were kept since the last call. Yields their numbers, for the snapshots of the run.
@@ -159,7 +161,7 @@ class KeptEpisodes:
                 missing = kept.save(directory / EPISODES / f"{which}.episode")
                 self._newest_saved = now if which == "newest" else self._newest_saved
                 yield {"which": which, "missing": missing, **kept.numbers}
-        self._newest_due = not self.missing
+        self.newest_due = not self.missing
 
 
 def _kept(moves: CrashReport, record: EpisodeRecord) -> KeptEpisode:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from muster.envs.build import is_environment
+from muster.episodes.record import Episodes
 from muster.errors import HookError, MusterError
 from muster.keys import AGENT, TERMINATED, TRAJ_DONE, TRAJ_IDS, TRUNCATED, Key, next_of
 from muster.memory.slots import Lane
@@ -111,22 +112,21 @@ class CrashNotes:
         begin = self._begun.pop(result.number, 0)
         end = result.done_steps
         actions, ids = self._actions(result.group, lane, begin, end), lane.arrays[TRAJ_IDS][begin:end]
-        wanted = {} if self.kept is None or not result.episodes else self.kept.wanted(result.episodes)
-        self.add(result.group, actions, ids, result.anchors, wanted, result.episodes)
+        self.add(result.group, actions, ids, result.anchors, result.episodes)
 
-    def add(
-        self, group: int, actions: Mapping[Key, Array], ids: Array, log: ResetLog, wanted: Mapping[str, int], ended: Any
-    ) -> None:
-        """Log actions, ``[n, B, *shape]``, and keep the ``wanted`` ones of the episodes that ``ended`` in these rows.
+    def add(self, group: int, actions: Mapping[Key, Array], ids: Array, log: ResetLog, ended: Episodes | None) -> None:
+        """Log a rollout, and keep episodes that ended in it.
 
         Args:
+            group: number of the group.
+            actions: ``[n, B, *shape]`` per leaf.
             ids: trajectory ids, ``[n, B]``.
-            log: resets in these rows.
-            wanted: see ``KeptEpisodes.wanted``.
+            log: resets of the rollout.
+            ended: episodes that ended in it.
         """
         history, stepped = self._histories[group], ids >= 0 if self._infos[group].replays_alone else None
-        if wanted and self.kept is not None:
-            self.kept.keep(wanted, ended, ids, history, actions, log, stepped)
+        if ended and self.kept is not None:
+            self.kept.add(ended, ids, history, actions, log, stepped)
         history.add(actions, log, stepped)
 
     def action_keys(self, group: int, lane: Lane) -> list[Key]:

@@ -26,6 +26,7 @@ from muster.workers.worker import Worker, phase_ended_by
 
 if TYPE_CHECKING:
     from muster.workers.crash_notes import CrashNotes
+    from muster.workers.local_log import LocalLog
 
 
 class LocalWorker:
@@ -37,7 +38,6 @@ class LocalWorker:
         self.worker, self.index = worker, worker.index
         self.groups = [group.number for group in worker.groups]
         self.under_way = UnderWay()
-        self.notes: CrashNotes | None = None
 
     def prepared(self, policy: str) -> bool:
         return self.worker.prepared(policy)
@@ -55,13 +55,10 @@ class LocalWorker:
     def call(self, request: Request) -> list[Any]:
         try:
             with allowed():
-                answer = request.run(self.worker)
+                return [request.run(self.worker)]
         except BaseException as error:
             phase_ended_by(error, self.worker.progress)
             raise
-        if self.notes is not None:
-            request.noted(self.notes, self.groups)
-        return [answer]
 
     def start(self) -> None:
         """Do nothing: the worker needs no process or thread."""
@@ -108,6 +105,7 @@ class WorkerPool:
         numbers: numbers for new requests.
         elastic: workers may be absent (see ``Proxy``), at the start and later.
         notes: action logs of the groups; None: they are kept by nodes, or not at all.
+        log: adds rollouts in this thread to them; None: there is none.
         waited: nanoseconds spent waiting for results.
     """
 
@@ -141,6 +139,7 @@ class WorkerPool:
         self.hold: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.elastic = False
         self.notes: CrashNotes | None = None
+        self.log: LocalLog | None = None
         self.waited = 0
 
     def handle(self, group: int) -> Handle:
@@ -238,6 +237,8 @@ class WorkerPool:
 
     def call(self, request: Request) -> list[Any]:
         """Return the answers of all workers that have a part in the request."""
+        if self.log is not None:
+            self.log.before_request(request, self.handles[0].groups)
         parts = [(handle, request.part(handle.groups)) for handle in self.handles]
         return [answer for handle, part in parts if part is not None for answer in self.ask(handle, part)]
 
