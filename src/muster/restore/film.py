@@ -125,11 +125,38 @@ def film(kept: KeptEpisode, path: Path) -> dict[str, Any]:
     return {**kept.numbers, "frames": outcome.steps + 1, "fps": fps, "note": note}
 
 
+def load_own(path: str | Path, *, trust: bool) -> KeptEpisode:
+    """Read an episode.
+
+    Args:
+        path: path of the file. It stays open meanwhile, so that what is checked is what is read.
+        trust: whether the file may run code, if it belongs to this user and no other user may write it.
+
+    Raises:
+        ImportRefused: it may not.
+        BadCrashReport: the file is missing or damaged.
+    """
+    try:
+        with open(path, "rb") as file:
+            about = os.fstat(file.fileno())
+            own = about.st_uid == os.geteuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            return KeptEpisode.load(f"/proc/self/fd/{file.fileno()}", trust=trust and own)
+    except ImportRefused as error:
+        how = (
+            "Its file belongs to another user, or others may write it."
+            if trust
+            else "If you trust the directory, restart muster watch with --trust."
+        )
+        raise ImportRefused(f"To repeat this episode, code of the run's directory has to run. {how}") from error
+    except OSError as error:
+        raise BadCrashReport(f"The episode cannot be read: {error.strerror}.") from error
+
+
 def film_command(*, trust: bool) -> list[str]:
     """Return the command that makes a film; the path of the episode's file is to be appended.
 
     Args:
-        trust: whether the file may run code, if it belongs to this user and no other user may write it.
+        trust: see ``load_own``.
     """
     return [sys.executable, "-c", _PROGRAM, os.pathsep.join(sys.path), "trust" if trust else ""]
 
@@ -145,7 +172,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         with tempfile.TemporaryDirectory(prefix="muster-film-") as folder:
             made = Path(folder, "film.mp4")
-            answer = film(_load(path, trust=bool(trust)), made)
+            answer = film(load_own(path, trust=bool(trust)), made)
             content = made.read_bytes()
         if len(content) > LIMIT_BYTES:
             answer, content = {"error": f"The film has more than {LIMIT_BYTES:,} bytes."}, b""
@@ -155,24 +182,6 @@ def main(arguments: Sequence[str]) -> None:
         answer = {"error": described(error)}
     output.write(json.dumps(answer).encode() + b"\n" + content)
     output.close()
-
-
-def _load(path: str, *, trust: bool) -> KeptEpisode:
-    """Read an episode. What is checked is what is read: the file stays open meanwhile."""
-    try:
-        with open(path, "rb") as file:
-            about = os.fstat(file.fileno())
-            own = about.st_uid == os.geteuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            return KeptEpisode.load(f"/proc/self/fd/{file.fileno()}", trust=trust and own)
-    except OSError as error:
-        raise BadCrashReport(f"The episode cannot be read: {error.strerror}.") from error
-    except ImportRefused as error:
-        how = (
-            "Its file belongs to another user, or others may write it."
-            if trust
-            else "If you trust the directory, restart muster watch with --trust."
-        )
-        raise ImportRefused(f"To repeat this episode, code of the run's directory has to run. {how}") from error
 
 
 def _picture(player: Player) -> Array:

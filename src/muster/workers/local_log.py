@@ -52,7 +52,7 @@ class _JoinedRollouts:
     """The rollouts of a group that are not in its action log yet."""
 
     def __init__(self, notes: CrashNotes, group: Group) -> None:
-        self._notes, self._number, self._env = notes, group.number, group.env
+        self._notes, self._number, self._env, self._waiting = notes, group.number, group.env, group.waiting
         self._keys: list[Key] = []  # of the actions, then of the trajectory ids
         self._columns: list[Array] = []  # [most, B, *shape] of each
         self._most = self._full = self._rows = 0
@@ -71,7 +71,8 @@ class _JoinedRollouts:
         self._rows = rows
         if result.episodes is not NO_EPISODES and result.episodes is not None:
             self._ended.append(result.episodes)
-        if rows >= self._full or (self._ended and self._notes.kept is not None and self._notes.kept.newest_due):
+        newest_due = self._ended and self._notes.kept is not None and self._notes.kept.newest_due
+        if rows >= self._full or newest_due or not self._waiting.idle:  # bypassed rows have to be the last ones
             self.flush()
 
     def flush(self) -> None:
