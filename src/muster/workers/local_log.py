@@ -27,14 +27,17 @@ class LocalLog:
     Args:
         notes: action logs of the groups.
         groups: the groups, before their first reset.
+
+    Attributes:
+        add: adds the rows of a rollout, see ``Worker.after_rollout``.
     """
 
     def __init__(self, notes: CrashNotes, groups: Sequence[Group]) -> None:
         self._notes = notes
         self._of = {group.number: _JoinedRollouts(notes, group) for group in groups}
+        self.add = self._add if len(groups) > 1 else self._of[groups[0].number].add
 
-    def add(self, result: RolloutResult, lane: Lane, begin: int) -> None:
-        """Add the rows from ``begin`` on of a rollout."""
+    def _add(self, result: RolloutResult, lane: Lane, begin: int) -> None:
         self._of[result.group].add(result, lane, begin)
 
     def before_request(self, request: Request, groups: Sequence[int]) -> None:

@@ -333,6 +333,8 @@ function showEpisodes() {
 async function makeFilm(which) {
   const note = $("film-note"), video = $("film");
   filming = which;
+  video.pause();
+  video.hidden = true;
   showEpisodes();
   note.textContent = `Repeating the ${which} episode. A long one takes minutes.`;
   let made;
