@@ -94,7 +94,7 @@ class Observers:
             self._progress.close()
         if self.watched is not None:
             if (log := self._engine.source.pool.log) is not None:
-                log.flush()
+                log.flush(at_end=True)
             self.watched.wrote(self._engine.stats(), self._engine.curve.totals)
             self.watched.close(self.error)
 

@@ -60,8 +60,7 @@ class WatchedRun:
         workers: returns the present statistics of the workers.
         causes: returns the error with which each worker was lost last, by its number.
         address: ``host:port`` of a page that another process serves until ``close``; None: no page.
-        save_episodes: writes the episodes of which films can be made, at the end of the collection or before it;
-            yields their numbers.
+        save_episodes: writes the episodes of which films can be made; yields their numbers.
         film: command that makes a film.
 
     Attributes:
@@ -81,7 +80,7 @@ class WatchedRun:
         workers: Callable[[], Sequence[WorkerStats]],
         causes: Callable[[], Mapping[int, BaseException | None]],
         address: str | None,
-        save_episodes: Callable[[Path, bool], Iterable[Mapping[str, Any]]] = lambda directory, at_end: (),
+        save_episodes: Callable[[Path], Iterable[Mapping[str, Any]]] = lambda directory: (),
         film: Sequence[str] = (),
         every_s: float = EVERY_S,
     ) -> None:
@@ -176,7 +175,7 @@ class WatchedRun:
         )
         self._tell_errors(at_end=at_end)
         try:
-            for numbers in self._save_episodes(self.directory, at_end):
+            for numbers in self._save_episodes(self.directory):
                 self._append("episode", **numbers)
         except OSError as error:
             self._warn(error)

@@ -87,7 +87,7 @@ class KeptEpisode:
 class KeptEpisodes:
     """Keeps the newest, best and worst of the finished episodes. One thread adds episodes, another one saves them.
 
-    The newest one is replaced once per ``save``, so that long collections of short episodes cost next to nothing.
+    The newest one is replaced every five seconds, so that long collections of short episodes cost next to nothing.
 
     Args:
         missing: why no episode can be repeated; empty: they can.
@@ -99,7 +99,7 @@ class KeptEpisodes:
     def __init__(self, missing: str = "") -> None:
         self.missing = missing
         self._best, self._worst = -math.inf, math.inf
-        self.newest_due, self._newest_saved = not missing, -math.inf
+        self.newest_due, self._newest_at = not missing, -math.inf
         self._unsaved: dict[str, KeptEpisode] = {}
 
     def _wanted(self, episodes: Episodes) -> dict[str, int]:
@@ -141,27 +141,24 @@ class KeptEpisodes:
                 moves = history.episode(index, int(ends[-1]) + 1, actions, log, stepped)
                 self._unsaved[which] = _kept(moves, record)
         if "newest" in wanted:
-            self.newest_due = False
+            self.newest_due, self._newest_at = False, time.monotonic()
 
-    def save(self, directory: Path, at_end: bool = False) -> Iterator[dict[str, Any]]:
+    def save(self, directory: Path) -> Iterator[dict[str, Any]]:
         """Write the episodes that were kept since the last call. Yields their numbers, for the snapshots of the run.
 
         Args:
             directory: directory of the run.
-            at_end: write the newest one also if it was written in the last five seconds.
 
         Raises:
             OSError: a file cannot be written.
         """
         now = time.monotonic()
         for which in WHICH:
-            if which == "newest" and not at_end and now - self._newest_saved < NEWEST_EVERY_S:
-                continue
             if (kept := self._unsaved.pop(which, None)) is not None:
                 missing = kept.save(directory / EPISODES / f"{which}.episode")
-                self._newest_saved = now if which == "newest" else self._newest_saved
                 yield {"which": which, "missing": missing, **kept.numbers}
-        self.newest_due = not self.missing
+        if now - self._newest_at > NEWEST_EVERY_S and not self.missing:
+            self.newest_due = True
 
 
 def _kept(moves: CrashReport, record: EpisodeRecord) -> KeptEpisode:

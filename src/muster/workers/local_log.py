@@ -45,8 +45,10 @@ class LocalLog:
         self.flush()
         request.noted(self._notes, groups)
 
-    def flush(self) -> None:
-        """Add what was joined so far."""
+    def flush(self, *, at_end: bool = False) -> None:
+        """Add what was joined so far; ``at_end``: the newest episode of it is kept."""
+        if at_end and self._notes.kept is not None:
+            self._notes.kept.newest_due = not self._notes.kept.missing
         for joined in self._of.values():
             joined.flush()
 
