@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from muster import MultiSyncCollector, Watch
+from muster import Collector, MultiSyncCollector, Watch
 from muster.episodes.curve import EpisodeTotals, running_means
 from muster.episodes.record import Episodes
 from muster.observing.page_server import PageAddress, PageServer
 from muster.observing.snapshots import NAME, RunHistory
+from muster.restore.film import film_command
 from muster.testing import CountingEnv
 from tests.site.pages import DESKTOP, PHONE, browser  # noqa: F401 (a fixture)
 from tests.waits import wait_until
@@ -75,7 +76,7 @@ def serve() -> Iterator[Callable[..., str]]:
 
     def start(run: Path, address: str = "127.0.0.1:0") -> str:
         page = PageAddress(address)
-        server = PageServer(run, page.socket, page.token)
+        server = PageServer(run, page.socket, page.token, film=film_command(trust=False))
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         servers.append(server)
         return page.url
@@ -256,6 +257,30 @@ def test_a_run_without_news_is_lost(finished: Path, look: Open, serve: Callable[
     lines(finished, entries[-1] | {"time": time.time() - 100})
     page = look(serve(finished))
     expect(page.locator("#state")).to_contain_text("lost: no news for 1:")
+
+
+def test_the_film_of_an_episode_is_made_when_a_viewer_asks_for_it(
+    tmp_path: Path, look: Open, serve: Callable[..., str]
+) -> None:
+    with Collector(
+        "CartPole-v1", None, frames_per_batch=64, total_frames=512, seed=0, watch=Watch(tmp_path, None)
+    ) as c:
+        best = max((episode for _ in c for episode in c.episodes), key=lambda episode: episode.episode_return)
+    page = look(serve(tmp_path))
+    expect(page.locator("#episodes li")).to_have_count(3)
+    page.get_by_role("button", name="Film of the best episode").click()
+    expect(page.locator("#film-note")).to_contain_text(f"{best.length} steps, environment 0; {best.length + 1} frames")
+    page.wait_for_function("document.querySelector('#film').readyState >= 2", timeout=WITHIN_MS)
+    assert page.evaluate("document.querySelector('#film').duration * 50") == pytest.approx(best.length + 1, abs=0.6)
+    assert page.evaluate(
+        "[document.querySelector('#film').videoWidth, document.querySelector('#film').videoHeight]"
+    ) == [
+        600,
+        400,
+    ]
+    (tmp_path / "episodes" / "worst.episode").unlink()
+    page.get_by_role("button", name="Film of the worst episode").click()
+    expect(page.locator("#film-note")).to_contain_text("No such file")
 
 
 def test_without_the_token_there_is_no_page(finished: Path, browser: Browser, serve: Callable[..., str]) -> None:  # noqa: F811

@@ -22,6 +22,9 @@ class WatchCommand:
     address: Annotated[str, arg(metavar="HOST:PORT")] = LOOPBACK
     """Address of the page. Port 0: any free port. Beyond loopback, viewers need the token in the printed address."""
 
+    trust: bool = False
+    """Allow films to run code of the directory: to unpickle the environment's factory, or to import its module."""
+
     png: Annotated[Path | None, arg(metavar="FILE")] = None
     """Write a picture of the collection instead, in the format of its name: .png, .svg, .pdf. Needs matplotlib."""
 
@@ -33,10 +36,11 @@ def watch(command: WatchCommand) -> int:
 
 def _serve(command: WatchCommand) -> int:
     from muster.observing.page_server import PageAddress, PageServer
+    from muster.restore.film import film_command
 
     page = PageAddress(command.address)
     try:
-        server = PageServer(command.run, page.socket, page.token)
+        server = PageServer(command.run, page.socket, page.token, film=film_command(trust=command.trust))
     except BaseException:
         page.close()
         raise

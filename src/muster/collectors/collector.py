@@ -10,7 +10,7 @@ import torch
 from muster.collectors.base import BaseCollector
 from muster.collectors.engine import Engine
 from muster.collectors.options import CollectorOptions
-from muster.collectors.setup import in_this_thread, make_groups, worker_options
+from muster.collectors.setup import in_this_thread, log_rollouts, make_groups, worker_options
 from muster.collectors.signatures import takes
 from muster.policies.adapt import place
 from muster.weights.publish import PolicyWeights
@@ -52,6 +52,8 @@ class Collector(BaseCollector):
         self._weights = PolicyWeights(self.policy, original, options.version_counter)
         groups = make_groups(options.create_env_fn, options, self.policy, self._policy_device, made)
         source, worker = in_this_thread(options, groups, self.policy, self._policy_device)
+        if options.watching is not None:
+            log_rollouts(source.pool, worker, options.create_env_fn, options)
         stacked = isinstance(options.create_env_fn, (list, tuple))
         return Engine(options, source, self._weights, stacked=stacked, local=worker)
 

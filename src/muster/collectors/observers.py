@@ -18,9 +18,13 @@ from muster.observing.plot import plot_stats
 from muster.observing.progress import CollectionProgress
 from muster.observing.stats import CollectorStats
 from muster.observing.watching import WatchedRun
+from muster.restore.film import film_command
+from muster.restore.kept_episodes import KeptEpisodes
 
 if TYPE_CHECKING:
     from muster.collectors.background import Background
+
+NODES = "Episodes cannot be repeated: their actions are not kept by this collector."
 
 
 class Observers:
@@ -48,13 +52,17 @@ class Observers:
             beside = Path("runs", time.strftime("%Y%m%d-%H%M%S")) if recorder is None else recorder.directory
             names = ", ".join(sorted({counts.info.name for counts in pool.counters}))
             known = {name: getattr(options, name) for name in ("frames_per_batch", "total_frames", "seed")}
+            kept = KeptEpisodes(NODES) if pool.notes is None else pool.notes.keep_episodes()
             self.watched = WatchedRun(
                 watch.directory or _unused(beside, recorded=recorder is not None),
-                {"collector": type(collector).__name__, "env": names, "num_envs": pool.num_envs, **known},
+                {"collector": type(collector).__name__, "env": names, "num_envs": pool.num_envs, **known}
+                | {"no_film": kept.missing},
                 engine.stats(),
                 workers=pool.worker_stats,
                 causes=lambda: {handle.index: getattr(handle, "cause", None) for handle in pool.handles},
                 address=watch.address,
+                save_episodes=kept.save,
+                film=film_command(trust=True),  # of files that this process writes
             )
             weakref.finalize(collector, self.watched.close)
             if watch.address is not None:
@@ -85,6 +93,8 @@ class Observers:
         if self._progress is not None:
             self._progress.close()
         if self.watched is not None:
+            if (log := self._engine.source.pool.log) is not None:
+                log.flush(at_end=True)
             self.watched.wrote(self._engine.stats(), self._engine.curve.totals)
             self.watched.close(self.error)
 

@@ -13,10 +13,13 @@ import torch
 from muster.collectors.options import CollectorOptions
 from muster.errors import BadOption
 from muster.policies.adapt import observed_dtype
+from muster.restore.crash_report import EnvFactory
 from muster.rng import GroupRng
 from muster.rollout.columns import RolloutOptions
 from muster.rollout.group import Group
 from muster.workers.build import WorkerOptions, build_envs, build_policy, make_group
+from muster.workers.crash_notes import CrashNotes
+from muster.workers.local_log import LocalLog
 from muster.workers.pool import LocalWorker, WorkerPool
 from muster.workers.schedule import Bundle
 from muster.workers.sync import Sync
@@ -57,6 +60,22 @@ def in_this_thread(
     memory = _memory(options, groups[0].env.device)
     bundle = Bundle(range(len(groups)), limit_bytes=cast(int, options.slot_memory_limit), memory=memory)
     return Sync(pool, [bundle], [rows] * len(groups)), worker
+
+
+def log_rollouts(pool: WorkerPool, worker: Worker, create_env_fn: Any, options: CollectorOptions) -> None:
+    """Keep the actions of a worker in this thread, from which ``watch`` repeats episodes."""
+    notes = CrashNotes(
+        range(len(worker.groups)), origins_of(create_env_fn, options), pool.counters, options.max_frames_per_traj
+    )
+    pool.notes, pool.log = notes, LocalLog(notes, worker.groups)
+    worker.after_rollout = pool.log.add
+
+
+def origins_of(create_env_fn: Any, options: CollectorOptions) -> list[EnvFactory]:
+    """Return the ``EnvFactory`` of each group."""
+    factories = factories_of(create_env_fn)
+    kwargs, device = keywords_of(options.create_env_kwargs, len(factories)), options.devices["env_device"]
+    return [EnvFactory(made, options.num_envs, given, device) for made, given in zip(factories, kwargs, strict=True)]
 
 
 def factories_of(create_env_fn: Any) -> list[Any]:

@@ -14,11 +14,10 @@ import numpy as np
 from muster.cluster.node_pool import NodePool
 from muster.cluster.nodes import Nodes
 from muster.collectors.multi_options import CentralInference, PoolOptions, Restart
-from muster.collectors.setup import factories_of, keywords_of, marks_valid, worker_options
+from muster.collectors.setup import factories_of, keywords_of, marks_valid, origins_of, worker_options
 from muster.envs.build import is_environment
 from muster.errors import BadOption
 from muster.memory.shared import Arena
-from muster.restore.crash_report import EnvFactory
 from muster.restore.pickling import dumps
 from muster.weights.publish import PolicyWeights
 from muster.workers.build import WorkerOptions
@@ -160,10 +159,7 @@ class Workers:
         in_worker = None if threads else options.num_sub_threads
         told = dataclasses.replace(told, rollout=dataclasses.replace(told.rollout, num_threads=in_worker))
         factories, kwargs = self._factories, list(keywords_of(options.create_env_kwargs, len(self._factories)))
-        device = options.devices["env_device"]
-        origins: list[Any] = [
-            EnvFactory(m, options.num_envs, k, device) for m, k in zip(factories, kwargs, strict=True)
-        ]
+        origins: list[Any] = list(origins_of(factories, options))
         makes_policy = options.policy_factory is not None
         policy = dumps(options.policy_factory, "policy_factory") if makes_policy else dumps(self._policy, "policy")
         given = dumps if not threads else lambda value, what: value

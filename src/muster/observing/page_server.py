@@ -1,11 +1,13 @@
-"""The web page of ``muster watch``: a server that reads the file of a run, and never writes."""
+"""The web page of ``muster watch``: a server that reads the files of a run, and never writes."""
 
 from __future__ import annotations
 
 import hmac
 import json
 import os
+import re
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -19,7 +21,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from muster.errors import BadOption
-from muster.observing.snapshots import SnapshotReader
+from muster.observing.films import Films
+from muster.observing.snapshots import EPISODES, WHICH, SnapshotReader
 from muster.utils.addresses import host_and_port, is_loopback
 
 TOKEN_VARIABLE = "MUSTER_WATCH_TOKEN"
@@ -28,6 +31,7 @@ _POLL_S = 0.5  # between two looks at the file
 _TIMEOUT_S = 30.0  # of a viewer that does not read
 _MOST_VIEWERS = 64
 _AT_ONCE = 500  # entries of a message
+_OWN_HEADER = "X-Muster-Watch"  # pages elsewhere cannot send it
 _SCRIPT, _STYLE = "text/javascript; charset=utf-8", "text/css; charset=utf-8"
 _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -37,6 +41,7 @@ _FILES = {
     "/uPlot.css": ("uPlot.min.css", _STYLE),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
+_FILM, _RANGE = re.compile(r"/films/([0-9]{1,9})\.mp4"), re.compile(r"bytes=([0-9]{1,12})-([0-9]{1,12})?")
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -98,6 +103,7 @@ class PageServer(ThreadingHTTPServer):
         listening: listening socket; owned by the server.
         token: token that viewers need; empty: none.
         parent: process id of the parent, whose exit ends ``serve_forever``; None: no parent.
+        film: command that makes films, see ``Films``; None: no films.
 
     Raises:
         BadOption: the directory has no snapshots.
@@ -105,7 +111,15 @@ class PageServer(ThreadingHTTPServer):
 
     daemon_threads, block_on_close = True, False
 
-    def __init__(self, run: Path, listening: socket.socket, token: str = "", *, parent: int | None = None) -> None:
+    def __init__(
+        self,
+        run: Path,
+        listening: socket.socket,
+        token: str = "",
+        *,
+        parent: int | None = None,
+        film: Sequence[str] | None = None,
+    ) -> None:
         SnapshotReader(run).close()
         host, port = listening.getsockname()[:2]
         super().__init__((host, port), _Handler, bind_and_activate=False)
@@ -116,6 +130,7 @@ class PageServer(ThreadingHTTPServer):
         self.files = {path: (_read(name), kind) for path, (name, kind) in _FILES.items()}
         self._places, self._parent = threading.BoundedSemaphore(_MOST_VIEWERS), parent
         self.ending = threading.Event()
+        self.films = Films(film, (run if run.is_dir() else run.parent) / EPISODES)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._places.acquire(blocking=False):
@@ -134,10 +149,12 @@ class PageServer(ThreadingHTTPServer):
 
     def service_actions(self) -> None:
         if self._parent is not None and os.getppid() != self._parent:
+            self.films.close()
             os._exit(0)
 
     def server_close(self) -> None:
         self.ending.set()
+        self.films.close()
         super().server_close()
 
 
@@ -150,23 +167,47 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         parts = urlsplit(self.path)
-        if self.server.local and not is_loopback(urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""):
-            self._reply(403, b"The Host header does not name this machine.\n")  # a page elsewhere that found this port
-        elif self.server.token and (given := parse_qs(parts.query).get("token")) and self._is_token(given[0]):
-            cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
-            self._reply(303, b"", Location="/", **{"Set-Cookie": cookie})
-        elif self.server.token and not self._is_token(self._cookie()):
-            self._reply(403, b"This page needs the token of the address that muster watch has printed.\n")
-        elif parts.path == "/events":
+        if not self._is_admitted(parts.query):
+            return
+        if parts.path == "/events":
             self._stream()
         elif parts.path in self.server.files:
             content, kind = self.server.files[parts.path]
             self._reply(200, content, **{"Content-Type": kind})
+        elif (named := _FILM.fullmatch(parts.path)) and (film := self.server.films.film(int(named[1]))) is not None:
+            self._reply_film(film)
         else:
             self._reply(404, b"There is no such page.\n")
 
+    def do_POST(self) -> None:
+        """Make a film of the episode that the path names."""
+        parts = urlsplit(self.path)
+        if not self._is_admitted(parts.query):
+            return
+        which = parts.path.removeprefix("/films/")
+        if _OWN_HEADER not in self.headers:
+            self._reply(403, b"This is for the page of muster watch only.\n")
+        elif which not in WHICH:
+            self._reply(404, b"There is no such episode.\n")
+        else:
+            answer = self.server.films.make(which)
+            self._reply(200, json.dumps(answer).encode(), **{"Content-Type": "application/json"})
+
     def log_message(self, *_: Any) -> None:
         """Print nothing."""
+
+    def _is_admitted(self, query: str) -> bool:
+        """Return whether the viewer may see the page; otherwise reply."""
+        if self.server.local and not is_loopback(urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""):
+            self._reply(403, b"The Host header does not name this machine.\n")  # a page elsewhere that found this port
+        elif self.server.token and (given := parse_qs(query).get("token")) and self._is_token(given[0]):
+            cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
+            self._reply(303, b"", Location="/", **{"Set-Cookie": cookie})
+        elif self.server.token and not self._is_token(self._cookie()):
+            self._reply(403, b"This page needs the token of the address that muster watch has printed.\n")
+        else:
+            return True
+        return False
 
     def _is_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(), self.server.token.encode())
@@ -188,6 +229,16 @@ class _Handler(BaseHTTPRequestHandler):
         known = {"Content-Type": "text/plain; charset=utf-8", "Content-Length": str(len(content))}
         self._start(status, known | headers)
         self.wfile.write(content)
+
+    def _reply_film(self, film: bytes) -> None:
+        """Send a film, or the part of it that the viewer asks for: without parts, browsers cannot seek in it."""
+        headers = {"Content-Type": "video/mp4", "Accept-Ranges": "bytes"}
+        asked = _RANGE.fullmatch(self.headers.get("Range", ""))
+        if asked is None or int(asked[1]) >= len(film):
+            self._reply(200, film, **headers)
+            return
+        first, last = int(asked[1]), min(int(asked[2] or len(film)), len(film) - 1)
+        self._reply(206, film[first : last + 1], **headers, **{"Content-Range": f"bytes {first}-{last}/{len(film)}"})
 
     def _stream(self) -> None:
         """Send all entries, then new ones as they appear in the file, until the viewer leaves."""
@@ -220,12 +271,18 @@ def _read(name: str) -> bytes:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve the page of a run for its own process: listening descriptor, directory, and process id of the parent."""
-    fd, run, parent = arguments
-    server = PageServer(
-        Path(run), socket.socket(fileno=int(fd)), os.environ.pop(TOKEN_VARIABLE, ""), parent=int(parent)
-    )
+    """Serve the page of a run for its own process.
+
+    Args:
+        arguments: listening descriptor, directory, process id of the parent, and the command that makes films.
+    """
+    fd, run, parent, *film = arguments
+    token = os.environ.pop(TOKEN_VARIABLE, "")
+    server = PageServer(Path(run), socket.socket(fileno=int(fd)), token, parent=int(parent), film=film or None)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # also ends a film that is being made
     try:
         server.serve_forever()
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        server.films.close()

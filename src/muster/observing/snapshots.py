@@ -1,10 +1,11 @@
 """Snapshots of a collection: a file of JSON lines, which other processes read while it grows.
 
-The file ``watch.jsonl`` in the directory of a run has lines of four kinds, in the order of their times::
+The file ``watch.jsonl`` in the directory of a run has lines of five kinds, in the order of their times::
 
     {"kind": "run", "time": 1763740000.1, "collector": "Collector", "env": "CartPole-v1", ...}     the first line
     {"kind": "snapshot", "time": ..., "frames": 2048, "totals": {...}, "workers": [...], ...}
     {"kind": "error", "time": ..., "id": 0, "text": "...", "crash_report": "/tmp/..."}              replaces its id
+    {"kind": "episode", "time": ..., "which": "best", "episode_return": 200.0, "length": 200, ...}  replaces its which
     {"kind": "end", "time": ..., "error": ""}                                                      the last line
 
 All counts of a snapshot are totals since the start, so that snapshots can be removed: that is how the file stays small.
@@ -33,7 +34,8 @@ MOST_WORKERS = 128  # in a snapshot
 MOST_ERRORS = 100  # in a file
 MOST_TEXT = 2000  # characters of an error
 _LONGEST = 1 << 20  # bytes of a line
-_KINDS = ("run", "snapshot", "error", "end")
+EPISODES, WHICH = "episodes", ("newest", "best", "worst")  # folder, and names of files in it that repeat an episode
+_KINDS = ("run", "snapshot", "error", "episode", "end")
 _COUNTS = (
     *("frames", "executed", "in_flight", "batches", "episodes", "restarts", "unseen", "cut_short"),
     *("frames_per_s", "env_s", "policy_s", "copy_s", "rest_s", "wait_s"),
@@ -110,6 +112,9 @@ class SnapshotFile:
         entries = [entry for line in self.path.read_bytes().splitlines() if (entry := parsed(line)) is not None]
         errors = [entry for entry in entries if entry["kind"] == "error"]
         dropped = {id(entry) for entry in errors[:-MOST_ERRORS]}
+        episodes = [entry for entry in entries if entry["kind"] == "episode"]
+        newest = {entry["which"]: id(entry) for entry in episodes}.values()
+        dropped |= {id(entry) for entry in episodes} - set(newest)
         snapshots = [entry for entry in entries if entry["kind"] == "snapshot"]
         dropped |= {id(entry) for entry in snapshots[-2::-2]}
         for entry in snapshots[:-1]:
@@ -130,6 +135,8 @@ def parsed(line: bytes) -> dict[str, Any] | None:
     if not isinstance(entry, dict) or entry.get("kind") not in _KINDS or not _is_number(entry.get("time")):
         return None
     if entry["kind"] == "error" and not (_is_number(entry.get("id")) and isinstance(entry.get("text"), str)):
+        return None
+    if entry["kind"] == "episode" and not _is_episode(entry):
         return None
     return entry if entry["kind"] != "snapshot" or _is_snapshot(entry) else None
 
@@ -158,6 +165,14 @@ def _is_snapshot(entry: dict[str, Any]) -> bool:
         and _are_numbers({name: value for name, value in totals.items() if value is not None})
         and isinstance(workers, list)
         and all(map(_is_row, workers))
+    )
+
+
+def _is_episode(entry: dict[str, Any]) -> bool:
+    return (
+        entry.get("which") in WHICH
+        and all(_is_number(entry.get(name)) for name in ("episode_return", "length", "env_id"))
+        and isinstance(entry.get("missing"), str)
     )
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,8 @@ class WatchedRun:
         workers: returns the present statistics of the workers.
         causes: returns the error with which each worker was lost last, by its number.
         address: ``host:port`` of a page that another process serves until ``close``; None: no page.
+        save_episodes: writes the episodes of which films can be made; yields their numbers.
+        film: command that makes a film.
 
     Attributes:
         url: address of the page, with the token if one is needed; None: no page.
@@ -78,9 +80,12 @@ class WatchedRun:
         workers: Callable[[], Sequence[WorkerStats]],
         causes: Callable[[], Mapping[int, BaseException | None]],
         address: str | None,
+        save_episodes: Callable[[Path], Iterable[Mapping[str, Any]]] = lambda directory: (),
+        film: Sequence[str] = (),
         every_s: float = EVERY_S,
     ) -> None:
         self._workers, self._causes, self._every_s = workers, causes, every_s
+        self._save_episodes = save_episodes
         self._stats, self._totals = stats, EpisodeTotals()
         self._began = time.monotonic()
         self._known: Sequence[WorkerStats] = ()
@@ -100,7 +105,7 @@ class WatchedRun:
             with ExitStack() as made:
                 made.callback(self._file.close)
                 if page is not None:
-                    self.url, self._page = page.url, _serve(self.directory, page)
+                    self.url, self._page = page.url, _serve(self.directory, page, film)
                 made.pop_all()
         finally:
             if page is not None:
@@ -169,6 +174,11 @@ class WatchedRun:
             "snapshot", **snapshot(self._stats, self._totals, rows, elapsed=elapsed, memory=_memory(os.getpid()))
         )
         self._tell_errors(at_end=at_end)
+        try:
+            for numbers in self._save_episodes(self.directory):
+                self._append("episode", **numbers)
+        except OSError as error:
+            self._warn(error)
 
     def _row(self, worker: WorkerStats) -> dict[str, Any]:
         """Return the row of a worker. Until it has made its environments again, a restarted one is "restarting"."""
@@ -205,9 +215,12 @@ class WatchedRun:
         try:
             self._file.append(kind, **entries)
         except (OSError, ValueError) as error:
-            if not self._failed:
-                _log.warning("Snapshots for muster watch are missing: %s: %s", self._file.path, error)
-            self._failed = True
+            self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        if not self._failed:
+            _log.warning("Snapshots for muster watch are missing: %s: %s", self._file.path, error)
+        self._failed = True
 
 
 def _memory(pid: int) -> int | None:
@@ -219,10 +232,11 @@ def _memory(pid: int) -> int | None:
         return None
 
 
-def _serve(directory: Path, page: PageAddress) -> subprocess.Popen[bytes]:
+def _serve(directory: Path, page: PageAddress, film: Sequence[str]) -> subprocess.Popen[bytes]:
     """Start the process that serves the page. It exits when this process has exited."""
     fd = page.socket.fileno()
     command = [sys.executable, "-c", _PROGRAM, os.pathsep.join(sys.path), str(fd), str(directory), str(os.getpid())]
+    command += film
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

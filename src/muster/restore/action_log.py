@@ -259,6 +259,38 @@ class ActionLog:
         )
         return crash_report
 
+    def episode(
+        self, index: int, end: int, actions: Mapping[Key, Array], log: ResetLog, stepped: Array | None
+    ) -> CrashReport:
+        """The resets and actions of environment ``index`` up to the end of an episode, from a known start on.
+
+        Args:
+            index: number of the environment in the group, whose environments are replayed ``alone``.
+            end: rows of the next rollout up to the end of the episode.
+            actions, log, stepped: the next rollout, as for ``add``.
+        """
+        count = int((log.resets[:, ROW] < end).sum())  # later ones start the next episodes
+        log = ResetLog(log.resets[:count], {n: special for n, special in log.special.items() if n < count})
+        crash_report = CrashReport(
+            name=self.name,
+            factory=self.factory,
+            env_ids=[self.env_ids[index]],
+            alone=True,
+            phase="close",
+            kind="",
+            message="",
+            max_frames_per_traj=self.max_frames_per_traj,
+        )
+        anchor = self._anchors_after(self._next, log)[index]
+        if anchor is None:
+            crash_report.missing = TOO_LONG.format(self.limit_bytes) if self._cut else NOT_KNOWN
+            return crash_report
+        last = {key: array[:end] for key, array in actions.items()}
+        chunks = [*self._chunks, _Recorded(self._next, last, log, None if stepped is None else stepped[:end])]
+        known = [chunk for chunk in chunks if chunk.number >= anchor[0]]
+        self._fill(crash_report, known, anchor[1], slice(index, index + 1))
+        return crash_report
+
     def _fill(self, crash_report: CrashReport, chunks: list[_Recorded], position: int, chosen: slice) -> None:
         first = begin = int(chunks[0].log.resets[position, ROW])  # if rows were bypassed, this reset is in row 0
         resets: list[Array] = []

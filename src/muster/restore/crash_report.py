@@ -105,6 +105,10 @@ class CrashReport:
         """Write the file atomically, readable for its owner only."""
         from muster.restore import checkpoint  # needs torch
 
+        checkpoint.save(path, self.state(), mode=0o600)
+
+    def state(self) -> dict[str, Any]:
+        """The content of the file. What cannot be pickled is left out, and ``missing`` says so."""
         pickled, factory = self._not_plain(), self.factory
         state = {name: getattr(self, name) for name in _TYPES if hasattr(self, name)}
         state |= {"format": FORMAT, "source": factory.source, "num_envs": factory.num_envs, "pickle": b""}
@@ -121,7 +125,7 @@ class CrashReport:
             state["pickle"] = dumps(pickled, "the environment") if pickled else b""
         except BadOption as error:
             state["missing"] = f"It cannot be replayed: {error}"
-        checkpoint.save(path, state, mode=0o600)
+        return state
 
     @staticmethod
     def load(path: str | Path, *, trust: bool = False) -> CrashReport:
@@ -130,7 +134,12 @@ class CrashReport:
         ``trust`` allows unpickling, and an environment id that imports a module. Without it such a file raises
         ``ImportRefused``. A missing or damaged file raises ``BadCrashReport``.
         """
-        state = _read(path)
+        return CrashReport.from_state(_read(path), path, trust=trust)
+
+    @staticmethod
+    def from_state(state: Any, path: str | Path, *, trust: bool) -> CrashReport:
+        """Return the crash report with this ``state``, which the file ``path`` contains; see ``load``."""
+        _check(state, path)
         pickled, named = state.pop("pickle"), state["source"] or ""
         if (pickled or ":" in named) and not trust:
             what = "a pickle, which can run any code" if pickled else f"{named!r}, which imports a module"
@@ -227,20 +236,24 @@ _PARTS: dict[str, Callable[[Any], bool]] = {  # conditions on some of these fiel
 }
 
 
-def _read(path: str | Path) -> dict[str, Any]:
+def _read(path: str | Path) -> Any:
     from muster.restore import checkpoint  # needs torch
 
     try:
         state = checkpoint.load(path)
     except BadCheckpoint as error:
         raise BadCrashReport(f"No crash report: {error}") from error
+    return state
+
+
+def _check(state: Any, path: str | Path) -> None:
+    """Raise ``BadCrashReport`` unless this is the content of a crash report."""
     if not isinstance(state, dict) or state.pop("format", None) != FORMAT:
         raise BadCrashReport(f"{path} is no crash report of format {FORMAT}, which this version of Muster reads.")
     wrong = [name for name, kind in _TYPES.items() if not isinstance(state.get(name, ...), kind)]
     wrong += [name for name, fits in _PARTS.items() if name not in wrong and not fits(state[name])]
     if wrong or state.keys() != _TYPES.keys():
         raise BadCrashReport(f"{path} is damaged: look at {wrong or sorted(state.keys() - _TYPES.keys())}.")
-    return state
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The action logs of a worker pool for episodes under way, and the crash reports made from them."""
+"""The action logs of a worker pool for episodes under way; crash reports and kept episodes are made from them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from muster.envs.build import is_environment
+from muster.episodes.record import Episodes
 from muster.errors import HookError, MusterError
 from muster.keys import AGENT, TERMINATED, TRAJ_DONE, TRAJ_IDS, TRUNCATED, Key, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
-from muster.restore.action_log import LIMIT_BYTES, ActionLog
+from muster.restore.action_log import LIMIT_BYTES, ActionLog, ResetLog
 from muster.restore.crash_report import CrashDirectory, CrashReport
+from muster.restore.kept_episodes import KeptEpisodes
 from muster.restore.pickling import unpickled
 from muster.workers.build import seeds_of
 from muster.workers.messages import GroupInfo, RolloutResult
 
 if TYPE_CHECKING:
-    from muster.workers.config import PoolConfig
     from muster.workers.counters import FrameCounters
     from muster.workers.under_way import AtWork
 
@@ -28,15 +30,37 @@ TURNS = "It cannot be replayed: agents take turns, and the actions of their last
 Replay = tuple[Path | None, str]  # a crash report, and the command that replays it
 
 
-class CrashNotes:
-    """The action logs of groups that were just made, in the parent."""
+TOGETHER = "Episodes cannot be repeated: the environments are made together and reset themselves."
+OBJECT = "Episodes cannot be repeated: an environment object cannot be made again. Give an id, or a function."
 
-    def __init__(self, config: PoolConfig, counters: Sequence[FrameCounters]) -> None:
-        self._directory = CrashDirectory(config.crash_dir)
+
+class CrashNotes:
+    """The action logs of groups that were just made, in the parent.
+
+    Args:
+        groups: numbers of the groups.
+        origins: ``EnvFactory`` of each group.
+        counters: frame counters, by number of the group.
+        max_frames_per_traj, crash_dir: see the collector's options.
+
+    Attributes:
+        kept: episodes that are kept; None: none.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[int],
+        origins: Sequence[Any],
+        counters: Sequence[FrameCounters],
+        max_frames_per_traj: int | None,
+        crash_dir: str | Path | None = None,
+    ) -> None:
+        self._directory = CrashDirectory(crash_dir)
+        self.kept: KeptEpisodes | None = None
         self._histories: dict[int, ActionLog] = {}
         self._infos: dict[int, GroupInfo] = {}
         self._begun: dict[int, int] = {}  # by request under way: first row after an earlier result
-        for number, factory in zip(config.groups, config.origins, strict=True):
+        for number, factory in zip(groups, origins, strict=True):
             info, ids = counters[number].info, counters[number].env_ids
             self._infos[number] = info
             self._histories[number] = ActionLog(
@@ -44,9 +68,21 @@ class CrashNotes:
                 name=info.name,
                 env_ids=ids.tolist(),
                 alone=info.replays_alone,
-                limit_bytes=LIMIT_BYTES // len(config.origins),
-                max_frames_per_traj=config.max_frames_per_traj,
+                limit_bytes=LIMIT_BYTES // len(origins),
+                max_frames_per_traj=max_frames_per_traj,
             )
+
+    def keep_episodes(self) -> KeptEpisodes:
+        """Keep the newest, best and worst of the episodes that end from now on."""
+        missing = ""
+        if not all(info.replays_alone for info in self._infos.values()):
+            missing = TOGETHER
+        elif any(AGENT in info.observation_specs for info in self._infos.values()):
+            missing = TURNS
+        elif any(is_environment(history.factory.source) for history in self._histories.values()):
+            missing = OBJECT
+        self.kept = KeptEpisodes(missing)
+        return self.kept
 
     def reset(self, which: Mapping[int, Sequence[int]], options: dict[str, Any] | None) -> None:
         """Note a reset of these environments, by group."""
@@ -75,8 +111,27 @@ class CrashNotes:
         """Log the actions of a complete rollout."""
         begin = self._begun.pop(result.number, 0)
         end = result.done_steps
-        stepped = lane.arrays[TRAJ_IDS][begin:end] >= 0 if self._infos[result.group].replays_alone else None
-        self._histories[result.group].add(self._actions(result.group, lane, begin, end), result.anchors, stepped)
+        actions, ids = self._actions(result.group, lane, begin, end), lane.arrays[TRAJ_IDS][begin:end]
+        self.add(result.group, actions, ids, result.anchors, result.episodes)
+
+    def add(self, group: int, actions: Mapping[Key, Array], ids: Array, log: ResetLog, ended: Episodes | None) -> None:
+        """Log a rollout, and keep episodes that ended in it.
+
+        Args:
+            group: number of the group.
+            actions: ``[n, B, *shape]`` per leaf.
+            ids: trajectory ids, ``[n, B]``.
+            log: resets of the rollout.
+            ended: episodes that ended in it.
+        """
+        history, stepped = self._histories[group], ids >= 0 if self._infos[group].replays_alone else None
+        if ended and self.kept is not None:
+            self.kept.add(ended, ids, history, actions, log, stepped)
+        history.add(actions, log, stepped)
+
+    def action_keys(self, group: int, lane: Lane) -> list[Key]:
+        """Return the keys of the actions in a lane."""
+        return [key for key in self._infos[group].action_specs if key in lane.arrays]
 
     def failed(self, result: RolloutResult, lane: Lane, error: BaseException, index: int | None) -> Replay:
         """Save a crash report for an error of an environment or policy in a worker that still runs."""
@@ -125,4 +180,4 @@ class CrashNotes:
         return path, "" if path is None else crash_report.command(path)
 
     def _actions(self, group: int, lane: Lane, begin: int, end: int) -> dict[Key, Array]:
-        return {key: lane.arrays[key][begin:end] for key in self._infos[group].action_specs if key in lane.arrays}
+        return {key: lane.arrays[key][begin:end] for key in self.action_keys(group, lane)}

@@ -8,7 +8,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
 
@@ -23,6 +23,10 @@ from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult, Wo
 from muster.workers.requests import Request
 from muster.workers.under_way import UnderWay
 from muster.workers.worker import Worker, phase_ended_by
+
+if TYPE_CHECKING:
+    from muster.workers.crash_notes import CrashNotes
+    from muster.workers.local_log import LocalLog
 
 
 class LocalWorker:
@@ -100,6 +104,8 @@ class WorkerPool:
         hold: context manager. Requests submitted inside are simultaneous for a server, and one message for a node.
         numbers: numbers for new requests.
         elastic: workers may be absent (see ``Proxy``), at the start and later.
+        notes: action logs of the groups; None: they are kept by nodes, or not at all.
+        log: adds rollouts in this thread to them; None: there is none.
         waited: nanoseconds spent waiting for results.
     """
 
@@ -132,6 +138,8 @@ class WorkerPool:
         self.server: Servers | None = None
         self.hold: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.elastic = False
+        self.notes: CrashNotes | None = None
+        self.log: LocalLog | None = None
         self.waited = 0
 
     def handle(self, group: int) -> Handle:
@@ -231,6 +239,8 @@ class WorkerPool:
 
     def call(self, request: Request) -> list[Any]:
         """Return the answers of all workers that have a part in the request."""
+        if self.log is not None:
+            self.log.before_request(request, self.handles[0].groups)
         parts = [(handle, request.part(handle.groups)) for handle in self.handles]
         return [answer for handle, part in parts if part is not None for answer in self.ask(handle, part)]
 

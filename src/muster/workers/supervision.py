@@ -138,7 +138,9 @@ class Supervisor(Watcher):
         if self.server is not None:
             self.server.open(self.handles, dict(zip(groups, infos, strict=True)))
             pool.server, pool.hold = self.server, self.server.held
-        self.notes = CrashNotes(self.config, pool.counters)
+        config = self.config
+        self.notes = CrashNotes(groups, config.origins, pool.counters, config.max_frames_per_traj, config.crash_dir)
+        pool.notes = self.notes
         for handle in self.handles:
             generation = handle.config.generation
             self.notes.seeded(handle.groups, place.seed, static=place.static, generation=generation)

@@ -55,6 +55,7 @@ class Worker:
         acting: policy that acted last, or was called for its columns since then.
         newest: takes the newest weights and returns their version. None: the policy always has the newest weights, and
             the version is part of each request.
+        after_rollout: called with the result of each rollout, its lane, and the first row of this request; or None.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Worker:
         self.acting: Policy | None = None
         self._known: tuple[Policy, Mapping[Key, Array]] | None = None  # policy that was called; its objects then
         self.newest: Callable[[], int | str] | None = None
+        self.after_rollout: Callable[[RolloutResult, Lane, int], None] | None = None
         self._device = device
         self._profiler: RolloutProfiler | None = None
         self._watches: dict[int, Any] = {}  # by group: ``Group.watch`` before ``render``
@@ -161,7 +163,7 @@ class Worker:
         """Make the rollout of a request. An error is returned in the result."""
         group = self.groups[request.group - self.groups[0].number]
         policy, cells = self.policies[request.policy], self.progress.cells
-        group.executed, group.timing = 0, Timing()
+        group.executed, group.timing, begin = 0, Timing(), lane.done_steps
         group.discarded.clear()
         group.closes_batch, group.frame_limit = request.closes, request.limit
         if request.sharing is not None:
@@ -199,6 +201,8 @@ class Worker:
             result.warnings = group.env.casts.take_warnings()
         if spans is not None:
             result.spans = spans.kept
+        if self.after_rollout is not None:
+            self.after_rollout(result, lane, begin)
         return result
 
     def _run_specially(

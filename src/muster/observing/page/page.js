@@ -14,6 +14,7 @@ const SHOWN = [["step", "--green"], ["policy", "--blue"], ["reset", "--orange"],
   ["construct, weights, calls", "--pink"], ["dead", "--red"]];
 
 let run = {}, end = null, snapshots = [], errors = new Map(), now = 0, paused = false, dirty = true;
+let episodes = new Map(), filming = ""; // by name: newest, best, worst; the one of which a film is being made
 const lanes = new Map(); // worker: [[time, letters], ...] of the last minute
 const charts = new Map();
 
@@ -44,13 +45,14 @@ function clock(seconds) {
 // --- what the server sends ---------------------------------------------------------------------------------
 
 function forget() {
-  run = {}; end = null; snapshots = []; errors = new Map(); lanes.clear();
+  run = {}; end = null; snapshots = []; errors = new Map(); episodes = new Map(); lanes.clear();
 }
 
 function take(entry) {
   if (entry.kind === "run") run = entry;
   else if (entry.kind === "end") end = entry;
   else if (entry.kind === "error") errors.set(entry.id, entry);
+  else if (entry.kind === "episode") episodes.set(entry.which, entry);
   else {
     snapshots.push(entry);
     for (const worker of entry.workers) {
@@ -301,6 +303,59 @@ function showErrors() {
   $("errors").replaceChildren(...items);
 }
 
+const told = (e) => `return ${Number(e.episode_return.toPrecision(6))}, ${whole(e.length)} steps, environment ${e.env_id}`;
+
+function showEpisodes() {
+  $("films-card").hidden = !episodes.size && !run.no_film;
+  const focused = document.activeElement && document.activeElement.dataset.which;
+  const rows = ["newest", "best", "worst"].filter((which) => episodes.has(which)).map((which) => {
+    const episode = episodes.get(which), row = element("li");
+    row.append(element("b", which), element("span", told(episode)));
+    if (episode.missing) {
+      row.append(element("small", episode.missing));
+      return row;
+    }
+    const button = element("button", filming === which ? "Making the film" : "Film");
+    button.type = "button";
+    button.dataset.which = which;
+    button.disabled = filming !== "";
+    button.setAttribute("aria-label", `Film of the ${which} episode`);
+    button.addEventListener("click", () => makeFilm(which));
+    row.append(button);
+    return row;
+  });
+  if (run.no_film) rows.push(element("li", String(run.no_film)));
+  $("episodes").replaceChildren(...rows);
+  const again = focused && document.querySelector(`#episodes button[data-which=${focused}]`);
+  if (again) again.focus();
+}
+
+async function makeFilm(which) {
+  const note = $("film-note"), video = $("film");
+  filming = which;
+  video.pause();
+  video.hidden = true;
+  showEpisodes();
+  note.textContent = `Repeating the ${which} episode. A long one takes minutes.`;
+  let made;
+  try {
+    made = await (await fetch(`films/${which}`, { method: "POST", headers: { "X-Muster-Watch": "1" } })).json();
+  } catch {
+    made = { error: "No connection to muster watch." };
+  }
+  filming = "";
+  showEpisodes();
+  if (made.error) {
+    note.textContent = made.error;
+    return;
+  }
+  note.textContent = `${which}: ${told(made)}; ${whole(made.frames)} frames. ${made.note}`;
+  video.src = `films/${made.film}.mp4`;
+  video.setAttribute("aria-label", `Film of the ${which} episode`);
+  video.hidden = false;
+  if (!matchMedia("(prefers-reduced-motion: reduce)").matches) video.play().catch(() => {});
+}
+
 function show() {
   const newest = snapshots[snapshots.length - 1];
   if (paused) return;
@@ -310,6 +365,7 @@ function show() {
   dirty = false;
   showNumbers(newest);
   showErrors();
+  showEpisodes();
   chart("rate", rates(), "Frames per second", "one snapshot");
   chart("return", runningMeans("return"), "Mean return", "no episode has ended");
   chart("length", runningMeans("length"), "Mean length", "no episode has ended");

@@ -1,0 +1,202 @@
+"""Films of episodes: an episode is repeated from its seed and actions in an environment that renders.
+
+``python -c`` with ``film_command`` makes one film in a process of its own, see ``main``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import os
+import signal
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from muster.envs.build import is_environment
+from muster.errors import BadCrashReport, BadOption, ImportRefused, MusterError, UnsupportedEnv, described
+from muster.memory.specs import Array
+from muster.restore.crash_report import EnvFactory
+from muster.restore.kept_episodes import KeptEpisode
+from muster.restore.player import Player
+from muster.utils.mp4 import check_ffmpeg, write_mp4
+
+FPS = 30.0  # default for environments without render_fps
+LIMIT_S = 300  # to make a film
+LIMIT_BYTES = 256 << 20  # of a film
+_PROGRAM = "import os, sys; sys.path[:] = sys.argv.pop(1).split(os.pathsep); " + (
+    "from muster.restore.film import main; main(sys.argv[1:])"
+)
+
+
+@dataclass
+class Outcome:
+    """What came of a repeated episode so far: return, number of steps, and whether it has ended."""
+
+    episode_return: float = 0.0
+    steps: int = 0
+    ended: bool = False
+
+    def is_like(self, episode_return: float, length: int) -> bool:
+        """Whether it has this return and length."""
+        return self.steps == length and math.isclose(self.episode_return, episode_return, rel_tol=1e-9, abs_tol=1e-9)
+
+
+def rendering(factory: EnvFactory, name: str) -> EnvFactory:
+    """Return a factory of one environment that renders pictures, if its function can make one.
+
+    Raises:
+        BadOption: the factory is an environment object.
+    """
+    source, kwargs = factory.source, factory.kwargs or {}
+    if is_environment(source):
+        raise BadOption(f"{name}: an environment object cannot be made again for a video: give an id, or a function")
+    if isinstance(source, str) or _takes_render_mode(source):
+        kwargs = {**kwargs, "render_mode": "rgb_array"}
+    return EnvFactory(source, None, kwargs, factory.device)
+
+
+def frames_per_second(player: Player) -> float:
+    """Return the speed of the environment's pictures.
+
+    Raises:
+        UnsupportedEnv: the environment renders no pictures.
+    """
+    if (mode := getattr(player.env, "render_mode", None)) != "rgb_array":
+        raise UnsupportedEnv(
+            f"{player.crash_report.name} has render_mode={mode!r} and so gives no pictures: create_env_fn has to take "
+            f"render_mode= and to pass it on"
+        )
+    return float(getattr(player.env, "metadata", {}).get("render_fps") or FPS)
+
+
+def pictures(player: Player, moves: Sequence[tuple[str, int]], outcome: Outcome) -> Iterator[Array]:
+    """Make the moves, and yield the picture after each, until the episode ends. Sums up what came of it in ``outcome``.
+
+    Args:
+        moves: a reset, then steps.
+    """
+    for move in moves:
+        player.make(move)
+        yield _picture(player)
+        if move[0] == "step":
+            reward, terminated, truncated = (column.item() for column in player.outcome())
+            outcome.episode_return, outcome.steps = outcome.episode_return + reward, outcome.steps + 1
+            outcome.ended = terminated or truncated
+        if outcome.ended:
+            return
+
+
+def film(kept: KeptEpisode, path: Path) -> dict[str, Any]:
+    """Write a video of an episode, with a picture after its reset and after every step.
+
+    Returns:
+        the numbers of the episode; ``frames``, the number of pictures; ``note``, how it differs from the recorded
+        episode, else empty.
+
+    Raises:
+        MusterError: the episode cannot be repeated, or its environment renders no pictures.
+    """
+    if kept.moves.missing:
+        raise BadCrashReport(kept.moves.missing)
+    check_ffmpeg()
+    kept.moves.factory = rendering(kept.moves.factory, kept.moves.name)
+    outcome = Outcome()
+    with closing(Player(kept.moves)) as player:
+        fps, moves = frames_per_second(player), player.moves()
+        start = max(n for n, move in enumerate(moves) if move[0] == "reset")
+        for move in moves[:start]:
+            player.make(move)
+        write_mp4(path, pictures(player, moves[start:], outcome), fps)
+    note = ""
+    if not outcome.is_like(kept.episode_return, kept.length):
+        note = (
+            f"This film is not the recorded episode: repeated from its seed and actions, it has return "
+            f"{outcome.episode_return:g} in {outcome.steps} steps. {kept.moves.name} also depends on something else."
+        )
+    return {**kept.numbers, "frames": outcome.steps + 1, "fps": fps, "note": note}
+
+
+def load_own(path: str | Path, *, trust: bool) -> KeptEpisode:
+    """Read an episode.
+
+    Args:
+        path: path of the file. It stays open meanwhile, so that what is checked is what is read.
+        trust: whether the file may run code, if it belongs to this user and no other user may write it.
+
+    Raises:
+        ImportRefused: it may not.
+        BadCrashReport: the file is missing or damaged.
+    """
+    try:
+        with open(path, "rb") as file:
+            about = os.fstat(file.fileno())
+            own = about.st_uid == os.geteuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            return KeptEpisode.load(f"/proc/self/fd/{file.fileno()}", trust=trust and own)
+    except ImportRefused as error:
+        how = (
+            "Its file belongs to another user, or others may write it."
+            if trust
+            else "If you trust the directory, restart muster watch with --trust."
+        )
+        raise ImportRefused(f"To repeat this episode, code of the run's directory has to run. {how}") from error
+    except OSError as error:
+        raise BadCrashReport(f"The episode cannot be read: {error.strerror}.") from error
+
+
+def film_command(*, trust: bool) -> list[str]:
+    """Return the command that makes a film; the path of the episode's file is to be appended.
+
+    Args:
+        trust: see ``load_own``.
+    """
+    return [sys.executable, "-c", _PROGRAM, os.pathsep.join(sys.path), "trust" if trust else ""]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write a line of JSON and a film to standard output; the line alone, with ``error``, if there is none."""
+    trust, path = arguments
+    output = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # environments print
+    os.nice(10)  # the collection goes first
+    signal.alarm(LIMIT_S)  # also ends it if the page is gone
+    content = b""
+    try:
+        with tempfile.TemporaryDirectory(prefix="muster-film-") as folder:
+            made = Path(folder, "film.mp4")
+            answer = film(load_own(path, trust=bool(trust)), made)
+            content = made.read_bytes()
+        if len(content) > LIMIT_BYTES:
+            answer, content = {"error": f"The film has more than {LIMIT_BYTES:,} bytes."}, b""
+    except MusterError as error:
+        answer = {"error": str(error)}
+    except Exception as error:  # noqa: BLE001 (the environment's own; the page shows it)
+        answer = {"error": described(error)}
+    output.write(json.dumps(answer).encode() + b"\n" + content)
+    output.close()
+
+
+def _picture(player: Player) -> Array:
+    picture = np.asarray(player.env.render())
+    if picture.ndim != 3 or picture.shape[2] != 3 or picture.dtype != np.uint8:
+        raise UnsupportedEnv(
+            f"{player.crash_report.name}.render() returned {picture.dtype} {list(picture.shape)}, "
+            f"expected uint8 [height, width, 3]"
+        )
+    return picture
+
+
+def _takes_render_mode(source: Any) -> bool:
+    try:
+        parameters: Mapping[str, inspect.Parameter] = inspect.signature(source).parameters
+    except (TypeError, ValueError):
+        return False
+    return any(p.name == "render_mode" or p.kind is p.VAR_KEYWORD for p in parameters.values())
