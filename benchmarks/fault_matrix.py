@@ -183,7 +183,7 @@ def _cell(text: str) -> str:
 
 
 def _short(backends: list[str]) -> str:
-    return "all" if len(backends) == len(BACKENDS) else ", ".join(backends)
+    return "all" if len(backends) == len(BACKENDS) else "; ".join(backends)
 
 
 def page(result: dict[str, Any]) -> str:

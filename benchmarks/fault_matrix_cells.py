@@ -178,6 +178,11 @@ def interrupted_twice(place: Backend, folder: Path, connection: Connection) -> s
     return f"KeyboardInterrupt, twice{remark}"
 
 
+def first_batch(place: Backend, folder: Path) -> None:
+    with place.collector(folder) as collector:
+        collector.next()
+
+
 def out_of_descriptors(place: Backend, folder: Path, _: Connection) -> str:
     """While the collector is made, with few left; it can be made when there are more again."""
     undisturbed(place, folder)
@@ -186,9 +191,7 @@ def out_of_descriptors(place: Backend, folder: Path, _: Connection) -> str:
         before = Before(place)
         resource.setrlimit(resource.RLIMIT_NOFILE, (before.resources["descriptors"] + left, limit[1]))
         try:
-            with place.collector(folder) as collector:
-                collector.next()
-            del collector
+            first_batch(place, folder)
         except (MusterError, OSError) as error:
             assert re.search("open files|descriptors", text_of(error)), error
             said.add(type(error).__name__)
@@ -511,7 +514,9 @@ def judged(got: Outcome, case: Case, place: Backend, mode: str) -> str:
         said.append("restarted")
     if mode == "drop" and case.errors and case.on != "close":
         said.append("dropped; then WorkerDied, as no worker is left" if over else "dropped")
-    said += [f"{rows} {'row' if rows == 1 else 'rows'} discarded ({why})" for why, rows in got.stats.discarded.items()]
+    # What was in flight at the end depends on timing.
+    lost = {why: rows for why, rows in got.stats.discarded.items() if why != "shutdown"}
+    said += [f"{rows} {'row' if rows == 1 else 'rows'} discarded ({why})" for why, rows in lost.items()]
     return "; ".join(said) or "no effect"
 
 

@@ -125,7 +125,7 @@ def test_the_page_has_a_row_for_each_fault_and_set_of_backends_with_the_same_res
     }
     cells["SIGKILL", "RPC", "raise"] = {"finding": "wrong"}
     lines = fault_matrix.table(cells).splitlines()
-    assert lines[2].startswith("| SIGKILL | in process, processes,")
+    assert lines[2].startswith("| SIGKILL | in process; processes;")
     assert lines[2].endswith("| \\| | not run | not run |")
     assert lines[3] == "| | RPC | **finding**: wrong | not run | not run |"
     assert sum(line.startswith("| program is killed |") for line in lines) == 1
