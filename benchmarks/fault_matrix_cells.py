@@ -40,7 +40,7 @@ from tests.fakes.fault_runs import ALL_DROPPED, FRAMES, LEFT_OUT, MODES, Outcome
 from tests.fakes.lost_nodes import NodeSignalled
 from tests.fakes.mounts import mount, own_mounts
 from tests.fakes.node_runs import KilledForMemory, has_events
-from tests.faults.test_worker_resources import more_than, resources
+from tests.faults.test_worker_resources import descriptors, more_than, resources
 from tests.waits import wait_until
 
 AT = {
@@ -470,7 +470,7 @@ class Before:
 
     def check(self) -> None:
         grown = more_than(self.resources, self.but)
-        assert not grown, f"left behind: {grown}"
+        assert not grown, f"left behind: {grown}; open are {descriptors()}"
         left = self._files() - self.files
         assert not left, f"left behind in the temporary folder: {left}"
 
