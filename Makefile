@@ -14,8 +14,8 @@ PEERS := .venv-peers
 QUIET := $(if $(MAKE_TERMOUT),,--quiet)
 PIP := "$(BIN)/python" -m pip --disable-pip-version-check install $(QUIET) -c constraints.txt
 
-.PHONY: help demo test test-rest test-all check canary pythons docs docs-test soak lint format-check types layers size words \
-    format bench curves dist clean
+.PHONY: help demo test test-rest test-all check canary pythons docs docs-test soak faults lint format-check types layers size \
+    words format bench curves dist clean
 .DELETE_ON_ERROR:
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo "make bench    measure against a bare loop and the peers    (ARGS goes to the benchmarks)"
 	@echo "make curves   learning curves of the examples, and the table of docs/examples.md (ARGS='--example sac --seeds 1')"
 	@echo "make soak     every backend in turn for 30 minutes, with kills: memory, descriptors and counts"
+	@echo "make faults   every fault on every backend with every on_failure: docs/fault_matrix.md"
 	@echo "make clean    remove $(VENV), $(PEERS), runs/ and caches"
 	@echo "PYTHON=python3.12 chooses the interpreter, VENV=dir the place of the environment."
 
@@ -108,6 +109,10 @@ curves: $(STAMPS)/test
 # Half an hour: ARGS="--minutes 5" for a look.
 soak: $(STAMPS)/test
 	"$(BIN)/python" -m benchmarks.soak $(ARGS)
+
+# An hour. ARGS="--backend threads --fault SIGKILL" repeats some cells.
+faults: $(STAMPS)/test
+	"$(BIN)/python" -m benchmarks.fault_matrix $(ARGS)
 
 clean:
 	rm -rf "$(VENV)" "$(PEERS)" runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 
 from muster import MultiAsyncCollector, MultiSyncCollector
+from muster.errors import text_of
 from muster.testing import Fault, OracleEnv, check_stream
 
+LEFT_OUT = object()  # the value of an option that is not given
 T = 20  # rows per rollout of each of the two environments
 FRAMES = 200
 PHASES = ("construct", "reset", "step", "policy", "weights", "call", "close")
@@ -43,14 +45,23 @@ class Outcome:
         """Batches have rows of both environments; else the share of each may be any."""
         return len(self.batches[0]) == 2
 
-    def check(self, *, gaps: int = 0, undisturbed: Outcome | None = None) -> Counter[tuple[int, int]]:
-        """Nothing is lost, doubled or made up, and the other environment has noticed nothing."""
-        stats, counts = self.stats, self.counts
+    def check(
+        self, *, gaps: int = 0, undisturbed: Outcome | None = None, frames: int | None = FRAMES, unseen: int = 0
+    ) -> Counter[tuple[int, int]]:
+        """Nothing is lost, doubled or made up, and the other environment has noticed nothing.
+
+        Args:
+            frames: None: any number.
+            unseen: the most steps that only nodes knew that are lost.
+        """
+        stats, truth = self.stats, self.counts[:, 2].sum()
         rows = check_stream(self.batches, gaps=gaps)
-        assert stats.frames == sum(rows.values()) == FRAMES
+        assert stats.frames == sum(rows.values())
+        assert frames in (None, stats.frames)
         assert stats.in_flight == 0
         assert stats.executed == stats.frames + sum(stats.discarded.values())
-        assert stats.executed == counts[:, 2].sum(), "as many steps as the environments themselves have counted"
+        assert stats.unseen <= unseen
+        assert stats.executed <= truth <= stats.executed + stats.unseen, "as the environments themselves have counted"
         if undisturbed is not None:
             self.check_same(undisturbed)
         return rows
@@ -75,14 +86,17 @@ class Outcome:
         return [torch.cat([lane[named[key]] for lane in mine]) for key in keys if "valid" not in key]
 
 
-def run(folder: Path, fault: Fault | None, kind: Any = MultiSyncCollector, **options: Any) -> Outcome:
-    """Two environments in two workers, of which number 0 goes wrong."""
-    path = folder / f"counts-{time.monotonic_ns()}"
+def run(
+    folder: Path, fault: Fault | None, kind: Any = MultiSyncCollector, counts: Path | None = None, **options: Any
+) -> Outcome:
+    """Two environments in two workers, of which number 0 goes wrong; ``counts``: the file of other environments."""
+    path = counts or folder / f"counts-{time.monotonic_ns()}"
     factories = [partial(OracleEnv, path, 0, 1, fault), partial(OracleEnv, path, 1)]
     frames = 2 * T if kind is MultiSyncCollector else T
     given = {"policy": None, "frames_per_batch": frames, "total_frames": FRAMES, "seed": 1, "crash_dir": folder}
     given["timeouts"] = deadlines(30.0)
     given |= {"create_env_fn": factories, **options}
+    given = {key: value for key, value in given.items() if value is not LEFT_OUT}
     batches: list[Any] = []
     errors: list[BaseException] = []
     with warnings.catch_warnings():
@@ -95,6 +109,8 @@ def run(folder: Path, fault: Fault | None, kind: Any = MultiSyncCollector, **opt
                 except BaseException as error:  # noqa: BLE001 (as a user's own loop sees it)
                     errors.append(error)
                     assert len(errors) < 5
+                    if ALL_DROPPED in text_of(error):
+                        break
         finally:
             try:
                 collector.shutdown()
@@ -110,6 +126,7 @@ def deadlines(seconds: float) -> dict[str, float]:
 
 KINDS = [MultiSyncCollector, MultiAsyncCollector]
 MODES = ["raise", "restart", "drop"]
+ALL_DROPPED = "all workers have been dropped"  # after which nothing comes
 
 
 # --- processes --------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
+import tempfile
 import threading
 from functools import partial
 from pathlib import Path
@@ -104,12 +106,75 @@ class HasChild:
         return honest
 
 
-def nan_reward(honest: Any) -> Any:
-    return honest[0], float("nan"), *honest[2:]
+class Does:
+    """Calls a function, and returns what is right."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.function, self.args = function, args
+
+    def __call__(self, honest: Any) -> Any:
+        self.function(*self.args)
+        return honest
+
+
+def starts_threads() -> None:
+    """That never end, and that the interpreter waits for."""
+    for _ in range(4):
+        threading.Thread(target=threading.Event().wait).start()
+
+
+def closes_descriptors() -> None:
+    """All but the three standard ones, whatever they lead to."""
+    os.closerange(3, 4096)
+
+
+def changes_signal_handlers() -> None:
+    for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def changes_directory() -> None:
+    """To one that does not exist any more."""
+    os.chdir(folder := tempfile.mkdtemp())
+    os.rmdir(folder)
+
+
+def removes_modules(package: str) -> None:
+    """All of a package, and the paths from which they could be imported again."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        del sys.modules[name]
+    sys.path.clear()
+
+
+def chained() -> Exception:
+    error = ValueError("outer")
+    error.__cause__ = KeyError("inner")
+    return error
+
+
+class Reward:
+    """Returns another reward."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __call__(self, honest: Any) -> Any:
+        return honest[0], self.value, *honest[2:]
+
+
+nan_reward = Reward(float("nan"))
 
 
 def wrong_shape(honest: Any) -> Any:
     return honest[0][:3], *honest[1:]
+
+
+def wrong_dtype(honest: Any) -> Any:
+    return honest[0].astype(complex), *honest[1:]
+
+
+def text(honest: Any) -> Any:
+    return "observation", *honest[1:]
 
 
 def nothing(_: object) -> None:

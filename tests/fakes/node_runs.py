@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import signal
@@ -24,6 +23,7 @@ from muster.workers.channel import Channel
 from tests.fakes import faults
 from tests.fakes.fault_runs import alive
 from tests.fakes.lost_nodes import NAME, status
+from tests.fakes.mounts import mount, own_mounts
 
 ROOT = Path(__file__).parents[2]
 MARK, JOINS = "MUSTER_TEST_MARK", "MUSTER_TEST_JOINS"  # environment variables of nodes
@@ -122,17 +122,17 @@ dies_of_start = partial(serve_until, NodeMain.start, 0)
 dies_of_requests = partial(serve_until, NodeMain.follow, 2)
 
 
+def has_events(path: Path) -> None:
+    """This process, and those below it, find the events of their control group in that file. Needs ``own_mounts``."""
+    above = "/sys/fs/cgroup"
+    mount(above)
+    Path(above, "memory.events").symlink_to(path)
+
+
 def short_of_memory(link: Link, node: int) -> bool:
     """This node finds the events of its control group in the file of ``MARK``."""
-    libc, new_mounts, all_private = ctypes.CDLL(None, use_errno=True), 0x20000, 1 << 14 | 1 << 18
-    above = b"/sys/fs/cgroup"
-    if (
-        libc.unshare(new_mounts)
-        or libc.mount(None, b"/", None, all_private, None)
-        or libc.mount(b"tmpfs", above, b"tmpfs", 0, None)
-    ):
-        raise OSError(ctypes.get_errno(), "this needs root")
-    Path(above.decode(), "memory.events").symlink_to(os.environ[MARK])
+    own_mounts()
+    has_events(Path(os.environ[MARK]))
     return node_main.serve(link, node)
 
 

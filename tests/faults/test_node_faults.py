@@ -25,7 +25,7 @@ from muster.cluster.rendezvous import write_token
 from muster.errors import CollectorTimeout, WorkerDied
 from muster.testing import Fault, OracleEnv, check_stream
 from tests.fakes import faults
-from tests.fakes.fault_runs import FRAMES, MODES, T, alive, all_gone, deadlines, run
+from tests.fakes.fault_runs import MODES, T, alive, all_gone, deadlines, run
 from tests.fakes.lost_nodes import NodeSignalled
 from tests.fakes.node_runs import (
     MARK,
@@ -68,17 +68,9 @@ def nothing_is_left():
 
 def check(got, *, losses=1, undisturbed=None):
     """Books that are exact but for what only a lost node knew, which is bounded by the rollouts it was at."""
-    stats, truth = got.stats, got.counts[:, 2].sum()
-    rows = check_stream(got.batches)
-    assert stats.frames == sum(rows.values()) == FRAMES
-    assert stats.in_flight == 0
-    assert stats.executed == stats.frames + sum(stats.discarded.values())
-    assert stats.executed <= truth <= stats.executed + stats.unseen
-    assert stats.unseen <= losses * 2 * T
-    assert set(stats.discarded) <= {"worker_died", "shutdown"}
+    rows = got.check(undisturbed=undisturbed, unseen=losses * 2 * T)
+    assert set(got.stats.discarded) <= {"worker_died", "shutdown"}
     assert all(count <= got.counts[env, 2] for (env, _), count in rows.items())
-    if undisturbed is not None:
-        got.check_same(undisturbed)
     return rows
 
 

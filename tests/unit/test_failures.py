@@ -229,6 +229,7 @@ def test_endless_texts_are_shortened() -> None:
         (-15, 0, "was killed by SIGTERM during step. Muster did not send that signal."),
         (-250, 0, "was killed by signal 250"),
         (0, 0, "ended with exit code 0 during step. No end was requested"),
+        (1, 0, "the worker could not go on (closed descriptors, for example): see standard error for a traceback."),
         (7, 0, "ended with exit code 7"),
         (None, 0, "ended in an unknown way during step. Another part of this program reaped"),
     ],

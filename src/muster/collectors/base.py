@@ -339,6 +339,8 @@ class BaseCollector(CollectMethods, ObservingMethods, WeightMethods, ABC):
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """Close the environments. Batches and ``stats()`` stay valid. May be called again.
 
+        If the disk was full, a repeated call writes what ``record=`` could not.
+
         Args:
             timeout: seconds to wait for the current batch of the background thread; None: no limit.
             close_env: False: leave the environments open.
@@ -346,8 +348,10 @@ class BaseCollector(CollectMethods, ObservingMethods, WeightMethods, ABC):
 
         Raises:
             CollectorTimeout: the background thread did not end in time; nothing was closed.
+            BadRecording: the disk is full or fails: free some space, then call this again.
         """
         if self._closed:
+            self._engine.pipeline.close()
             return
         if self._is_forked():  # a fork must not end its parent's workers
             self._closed = True
@@ -436,9 +440,9 @@ class BaseCollector(CollectMethods, ObservingMethods, WeightMethods, ABC):
             if raise_on_error:
                 raise
         finally:
+            self._engine.is_closed = True
             self._release()
             self._engine.pipeline.close()
-            self._engine.is_closed = True
 
     def _release(self) -> None:
         """Release resources besides environments."""

@@ -93,7 +93,9 @@ def _make(factory: Callable[[], Any], num_envs: int | None, name: str, device: t
             except EnvError:  # complete
                 raise
             except Exception as error:
-                raise EnvError(f"making env {i} from {name} raised {described(error)}") from error
+                failed = EnvError(f"making env {i} from {name} raised {described(error)}")
+                failed.phase = "construct"
+                raise failed from error
         return _wrap(envs, num_envs, name, device)
     except BaseException:
         for env in envs:

@@ -140,7 +140,7 @@ def load_own(path: str | Path, *, trust: bool) -> KeptEpisode:
         with open(path, "rb") as file:
             about = os.fstat(file.fileno())
             own = about.st_uid == os.geteuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            return KeptEpisode.load(f"/proc/self/fd/{file.fileno()}", trust=trust and own)
+            return KeptEpisode.load(f"/dev/fd/{file.fileno()}", trust=trust and own)
     except ImportRefused as error:
         how = (
             "Its file belongs to another user, or others may write it."

@@ -366,7 +366,12 @@ def _why_it_died(name: str, exitcode: int | None, oom_kills: int) -> str:
         return "Muster did not send that signal."
     if exitcode is None:
         return "Another part of this program reaped the process, so its exit code is unknown."
-    return "No end was requested: code in the worker called os._exit, or native code ended the process."
+    message = "No end was requested: code in the worker called os._exit, or native code ended the process"
+    if exitcode == 1:  # as Python does
+        message += (
+            ", or the worker could not go on (closed descriptors, for example): see standard error for a traceback"
+        )
+    return f"{message}."
 
 
 def _stack_of(who: str, stack: str) -> str:

@@ -99,6 +99,7 @@ class Supervisor(Watcher):
         if config.server is not None:
             assert subscribe is not None, "weights come before the server"
             ticket = subscribe(config.server.workers[0])
+            made.callback(ticket.close)  # if the server cannot be made
             self.server = InferenceServer(config.server, config.policy, ticket, config.count)
             made.callback(self.server.close)
         self.notes: CrashNotes
