@@ -263,7 +263,7 @@ def test_the_film_of_an_episode_is_made_when_a_viewer_asks_for_it(
     tmp_path: Path, look: Open, serve: Callable[..., str]
 ) -> None:
     with Collector(
-        "CartPole-v1", None, frames_per_batch=64, total_frames=512, seed=0, watch=Watch(tmp_path, None)
+        "CartPole-v1", None, frames_per_batch=64, total_frames=512, seed=0, watch=Watch(tmp_path, None, films=True)
     ) as c:
         best = max((episode for _ in c for episode in c.episodes), key=lambda episode: episode.episode_return)
     page = look(serve(tmp_path))

@@ -76,7 +76,7 @@ def collected(make: Any, directory: Any, **options: Any) -> tuple[Any, list[Any]
     """Collect, and return the records of all episodes."""
     records: list[Any] = []
     cls = MultiSyncCollector if "num_workers" in options else Collector
-    given = {"seed": 3, "watch": Watch(directory, None)} | options
+    given = {"seed": 3, "watch": Watch(directory, None, films=True)} | options
     with cls(make, None, **given) as collector:
         for _ in collector:
             records += collector.episodes
@@ -122,7 +122,7 @@ def test_episodes_of_worker_processes_are_kept(tmp_path: Any) -> None:
 
 def test_seeds_resets_and_errors_in_between_are_repeated(tmp_path: Any) -> None:
     records: list[Any] = []
-    options = {"num_envs": 2, "frames_per_batch": 4, "seed": 3, "watch": Watch(tmp_path, None)}
+    options = {"num_envs": 2, "frames_per_batch": 4, "seed": 3, "watch": Watch(tmp_path, None, films=True)}
     with Collector(WalkEnv, None, **options) as collector:
         batches = iter(collector)
         for n in range(90):

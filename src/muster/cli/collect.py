@@ -187,7 +187,7 @@ def _make_collector(command: Collect, policy: Any, frames: int) -> BaseCollector
         "obs_dtype": obs_dtype_of(command.obs_dtype),
     }
     if command.watch:
-        address = {} if command.watch_address is None else {"address": command.watch_address}
+        address: dict[str, Any] = {} if command.watch_address is None else {"address": command.watch_address}
         options["watch"] = Watch(command.out, **address)
     if command.backend is not None:
         return cluster.make_collector(command, policy, options)

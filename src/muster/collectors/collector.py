@@ -52,7 +52,7 @@ class Collector(BaseCollector):
         self._weights = PolicyWeights(self.policy, original, options.version_counter)
         groups = make_groups(options.create_env_fn, options, self.policy, self._policy_device, made)
         source, worker = in_this_thread(options, groups, self.policy, self._policy_device)
-        if options.watching is not None:
+        if options.watching is not None and options.watching.films:
             log_rollouts(source.pool, worker, options.create_env_fn, options)
         stacked = isinstance(options.create_env_fn, (list, tuple))
         return Engine(options, source, self._weights, stacked=stacked, local=worker)

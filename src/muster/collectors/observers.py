@@ -24,6 +24,7 @@ from muster.restore.kept_episodes import KeptEpisodes
 if TYPE_CHECKING:
     from muster.collectors.background import Background
 
+NO_FILMS = "For films, pass watch=Watch(films=True)."
 NODES = "Episodes cannot be repeated: their actions are not kept by this collector."
 
 
@@ -52,7 +53,10 @@ class Observers:
             beside = Path("runs", time.strftime("%Y%m%d-%H%M%S")) if recorder is None else recorder.directory
             names = ", ".join(sorted({counts.info.name for counts in pool.counters}))
             known = {name: getattr(options, name) for name in ("frames_per_batch", "total_frames", "seed")}
-            kept = KeptEpisodes(NODES) if pool.notes is None else pool.notes.keep_episodes()
+            if watch.films is False or (watch.films is None and engine.local is not None):
+                kept = KeptEpisodes(NO_FILMS)
+            else:
+                kept = KeptEpisodes(NODES) if pool.notes is None else pool.notes.keep_episodes()
             self.watched = WatchedRun(
                 watch.directory or _unused(beside, recorded=recorder is not None),
                 {"collector": type(collector).__name__, "env": names, "num_envs": pool.num_envs, **known}

@@ -89,12 +89,18 @@ class Watch(Details):
             None: that of ``record``, or a new one in ``runs``.
         address: ``host:port`` of the page; port 0 is any free port. Beyond loopback, viewers need the token in the
             printed address. None: no page; ``muster watch DIRECTORY`` shows it.
+        films: keep the actions of the newest, best and worst episode, from which viewers can make films. None: if
+            there are workers, whose actions are kept for crash reports anyway; without workers it costs a few percent
+            of the time of CartPole's steps.
     """
 
     directory: str | os.PathLike[str] | None = None
     address: str | None = "127.0.0.1:0"
+    films: bool | None = None
 
     def __post_init__(self) -> None:
+        if self.films is not None:
+            check_bool("films", self.films)
         if self.address is not None:
             host_and_port(self.address)
 
