@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import select
 import subprocess
 import sys
@@ -17,8 +18,10 @@ import pytest
 
 from muster import MultiAsyncCollector, MultiSyncCollector, Restart
 from muster.testing import CountingEnv, OracleEnv, TorchCartPole
+from muster.workers.channel import WakeUp
+from muster.workers.threads import WorkerThread
 from tests.fakes.fault_runs import KINDS, alive, all_gone
-from tests.waits import wait_until
+from tests.waits import open_files, wait_until
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
 CYCLES = 8
@@ -188,6 +191,23 @@ def processor_time(pids):
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def test_a_message_that_cannot_be_sent_to_a_thread_leaves_no_descriptor():
+    wake_up, limit = WakeUp(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    thread = WorkerThread("worker", wake_up)
+    os.close(lowest := os.dup(wake_up.fileno()))
+    before = open_files()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, limit[1]))  # room for one copy
+    try:
+        with pytest.raises(OSError, match="open files"):
+            thread.send("message", [wake_up.fileno()] * 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    assert open_files() <= before
+    thread.close()
+    assert thread.join(60)
+    wake_up.close()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_does_not_grow_with_frames(kind):
     with kind(partial(TorchCartPole, 128), None, num_workers=2, frames_per_batch=64 * 1024) as collector:
@@ -217,6 +237,7 @@ def anonymous_bytes(pids):
 SMALL_SHM = """
 mount -t tmpfs -o size=2m tmpfs /dev/shm && exec "$0" -c '
 import os
+import resource
 from functools import partial
 import numpy as np
 from gymnasium import spaces

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from muster.errors import MusterError
@@ -89,7 +89,15 @@ class WorkerThread:
     def send(self, message: Any, fds: Sequence[int] = (), timeout: float | None = None) -> None:
         if self.closed or self._ended:
             raise EOFError("The thread has ended.")
-        self._requests.put((message, [os.dup(fd) for fd in fds]))
+        copies: list[int] = []
+        try:
+            for fd in fds:
+                copies.append(os.dup(fd))
+        except OSError:  # too many open files
+            for fd in copies:
+                os.close(fd)
+            raise
+        self._requests.put((message, copies))
 
     def receive(self, timeout: float | None = None) -> tuple[Any, list[int]]:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -150,9 +158,9 @@ class WorkerThread:
         end = _ThreadEnd(self, self._requests)
         try:
             config, (arena, *fds) = end.receive()
-            self._main = WorkerMain(end, config, Progress(self.cells), Arena.attach(arena), fds)
-            self._main.serve()
-            self._main.arena.close()
+            with closing(Arena.attach(arena)) as memory:
+                self._main = WorkerMain(end, config, Progress(self.cells), memory, fds)
+                self._main.serve()
         except EOFError:  # the channel is closed
             pass
         finally:
