@@ -142,6 +142,24 @@ def test_seeds_resets_and_errors_in_between_are_repeated(tmp_path: Any) -> None:
         assert kept.episode_return == {"best": max, "worst": min}[which](r.episode_return for r in records)
 
 
+def test_an_episode_that_a_loaded_state_has_begun_is_not_repeated_from_another_start(tmp_path: Any) -> None:
+    options: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 2, "seed": 3}
+    with Collector(WalkEnv, None, **options) as begun:
+        batches = iter(begun)
+        while not len(begun.episodes):
+            next(batches)
+        next(batches)
+        state = begun.state_dict()
+    with Collector(WalkEnv, None, **options, watch=Watch(tmp_path, None, films=True)) as collector:
+        collector.next()
+        collector.load_state_dict(state)
+        while not len(collector.episodes):
+            collector.next()
+    missing = [entry["missing"] for entry in entries(tmp_path).values()]
+    assert missing
+    assert all("cannot be replayed" in why for why in missing)
+
+
 def entries(directory: Any) -> dict[str, Any]:
     """The newest line of each episode in the snapshots."""
     with closing(SnapshotReader(directory)) as reader:
