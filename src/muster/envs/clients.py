@@ -18,7 +18,7 @@ from muster.errors import BadOption, CollectorClosed
 from muster.keys import NEXT_OBS_VALID
 from muster.memory.slots import Lane
 from muster.protocols import Step
-from muster.utils.addresses import host_and_port, is_loopback
+from muster.utils.addresses import host_and_port, is_loopback, listening
 
 TOKEN_VARIABLE = "MUSTER_SERVE_TOKEN"
 SHORTEST_TOKEN = 16  # of addresses beyond loopback
@@ -69,15 +69,9 @@ class Clients:
         self._connected: list[Connection | None] = [None] * count  # by environment
         self._welcomed: set[Connection] = set()
         self._handshakes = threading.BoundedSemaphore(MOST_HANDSHAKES)
-        host, port = host_and_port(address)
+        host, _ = host_and_port(address)
         self._token = _checked_token(token, host)
-        try:
-            family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            self._listener = socket.create_server(where[:2], family=family)
-        except OSError as error:
-            raise BadOption(
-                f"address={address!r}: cannot listen there: {error.strerror or error}. Port 0 takes a free one."
-            ) from error
+        self._listener = listening(address, "address")
         self._listener.settimeout(LOOK_S)
         self.address = f"{f'[{host}]' if ':' in host else host}:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, name="muster-serve", daemon=True).start()

@@ -23,7 +23,7 @@ from urllib.parse import parse_qs, urlsplit
 from muster.errors import BadOption
 from muster.observing.films import Films
 from muster.observing.snapshots import EPISODES, WHICH, SnapshotReader
-from muster.utils.addresses import host_and_port, is_loopback
+from muster.utils.addresses import host_and_port, is_loopback, listening
 
 TOKEN_VARIABLE = "MUSTER_WATCH_TOKEN"
 _SHORTEST_TOKEN = 16
@@ -68,22 +68,11 @@ class PageAddress:
     """
 
     def __init__(self, address: str) -> None:
-        host, port = host_and_port(address)
+        host, _ = host_and_port(address)
         self.token = "" if is_loopback(host) else os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
         if self.token and len(self.token) < _SHORTEST_TOKEN:
             raise BadOption(f"{TOKEN_VARIABLE} has less than {_SHORTEST_TOKEN} characters. Give a longer, random one.")
-        try:
-            family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            self.socket = socket.socket(family, kind)
-            try:
-                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                self.socket.bind(where)
-                self.socket.listen(16)
-            except BaseException:
-                self.socket.close()
-                raise
-        except OSError as error:
-            raise BadOption(f"watch: cannot listen at {address}: {error.strerror or error}") from error
+        self.socket = listening(address, "watch")
         if host in ("0.0.0.0", "::"):
             host = socket.gethostname()
         shown = f"[{host}]" if ":" in host else host

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 
 from muster.errors import BadOption
 
@@ -21,3 +22,15 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def listening(address: str, option: str) -> socket.socket:
+    """Return a socket that listens at ``host:port``. Raises ``BadOption``, which names the option, if it cannot."""
+    host, port = host_and_port(address)
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(where[:2], family=family)
+    except OSError as error:
+        raise BadOption(
+            f"{option}: cannot listen at {address}: {error.strerror or error}. Port 0 takes a free one."
+        ) from error
