@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 from muster.testing import CountingEnv
 from tests.fakes.faults import first_time
+from tests.waits import wait_until
 
 
 class Mortal(CountingEnv):
@@ -21,3 +23,22 @@ class Mortal(CountingEnv):
         if self.executed == self.at and first_time(self.mark):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().step(action)
+
+
+class KilledByANeighbour(CountingEnv):
+    """Environment 1 kills the process of environment 0, which has made 40 steps then, in its own step 30."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        super().__init__(1000)
+        self._file, self._number = folder / "steps", number
+
+    def step(self, action: Any) -> Any:
+        got = super().step(action)
+        if self._number == 0:
+            self._file.write_text(f"{os.getpid()} {self.executed}")
+        elif self.executed == 30:
+            wait_until(lambda: self._file.read_text().endswith(" 40"))
+            stat = Path("/proc", self._file.read_text().split()[0], "stat")
+            os.kill(int(stat.parent.name), signal.SIGKILL)
+            wait_until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX")
+        return got

@@ -19,6 +19,7 @@ from muster.restore.crash_report import CrashReport
 from muster.testing import Fault, OracleEnv, check_stream
 from tests.fakes import faults
 from tests.fakes.fault_runs import FRAMES, KINDS, MODES, T, alive, all_gone, run
+from tests.fakes.mortal import KilledByANeighbour
 from tests.fakes.node_runs import NODE_KINDS, async_nodes
 from tests.waits import wait_until
 
@@ -416,3 +417,16 @@ class Killer:
             except ProcessLookupError:  # not started again yet
                 continue
             self.done += 1
+
+
+def test_a_death_after_the_last_step_of_a_rollout_is_raised_too(tmp_path):
+    factories = [partial(KilledByANeighbour, tmp_path, number) for number in range(2)]
+    with MultiSyncCollector(factories, None, num_workers=2, frames_per_batch=40, seed=0) as collector:
+        first = collector.next().clone()
+        with pytest.raises(WorkerDied, match="Worker 0"):
+            collector.next()
+        second = collector.next()
+        assert first["observation"][..., 1].tolist() == [[*range(20)]] * 2
+        assert second["observation"][1, :, 1].tolist() == [*range(20, 40)]
+        third = collector.next()
+        assert third["observation"][0, 0, 1] == 0 or second["observation"][0, 0, 1] == 0  # begun again

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from muster.errors import EnvError, WorkerHung
+from muster.errors import EnvError
 from muster.utils.forks import Owner
 from muster.workers.messages import Answer, GroupInfo, RolloutResult, Tell
 from muster.workers.under_way import UnderWay
@@ -346,7 +346,7 @@ class Watcher(ABC):
             lost.append(RolloutResult(0, handle.groups[0], lost=True, warnings=[why]))
             lost += [RolloutResult(request.number, request.group, dropped=True) for request in requests]
             return
-        if not requests and (handle.absent or isinstance(error, WorkerHung)):  # it may have done them all
+        if not requests:  # it has done them all, or was idle: its environments are lost nevertheless
             lost.append(news(handle.groups[0], error))
         lost += [
             RolloutResult(o.number, o.group, lost=True, error=None if i else error) for i, o in enumerate(requests)
