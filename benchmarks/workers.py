@@ -29,7 +29,9 @@ from benchmarks.workloads import WORKLOADS
 
 ONE_PROCESS = ("bare", "muster-plain", "muster-heads")
 SYSTEMS_OF = {
-    **dict.fromkeys(("cartpole-8", "cartpole-64", "busy-8", "frames-8"), (*ONE_PROCESS, *PAIRS, "async-vector")),
+    **dict.fromkeys(
+        ("cartpole-8", "cartpole-64", "busy-8", "frames-8", "pendulum-8"), (*ONE_PROCESS, *PAIRS, "async-vector")
+    ),
     SLEEP_WORKLOAD.name: (*SLEEPERS, "async-vector"),
 }
 QUICK_WORKLOADS = ("cartpole-8", "busy-8", SLEEP_WORKLOAD.name)
