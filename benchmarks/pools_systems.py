@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from benchmarks.nets import PlainPolicy
 from benchmarks.systems import SYSTEMS
-from benchmarks.systems.muster_ import head_for
+from benchmarks.systems.muster_ import Collecting, head_for
 from benchmarks.workers_systems import Crewed
 from benchmarks.workloads import WORKLOADS, Workload
 
@@ -49,23 +48,12 @@ class Loop:
         self.pool.close()
 
 
-class Muster:
+class Muster(Collecting):
     """Muster's ``Collector`` with heads, or with random actions."""
 
     def __init__(self, case: Workload, *, acts: bool) -> None:
-        from muster import Collector
-
-        self.frames = case.frames
         policy = head_for(case.make()) if acts else None
-        self.collector: Any = Collector(lambda: pool_of(case), policy, frames_per_batch=case.frames, seed=0)
-        self.batches: Iterator[Any] = iter(self.collector)
-
-    def rollout(self) -> int:
-        next(self.batches)
-        return self.frames
-
-    def close(self) -> None:
-        self.collector.shutdown()
+        super().__init__(case, policy, create_env_fn=lambda: pool_of(case), num_envs=None)
 
 
 def _entry(name: str, label: str, *, acts: bool) -> Crewed:

@@ -18,17 +18,14 @@ def head_for(env: gymnasium.Env) -> Any:  # type: ignore[type-arg]
     return policies.categorical(net) if is_discrete(env) else policies.gaussian(net)
 
 
-class _Collecting:
+class Collecting:
+    """Iterates over a ``Collector`` with the environments of a workload, or those of ``options``."""
+
     def __init__(self, workload: Workload, policy: Any, **options: Any) -> None:
         self.frames = workload.frames
-        self.collector: Any = Collector(
-            workload.make,
-            policy,
-            num_envs=None if workload.B == 1 else workload.B,
-            frames_per_batch=workload.frames,
-            seed=0,
-            **options,
-        )
+        envs = {"create_env_fn": workload.make, "num_envs": None if workload.B == 1 else workload.B}
+        given: dict[str, Any] = {**envs, "frames_per_batch": workload.frames, "seed": 0, **options}
+        self.collector: Any = Collector(policy=policy, **given)
         self.batches: Iterator[Any] = iter(self.collector)
 
     def rollout(self) -> int:
@@ -39,26 +36,26 @@ class _Collecting:
         self.collector.shutdown()
 
 
-class Random(_Collecting):
+class Random(Collecting):
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload, None)
 
 
-class Compact(_Collecting):
+class Compact(Collecting):
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload, None, compact_obs=True)
 
 
-class Plain(_Collecting):
+class Plain(Collecting):
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload, PlainPolicy(workload.make()).eval())
 
 
-class Heads(_Collecting):
+class Heads(Collecting):
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload, head_for(workload.make()))
 
 
-class HeadsEager(_Collecting):
+class HeadsEager(Collecting):
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload, head_for(workload.make()), execution=Execution(executor=False))

@@ -67,9 +67,14 @@ class WaitsForTheEnd:
 
     def __call__(self, honest: Any) -> Any:
         wait_until(lambda: self.path.exists() and self.path.read_text() != "")
-        stat = Path(f"/proc/{self.path.read_text()}/stat")
-        wait_until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX")
+        wait_for_the_end(self.path.read_text())
         return honest
+
+
+def wait_for_the_end(pid: str) -> None:
+    """Wait until a process has ended."""
+    stat = Path(f"/proc/{pid}/stat")
+    wait_until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX")
 
 
 def exits_at_once(_: object) -> NoReturn:

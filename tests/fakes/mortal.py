@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.testing import CountingEnv
-from tests.fakes.faults import first_time
+from tests.fakes.faults import first_time, wait_for_the_end
 from tests.waits import wait_until
 
 
@@ -38,7 +38,7 @@ class KilledByANeighbour(CountingEnv):
             self._file.write_text(f"{os.getpid()} {self.executed}")
         elif self.executed == 30:
             wait_until(lambda: self._file.read_text().endswith(" 40"))
-            stat = Path("/proc", self._file.read_text().split()[0], "stat")
-            os.kill(int(stat.parent.name), signal.SIGKILL)
-            wait_until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX")
+            pid = self._file.read_text().split()[0]
+            os.kill(int(pid), signal.SIGKILL)
+            wait_for_the_end(pid)
         return got

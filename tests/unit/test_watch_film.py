@@ -160,6 +160,16 @@ def test_an_episode_that_a_loaded_state_has_begun_is_not_repeated_from_another_s
     assert all("cannot be replayed" in why for why in missing)
 
 
+def test_environments_that_are_made_together_are_collected_and_not_repeated(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("muster.workers.local_log.MOST_STEPS", 8)
+    make = lambda: gym.vector.SyncVectorEnv([WalkEnv] * 3)  # noqa: E731
+    _, records = collected(make, tmp_path, frames_per_batch=60, total_frames=600)
+    assert records
+    assert "made together" in first(tmp_path)["no_film"]
+
+
 def entries(directory: Any) -> dict[str, Any]:
     """The newest line of each episode in the snapshots."""
     with closing(SnapshotReader(directory)) as reader:

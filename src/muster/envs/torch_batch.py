@@ -26,7 +26,7 @@ from muster.envs.vector import autoreset_mode
 from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv, UnsupportedSpace
 from muster.keys import IS_INIT, NEXT_OBS_VALID, REWARD, TERMINATED, TRUNCATED, Key, dotted, next_of
 from muster.memory.slots import Lane, torch_dtype
-from muster.memory.specs import ArraySpec
+from muster.memory.specs import ArraySpec, choices_of
 from muster.protocols import EnvBatch, Step
 from muster.rng import GroupRng
 
@@ -417,9 +417,9 @@ def _drawing(spec: ArraySpec, B: int, on: torch.device) -> Draw:
 
 def _first_allowed(spec: ArraySpec, mask: torch.Tensor) -> torch.Tensor:
     """Return the first allowed choice of each variable, ``[B, variables]``."""
-    low, high = (torch.as_tensor(np.array(x, np.int64).reshape(-1)) for x in (spec.low, spec.high))
-    parts = torch.split(mask.reshape(len(mask), -1) != 0, (high - low + 1).tolist(), 1)
-    return torch.stack([part.byte().argmax(1) for part in parts], 1) + low.to(mask.device)
+    nvec, low = choices_of(spec)
+    parts = torch.split(mask.reshape(len(mask), -1) != 0, list(nvec), 1)
+    return torch.stack([part.byte().argmax(1) + first for part, first in zip(parts, low, strict=True)], 1)
 
 
 def _single_space(env: Any, name: str, B: int) -> spaces.Space[Any]:

@@ -53,6 +53,13 @@ class ArraySpec:
 Specs = dict[Key, ArraySpec]
 
 
+def choices_of(spec: ArraySpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the number of choices and the first choice of each variable of a bounded integer space."""
+    assert spec.low is not None and spec.high is not None
+    low, high = (np.broadcast_to(np.asarray(x, np.int64), spec.shape).reshape(-1) for x in (spec.low, spec.high))
+    return tuple((high - low + 1).tolist()), tuple(low.tolist())
+
+
 @dataclass(frozen=True)
 class Column:
     """One named array of a rollout: ``[T, B, *shape]``, or ``[T + 1, B, *shape]`` with ``carry``.

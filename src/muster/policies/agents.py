@@ -16,10 +16,10 @@ from torch import nn
 
 from muster.errors import BadEnvOutput, BadOption, BadPolicyOutput, PolicyError
 from muster.keys import ACTION, LOG_PROB
-from muster.memory.specs import ArraySpec, Specs
+from muster.memory.specs import ArraySpec, Specs, choices_of
 from muster.policies.functions import FunctionPolicy, takes_state
 from muster.policies.heads import Categorical, Head
-from muster.policies.sampling import ActionMask, choices_of
+from muster.policies.sampling import ActionMask
 
 OTHERS = "others"
 

@@ -25,9 +25,9 @@ from torch.distributions import constraints
 
 from muster.errors import BadOption
 from muster.keys import Key
-from muster.memory.specs import ArraySpec
+from muster.memory.specs import ArraySpec, choices_of
 from muster.policies import sampling
-from muster.policies.sampling import ActionMask, ActionRows, Emit, choices_of
+from muster.policies.sampling import ActionMask, ActionRows, Emit
 
 LOG_STD_BOUNDS = (-20.0, 2.0)
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from muster.errors import BadEnvOutput, BadPolicyOutput
 from muster.keys import Key, dotted
-from muster.memory.specs import Array, ArraySpec
+from muster.memory.specs import Array, choices_of
 
 if TYPE_CHECKING:
     import torch
@@ -37,13 +37,6 @@ SMALL = 16
 # Bounds of Gumbel noise: in float32 exp(difference of two) stays finite, so that the log-probability of the
 # chosen action needs no maximum: logits[j] - logits[chosen] <= noise[chosen] - noise[j].
 LEAST_EXPONENTIAL = 1e-30
-
-
-def choices_of(spec: ArraySpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the number of choices and the first choice of each variable of a bounded integer space."""
-    assert spec.low is not None and spec.high is not None
-    low, high = (np.broadcast_to(np.asarray(x, np.int64), spec.shape).reshape(-1) for x in (spec.low, spec.high))
-    return tuple((high - low + 1).tolist()), tuple(low.tolist())
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from muster.episodes.record import NO_EPISODES, Episodes, join_episodes
 from muster.keys import TRAJ_IDS, Key
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
-from muster.restore.action_log import ResetLog, random_state
-from muster.restore.crash_report import Special
+from muster.restore.action_log import Anchors
 from muster.rollout.group import Group
 from muster.workers.crash_notes import CrashNotes
 from muster.workers.messages import RolloutResult
@@ -57,7 +56,8 @@ class _JoinedRollouts:
     """The rollouts of a group that are not in its action log yet."""
 
     def __init__(self, notes: CrashNotes, group: Group) -> None:
-        self._notes, self._number, self._env, self._waiting = notes, group.number, group.env, group.waiting
+        self._notes, self._number, self._waiting = notes, group.number, group.waiting
+        self._num_envs, self._anchors = group.B, Anchors(group.env)
         self._keys: list[Key] = []  # of the actions, then of the trajectory ids
         self._columns: list[Array] = []  # [most, B, *shape] of each
         self._most = self._full = self._rows = 0
@@ -85,39 +85,22 @@ class _JoinedRollouts:
             return
         *actions, ids = (column[: self._rows] for column in self._columns)
         named = dict(zip(self._keys, actions, strict=False))
-        resets = [(call, row, i) for call, (row, which) in enumerate(self._resets) for i in which]
-        log = ResetLog(np.array(resets, np.int32).reshape(-1, 3), self._special)
-        self._notes.add(self._number, named, ids, log, join_episodes(self._ended))
+        self._notes.add(self._number, named, ids, self._anchors.take(), join_episodes(self._ended))
         self._forget()
 
     def _forget(self) -> None:
-        self._rows = self._count = 0
-        self._resets: list[tuple[int, Sequence[int]]] = []  # row, and environments
-        self._special: dict[int, Special] = {}
-        self._unknown = set(range(self._env.num_envs))  # environments without a reset since then
+        self._rows = 0
         self._ended: list[Episodes] = []
 
     def _lose(self, which: Iterable[int] = ()) -> None:
         """Forget all actions: the next ones do not follow them."""
         self._forget()
+        self._anchors.forget()
         self._notes.forget([self._number])
 
     def _before_reset(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         # A rollout begins in row 0 of its lane, or continues after an error, which has forgotten all earlier rows.
-        if self._unknown or seeds is not None or self._env.reset_options:
-            self._note_special(which, seeds)
-        self._resets.append((self._rows + row, which))
-        self._count += len(which)
-
-    def _note_special(self, which: Sequence[int], seeds: Sequence[int] | None) -> None:
-        envs, options = self._env.objects(), self._env.reset_options or None
-        for n, i in enumerate(which):
-            seed = None if seeds is None else int(seeds[n])
-            state = random_state(envs[i]) if seed is None and i in self._unknown else None
-            special = Special(seed, state, options)
-            self._unknown -= {i} if special.is_anchor else set()
-            if not special.is_plain:
-                self._special[self._count + n] = special
+        self._anchors.before_reset(self._rows + row, which, seeds)
 
     def _allocate(self, lane: Lane, rows: int) -> None:
         """Make columns for at least ``rows`` rows."""
@@ -125,7 +108,7 @@ class _JoinedRollouts:
         self._keys = [*self._notes.action_keys(self._number, lane), TRAJ_IDS]
         like = [lane.arrays[key] for key in self._keys]
         row_bytes = sum(array[0].nbytes for array in like)
-        self._full = max(1, min(MOST_STEPS // self._env.num_envs, MOST_BYTES // row_bytes))
+        self._full = max(1, min(MOST_STEPS // self._num_envs, MOST_BYTES // row_bytes))
         self._most = self._full + rows
         self._columns = [np.empty((self._most, *array.shape[1:]), array.dtype) for array in like]
         for column, old in zip(self._columns, before, strict=False):
