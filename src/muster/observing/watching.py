@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from muster.observing.page_server import PageAddress
 from muster.observing.snapshots import MOST_TEXT, SnapshotFile, snapshot
 from muster.observing.stats import CollectorStats, WorkerStats
 from muster.utils.forks import Owner
+from muster.utils.programs import program
 
 EVERY_S = 1.0  # between two snapshots
 SAMPLES = 10  # of each worker's phase, in this time
@@ -40,10 +40,6 @@ PHASES = {
 }
 """Phases of a worker as letters of its lane."""
 _OF_ROW = ("index", "pid", "state", "phase", "frames", "share", "frames_per_s", "restarts", "policy_lag", "node")
-_PROGRAM = "import os, sys; sys.path[:] = sys.argv.pop(1).split(os.pathsep); " + (
-    "from muster.observing.page_server import main; main(sys.argv[1:])"
-)
-
 _log = logging.getLogger(__name__)
 
 
@@ -235,8 +231,7 @@ def _memory(pid: int) -> int | None:
 def _serve(directory: Path, page: PageAddress, film: Sequence[str]) -> subprocess.Popen[bytes]:
     """Start the process that serves the page. It exits when this process has exited."""
     fd = page.socket.fileno()
-    command = [sys.executable, "-c", _PROGRAM, os.pathsep.join(sys.path), str(fd), str(directory), str(os.getpid())]
-    command += film
+    command = program("muster.observing.page_server", str(fd), str(directory), str(os.getpid()), *film)
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

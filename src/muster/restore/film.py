@@ -28,13 +28,11 @@ from muster.restore.crash_report import EnvFactory
 from muster.restore.kept_episodes import KeptEpisode
 from muster.restore.player import Player
 from muster.utils.mp4 import check_ffmpeg, write_mp4
+from muster.utils.programs import program
 
 FPS = 30.0  # default for environments without render_fps
 LIMIT_S = 300  # to make a film
 LIMIT_BYTES = 256 << 20  # of a film
-_PROGRAM = "import os, sys; sys.path[:] = sys.argv.pop(1).split(os.pathsep); " + (
-    "from muster.restore.film import main; main(sys.argv[1:])"
-)
 
 
 @dataclass
@@ -158,7 +156,7 @@ def film_command(*, trust: bool) -> list[str]:
     Args:
         trust: see ``load_own``.
     """
-    return [sys.executable, "-c", _PROGRAM, os.pathsep.join(sys.path), "trust" if trust else ""]
+    return program("muster.restore.film", "trust" if trust else "")
 
 
 def main(arguments: Sequence[str]) -> None:
