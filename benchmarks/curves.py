@@ -48,9 +48,11 @@ class Curve:
     python: str = ""
     script: str = ""
     arguments: str = ""
+    options: str = "--eval-episodes 1"  # of the example
+    gymnasium: bool = False  # CleanRL's script with environments of Gymnasium, by ``benchmarks.gym_envs``
 
 
-_PENDULUM = "--env-id Pendulum-v1 --learning-starts 1024 --batch-size 256"
+_MUJOCO = "--env-id HalfCheetah-v5 --learning-starts 1024 --batch-size 256"
 CURVES = {
     "ppo_cartpole": Curve(
         "PPO, CartPole-v1",
@@ -70,8 +72,33 @@ CURVES = {
     ),
     "ppo_lstm": Curve("PPO with LSTM, CartPole-v1 without velocities", 102_400),
     "appo_vtrace": Curve("APPO with V-trace, two workers, CartPole-v1", 102_400),
-    "sac": Curve("SAC, Pendulum-v1", 6_144, "gym", "sac_continuous_action.py", _PENDULUM + " --policy-frequency 1"),
-    "td3": Curve("TD3, Pendulum-v1", 6_144, "gym", "td3_continuous_action.py", _PENDULUM + " --learning-rate 1e-3"),
+    "sac": Curve(
+        "SAC, HalfCheetah-v5 (MuJoCo)",
+        20_480,
+        "gym",
+        "sac_continuous_action.py",
+        _MUJOCO + " --policy-frequency 1",
+        "--eval-episodes 1 --env HalfCheetah-v5",
+        True,
+    ),
+    "td3": Curve(
+        "TD3, HalfCheetah-v5 (MuJoCo)",
+        20_480,
+        "gym",
+        "td3_continuous_action.py",
+        _MUJOCO + " --learning-rate 1e-3",
+        "--eval-episodes 1 --env HalfCheetah-v5",
+        True,
+    ),
+    "ppo_atari": Curve(
+        "PPO, Boxing (Atari)",
+        102_400,
+        "gym",
+        "ppo_atari.py",
+        "--env-id BoxingNoFrameskip-v4",
+        "--env ALE/Boxing-v5",
+        True,
+    ),
 }
 
 
@@ -96,7 +123,7 @@ def ours(name: str, seed: int, frames: int) -> dict[str, Any]:
     """Run an example; return its curve, rows of frames, mean return and seconds."""
     rows, cpu = [], 0.0
     command = [sys.executable, "-u", str(ROOT / "examples" / f"{name}.py"), "--seed", str(seed)]
-    for seconds, line in lines([*command, "--total-frames", str(frames), "--eval-episodes", "1"]):
+    for seconds, line in lines([*command, "--total-frames", str(frames), *CURVES[name].options.split()]):
         if line == "cpu":
             cpu = seconds
         elif found := ROW.search(line):
@@ -107,7 +134,8 @@ def ours(name: str, seed: int, frames: int) -> dict[str, Any]:
 def cleanrl(curve: Curve, python: str, seed: int, frames: int) -> dict[str, Any]:
     """Run CleanRL's script; return the same as ``ours``."""
     script = next(Path(python).parent.parent.glob(f"lib/python*/site-packages/cleanrl/{curve.script}"))
-    command = [python, "-u", "-W", "ignore", str(script), "--seed", str(seed), "--total-timesteps", str(frames)]
+    command = [python, "-u", "-W", "ignore", *(["-m", "benchmarks.gym_envs"] if curve.gymnasium else []), str(script)]
+    command += ["--seed", str(seed), "--total-timesteps", str(frames)]
     returns, rows, cpu, ended = list[float](), [], 0.0, 0.0
     every = max(1, frames // POINTS)
     following = every

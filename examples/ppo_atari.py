@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> float:
     args = parser.parse_args(argv)
     torch.manual_seed(args.seed)
     gymnasium.register_envs(ale_py)
-    envs = gymnasium.make_vec(args.env, num_envs=args.num_envs)
+    envs = gymnasium.make_vec(args.env, num_envs=args.num_envs, reward_clipping=False)  # returns are the game's
     agent = Agent(int(envs.single_action_space.n))
     optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE, eps=1e-5, fused=True)
     frames = args.num_envs * args.steps
