@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
@@ -21,7 +22,7 @@ def out_of_memory(at: int) -> Iterator[list[int]]:
     times: list[int] = []
 
     def names(index: Any) -> bool:
-        return isinstance(index, str) or (isinstance(index, tuple) and isinstance(index[0], str))
+        return isinstance(index, str) or (isinstance(index, tuple) and bool(index) and isinstance(index[0], str))
 
     def short(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -36,6 +37,7 @@ def out_of_memory(at: int) -> Iterator[list[int]]:
 
     with (
         mock.patch.object(torch, "cat", short(torch.cat)),
+        mock.patch.object(np, "unravel_index", short(np.unravel_index)),  # what an index of rows begins with
         mock.patch.object(TensorDict, "__getitem__", short(TensorDict.__getitem__)),
     ):
         yield times

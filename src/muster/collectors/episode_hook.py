@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from muster.episodes.segment import ENDED, Pieces, find_pieces, time_last
+from muster.episodes.segment import ENDED, Pieces, find_pieces, split, time_last
 from muster.episodes.whole import Envs, WholeEpisodes
 from muster.errors import HookError, text_of
 from muster.keys import TRAJ_IDS, VALID, Key, dotted
@@ -159,7 +159,7 @@ def _cut(batch: TensorDict, pieces: Pieces) -> Iterator[TensorDict]:
     """Yield the episodes of a batch ``[frames]`` or ``[n, longest]``, as views."""
     lengths = pieces.length.tolist()
     if batch.ndim == 1:
-        yield from batch.split(lengths)  # a third of the time of slices
+        yield from split(batch, lengths)
         return
     for row, length in zip((pieces.rows[pieces.first] // batch.shape[-1]).tolist(), lengths, strict=True):
         yield batch[row][:length]
