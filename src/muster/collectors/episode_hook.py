@@ -41,7 +41,6 @@ class EpisodeHook:
         self._known: dict[Key, tuple[Any, ...]] | None = None  # shape and dtype of each column of the first episode
         self._episodes = self._nothing_yet()
         self._taken: TensorDict | None = None  # the batch whose ``watch`` an error interrupted
-        self._ended: TensorDict | None = None  # the episodes that end in it
         self._under_way: TensorDict | None = None  # the batch whose ``whole`` an error interrupted
         self._left: deque[TensorDict] = deque()  # its episodes that ``function`` has not had yet
         self._made: list[Columns] = []  # the columns of its other episodes
@@ -66,12 +65,8 @@ class EpisodeHook:
         if batch is not self._taken:
             self._episodes.add(_with_all_steps(batch), envs)
             self._taken = batch
-        if self._ended is None and (numbers := self._episodes.held):
-            self._ended = self._episodes.take(numbers).batch
-        episodes: deque[TensorDict] = deque()
-        if (ended := self._ended) is not None:
-            episodes.extend(_cut(ended.exclude(*hidden), find_pieces(ended, self._done_key)))
-        self._taken = self._ended = None
+        episodes = deque(self._episodes.take_all(hidden))
+        self._taken = None
         return episodes
 
     def show(self, episodes: deque[TensorDict]) -> None:

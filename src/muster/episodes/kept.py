@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from muster.episodes.segment import take
+from muster.episodes.segment import split, take
+from muster.keys import Key
 from muster.memory.specs import Array
 
 if TYPE_CHECKING:
@@ -40,6 +41,22 @@ class CopiedRows:
         self._live += length
         return span
 
+    def views(self, spans: Sequence[Span], hidden: Sequence[Key]) -> dict[Span, TensorDict]:
+        """Return views of the rows of each span, without the ``hidden`` columns."""
+        lengths: list[int] = []
+        places: dict[Span, int] = {}
+        end = 0
+        for span in sorted(spans, key=lambda span: span.start):
+            if span.start > end:  # rows of others
+                lengths.append(span.start - end)
+            places[span] = len(lengths)
+            lengths.append(span.length)
+            end = span.start + span.length
+        if end < len(self.rows):
+            lengths.append(len(self.rows) - end)
+        parts = _views(self.rows, lengths, hidden)
+        return {span: parts[place] for span, place in places.items()}
+
     def drop(self, span: Span) -> None:
         """Mark the rows as unneeded; ``compact`` frees their memory."""
         span.kept = False
@@ -61,7 +78,10 @@ class CopiedRows:
             start += span.length
 
 
-def gather(parts: Sequence[tuple[CopiedRows, Span]]) -> tuple[TensorDict, Array]:
+Parts = Sequence[tuple[CopiedRows, Span]]
+
+
+def gather(parts: Parts) -> tuple[TensorDict, Array]:
     """Return a TensorDict with the rows of these parts, and their indices in it, part by part. Reads no others."""
     of_chunk: dict[CopiedRows, list[Span]] = {}
     for chunk, span in parts:
@@ -76,6 +96,32 @@ def gather(parts: Sequence[tuple[CopiedRows, Span]]) -> tuple[TensorDict, Array]
             moved[span] = Span(start, span.length)
             start += span.length
     return joined, _row_numbers([moved[span] for _, span in parts])
+
+
+def cut_out(episodes: Sequence[Parts], hidden: Sequence[Key] = ()) -> list[TensorDict]:
+    """Return the rows of each episode, ``[L]``, without the ``hidden`` columns.
+
+    An episode of one part is a view of its chunk, which it keeps alive; others are copied, all together.
+    """
+    several = [parts for parts in episodes if len(parts) > 1]
+    copies: Iterator[TensorDict] = iter(())
+    if several:
+        copied = take(*gather([part for parts in several for part in parts]))
+        copies = iter(_views(copied, [sum(span.length for _, span in parts) for parts in several], hidden))
+    of_chunk: dict[CopiedRows, list[Span]] = {}
+    for parts in episodes:
+        if len(parts) == 1:
+            of_chunk.setdefault(parts[0][0], []).append(parts[0][1])
+    views: dict[Span, TensorDict] = {}
+    for chunk, spans in of_chunk.items():
+        views |= chunk.views(spans, hidden)
+    return [views[parts[0][1]] if len(parts) == 1 else next(copies) for parts in episodes]
+
+
+def _views(rows: TensorDict, lengths: list[int], hidden: Sequence[Key]) -> Sequence[TensorDict]:
+    shown = rows.exclude(*hidden)
+    shown.names = ["time"]
+    return split(shown, lengths)
 
 
 def _row_numbers(spans: Sequence[Span]) -> Array:

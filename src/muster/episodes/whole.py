@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import numpy as np
 import torch
 
-from muster.episodes.kept import CopiedRows, Span, gather
+from muster.episodes.kept import CopiedRows, Span, cut_out, gather
 from muster.episodes.plain import from_plain, to_plain
 from muster.episodes.rules import ENDLESS, StreamRule, check_stream_rule, make_queue
 from muster.episodes.segment import ENDED, NEVER, Pieces, find_pieces, padded, take, time_last
@@ -126,7 +126,9 @@ class WholeEpisodes:
         self._due: list[int] = []  # episodes that do not wait, in order
         self._without_end = np.zeros(self.num_envs, np.int64)  # rows of each environment since its last end
         self._asked = 0  # earlier ends were returned by ``new_ends`` already
-        self._sparse: set[CopiedRows] = set()  # some of their rows were dropped since the last ``compact``
+        # Some of their rows were dropped since the last batch, or before that: see ``_compact``.
+        self._sparse: set[CopiedRows] = set()
+        self._sparser: set[CopiedRows] = set()
 
     @property
     def held(self) -> list[int]:
@@ -185,7 +187,6 @@ class WholeEpisodes:
         for episodes in chosen:
             self._let_go(episodes)
         del self._due[: len(made) * self.n]
-        self._compact()
         return made
 
     def new_ends(self) -> list[list[int]]:
@@ -203,7 +204,19 @@ class WholeEpisodes:
         episodes = [self._ended[number] for number in numbers]
         made = self._joined(episodes)
         self._let_go(episodes)
-        self._compact()
+        return made
+
+    def take_all(self, hidden: Sequence[Key] = ()) -> list[TensorDict]:
+        """Remove all complete episodes, and return each, ``[L]``, in order of their ends. For ``rule=None``.
+
+        Episodes share memory with each other, and with nothing else that is used later.
+
+        Args:
+            hidden: columns to leave out.
+        """
+        episodes = list(self._ended.values())
+        made = cut_out([episode.parts for episode in episodes], hidden)
+        self._let_go(episodes)
         return made
 
     def check_ends(self, waiting: str, *, resets: bool) -> None:
@@ -249,7 +262,6 @@ class WholeEpisodes:
             for agent in range(self._first_open.shape[1]):
                 if (env, agent) in self._open:
                     self._drop(self._open[env, agent], CUT)
-        self._compact()
         return before - self.frames_held
 
     def clear(self, reason: str) -> int:
@@ -264,6 +276,7 @@ class WholeEpisodes:
             self._forget(episode, min(episode.number, CUT))
         self._ended.clear()
         self._sparse.clear()
+        self._sparser.clear()
         self._queue = None if self.rule is None else make_queue(self.rule, self.n, self.num_envs)
         self._due = []
         self.frames_held = 0
@@ -422,9 +435,10 @@ class WholeEpisodes:
             self._sparse.add(chunk)
 
     def _compact(self) -> None:
-        for chunk in self._sparse:
+        """Free the memory of rows that were dropped before the last batch: most others are free after the next one."""
+        for chunk in self._sparser:
             chunk.compact()
-        self._sparse.clear()
+        self._sparser, self._sparse = self._sparse, set()
 
 
 def _gathered(episodes: Iterable[HeldEpisode]) -> tuple[TensorDict, Array]:
