@@ -3,9 +3,9 @@
     python -m benchmarks.curves [--example NAME ...] [--seeds 3] [--frames N] [--gym PYTHON] [--gymnasium PYTHON]
 
 Each run is a process of its own, one at a time; seed by seed, an example and then CleanRL's script. A point is the mean
-return of the last 20 episodes while training. Seconds are those of the whole process with its imports, and its
-processor time. CleanRL 1.2.0 needs older packages: benchmarks/README.md has the two environments for it. Results are
-added to ``benchmarks/results/curves.json`` after every run; the table of docs/examples.md is made from that file.
+return of the last episodes (``Curve.window``) while training. Seconds are those of the whole process with its imports,
+and its processor time. CleanRL 1.2.0 needs older packages: benchmarks/README.md has the two environments for it.
+Results are added to ``benchmarks/results/curves.json`` after every run; the table of docs/examples.md is made from it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks.runner import ROOT, environment
 from muster.evaluation.result import student_quantile
 
 OUTPUT, PAGE = RESULTS / "curves.json", ROOT / "docs" / "examples.md"
-WINDOW, POINTS = 20, 25  # episodes of a point; points of a curve of CleanRL
+POINTS = 25  # of a curve of CleanRL
 BEGIN, END = "<!-- curves: begin -->\n", "<!-- curves: end -->"
 ROW = re.compile(r"([\d,]+) frames .*mean return +(-?[\d.]+) ")
 EPISODE = re.compile(r"global_step=(\d+), episodic_return=\[?(-?[\d.]+)")
@@ -49,6 +49,7 @@ class Curve:
     script: str = ""
     arguments: str = ""
     options: str = "--eval-episodes 1"  # of the example
+    window: int = 20  # episodes of a point, as the example prints them
     gymnasium: bool = False  # CleanRL's script with environments of Gymnasium, by ``benchmarks.gym_envs``
 
 
@@ -79,7 +80,8 @@ CURVES = {
         "sac_continuous_action.py",
         _MUJOCO + " --policy-frequency 1",
         "--eval-episodes 1 --env HalfCheetah-v5",
-        True,
+        window=4,
+        gymnasium=True,
     ),
     "td3": Curve(
         "TD3, HalfCheetah-v5 (MuJoCo)",
@@ -88,7 +90,8 @@ CURVES = {
         "td3_continuous_action.py",
         _MUJOCO + " --learning-rate 1e-3",
         "--eval-episodes 1 --env HalfCheetah-v5",
-        True,
+        window=4,
+        gymnasium=True,
     ),
     "ppo_atari": Curve(
         "PPO, Boxing (Atari)",
@@ -97,7 +100,7 @@ CURVES = {
         "ppo_atari.py",
         "--env-id BoxingNoFrameskip-v4",
         "--env ALE/Boxing-v5",
-        True,
+        gymnasium=True,
     ),
 }
 
@@ -147,10 +150,10 @@ def cleanrl(curve: Curve, python: str, seed: int, frames: int) -> dict[str, Any]
         if found := EPISODE.search(line):
             step = int(found[1])
             while step >= following and returns:
-                rows.append([following, round(statistics.fmean(returns[-WINDOW:]), 1), round(seconds, 1)])
+                rows.append([following, round(statistics.fmean(returns[-curve.window :]), 1), round(seconds, 1)])
                 following += every
             returns.append(float(found[2]))
-    rows.append([frames, round(statistics.fmean(returns[-WINDOW:]), 1), round(ended, 1)])
+    rows.append([frames, round(statistics.fmean(returns[-curve.window :]), 1), round(ended, 1)])
     return {"seed": seed, "cpu_s": round(cpu, 1), "rows": rows}
 
 

@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> float:
             returns += [episode.episode_return for episode in collector.episodes]
             if frames % 1024 == 0 and returns:
                 print(
-                    f"{frames:8,} frames  {len(returns):5} episodes  mean return {fmean(returns[-20:]):8.1f}  "
+                    f"{frames:8,} frames  {len(returns):5} episodes  mean return {fmean(returns[-NUM_ENVS:]):8.1f}  "
                     f"{time.perf_counter() - started:6.1f} s",
                     flush=True,
                 )
