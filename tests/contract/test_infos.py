@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import importlib.util
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +17,6 @@ from gymnasium.wrappers.vector import RecordEpisodeStatistics as RecordBatchStat
 
 from muster import Collector, MultiAsyncCollector, MultiSyncCollector
 from muster.testing import InfoEnv
-from tests.fakes import sb3
 
 LENGTHS = 3, 4
 ALL_INFOS = {"t": None, "stage": None, "half": None, "place": None, "goal": None, **InfoEnv.SPACES}
@@ -50,12 +49,10 @@ VECTORS |= {
     f"async {mode.name}": (lambda mode=mode: AsyncVectorEnv(MAKERS, autoreset_mode=mode, context="fork"))
     for mode in (AutoresetMode.SAME_STEP,)
 }
-VECTORS["sb3"] = lambda: sb3.DummyVecEnv(MAKERS)
+if importlib.util.find_spec("stable_baselines3") is not None:
+    from stable_baselines3.common.vec_env import DummyVecEnv
 
-
-@pytest.fixture(autouse=True)
-def _sb3_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "stable_baselines3", sb3)
+    VECTORS["sb3"] = lambda: DummyVecEnv(MAKERS)
 
 
 def told(length: int, t: int) -> dict[str, Any]:

@@ -94,8 +94,9 @@ class PrtEnvs(EnvBatch):
             )
         for i in which:
             state = self._pair("reset_index", i)
-            one = state.unsqueeze(0) if state.ndim < rows.ndim else state
-            rows[i] = self._checked(one, 1, "reset_index")[0].cpu().numpy()
+            if isinstance(state, torch.Tensor) and state.ndim < rows.ndim:
+                state = state.unsqueeze(0)
+            rows[i] = self._checked(state, 1, "reset_index")[0].cpu().numpy()
             if self._vector is not None:  # else it would reset the environment again instead of its next step
                 self._vector._autoreset_envs[i] = False
 
@@ -159,12 +160,11 @@ class PrtEnvs(EnvBatch):
     def _reset_all(self) -> torch.Tensor:
         return self._checked(self._pair("reset"), self.num_envs, "reset")
 
-    def _pair(self, method: str, *args: Any) -> torch.Tensor:
+    def _pair(self, method: str, *args: Any) -> Any:
+        """Return the state from a method that returns ``(state, info)``."""
         got = call(self.env, method, self.name, *args)
         if not isinstance(got, tuple) or len(got) != 2:
             raise BadEnvOutput(f"{self.name}.{method} returned {_kind(got)}, expected (state, info)")
-        if not isinstance(got[0], torch.Tensor):
-            raise BadEnvOutput(f"{self.name}.{method} returned a state that is {_kind(got[0])}, expected a tensor")
         return got[0]
 
     def _checked(self, state: Any, n: int, method: str) -> torch.Tensor:

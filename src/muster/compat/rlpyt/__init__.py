@@ -19,9 +19,9 @@ from muster.compat.rlpyt.collectors import (
     GpuResetCollector,
     GpuWaitResetCollector,
 )
+from muster.compat.rlpyt.envs import TrajInfo
 from muster.compat.rlpyt.evaluation import BaseEvalCollector, CpuEvalCollector, GpuEvalCollector, SerialEvalCollector
 from muster.compat.rlpyt.sampling import AgentInputs
-from muster.compat.rlpyt.traj_info import TrajInfo
 
 __all__ = [
     "BaseCollector",

@@ -11,6 +11,7 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.vector.utils import concatenate, create_empty_array
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
@@ -81,7 +82,8 @@ class SB3Rollouts:
         policy = model.policy
         policy.set_training_mode(False)
         with torch.no_grad():  # the distribution of the last training step has gradients, which cannot be pickled
-            policy.get_distribution(policy.obs_to_tensor(_zeros(self._space))[0])
+            zeros: Any = create_empty_array(self._space, n=1, fn=np.zeros)
+            policy.get_distribution(policy.obs_to_tensor(zeros)[0])
         self._actor = actor(policy)
         parts = [list(part) for part in np.array_split(np.arange(len(env_fns)), max(1, num_workers))]
         factories = [partial(stacked, [env_fns[i] for i in part], self.n_steps) for part in parts]
@@ -143,9 +145,10 @@ class SB3Rollouts:
             values, log_probs = batch["state_value"], batch["action_log_prob"]
         if isinstance(model.action_space, spaces.MultiBinary):
             actions = actions.float()  # as SB3 draws them
-        after = [last for _, last in traces]
+        after: Any = create_empty_array(self._space, n=len(traces))
+        self._reached = concatenate(self._space, [last for _, last in traces], after)
         return SB3Rollout(
-            [*(self._obs(batch, t) for t in range(T)), self._stacked(after)],
+            [*(self._obs(batch, t) for t in range(T)), self._reached],
             [self._obs(batch["next"], t) for t in range(T)],
             actions.numpy(),
             batch["next", "reward"][..., 0].numpy(),
@@ -157,21 +160,10 @@ class SB3Rollouts:
             infos,
         )
 
-    def reached(self, obs: Obs) -> None:
-        """Take note of the model's last observations, after a rollout."""
-        self._reached = obs
-
     def _obs(self, batch: Any, t: int) -> Obs:
         if isinstance(self._space, spaces.Dict):
             return {key: batch[key][t].numpy() for key in self._space.spaces}
         return batch["observation"][t].numpy()
-
-    def _stacked(self, observations: list[Any]) -> Obs:
-        """Return the observations of single environments as one."""
-        if isinstance(self._space, spaces.Dict):
-            parts = self._space.spaces.items()
-            return {key: np.stack([obs[key] for obs in observations]).astype(part.dtype) for key, part in parts}
-        return np.stack(observations).astype(self._space.dtype)
 
     def _of_envs(self, name: str) -> list[Any]:
         """Return an attribute of all environments."""
@@ -205,7 +197,6 @@ class RolloutsByMuster(OnPolicyAlgorithm):
         rollout_buffer.reset()
         callback.on_rollout_start()
         rollout = rollouts.collect(self, self._last_obs)
-        rollouts.reached(rollout.obs[-1])
         self._last_episode_starts = rollout.starts
         try:
             for t in range(n_rollout_steps):
@@ -285,12 +276,6 @@ def _check(model: OnPolicyAlgorithm) -> None:
             f"The model's environments are wrapped by {wrapper}, which needs the steps of all environments in this "
             f"process. {remedy} Or use wrappers of single environments."
         )
-
-
-def _zeros(space: spaces.Space[Any]) -> Any:
-    if isinstance(space, spaces.Dict):
-        return {key: np.zeros(part.shape or (), part.dtype) for key, part in space.spaces.items()}
-    return np.zeros(space.shape or (), space.dtype)
 
 
 def _row(obs: Obs, i: int) -> Any:

@@ -30,13 +30,8 @@ class VecEnv(vec_env.VecEnv):
         env_fns: functions that make the environments, one for each. Lambdas and closures are possible.
         start_method: as in ``SubprocVecEnv``: "forkserver" (in milliseconds) or "spawn". None: as the system allows.
             Also for "fork", which breaks libraries that use threads, such as torch.
-        num_workers: number of worker processes; None: one for each CPU that this process may use. At most one for each
-            environment.
-        on_failure: "raise": raise the error of an environment or worker; ``reset`` starts lost workers again.
-            "restart": make the environments again, and return this step as a truncation with reward 0, and
-            ``info["muster"]["error"]``. At most 10 times a minute for each worker, and 3 times without a step.
-        timeouts: seconds without progress after which a worker counts as hanging, by phase: "construct", "call" (300),
-            "reset", "step" (60, for each environment), "close" (5). None: no limit.
+        num_workers, on_failure, timeouts: see ``muster.compat.gymnasium.VectorEnv``. The error of an environment that
+            was made again is ``info["muster"]["error"]``.
 
     Raises:
         EnvError: an environment raised an error, which is the ``__cause__``.

@@ -17,7 +17,7 @@ from tianshou.data.batch import alloc_by_keys_diff
 from muster.compat.tianshou.collector import ROWS_FOR_EPISODES, Collector
 from muster.compat.tianshou.envs import Actions, Row, VectorEnvs, listed
 from muster.compat.tianshou.sampling import Sampling
-from muster.compat.tianshou.steps import StepByStep, Tally
+from muster.compat.tianshou.steps import Tally
 from muster.keys import OBSERVATION, REWARD, TERMINATED, TRUNCATED, Key, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
@@ -130,12 +130,9 @@ class AsyncCollector(Collector):
     def _make_envs(self, obs: Any) -> VectorEnvs:
         return AsyncVectorEnvs(self.env, obs)
 
-    def _fill(self, sampling: Sampling, tally: Tally, n_step: int | None, n_episode: int | None) -> None:
+    def _fill(self, sampling: Sampling, tally: Tally, n_step: int | None, n_episode: int | None, by_step: Any) -> None:
         envs = sampling.envs
         assert isinstance(envs, AsyncVectorEnvs)
-        by_step = None
-        if self._looks_at_steps():
-            by_step = StepByStep(self, sampling, tally, adds_entries=bool(n_episode)).watch
 
         def made() -> int:
             return envs.arrived if n_step else envs.ended

@@ -156,9 +156,12 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
         sampling.actor.begin(self.policy, random=random, noise=self.exploration_noise, no_grad=self._no_grad)
         sampling.envs.reset_kwargs = gym_reset_kwargs or {}
         sampling.envs.after_step = self._renderer(render)
+        by_step = None
+        if self._looks_at_steps():
+            by_step = StepByStep(self, sampling, tally, adds_entries=bool(n_episode)).watch
         try:
             with trimmed:
-                self._fill(sampling, tally, n_step, n_episode)
+                self._fill(sampling, tally, n_step, n_episode, by_step)
         finally:
             self.collect_step += tally.steps
             self.collect_episode += tally.episodes
@@ -169,12 +172,10 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
             raise BadOption(f"{type(self.env).__name__} is asynchronous: use AsyncCollector")
         return VectorEnvs(self.env, obs)
 
-    def _fill(self, sampling: Sampling, tally: Tally, n_step: int | None, n_episode: int | None) -> None:
+    def _fill(self, sampling: Sampling, tally: Tally, n_step: int | None, n_episode: int | None, by_step: Any) -> None:
+        """Collect; ``by_step`` is called with each row, and adds it to the buffer. None: rows are added together."""
         rule = LastEven(n_episode, self.env_num) if n_episode else None
         left = -(-n_step // self.env_num) if n_step else 0
-        by_step = None
-        if self._looks_at_steps():
-            by_step = StepByStep(self, sampling, tally, adds_entries=rule is not None).watch
         while left > 0 or (rule is not None and not rule.complete):
             rows = min(left if rule is None else ROWS_FOR_EPISODES, sampling.most_rows)
             self._make(sampling, tally, rows, rule, by_step, stores=by_step is None)

@@ -8,6 +8,7 @@
 docs/torchrl.md describes the differences.
 """
 
+# ruff: noqa: F405 (names that need TorchRL are imported on first use)
 from __future__ import annotations
 
 import importlib
@@ -34,20 +35,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from muster.compat.torchrl.collectors import (
-        AsyncBatchedCollector,
-        AsyncCollector,
-        BaseCollector,
-        Collector,
-        Evaluator,
-        MultiAsyncCollector,
-        MultiCollector,
-        MultiProcessedWeightUpdater,
-        MultiSyncCollector,
-        ProfileConfig,
-        RandomPolicy,
-        RemoteModuleWeightUpdater,
-    )
+    from muster.compat.torchrl.collectors import *  # noqa: F403
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from muster.compat.torchrl.policies import AHEAD
-from muster.keys import IS_INIT, POLICY_VERSION, STEP_COUNT, TRAJ_IDS, TRUNCATED, Key, next_of
+from muster.keys import POLICY_VERSION, STEP_COUNT, TRAJ_IDS, TRUNCATED, Key, next_of
 from muster.policies.tensordict_program import as_key
 
 if TYPE_CHECKING:
@@ -92,11 +92,3 @@ def truncated_keys(env: Any, *, limited: bool) -> list[Any]:
             "truncated keys are properly set using `env.add_truncated_keys()` before passing the env to the collector."
         )
     return keys
-
-
-def zeros_of(columns: Sequence[Any], lead: tuple[int, ...]) -> dict[Any, torch.Tensor]:
-    """Return zeros for the outputs of a policy other than its actions, ``[*lead, *shape]``."""
-    from muster.memory.slots import torch_dtype
-
-    plain = [c for c in columns if c.is_tensor and c.key != IS_INIT]
-    return {c.key: torch.zeros((*lead, *c.shape), dtype=torch_dtype(c.dtype)) for c in plain}

@@ -23,6 +23,7 @@ from muster.compat.torchrl.state import TorchRLState
 from muster.compat.torchrl.weights import TorchRLWeights
 from muster.errors import CollectorClosed, EnvError, PolicyError
 from muster.keys import IS_INIT
+from muster.memory.slots import torch_dtype
 from muster.policies.adapt import place
 from muster.policies.random import RandomPolicy as UniformPolicy
 from muster.utils.interrupts import postponed
@@ -299,13 +300,15 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
         return self._random_policy
 
     def _zeros_of_policy(self) -> Any:
+        """Return zeros for the outputs of the policy other than its actions, ``[*batch shape, *shape]``."""
         if not self._use_buffers:
             return {}
         if not self._acting.columns():
             self._engine.policy = self._acting
             with torch.random.fork_rng(devices=[]):
                 self._engine.source.layout("policy")
-        return batches.zeros_of(self._acting.columns(), self._batch_shape)
+        plain = [c for c in self._acting.columns() if c.is_tensor and c.key != IS_INIT]
+        return {c.key: torch.zeros((*self._batch_shape, *c.shape), dtype=torch_dtype(c.dtype)) for c in plain}
 
     def _collect(self) -> Any:
         engine = self._engine
@@ -319,7 +322,11 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
         if self.track_traj_ids:
             self._numbering.write(batch)
         if self.return_same_td and self._use_buffers:
-            batch = self._same = batch if self._same is None else _overwritten(self._same, batch)
+            if self._same is None:
+                self._same = batch
+            else:  # processes may share its memory
+                self._same.update_(batch.select(*self._same.keys(True, True), strict=False))
+            return self._same
         return batch
 
     def _add_steps(self) -> None:
@@ -348,11 +355,6 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
     def _check_open(self) -> None:
         if self.closed:
             raise CollectorClosed("this collector was shut down; make a new one")
-
-
-def _overwritten(same: Any, batch: Any) -> Any:
-    """Write the batch into the memory of ``same``, which processes may share, and return ``same``."""
-    return same.update_(batch.select(*same.keys(True, True), strict=False))
 
 
 @contextlib.contextmanager
