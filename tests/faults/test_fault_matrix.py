@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import fault_matrix, fault_matrix_cells
 from benchmarks.fault_matrix_cells import BACKENDS, ENDS, FAULTS, Backend, Case, always
-from muster import Collector, MultiSyncCollector, load
+from muster import Collector, DistributedCollector, MultiSyncCollector, load
 from muster.errors import BadRecording
 from muster.testing import CountingEnv, OracleEnv
 from tests.fakes import faults
@@ -163,3 +163,16 @@ def test_a_collector_that_lacks_descriptors_leaves_none():
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limit)
         assert fault_matrix_cells.resources()["descriptors"] <= before
+
+
+@pytest.mark.parametrize("left", [-2, -1, 0])
+def test_nodes_that_lack_descriptors_leave_none(left):
+    options = {"frames_per_batch": 20, "launcher": "mp"}
+    limit, before = resource.getrlimit(resource.RLIMIT_NOFILE), fault_matrix_cells.resources()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before["descriptors"] + left, limit[1]))
+    try:
+        with pytest.raises((OSError, ValueError), match="open files|descriptors"):
+            DistributedCollector([CountingEnv] * 2, None, **options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    assert not fault_matrix_cells.more_than(before)
