@@ -274,7 +274,8 @@ def main() -> None:
         if any("ray" in name for names in cases.values() for name in names):
             os.environ.update(runner.environment())
             os.environ.update({"RAY_worker_niceness": "0"})  # not 15, with which actors would come after all others
-            os.environ[RAY_ADDRESS] = stack.enter_context(ray_cluster(4))
+            os.environ.update({"RAY_raylet_start_wait_time_s": "120"})  # not 30: a busy machine may need more
+            os.environ[RAY_ADDRESS] = stack.enter_context(ray_cluster(4 if WEIGHTS.name in cases else 2))
             store = object_store(os.environ[RAY_ADDRESS], 3 * rounds)
         results, wire = measure(cases, rounds=rounds, seconds=seconds, pythons=options.python)
     figures = figures_of(results, wire)

@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 import tempfile
+from contextlib import suppress
 
 import pytest
 
@@ -105,6 +106,13 @@ def test_a_cell_with_another_error_than_expected_is_a_finding(temporary, monkeyp
         fault_matrix_cells.cell("this", "in process", "raise", temporary, None)
 
 
+def test_a_cell_that_discards_rows_for_another_reason_is_a_finding(temporary, monkeypatch):
+    """The environment fails before its fault is made, and is restarted."""
+    monkeypatch.setitem(FAULTS, "this", Case(always(faults.Raising(ValueError)), errors=("WorkerDied",)))
+    with pytest.raises(AssertionError, match="env_error"):
+        fault_matrix_cells.cell("this", "threads", "restart", temporary, None)
+
+
 def test_a_program_that_ends_and_one_that_does_not(tmp_path, monkeypatch):
     """In processes of their own; a cell that takes too long is a finding, and its processes are ended."""
     monkeypatch.setitem(fault_matrix.LIMIT_S, "here", 1.0)
@@ -165,14 +173,20 @@ def test_a_collector_that_lacks_descriptors_leaves_none():
         assert fault_matrix_cells.resources()["descriptors"] <= before
 
 
-@pytest.mark.parametrize("left", [-2, -1, 0])
-def test_nodes_that_lack_descriptors_leave_none(left):
-    options = {"frames_per_batch": 20, "launcher": "mp"}
-    limit, before = resource.getrlimit(resource.RLIMIT_NOFILE), fault_matrix_cells.resources()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (before["descriptors"] + left, limit[1]))
+@pytest.mark.parametrize("free", [0, 1, 2])
+def test_nodes_that_lack_descriptors_leave_none(free):
+    limit, before, taken = resource.getrlimit(resource.RLIMIT_NOFILE), fault_matrix_cells.resources(), []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before["descriptors"] + 10, limit[1]))
     try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(2))
+        for _ in range(free):
+            os.close(taken.pop())
         with pytest.raises((OSError, ValueError), match="open files|descriptors"):
-            DistributedCollector([CountingEnv] * 2, None, **options)
+            DistributedCollector([CountingEnv] * 2, None, frames_per_batch=20, launcher="mp")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        for fd in taken:
+            os.close(fd)
     assert not fault_matrix_cells.more_than(before)
