@@ -128,8 +128,7 @@ def measure(
 
 def per_frame(wire: Iterable[int], series: runner.Series) -> list[float]:
     """Median and IQR, over the rounds."""
-    found = report.median_iqr([n / turn.frames for n, turn in zip(wire, series.slices, strict=False)])
-    return [round(x, 1) for x in found]
+    return _rounded([n / turn.frames for n, turn in zip(wire, series.slices, strict=False)], 1)
 
 
 def table(results: report.Results, wire: Mapping[str, Any], case: str) -> str:
@@ -178,6 +177,35 @@ def publish_figure(results: report.Results, short: str) -> Figure:
     ratios = [(1 / p - 1 / s) * b for p, s, b in zip(publish, step, plain, strict=False)]
     median, spread = report.median_iqr(ratios)
     return Figure(name, 1.5, median, at_least=False, spread=spread)
+
+
+def object_store(address: str, rounds: int) -> dict[str, Any]:
+    """Ray's object store by itself: median and IQR of each piece in ms, and of two nodes over one in each round."""
+    import ray
+
+    from benchmarks.ray_store import PLACES, measure
+
+    ray.init(address=address, log_to_driver=False)
+    try:
+        times = measure(rounds)
+    finally:
+        ray.shutdown()
+    milliseconds = {
+        place: {piece: _rounded([1e3 * x for x in each], 2) for piece, each in pieces.items()}
+        for place, pieces in times.items()
+    }
+    one, two = (times[place]["store"] for place in PLACES)
+    ratios = _rounded([b / a for a, b in zip(one, two, strict=True)], 2)
+    pieces = list(milliseconds[PLACES[0]])
+    rows = [["Ray's object store, 58 MB, ms", *pieces]]
+    rows += [[place, *(f"{milliseconds[place][piece][0]:g}" for piece in pieces)] for place in PLACES]
+    print(f"\n{report.aligned(rows)}\ntwo nodes over one: {ratios[0]:g}")
+    return {"ms": milliseconds, "two_nodes_over_one": ratios}
+
+
+def _rounded(values: Sequence[float], digits: int) -> list[float]:
+    """Median and IQR."""
+    return [round(x, digits) for x in report.median_iqr(values)]
 
 
 def payload_per_frame(workload: Workload) -> float:
@@ -241,11 +269,14 @@ def main() -> None:
     rounds, seconds = options.rounds or (2 if quick else 7), options.seconds or (0.2 if quick else 0.5)
     wanted = options.system or [name for name in SYSTEMS if not quick or ("ray" not in name and "torchrl" not in name)]
     cases = {case: [name for name in CASES[case] if name in wanted] for case in options.case or CASES}
+    store: dict[str, Any] = {}
     with ExitStack() as stack:
         if any("ray" in name for names in cases.values() for name in names):
             os.environ.update(runner.environment())
             os.environ.update({"RAY_worker_niceness": "0"})  # not 15, with which actors would come after all others
-            os.environ[RAY_ADDRESS] = stack.enter_context(ray_cluster(4))
+            os.environ.update({"RAY_raylet_start_wait_time_s": "120"})  # not 30: a busy machine may need more
+            os.environ[RAY_ADDRESS] = stack.enter_context(ray_cluster(4 if WEIGHTS.name in cases else 2))
+            store = object_store(os.environ[RAY_ADDRESS], 3 * rounds)
         results, wire = measure(cases, rounds=rounds, seconds=seconds, pythons=options.python)
     figures = figures_of(results, wire)
     print("\n" + workers_targets.table(figures))
@@ -254,6 +285,7 @@ def main() -> None:
     extra = {
         "targets": [figure.summary() for figure in figures],
         "wire_bytes_each": wire,
+        "object_store": store,
         "versions_by_interpreter": runner.peer_versions({*runner.find_pythons(names, options.python).values()}),
     }
     path = report.save(results, how, extra, options.output)

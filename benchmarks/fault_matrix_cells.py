@@ -54,6 +54,12 @@ SHORT_S = 1.0  # the deadline of a phase that hangs
 YOURS = "does not apply: the process is your own"
 PLACES = ("here", "threads", "processes", "nodes")
 ENDS = "ends your program; nothing is left of it"
+REASONS = {  # why rows are discarded, by the type of the error
+    "EnvError": {"env_error"},
+    "BadEnvOutput": {"bad_env_output", "env_error"},
+    "WorkerDied": {"worker_died"},
+    "WorkerHung": {"worker_hung"},
+}
 
 
 class NotHere(Exception):
@@ -516,6 +522,7 @@ def judged(got: Outcome, case: Case, place: Backend, mode: str) -> str:
         said.append("dropped; then WorkerDied, as no worker is left" if over else "dropped")
     # What was in flight at the end depends on timing.
     lost = {why: rows for why, rows in got.stats.discarded.items() if why != "shutdown"}
+    assert {*lost} <= {why for name in case.errors for why in REASONS[name]}, lost
     said += [f"{rows} {'row' if rows == 1 else 'rows'} discarded ({why})" for why, rows in lost.items()]
     return "; ".join(said) or "no effect"
 

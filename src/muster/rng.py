@@ -109,12 +109,12 @@ class GroupRng:
         CUDA's stream is not changed unless both the saved and the present group use a GPU.
         """
         self._root = np.random.SeedSequence(state["entropy"], spawn_key=tuple(state["spawn_key"]))
-        self.numpy.bit_generator.state = state["numpy"]
+        set_state(self.numpy.bit_generator, state["numpy"])
         for number in {*self._streams, *state["streams"]}:
             begun = state["streams"].get(number)
-            self.stream(number).bit_generator.state = begun or self._stream_at_its_beginning(number).state
+            set_state(self.stream(number).bit_generator, begun or self._stream_at_its_beginning(number).state)
         self._legacy = _NumpyStream(np.random.MT19937(0))
-        self._legacy.bit_generator.state = state["legacy"]
+        set_state(self._legacy.bit_generator, state["legacy"])
         self._legacy.in_hand = dict(state["legacy_in_hand"])
         version, words, gauss = state["python"]
         python = random.Random(0)
@@ -273,6 +273,14 @@ def _user_stream() -> _NumpyStream:
     if _user_numpy.bit_generator is not installed:
         _user_numpy = _NumpyStream(installed)
     return _user_numpy
+
+
+def set_state(bits: np.random.BitGenerator, state: Mapping[str, Any]) -> None:
+    """Set the state of a bit generator. Raises ValueError for numbers that are no integers, which NumPy would cast."""
+    parts: dict[str, Any] = {**state, **state["state"]}
+    if any(np.asarray(part).dtype.kind in "fc" for part in parts.values()):
+        raise ValueError("the state of a random generator has numbers that are no integers")
+    bits.state = state
 
 
 def global_streams() -> dict[str, Any]:

@@ -138,3 +138,14 @@ class TestRayBuffer:
             assert len(buffer) == 100
         finally:
             buffer.close()
+
+
+def test_the_benchmark_of_the_object_store_has_all_pieces():
+    from benchmarks.ray_store import PLACES, measure
+
+    times = measure(rounds=2, frames=16)
+    assert tuple(times) == PLACES
+    for pieces in times.values():
+        assert {len(each) for each in pieces.values()} == {2}
+        for parts in zip(*(pieces[name] for name in ("put", "transfer", "get", "copy", "store")), strict=True):
+            assert sum(parts[:-1]) == pytest.approx(parts[-1])

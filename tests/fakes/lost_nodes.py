@@ -20,10 +20,9 @@ def status(pid: int) -> tuple[str, int]:
 
 def node_of(worker: int) -> int:
     """The pid of the node that a worker process was started by, through its keeper and the node's fork server."""
-    above = [status(status(worker)[1])[1]]
-    while status(above[-1])[0].startswith(NAME):
-        above.append(status(above[-1])[1])
-    return above[-2]
+    _, keeper = status(worker)
+    _, server = status(keeper)
+    return status(server)[1]
 
 
 class NodeSignalled:

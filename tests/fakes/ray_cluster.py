@@ -39,6 +39,7 @@ def environment(folder: Path) -> dict[str, str]:
         "RAY_AUTH_TOKEN_PATH": str(folder / "token"),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_worker_niceness": "0",  # 15 unless said: on a busy machine actors would come last
+        "RAY_raylet_start_wait_time_s": "120",  # 30 unless said
     }
 
 

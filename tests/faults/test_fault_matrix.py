@@ -8,12 +8,13 @@ import resource
 import signal
 import sys
 import tempfile
+from contextlib import suppress
 
 import pytest
 
 from benchmarks import fault_matrix, fault_matrix_cells
 from benchmarks.fault_matrix_cells import BACKENDS, ENDS, FAULTS, Backend, Case, always
-from muster import Collector, MultiSyncCollector, load
+from muster import Collector, DistributedCollector, MultiSyncCollector, load
 from muster.errors import BadRecording
 from muster.testing import CountingEnv, OracleEnv
 from tests.fakes import faults
@@ -105,6 +106,13 @@ def test_a_cell_with_another_error_than_expected_is_a_finding(temporary, monkeyp
         fault_matrix_cells.cell("this", "in process", "raise", temporary, None)
 
 
+def test_a_cell_that_discards_rows_for_another_reason_is_a_finding(temporary, monkeypatch):
+    """The environment fails before its fault is made, and is restarted."""
+    monkeypatch.setitem(FAULTS, "this", Case(always(faults.Raising(ValueError)), errors=("WorkerDied",)))
+    with pytest.raises(AssertionError, match="env_error"):
+        fault_matrix_cells.cell("this", "threads", "restart", temporary, None)
+
+
 def test_a_program_that_ends_and_one_that_does_not(tmp_path, monkeypatch):
     """In processes of their own; a cell that takes too long is a finding, and its processes are ended."""
     monkeypatch.setitem(fault_matrix.LIMIT_S, "here", 1.0)
@@ -163,3 +171,22 @@ def test_a_collector_that_lacks_descriptors_leaves_none():
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limit)
         assert fault_matrix_cells.resources()["descriptors"] <= before
+
+
+@pytest.mark.parametrize("free", [0, 1, 2])
+def test_nodes_that_lack_descriptors_leave_none(free):
+    limit, before, taken = resource.getrlimit(resource.RLIMIT_NOFILE), fault_matrix_cells.resources(), []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before["descriptors"] + 10, limit[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(2))
+        for _ in range(free):
+            os.close(taken.pop())
+        with pytest.raises((OSError, ValueError), match="open files|descriptors"):
+            DistributedCollector([CountingEnv] * 2, None, frames_per_batch=20, launcher="mp")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        for fd in taken:
+            os.close(fd)
+    assert not fault_matrix_cells.more_than(before)

@@ -14,6 +14,7 @@ import torch
 import muster
 from muster import Collector, Execution, MultiSyncCollector
 from muster.errors import MusterError
+from muster.restore.action_log import generator_of
 from muster.restore.checkpoint import load, save
 from muster.rng import GroupRng, global_streams
 from muster.testing import CountingEnv, FaultyEnv
@@ -250,6 +251,21 @@ def test_a_saved_group_goes_on_with_the_very_same_numbers(draws, device, tmp_pat
             drawn = torch.rand(3, device=device)
         with rng.as_global():
             assert torch.equal(drawn, torch.rand(3, device=device))
+
+
+@pytest.mark.parametrize("name", ["numpy", "legacy"])
+@pytest.mark.parametrize("word", [0.5, 1e308, float("nan")])
+def test_states_with_numbers_that_are_no_integers_are_refused(name, word):
+    """NumPy casts them, with a warning at most."""
+    state = GroupRng(3).state_dict()
+    words = state[name]["state"]
+    key = "state" if name == "numpy" else "key"
+    words[key] = words[key].astype(float)
+    words[key][0] = word
+    with pytest.raises(ValueError, match="no integers"):
+        GroupRng(3).load_state_dict(state)
+    with pytest.raises(ValueError, match="no integers"):
+        generator_of(state[name])
 
 
 def test_without_streams_of_its_own_a_collector_draws_from_the_users():

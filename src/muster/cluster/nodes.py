@@ -53,6 +53,7 @@ class Nodes:
     """All nodes of a collector, over all their sessions.
 
     Args:
+        carrier: closed by ``close``, or when this constructor fails.
         of_leaf: number of the node of every worker.
         join_s: seconds for a node to join; None: no limit.
 
@@ -68,7 +69,11 @@ class Nodes:
 
     def __init__(self, carrier: Carrier, of_leaf: Sequence[int], join_s: float | None) -> None:
         self.carrier, self.of_leaf, self.count = carrier, list(of_leaf), max(of_leaf) + 1
-        self.wake_up = WakeUp()
+        try:
+            self.wake_up = WakeUp()
+        except OSError:  # no descriptor is left
+            carrier.close()
+            raise
         self.newest: dict[int, Newest] = {}
         self.join_s = float("inf") if join_s is None else join_s
         self._owner = os.getpid()

@@ -19,6 +19,7 @@ from muster.keys import Key
 from muster.memory.specs import Array
 from muster.protocols import EnvBatch
 from muster.restore.crash_report import CrashReport, EnvFactory, Special
+from muster.rng import set_state
 
 LIMIT_BYTES = 64 << 20  # for all action logs of a collector
 GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
@@ -70,7 +71,7 @@ def generator_of(state: Mapping[str, Any], seeds: Mapping[str, Any] | None = Non
     if name not in GENERATORS:
         raise ValueError(f"{name!r} is no bit generator of NumPy")
     bits = getattr(np.random, name)(np.random.SeedSequence(**seeds) if seeds else 0)
-    bits.state = state
+    set_state(bits, state)
     return np.random.Generator(bits)
 
 
