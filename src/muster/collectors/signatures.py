@@ -17,6 +17,7 @@ from muster.utils.tracebacks import trimmed
 P = ParamSpec("P")
 Options = TypeVar("Options")
 Function = TypeVar("Function", bound=Callable[..., Any])
+Result = TypeVar("Result")
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 OF_TORCHRL = ("local_init_rb", "no_cuda_sync", "use_buffers")  # arguments that would have no effect here
 _SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -24,23 +25,28 @@ _SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 def takes(
     options: Callable[P, Options],
-) -> Callable[[Callable[[Any, Options], None]], Callable[Concatenate[Any, P], None]]:
-    """Decorate an ``__init__`` that takes checked options, so that it takes the fields of the dataclass instead.
+) -> Callable[[Callable[[Any, Options], Result]], Callable[Concatenate[Any, P], Result]]:
+    """Decorate a method that takes checked options, so that it takes the fields of the dataclass instead.
 
     ``help()``, ``inspect.signature`` and type checkers show these fields as its parameters.
     """
     shown = inspect.Signature([_SELF, *parameters(options)])
 
-    def decorate(init: Callable[[Any, Options], None]) -> Callable[Concatenate[Any, P], None]:
-        def made(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
+    def decorate(method: Callable[[Any, Options], Result]) -> Callable[Concatenate[Any, P], Result]:
+        def made(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Result:
             with trimmed:
-                check_names(shown, kwargs)
-                shown.bind(self, *args, **kwargs)  # raises an error that does not mention the dataclass
-                init(self, options(*args, **kwargs))
+                try:
+                    given = options(*args, **kwargs)
+                except TypeError:
+                    check_names(shown, kwargs)
+                    shown.bind(self, *args, **kwargs)  # raises an error that does not mention the dataclass
+                    raise
+                return method(self, given)
 
-        functools.update_wrapper(made, init)
+        functools.update_wrapper(made, method)
         made.__signature__ = shown  # type: ignore[attr-defined]
-        made.__doc__ = "\n".join(["", "Args:", *documented(options).values(), *_details(options)])
+        if method.__doc__ is None:
+            made.__doc__ = "\n".join(["", "Args:", *documented(options).values(), *_details(options)])
         return made
 
     return decorate
