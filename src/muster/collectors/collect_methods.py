@@ -152,7 +152,6 @@ class CollectMethods:
         return self._on_demand.batch if given is None else given
 
     def _collect(self, asked: Asked) -> Collected:
-        self._check_open()
         with self._exclusively():
             if (made := self._on_demand.unreported) is None:
                 made = self._on_demand.unreported = self._on_demand.collect(asked)
@@ -162,7 +161,6 @@ class CollectMethods:
 
     if TYPE_CHECKING:
 
-        def _check_open(self) -> None: ...
         def _exclusively(self) -> AbstractContextManager[None]: ...
 
         _observers: Observers

@@ -37,16 +37,19 @@ def takes(
             with trimmed:
                 try:
                     given = options(*args, **kwargs)
-                except TypeError:
-                    check_names(shown, kwargs)
-                    shown.bind(self, *args, **kwargs)  # raises an error that does not mention the dataclass
-                    raise
-                return method(self, given)
+                except TypeError as error:
+                    problem = error
+                else:
+                    return method(self, given)
+                check_names(shown, kwargs)
+                shown.bind(self, *args, **kwargs)  # raises an error that does not mention the dataclass
+                raise problem
 
         functools.update_wrapper(made, method)
         made.__signature__ = shown  # type: ignore[attr-defined]
-        if method.__doc__ is None:
-            made.__doc__ = "\n".join(["", "Args:", *documented(options).values(), *_details(options)])
+        own_text = inspect.cleandoc(method.__doc__ or "")
+        if meanings := [*documented(options).values(), *_details(options)]:
+            made.__doc__ = "\n".join([own_text, "", "Args:", *meanings])
         return made
 
     return decorate
@@ -120,7 +123,7 @@ def documented(options: Any) -> dict[str, str]:
     """Return the entries under ``Attributes:`` of a dataclass and its bases, by name (or names)."""
     found: dict[str, str] = {}
     for cls in reversed([cls for cls in options.__mro__ if dataclasses.is_dataclass(cls)]):
-        text = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]
+        text = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
         for entry in re.findall(r"^    \w.*(?:\n     .*)*", text, re.MULTILINE):
             found[entry.partition(":")[0].strip()] = entry
     return found
