@@ -48,6 +48,11 @@ def recorded(make: Callable[..., Any]) -> tuple[Callable[[], Any], list[Any]]:
     return factory, made
 
 
+def lengths(*each: int) -> Callable[[], Any]:
+    """Counting environments with episodes of these lengths, environment by environment."""
+    return recorded(lambda i: CountingEnv(each[i]))[0]
+
+
 def column(batch: Any, *key: str) -> list[Any]:
     """A column as nested lists, without the trailing dimension of flags and rewards."""
     value = batch[key]

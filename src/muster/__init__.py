@@ -25,42 +25,28 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "AsyncCollector": "muster.collectors",
-    "CollectStats": "muster.episodes.summary",
-    "Collected": "muster.collectors.collect_methods",
-    "Autosave": "muster.collectors.options",
-    "CentralInference": "muster.collectors.multi_options",
-    "Collector": "muster.collectors",
-    "CollectorStats": "muster.observing.stats",
-    "DistributedCollector": "muster.collectors.clusters",
-    "EpisodeRecord": "muster.episodes.record",
-    "Execution": "muster.collectors.options",
-    "Evaluation": "muster.evaluation",
-    "Evaluator": "muster.evaluation",
-    "EvaluatorStats": "muster.evaluation",
-    "JsonlLogger": "muster.observing.loggers",
-    "MultiAsyncCollector": "muster.collectors",
-    "MultiSyncCollector": "muster.collectors",
-    "RPCCollector": "muster.collectors.clusters",
-    "RayBuffer": "muster.cluster.ray_buffer",
-    "RayCollector": "muster.collectors.clusters",
-    "Recorder": "muster.recording",
-    "Recording": "muster.recording",
-    "Restart": "muster.collectors.multi_options",
-    "ResumeReport": "muster.collectors.resume",
-    "TensorBoardLogger": "muster.observing.loggers",
-    "Timeline": "muster.observing.timeline",
-    "Trajectories": "muster.collectors.options",
-    "Tuning": "muster.tuning",
-    "Watch": "muster.collectors.options",
-    "load": "muster.recording",
-    "load_state": "muster.restore.checkpoint:load",
-    "save_state": "muster.restore.checkpoint:save",
-    "serve": "muster.collectors.serving",
-    "split_trajectories": "muster.episodes.segment",
-    "tune": "muster.tuning",
+_NAMES = {  # by module
+    "muster.cluster.ray_buffer": ("RayBuffer",),
+    "muster.collectors": ("AsyncCollector", "Collector", "MultiAsyncCollector", "MultiSyncCollector"),
+    "muster.collectors.clusters": ("DistributedCollector", "RPCCollector", "RayCollector"),
+    "muster.collectors.collect_methods": ("Collected",),
+    "muster.collectors.multi_options": ("CentralInference", "Restart"),
+    "muster.collectors.options": ("Autosave", "Execution", "Trajectories", "Watch"),
+    "muster.collectors.resume": ("ResumeReport",),
+    "muster.collectors.serving": ("serve",),
+    "muster.episodes.record": ("EpisodeRecord",),
+    "muster.episodes.segment": ("split_trajectories",),
+    "muster.episodes.summary": ("CollectStats",),
+    "muster.evaluation": ("Evaluation", "Evaluator", "EvaluatorStats"),
+    "muster.observing.loggers": ("JsonlLogger", "TensorBoardLogger"),
+    "muster.observing.stats": ("CollectorStats",),
+    "muster.observing.timeline": ("Timeline",),
+    "muster.recording": ("Recorder", "Recording", "load"),
+    "muster.restore.checkpoint": ("load_state", "save_state"),
+    "muster.tuning": ("Tuning", "tune"),
 }
+_OWN_NAMES = {"load_state": "load", "save_state": "save"}  # in their modules
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = ("errors", "policies", "testing", "weights")
 
 __all__ = ["__version__", *_HOMES, *_MODULES]
@@ -108,9 +94,8 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use: `import muster` alone loads neither torch nor gymnasium (PEP 562)."""
-    if home := _HOMES.get(name):
-        module, _, own_name = home.partition(":")
-        return getattr(importlib.import_module(module), own_name or name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), _OWN_NAMES.get(name, name))
     if name in _MODULES:
         return importlib.import_module(f"muster.{name}")
     raise AttributeError(f"module 'muster' has no attribute {name!r}")

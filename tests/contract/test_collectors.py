@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +24,8 @@ from muster.errors import BadOption, BadWeights, CollectorBusy, CollectorClosed,
 from muster.testing import ChainEnv, CountingEnv, FaultyEnv
 from muster.weights import NoSync, Pipe, SharedMemory, VanillaWeightUpdater, WeightUpdaterBase
 from tests.fakes import on_nodes
+from tests.fakes.actors import Actor, Two
+from tests.fakes.buffers import Extends
 from tests.tools import assert_accounted, assert_chain, assert_same, column, counting
 
 B, T = 2, 4
@@ -77,30 +78,6 @@ KINDS = [
     Kind("ray-async", on_nodes.RayAsReady, groups=2),
 ]
 WITH_WORKERS = KINDS[1:]
-
-
-class Actor(nn.Module):
-    """Acts 1 where the time step is at least its weight, and shows the weight."""
-
-    def __init__(self, value: float = 1.0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([value]))
-
-    def forward(self, obs: torch.Tensor) -> Any:
-        weight = self.weight.expand(obs.shape[:-1])
-        return (obs[..., 1] >= weight).long(), {"weight": weight}
-
-
-class Two(nn.Module):
-    """An actor, and a critic of the same shape."""
-
-    def __init__(self, actor: float = 1.0, critic: float = 0.0) -> None:
-        super().__init__()
-        self.actor, self.critic = Actor(actor), Actor(critic)
-
-    def forward(self, obs: torch.Tensor) -> Any:
-        action, extras = self.actor(obs)
-        return action, {**extras, "value": self.critic(obs)[1]["weight"]}
 
 
 def make(kind: Kind, env: Any = None, policy: Any = None, *, batches: int = -1, **options: Any) -> Any:
@@ -443,26 +420,6 @@ def test_set_seed_repeats_the_data_and_returns_the_last_seed(kind, shared, stati
 # --- hooks, buffers, background --------------------------------------------------------------------
 
 
-class Buffer:
-    """Keeps batches, and tells when there are enough."""
-
-    def __init__(self) -> None:
-        self.batches: list[Any] = []
-        self._changed = threading.Condition()
-
-    def extend(self, batch: Any) -> None:
-        with self._changed:
-            self.batches.append(batch.clone())
-            self._changed.notify_all()
-
-    def until(self, number: int) -> None:
-        self.until_true(lambda: len(self.batches) >= number)
-
-    def until_true(self, condition: Callable[[], bool]) -> None:
-        with self._changed:
-            assert self._changed.wait_for(condition, PATIENCE)
-
-
 def test_hooks_are_called_around_every_batch(kind):
     seen: list[Any] = []
     with make(
@@ -474,7 +431,7 @@ def test_hooks_are_called_around_every_batch(kind):
 
 
 def test_a_replay_buffer_takes_the_batches(kind):
-    buffer = Buffer()
+    buffer = Extends()
     with make(kind, batches=3, replay_buffer=buffer) as c:
         assert list(c) == [None] * 3
         assert [batch.shape for batch in buffer.batches] == [kind.shape] * 3
@@ -497,7 +454,7 @@ def test_a_buffer_of_torchrl_gets_one_item_per_frame(kind):
 
 
 def test_in_the_background(kind):
-    buffer = Buffer()
+    buffer = Extends()
     with make(kind, None, Actor(), replay_buffer=buffer, track_policy_version=True) as c:
         assert not c.is_running()
         c.start()

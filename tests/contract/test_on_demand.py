@@ -14,7 +14,9 @@ from torch import nn
 import muster
 from muster.errors import BadOption, CollectorClosed, EnvError
 from muster.testing import ChainEnv
-from tests.contract.test_collectors import IDS, KINDS, VALID, Actor, B, Buffer, Kind, make, reference
+from tests.contract.test_collectors import IDS, KINDS, VALID, B, Kind, make, reference
+from tests.fakes.actors import Actor
+from tests.fakes.buffers import Extends
 from tests.fakes.echo import EchoEnv, remembering
 from tests.fakes.patterned import PatternEnv, Whole, contest, length, return_of, walk, wholes
 from tests.tools import assert_accounted, assert_same
@@ -318,7 +320,7 @@ def test_the_buffer_is_the_last_batch(shared):
 
 @pytest.mark.parametrize("kind", MANY, ids=named)
 def test_a_replay_buffer_takes_what_is_collected_and_total_frames_are_those_of_iteration(kind):
-    buffer = Buffer()
+    buffer = Extends()
     with patterned(kind, replay_buffer=buffer, total_frames=2 * kind.frames) as c:
         assert c.buffer is buffer
         stats = c.collect(n_step=12)

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -29,8 +30,9 @@ from muster.cli import doctor
 from muster.cli.doctor import known_bad
 from muster.cli.main import main
 from muster.cli.options import frames_per_batch, parse_count
-from muster.cli.report import Returns, summary
-from muster.errors import BadOption
+from muster.cli.report import summary
+from muster.episodes.curve import EpisodeTotals
+from muster.episodes.record import Episodes
 from muster.observing.progress import below, clock, in_one_line, progress, short, worker_lines
 from muster.observing.stats import CollectorStats, WorkerStats
 from muster.recording import Recorder, load
@@ -254,15 +256,6 @@ def test_batches_come_out_even(frames: int, envs: int) -> None:
     assert size <= 65_536
 
 
-@pytest.mark.parametrize(
-    ("args", "near"),
-    [((1001, 8, None), "1,000 or 1,008"), ((1000, 8, 100), "96 or 104"), ((1000, 8, 96), "960 or 1,056")],
-)
-def test_uneven_numbers_name_the_nearest(args: tuple[int, int, int | None], near: str) -> None:
-    with pytest.raises(BadOption, match=near):
-        frames_per_batch(*args)
-
-
 # ------------------------------------------------------------------------------------------ refused imports
 
 
@@ -349,6 +342,7 @@ def test_an_error_in_allowed_code_shows_where(evil: Path, capsys: pytest.Capture
             "multiple of --envs 8; the nearest are 80 or 88",
         ),
         (["CartPole-v1", "--frames", "1001"], "nearest are 1,000 or 1,008"),
+        (["CartPole-v1", "--frames-per-batch", "96"], "multiple of --frames-per-batch 96; the nearest are 768 or 864"),
         (["CartPole-v1", "--envs", "0"], "--envs 0: expected at least 1"),
         (["CartPole-v1", "--seed", "-1"], "--seed -1: expected at least 0"),
         (["FrozenLake-v1", "--policy", "mlp"], "Box observations"),
@@ -624,20 +618,16 @@ def test_lines_are_limited_by_time_not_by_batches(capsys: pytest.CaptureFixture[
     assert re.fullmatch(r"collect  50%  500/1k frames  38.2k frames/s  episodes 4,321  return 21.5  eta 0:00\n", out)
 
 
-def test_the_summary_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
-    from muster.episodes.record import EpisodeRecord
-
-    returns = Returns()
-    values = [1.0, 4.0, 4.0, 9.0]
-    returns.add([EpisodeRecord(i, 0, value, 2 * i, True, False) for i, value in enumerate(values)])
-    assert (returns.mean, returns.length_mean) == (4.5, 3.0)
-    assert returns.std == pytest.approx(torch.tensor(values).std(correction=0).item())
-    text = summary(stats(discarded={"worker died": 12}), returns, recording_s=10.0)
+def test_the_summary_adds_up() -> None:
+    values, columns = [1.0, 4.0, 4.0, 9.0], np.zeros((4, 4), np.int64)
+    episodes = Episodes(columns[0], columns[1], np.array(values), np.arange(0, 8, 2), columns[2] > 0, columns[3] > 0)
+    totals = EpisodeTotals().plus(episodes)
+    text = summary(stats(discarded={"worker died": 12}), totals, recording_s=10.0)
     assert "discarded 12 (worker died)" in text
     assert "episodes  4  return 4.5 ± 2.9  length 3.0" in text
     assert "env 30% ▇▇▇  policy 10% ▇  copy 5%  rest 5%  record 50% ▇▇▇▇▇" in text
-    assert "none ended" in summary(stats(), Returns(), None)
-    assert "record" not in summary(stats(), Returns(), None)
+    assert "none ended" in summary(stats(), EpisodeTotals(), None)
+    assert "record" not in summary(stats(), EpisodeTotals(), None)
 
 
 def worker(index: int, **changes: Any) -> WorkerStats:
@@ -659,13 +649,13 @@ def worker(index: int, **changes: Any) -> WorkerStats:
 
 def test_the_summary_says_where_the_time_of_workers_went() -> None:
     workers = (worker(0), worker(1, restarts=2, state="dropped"))
-    text = summary(stats(workers=workers, restarts=2, wait_s=6.0), Returns(), recording_s=3.0, elapsed_s=12.0)
+    text = summary(stats(workers=workers, restarts=2, wait_s=6.0), EpisodeTotals(), recording_s=3.0, elapsed_s=12.0)
     assert text.splitlines()[-3:] == [
         "workers   2  restarts 2 (worker 1: 2)  dropped 1",
         "in them   env 25% ▇▇  policy 8% ▇  copy 4%  rest 4%  idle 58% ▇▇▇▇▇▇",
         "here      waiting 50% ▇▇▇▇▇  record 25% ▇▇  rest 25% ▇▇",
     ]
-    text = summary(stats(workers=workers, wait_s=6.0), Returns(), recording_s=None, elapsed_s=4.0)
+    text = summary(stats(workers=workers, wait_s=6.0), EpisodeTotals(), recording_s=None, elapsed_s=4.0)
     assert "idle 0%" in text  # what a lost worker had done counts, its time does not
     assert text.endswith("here      waiting 100% ▇▇▇▇▇▇▇▇▇▇  rest 0%")
 
@@ -685,10 +675,10 @@ def test_workers_have_a_line_each_as_far_as_they_fit() -> None:
 def test_workers_of_nodes_say_where_they_are() -> None:
     nodes = [worker(0, node="0 (a)", share=0.25), worker(1, node="0 (a)", share=0.25), worker(2, node="1 (b)")]
     assert worker_lines(nodes)[2].endswith("restarts 0  lag 0  node 1 (b)")
-    text = summary(stats(workers=tuple(nodes), unseen=2048), Returns(), recording_s=None)
+    text = summary(stats(workers=tuple(nodes), unseen=2048), EpisodeTotals(), recording_s=None)
     assert "\nworkers   3 on 2 nodes: 0 (a) 50%, 1 (b) 50%  unseen at most 2,048 frames\n" in text
     many = tuple(worker(n, node=f"{n} (a)", share=0.05) for n in range(20))
-    text = summary(stats(workers=many), Returns(), recording_s=None)
+    text = summary(stats(workers=many), EpisodeTotals(), recording_s=None)
     assert "workers   20 on 20 nodes: 0 (a) 5%, " in text
     assert "15 (a) 5%, and 4 more\n" in text
 

@@ -11,15 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from muster.cli.main import main
 from muster.cli.tune import Tune, program
 from muster.tuning import Candidate, Setup, Tuning
-
-
-def run(capsys: pytest.CaptureFixture[str], *argv: Any) -> tuple[int, str, str]:
-    code = main(["tune", *(str(arg) for arg in argv)])
-    out, err = capsys.readouterr()
-    return code, out, err
+from tests.command_line import refused, run
 
 
 def code_of(out: str) -> str:
@@ -35,7 +29,7 @@ def collector_of(code: str) -> Any:
 
 def test_table_and_a_program_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["CartPole-v1", "--seconds", "0.5", "--num-envs", "2", "4", "--frames-per-batch", "64", "--policy", "mlp"]
-    code, out, err = run(capsys, *argv)
+    code, out, err = run(capsys, "tune", *argv)
     assert (code, err) == (0, "")
     for word in ("cores", "where it runs", "in process", "processes, server", "frames/s", " best ", " finalist "):
         assert word in out, word
@@ -46,7 +40,7 @@ def test_table_and_a_program_that_runs(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["CartPole-v1", "--seconds", "0.5", "--num-envs", "4", "--frames-per-batch", "1k", "--json"]
-    code, out, err = run(capsys, *argv)
+    code, out, err = run(capsys, "tune", *argv)
     assert (code, err) == (0, "")
     found = json.loads(out, parse_constant=pytest.fail)  # no NaN, no Infinity
     final = [c["rate"] for c in found["candidates"] if c["final"]]
@@ -74,11 +68,7 @@ def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_requests_are_refused_in_one_message(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = run(capsys, *argv)
-    assert (code, out) == (2, "")
-    assert err.startswith("muster: ")
-    assert message in err
-    assert err.count("\n") == 1
+    assert message in refused(capsys, "tune", *argv)
 
 
 def found(setup: Setup) -> Tuning:

@@ -14,14 +14,11 @@ import muster
 from muster import Collector, CollectorStats
 from muster.errors import BadOption, BadWeights
 from muster.testing import CountingEnv
-from tests.tools import assert_accounted, column, counting, recorded
+from tests.tools import column, counting, recorded
 
 
 def collector(total_frames: int = -1, policy: Any = None, env: Any = CountingEnv, **options: Any) -> Collector:
     return Collector(env, policy, **{"frames_per_batch": 4, "total_frames": total_frames, **options})
-
-
-# --- iterating -------------------------------------------------------------------------------------
 
 
 def test_rollout_in_the_middle_of_a_loop():
@@ -33,19 +30,6 @@ def test_rollout_in_the_middle_of_a_loop():
 
 
 # --- the end ---------------------------------------------------------------------------------------
-
-
-def test_shutdown_closes_environments_once_and_stats_stay():
-    factory, made = recorded(counting())
-    c = collector(env=factory, num_envs=2, seed=0)
-    c.rollout()
-    before = c.stats()
-    c.shutdown()
-    c.shutdown()
-    assert [env.closed for env in made] == [1, 1]
-    assert c.stats() == before
-    assert c.episodes == c.episodes
-    assert repr(c) == "Collector(CountingEnv x 2, frames_per_batch=4, closed)"
 
 
 def test_environments_may_be_left_open():
@@ -76,25 +60,6 @@ def test_every_environment_is_closed_even_if_one_cannot_be():
     assert [env.closed for env in made] == [1] * 4
 
 
-def test_frames_in_flight_are_discarded_at_shutdown():
-    calls = []
-
-    def policy(obs: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) == 3:
-            raise ValueError("no")
-        return torch.tensor(0)
-
-    c = collector(policy=policy)
-    with pytest.raises(muster.errors.PolicyError):
-        c.rollout()
-    assert c.stats().in_flight == 2
-    c.shutdown()
-    assert c.stats().in_flight == 0
-    assert c.stats().discarded == {"shutdown": 2}
-    assert_accounted(c)
-
-
 # --- looking at it ---------------------------------------------------------------------------------
 
 
@@ -118,16 +83,6 @@ def test_stats_before_and_after():
 # --- seeds -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("static", "seeds", "last"), [(False, [7, 8, 9, 10], 10), (True, [7] * 4, 7)])
-def test_set_seed_seeds_every_environment_and_returns_the_last(static, seeds, last):
-    factory, made = recorded(counting())
-    with Collector([factory, factory], None, num_envs=2, frames_per_batch=16) as c:
-        assert c.set_seed(7, static_seed=static) == last
-        c.rollout()
-        c.rollout()
-    assert [[s for s in env.seeds if s is not None] for env in made] == [[s] for s in seeds]
-
-
 # --- weights ---------------------------------------------------------------------------------------
 
 
@@ -146,32 +101,6 @@ def positive() -> Threshold:
     net = Threshold()
     net.weight.data.fill_(1.0)
     return net
-
-
-BAD = {
-    "missing": ({}, "missing"),
-    "unknown": ({"weight": torch.ones(2), "bias": torch.ones(2)}, r"unknown \['bias'\]"),
-    "shape": ({"weight": torch.ones(3)}, r"weight has shape \(3,\).*expected \(2,\)"),
-    "dtype": ({"weight": torch.ones(2, dtype=torch.float64)}, "dtype torch.float64.*torch.float32"),
-    "nan": ({"weight": torch.tensor([1.0, torch.nan])}, "weight is not finite"),
-    "inf": ({"weight": torch.tensor([1.0, torch.inf])}, "weight is not finite"),
-    "type": ([1, 2], "cannot take weights from list"),
-    "values": ({"weight": 3.0}, "cannot take weights from dict"),
-    "other_module": (nn.Linear(2, 2), r"missing \['weight'\]|unknown \['bias'\]"),
-    "no_weights": (nn.Tanh(), "missing"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_weights_change_nothing(name):
-    weights, message = BAD[name]
-    policy = Threshold()
-    with collector(policy=policy) as c:
-        with pytest.raises(BadWeights, match=message):
-            c.update_policy_weights_(weights)
-        assert c.policy_version == 0
-        assert policy.weight.tolist() == [-1.0, -1.0]
-        assert column(c.rollout(), "action") == [0] * 4
 
 
 @pytest.mark.parametrize("nothing", [{}, nn.Tanh()], ids=str)

@@ -350,16 +350,6 @@ def test_arguments_of_torchrl_that_would_have_no_effect_are_refused(make, option
 # --- devices ---------------------------------------------------------------------------------------
 
 
-def test_device_fills_in_and_the_policy_is_copied_only_where_it_must_be():
-    policy = Net()
-    with collector(policy, device="cpu") as c:
-        assert c.policy is policy
-        assert c.rollout().device == torch.device("cpu")
-    with collector(policy, policy_device="meta") as c:
-        assert c.policy is not policy
-        assert next(policy.parameters()).device.type == "cpu"
-
-
 # --- profiling and the timeline --------------------------------------------------------------------
 
 

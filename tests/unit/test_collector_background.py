@@ -14,11 +14,10 @@ from torch import nn
 
 from muster import Collector, Execution
 from muster.collectors import background
-from muster.errors import CollectorBusy, CollectorClosed, CollectorTimeout, EnvError
+from muster.errors import CollectorBusy, CollectorTimeout, EnvError
 from muster.testing import CountingEnv, FaultyEnv
+from tests.fakes.buffers import PATIENCE, Extends
 from tests.tools import assert_accounted, column, counting
-
-PATIENCE = 100.0  # seconds after which a test gives up; importing torch can take long on a busy machine
 
 
 class Gate:
@@ -74,23 +73,6 @@ class FailingEnv(GatedEnv):
         raise RuntimeError("boom")
 
 
-class Buffer:
-    """Keeps batches, and tells when there are enough."""
-
-    def __init__(self) -> None:
-        self.batches: list[Any] = []
-        self._changed = threading.Condition()
-
-    def extend(self, batch: Any) -> None:
-        with self._changed:
-            self.batches.append(batch)
-            self._changed.notify_all()
-
-    def until(self, number: int) -> None:
-        with self._changed:
-            assert self._changed.wait_for(lambda: len(self.batches) >= number, PATIENCE)
-
-
 class Threshold(nn.Module):
     """Acts 1 where its two weights, which are always equal when published, are positive; -1 would be torn."""
 
@@ -116,9 +98,9 @@ def run_to_its_end(collector: Collector) -> None:
 
 
 @contextmanager
-def running(gate: Gate, env: Any, policy: Any = None, **options: Any) -> Iterator[tuple[Collector, Buffer]]:
+def running(gate: Gate, env: Any, policy: Any = None, **options: Any) -> Iterator[tuple[Collector, Extends]]:
     """A started collector; whatever happens, its thread ends afterwards."""
-    buffer = Buffer()
+    buffer = Extends()
     collector = Collector(env, policy, replay_buffer=buffer, **{"frames_per_batch": 2, **options})
     try:
         collector.start()
@@ -130,21 +112,6 @@ def running(gate: Gate, env: Any, policy: Any = None, **options: Any) -> Iterato
 
 
 # --- beginning and end -----------------------------------------------------------------------------
-
-
-def test_it_collects_until_total_frames():
-    buffer = Buffer()
-    with Collector(counting(3), None, frames_per_batch=4, total_frames=12, replay_buffer=buffer) as c:
-        assert not c.is_running()
-        c.start()
-        ended(c)
-        assert not c.is_running()
-        assert [column(b, "next", "reward") for b in buffer.batches] == [[1, 2, 3, 1], [2, 3, 1, 2], [3, 1, 2, 3]]
-        assert c.stats().frames == 12
-        assert_accounted(c)
-        c.async_shutdown()
-    with pytest.raises(CollectorClosed):
-        c.start()
 
 
 def test_async_shutdown_ends_it_after_the_batch_and_closes_the_environments():
@@ -205,8 +172,8 @@ def test_a_pause_does_not_wait_for_ever(monkeypatch):
 
 
 def test_groups_whole_episodes_and_single_steps_run_in_the_background_too():
-    class Rows(Buffer):
-        add = Buffer.extend
+    class Rows(Extends):
+        add = Extends.extend
 
     for options in ({"trajs_per_batch": 2}, {"extend_buffer": False}, {"split_trajs": True}):
         buffer = Rows()
@@ -241,7 +208,7 @@ def test_nothing_is_collected_inside_a_pause():
 
 
 def test_a_pause_may_hold_calls_that_pause_and_another_pause():
-    with Collector(counting(3), None, frames_per_batch=4, replay_buffer=Buffer()) as c:
+    with Collector(counting(3), None, frames_per_batch=4, replay_buffer=Extends()) as c:
         c.start()
         with c.pause(), c.pause():
             state = c.state_dict()
@@ -284,7 +251,7 @@ CALLS: list[Callable[[Collector], Any]] = [
 @pytest.mark.parametrize("call", CALLS)
 def test_an_error_in_the_thread_reaches_the_user_at_the_next_call_once(call):
     env = FaultyEnv(3, error=lambda: RuntimeError("boom"), length=9)
-    c = Collector(env, None, frames_per_batch=2, replay_buffer=Buffer())
+    c = Collector(env, None, frames_per_batch=2, replay_buffer=Extends())
     with pytest.warns(RuntimeWarning, match="(?s)stopped collecting, because of EnvError: .*boom.*start"):
         run_to_its_end(c)
     assert not c.is_running()
@@ -309,7 +276,7 @@ def test_a_loop_that_only_looks_at_the_buffer_is_warned_while_it_does():
         warnings.simplefilter("always")
         warnings.showwarning = show
         c = Collector(
-            FaultyEnv(3, error=lambda: RuntimeError("boom")), None, frames_per_batch=2, replay_buffer=Buffer()
+            FaultyEnv(3, error=lambda: RuntimeError("boom")), None, frames_per_batch=2, replay_buffer=Extends()
         )
         c.start()
         assert warned.wait(PATIENCE)
@@ -320,7 +287,7 @@ def test_filters_that_make_warnings_errors_do_not_hide_the_error():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         c = Collector(
-            FaultyEnv(3, error=lambda: RuntimeError("boom")), None, frames_per_batch=2, replay_buffer=Buffer()
+            FaultyEnv(3, error=lambda: RuntimeError("boom")), None, frames_per_batch=2, replay_buffer=Extends()
         )
         c.start()
         ended(c)
@@ -356,7 +323,7 @@ def test_an_error_of_a_thread_that_is_being_ended_is_raised_and_not_announced_to
 
 
 def test_after_an_error_it_can_be_started_again():
-    buffer = Buffer()
+    buffer = Extends()
     env = FaultyEnv(3, error=lambda: RuntimeError("boom"), length=9)
     with Collector(env, None, frames_per_batch=2, total_frames=8, replay_buffer=buffer) as c:
         c.start()
@@ -373,7 +340,7 @@ def test_after_an_error_it_can_be_started_again():
 def test_leaving_the_context_tells_of_the_error_unless_there_is_another():
     def failing() -> Collector:
         env = FaultyEnv(1, error=lambda: RuntimeError("boom"))
-        return Collector(env, None, frames_per_batch=2, replay_buffer=Buffer())
+        return Collector(env, None, frames_per_batch=2, replay_buffer=Extends())
 
     with pytest.raises(EnvError, match="boom"), failing() as c:
         c.start()
@@ -411,7 +378,7 @@ def test_weights_published_in_the_middle_of_a_batch_act_from_the_next_one():
 
 
 def test_weights_are_never_torn_and_versions_are_those_that_acted():
-    buffer = Buffer()
+    buffer = Extends()
     options = {"frames_per_batch": 8, "track_policy_version": True, "execution": Execution(executor=False)}
     with Collector(counting(5), Threshold(0.0), num_envs=2, replay_buffer=buffer, **options) as c:
         c.start()

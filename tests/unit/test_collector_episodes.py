@@ -12,24 +12,7 @@ import muster
 from muster import Collector
 from muster.errors import BadOption
 from muster.testing import CountingEnv, FaultyEnv
-from tests.tools import assert_accounted, assert_same, column, counting, recorded
-
-
-class CountDown:
-    """An interruptor that stops a rollout after ``steps`` calls, once."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def collection_stopped(self) -> bool:
-        self.steps -= 1
-        return self.steps == 0
-
-
-def lengths(*each: int) -> Any:
-    """Counting environments with episodes of these lengths, environment by environment."""
-    factory, _ = recorded(lambda i: CountingEnv(each[i]))
-    return factory
+from tests.tools import Stopper, assert_accounted, assert_same, column, counting, lengths
 
 
 def ids(batch: Any) -> list[Any]:
@@ -86,7 +69,7 @@ def test_objects_of_blank_rows_are_none():
         def _observe(self) -> Any:
             return f"t{self.t}"
 
-    with Collector(Talking, None, frames_per_batch=4, interruptor=CountDown(2)) as c:
+    with Collector(Talking, None, frames_per_batch=4, interruptor=Stopper(2)) as c:
         assert c.rollout()["observation"] == ["t0", "t1", None, None]
 
 
@@ -203,7 +186,7 @@ def test_compact_batches_and_their_final_observations_have_it_all(options):
     def of(compact: bool) -> Collector:
         chosen = {**options, "num_envs": 3, "frames_per_batch": 21, "compact_obs": compact}
         if "interruptor" in options:
-            chosen["interruptor"] = CountDown(options["interruptor"])
+            chosen["interruptor"] = Stopper(options["interruptor"])
         return Collector(lengths(2, 4, 5), None, seed=0, **chosen)
 
     with of(True) as small, of(False) as full:

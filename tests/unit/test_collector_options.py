@@ -128,16 +128,9 @@ def test_unknown_options_name_the_nearest(wrong, right):
     assert isinstance(caught.value, TypeError)
 
 
-def test_without_frames_per_batch_there_is_no_iterating():
-    with Collector(lambda: CountingEnv(3)) as collector:
-        for use in (lambda: iter(collector), collector.next, collector.rollout):
-            with pytest.raises(BadOption, match="frames_per_batch is not set"):
-                use()
-        assert collector.collect(n_step=2).n_collected_steps == 2
+def test_total_frames_need_frames_per_batch():
     with pytest.raises(BadOption, match="total_frames ends an iteration"):
         Collector(lambda: CountingEnv(3), total_frames=10)
-    with pytest.raises(BadOption, match="frames_per_batch=0"):
-        Collector(lambda: CountingEnv(3), frames_per_batch=0)
 
 
 SIGNED = [
@@ -181,6 +174,10 @@ def test_help_of_those_who_pass_options_on_shows_their_meaning(function):
     meanings = {name for line in re.findall(r"^    (\w[\w, ]*):", text, re.M) for name in line.split(", ")}
     own = {"self", "create_env_fn", "policy"}
     assert set(inspect.signature(function).parameters) - own <= meanings
+
+
+def test_errors_of_a_dataclass_are_no_meanings_of_its_options():
+    assert "BadOption" not in Collector.enable_profile.__doc__
 
 
 def test_options_cannot_be_changed_afterwards():

@@ -49,7 +49,7 @@ class Reference:
 
     def batch(self, T: int, frames: int) -> list[list[dict[str, Any]]]:
         """Cells ``[B][T]``."""
-        B, limit = len(self.lengths), self.options["limit"]
+        B, limit = len(self.lengths), self.options["max_frames_per_traj"]
         blank = dict.fromkeys(("reward", "obs", "next", "steps", *FLAGS), 0) | {
             "id": -1,
             "valid": False,
@@ -123,64 +123,43 @@ def assert_batch(batch: Any, cells: list[list[dict[str, Any]]], *, steps: bool, 
 @given(
     lengths=st.lists(st.integers(1, 7), min_size=1, max_size=4),
     groups=st.sampled_from([1, 1, 2]),
-    frames=st.integers(1, 30),
     batches=st.integers(1, 4),
-    limit=st.sampled_from([None, 1, 2, 3, 5]),
-    reset_each=st.booleans(),
-    set_truncated=st.booleans(),
-    reset_when_done=st.sampled_from([True, True, False]),
     stops=st.none() | st.sets(st.integers(1, 20), max_size=4),
     resets=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 7)), max_size=3),
-    order=st.sampled_from(["batch_major", "time_major"]),
     unbatched=st.booleans(),
+    options=st.fixed_dictionaries(
+        {
+            "frames_per_batch": st.integers(1, 30),
+            "max_frames_per_traj": st.sampled_from([None, 1, 2, 3, 5]),
+            "reset_at_each_iter": st.booleans(),
+            "set_truncated": st.booleans(),
+            "reset_when_done": st.sampled_from([True, True, False]),
+            "layout": st.sampled_from(["batch_major", "time_major"]),
+        }
+    ),
 )
 @example(  # an episode that set_truncated marks goes on, also without reset_when_done
     lengths=[2, 9],
     groups=1,
-    frames=2,
     batches=3,
-    limit=None,
-    reset_each=False,
-    set_truncated=True,
-    reset_when_done=False,
     stops=None,
     resets=[],
-    order="batch_major",
     unbatched=False,
+    options={"frames_per_batch": 2, "set_truncated": True, "reset_when_done": False},
 )
-def test_batches_are_those_of_the_reference(
-    lengths,
-    groups,
-    frames,
-    batches,
-    limit,
-    reset_each,
-    set_truncated,
-    reset_when_done,
-    stops,
-    resets,
-    order,
-    unbatched,
-):
+def test_batches_are_those_of_the_reference(lengths, groups, batches, stops, resets, unbatched, options):
+    options = {"max_frames_per_traj": None, "reset_at_each_iter": False, "layout": "batch_major", **options}
+    frames, limit, order = (options[name] for name in ("frames_per_batch", "max_frames_per_traj", "layout"))
     stops = None if groups > 1 else stops  # groups ask one after another, each for itself
     B, total = len(lengths), len(lengths) * groups
     unbatched = unbatched and B == groups == 1
     factory, _ = recorded(lambda i: CountingEnv(lengths[i % B]))
-    options = {
-        "num_envs": None if unbatched else B,
-        "frames_per_batch": frames,
-        "max_frames_per_traj": limit,
-        "reset_at_each_iter": reset_each,
-        "set_truncated": set_truncated,
-        "reset_when_done": reset_when_done,
-        "layout": order,
-    }
-    common = {"limit": limit, "set_truncated": set_truncated, "reset_when_done": reset_when_done}
+    options["num_envs"] = None if unbatched else B
     reference_stops = StopAfter(stops) if stops is not None else None
-    references = [Reference(lengths, g * B, total, reference_stops, **common) for g in range(groups)]
+    references = [Reference(lengths, g * B, total, reference_stops, **options) for g in range(groups)]
     interruptor = StopAfter(stops) if stops is not None else None
     T = -(-frames // total)
-    masked = bool(frames % total) or stops is not None or not reset_when_done
+    masked = bool(frames % total) or stops is not None or not options["reset_when_done"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         c = Collector([factory] * groups if groups > 1 else factory, None, interruptor=interruptor, **options)
@@ -205,7 +184,7 @@ def test_batches_are_those_of_the_reference(
                 seen += sum(cell["valid"] for row in cells for cell in row)
             records = [(e.traj_id, e.length, e.episode_return) for e in c.episodes]
             assert records == [record for reference in references for record in reference.ended]
-            if reset_each:
+            if options["reset_at_each_iter"]:
                 for reference in references:
                     reference.reset(list(range(B)))
         stats = c.stats()
@@ -216,7 +195,7 @@ def test_batches_are_those_of_the_reference(
 
 
 def test_the_reference_itself_on_one_example():
-    reference = Reference([2, 9], 0, 2, None, limit=3, set_truncated=False, reset_when_done=True)
+    reference = Reference([2, 9], 0, 2, None, max_frames_per_traj=3, set_truncated=False, reset_when_done=True)
     cells = reference.batch(4, 7)
     assert values(cells, "reward") == [[1, 2, 1, 2], [1, 2, 3, 1]]
     assert values(cells, "id") == [[0, 0, 2, 2], [1, 1, 1, 3]]
@@ -253,47 +232,39 @@ class Failing(CountingEnv):
 @given(
     lengths=st.lists(st.integers(1, 7), min_size=1, max_size=3),
     groups=st.sampled_from([1, 2]),
-    frames=st.integers(1, 24),
     faults=st.dictionaries(
         st.one_of(st.integers(1, 30), st.integers(-4, -1)), st.sampled_from(["raise", "shape", "nan"]), max_size=4
     ),
     policy_faults=st.sets(st.integers(1, 40), max_size=2),
-    limit=st.sampled_from([None, 3]),
-    reset_each=st.booleans(),
-    reset_when_done=st.booleans(),
-    set_truncated=st.booleans(),
-    compact=st.booleans(),
     whole=st.booleans(),
+    options=st.fixed_dictionaries(
+        {
+            "frames_per_batch": st.integers(1, 24),
+            "max_frames_per_traj": st.sampled_from([None, 3]),
+            "reset_at_each_iter": st.booleans(),
+            "reset_when_done": st.booleans(),
+            "set_truncated": st.booleans(),
+            "compact_obs": st.booleans(),
+        }
+    ),
 )
 @example(  # the first group is complete, and some of its rows are discarded, when the second one fails
     lengths=[1, 1],
     groups=2,
-    frames=1,
     faults={},
     policy_faults={4},
-    limit=None,
-    reset_each=False,
-    reset_when_done=True,
-    set_truncated=False,
-    compact=False,
     whole=False,
+    options={"frames_per_batch": 1, "max_frames_per_traj": None, "compact_obs": False},
 )
 def test_after_errors_rows_are_still_true_and_every_frame_is_accounted_for(
-    lengths,
-    groups,
-    frames,
-    faults,
-    policy_faults,
-    limit,
-    reset_each,
-    reset_when_done,
-    set_truncated,
-    compact,
-    whole,
+    lengths, groups, faults, policy_faults, whole, options
 ):
     B = len(lengths)
-    total = B * groups
-    frames = -(-frames // total) * total if whole else frames
+    total, limit = B * groups, options["max_frames_per_traj"]
+    options = {**options, "num_envs": B}
+    if whole:
+        frames = -(-options["frames_per_batch"] // total) * total
+        options |= {"frames_per_batch": frames, "trajs_per_batch": 2, "set_truncated": False}
     factory, _ = recorded(lambda i: Failing(lengths[i % B], faults if i == 0 else {}))
     calls = []
 
@@ -303,9 +274,6 @@ def test_after_errors_rows_are_still_true_and_every_frame_is_accounted_for(
             raise ValueError("policy")
         return torch.zeros(obs.shape[:-1], dtype=torch.int64)
 
-    options: dict[str, Any] = {"num_envs": B, "frames_per_batch": frames, "max_frames_per_traj": limit}
-    options |= {"reset_at_each_iter": reset_each, "reset_when_done": reset_when_done, "compact_obs": compact}
-    options |= {"trajs_per_batch": 2} if whole else {"set_truncated": set_truncated}
     seen: dict[int, int] = {}  # by trajectory: how far it has come
     batches = []
     with warnings.catch_warnings():
@@ -321,7 +289,7 @@ def test_after_errors_rows_are_still_true_and_every_frame_is_accounted_for(
                 continue
             done += 1
             assert_accounted(c)
-            finals = c.final_observations() if compact else None
+            finals = c.final_observations() if options["compact_obs"] else None
             for row in _rows(batches[-1], finals):
                 assert row["after"] == [row["obs"][0], row["obs"][1] + 1], row
                 assert row["reward"] == row["obs"][1] + 1

@@ -5,38 +5,17 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
-from tensordict import TensorDict
 
 from muster import Collector, Trajectories
+from muster.collectors.replay_buffer import ReplaySink
 from muster.errors import BadOption, EnvError
 from muster.testing import FaultyEnv
-from tests.tools import assert_accounted, column, counting, stable
-
-
-class Extends:
-    """Anything with ``extend``."""
-
-    def __init__(self) -> None:
-        self.batches: list[Any] = []
-
-    def extend(self, batch: Any) -> None:
-        self.batches.append(batch)
-
-
-class Adds:
-    """Anything with ``add``."""
-
-    def __init__(self) -> None:
-        self.rows: list[Any] = []
-
-    def add(self, row: Any) -> None:
-        self.rows.append(row)
-
+from tests.fakes.buffers import Adds, Extends
+from tests.fakes.words import Words
+from tests.tools import assert_accounted, assert_same, column, counting, stable
 
 # --- postproc --------------------------------------------------------------------------------------
 
@@ -65,26 +44,15 @@ def test_torchrls_multistep_is_a_postproc():
     assert batch["next", "observation"][0, :, 1].tolist() == [2, 3, 4, 4]
 
 
-# --- hooks -----------------------------------------------------------------------------------------
-
-
 # --- extend_buffer=False ---------------------------------------------------------------------------
 
 
 def test_a_time_step_that_the_buffer_refuses_is_there_when_it_takes_it_again():
-    class Full(Adds):
-        room = 3
-
-        def add(self, row: Any) -> None:
-            if len(self.rows) == self.room:
-                raise MemoryError("full")
-            super().add(row)
-
-    buffer = Full()
+    buffer = Adds(room=3)
     with Collector(counting(5), None, replay_buffer=buffer, extend_buffer=False, frames_per_batch=6) as collector:
-        with pytest.raises(MemoryError):
+        with pytest.raises(OSError, match="full"):
             collector.next()
-        buffer.room = 100
+        buffer.room = None
         collector.next()
         assert [int(row["observation"].reshape(-1)[-1]) for row in buffer.rows] == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
         assert_accounted(collector)
@@ -174,17 +142,20 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"extend_buffer": False, "replay_buffer": Adds(), "split_trajs": True}, "need whole batches"),
     ({"extend_buffer": False, "replay_buffer": Adds(), "post_collect_hook": print}, "need whole batches"),
     ({"extend_buffer": False, "replay_buffer": Adds(), "set_truncated": True}, "need whole batches"),
+    ({"extend_buffer": False, "replay_buffer": Adds(), "on_episode_done": print}, "need whole batches"),
+    ({"extend_buffer": False, "replay_buffer": Adds(), "on_batch": print}, "on_batch and record need whole batches"),
     ({"extend_buffer": False, "replay_buffer": Adds(), "reset_when_done": False}, "cannot end early"),
     ({"extend_buffer": False, "replay_buffer": Extends()}, "needs replay_buffer.add"),
     ({"return_same_td": True, "replay_buffer": Extends()}, "give one of them"),
     ({"return_same_td": True, "split_trajs": True}, "leave return_same_td out"),
     ({"split_trajs": True, "trajs_per_batch": 2}, "give one"),
     ({"set_truncated": True, "trajs_per_batch": 2}, "waits for real ones"),
+    ({"set_truncated": True, "on_episode_done": print}, "on_episode_done waits for real ones"),
     ({"replay_buffer": 3}, "replay_buffer is a int: expected an object with extend"),
     ({"replay_buffer": Extends}, "replay_buffer is the class Extends: expected an object with extend"),
     ({"interruptor": 3}, "collection_stopped"),
     ({"weight_sync_schemes": {}}, "weight_recv_schemes"),
-    ({"postproc": 3}, "expected a function"),
+    *(({name: 3}, f"{name}=3: expected a function") for name in ("postproc", "on_step", "on_episode_done", "on_batch")),
     ({"trajs_per_batch": 0}, "trajs_per_batch=0: expected an integer of at least 1"),
 ]
 
@@ -248,40 +219,7 @@ def test_single_steps_go_into_torchrls_buffer(storage):
     assert rows["next", "reward"].flatten().tolist() == [1, 2, 3, 1, 2, 3, 1, 2]
 
 
-def test_lazily_made_buffers_are_initialised_by_the_first_batch():
-    data = pytest.importorskip("torchrl.data")
-    buffer = data.TensorDictReplayBuffer(storage=data.LazyTensorStorage(100), batch_size=4)
-    with Collector(counting(3), None, frames_per_batch=4, replay_buffer=buffer) as c:
-        next(iter(c))
-    assert len(buffer) == 4
-    assert isinstance(buffer.sample(), TensorDict)
-
-
 # --- objects, and time first -------------------------------------------------------------------------
-
-
-class Words(gymnasium.Env[Any, Any]):
-    """Observes time as a number and as a text; with ``ragged`` also as so many rows."""
-
-    def __init__(self, length: int = 3, *, ragged: bool = False) -> None:
-        parts: dict[str, spaces.Space[Any]] = {"t": spaces.Box(0, 99, (1,), np.float32), "word": spaces.Text(9)}
-        if ragged:
-            parts["rows"] = spaces.Sequence(spaces.Box(0, 99, (2,), np.float32), stack=True)
-        self.observation_space, self.action_space = spaces.Dict(parts), spaces.Discrete(2)
-        self.length, self.ragged, self.t = length, ragged, 0
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        self.t = 0
-        return self._observe(), {}
-
-    def step(self, action: int) -> Any:
-        self.t += 1
-        return self._observe(), float(self.t), self.t == self.length, False, {}
-
-    def _observe(self) -> Any:
-        rows = {"rows": np.full((self.t + 1, 2), self.t, np.float32)} if self.ragged else {}
-        return {"t": np.array([self.t], np.float32), "word": f"at {self.t}", **rows}
 
 
 def in_order(batch: Any) -> list[tuple[Any, ...]]:
@@ -356,3 +294,103 @@ def test_an_episode_hook_sees_the_same_objects_in_either_layout():
             for _ in range(3):
                 c.next()
     assert seen["time_major"] == seen["batch_major"] == [[(*row, "None") for row in WORDS]] * 8
+
+
+class AddsAndExtends(Adds, Extends):
+    pass
+
+
+def collector(**options: Any) -> Collector:
+    return Collector([counting(2), counting(3)], None, frames_per_batch=10, seed=0, **options)
+
+
+@pytest.fixture
+def batch() -> Any:
+    with collector() as c:
+        yield c.rollout()
+
+
+# --- the sink alone: plain objects ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["batch_major", "time_major"])
+@pytest.mark.parametrize(("buffer", "options"), [(Adds, {}), (AddsAndExtends, {"extend": False})])
+def test_add_gets_transitions_by_environment_and_time(buffer, options, layout):
+    buffer = buffer()
+    with collector(layout=layout) as c:
+        ReplaySink(buffer, **options).write(c.rollout())
+        assert c.stats().slots["lent"] == 0, "transitions are copies"
+    assert all(item.shape == () for item in buffer.rows)
+    observations = [[2, 0], [2, 1], [2, 0], [2, 1], [2, 0], [3, 0], [3, 1], [3, 2], [3, 0], [3, 1]]
+    assert [item["observation"].tolist() for item in buffer.rows] == observations
+    assert [item["next", "reward"].item() for item in buffer.rows] == [1, 2, 1, 2, 1, 1, 2, 3, 1, 2]
+
+
+def test_a_list_is_a_buffer(batch):
+    buffer: list[Any] = []
+    ReplaySink(buffer).write(batch)
+    assert [item.shape for item in buffer] == [(5,), (5,)]
+
+
+@pytest.mark.parametrize(
+    ("buffer", "options", "message"),
+    [
+        (object(), {}, r"replay_buffer is a object: expected .*extend\(batch\) or add\(transition\)"),
+        (None, {}, "a NoneType"),
+        (Adds, {}, "the class Adds: expected an object"),
+        ([], {"extend": False}, "extend_buffer=False needs replay_buffer.add, which list"),
+    ],
+)
+def test_what_is_no_buffer_is_refused_at_once(buffer, options, message):
+    with pytest.raises(BadOption, match=message):
+        ReplaySink(buffer, **options)
+
+
+# --- the sink alone: TorchRL's -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", ["ReplayBuffer", "TensorDictReplayBuffer"])
+@pytest.mark.parametrize(
+    ("storage", "options"),
+    [
+        ("LazyTensorStorage", {}),
+        ("LazyMemmapStorage", {}),
+        ("LazyTensorStorage", {"ndim": 2}),
+        ("ListStorage", {}),
+    ],
+)
+def test_torchrls_storages(tmp_path, make, storage, options):
+    data = pytest.importorskip("torchrl.data")
+    if storage == "LazyMemmapStorage":
+        options = {**options, "scratch_dir": str(tmp_path)}
+    buffer = getattr(data, make)(storage=getattr(data, storage)(100, **options), batch_size=4)
+    with collector() as c:
+        batch = c.rollout()
+        expected, keys = batch.clone(), set(batch.keys(True, True))
+        ReplaySink(buffer).write(batch)
+        assert set(batch.keys(True, True)) == keys, "the batch has no more columns than before"
+        del batch
+        assert c.stats().slots["lent"] == 0
+        assert len(buffer) == 10
+        if not options.get("ndim"):
+            stored = buffer[:]
+            stored = torch.stack(list(stored)) if isinstance(stored, list) else stored
+            assert_same(stored, expected.reshape(-1), ignore=("index",))
+        sample = buffer.sample()
+        assert sample.shape == (4,)
+        follows = sample["next", "observation"][..., 1] == sample["observation"][..., 1] + 1
+        assert follows.all()
+
+
+def test_torchrls_prioritized_buffer():
+    data = pytest.importorskip("torchrl.data")
+    try:
+        buffer = data.TensorDictPrioritizedReplayBuffer(
+            alpha=0.7, beta=0.5, storage=data.LazyTensorStorage(100), batch_size=4
+        )
+    except RuntimeError as error:
+        pytest.skip(f"this TorchRL has no prioritized sampler: {error}")
+    with Collector(counting(3), None, frames_per_batch=6) as c:
+        ReplaySink(buffer).write(c.rollout())
+    assert len(buffer) == 6
+    assert "index" in buffer.sample().keys()  # noqa: SIM118

@@ -113,15 +113,6 @@ def test_weights_are_given_once(method):
 # --- parts and several models ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_id", ["actor", "policy.actor"])
-def test_a_part_is_named_by_its_path(model_id):
-    with collector(Two()) as c:
-        c.update_policy_weights_(Actor(2.0), model_id=model_id)
-        batch = c.rollout()
-        assert batch["weight"].unique().tolist() == [2.0]
-        assert batch["value"].unique().tolist() == [0.0]
-
-
 def test_several_models_are_one_version():
     with collector(Two(), track_policy_version=True) as c:
         c.update_policy_weights_(weights_dict={"actor": Actor(2.0), "critic": Actor(3.0).state_dict()})
@@ -175,27 +166,7 @@ def test_what_has_no_weights_is_no_model():
         c.update_policy_weights_(Actor(), model_id="policy.training")
 
 
-@pytest.mark.parametrize("worker_ids", [0, [0], torch.device("cpu")])
-def test_there_are_no_workers(worker_ids):
-    with collector(Actor()) as c:
-        with pytest.raises(TypeError, match="worker_ids"):
-            c.update_policy_weights_(Actor(), worker_ids=worker_ids)
-        assert c.policy_version == 0
-
-
 # --- versions --------------------------------------------------------------------------------------
-
-
-def test_every_row_has_the_version_that_acted():
-    with collector(Actor(0.0), num_envs=2, frames_per_batch=6, track_policy_version=True) as c:
-        for version in range(4):
-            batch = c.rollout()
-            assert batch[VERSION].shape == (2, 3)
-            assert batch[VERSION].dtype == torch.int64
-            assert batch[VERSION].unique().tolist() == [version]
-            assert batch["weight"].unique().tolist() == [float(version)]
-            c.update_policy_weights_(Actor(version + 1.0))
-            assert c.policy_version == c.get_policy_version() == version + 1
 
 
 def test_what_was_acted_before_the_update_keeps_its_version():

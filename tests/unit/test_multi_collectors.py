@@ -29,7 +29,9 @@ from muster.errors import BadOption, BadWeights, EnvError, PolicyError, Unsuppor
 from muster.policies import categorical
 from muster.rollout.progress import STOP
 from muster.testing import ChainEnv, CountingEnv
+from tests.fakes.actors import Actor
 from tests.tools import assert_accounted, assert_same, column, counting
+from tests.waits import wait_until
 
 B, T, GROUPS = 2, 6, 3
 PATIENCE = 60.0  # seconds after which a test gives up
@@ -203,37 +205,29 @@ def test_the_cases_are_random(here):
 
 @settings(max_examples=8)
 @given(
-    envs=st.integers(1, 3),
     rows=st.integers(1, 5),
-    workers=st.integers(1, 3),
-    backend=st.sampled_from(["processes", "threads"]),
-    limit=st.sampled_from([None, 2, 3]),
     fewer=st.integers(0, 1),
-    reset_each=st.booleans(),
-    reset_when_done=st.booleans(),
     random_batches=st.integers(0, 2),
-    layout=st.sampled_from(["batch_major", "time_major"]),
-    compact=st.booleans(),
+    workers=st.fixed_dictionaries(
+        {"num_workers": st.integers(1, 3), "backend": st.sampled_from(["processes", "threads"])}
+    ),
+    options=st.fixed_dictionaries(
+        {
+            "num_envs": st.integers(1, 3),
+            "max_frames_per_traj": st.sampled_from([None, 2, 3]),
+            "reset_at_each_iter": st.booleans(),
+            "reset_when_done": st.booleans(),
+            "layout": st.sampled_from(["batch_major", "time_major"]),
+            "compact_obs": st.booleans(),
+        }
+    ),
 )
-def test_whatever_the_options(
-    envs, rows, workers, backend, limit, fewer, reset_each, reset_when_done, random_batches, layout, compact
-):
-    frames = GROUPS * envs * rows - fewer
-    options = {
-        "num_envs": envs,
-        "frames_per_batch": frames,
-        "total_frames": 4 * frames,
-        "max_frames_per_traj": limit,
-        "reset_at_each_iter": reset_each,
-        "reset_when_done": reset_when_done,
-        "init_random_frames": random_batches * frames,
-        "layout": layout,
-        "compact_obs": compact,
-        "seed": 11,
-        "track_policy_version": True,
-    }
+def test_whatever_the_options(rows, fewer, random_batches, workers, options):
+    frames = GROUPS * options["num_envs"] * rows - fewer
+    options |= {"frames_per_batch": frames, "total_frames": 4 * frames, "init_random_frames": random_batches * frames}
+    options |= {"seed": 11, "track_policy_version": True}
     runs = []
-    for cls, more in ((Collector, {}), (MultiSyncCollector, {"num_workers": workers, "backend": backend})):
+    for cls, more in ((Collector, {}), (MultiSyncCollector, workers)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             c = cls([ChainEnv] * GROUPS, Parity(), **options, **more)
@@ -351,20 +345,9 @@ def test_a_dimension_that_batches_do_not_have():
         MultiSyncCollector([CountingEnv] * 2, None, frames_per_batch=8, cat_results=3, backend="threads")
 
 
-class Actor(nn.Module):
-    """Shows its weight."""
-
-    def __init__(self, value: float = 0.0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(value))
-
-    def forward(self, obs: torch.Tensor) -> Any:
-        return torch.zeros(obs.shape[:-1], dtype=torch.int64), {"weight": self.weight.expand(obs.shape[:-1])}
-
-
 @pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
 def test_update_at_each_batch_publishes_what_the_optimizer_has_changed(cls):
-    policy = Actor()
+    policy = Actor(0.0)
     options = {"frames_per_batch": 8, "total_frames": 48, "update_at_each_batch": True, "track_policy_version": True}
     with cls([CountingEnv] * 2, policy, **options) as c:
         for number, batch in enumerate(c):
@@ -373,6 +356,23 @@ def test_update_at_each_batch_publishes_what_the_optimizer_has_changed(cls):
                 assert batch[VERSION].unique().tolist() == [number + 1]
             policy.weight.data += 1
         assert c.policy_version == 6
+
+
+class Holder:
+    """A policy that is no module, and has one."""
+
+    def __init__(self) -> None:
+        self.net = Actor(0.0)
+
+    def __call__(self, obs: torch.Tensor) -> Any:
+        return self.net(obs)
+
+
+@pytest.mark.parametrize("model_id", ["net", "policy.net"])
+def test_a_part_of_a_policy_that_is_no_module_is_named_by_its_path(model_id):
+    with MultiSyncCollector([CountingEnv] * 2, Holder(), frames_per_batch=8, backend="threads") as c:
+        c.update_policy_weights_(Actor(7.0), model_id=model_id)
+        assert c.next()["weight"].unique().tolist() == [7.0]
 
 
 # --- who works when --------------------------------------------------------------------------------
@@ -429,15 +429,6 @@ def gates(tmp_path: Path) -> Iterator[Gates]:
     made.close()
 
 
-def until(condition: Callable[[], Any]) -> None:
-    pause = threading.Event()
-    for _ in range(int(PATIENCE / 0.005)):
-        if condition():
-            return
-        pause.wait(0.005)
-    raise AssertionError("it never happened")
-
-
 @contextmanager
 def beside(action: Callable[[], None]) -> Iterator[None]:
     """Something that a thread does meanwhile."""
@@ -457,7 +448,7 @@ def test_those_who_are_late_are_stopped_and_what_they_lack_is_blank_or_left_out(
         cells = c._engine.source.pool.handles[2].process.status_page.cells
 
         def release() -> None:
-            until(lambda: cells[STOP] > 0)
+            wait_until(lambda: cells[STOP] > 0)
             gates.open(1)  # it ends after that step
 
         with beside(release):
@@ -501,7 +492,7 @@ def test_every_group_is_two_rollouts_ahead_and_not_more(gates):
     factories = [gates.env(group) for group in range(3)]
     with MultiAsyncCollector(factories, None, num_workers=2, num_envs=B, frames_per_batch=B * T) as c:
         c.next()
-        until(lambda: sum(gates.steps(group) for group in range(3)) == 7 * B * T)  # while nobody asks
+        wait_until(lambda: sum(gates.steps(group) for group in range(3)) == 7 * B * T)  # while nobody asks
         batches = [c.next() for _ in range(6)]
         c.state_dict()  # lets all of them come to rest
         made = sum(gates.steps(group) for group in range(3))
@@ -526,7 +517,7 @@ def test_who_falls_behind_is_named_once(gates):
         assert len(set(behind)) == len(behind)
         assert c.stats().workers[2].frames == 0
         gates.open(100)
-        until(lambda: (c.next(), c.stats().workers[2].frames)[1] > 0)
+        wait_until(lambda: (c.next(), c.stats().workers[2].frames)[1] > 0)
         assert_accounted(c)
 
 
@@ -541,7 +532,7 @@ def test_the_lag_of_weights_is_bounded(gates, bound):
             gates.open(1)
             pause.wait(0.002)
 
-    policy = Actor()
+    policy = Actor(0.0)
     options = {"frames_per_batch": 4, "max_policy_lag": bound, "track_policy_version": True}
     with MultiAsyncCollector(factories, policy, **options) as c, beside(trickle):
         try:
@@ -561,11 +552,11 @@ def test_the_lag_of_weights_is_bounded(gates, bound):
 def test_without_a_bound_weights_may_be_older(gates):
     """Group 1 is held while others' batches and their publishes go by."""
     factories = [gates.env(0), gates.env(1, gated=True, free=1)]
-    with MultiAsyncCollector(factories, Actor(), frames_per_batch=2, track_policy_version=True) as c:
+    with MultiAsyncCollector(factories, Actor(0.0), frames_per_batch=2, track_policy_version=True) as c:
         for published in range(6):
             batch = c.next()
             assert batch[IDS][0] % 2 == 0
-            until(lambda: gates.steps(1) == 1)  # it has begun, with the first weights
+            wait_until(lambda: gates.steps(1) == 1)  # it has begun, with the first weights
             c.update_policy_weights_(Actor(published + 1.0))
         gates.open(2)
         while batch[IDS][0] % 2 == 0:

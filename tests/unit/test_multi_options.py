@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-import muster
 from muster import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector, Restart
 from muster.collectors.multi_options import MultiOptions
 from muster.collectors.workers import count_workers
-from muster.errors import BadOption, MusterError, UnknownOption
+from muster.errors import BadOption, UnknownOption
 from muster.testing import CountingEnv
+from tests.fakes.actors import Actor
 from tests.tools import counting, recorded
 
 BOTH = [MultiSyncCollector, MultiAsyncCollector]
@@ -130,12 +130,6 @@ def test_contradictions_are_refused_before_anything_is_made(cls, wrong, message)
     assert made == []
 
 
-@pytest.mark.parametrize("cls", [*BOTH, AsyncCollector])
-def test_a_policy_and_a_factory_exclude_each_other(cls):
-    with pytest.raises(BadOption, match="policy_factory cannot be used with policy"):
-        cls(CountingEnv, nn.Linear(2, 2), policy_factory=lambda: None, frames_per_batch=4)
-
-
 @pytest.mark.parametrize(("env", "more"), [([CountingEnv] * 2, {}), (CountingEnv, {"num_workers": 2})])
 def test_an_async_collector_has_one_worker(env, more):
     with pytest.raises(BadOption, match="AsyncCollector has one worker.*MultiAsyncCollector"):
@@ -212,23 +206,12 @@ def test_keywords_for_each_group():
         MultiSyncCollector([CountingEnv] * 2, None, create_env_kwargs=[{}], **options)
 
 
-class Shown(nn.Module):
-    """Shows its weight."""
-
-    def __init__(self, value: float = 0.0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(value))
-
-    def forward(self, obs: torch.Tensor) -> Any:
-        return torch.zeros(obs.shape[:-1], dtype=torch.int64), {"weight": self.weight.expand(obs.shape[:-1])}
-
-
 @pytest.mark.parametrize("backend", ["processes", "threads"])
 def test_a_factory_makes_the_policy_here_and_in_workers(backend):
     options = {"frames_per_batch": 8, "backend": backend, "track_policy_version": True}
-    with MultiSyncCollector([CountingEnv] * 2, policy_factory=partial(Shown, 2.0), **options) as c:
+    with MultiSyncCollector([CountingEnv] * 2, policy_factory=partial(Actor, 2.0), **options) as c:
         assert c.next()["weight"].unique().tolist() == [2.0]
-        assert isinstance(c.policy, Shown)
+        assert isinstance(c.policy, Actor)
         c.policy.weight.data.fill_(3.0)
         c.update_policy_weights_()
         batch = c.next()
@@ -249,9 +232,3 @@ class Threads(nn.Module):
         return torch.zeros(obs.shape[:-1], dtype=torch.int64), {
             "threads": torch.full(obs.shape[:-1], torch.get_num_threads())
         }
-
-
-def test_the_names_are_public():
-    for name in ("AsyncCollector", "MultiAsyncCollector", "MultiSyncCollector"):
-        assert getattr(muster, name).__name__ == name
-    assert issubclass(muster.errors.WorkerDied, MusterError)

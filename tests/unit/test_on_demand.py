@@ -16,9 +16,9 @@ from torch import nn
 
 from muster import Collector, MultiSyncCollector
 from muster.errors import BadOption, HookError, PolicyError
-from muster.testing import ChainEnv, CountingEnv, TorchCartPole
+from muster.testing import CountingEnv, TorchCartPole
 from tests.fakes.patterned import PatternEnv, contest, wholes
-from tests.tools import assert_accounted, assert_same, collect, recorded
+from tests.tools import assert_accounted, assert_same, recorded
 
 LENGTHS = [[3], [1, 4], [2, 6]]
 
@@ -323,16 +323,6 @@ def test_the_batch_of_a_call_is_the_caller_s(monkeypatch):
         c.collect(n_episode=4)
         for batch, copy in zip(batches[1:], copies[1:], strict=True):
             assert_same(batch, copy)
-
-
-def test_rows_of_collect_and_of_iteration_are_the_same_rows():
-    rows = collect(ChainEnv, None, batches=3, num_envs=2, frames_per_batch=10, seed=0)
-    with Collector(ChainEnv, None, num_envs=2, seed=0) as c:
-        assert_same(c.collect_batch(n_step=30).batch, rows)
-    with Collector(ChainEnv, None, num_envs=2, seed=0, frames_per_batch=4) as c:
-        batches = iter(c)
-        parts = [next(batches), c.collect_batch(n_step=22).batch, next(batches)]
-        assert_same(torch.cat(parts, -1), rows)
 
 
 # --- who is left out -------------------------------------------------------------------------------

@@ -12,11 +12,10 @@ import signal
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -28,6 +27,7 @@ from muster.errors import BadOption, BadRecording, UnsupportedSpace
 from muster.recording import Recorder, load
 from muster.recording.chunks import chunk_name
 from muster.utils.tensor_files import seal
+from tests.fakes.words import Words
 from tests.tools import files_limited_to
 from tests.waits import open_files
 
@@ -363,34 +363,13 @@ def test_is_init_tells_beginnings_where_the_recording_cannot(tmp_path: Path) -> 
     assert [e.complete for e in load(tmp_path / "r").episodes] == [True, True]
 
 
-class Worded(gymnasium.Env[Any, Any]):
-    """Observations with an image, a word and a nested part."""
-
-    observation_space = gymnasium.spaces.Dict(
-        image=gymnasium.spaces.Box(0, 255, (2, 3), "uint8"),
-        word=gymnasium.spaces.Text(9),
-        inner=gymnasium.spaces.Dict(n=gymnasium.spaces.Discrete(99)),
-    )
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        self.t = 0
-        return self.observe(), {}
-
-    def step(self, action: Any) -> Any:
-        self.t += 1
-        return self.observe(), float(self.t), self.t == 5, False, {}
-
-    def observe(self) -> Any:
-        image = np.full((2, 3), self.t, np.uint8)
-        return {"image": image, "word": "w" * (self.t + 1), "inner": {"n": self.t}}
-
-
 @pytest.mark.parametrize("num_envs", [None, 3])
 def test_what_a_collector_delivers_comes_back(tmp_path: Path, num_envs: int | None) -> None:
     records, batches = [], []
     with (
-        Collector(Worded, None, num_envs=num_envs, frames_per_batch=12, total_frames=60, seed=0) as collector,
+        Collector(
+            partial(Words, 5), None, num_envs=num_envs, frames_per_batch=12, total_frames=60, seed=0
+        ) as collector,
         Recorder(tmp_path / "r", meta={}, chunk_bytes=2000) as recorder,
     ):
         for batch in collector:
@@ -403,7 +382,7 @@ def test_what_a_collector_delivers_comes_back(tmp_path: Path, num_envs: int | No
     table = {e.traj_id: (e.env, e.episode_return, e.length, e.terminated) for e in recording.episodes if e.complete}
     assert table == {r.traj_id: (r.env_id, r.episode_return, r.length, r.terminated) for r in records}
     words = recording.episode(1).get("word").tolist()
-    assert words == ["w" * (n + 1) for n in range(5)]
+    assert words == [f"at {n}" for n in range(5)]
 
 
 def test_without_ids_there_is_no_table(tmp_path: Path) -> None:
@@ -677,14 +656,6 @@ def test_more_frames_than_bytes_are_refused(tmp_path: Path) -> None:
     assert "more frames than bytes" in (recording.lost or "")
 
 
-def test_a_header_that_claims_gigabytes_is_not_read(small: tuple[Path, list[TensorDict]], tmp_path: Path) -> None:
-    path = copied(small, tmp_path / "r")
-    content = (path / chunk_name(1)).read_bytes()
-    (path / chunk_name(1)).write_bytes((2**63).to_bytes(8, "little") + content[8:])
-    with pytest.raises(BadRecording, match="header too large"):
-        load(path)
-
-
 def rewrite(path: Path, change: Any) -> None:
     """A chunk with a changed header and a right checksum: what an attacker can make."""
     content = path.read_bytes()
@@ -697,12 +668,6 @@ def rewrite(path: Path, change: Any) -> None:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
-
-
-def test_rewrite_alone_changes_nothing(small: tuple[Path, list[TensorDict]], tmp_path: Path) -> None:
-    path = copied(small, tmp_path / "r")
-    rewrite(path / chunk_name(1), lambda header, about, crcs: None)
-    assert all(same(a, b) for a, b in zip(load(path), small[1], strict=True))
 
 
 # ------------------------------------------------------------------------------------------ links and paths

@@ -130,25 +130,19 @@ def test_every_arrangement_goes_on_bit_by_bit(shape, policy, tmp_path):
     env=st.sampled_from(sorted(ENVS)),
     before=st.integers(0, 5),
     T=st.integers(1, 6),
-    num_envs=st.sampled_from([None, 1, 3]),
-    limit=st.sampled_from([None, 4]),
-    reset_each=st.booleans(),
-    set_truncated=st.booleans(),
-    reset_when_done=st.booleans(),
     used=st.integers(0, 2),
+    options=st.fixed_dictionaries(
+        {
+            "num_envs": st.sampled_from([None, 1, 3]),
+            "max_frames_per_traj": st.sampled_from([None, 4]),
+            "reset_at_each_iter": st.booleans(),
+            "set_truncated": st.booleans(),
+            "reset_when_done": st.booleans(),
+        }
+    ),
 )
-def test_any_save_point_under_any_option(
-    env, before, T, num_envs, limit, reset_each, set_truncated, reset_when_done, used
-):
-    options = {
-        "num_envs": num_envs,
-        "frames_per_batch": T * (num_envs or 1),
-        "max_frames_per_traj": limit,
-        "reset_at_each_iter": reset_each,
-        "set_truncated": set_truncated,
-        "reset_when_done": reset_when_done,
-        "track_policy_version": True,
-    }
+def test_any_save_point_under_any_option(env, before, T, used, options):
+    options |= {"frames_per_batch": T * (options["num_envs"] or 1), "track_policy_version": True}
     goes_on(lambda: make(ENVS[env], None, **options), before, used=used)
 
 

@@ -51,7 +51,7 @@ def node(command: NodeCommand) -> int:
     if command.number is not None and command.number < 0:
         raise BadOption(f"--number {command.number}: nodes are numbered from 0.")
     check_seconds(command, "wait")
-    return _serve(command.address, command.number, _token("A node needs the token of its collector"), command)
+    return _serve(command.address, command.number, _token("A node needs the token of its collector"), command.wait)
 
 
 def is_node(command: Collect) -> bool:
@@ -62,7 +62,7 @@ def is_node(command: Collect) -> bool:
 def serve_rank(command: Collect) -> int:
     """Run as that node. The first Ctrl-C or SIGTERM is ignored: the collector gets it too, and then stops the node."""
     with StopSignals("the collector says goodbye first; again to stop at once."):
-        return _serve(None, None, None, NodeCommand("", wait=command.join_timeout))
+        return _serve(None, None, None, command.join_timeout)
 
 
 def check(command: Collect) -> None:
@@ -157,11 +157,10 @@ def endpoint(bind: str | None) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _serve(address: str | None, number: int | None, token: bytes | None, command: NodeCommand) -> int:
+def _serve(address: str | None, number: int | None, token: bytes | None, wait: float) -> int:
     from muster.cluster.joining import run_node
     from muster.cluster.link import LinkLost
 
-    wait = command.wait
     try:
         if run_node(address, number, token, within_s=wait, patience_s=wait):
             return 0

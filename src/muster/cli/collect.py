@@ -22,7 +22,7 @@ from muster.cli.options import (
     frames_per_batch,
     refuse_given,
 )
-from muster.cli.report import Returns, StopSignals, summary
+from muster.cli.report import StopSignals, summary
 from muster.cli.request import obs_dtype_of, prepared
 from muster.errors import BadOption, BadRecording
 from muster.observing.progress import in_one_line, progress, worker_lines
@@ -130,11 +130,13 @@ def run(command: Any, collector: BaseCollector, recorder: Recorder | None, stop:
 
 def _collected(command: Any, collector: BaseCollector, recorder: Recorder | None, stop: StopSignals) -> str:
     """Collect, and return the text to print at the end."""
-    returns, recording_s, began_s = Returns(), 0.0, time.perf_counter()
+    from muster.episodes.curve import EpisodeTotals
+
+    episodes, recording_s, began_s = EpisodeTotals(), 0.0, time.perf_counter()
     total, stats = command.frames, collector.stats
     with progress("collect", total, quiet=command.quiet, lines=lambda: worker_lines(stats().workers)) as show:
         for batch in collector:
-            returns.add(collector.episodes)
+            episodes = episodes.plus(collector.episodes)
             if recorder is not None:
                 began = time.perf_counter()
                 with _full_disk(recorder):
@@ -145,7 +147,7 @@ def _collected(command: Any, collector: BaseCollector, recorder: Recorder | None
             if stop.received is not None:
                 break
     elapsed_s, now = time.perf_counter() - began_s, stats()
-    text = summary(now, returns, None if recorder is None else recording_s, elapsed_s)
+    text = summary(now, episodes, None if recorder is None else recording_s, elapsed_s)
     if stop.received is not None:
         text = f"stopped after {now.frames:,} of {total:,} frames\n{text}"
     if recorder is None:

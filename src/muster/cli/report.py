@@ -7,37 +7,18 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from muster.observing.progress import MOST_LINES, short, troubles
 
 if TYPE_CHECKING:
+    from muster.episodes.curve import EpisodeTotals
     from muster.observing.stats import CollectorStats
 
 
-class Returns:
-    """Mean and standard deviation over all episodes, without storing them (Welford's recurrence)."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.mean = self.length_mean = self._squares = 0.0
-
-    def add(self, episodes: Iterable[Any]) -> None:
-        for episode in episodes:
-            self.count += 1
-            step = episode.episode_return - self.mean
-            self.mean += step / self.count
-            self._squares += step * (episode.episode_return - self.mean)
-            self.length_mean += (episode.length - self.length_mean) / self.count
-
-    @property
-    def std(self) -> float:
-        return math.sqrt(self._squares / self.count) if self.count else 0.0
-
-
-def summary(stats: CollectorStats, returns: Returns, recording_s: float | None, elapsed_s: float = 0.0) -> str:
+def summary(stats: CollectorStats, totals: EpisodeTotals, recording_s: float | None, elapsed_s: float = 0.0) -> str:
     """The last lines: episodes, speed, and shares of the time.
 
     ``recording_s`` is the time spent writing (None: no recording), ``elapsed_s`` the time of the whole collection.
@@ -46,10 +27,12 @@ def summary(stats: CollectorStats, returns: Returns, recording_s: float | None, 
     lines = [f"frames    {stats.frames:,} in {stats.batches:,} batches"]
     if stats.discarded:
         lines[0] += "; discarded " + ", ".join(f"{n:,} ({reason})" for reason, n in stats.discarded.items())
-    if returns.count:
+    if n := totals.episodes:
+        mean = totals.return_sum / n
+        std = math.sqrt(max(0.0, totals.return_squares / n - mean**2))
         lines.append(
-            f"episodes  {returns.count:,}  return {returns.mean:,.1f} {plus_minus} {returns.std:,.1f}  "
-            f"length {returns.length_mean:,.1f}"
+            f"episodes  {n:,}  return {totals.origin + mean:,.1f} {plus_minus} {std:,.1f}  "
+            f"length {totals.length_sum / n:,.1f}"
         )
     else:
         lines.append("episodes  none ended")

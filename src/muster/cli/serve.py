@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from muster.cli.collect import run
-from muster.cli.options import AllowImport, Count, ObsDtype, check_numbers, check_seconds, frames_per_batch
+from muster.cli.options import AllowImport, Count, ObsDtype, Policy, check_numbers, check_seconds, frames_per_batch
 from muster.cli.report import StopSignals
 from muster.cli.request import check_policy, in_short, make_policy, obs_dtype_of
 from muster.errors import BadOption
@@ -26,13 +26,7 @@ SPACE_FORMS = (
 class Serve:
     """Serve actions to programs that run their own loop, and record their steps with --out. See docs/serve.md."""
 
-    policy: Annotated[
-        Positional[str],
-        arg(
-            metavar="POLICY",
-            help="random; mlp (fresh, 64x64 tanh); FILE.safetensors with the weights of such an MLP; FILE.py:NAME.",
-        ),
-    ]
+    policy: Positional[Policy]
     obs: Annotated[str, arg(metavar="SPACE", help=f"Space of observations: {SPACE_FORMS}.")]
     act: Annotated[str, arg(metavar="SPACE", help="Space of actions, in the same form.")]
     frames: Count

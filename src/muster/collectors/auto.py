@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
-from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from muster.collectors.collector import Collector
 from muster.collectors.multi_options import PoolOptions
 from muster.collectors.options import CollectorOptions
-from muster.collectors.setup import factories_of, keywords_of, worker_options
-from muster.memory.slots import Layout, Slot
-from muster.policies.adapt import place
+from muster.collectors.setup import factories_of, keywords_of
 from muster.restore.pickling import dumps, loads
 from muster.rng import GroupRng
-from muster.rollout.columns import lane_columns
-from muster.rollout.loop import rollout
 from muster.utils.cpus import read, usable_cores
-from muster.workers.build import build_envs, build_policy, make_group
 
 SECONDS = 1.0  # duration of a measurement
 ROWS = 32  # rows of each measured rollout
 MOST_WORKERS = 64
 WAITING = 0.5  # environments with a smaller CPU share count as waiting
-_PLAIN: dict[str, Any] = {  # measured rollouts run until the time is over, and have their own random streams
-    "on_step": None,
-    "own_rng": False,
-    "reset_when_done": True,
-    "reset_at_each_iter": False,
-    "max_decorrelation_steps": 0,
-}
+MEASURED = (  # options that change how long a step takes
+    *("device", "policy_device", "env_device", "exploration_type", "trust_policy", "compile_policy"),
+    *("cudagraph_policy", "max_frames_per_traj", "obs_dtype", "validate", "traj_done_key", "info"),
+    *("prev_action_reward", "timeouts", "execution"),
+)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Load:
     """Measured use of a core by one worker.
 
@@ -93,38 +86,28 @@ def measure(create_env_fn: Any, policy: Any, options: CollectorOptions, seconds:
     Raises:
         MusterError: the environments or the policy raised; the environments are closed.
     """
-    factories = factories_of(create_env_fn)
-    kwargs = keywords_of(options.create_env_kwargs, len(factories))
-    told = worker_options(options, policy, num_envs=None if options.num_envs is None else 1)
-    changes = {**_PLAIN, "num_threads": getattr(options, "num_sub_threads", None)}
-    rng, policy = GroupRng(0), loads(dumps(policy, "policy"), "policy")
-    with ExitStack() as made, rng.as_global():
-        (built,) = build_envs(factories[:1], kwargs[:1], told, made)
-        policy, device = place(policy, told.policy_device)
+    factories, end = factories_of(create_env_fn), 0.0
+    kwargs = keywords_of(options.create_env_kwargs, len(factories))[0]
+    given = {name: getattr(options, name) for name in MEASURED}
+    given |= {"num_envs": None if options.num_envs is None else 1, "create_env_kwargs": kwargs}
+    given |= {"num_threads": getattr(options, "num_sub_threads", None)}
+    over = SimpleNamespace(collection_stopped=lambda: time.perf_counter() >= end)
+    copied = loads(dumps(policy, "policy"), "policy")
+    with GroupRng(0).as_global(), Collector(factories[0], copied, interruptor=over, **given) as collector:
+        env_batch = collector._engine.num_envs
 
         def run(seconds: float) -> None:
+            nonlocal end
             end = time.perf_counter() + seconds
-            until = SimpleNamespace(collection_stopped=lambda: time.perf_counter() >= end)
-            rollout_options = dataclasses.replace(told.rollout, **changes, interruptor=until)
-            group = make_group(built, 0, 0, B, rollout_options, rng, shared=True)
-            acting = build_policy(policy, told, group, device)
-            group.prime(acting)
-            columns = lane_columns(built.env, acting.columns(), rollout_options)
-            layout = Layout(ROWS, B, columns, batch_shape=built.batch_shape)
-            (lane,) = Slot(layout, built.env.device or "heap").lanes
-            while True:
-                lane.done_steps, lane.stopped = 0, False
-                rollout(group, acting, lane)
-                if until.collection_stopped():
-                    return
+            while not over.collection_stopped():
+                collector.collect(n_step=ROWS * env_batch)
 
-        B = built.env.num_envs
         run(0.1 * seconds)  # the first reset and the first policy calls are slower
         wall, cpu, waited = time.perf_counter(), time.process_time(), _queued_s()
         run(0.9 * seconds)
         cpu = time.process_time() - cpu
         wall = time.perf_counter() - wall - (_queued_s() - waited)
-    return Load(min(1.0, max(1e-3, cpu / max(wall, 1e-9))), B)
+    return Load(min(1.0, max(1e-3, cpu / max(wall, 1e-9))), env_batch)
 
 
 def _queued_s() -> float:

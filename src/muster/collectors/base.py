@@ -22,7 +22,7 @@ from muster.collectors.engine import Engine
 from muster.collectors.observers import Observers, ObservingMethods
 from muster.collectors.on_demand import OnDemand
 from muster.collectors.options import CollectorOptions
-from muster.collectors.signatures import passes_on
+from muster.collectors.signatures import takes
 from muster.collectors.weight_methods import WeightMethods
 from muster.errors import BadOption, CollectorBusy, CollectorClosed, CollectorTimeout, described
 from muster.observing.profiling import ProfileConfig
@@ -106,7 +106,6 @@ class BaseCollector(CollectMethods, ObservingMethods, WeightMethods, ABC):
 
     def rollout(self) -> TensorDict:
         """Collect an extra batch without postproc and buffer; it does not count towards ``total_frames``."""
-        self._check_open()
         self._check_amount()
         with self._exclusively():
             return self._engine.rollout()
@@ -130,7 +129,6 @@ class BaseCollector(CollectMethods, ObservingMethods, WeightMethods, ABC):
             index: numbers of environments, or a bool array over all of them; None: all.
             **kwargs: arguments of the environments' own reset, used once (Gymnasium: ``options={...}``).
         """
-        self._check_open()
         with self._exclusively():
             self._engine.reset(index, kwargs)
 
@@ -144,7 +142,6 @@ class BaseCollector(CollectMethods, ObservingMethods, WeightMethods, ABC):
         Returns:
             the seed of the last environment.
         """
-        self._check_open()
         with self._exclusively():
             return self._engine.set_seed(seed, static=static_seed)
 
@@ -180,7 +177,6 @@ class BaseCollector(CollectMethods, ObservingMethods, WeightMethods, ABC):
 
     def pause(self) -> AbstractContextManager[None]:
         """Return a context in which the background thread does not collect. Entering waits for the end of its batch."""
-        self._check_open()
         return self._exclusively()
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
@@ -278,20 +274,19 @@ class BaseCollector(CollectMethods, ObservingMethods, WeightMethods, ABC):
 
     def fake_tensordict(self) -> TensorDict:
         """Return zeros of the shape of a batch. Nothing is collected; the policy is called once to find its outputs."""
-        self._check_open()
         with self._exclusively():
             return self._engine.blank()
 
-    @passes_on(ProfileConfig)
-    def enable_profile(self, **config: Any) -> None:
+    @takes(ProfileConfig)
+    def enable_profile(self, config: ProfileConfig) -> None:
         """Profile the next rollouts with ``torch.profiler``.
 
         ``collector.timeline`` is Muster's own record of where time is spent, at almost no cost.
         """
         self._check_open()
         self.disable_profile()
-        self.profile_config = ProfileConfig(**config)
-        self._engine.source.pool.call(Profile(self.profile_config))
+        self.profile_config = config
+        self._engine.source.pool.call(Profile(config))
 
     def disable_profile(self) -> None:
         """End profiling, and write the recorded profile."""
@@ -308,7 +303,6 @@ class BaseCollector(CollectMethods, ObservingMethods, WeightMethods, ABC):
         Contains ``policy_state_dict`` and ``env_state_dict`` (one entry per environment object) and Muster's own state.
         The report of ``load_state_dict`` lists what was restored.
         """
-        self._check_open()
         with self._exclusively():
             return resume.state_of(self)
 
@@ -328,7 +322,6 @@ class BaseCollector(CollectMethods, ObservingMethods, WeightMethods, ABC):
             BadCheckpoint: the state is damaged, or from a different collector. Nothing was changed.
             BadRecording: ``record=`` has batches already, and some of them could come again. Nothing was changed.
         """
-        self._check_open()
         with self._exclusively():
             if self._engine.pipeline.recorder is not None:
                 self._engine.pipeline.recorder.resume()
@@ -407,6 +400,8 @@ class BaseCollector(CollectMethods, ObservingMethods, WeightMethods, ABC):
         """Prepare for collecting in a background thread."""
 
     def _exclusively(self) -> AbstractContextManager[None]:
+        """Return a context in which the background thread does not collect. Raises if the collector is closed."""
+        self._check_open()
         return trimmed if self._background is None else self._while_paused(self._background)
 
     @contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from muster.collectors.signatures import passes_on
+from muster.collectors.signatures import takes
 from muster.episodes.rules import RuleName, check_rule
 from muster.episodes.summary import CollectStats
 from muster.errors import BadOption
@@ -47,8 +47,8 @@ class Asked:
         BadOption: both or neither of ``n_step`` and ``n_episode``, or an impossible value.
     """
 
-    n_step: int | None
-    n_episode: int | None
+    n_step: int | None = None
+    n_episode: int | None = None
     _: KW_ONLY
     random: bool = False
     render: float | None = None
@@ -108,20 +108,8 @@ class CollectMethods:
     options: CollectorOptions
     _on_demand: OnDemand
 
-    def collect(
-        self,
-        n_step: int | None = None,
-        n_episode: int | None = None,
-        *,
-        random: bool = False,
-        render: float | None = None,
-        no_grad: bool = True,
-        reset_before_collect: bool = False,
-        reset_kwargs: Mapping[str, Any] | None = None,
-        rule: RuleName | None = None,
-        surplus: Surplus | None = None,
-        bootstrap: bool | Literal["truncations"] = False,
-    ) -> CollectStats:
+    @takes(Asked)
+    def collect(self, asked: Asked) -> CollectStats:
         """Collect a number of steps or episodes into ``buffer``. The next call continues from there.
 
         Args:
@@ -150,24 +138,12 @@ class CollectMethods:
             MusterError: an error while collecting; the same call continues from there. After an error of a hook or
                 of the buffer, the next call delivers the collected batch, and does nothing else.
         """
-        asked = Asked(
-            n_step,
-            n_episode,
-            random=random,
-            render=render,
-            no_grad=no_grad,
-            reset_before_collect=reset_before_collect,
-            reset_kwargs=reset_kwargs,
-            rule=rule,
-            surplus=surplus,
-            bootstrap=bootstrap,
-        )
         return self._collect(asked).stats
 
-    @passes_on(Asked)
-    def collect_batch(self, n_step: int | None = None, n_episode: int | None = None, **others: Any) -> Collected:
+    @takes(Asked)
+    def collect_batch(self, asked: Asked) -> Collected:
         """Call ``collect`` and return its batch, too: ``batch, stats = collector.collect_batch(n_step=64)``."""
-        return self._collect(Asked(n_step, n_episode, **others))
+        return self._collect(asked)
 
     @property
     def buffer(self) -> Any:
@@ -176,7 +152,6 @@ class CollectMethods:
         return self._on_demand.batch if given is None else given
 
     def _collect(self, asked: Asked) -> Collected:
-        self._check_open()
         with self._exclusively():
             if (made := self._on_demand.unreported) is None:
                 made = self._on_demand.unreported = self._on_demand.collect(asked)
@@ -186,7 +161,6 @@ class CollectMethods:
 
     if TYPE_CHECKING:
 
-        def _check_open(self) -> None: ...
         def _exclusively(self) -> AbstractContextManager[None]: ...
 
         _observers: Observers

@@ -18,7 +18,6 @@ from muster.collectors.multi_options import MultiOptions, PoolOptions
 from muster.collectors.signatures import takes
 from muster.collectors.workers import Workers, count_workers
 from muster.errors import BadOption
-from muster.utils.attributes import resolve
 from muster.weights.choice import one_transport
 from muster.weights.publish import PolicyWeights
 from muster.workers.requests import Call, Request
@@ -100,21 +99,8 @@ class MultiCollector(BaseCollector):
         return self._ask(Call(execute, (attr_path, args, kwargs)))
 
     def _ask(self, request: Request) -> Any:
-        self._check_open()
         with self._exclusively():
             return self._engine.source.pool.call(request)
-
-    def _part(self, model_id: str) -> torch.nn.Module | None:
-        """Return this part of the policy's copy against which weights are checked; None: the whole policy."""
-        if model_id == "policy":
-            return None
-        try:
-            found = resolve(self._weights.policy, model_id.removeprefix("policy."))
-        except BadOption as error:
-            raise BadOption(f"model_id={model_id!r} is not known here: {error}") from error
-        if not isinstance(found, torch.nn.Module):
-            raise BadOption(f"model_id={model_id!r} is {type(found).__name__}, which has no weights")
-        return found
 
     def _before_batch(self) -> None:
         super()._before_batch()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muster.collectors.engine import Engine
 from muster.collectors.options import CollectorOptions
-from muster.episodes.record import EpisodeRecord
+from muster.episodes.record import Episodes
 from muster.observing.loggers import CollectionLog
 from muster.observing.plot import plot_stats
 from muster.observing.progress import CollectionProgress
@@ -116,8 +115,8 @@ class ObservingMethods:
     """The methods of a collector that show what it does."""
 
     @property
-    def episodes(self) -> Sequence[EpisodeRecord]:
-        """Records of the episodes that ended in the last batch."""
+    def episodes(self) -> Episodes:
+        """Records (``EpisodeRecord``) of the episodes that ended in the last batch: a sequence."""
         return self._engine.episodes
 
     def stats(self) -> CollectorStats:

@@ -129,8 +129,8 @@ class OnDemand:
 
     def _make(self, asked: Asked) -> tuple[PipelineItem, CollectStats]:
         engine, began, before = self._engine, time.perf_counter(), self._engine.discarded_steps
-        if not self._resumes(asked):
-            self._begin_anew(asked)
+        if self._interrupted != asked or (asked.n_episode is not None and not self._goes_on):
+            self._begin_anew(asked)  # otherwise the same call continues after an error
         steps = self._steps if asked.n_episode is None else self._episodes
         if asked.no_grad and asked.render is None:
             done = steps(asked)
@@ -236,11 +236,16 @@ class OnDemand:
         keep = self._keeps(asked)
         while self._unkept is not None or not self._choice.rule.complete:
             if self._unkept is None:
-                self._collect_kept(
+                before = engine.frames
+                batch, _ = engine.collect(
+                    None,
+                    closes=False,
                     rows=self._rows(ROWS),
                     rule=lambda group: self._rule_of(group, self._choice.rule, keep=keep),
                     acting="random" if asked.random else None,
                 )
+                self._unkept = batch, engine.env_ids, engine.frames - before
+                engine.undelivered += engine.frames - before
             self._keep()
             if self._living() == self._choice.envs:
                 self._choice.take(store.new_ends())
@@ -258,15 +263,8 @@ class OnDemand:
         hidden = [key for key in engine.hidden if key in group.batch.keys(True)]
         episodes = self._ended_in(group.batch)
         native = {"rule": asked.rule or RULE, "biased": self._choice.rule.biased}
-        batch = group.batch.exclude(*hidden) if hidden else group.batch
-        return Made(batch, episodes, group.frames, native, engine.pipeline.showing)
-
-    def _collect_kept(self, **others: Any) -> None:
-        """Collect one rollout for ``_keep``."""
-        engine, before = self._engine, self._engine.frames
-        batch, _ = engine.collect(None, closes=False, **others)
-        self._unkept = batch, engine.env_ids, engine.frames - before
-        engine.undelivered += engine.frames - before
+        visible = group.batch.exclude(*hidden) if hidden else group.batch
+        return Made(visible, episodes, group.frames, native, engine.pipeline.showing)
 
     def _keep(self) -> None:
         """Put the rollout into the store. After an error, the next call repeats this."""
@@ -326,10 +324,6 @@ class OnDemand:
 
     def _keeps(self, asked: Asked) -> bool:
         return (asked.surplus or ("keep" if self._source.overlaps else "discard")) == "keep"
-
-    def _resumes(self, asked: Asked) -> bool:
-        """Return whether the last call had the same arguments and was interrupted."""
-        return self._interrupted == asked and (asked.n_episode is None or self._goes_on)
 
     @property
     def _goes_on(self) -> bool:

@@ -344,7 +344,9 @@ class CollectorOptions:
         exploration = exploration.lower() if isinstance(exploration, str) else exploration
         check_choice("exploration_type", exploration, EXPLORATION)
         object.__setattr__(self, "exploration_type", exploration)
-        object.__setattr__(self, "devices", self._resolve_devices())
+        general, names = _device("device", self.device), ("storing_device", "policy_device", "env_device")
+        devices = {name: _device(name, getattr(self, name)) or general for name in names}
+        object.__setattr__(self, "devices", devices)
         if self.slot_memory_limit is None:
             object.__setattr__(self, "slot_memory_limit", _half_of_memory())
 
@@ -380,11 +382,6 @@ class CollectorOptions:
     def rows_per_batch(self, num_envs: int) -> int:
         """Return the number of time steps per batch for this number of environments, rounded up."""
         return max(1, -(-self.frames // num_envs))
-
-    def _resolve_devices(self) -> dict[str, torch.device | None]:
-        general = _device("device", self.device)
-        names = ("storing_device", "policy_device", "env_device")
-        return {name: _device(name, getattr(self, name)) or general for name in names}
 
 
 _INTEGERS = {  # option: least valid value; None: any integer

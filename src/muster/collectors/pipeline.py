@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from muster.collectors.episode_hook import EpisodeHook
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 Stage = Callable[[Any], Any]
+KEPT = "The batch is kept: the next call goes on with it."
 
 
 class PipelineItem:
@@ -180,9 +180,10 @@ class Pipeline:
 
     def watching(self, batch: TensorDict, envs: Envs = None, hidden: Sequence[Key] = ()) -> list[Stage]:
         """Record rows that are delivered as they are. Return the stage that shows their ended episodes to the hook."""
-        if self.episode_hook is None:
+        if (hook := self.episode_hook) is None:
             return []
-        return [partial(self._show, self.episode_hook.watch(batch, envs, hidden))]
+        episodes = hook.watch(batch, envs, hidden)
+        return [partial(_pass_to, lambda _: hook.show(episodes))]
 
     @property
     def showing(self) -> list[Stage]:
@@ -229,34 +230,26 @@ class Pipeline:
     @property
     def _stages(self) -> list[Stage]:
         """The stages of every item."""
-        options = self._options
-        wanted = (options.postproc is not None, options.on_batch is not None, self.recorder is not None, self.writes)
-        return list(compress((self._process, self._look, self._record, self._write), wanted))
+        options, stages = self._options, list[Stage]()
+        if options.postproc is not None:
+            stages.append(partial(_process, options.postproc))
+        if options.on_batch is not None:
+            stages.append(partial(_pass_to, partial(call_hook, "on_batch", options.on_batch, advice=KEPT)))
+        if self.recorder is not None:
+            stages.append(partial(_pass_to, self.recorder.write))
+        if self.sink is not None and self.writes:
+            stages.append(partial(_pass_to, self.sink.write))
+        return stages
 
-    def _show(self, episodes: deque[TensorDict], item: Any) -> Any:
-        assert self.episode_hook is not None
-        self.episode_hook.show(episodes)
-        return item
 
-    def _process(self, item: Any) -> Any:
-        assert self._options.postproc is not None
-        processed = self._options.postproc(item)
-        return item if processed is None else processed
+def _process(postproc: Stage, item: Any) -> Any:
+    processed = postproc(item)
+    return item if processed is None else processed
 
-    def _look(self, item: Any) -> Any:
-        assert self._options.on_batch is not None
-        call_hook("on_batch", self._options.on_batch, item, "The batch is kept: the next call goes on with it.")
-        return item
 
-    def _record(self, item: Any) -> Any:
-        assert self.recorder is not None
-        self.recorder.write(item)
-        return item
-
-    def _write(self, item: Any) -> Any:
-        assert self.sink is not None
-        self.sink.write(item)
-        return item
+def _pass_to(function: Callable[[Any], Any], item: Any) -> Any:
+    function(item)
+    return item
 
 
 def _recorder(options: CollectorOptions) -> Recorder | None:

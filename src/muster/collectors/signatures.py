@@ -17,6 +17,7 @@ from muster.utils.tracebacks import trimmed
 P = ParamSpec("P")
 Options = TypeVar("Options")
 Function = TypeVar("Function", bound=Callable[..., Any])
+Result = TypeVar("Result")
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 OF_TORCHRL = ("local_init_rb", "no_cuda_sync", "use_buffers")  # arguments that would have no effect here
 _SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -24,23 +25,31 @@ _SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 def takes(
     options: Callable[P, Options],
-) -> Callable[[Callable[[Any, Options], None]], Callable[Concatenate[Any, P], None]]:
-    """Decorate an ``__init__`` that takes checked options, so that it takes the fields of the dataclass instead.
+) -> Callable[[Callable[[Any, Options], Result]], Callable[Concatenate[Any, P], Result]]:
+    """Decorate a method that takes checked options, so that it takes the fields of the dataclass instead.
 
     ``help()``, ``inspect.signature`` and type checkers show these fields as its parameters.
     """
     shown = inspect.Signature([_SELF, *parameters(options)])
 
-    def decorate(init: Callable[[Any, Options], None]) -> Callable[Concatenate[Any, P], None]:
-        def made(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
+    def decorate(method: Callable[[Any, Options], Result]) -> Callable[Concatenate[Any, P], Result]:
+        def made(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Result:
             with trimmed:
+                try:
+                    given = options(*args, **kwargs)
+                except TypeError as error:
+                    problem = error
+                else:
+                    return method(self, given)
                 check_names(shown, kwargs)
                 shown.bind(self, *args, **kwargs)  # raises an error that does not mention the dataclass
-                init(self, options(*args, **kwargs))
+                raise problem
 
-        functools.update_wrapper(made, init)
+        functools.update_wrapper(made, method)
         made.__signature__ = shown  # type: ignore[attr-defined]
-        made.__doc__ = "\n".join(["", "Args:", *documented(options).values(), *_details(options)])
+        own_text = inspect.cleandoc(method.__doc__ or "")
+        if meanings := [*documented(options).values(), *_details(options)]:
+            made.__doc__ = "\n".join([own_text, "", "Args:", *meanings])
         return made
 
     return decorate
@@ -114,7 +123,7 @@ def documented(options: Any) -> dict[str, str]:
     """Return the entries under ``Attributes:`` of a dataclass and its bases, by name (or names)."""
     found: dict[str, str] = {}
     for cls in reversed([cls for cls in options.__mro__ if dataclasses.is_dataclass(cls)]):
-        text = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]
+        text = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
         for entry in re.findall(r"^    \w.*(?:\n     .*)*", text, re.MULTILINE):
             found[entry.partition(":")[0].strip()] = entry
     return found

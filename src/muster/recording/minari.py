@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 def write_minari(
     recording: Recording,
     dataset_id: str,
-    *,
     env: Any,
     observation_space: spaces.Space[Any] | None,
     action_space: spaces.Space[Any] | None,

@@ -212,15 +212,7 @@ class Recording:
         """
         from muster.recording.minari import write_minari
 
-        return write_minari(
-            self,
-            dataset_id,
-            env=env,
-            observation_space=observation_space,
-            action_space=action_space,
-            keys=observation_keys,
-            metadata=metadata or {},
-        )
+        return write_minari(self, dataset_id, env, observation_space, action_space, observation_keys, metadata or {})
 
     def to_lerobot(
         self,
