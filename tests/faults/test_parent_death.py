@@ -22,6 +22,8 @@ pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="looks into /pr
 ROOT = Path(__file__).parents[2]
 PLACES = ["idle", "stepping", "waiting", "hung", "grandchildren", "starting", "threads", "spawned", "closing_hangs"]
 PLACES += ["simulators"]
+SERVED = ["served", "served_as_ready", "served_never"]
+SLOW = pytest.mark.slow  # a program of its own costs some 6 CPU seconds
 NODES = ["nodes", "nodes_idle", "nodes_hung", "nodes_joining"]
 
 
@@ -72,7 +74,9 @@ def start(tmp_path):
         all_gone(program.family(), 0.0)
 
 
-@pytest.mark.parametrize("place", PLACES + NODES)
+@pytest.mark.parametrize(
+    "place", [*PLACES, *NODES, SERVED[0], *(pytest.param(place, marks=SLOW) for place in SERVED[1:])]
+)
 def test_nothing_outlives_a_killed_program(start, place):
     program = start(place)
     family = program.family()
@@ -81,6 +85,7 @@ def test_nothing_outlives_a_killed_program(start, place):
     )  # and the fork server
     expected = 7 if place in NODES and place != "nodes_joining" else expected  # two nodes, each with a fork server
     assert len(family) >= expected, "they are seen at all"
+    assert place not in SERVED or len(family) == 5  # with the fork server, and a keeper beside each worker
     program.process.kill()
     assert program.end()[1] == -signal.SIGKILL
     assert all_gone(family)
@@ -114,24 +119,27 @@ def test_nothing_outlives_a_program_that_is_killed_while_its_collector_is_made(s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["stepping", "nodes"])  # hung ones die like those that are killed
+@pytest.mark.parametrize("place", ["stepping", "nodes", "served", "served_never"])  # hung ones die like killed ones
 def test_nothing_outlives_a_program_that_is_asked_to_end(start, place):
     program = start(place)
     program.process.terminate()
     assert program.end() == ("", -signal.SIGTERM)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "send"),
-    [("idle", os.kill), ("stepping", os.kill), ("stepping", os.killpg), ("waiting", os.kill), ("threads", os.killpg)],
+    [
+        ("served", os.kill),
+        *(pytest.param(place, os.kill, marks=SLOW) for place in ("idle", "stepping", "waiting")),
+        *(pytest.param(place, os.killpg, marks=SLOW) for place in ("stepping", "threads", "served_as_ready")),
+    ],
 )
 def test_ctrl_c_is_one_traceback_and_a_clean_end(start, place, send):
     program = start(place)
     send(program.process.pid, signal.SIGINT)
     said, code = program.end()
     assert code == -signal.SIGINT
-    assert said.count("Traceback (most recent call last)") == 1
+    assert said.count("Traceback (most recent call last)") == 1, said
     assert said.rstrip().endswith("KeyboardInterrupt")
     if place != "waiting":  # that one had to be killed
         assert OracleEnv.read(program.folder / "counts")[:, 3].tolist() == [1, 1], "environments were closed"
@@ -160,7 +168,7 @@ def test_ctrl_c_ends_a_shutdown_that_takes_too_long(start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["never_shut_down", "thrown_away_with_a_hang"])
+@pytest.mark.parametrize("place", ["never_shut_down", "thrown_away_with_a_hang", "served_and_forgotten"])
 def test_a_program_that_forgets_to_shut_down_ends_at_once_and_leaves_nothing(start, place):
     assert start(place).end() == ("", 0)
 

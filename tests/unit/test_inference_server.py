@@ -19,7 +19,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from torch import nn
 
-from muster import CentralInference, Execution, MultiAsyncCollector, MultiSyncCollector
+from muster import CentralInference, MultiAsyncCollector, MultiSyncCollector
 from muster.errors import BadOption, BadPolicyOutput, BadWeights, PolicyError, UnsupportedEnv
 from muster.policies import categorical
 from muster.testing import CountingEnv, OracleEnv, SpaceEnv, TorchCartPole
@@ -478,16 +478,10 @@ SAME: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "TorchRL": (torchrl_pendulum, Push, {"num_envs": None, "max_frames_per_traj": 4}),
     "dict": (images, Dicts, {"num_envs": 2}),
     "image": (image, Flat, {"num_envs": 2}),
-    "compact": (counting(4, noise=True), Parity, {"compact_obs": True, "execution": Execution(inference_mode=False)}),
-    "cut": (counting(7, noise=True), Parity, {"max_frames_per_traj": 5, "set_truncated": True}),
-    "whole episodes": (counting(4, noise=True), Parity, {"trajs_per_batch": 4, "num_envs": 2}),
     "split": (counting(4, noise=True), Parity, {"split_trajs": True}),
-    "random first": (counting(4, noise=True), Parity, {"init_random_frames": 24}),
     "joined": (counting(4, noise=True), Parity, {"cat_results": -1}),
     "joined over environments": (counting(4, noise=True), Parity, {"cat_results": "cat", "num_envs": 2}),
-    "time first": (counting(4, noise=True), Parity, {"layout": "time_major", "num_envs": 2}),
     "the same memory": (counting(4, noise=True), Parity, {"return_same_td": True}),
-    "reset at each": (counting(7, noise=True), Parity, {"reset_at_each_iter": True}),
 }
 
 

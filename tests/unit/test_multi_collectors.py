@@ -30,6 +30,7 @@ from muster.policies import categorical
 from muster.rollout.progress import STOP
 from muster.testing import ChainEnv, CountingEnv
 from tests.tools import assert_accounted, assert_same, column, counting
+from tests.waits import wait_until
 
 B, T, GROUPS = 2, 6, 3
 PATIENCE = 60.0  # seconds after which a test gives up
@@ -429,15 +430,6 @@ def gates(tmp_path: Path) -> Iterator[Gates]:
     made.close()
 
 
-def until(condition: Callable[[], Any]) -> None:
-    pause = threading.Event()
-    for _ in range(int(PATIENCE / 0.005)):
-        if condition():
-            return
-        pause.wait(0.005)
-    raise AssertionError("it never happened")
-
-
 @contextmanager
 def beside(action: Callable[[], None]) -> Iterator[None]:
     """Something that a thread does meanwhile."""
@@ -457,7 +449,7 @@ def test_those_who_are_late_are_stopped_and_what_they_lack_is_blank_or_left_out(
         cells = c._engine.source.pool.handles[2].process.status_page.cells
 
         def release() -> None:
-            until(lambda: cells[STOP] > 0)
+            wait_until(lambda: cells[STOP] > 0)
             gates.open(1)  # it ends after that step
 
         with beside(release):
@@ -501,7 +493,7 @@ def test_every_group_is_two_rollouts_ahead_and_not_more(gates):
     factories = [gates.env(group) for group in range(3)]
     with MultiAsyncCollector(factories, None, num_workers=2, num_envs=B, frames_per_batch=B * T) as c:
         c.next()
-        until(lambda: sum(gates.steps(group) for group in range(3)) == 7 * B * T)  # while nobody asks
+        wait_until(lambda: sum(gates.steps(group) for group in range(3)) == 7 * B * T)  # while nobody asks
         batches = [c.next() for _ in range(6)]
         c.state_dict()  # lets all of them come to rest
         made = sum(gates.steps(group) for group in range(3))
@@ -526,7 +518,7 @@ def test_who_falls_behind_is_named_once(gates):
         assert len(set(behind)) == len(behind)
         assert c.stats().workers[2].frames == 0
         gates.open(100)
-        until(lambda: (c.next(), c.stats().workers[2].frames)[1] > 0)
+        wait_until(lambda: (c.next(), c.stats().workers[2].frames)[1] > 0)
         assert_accounted(c)
 
 
@@ -565,7 +557,7 @@ def test_without_a_bound_weights_may_be_older(gates):
         for published in range(6):
             batch = c.next()
             assert batch[IDS][0] % 2 == 0
-            until(lambda: gates.steps(1) == 1)  # it has begun, with the first weights
+            wait_until(lambda: gates.steps(1) == 1)  # it has begun, with the first weights
             c.update_policy_weights_(Actor(published + 1.0))
         gates.open(2)
         while batch[IDS][0] % 2 == 0:

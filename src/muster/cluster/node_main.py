@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-import pickle
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -112,7 +111,7 @@ class NodeMain:
         self._end.put(lambda: self._said(message, block, tag))
 
     def _said(self, message: FromNode, block: Block | None = None, tag: int = 0) -> Outgoing:
-        return Outgoing(pickle.dumps((message, self._told()), pickle.HIGHEST_PROTOCOL), block, tag)
+        return Outgoing((message, self._told()), block, tag)
 
     def answer(self, number: int, function: Callable[[], Any]) -> None:
         """Call a function, and send its result or its error."""

@@ -95,7 +95,7 @@ class NodeProxy(Proxy):
         self.infos = self.error = self._held = self._answer = None
         self.told = Told()
         self.session = self._pool.nodes.session(self.index)
-        self.session.post(Tell(NodeMain.set_up, (self.setup,)), self._policy, self.session.next_tag())
+        self.session.post(Tell(NodeMain.set_up, (self.setup,)), self._policy, next(self.session.tags))
         self.session.post_weights()
         self.session.post(Tell(NodeMain.start))
         if self.place is not None and not self._pool.elastic:
@@ -210,7 +210,7 @@ class NodeProxy(Proxy):
             lanes, first = len(self.groups), run[0].lane - (run[0].group - self.groups[0])
             if self._apart or slot.layout.lanes < lanes:
                 lanes, first = 1, run[0].lane
-            part = LaneRun(run, slot.offset, first, lanes, self.session.next_tag())
+            part = LaneRun(run, slot.offset, first, lanes, next(self.session.tags))
             if self.setup.buffer is None:
                 begin, end = (n * slot.layout.lane_bytes for n in (run[0].lane, run[-1].lane + 1))
                 expects[part.tag] = slot.block[begin:end]
@@ -282,7 +282,7 @@ class NodeProxy(Proxy):
         if answer is not None and answer.failure is not None:
             raise answer.failure.error()
 
-    def _tell(self, message: Tell) -> None:
+    def send(self, message: Tell) -> None:
         self.session.post(message)
 
     def _runs(self, requests: Sequence[RolloutRequest]) -> list[tuple[Slot, list[RolloutRequest]]]:

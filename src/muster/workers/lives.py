@@ -214,13 +214,13 @@ class Proxy(ABC):
             self._answer = answer
 
     @abstractmethod
-    def _tell(self, message: Tell) -> None:
+    def send(self, message: Tell) -> None:
         """Send a message. Does not wait."""
 
     def _ask(self, method: Callable[..., Any], *args: Any) -> Any:
         """Have the worker or node call a method, and return the answer. A successor gets the message again."""
         while True:
-            self.post(lambda number: self._tell(Tell(method, args, number)))
+            self.post(lambda number: self.send(Tell(method, args, number)))
             try:
                 return self.answer()
             except Restarted:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from muster.memory.slots import Slot
-from muster.rollout.progress import Phase
+from muster.rollout.progress import STOP, Phase
 from muster.utils.interrupts import postponed
 from muster.workers.config import WorkerConfig, WorkerPlace
 from muster.workers.lives import Proxy, WorkerState
@@ -164,7 +164,7 @@ class WorkerProxy(Proxy):
 
     def stop(self, number: int) -> None:
         if self.alive:
-            self.process.status_page.stop(number)
+            self.process.status_page.cells[STOP] = number
 
     @postponed()
     def call(self, request: Request) -> list[Any]:
@@ -228,9 +228,6 @@ class WorkerProxy(Proxy):
             return request
         served = server.ask("adopt", self._ask(WorkerMain.call, Call(Worker.observe)), request.policy == "policy")
         return replace(request, served=served)
-
-    def _tell(self, message: Tell) -> None:
-        self.send(message)
 
     def _close(self) -> None:
         if not self.alive:
