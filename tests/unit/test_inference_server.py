@@ -20,7 +20,7 @@ from gymnasium.vector import AutoresetMode
 from torch import nn
 
 from muster import CentralInference, MultiAsyncCollector, MultiSyncCollector
-from muster.errors import BadOption, BadPolicyOutput, BadWeights, PolicyError, UnsupportedEnv
+from muster.errors import BadOption, BadPolicyOutput, PolicyError, UnsupportedEnv
 from muster.policies import categorical
 from muster.testing import CountingEnv, OracleEnv, SpaceEnv, TorchCartPole
 from muster.workers.inference import _Client, _oldest
@@ -595,13 +595,6 @@ def test_what_does_not_fit_is_refused_with_the_way_out(name):
         given = options if isinstance(options, dict) else {"inference": options()}
         MultiSyncCollector(factories, **({"policy": Parity(), "frames_per_batch": 20, "inference": "server"} | given))
     wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "muster-inference"])
-
-
-def test_a_policy_that_cannot_be_copied_is_refused_by_name():
-    policy = Parity()
-    policy.lock = threading.Lock()  # type: ignore[assignment]
-    with pytest.raises(BadWeights, match=r"the policy cannot be copied for its workers.*lock"):
-        MultiSyncCollector([counting()] * 2, policy, frames_per_batch=20, inference="server")
 
 
 # --- processes that only step -----------------------------------------------------------------------

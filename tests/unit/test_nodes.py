@@ -93,14 +93,6 @@ def oracles(path, count=1, **options):
 
 
 class TestWorkers:
-    def test_a_worker_that_dies_does_not_take_its_node_along(self, tmp_path, carrier):
-        with oracles(tmp_path / "o", carrier=carrier, on_failure="restart", total_frames=-1) as collector:
-            next(iter(collector))
-            os.kill(collector.stats().workers[0].pid, signal.SIGKILL)
-            next(iter(collector))
-            assert collector.stats().workers[0].restarts == 1
-            assert len(carrier.links[0]) == 1
-
     def test_rollouts_stay_in_order_if_requests_cross_the_news_of_a_death(self, tmp_path):
         factory = partial(OracleEnv, tmp_path / "o", fault=Fault(Signalled(signal.SIGKILL), at=50))
         options = {"frames_per_batch": 20, "total_frames": -1, "sync": False, "seed": 0}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -96,7 +95,7 @@ class NodeMain:
     def run(self) -> bool:
         """Run until the end of the session."""
         try:
-            self.say(Joined(socket.gethostname(), os.getpid()))
+            self.say(Joined(socket.gethostname()))
             while True:
                 self._attend()
         except _Over as over:

@@ -252,18 +252,11 @@ class NodeProxy(Proxy):
         if self.alive:
             self.lose("the collector was shut down")
 
-    def close(self, *, wait: bool = True) -> None:
+    def _ask_to_close(self) -> None:
         """See ``Proxy``. ``Nodes`` ends the node itself."""
-        if not self.alive:
-            return
-        if self._state is WorkerState.RUNNING:
-            self.state = WorkerState.CLOSING
-            self._awaited, self._answer = CLOSED, None
-            self.session.post(Tell(NodeMain.close, number=CLOSED))
-        if wait:
-            self._close()
+        self.session.post(Tell(NodeMain.close, number=CLOSED))
 
-    def _close(self) -> None:
+    def _wait_for_close(self) -> None:
         config, is_closing = self.setup.config, self._state is WorkerState.CLOSING
         seconds = config.timeout("close")
         deadline = None if seconds is None else time.monotonic() + seconds * len(config.workers) + CLOSE_S
@@ -274,13 +267,10 @@ class NodeProxy(Proxy):
             self._pool.wake_up.wait(left)
             self.pump()
         self.pump()
-        answer = self._answer
-        if answer is None:
+        if self._answer is None:
             self.lose("the collector was shut down")
         elif is_closing:
             self.state = WorkerState.CLOSED
-        if answer is not None and answer.failure is not None:
-            raise answer.failure.error()
 
     def send(self, message: Tell) -> None:
         self.session.post(message)
