@@ -384,8 +384,8 @@ class TestTorchrun:
         with pytest.raises(BadOption, match="in rank 0"):
             find_rendezvous(None, 1.0)
         with (
-            contextlib.closing(Rendezvous(5)) as rendezvous,
-            pytest.raises(BadOption, match=r"3 ranks, but 5 .* start 6"),
+            contextlib.closing(Rendezvous(3)) as rendezvous,
+            pytest.raises(BadOption, match=r"3 ranks, but 3 .* start 4"),
         ):
             TorchrunLauncher().start(0, 0, rendezvous)
         monkeypatch.setenv("RANK", "1")
