@@ -179,7 +179,7 @@ class Player:
         self._skip = 0  # bytes of a block that nobody looks at
         self._group, self._executed = number, 0
         self._busy_until = 0.0
-        self._say(0.0, Joined(f"node-{number}", os.getpid()))
+        self._say(0.0, Joined(f"node-{number}"))
         self._beat()
 
     def read(self) -> bool:

@@ -10,6 +10,7 @@ import select
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from muster import AsyncCollector, Evaluator, MultiAsyncCollector, MultiSyncCollector
+from muster import AsyncCollector, DistributedCollector, Evaluator, MultiAsyncCollector, MultiSyncCollector
 from muster.testing import Fault, OracleEnv
 from tests.fakes import faults
 from tests.fakes.lost_nodes import NodeSignalled
@@ -38,8 +39,8 @@ def ready() -> None:
     print("ready", flush=True)
 
 
-def idle(folder: Path) -> None:
-    with collector(folder) as made:
+def idle(folder: Path, **options: Any) -> None:
+    with collector(folder, **options) as made:
         made.next()
         ready()
         while True:
@@ -66,31 +67,37 @@ def hung(folder: Path, way: Any = faults.holds_the_gil) -> None:
             pass
 
 
-def grandchildren(folder: Path) -> None:
-    fault = Fault(faults.HasChild(str(folder / "pids")), "construct", runs=None)
-    with collector(folder, fault) as made:
+def has_child(folder: Path, *, detached: bool) -> Fault:
+    """Every environment starts a program; ``detached``: in a session of its own."""
+    return Fault(faults.HasChild(str(folder / "pids"), detached=detached), "construct", runs=None)
+
+
+def grandchildren(folder: Path, *, detached: bool = False) -> None:
+    collecting(folder, fault=has_child(folder, detached=detached))
+
+
+def collecting(folder: Path, **options: Any) -> None:
+    with collector(folder, **options) as made:
         made.next()
         ready()
         while True:
             made.next()
 
 
-def simulators(folder: Path) -> None:
-    """In sessions of their own."""
-    fault = Fault(faults.HasChild(str(folder / "pids"), detached=True), "construct", runs=None)
-    with collector(folder, fault) as made:
-        made.next()
-        ready()
-        while True:
-            made.next()
+simulators = partial(grandchildren, detached=True)
+threads = partial(collecting, backend="threads")
+spawned = partial(collecting, start_method="spawn")
 
 
-def simulators_raise(folder: Path) -> None:
-    fault = Fault(faults.HasChild(str(folder / "pids"), detached=True), "construct", runs=None)
+def raises(folder: Path, fault: Fault | None = None) -> None:
     made = collector(folder, fault)
     made.next()
     ready()
     raise ValueError("in the user's own loop")
+
+
+def simulators_raise(folder: Path) -> None:
+    raises(folder, has_child(folder, detached=True))
 
 
 def starting(folder: Path) -> None:
@@ -119,7 +126,7 @@ def constructing(folder: Path, kind: str, place: str) -> None:
     killer = KilledAt(place)
     threading.setprofile(killer)
     sys.setprofile(killer)
-    fault = Fault(faults.HasChild(str(folder / "pids"), detached=True), "construct", runs=None)
+    fault = has_child(folder, detached=True)
     factories = [partial(OracleEnv, folder / "counts", number, 1, fault) for number in range(2)]
     if kind == "AsyncCollector":
         AsyncCollector(factories[0], None, frames_per_batch=T)
@@ -133,22 +140,6 @@ def constructing(folder: Path, kind: str, place: str) -> None:
     else:
         cls = MultiSyncCollector if kind == "MultiSyncCollector" else MultiAsyncCollector
         cls(factories, None, frames_per_batch=2 * T)
-
-
-def threads(folder: Path) -> None:
-    with collector(folder, backend="threads") as made:
-        made.next()
-        ready()
-        for _ in made:
-            pass
-
-
-def spawned(folder: Path) -> None:
-    with collector(folder, start_method="spawn") as made:
-        made.next()
-        ready()
-        for _ in made:
-            pass
 
 
 def closing_hangs(folder: Path) -> None:
@@ -172,13 +163,6 @@ def thrown_away_with_a_hang(folder: Path) -> None:
     while OracleEnv.read(folder / "counts")[0, 1] < 31:
         select.select([], [], [], 0.01)
     ready()
-
-
-def raises(folder: Path) -> None:
-    made = collector(folder)
-    made.next()
-    ready()
-    raise ValueError("in the user's own loop")
 
 
 def served(folder: Path, kind: Any = MultiSyncCollector, do: Any = None) -> None:
@@ -223,11 +207,7 @@ def nodes(folder: Path, **options: Any) -> None:
 def nodes_idle(folder: Path) -> None:
     from tests.fakes.node_runs import sync_nodes
 
-    with collector(folder, kind=sync_nodes) as made:
-        made.next()
-        ready()
-        while True:
-            select.select([], [], [])
+    idle(folder, kind=sync_nodes)
 
 
 def nodes_hung(folder: Path) -> None:
@@ -249,6 +229,36 @@ def nodes_joining(folder: Path) -> None:
     launcher = late(folder / "births", joins=0)
     say_when(lambda: len(births(folder / "births")) == 2)
     nodes(folder, launcher=launcher)
+
+
+SLOW_IMPORT = """
+import ctypes, os, pathlib
+class Environment: "As in the real dm_env."
+if os.getpid() != int(os.environ["MUSTER_TEST_MAIN"]):  # the fork server, which imports what the main process has
+    pathlib.Path(__file__).with_name("importing").touch()
+    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    for _ in range(2):
+        libc.pthread_mutex_lock(mutex)  # for ever, with the GIL, and no signal wakes it: as loading torch, but longer
+"""
+
+
+def making_nodes(folder: Path, launcher: str) -> None:
+    """Says "made" when the collector is."""
+    if launcher == "importing":
+        (folder / "dm_env.py").write_text(SLOW_IMPORT)
+        os.environ["MUSTER_TEST_MAIN"] = str(os.getpid())
+        sys.path.insert(0, str(folder))
+        assert "dm_env" not in sys.modules
+        import dm_env  # noqa: F401  (is preloaded)
+
+        launcher = "mp"
+    os.chdir(folder)  # for the files of jobs
+    warnings.filterwarnings("ignore", "There is no SLURM here")
+    ready()
+    with collector(folder, kind=DistributedCollector, launcher=launcher, sync=True) as made:
+        print("made", flush=True)
+        for _ in made:
+            pass
 
 
 def watch(folder: Path, begun: int = 31) -> None:

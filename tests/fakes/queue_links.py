@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from tensordict.nn import TensorDictModule
 
 from muster.cluster import node_main
 from muster.cluster.link import Block, LinkLost, Received
@@ -196,6 +198,19 @@ class GatedBuffer:
 
     def __len__(self) -> int:
         return sum(batch.numel() for batch in self.rows)
+
+
+class Greedy(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return super().forward(observation).argmax(-1)
+
+
+def net() -> TensorDictModule:
+    """A policy for a CartPole."""
+    return TensorDictModule(Greedy(), ["observation"], ["action"])
 
 
 def beats(link: QueueLink) -> int:

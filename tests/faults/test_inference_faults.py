@@ -23,17 +23,13 @@ from muster.testing import CountingEnv, Fault, OracleEnv, check_stream
 from tests.fakes import faults
 from tests.fakes.fault_runs import FRAMES, KINDS, MODES, T, all_gone, deadlines, run
 from tests.fakes.served import Known, pid_of
-from tests.faults.test_parent_death import start  # noqa: F401 (a fixture)
 from tests.faults.test_worker_deaths import Killer
-from tests.faults.test_worker_resources import more_than, resources
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="kills processes"),
     pytest.mark.filterwarnings("ignore:a worker is dropped"),
 ]
 
-SLOW = pytest.mark.slow  # a program of its own costs some 6 CPU seconds
-MORE_PLACES = ["served_as_ready", "served_never"]
 AT = 30  # row 10 of the second rollout
 SERVED = {"inference": "server"}
 DIES = faults.Signalled(signal.SIGKILL)
@@ -72,11 +68,6 @@ def no_server_is_left():
     for thread in {*server_threads()} - before:
         thread.join(60)
         assert not thread.is_alive()
-
-
-def left_since(before):
-    """But for names in /dev/shm, which are those of the whole machine."""
-    return more_than(before, but=("names",))
 
 
 # --- workers that die -------------------------------------------------------------------------------
@@ -440,84 +431,6 @@ def test_after_ctrl_c_the_next_call_goes_on(tmp_path, kind, backend):
     stats = collector.stats()
     assert stats.in_flight == 0
     assert stats.executed == stats.frames + sum(stats.discarded.values()) == OracleEnv.read(path)[:, 2].sum()
-
-
-@pytest.mark.parametrize("place", ["served", *(pytest.param(place, marks=SLOW) for place in MORE_PLACES)])
-def test_nothing_outlives_a_killed_program(start, place):  # noqa: F811
-    program = start(place)
-    family = program.family()
-    assert len(family) == 5  # with the fork server, and a keeper beside each worker
-    program.process.kill()
-    assert program.end()[1] == -signal.SIGKILL
-    assert all_gone(family)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["served", "served_never"])
-def test_nothing_outlives_a_program_that_is_asked_to_end(start, place):  # noqa: F811
-    program = start(place)
-    program.process.terminate()
-    assert program.end() == ("", -signal.SIGTERM)
-
-
-@pytest.mark.parametrize(
-    ("place", "send"), [("served", os.kill), pytest.param("served_as_ready", os.killpg, marks=SLOW)]
-)
-def test_ctrl_c_is_one_traceback_and_a_clean_end(start, place, send):  # noqa: F811
-    program = start(place)
-    send(program.process.pid, signal.SIGINT)
-    said, code = program.end()
-    assert code == -signal.SIGINT
-    assert said.count("Traceback (most recent call last)") == 1, said
-    assert said.rstrip().endswith("KeyboardInterrupt")
-    assert OracleEnv.read(program.folder / "counts")[:, 3].tolist() == [1, 1], "environments were closed"
-
-
-@pytest.mark.slow
-def test_a_program_that_forgets_to_shut_down_ends_at_once_and_leaves_nothing(start):  # noqa: F811
-    assert start("served_and_forgotten").end() == ("", 0)
-
-
-@pytest.mark.parametrize("backend", ["processes", "threads"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_left_of_collectors_that_were_shut_down(kind, backend):
-    def cycle():
-        with kind([CountingEnv] * 2, categorical(nn.Linear(2, 2)), frames_per_batch=20, backend=backend, **SERVED) as c:
-            assert c.next() is not None
-
-    cycle()  # imports, and the fork server
-    before = resources()
-    for _ in range(8):
-        cycle()
-    assert not left_since(before)
-
-
-def test_nothing_is_left_of_workers_that_were_restarted():
-    options = {"frames_per_batch": 20, "on_failure": Restart(max_restarts=None)}
-    with MultiSyncCollector([CountingEnv] * 2, categorical(nn.Linear(2, 2)), **(SERVED | options)) as collector:
-        collector.next()
-        before = resources()
-        for turn in range(10):
-            os.kill(collector.stats().workers[turn % 2].pid, 9)
-            for _ in range(3):  # with batches in between there is no back-off
-                collector.next()
-        assert not left_since(before)
-        assert collector.stats().restarts == 10
-
-
-def test_nothing_is_left_of_collectors_that_could_not_be_made():
-    def fail():
-        raise ValueError("no")
-
-    def cycle():
-        with pytest.raises(RuntimeError, match="no"):
-            MultiSyncCollector([CountingEnv, fail], Mod5(), frames_per_batch=20, backend="threads", **SERVED)
-
-    cycle()
-    before = resources()
-    for _ in range(5):
-        cycle()
-    assert not left_since(before)
 
 
 @pytest.mark.parametrize("backend", ["processes", "threads"])

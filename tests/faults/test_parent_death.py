@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import signal
 import subprocess
 import sys
 import uuid
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -16,12 +18,18 @@ import pytest
 from muster import MultiAsyncCollector, MultiSyncCollector
 from muster.testing import OracleEnv
 from tests.fakes.fault_runs import all_gone, family
-from tests.waits import without_delays
+from tests.waits import wait_until, without_delays
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
 ROOT = Path(__file__).parents[2]
+PATH = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
 PLACES = ["idle", "stepping", "waiting", "hung", "grandchildren", "starting", "threads", "spawned", "closing_hangs"]
 PLACES += ["simulators"]
+SERVED = ["served", "served_as_ready", "served_never"]
+GONE_S = 100.0  # on a busy machine, where an interpreter that is to end must start first; it is promised for 5 s
+BORN_S = 120.0
+needs_submitit = pytest.mark.skipif(importlib.util.find_spec("submitit") is None, reason="needs submitit")
+SLOW = pytest.mark.slow  # a program of its own costs some 6 CPU seconds
 NODES = ["nodes", "nodes_idle", "nodes_hung", "nodes_joining"]
 
 
@@ -37,7 +45,7 @@ class Program:
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env={**os.environ, key: value, "PYTHONPATH": os.pathsep.join(["src", os.environ.get("PYTHONPATH", "")])},
+            env={**os.environ, key: value, "PYTHONPATH": PATH},
             start_new_session=True,
         )
         assert self.process.stdout is not None
@@ -46,6 +54,18 @@ class Program:
     def family(self) -> list[int]:
         """All processes that it has started, and those that these have started."""
         return [pid for pid in family(self.mark) if pid != self.process.pid]
+
+    def killed_once(self, happened: Callable[[], object]) -> None:
+        """Kill it then: what it has started, and what that may still start, ends without it."""
+
+        def has_happened() -> bool:
+            assert self.process.poll() is None, self.process.communicate()[1]
+            return bool(happened())
+
+        wait_until(has_happened, BORN_S)
+        self.process.kill()
+        self.process.wait()
+        wait_until(lambda: not self.family(), GONE_S)
 
     def end(self) -> tuple[str, int]:
         """What it says after its end, and its exit code; nothing must be left of it."""
@@ -72,7 +92,9 @@ def start(tmp_path):
         all_gone(program.family(), 0.0)
 
 
-@pytest.mark.parametrize("place", PLACES + NODES)
+@pytest.mark.parametrize(
+    "place", [*PLACES, *NODES, SERVED[0], *(pytest.param(place, marks=SLOW) for place in SERVED[1:])]
+)
 def test_nothing_outlives_a_killed_program(start, place):
     program = start(place)
     family = program.family()
@@ -81,6 +103,7 @@ def test_nothing_outlives_a_killed_program(start, place):
     )  # and the fork server
     expected = 7 if place in NODES and place != "nodes_joining" else expected  # two nodes, each with a fork server
     assert len(family) >= expected, "they are seen at all"
+    assert place not in SERVED or len(family) == 5  # with the fork server, and a keeper beside each worker
     program.process.kill()
     assert program.end()[1] == -signal.SIGKILL
     assert all_gone(family)
@@ -114,24 +137,54 @@ def test_nothing_outlives_a_program_that_is_killed_while_its_collector_is_made(s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["stepping", "nodes"])  # hung ones die like those that are killed
+def test_nothing_outlives_a_program_whose_fork_server_is_in_a_long_call_of_c(start, tmp_path):
+    """Loading torch is one; no handler of a signal runs meanwhile."""
+    program = start("making_nodes", "importing")
+    program.killed_once(lambda: (tmp_path / "importing").exists() and program.family())
+
+
+NODES_OF_MP = 7  # the fork server; two nodes, each with a fork server of its own, and one worker
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "count"),
+    [
+        *(("mp", count) for count in range(1, NODES_OF_MP + 1)),
+        *(pytest.param("submitit", count, marks=needs_submitit) for count in (1, 2, 4, None)),
+    ],
+)
+def test_nothing_outlives_a_program_that_is_killed_when_so_many_processes_have_been_born(start, launcher, count):
+    """None: when the collector is made."""
+    program = start("making_nodes", launcher)
+    if count is None:
+        program.killed_once(lambda: program.process.stdout.readline() == "made\n")
+    else:
+        program.killed_once(lambda: len(program.family()) >= count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["stepping", "nodes", "served", "served_never"])  # hung ones die like killed ones
 def test_nothing_outlives_a_program_that_is_asked_to_end(start, place):
     program = start(place)
     program.process.terminate()
     assert program.end() == ("", -signal.SIGTERM)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "send"),
-    [("idle", os.kill), ("stepping", os.kill), ("stepping", os.killpg), ("waiting", os.kill), ("threads", os.killpg)],
+    [
+        ("served", os.kill),
+        *(pytest.param(place, os.kill, marks=SLOW) for place in ("idle", "stepping", "waiting")),
+        *(pytest.param(place, os.killpg, marks=SLOW) for place in ("stepping", "threads", "served_as_ready")),
+    ],
 )
 def test_ctrl_c_is_one_traceback_and_a_clean_end(start, place, send):
     program = start(place)
     send(program.process.pid, signal.SIGINT)
     said, code = program.end()
     assert code == -signal.SIGINT
-    assert said.count("Traceback (most recent call last)") == 1
+    assert said.count("Traceback (most recent call last)") == 1, said
     assert said.rstrip().endswith("KeyboardInterrupt")
     if place != "waiting":  # that one had to be killed
         assert OracleEnv.read(program.folder / "counts")[:, 3].tolist() == [1, 1], "environments were closed"
@@ -160,7 +213,7 @@ def test_ctrl_c_ends_a_shutdown_that_takes_too_long(start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["never_shut_down", "thrown_away_with_a_hang"])
+@pytest.mark.parametrize("place", ["never_shut_down", "thrown_away_with_a_hang", "served_and_forgotten"])
 def test_a_program_that_forgets_to_shut_down_ends_at_once_and_leaves_nothing(start, place):
     assert start(place).end() == ("", 0)
 
@@ -198,7 +251,7 @@ def test_a_worker_closes_its_environments_wherever_it_is_when_it_is_told_to_end(
     told = subprocess.run(
         [sys.executable, "-m", "tests.fakes.terminated_servers"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(["src", os.environ.get("PYTHONPATH", "")])},
+        env={**os.environ, "PYTHONPATH": PATH},
         capture_output=True,
         text=True,
         timeout=80,

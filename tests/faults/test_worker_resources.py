@@ -15,8 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from muster import MultiAsyncCollector, MultiSyncCollector, Restart
+from muster.policies import categorical
 from muster.testing import CountingEnv, OracleEnv, TorchCartPole
 from muster.workers.channel import WakeUp
 from muster.workers.threads import WorkerThread
@@ -85,11 +87,20 @@ def more_than(before, but=()):
     return grown
 
 
+served = pytest.mark.parametrize("inference", ["worker", "server"])
+
+
+def policy():
+    return categorical(nn.Linear(2, 2))
+
+
+@served
 @pytest.mark.parametrize("backend", ["processes", "threads"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_left_of_collectors_that_were_shut_down(kind, backend):
+def test_nothing_is_left_of_collectors_that_were_shut_down(kind, backend, inference):
     def cycle():
-        with kind([CountingEnv] * 2, None, frames_per_batch=20, backend=backend) as collector:
+        options = {"frames_per_batch": 20, "backend": backend, "inference": inference}
+        with kind([CountingEnv] * 2, policy(), **options) as collector:
             assert collector.next() is not None
 
     cycle()  # imports, and the fork server
@@ -99,8 +110,10 @@ def test_nothing_is_left_of_collectors_that_were_shut_down(kind, backend):
     assert not more_than(before)
 
 
-def test_nothing_is_left_of_workers_that_were_restarted(tmp_path):
-    with MultiSyncCollector([CountingEnv] * 2, None, frames_per_batch=20, on_failure=Restart(max_restarts=None)) as c:
+@served
+def test_nothing_is_left_of_workers_that_were_restarted(inference):
+    options = {"frames_per_batch": 20, "on_failure": Restart(max_restarts=None), "inference": inference}
+    with MultiSyncCollector([CountingEnv] * 2, policy(), **options) as c:
         c.next()
         before = resources()
         for turn in range(CYCLES):
@@ -111,13 +124,14 @@ def test_nothing_is_left_of_workers_that_were_restarted(tmp_path):
         assert c.stats().restarts == CYCLES
 
 
-def test_nothing_is_left_of_collectors_that_could_not_be_made():
+@pytest.mark.parametrize("options", [{}, {"inference": "server", "backend": "threads"}], ids=["", "served"])
+def test_nothing_is_left_of_collectors_that_could_not_be_made(options):
     def fail():
         raise ValueError("no")
 
     def cycle():
         with pytest.raises(RuntimeError, match="no"):
-            MultiSyncCollector([CountingEnv, fail], None, frames_per_batch=20)
+            MultiSyncCollector([CountingEnv, fail], policy(), frames_per_batch=20, **options)
 
     cycle()
     before = resources()
@@ -281,8 +295,6 @@ def test_workers_that_were_killed_leave_no_zombie(tmp_path):
 
 def test_a_wake_up_that_is_gone_does_not_ring_at_other_files():
     """A thread can end long after its collector, when the number is that of somebody else's file."""
-    from muster.workers.channel import WakeUp
-
     bell = WakeUp()
     bell.ring()
     assert select.select([bell], [], [], 0)[0]

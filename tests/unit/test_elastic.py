@@ -12,13 +12,12 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from tensordict.nn import TensorDictModule
 
 from muster import MultiAsyncCollector, Restart
 from muster.cluster.node_main import NodeMain
 from muster.errors import BadOption, EnvError, WorkerDied
 from tests.fakes.late_nodes import GatedCarrier, elastic, gated, nodes_of, second_waits
-from tests.fakes.queue_links import JOIN_S, QueueCollector, two_beats
+from tests.fakes.queue_links import JOIN_S, QueueCollector, net, two_beats
 from tests.waits import wait_until
 
 pytestmark = pytest.mark.timeout(180)
@@ -45,18 +44,6 @@ def states(collector):
 def built_late(path):
     wait_until(path.exists)
     return gymnasium.make("CartPole-v1")
-
-
-class Greedy(torch.nn.Linear):
-    def __init__(self):
-        super().__init__(4, 2)
-
-    def forward(self, observation):
-        return super().forward(observation).argmax(-1)
-
-
-def net():
-    return TensorDictModule(Greedy(), ["observation"], ["action"])
 
 
 class TestBeginning:

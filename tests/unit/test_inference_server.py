@@ -19,8 +19,8 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from torch import nn
 
-from muster import CentralInference, Execution, MultiAsyncCollector, MultiSyncCollector
-from muster.errors import BadOption, BadPolicyOutput, BadWeights, PolicyError, UnsupportedEnv
+from muster import CentralInference, MultiAsyncCollector, MultiSyncCollector
+from muster.errors import BadOption, BadPolicyOutput, PolicyError, UnsupportedEnv
 from muster.policies import categorical
 from muster.testing import CountingEnv, OracleEnv, SpaceEnv, TorchCartPole
 from muster.workers.inference import _Client, _oldest
@@ -478,16 +478,10 @@ SAME: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "TorchRL": (torchrl_pendulum, Push, {"num_envs": None, "max_frames_per_traj": 4}),
     "dict": (images, Dicts, {"num_envs": 2}),
     "image": (image, Flat, {"num_envs": 2}),
-    "compact": (counting(4, noise=True), Parity, {"compact_obs": True, "execution": Execution(inference_mode=False)}),
-    "cut": (counting(7, noise=True), Parity, {"max_frames_per_traj": 5, "set_truncated": True}),
-    "whole episodes": (counting(4, noise=True), Parity, {"trajs_per_batch": 4, "num_envs": 2}),
     "split": (counting(4, noise=True), Parity, {"split_trajs": True}),
-    "random first": (counting(4, noise=True), Parity, {"init_random_frames": 24}),
     "joined": (counting(4, noise=True), Parity, {"cat_results": -1}),
     "joined over environments": (counting(4, noise=True), Parity, {"cat_results": "cat", "num_envs": 2}),
-    "time first": (counting(4, noise=True), Parity, {"layout": "time_major", "num_envs": 2}),
     "the same memory": (counting(4, noise=True), Parity, {"return_same_td": True}),
-    "reset at each": (counting(7, noise=True), Parity, {"reset_at_each_iter": True}),
 }
 
 
@@ -601,13 +595,6 @@ def test_what_does_not_fit_is_refused_with_the_way_out(name):
         given = options if isinstance(options, dict) else {"inference": options()}
         MultiSyncCollector(factories, **({"policy": Parity(), "frames_per_batch": 20, "inference": "server"} | given))
     wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "muster-inference"])
-
-
-def test_a_policy_that_cannot_be_copied_is_refused_by_name():
-    policy = Parity()
-    policy.lock = threading.Lock()  # type: ignore[assignment]
-    with pytest.raises(BadWeights, match=r"the policy cannot be copied for its workers.*lock"):
-        MultiSyncCollector([counting()] * 2, policy, frames_per_batch=20, inference="server")
 
 
 # --- processes that only step -----------------------------------------------------------------------

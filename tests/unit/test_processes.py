@@ -30,6 +30,7 @@ from muster.workers import launch as launching
 from muster.workers.channel import Channel
 from muster.workers.launch import UNKNOWN, launch, shutdown_forkserver
 from muster.workers.status_page import StatusPage
+from tests.fakes.fault_runs import alive, all_gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 TARGETS = "tests.fakes.worker_targets"
@@ -91,26 +92,8 @@ def light(monkeypatch):
     monkeypatch.setattr(launching, "_preloadable", lambda module: False)
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def all_gone(pids, within_s: float = WAIT_S) -> bool:
-    deadline = time.monotonic() + within_s
-    while left := [pid for pid in pids if alive(pid)]:
-        if time.monotonic() > deadline:
-            for pid in left:
-                os.kill(pid, signal.SIGKILL)
-            return False
-        select.select([], [], [], 0.01)
-    return True
 
 
 def descriptors() -> list[str]:
@@ -123,15 +106,6 @@ def server_pid() -> int:
 
 
 # -------------------------------------------------------------------------------------- channels
-
-
-def test_messages_go_both_ways_in_order(pair):
-    a, b = pair
-    for i in range(3):
-        a.send(("to b", i))
-        b.send({"to a": i})
-    assert [b.receive()[0] for _ in range(3)] == [("to b", i) for i in range(3)]
-    assert [a.receive()[0] for _ in range(3)] == [{"to a": i} for i in range(3)]
 
 
 def test_descriptors_arrive_with_their_message_and_are_not_inherited(pair):
@@ -652,34 +626,6 @@ def test_a_module_that_cannot_be_imported_beforehand_harms_nobody(start, monkeyp
     channel, _ = start("asked")
     channel.send("1 + 1")
     assert channel.receive(WAIT_S)[0] == 2
-
-
-def test_descriptors_go_to_a_worker_and_back(start):
-    channel, _ = start("echo")
-    file = os.memfd_create("file")
-    os.write(file, b"content")
-    channel.send("take", [file])
-    message, fds = channel.receive(WAIT_S)
-    assert message == "take"
-    assert os.pread(fds[0], 10, 0) == b"content"
-    os.close(fds[0])
-    os.close(file)
-
-
-@pytest.mark.parametrize("end", ["killed", "returned", "kill()"])
-def test_what_a_worker_started_ends_with_it(start, end):
-    channel, child = start("with_grandchild")
-    pids, _ = channel.receive(WAIT_S)
-    assert pids[0] == child.pid
-    assert all(map(alive, pids))
-    if end == "killed":
-        os.kill(child.pid, signal.SIGKILL)
-    elif end == "returned":
-        channel.send("stop")
-    else:
-        child.kill()
-    assert child.join(WAIT_S)
-    assert all_gone(pids)
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])

@@ -14,12 +14,6 @@ pytestmark = needs_ray
 
 
 class TestRayRuntime:
-    def test_ray_clients_are_refused(self):
-        from muster.cluster.ray_runtime import Lease
-
-        with pytest.raises(BadOption, match="Ray client"):
-            Lease({"address": "ray://somewhere:10001"})
-
     @pytest.mark.parametrize("config", [None, {"address": "auto"}])
     def test_clients_of_the_environment_are_refused(self, config, monkeypatch):
         from muster.cluster.ray_runtime import Lease

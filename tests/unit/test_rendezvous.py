@@ -27,6 +27,7 @@ from muster.cluster.socket_link import SocketLink
 from muster.cluster.torchrun import TorchrunLauncher, find_rendezvous
 from muster.errors import BadOption
 from muster.utils.addresses import is_loopback
+from tests.fakes.netns import listening
 
 TOKEN = b"0123456789abcdef"
 INTRODUCED = "tests.fakes.link_nodes:introduced"
@@ -53,37 +54,22 @@ def outward_address():
     return pytest.skip("this machine has no address but loopback")
 
 
-def listening():
-    """(host, port) that this process listens at, as hexadecimal text of the system's."""
-    inodes = set()
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            inodes.add(os.readlink(f"/proc/self/fd/{fd}"))
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                found.add(tuple(fields[1].split(":")))
-    return found
-
-
 class TestListening:
     @pytest.mark.skipif(not os.path.exists("/proc/self/net/tcp"), reason="needs Linux")
     def test_on_loopback_only_with_nodes_there(self):
-        before = listening()
+        before = listening(os.getpid())
         rendezvous = Rendezvous(1)
         carrier = Carrier(launcher=MpLauncher(INTRODUCED), rendezvous=rendezvous)
         try:
             link = carrier.connect(0, 0, 60.0, threading.Event())
             link.receive()
-            new = listening() - before
+            new = listening(os.getpid()) - before
             assert len(new) >= 1
-            assert {host for host, _ in new} == {"0100007F"}
+            assert {host for host, _ in new} == {"127.0.0.1"}
             link.close()
         finally:
             carrier.close()
-        assert listening() <= before
+        assert listening(os.getpid()) <= before
 
     def test_at_the_given_port_and_address_of_ipv6(self):
         with contextlib.closing(Rendezvous(1, bind="::1")) as rendezvous:
@@ -398,8 +384,8 @@ class TestTorchrun:
         with pytest.raises(BadOption, match="in rank 0"):
             find_rendezvous(None, 1.0)
         with (
-            contextlib.closing(Rendezvous(5)) as rendezvous,
-            pytest.raises(BadOption, match=r"3 ranks, but 5 .* start 6"),
+            contextlib.closing(Rendezvous(3)) as rendezvous,
+            pytest.raises(BadOption, match=r"3 ranks, but 3 .* start 4"),
         ):
             TorchrunLauncher().start(0, 0, rendezvous)
         monkeypatch.setenv("RANK", "1")

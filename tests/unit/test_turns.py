@@ -59,12 +59,18 @@ def waits(actor: Actor) -> bool:
     return bool(actor.progress.cells[PHASE] == Phase.WAIT)
 
 
-def test_who_waits_says_so_and_comes_next() -> None:
+def two_actors() -> tuple[Turns, Actor, Actor]:
+    """The first has the turn, and the second waits for it."""
     turns = Turns()
     first = Actor(turns, 0)
     assert first.has_it.wait(30)
     second = Actor(turns, 1)
     wait_until(lambda: waits(second))
+    return turns, first, second
+
+
+def test_who_waits_says_so_and_comes_next() -> None:
+    _, first, second = two_actors()
     assert first.installed()
     assert not second.has_it.is_set()
     assert not waits(first)
@@ -77,11 +83,7 @@ def test_who_waits_says_so_and_comes_next() -> None:
 
 
 def test_a_turn_that_was_revoked_ends_without_a_trace() -> None:
-    turns = Turns()
-    hangs = Actor(turns, 0)
-    assert hangs.has_it.wait(30)
-    second = Actor(turns, 1)
-    wait_until(lambda: waits(second))
+    turns, hangs, second = two_actors()
     turns.revoke(second.ident)  # it has none
     assert hangs.installed()
     turns.revoke(hangs.ident)
@@ -99,11 +101,7 @@ def test_a_turn_that_was_revoked_ends_without_a_trace() -> None:
 
 
 def test_who_is_ended_while_it_waits_does_not_wait_on() -> None:
-    turns = Turns()
-    first = Actor(turns, 0)
-    assert first.has_it.wait(30)
-    second = Actor(turns, 1)
-    wait_until(lambda: waits(second))
+    turns, first, second = two_actors()
     second.progress.cells[STOP] = ALL_ORDERS
     second.join(30)
     assert isinstance(second.error, MusterError)

@@ -100,7 +100,6 @@ class Joined:
     """The node has joined."""
 
     host: str
-    pid: int
 
     def reach(self, proxy: NodeProxy) -> None:
         proxy.joined(self)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
-import pickle
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -97,7 +95,7 @@ class NodeMain:
     def run(self) -> bool:
         """Run until the end of the session."""
         try:
-            self.say(Joined(socket.gethostname(), os.getpid()))
+            self.say(Joined(socket.gethostname()))
             while True:
                 self._attend()
         except _Over as over:
@@ -112,7 +110,7 @@ class NodeMain:
         self._end.put(lambda: self._said(message, block, tag))
 
     def _said(self, message: FromNode, block: Block | None = None, tag: int = 0) -> Outgoing:
-        return Outgoing(pickle.dumps((message, self._told()), pickle.HIGHEST_PROTOCOL), block, tag)
+        return Outgoing((message, self._told()), block, tag)
 
     def answer(self, number: int, function: Callable[[], Any]) -> None:
         """Call a function, and send its result or its error."""

@@ -59,11 +59,6 @@ class NodePool(Watcher):
 
     # --- as ``Supervisor`` --------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start sessions with all nodes."""
-        for proxy in self.proxies:
-            proxy.start()
-
     def built(self) -> list[GroupInfo]:
         """The groups of all nodes; for nodes that are not there yet (``min_nodes``), what they are expected to be."""
         if self.elastic:

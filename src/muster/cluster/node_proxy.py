@@ -95,7 +95,7 @@ class NodeProxy(Proxy):
         self.infos = self.error = self._held = self._answer = None
         self.told = Told()
         self.session = self._pool.nodes.session(self.index)
-        self.session.post(Tell(NodeMain.set_up, (self.setup,)), self._policy, self.session.next_tag())
+        self.session.post(Tell(NodeMain.set_up, (self.setup,)), self._policy, next(self.session.tags))
         self.session.post_weights()
         self.session.post(Tell(NodeMain.start))
         if self.place is not None and not self._pool.elastic:
@@ -210,7 +210,7 @@ class NodeProxy(Proxy):
             lanes, first = len(self.groups), run[0].lane - (run[0].group - self.groups[0])
             if self._apart or slot.layout.lanes < lanes:
                 lanes, first = 1, run[0].lane
-            part = LaneRun(run, slot.offset, first, lanes, self.session.next_tag())
+            part = LaneRun(run, slot.offset, first, lanes, next(self.session.tags))
             if self.setup.buffer is None:
                 begin, end = (n * slot.layout.lane_bytes for n in (run[0].lane, run[-1].lane + 1))
                 expects[part.tag] = slot.block[begin:end]
@@ -252,18 +252,11 @@ class NodeProxy(Proxy):
         if self.alive:
             self.lose("the collector was shut down")
 
-    def close(self, *, wait: bool = True) -> None:
+    def _ask_to_close(self) -> None:
         """See ``Proxy``. ``Nodes`` ends the node itself."""
-        if not self.alive:
-            return
-        if self._state is WorkerState.RUNNING:
-            self.state = WorkerState.CLOSING
-            self._awaited, self._answer = CLOSED, None
-            self.session.post(Tell(NodeMain.close, number=CLOSED))
-        if wait:
-            self._close()
+        self.session.post(Tell(NodeMain.close, number=CLOSED))
 
-    def _close(self) -> None:
+    def _wait_for_close(self) -> None:
         config, is_closing = self.setup.config, self._state is WorkerState.CLOSING
         seconds = config.timeout("close")
         deadline = None if seconds is None else time.monotonic() + seconds * len(config.workers) + CLOSE_S
@@ -274,15 +267,12 @@ class NodeProxy(Proxy):
             self._pool.wake_up.wait(left)
             self.pump()
         self.pump()
-        answer = self._answer
-        if answer is None:
+        if self._answer is None:
             self.lose("the collector was shut down")
         elif is_closing:
             self.state = WorkerState.CLOSED
-        if answer is not None and answer.failure is not None:
-            raise answer.failure.error()
 
-    def _tell(self, message: Tell) -> None:
+    def send(self, message: Tell) -> None:
         self.session.post(message)
 
     def _runs(self, requests: Sequence[RolloutRequest]) -> list[tuple[Slot, list[RolloutRequest]]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import pickle
 import threading
 import time
 import weakref
@@ -116,6 +115,7 @@ class Session(SessionEnd):
 
     Attributes:
         late: the node did not join in time.
+        tags: for blocks, but not of weights.
     """
 
     def __init__(self, nodes: Nodes, node: int, epoch: int) -> None:
@@ -123,18 +123,15 @@ class Session(SessionEnd):
         self.late = False
         self._sent: Newest | None = None
         self._weights_tags = itertools.count(WEIGHTS)
-        self._tags = itertools.count(1)
+        self.tags = itertools.count(1)
         self._given_up = threading.Event()
-        super().__init__(f"muster-node-{node}", self._called, lambda: _outgoing(Tell(NodeMain.beat)), nodes.wake_up)
-
-    def next_tag(self) -> int:
-        return next(self._tags)
+        super().__init__(f"muster-node-{node}", self._called, lambda: Outgoing(Tell(NodeMain.beat)), nodes.wake_up)
 
     def post(
         self, message: Tell, block: Block | None = None, tag: int = 0, expects: Mapping[int, Array] | None = None
     ) -> None:
         """Put a message into the outbox. Raises the error of pickling it."""
-        self.put(lambda: _outgoing(message, block, tag, expects))
+        self.put(lambda: Outgoing(message, block, tag, expects))
 
     def post_weights(self) -> None:
         """Send weights: the newest ones when it is their turn."""
@@ -167,13 +164,7 @@ class Session(SessionEnd):
         if newest is None or newest is self._sent:
             return None
         self._sent = newest
-        return _outgoing(Tell(NodeMain.take_weights, (newest.manifest,)), newest.block, next(self._weights_tags))
-
-
-def _outgoing(
-    message: Tell, block: Block | None = None, tag: int = 0, expects: Mapping[int, Array] | None = None
-) -> Outgoing:
-    return Outgoing(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), block, tag, expects or {})
+        return Outgoing(Tell(NodeMain.take_weights, (newest.manifest,)), newest.block, next(self._weights_tags))
 
 
 @dataclass(frozen=True)

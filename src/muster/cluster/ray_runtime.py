@@ -25,6 +25,7 @@ except ImportError:
     ray_constants = services = None  # type: ignore[assignment]
 
 LOOPBACK = "127.0.0.1"
+DETAILS = ("class_name", "actor_id", "namespace", "name", "repr", "pid", "ip", "node_id")  # in Ray's messages
 
 
 @dataclass
@@ -200,16 +201,11 @@ def first_line(error: BaseException) -> str:
     if isinstance(error, exceptions.RayTaskError):
         return f"{type(error.cause).__name__}: {error.cause}".split("\n")[0].rstrip(".") + "."
     lines = [line.strip() for line in re.sub(r"\x1b\[\d*m", "", str(error)).splitlines()]
-    lines = [line for line in lines if line and not _is_detail(line)]
+    lines = [line for line in lines if line and line.split(":")[0] not in DETAILS]
     if any(line.startswith('File "') for line in lines):  # the last line of a traceback has the error
         del lines[:-1]
     text = " ".join(lines[:2]).split(" Some common causes")[0]
     return (text or type(error).__name__).rstrip(".") + "."
-
-
-def _is_detail(line: str) -> bool:
-    name = line.split(":")[0]
-    return name in ("class_name", "actor_id", "namespace", "name", "repr", "pid", "ip", "node_id")
 
 
 # --- actors -----------------------------------------------------------------------------------------

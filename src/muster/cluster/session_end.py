@@ -7,7 +7,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from muster.cluster.link import Block, Link, LinkLost
@@ -18,14 +17,14 @@ BEAT_S = 1.0  # seconds after which an idle end sends a heartbeat
 END_S = 5.0  # for a thread whose link is closed
 
 
-@dataclass(frozen=True)
 class Outgoing:
-    """A message to send. ``expects`` is the memory in which blocks will be received, by tag."""
+    """A message to send, which is pickled now. ``expects`` is the memory in which blocks will be received, by tag."""
 
-    message: bytes
-    block: Block | None = None
-    tag: int = 0
-    expects: Mapping[int, Array] = field(default_factory=dict)
+    def __init__(
+        self, message: Any, block: Block | None = None, tag: int = 0, expects: Mapping[int, Array] | None = None
+    ) -> None:
+        self.message = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        self.block, self.tag, self.expects = block, tag, expects or {}
 
 
 class SessionEnd:

@@ -59,9 +59,14 @@ class TorchrunLauncher(Launcher):
         self._token: Path | None = None
 
     def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> None:
+        nodes, ranks = rendezvous.count, int(os.environ["WORLD_SIZE"])
+        if ranks != nodes + 1:
+            raise BadOption(
+                f"torchrun has started {ranks} ranks, but {nodes} nodes were asked for: start {nodes + 1}, of which "
+                "rank 0 is the main process."
+            )
         with self._lock:
             if self._store is None:
-                _check_count(rendezvous.count)
                 if is_loopback(rendezvous.host):
                     self._token = _token_path(self._key)
                     write_whole(self._token, [rendezvous.token], mode=0o600)
@@ -109,14 +114,6 @@ def find_rendezvous(token: bytes | None, within_s: float) -> tuple[str, int, byt
             )
         pause.wait(POLL_S)
     raise LinkLost(f"Rank 0 has not opened a collector with launcher='torchrun' within {within_s:g} s.{refused}")
-
-
-def _check_count(nodes: int) -> None:
-    if (ranks := int(os.environ["WORLD_SIZE"])) != nodes + 1:
-        raise BadOption(
-            f"torchrun has started {ranks} ranks, but {nodes} nodes were asked for: start {nodes + 1}, of which rank 0 "
-            "is the main process."
-        )
 
 
 def torchrun_rank() -> int | None:

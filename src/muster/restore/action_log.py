@@ -238,26 +238,22 @@ class ActionLog:
         anchor = self._anchor(index, phase, log)
         chosen = slice(index, index + 1) if self.alone and index is not None else slice(None)
         full = error.traceback if isinstance(error, MusterError) else ""
-        crash_report = CrashReport(
-            name=self.name,
-            factory=self.factory,
-            env_ids=self.env_ids[chosen],
+        crash_report = self._replay(
+            anchor,
+            chunks,
+            chosen,
             alone=self.alone,
             phase=phase,
             kind=type(error).__name__,
             message="\n\n".join(filter(None, (text_of(error), full))),
-            max_frames_per_traj=self.max_frames_per_traj,
-            observation={key: np.array(array[chosen]) for key, array in (observation or {}).items()},
         )
-        if anchor is None:
-            known = "It is not known which environment of the group it was." if self.alone and index is None else None
-            crash_report.missing = known or (TOO_LONG.format(self.limit_bytes) if self._cut else NOT_KNOWN)
-            return crash_report
-        number, position = anchor
-        self._fill(crash_report, [chunk for chunk in chunks if chunk.number >= number], position, chosen)
-        crash_report.caveat = (
-            TOGETHER if not self.alone else "" if crash_report.special[0].seed is not None else BY_STATE
-        )
+        crash_report.observation = {key: np.array(array[chosen]) for key, array in (observation or {}).items()}
+        if self.alone and index is None:
+            crash_report.missing = "It is not known which environment of the group it was."
+        elif not self.alone:
+            crash_report.caveat = "" if anchor is None else TOGETHER
+        elif anchor is not None and crash_report.special[0].seed is None:
+            crash_report.caveat = BY_STATE
         return crash_report
 
     def episode(
@@ -272,24 +268,22 @@ class ActionLog:
         """
         count = int((log.resets[:, ROW] < end).sum())  # later ones start the next episodes
         log = ResetLog(log.resets[:count], {n: special for n, special in log.special.items() if n < count})
-        crash_report = CrashReport(
-            name=self.name,
-            factory=self.factory,
-            env_ids=[self.env_ids[index]],
-            alone=True,
-            phase="close",
-            kind="",
-            message="",
-            max_frames_per_traj=self.max_frames_per_traj,
-        )
-        anchor = self._anchors_after(self._next, log)[index]
-        if anchor is None:
-            crash_report.missing = TOO_LONG.format(self.limit_bytes) if self._cut else NOT_KNOWN
-            return crash_report
         last = {key: array[:end] for key, array in actions.items()}
         chunks = [*self._chunks, _Recorded(self._next, last, log, None if stepped is None else stepped[:end])]
-        known = [chunk for chunk in chunks if chunk.number >= anchor[0]]
-        self._fill(crash_report, known, anchor[1], slice(index, index + 1))
+        chosen, anchor = slice(index, index + 1), self._anchors_after(self._next, log)[index]
+        return self._replay(anchor, chunks, chosen, alone=True, phase="close", kind="", message="")
+
+    def _replay(
+        self, anchor: tuple[int, int] | None, chunks: list[_Recorded], chosen: slice, **known: Any
+    ) -> CrashReport:
+        """Return the crash report of the chosen environments from a known start on; None: there is none."""
+        limit = self.max_frames_per_traj
+        crash_report = CrashReport(self.name, self.factory, self.env_ids[chosen], max_frames_per_traj=limit, **known)
+        if anchor is None:
+            crash_report.missing = TOO_LONG.format(self.limit_bytes) if self._cut else NOT_KNOWN
+        else:
+            number, position = anchor
+            self._fill(crash_report, [chunk for chunk in chunks if chunk.number >= number], position, chosen)
         return crash_report
 
     def _fill(self, crash_report: CrashReport, chunks: list[_Recorded], position: int, chosen: slice) -> None:

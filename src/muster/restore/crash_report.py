@@ -92,14 +92,11 @@ class CrashReport:
     versions: dict[str, str] = field(default_factory=lambda: versions())
     time: str = field(default_factory=lambda: datetime.datetime.now().astimezone().isoformat(timespec="seconds"))
 
-    @property
-    def needs_trust(self) -> bool:
-        """Whether loading the file runs code that it contains or names."""
-        return bool(self._not_plain()) or (isinstance(self.factory.source, str) and ":" in self.factory.source)
-
     def command(self, path: Path) -> str:
-        """The command that replays the file ``path``."""
-        return f"muster replay {path}" + " --trust" * self.needs_trust
+        """The command that replays the file ``path``; with --trust if the file contains or names code that runs."""
+        source = self.factory.source
+        trust = self._not_plain() or (isinstance(source, str) and ":" in source)
+        return f"muster replay {path}{' --trust' if trust else ''}"
 
     def save(self, path: str | Path) -> None:
         """Write the file atomically, readable for its owner only."""

@@ -148,7 +148,7 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
         if (cls.__module__, cls.__name__) == RENDERER:
             return lambda obj: _by_dict(obj, {**vars(obj), "_viewers": {}, "viewer": None})  # recreated when needed
         if any(base.__module__.split(".")[0] in REFUSED for base in cls.__mro__):
-            return _refuse("it belongs to this process")
+            return self._foreign
         if is_env(cls):
             return _by_dict
         ordinary = keeps_all_in_dict(cls) and cls not in self.dispatch_table and not issubclass(cls, Enum)
@@ -199,6 +199,9 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
         storage = tensor.untyped_storage()  # one object for all its tensors, so it is pickled once
         return _on_storage, (storage, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
+    def _foreign(self, obj: Any) -> Any:
+        raise pickle.PicklingError("it belongs to this process")
+
     def _stream(self, stream: Any) -> Any:
         if stream in (sys.stdout, sys.stderr):
             return self._usual(stream)
@@ -244,13 +247,6 @@ def _has_name(obj: Any) -> bool:
     for part in obj.__qualname__.split("."):
         found = getattr(found, part, None)
     return found is obj
-
-
-def _refuse(why: str) -> Callable[[Any], Any]:
-    def refuse(obj: Any) -> Any:
-        raise pickle.PicklingError(why)
-
-    return refuse
 
 
 def _reduces_itself(cls: type) -> bool:

@@ -15,6 +15,7 @@ import cloudpickle
 from muster.errors import BadOption, described, text_of
 
 DEEPEST = 50  # levels of the search for the culprit
+NOT_OWN = ("__dict__", "__weakref__", "__module__", "__doc__")  # attributes of every class
 
 
 def dumps(obj: Any, what: str) -> bytes:
@@ -106,7 +107,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"item {i}", value) for i, value in enumerate(obj))
     elif isinstance(obj, type):
         yield from ((f"base class {base.__name__!r}", base) for base in obj.__bases__)
-        yield from ((f"class attribute {name!r}", value) for name, value in vars(obj).items() if _is_own(name))
+        yield from ((f"class attribute {name!r}", value) for name, value in vars(obj).items() if name not in NOT_OWN)
     if not isinstance(obj, (type, ModuleType)):
         yield from ((f"attribute {name!r}", value) for name, value in _attributes(obj))
 
@@ -135,10 +136,6 @@ def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in ("__dict__", "__weakref__") and hasattr(obj, name):
                 yield name, getattr(obj, name)
-
-
-def _is_own(name: str) -> bool:
-    return name not in ("__dict__", "__weakref__", "__module__", "__doc__")
 
 
 def _type_name(cls: type) -> str:

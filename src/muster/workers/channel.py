@@ -67,11 +67,6 @@ class Channel:
         a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         return cls(a), cls(b)
 
-    @classmethod
-    def adopt(cls, fd: int) -> Channel:
-        """Return the end with descriptor ``fd``, which is owned by this object."""
-        return cls(socket.socket(fileno=fd))
-
     def fileno(self) -> int:
         return self._sock.fileno()
 

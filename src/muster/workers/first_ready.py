@@ -17,6 +17,7 @@ from muster.workers.messages import RolloutRequest, RolloutResult
 from muster.workers.pool import WorkerPool, give_warnings
 from muster.workers.schedule import Bundle, CollectRequest, FilledSlot, Schedule
 
+LEAD = 2  # maximum of undelivered rollouts per group
 FAIR_AFTER = 8  # batches per group before shares are compared
 FAIR_SHARE = 0.5  # fraction of an equal share below which a warning is issued
 
@@ -42,7 +43,6 @@ class FirstReady(Schedule):
 
     Args:
         bundles: groups that share batches; most often one group each.
-        lead: maximum of undelivered rollouts per group.
         max_lag: maximum of publishes between the weights that act in a batch and its delivery, if weights are published
             once per batch. Workers are idle where they would exceed it.
         publishes: returns the number of publishes so far.
@@ -62,12 +62,11 @@ class FirstReady(Schedule):
         bundles: Sequence[Bundle],
         T: Sequence[int],
         *,
-        lead: int = 2,
         max_lag: int | None = None,
         publishes: Callable[[], int] = lambda: 0,
     ) -> None:
         super().__init__(pool, bundles, T)
-        self._lead, self._max_lag, self._publishes = lead, max_lag, publishes
+        self._max_lag, self._publishes = max_lag, publishes
         self._requested: list[_Requested] = []  # oldest first
         self._unsure = False  # a call was interrupted, so that rollouts may have to be requested again
         self._delivered = 0
@@ -207,12 +206,12 @@ class FirstReady(Schedule):
                 )
 
     def _request_rollouts(self, wanted: CollectRequest, batches: int | None, *, delivered: int = 0) -> None:
-        """Request rollouts from every bundle with fewer than ``lead``, as far as ``batches`` and ``max_lag`` allow."""
+        """Request rollouts from every bundle with fewer than ``LEAD``, as far as ``batches`` and ``max_lag`` allow."""
         # A rollout that is being delivered is followed by a publish.
         lag = None if self._max_lag is None else self._max_lag + 1 - delivered
         bounds = [n for n in (None if self.idle_groups else batches, lag) if n is not None]
-        left = min(bounds, default=self._lead * len(self.bundles)) - len(self._requested)
-        for level in range(self._lead):
+        left = min(bounds, default=LEAD * len(self.bundles)) - len(self._requested)
+        for level in range(LEAD):
             waiting = Counter(requested.bundle.groups[0] for requested in self._requested)
             lacking = [bundle for bundle in self.bundles if waiting[bundle.groups[0]] <= level]
             for bundle in sorted(lacking, key=lambda bundle: self._begun[bundle.groups[0]]):

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from multiprocessing import process
 from typing import Any, NoReturn
 
+from muster.utils.attributes import named
 from muster.workers.channel import Channel
 from muster.workers.keeper import become_subreaper, children, keep, kill_group, tie_life
 
@@ -183,8 +184,7 @@ def run(target: str, channel: Channel) -> NoReturn:
     """Call ``"module:function"`` with the channel, and exit with the code that Python would use."""
     code = 1
     try:
-        module, _, function = target.partition(":")
-        getattr(importlib.import_module(module), function)(channel)
+        named(target)(channel)
         code = 0
     except SystemExit as end:
         if isinstance(end.code, int):
@@ -263,7 +263,7 @@ def _in_worker(order: ForkRequest, channel: int, streams: Sequence[int], lifelin
     except BaseException:  # noqa: BLE001 (never return into the server's loop)
         traceback.print_exc()
         os._exit(1)
-    run(order.target, Channel.adopt(channel))
+    run(order.target, Channel(socket.socket(fileno=channel)))
 
 
 def _own_signals() -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import process
 from pathlib import Path
 from typing import Any, ClassVar
@@ -120,8 +120,8 @@ class Child:
         self._close = weakref.finalize(self, os.close, self._fd)
         self._close.atexit = False  # at exit it is still used to end workers
         try:
-            with _StandardStreams() as streams:
-                fds = [channel_end.fileno(), writer, *streams.fds]
+            with _standard_streams() as streams:
+                fds = [channel_end.fileno(), writer, *streams]
                 if alone:
                     self._server = _ForkServer.start()
                     self.pid = self._server.fork(order, fds)
@@ -208,7 +208,7 @@ class _ForkServer:
     @classmethod
     def start(cls) -> _ForkServer:
         (channel, theirs), (life, lifeline) = Channel.pair(), socket.socketpair()
-        with contextlib.closing(theirs), lifeline, _StandardStreams() as streams:
+        with contextlib.closing(theirs), lifeline, _standard_streams() as streams:
             return cls(channel, life, _python(lifeline, theirs, streams))
 
     @classmethod
@@ -287,18 +287,13 @@ def _forget_servers() -> None:
         server.forget()
 
 
-class _StandardStreams:
+@contextlib.contextmanager
+def _standard_streams() -> Iterator[list[int]]:
     """Standard output and error of this process as open descriptors; ``os.devnull`` for a closed one."""
-
-    def __enter__(self) -> _StandardStreams:
-        self._null = os.open(os.devnull, os.O_WRONLY)
+    with open(os.devnull, "wb") as null:
         # If Python was started without a stream, its number may be that of any other file now.
         std = ((1, sys.__stdout__), (2, sys.__stderr__))
-        self.fds = [fd if stream is not None and _is_open(fd) else self._null for fd, stream in std]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._null)
+        yield [fd if stream is not None and _is_open(fd) else null.fileno() for fd, stream in std]
 
 
 def _interpreter_flags() -> list[str]:
@@ -309,7 +304,7 @@ def _interpreter_flags() -> list[str]:
     return ["-" + "O" * sys.flags.optimize] * bool(sys.flags.optimize) + [f"-W{each}" for each in sys.warnoptions]
 
 
-def _python(lifeline: socket.socket, channel: Channel, streams: _StandardStreams) -> subprocess.Popen[bytes]:
+def _python(lifeline: socket.socket, channel: Channel, streams: list[int]) -> subprocess.Popen[bytes]:
     """Start an interpreter that first ties its life to this process, and then becomes a fork server."""
     ends = (channel.fileno(), lifeline.fileno())
     surroundings = f"import sys; sys.path[:] = {sys.path!r}; sys.argv[:] = {sys.argv!r}"
@@ -320,8 +315,8 @@ def _python(lifeline: socket.socket, channel: Channel, streams: _StandardStreams
             *("-c", f"{surroundings}; {tied}; from muster.workers.forkserver import serve; serve{ends}"),
         ],
         stdin=subprocess.DEVNULL,
-        stdout=streams.fds[0],
-        stderr=streams.fds[1],
+        stdout=streams[0],
+        stderr=streams[1],
         cwd=None if _cwd() else "/",  # MKL does not load in a directory that was deleted
         pass_fds=ends,
         start_new_session=True,  # only the parent handles Ctrl-C, Ctrl-Z and a closed terminal

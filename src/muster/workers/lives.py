@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from muster.errors import EnvError
 from muster.utils.forks import Owner
-from muster.workers.messages import Answer, GroupInfo, RolloutResult, Tell
+from muster.workers.messages import CLOSED, Answer, GroupInfo, RolloutResult, Tell
 from muster.workers.under_way import UnderWay
 
 if TYPE_CHECKING:
@@ -188,7 +188,6 @@ class Proxy(ABC):
     def call(self, request: Request) -> list[Any]:
         """Send a request to each of its workers, and return their answers. Raises the error of a worker."""
 
-    @abstractmethod
     def close(self, *, wait: bool = True) -> None:
         """Close the environments and end the worker, by force if necessary. May be called again.
 
@@ -198,6 +197,22 @@ class Proxy(ABC):
         Raises:
             Exception: error from closing an environment; the worker has ended nevertheless.
         """
+        if self._state is WorkerState.RUNNING and self.alive:
+            self.state = WorkerState.CLOSING
+            self._awaited, self._answer = CLOSED, None
+            self._ask_to_close()
+        if wait and self.alive:
+            self._wait_for_close()
+            if self._answer is not None and self._answer.failure is not None:
+                raise self._answer.failure.error()
+
+    @abstractmethod
+    def _ask_to_close(self) -> None:
+        """Tell the worker or node to close its environments. Does not wait."""
+
+    @abstractmethod
+    def _wait_for_close(self) -> None:
+        """Wait for its answer until its deadline, and end it."""
 
     def _wait_until_there(self) -> None:
         if not self.alive and not self.reviving:
@@ -214,13 +229,13 @@ class Proxy(ABC):
             self._answer = answer
 
     @abstractmethod
-    def _tell(self, message: Tell) -> None:
+    def send(self, message: Tell) -> None:
         """Send a message. Does not wait."""
 
     def _ask(self, method: Callable[..., Any], *args: Any) -> Any:
         """Have the worker or node call a method, and return the answer. A successor gets the message again."""
         while True:
-            self.post(lambda number: self._tell(Tell(method, args, number)))
+            self.post(lambda number: self.send(Tell(method, args, number)))
             try:
                 return self.answer()
             except Restarted:
@@ -280,6 +295,11 @@ class Watcher(ABC):
     @abstractmethod
     def missing(self) -> str:
         """Return a description of what a construction waits for; empty if nothing is missing."""
+
+    def start(self) -> None:
+        """Start the workers, or sessions with all nodes. They make their environments in parallel."""
+        for handle in self.handles:
+            handle.start()
 
     def take_lost(self) -> list[RolloutResult]:
         """Return the results made for requests of lost workers since the last call."""

@@ -145,7 +145,7 @@ class MailboxClient:
         others = [n * CELLS for n in range(workers) if n != number]
         mine = self._cells[GROUP]
         self._group = [at for at in others if mine and self._all[at + GROUP] == mine]
-        self._spin_s = spin_s(workers)
+        self._spin_s = WORKER_SPIN_S if usable_cores() > workers else 0.0
         self._given_up = given_up
         self._cells[ASLEEP] = 0
 
@@ -235,11 +235,6 @@ class ServedPolicy:
 
 def _cells(arena: Arena, clients: int) -> Any:
     return memoryview(arena.view(0, clients * CELLS * 8)).cast("q")  # type: ignore[arg-type]
-
-
-def spin_s(workers: int) -> float:
-    """Return how long a worker polls before it sleeps."""
-    return WORKER_SPIN_S if usable_cores() > workers else 0.0
 
 
 def _spun(ready: Callable[[], bool], seconds: float) -> bool:

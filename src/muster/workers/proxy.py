@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from muster.memory.slots import Slot
-from muster.rollout.progress import Phase
+from muster.rollout.progress import STOP, Phase
 from muster.utils.interrupts import postponed
 from muster.workers.config import WorkerConfig, WorkerPlace
 from muster.workers.lives import Proxy, WorkerState
 from muster.workers.main import WorkerMain
-from muster.workers.messages import BIRTH, CLOSED, Answer, RolloutRequest, RolloutResult, Tell, WorkerStatus
+from muster.workers.messages import BIRTH, Answer, RolloutRequest, RolloutResult, Tell, WorkerStatus
 from muster.workers.pool import stats_of
 from muster.workers.requests import Call, LayOut, Request
 from muster.workers.under_way import phase_of
@@ -164,7 +164,7 @@ class WorkerProxy(Proxy):
 
     def stop(self, number: int) -> None:
         if self.alive:
-            self.process.status_page.stop(number)
+            self.process.status_page.cells[STOP] = number
 
     @postponed()
     def call(self, request: Request) -> list[Any]:
@@ -181,16 +181,24 @@ class WorkerProxy(Proxy):
             asked.noted(self._supervisor.notes, self.groups)
         return [result]
 
-    def close(self, *, wait: bool = True) -> None:
-        if self._state is WorkerState.RUNNING and self.alive:
-            self.state = WorkerState.CLOSING
-            self._awaited, self._answer = CLOSED, None
-            with suppress(TimeoutError):
-                self.send(Tell(WorkerMain.close), timeout=1.0)
-            if self.under_way:
-                self.process.child.send_signal(signal.SIGTERM)  # in the middle of a rollout
-        if wait:
-            self._close()
+    def _ask_to_close(self) -> None:
+        with suppress(TimeoutError):
+            self.send(Tell(WorkerMain.close), timeout=1.0)
+        if self.under_way:
+            self.process.child.send_signal(signal.SIGTERM)  # in the middle of a rollout
+
+    def _wait_for_close(self) -> None:
+        close_s = self._supervisor.config.timeout("close")
+        deadline = None if close_s is None else time.monotonic() + close_s
+        try:
+            while self._answer is None:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                self._note(self.process.channel.receive(left)[0])
+            self.process.child.join(1.0)
+        except (EOFError, TimeoutError):
+            pass
+        finally:
+            self.end()
 
     def send(self, message: Any, fds: Sequence[int] = (), timeout: float | None = SEND_S) -> None:
         """Send a message; if the process has ended, the next wait detects that."""
@@ -228,26 +236,6 @@ class WorkerProxy(Proxy):
             return request
         served = server.ask("adopt", self._ask(WorkerMain.call, Call(Worker.observe)), request.policy == "policy")
         return replace(request, served=served)
-
-    def _tell(self, message: Tell) -> None:
-        self.send(message)
-
-    def _close(self) -> None:
-        if not self.alive:
-            return
-        close_s = self._supervisor.config.timeout("close")
-        deadline = None if close_s is None else time.monotonic() + close_s
-        try:
-            while self._answer is None:
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                self._note(self.process.channel.receive(left)[0])
-            self.process.child.join(1.0)
-        except (EOFError, TimeoutError):
-            pass
-        finally:
-            self.end()
-        if self._answer is not None and self._answer.failure is not None:
-            raise self._answer.failure.error()
 
 
 def status_of(handle: WorkerProxy) -> WorkerStatus:

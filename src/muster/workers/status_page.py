@@ -13,7 +13,7 @@ import signal
 import time
 
 from muster.memory.shared import Arena
-from muster.rollout.progress import CELLS, STOP
+from muster.rollout.progress import CELLS
 
 
 class StatusPage:
@@ -58,10 +58,6 @@ class StatusPage:
         faulthandler.unregister(signal.SIGUSR1)
         faulthandler.disable()
         self._arena.isolate()
-
-    def stop(self, number: int) -> None:
-        """In the parent: end the rollouts of requests up to this number after their current step."""
-        self.cells[STOP] = number
 
     def stack(self, within_s: float = 0.0) -> str:
         """In the parent: return the text since the last call; waits up to ``within_s`` for complete text."""

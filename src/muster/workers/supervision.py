@@ -114,11 +114,6 @@ class Supervisor(Watcher):
         ]
         made.callback(self.end)
 
-    def start(self) -> None:
-        """Start the workers. They make their environments in parallel."""
-        for handle in self.handles:
-            handle.start()
-
     def built(self) -> list[GroupInfo]:
         """Wait until all workers have made their environments, and describe the groups. Raises a worker's error."""
         infos: list[GroupInfo] = []

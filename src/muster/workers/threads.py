@@ -117,9 +117,6 @@ class WorkerThread:
             self.closed = True
             self._requests.put(None)
 
-    def stop(self, number: int) -> None:
-        self.cells[STOP] = number
-
     def stack(self, within_s: float = 0.0) -> str:
         """Return the current stack of the thread; empty if ``within_s`` is 0."""
         ident = self._thread.ident if within_s else None
@@ -133,11 +130,11 @@ class WorkerThread:
 
     def send_signal(self, number: int) -> None:
         """End all rollouts of the thread after their current step, for any signal."""
-        self.stop(ALL_ORDERS)
+        self.cells[STOP] = ALL_ORDERS
 
     def kill(self) -> None:
         """Isolate the memory of a thread that still runs, and end its turn with the policy."""
-        self.stop(ALL_ORDERS)
+        self.cells[STOP] = ALL_ORDERS
         if self._thread.is_alive() and (main := self._main) is not None:
             try:
                 main.arena.isolate()
