@@ -47,7 +47,7 @@ class GymnasiumEnvPool(EnvPoolMixin, VectorEnv[Any, Any, Any], gymnasium.Env[Any
     Attributes:
         resets: the environments each ``reset`` was called with.
         fails: the next ``recv`` raises an error.
-        late: environments that ``recv`` returns only if there are not enough others.
+        late: environments that take 50 times as long as others.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012 (as it is there)
@@ -112,7 +112,7 @@ class GymnasiumEnvPool(EnvPoolMixin, VectorEnv[Any, Any, Any], gymnasium.Env[Any
             raise RuntimeError("the pool failed")
         sent = list(self._sent)
         delays = self._ready.exponential(size=len(sent)) * (1 + np.array(sent) / len(self.envs))
-        delays[[i in self.late for i in sent]] = np.inf
+        delays[[i in self.late for i in sent]] *= 50
         chosen = [sent[n] for n in np.argsort(delays)[:count]]
         self.batches += 1
         actions = {i: self._sent.pop(i) for i in chosen}
