@@ -1,4 +1,4 @@
-"""``python -m benchmarks.pools``: EnvPool through Muster, and in a loop that stores nothing.
+"""``python -m benchmarks.pools``: EnvPool through Muster, and in a loop that stores nothing; both modes of EnvPool.
 
 EnvPool is not among the peers that ``make bench`` installs (885 MB): ``pip install envpool``, here or in an environment
 that ``--python`` names.

@@ -83,6 +83,9 @@ class EnvBatch(Protocol):
         bypasses: the batch can leave environments out of a step; see ``bypass``.
         late: number of steps to make before the next row can be complete, where agents take turns.
         lives_lost: environments that the last step ended, but whose own episode continues; see ``track_lives``.
+        ready_envs: the environments that act next, where not all act at the same time (``ReadyFirst``); their number is
+            constant. None: all act.
+        dropped: number of steps that resets discarded before they were in a row; the group sets it to 0.
         repeats: observations that repeat another column of the row before, and that column; zero at the start of an
             agent's episode.
         casts: rules for values in another dtype than their space's. None: they are refused.
@@ -115,6 +118,8 @@ class EnvBatch(Protocol):
     bypasses: bool = False
     lives_lost: Collection[int] = ()
     late: int = 0
+    ready_envs: Array | None = None
+    dropped: int = 0
     repeats: Mapping[Key, Key] = MappingProxyType({})
     casts: Casts | None = None
     keeps_infos: bool | None = None
@@ -194,9 +199,30 @@ class EnvBatch(Protocol):
         return
 
 
+def acting_shape(env: Any, batch_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the batch dimensions of a policy's call in an env batch (or ``GroupInfo``) with ``batch_shape``."""
+    ready = getattr(env, "ready_envs", None)
+    return batch_shape if ready is None else (len(ready),)
+
+
 def carried_specs(env: Any) -> Specs:
     """What an env batch (or a ``GroupInfo``) carries over from row to row."""
     return {**env.observation_specs, **env.info_specs}
+
+
+class ReadyFirst(Protocol):
+    """An ``EnvBatch`` whose environments act when they are ready, and not all at the same time (``ready_envs``)."""
+
+    def start_ready(self, lane: Lane, prepare: Callable[[Lane], Act], written: Collection[Key]) -> Step:
+        """Prepare to write into ``lane``, in place of ``EnvBatch.start``.
+
+        Args:
+            prepare: prepares the policy to act in a lane with one column for each of ``ready_envs``.
+            written: keys of the policy's columns.
+
+        Returns:
+            ``step(t)``, as ``start`` does. It also writes action row ``t``, and what else the policy writes.
+        """
 
 
 class Policy(Protocol):

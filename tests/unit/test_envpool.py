@@ -218,7 +218,7 @@ def test_the_pools_own_seed_comes_too_late_once_it_runs():
     ("make", "message"),
     [
         (DMEnvPool, "DMEnvPool is not of type 'gymnasium': make it with envpool.make_gymnasium"),
-        (partial(GymnasiumEnvPool, Chain, 4, batch_size=2), "asynchronous: it steps batch_size=2 of num_envs=4.*Leave"),
+        (partial(GymnasiumEnvPool, Chain, 4, batch_size=2), "asynchronous: it steps batch_size=2 of num_envs=4.*leave"),
         (partial(GymnasiumEnvPool, Chain, max_num_players=2), "up to 2 players.*PettingZoo"),
     ],
     ids=["dm", "async", "players"],

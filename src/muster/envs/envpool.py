@@ -1,21 +1,19 @@
-"""EnvPool as a ``gymnasium.vector.VectorEnv`` that leaves resets to the caller.
+"""EnvPool as a ``gymnasium.vector.VectorEnv`` that leaves resets to the caller; asynchronous: ``envpool_async``.
 
 This module does not import ``envpool``: it recognizes pools by their common base class.
 """
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
-import gymnasium
 import numpy as np
-from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from muster.envs.checks import the_only
-from muster.envs.spaces import observation_codec
+from muster.envs.envpool_async import AsyncPoolEnvs
+from muster.envs.pool_info import PoolInfo
 from muster.envs.vector import VectorEnvBatch
 from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv
 from muster.memory.specs import Array
@@ -29,7 +27,8 @@ def takes(obj: Any) -> bool:
 
 def adapt(envs: list[Any], device: Any) -> EnvBatch:
     """Return the env batch of one EnvPool; ``device`` has no effect."""
-    return VectorEnvBatch(EnvPoolVectorEnv(the_only(envs)))
+    pool = PoolInfo(the_only(envs))
+    return AsyncPoolEnvs(pool) if pool.batch_size < pool.num_envs else VectorEnvBatch(EnvPoolVectorEnv(pool.pool))
 
 
 class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
@@ -54,39 +53,26 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
         pool: pool, owned (and closed) by this object.
 
     Raises:
-        UnsupportedEnv: not a pool of type "gymnasium", asynchronous (``batch_size < num_envs``), or several players.
+        UnsupportedEnv: see ``PoolInfo``; or the pool is asynchronous (``batch_size < num_envs``).
     """
 
     muster_exact = True
 
     def __init__(self, pool: Any) -> None:
-        self.pool = pool
-        config = pool.config
-        self.num_envs = int(config["num_envs"])
-        who, size = type(pool).__name__, int(config["batch_size"] or self.num_envs)
-        if not isinstance(pool, gymnasium.Env):
-            raise UnsupportedEnv(f"{who} is not of type 'gymnasium': make it with envpool.make_gymnasium(...)")
-        if size != self.num_envs:
+        self.pool, self._about = pool, (about := PoolInfo(pool))
+        self.num_envs = about.num_envs
+        if about.batch_size != self.num_envs:
             raise UnsupportedEnv(
-                f"{who} is asynchronous: it steps batch_size={size} of num_envs={self.num_envs} at a time, and rows "
-                f"of a batch would not follow each other. Leave batch_size out, or pass a list of functions that "
-                f"make pools of {size}."
-            )
-        if config.get("max_num_players", 1) > 1:
-            raise UnsupportedEnv(
-                f"{who} has up to {config['max_num_players']} players, whose rows come and go; Muster takes pools of "
-                f"one player. Multi-agent environments can be given as PettingZoo ParallelEnv."
+                f"{about.name} is asynchronous: it steps batch_size={about.batch_size} of num_envs={self.num_envs} at "
+                f"a time, which a gymnasium.vector.VectorEnv cannot do. Give a collector the pool itself, or a "
+                f"function that makes it; or leave batch_size out."
             )
         self.metadata = {**(pool.metadata or {}), "autoreset_mode": AutoresetMode.DISABLED}
-        self.single_observation_space = _unbounded(pool.observation_space)
-        self.single_action_space = _unbounded(pool.action_space)
+        self.single_observation_space, self.single_action_space = about.observation_space, about.action_space
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
-        self._codec = observation_codec(self.single_observation_space)
         self._all = np.arange(self.num_envs)
         self._newest: list[Array] = []  # observations, [B, *shape] per leaf; none before the first reset
-        self._seeds = list(config.get("env_seed") or ()) or [config["seed"] + i for i in range(self.num_envs)]
-        self._warned = False
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Start new episodes in the environments of ``options["reset_mask"]`` (``[B]`` bool, default all).
@@ -99,22 +85,22 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
         if given:
             raise BadOption(f"EnvPool's reset knows the option reset_mask only, not {sorted(given)}; leave them out")
         if seed is not None:
-            self._check_seed(seed)
+            self._about.check_seed(seed, running=bool(self._newest))
         whole = mask is None or not self._newest
         rows = self._all if whole else np.flatnonzero(mask)
         obs, info = self.pool.reset(rows.astype(np.int32))
-        (leaves,) = self._in_order(rows, info, self._flatten(obs))
+        (leaves,) = self._in_order(rows, info, self._about.leaves(obs))
         if not whole:
             begun, leaves = leaves, [leaf.copy() for leaf in self._newest]  # the caller has the old arrays
             for leaf, part in zip(leaves, begun, strict=True):
                 leaf[rows] = part
         self._newest = leaves
-        return self._codec.build(leaves), info
+        return self._about.codec.build(leaves), info
 
     def step(self, actions: Any) -> tuple[Any, Array, Array, Array, dict[str, Any]]:
         obs, *columns, info = self.pool.step(actions)
-        self._newest, columns = self._in_order(self._all, info, self._flatten(obs), columns)
-        return self._codec.build(self._newest), columns[0], columns[1], columns[2], info
+        self._newest, columns = self._in_order(self._all, info, self._about.leaves(obs), columns)
+        return self._about.codec.build(self._newest), columns[0], columns[1], columns[2], info
 
     def muster_infos(self, info: dict[str, Any]) -> Any:
         """Return the infos of a call with a row for each environment, in their order."""
@@ -123,11 +109,6 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
 
     def close_extras(self, **kwargs: Any) -> None:
         self.pool.close()
-
-    def _flatten(self, obs: Any) -> list[Array]:
-        """Return the leaves of an observation, in the dtypes of their spaces where that is lossless."""
-        pairs = zip(self._codec.flatten(obs), self._codec.specs.values(), strict=True)
-        return [v.astype(s.dtype, copy=False) if np.can_cast(v.dtype, s.dtype) else v for v, s in pairs]
 
     def _in_order(self, rows: Array, info: Any, *groups: list[Array]) -> list[list[Array]]:
         """Sort arrays with rows for ``info["env_id"]`` into the order of ``rows``."""
@@ -139,18 +120,6 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
             raise BadEnvOutput(f"{type(self.pool).__name__} returned the environments {ids}, expected {rows}")
         return [[array[order] for array in group] for group in groups]
 
-    def _check_seed(self, seed: Any) -> None:
-        seeds = [seed + i for i in range(self.num_envs)] if np.ndim(seed) == 0 else list(seed)
-        if self._warned or (seeds == self._seeds and not self._newest):
-            return
-        self._warned = True
-        warnings.warn(
-            f"EnvPool cannot be seeded after it was made: this one was made with the seeds {self._seeds[:3]}..., "
-            f"and goes on with them although {seeds[:3]}... were asked for. Pass the seed to envpool.make_gymnasium "
-            f"too, and make a new pool to restart.",
-            stacklevel=2,
-        )
-
 
 def _by_env(info: Any, ids: Array, num_envs: int) -> Any:
     """Expand arrays with rows for the environments ``ids`` to a row for each environment."""
@@ -161,15 +130,3 @@ def _by_env(info: Any, ids: Array, num_envs: int) -> Any:
     rows = np.zeros((num_envs, *np.shape(info)[1:]), np.asarray(info).dtype)
     rows[ids] = info
     return rows
-
-
-def _unbounded(space: Any) -> Any:
-    """Remove the bounds that mean unbounded in EnvPool: low is ``numeric_limits<float>::min()``, which is above 0."""
-    if isinstance(space, spaces.Dict):
-        return spaces.Dict({key: _unbounded(part) for key, part in space.spaces.items()})
-    if not isinstance(space, spaces.Box) or space.dtype.kind != "f":
-        return space
-    limits = np.finfo(space.dtype)
-    free = (space.low == limits.tiny) & (space.high == limits.max)
-    low, high = np.where(free, -np.inf, space.low), np.where(free, np.inf, space.high)
-    return spaces.Box(low.astype(space.dtype), high.astype(space.dtype), dtype=space.dtype.type)

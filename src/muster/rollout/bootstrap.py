@@ -6,6 +6,7 @@ observation (not of the one after the reset): V(s_T) in n-step returns and GAE (
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from muster.errors import BadOption, PolicyError, described
 from muster.keys import AGENT, IS_INIT, TERMINATED, TRAJ_IDS, TRUNCATED, Key, next_of
 from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import Array, Column
-from muster.protocols import Policy, carried_specs
+from muster.protocols import Policy, acting_shape, carried_specs
 from muster.rng import GroupRng
 from muster.rollout.acting import is_own
 from muster.rollout.context import RolloutContext
@@ -93,7 +94,8 @@ class After:
         if policy is not None and len(made.t):
             group, cache = self._group, self._lane.cache
             if SPARE not in cache:
-                cache[SPARE] = spare_lane(made.columns, group.B, group.batch_shape, group.env.device)
+                shape = acting_shape(group.env, group.batch_shape)
+                cache[SPARE] = spare_lane(made.columns, math.prod(shape), shape, group.env.device)
             around = group.context() if policy.draws_globally else RolloutContext(group, own_rng=False)
             fill_values(made, policy, group.rng, cache[SPARE], around)
         elif policy is not None:

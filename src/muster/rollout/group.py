@@ -131,7 +131,12 @@ class Group:
         self.due.add(range(self.B) if which is None else sorted(set(which)), seeds)
 
     def prime(self, policy: Policy) -> Outputs:
-        """Make the policy's first call, which determines its columns; ``rollout`` uses the outputs for row 0."""
+        """Make the policy's first call, which determines its columns; ``rollout`` uses the outputs for row 0.
+
+        Where environments act when they are ready, the outputs are not used.
+        """
+        if self.env.ready_envs is not None:
+            return self.probe(policy)
         if self._primed is None or self._primed[0] is not policy:
             self._primed = policy, self._first(policy), self.version
         return self._primed[1]
@@ -291,6 +296,8 @@ class Group:
             obs = self.observations() | {key: self.carry.seen(key) for key in self.env.action_masks.values()}
             if IS_INIT in self.carry:  # the episodes may have begun with an earlier policy
                 obs[IS_INIT] = self.carry.seen(IS_INIT)
+            if self.env.ready_envs is not None:
+                obs = {key: value[self.env.ready_envs] for key, value in obs.items()}
             return keep(call_policy(policy, lambda: policy.first(obs, self.rng)))
 
     def _views_of(self, lane: Lane) -> LaneViews:
@@ -306,6 +313,10 @@ class Group:
             held = self.due.leave_out(let_go)
             self._begin()
             self.due.done(held)  # environments that were reset early are stepped in this rollout
+        if self.env.dropped:
+            self.executed += self.env.dropped
+            self.discarded["reset"] += self.env.dropped
+            self.env.dropped = 0
         if not self.started:
             self.executed += self.unreported
             self.discarded["decorrelation"] += self.unreported

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from functools import partial
+from typing import cast
 
 from muster.errors import BadEnvOutput
 from muster.memory.slots import Lane
-from muster.protocols import Act, Policy, Step
+from muster.protocols import Act, Policy, ReadyFirst, Step
 from muster.rollout.acting import env_error, is_own, policy_error
 from muster.rollout.group import STOP, Group
 from muster.rollout.progress import ACTING, PHASE, STEPPING, Phase
@@ -65,6 +67,9 @@ def _start(group: Group, policy: Policy, lane: Lane) -> tuple[Act, Step, bool]:
         _catch_up(group, policy, lane, acted)
         acted = False
     lane.acts_from = begin + acted
+    if group.env.ready_envs is not None:
+        env, written = cast(ReadyFirst, group.env), [column.key for column in policy.columns()]
+        return _no_act, env.start_ready(lane, partial(_acting_when_ready, group, policy), written), False
     cells = group.progress.cells
     phase, cells[PHASE] = cells[PHASE], Phase.POLICY
     try:
@@ -75,6 +80,25 @@ def _start(group: Group, policy: Policy, lane: Lane) -> tuple[Act, Step, bool]:
         raise policy_error(policy, error) from error
     cells[PHASE] = phase
     return act, group.env.start(lane), acted
+
+
+def _no_act(t: int) -> None:
+    """Do nothing: the step acts."""
+
+
+def _acting_when_ready(group: Group, policy: Policy, lane: Lane) -> Act:
+    """Prepare a policy that acts within steps. In an error of the policy, the phase is POLICY."""
+    cells = group.progress.cells
+    phase, cells[PHASE] = cells[PHASE], Phase.POLICY
+    act = policy.start(lane, group.rng)
+    cells[PHASE] = phase
+
+    def act_in_phase(t: int) -> None:
+        cells[PHASE] = Phase.POLICY
+        act(t)
+        cells[PHASE] = phase
+
+    return act_in_phase
 
 
 def _catch_up(group: Group, policy: Policy, lane: Lane, acted: bool) -> None:
@@ -169,6 +193,8 @@ def _cut_short(group: Group, policy: Policy, lane: Lane, t: int, at: int, error:
     The number of steps depends on the place of the error (``at``, and the phase of a reset), never on its type:
     an environment can raise a policy's error, and a policy an environment's error.
     """
+    if at == IN_STEP and group.progress.cells[PHASE] == Phase.POLICY:
+        at = IN_POLICY
     resetting = at == AFTER_STEP and group.progress.cells[PHASE] == Phase.RESET
     if at == IN_POLICY:
         group.progress.begin(Phase.POLICY)

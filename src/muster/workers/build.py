@@ -20,7 +20,7 @@ from muster.keys import ACTION_MASK, STEP_COUNT, TRUNCATED, dotted, next_of
 from muster.memory.slots import Lane, Layout, Slot
 from muster.policies.random import RandomPolicy
 from muster.policies.sampling import masks_of
-from muster.protocols import EnvBatch, Policy
+from muster.protocols import EnvBatch, Policy, acting_shape
 from muster.rng import GroupRng
 from muster.rollout.columns import RolloutOptions, lane_columns
 from muster.rollout.group import Group
@@ -172,7 +172,7 @@ def build_policy(policy: Any, options: WorkerOptions, built: Group | BuiltEnv, d
     return adapt(
         _compiled(policy, options),
         built.env,
-        batch_shape=built.batch_shape,
+        batch_shape=acting_shape(built.env, built.batch_shape),
         device=device,
         exploration_type=options.exploration_type,
         executor=options.executor,
@@ -221,6 +221,19 @@ def _check_env(env: EnvBatch, options: RolloutOptions) -> None:
             raise BadOption(
                 f"set_truncated=True, but {env.name} has no 'truncated' flag. Add one (TorchRL: "
                 f"env.add_truncated_keys()), or leave set_truncated out."
+            )
+    if env.ready_envs is not None:
+        refused = {
+            "max_frames_per_traj": options.max_frames_per_traj,
+            "reset_when_done=False": not options.reset_when_done,
+            "max_decorrelation_steps": options.max_decorrelation_steps,
+            "prev_action_reward": options.prev_action_reward,
+        }
+        for name in [name for name, given in refused.items() if given]:
+            raise BadOption(
+                f"{name}: {env.name} is asynchronous (batch_size={len(env.ready_envs)} of num_envs={env.num_envs}): "
+                f"its environments reset themselves, and are at different steps. Remove the option "
+                f"(max_episode_steps of envpool.make_gymnasium limits episodes), or leave batch_size out"
             )
     if env.agents:
         refused = {

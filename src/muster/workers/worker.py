@@ -82,6 +82,11 @@ class Worker:
         self._grad, self._inference_mode = False, self.groups[0].options.inference_mode
         for group in self.groups:
             group.progress = self.progress
+            if group.env.ready_envs is not None and isinstance(policies["policy"], ServedPolicy):
+                raise BadOption(
+                    f"inference='server': {group.env.name} is asynchronous, and calls the policy itself for the "
+                    f"environments that are ready. Leave inference out, or leave batch_size of EnvPool out"
+                )
         for part in (*policies.values(), *(group.env for group in self.groups)):
             if (coroutines := getattr(part, "coroutines", None)) is not None:
                 coroutines.look = self.progress.look

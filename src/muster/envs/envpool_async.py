@@ -1,0 +1,357 @@
+"""An asynchronous EnvPool (``batch_size < num_envs``) as an env batch: rows are filled by the environments ready first.
+
+A step of the pool sends ``batch_size`` actions, and returns the results of the ``batch_size`` environments that are
+ready first. So environments are at different rows at any time. Those ahead of others write into rows that are kept
+here until all environments have completed them, and are then copied into the lane, one row after another: the lane
+holds the same rows as that of a synchronous pool.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium.vector.utils import batch_space
+
+from muster.envs import checks
+from muster.envs.checks import FIX, Casts
+from muster.envs.pool_info import PoolInfo
+from muster.envs.spaces import action_codec, action_masks
+from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv
+from muster.keys import IS_INIT, POLICY_VERSION, REWARD, TERMINATED, TRUNCATED, Key, dotted, next_of
+from muster.memory.slots import Lane, Layout, Slot
+from muster.memory.specs import Array, ArraySpec, Column
+from muster.protocols import Act, EnvBatch, Step
+from muster.rng import GroupRng
+from muster.utils.interrupts import postponed
+
+BUFFER_BYTES = 1 << 20  # maximum size of the rows in which ready environments act; policies prepare for them at once
+LEAST_WINDOW = 8  # rows that environments may be ahead of the slowest; at least those of one rollout
+RESULTS = REWARD, next_of(TERMINATED), next_of(TRUNCATED)
+
+
+class AsyncPoolEnvs(EnvBatch):
+    """Implements ``EnvBatch`` for an asynchronous EnvPool; owns (and closes) it.
+
+    Every row has one step of each environment. The policy acts for the ``ready_envs``. Where an episode ends,
+    EnvPool resets the environment in its next step; the policy acts in that step, too, and the action is not used.
+
+    Attributes:
+        ready_envs: the environments that the next call of the policy acts for, ``[batch_size]``.
+    """
+
+    def __init__(self, info: PoolInfo) -> None:
+        self._info, self.name, self.num_envs = info, info.name, info.num_envs
+        self.batch_shape = (info.num_envs,)
+        self._actions = action_codec(info.action_space)
+        self.observation_specs, self.action_specs = info.codec.specs, self._actions.specs
+        self.action_masks = action_masks(self.observation_specs, self.action_specs)
+        self.casts: Casts = Casts(self.name)
+        self.ready_envs: Array = np.arange(info.batch_size)
+        self._rows = RowsAhead(info.num_envs)
+        self._running = np.zeros(info.num_envs, bool)  # those whose result the pool has not returned
+        self._finished: set[int] = set()  # environments that the last step ended, and ``reset`` has not shown yet
+        self._begun = self._shows = False  # the pool was reset; the next step also writes the observations before it
+        self._ahead = 0  # number of steps that are in no row of a lane yet
+
+    def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
+        return self._actions.sample(rng, shape)
+
+    def check_partial_reset(self) -> None:
+        raise UnsupportedEnv(
+            f"{self.name} is asynchronous, and EnvPool resets single environments only at the ends of their episodes. "
+            f"Leave batch_size out, or reset all environments."
+        )
+
+    def reset(self, arrays: Mapping[Key, Array], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+        if seeds is None and not self.reset_options and self._finished and self._finished.issuperset(which):
+            self._finished.difference_update(which)
+            for key in self.observation_specs:
+                arrays[key][row, which] = self._rows.first(key)[which]
+            return
+        if self.reset_options:
+            raise BadOption(f"{self.name}.reset takes no options, not {sorted(self.reset_options)}; leave them out")
+        if len(which) < self.num_envs:
+            self.check_partial_reset()
+        if seeds is not None:
+            self._info.check_seed(list(seeds), running=self._begun)
+        self._restart()
+        for key in self.observation_specs:
+            arrays[key][row, self.ready_envs] = self._rows.first(key)[self.ready_envs]
+
+    def start(self, lane: Lane) -> Step:
+        raise UnsupportedEnv(
+            f"{self.name} is asynchronous (batch_size={len(self.ready_envs)} of num_envs={self.num_envs}), and this "
+            f"caller steps all environments at the same time. Leave batch_size out."
+        )
+
+    def start_ready(self, lane: Lane, prepare: Callable[[Lane], Act], written: Collection[Key]) -> Step:
+        arrays, rows = lane.arrays, self._rows
+        ready: ReadyRows = lane.cache.get(self) or ReadyRows(lane, len(self.ready_envs), {*self.action_specs, *written})
+        lane.cache[self] = ready
+        if not rows.hold(ready.kept, self.observation_specs) and self._ahead:
+            raise BadOption(
+                f"{self.name}: the policy writes other columns than before, and {self._ahead} steps made ahead have no "
+                f"values in them. Call collector.reset() first."
+            )
+        ready.begin(prepare, arrays[POLICY_VERSION][lane.done_steps, 0] if ready.stamps else None)
+        carried = [(c.key, arrays[c.key]) for c in ready.kept if c.carry]
+        others = [(c.key, arrays[c.key]) for c in ready.kept if not c.carry]
+        terminated, truncated = arrays[next_of(TERMINATED)], arrays[next_of(TRUNCATED)]
+        window = max(lane.T, LEAST_WINDOW)
+        self._finished = set()
+
+        def step(t: int) -> Sequence[int] | None:
+            while rows.behind:
+                self._advance(ready, window)
+            for key, column in others:
+                column[t] = rows.first(key)
+            if self._shows:
+                for key, column in carried:
+                    column[t] = rows.first(key)
+                self._shows = False
+            rows.drop_first()
+            for key, column in carried:
+                column[t + 1] = rows.first(key)
+            self._ahead -= self.num_envs
+            finished: list[int] = np.flatnonzero(terminated[t] | truncated[t]).tolist()
+            for i in finished:
+                for key, leaf in zip(self.observation_specs, rows.last[i].popleft(), strict=True):
+                    arrays[key][t + 1, i] = leaf
+            self._finished = set(finished)
+            return finished or None
+
+        return step
+
+    def drop_open(self) -> None:
+        self.dropped += self._ahead
+        self._ahead = 0
+
+    def objects(self) -> Sequence[object]:
+        return [self._info.pool]
+
+    def close(self) -> None:
+        self._info.pool.close()
+
+    # --- the pool ---------------------------------------------------------------------------------
+
+    def _advance(self, ready: ReadyRows, window: int) -> None:
+        """Act for the ready environments, and wait for the next ones.
+
+        Environments that are more than ``window`` rows ahead wait for the others, as far as the pool allows: it has to
+        run ``batch_size`` environments to return any.
+        """
+        rows, ids = self._rows, self.ready_envs
+        near: Any = rows.steps[ids] <= window
+        if near.all():
+            near = slice(None)
+        else:
+            least = len(ids) - int(np.count_nonzero(self._running))
+            near = np.argsort(rows.steps[ids], kind="stable")[: max(least, int(np.count_nonzero(near)))]
+        actions = ready.act(rows, ids, self.action_specs) if len(ids[near]) else []
+        try:
+            if actions:
+                self._send(self._actions.build([leaf[near] for leaf in actions]), ids[near])
+            self._receive()
+        except BaseException:  # also Ctrl-C
+            self.executed_in_row, self._ahead = self._ahead, 0
+            raise
+
+    def _send(self, actions: Any, ids: Array) -> None:
+        self._ahead += len(ids) - int(np.count_nonzero(self._rows.over[ids]))
+        with postponed():
+            checks.call(self._info.pool, "send", self.name, actions, ids.astype(np.int32))
+            self._running[ids] = True
+
+    def _receive(self) -> None:
+        """Wait for the environments that are ready first, and store their results."""
+        rows, over = self._rows, self._rows.over
+        ids, leaves, results = self._results()
+        begun, stepped = over[ids], ids
+        if begun.any():
+            over[ids] = False
+            stepped, results = ids[~begun], [column[~begun] for column in results]
+        if len(stepped):
+            cells = rows.cells(stepped)
+            for key, column in zip(RESULTS, results, strict=True):
+                rows.flat[key][cells] = column
+            rows.step(stepped)
+        ended = results[1] | results[2]
+        over[stepped[ended]] = True
+        cells = rows.cells(ids)
+        for key, leaf in zip(self.observation_specs, leaves, strict=True):
+            rows.flat[key][cells] = leaf
+        for key, state in rows.states.items():
+            rows.flat[key][cells] = state[ids]
+            rows.flat[key][cells[begun]] = key == IS_INIT
+        for i, cell in zip(stepped[ended].tolist(), rows.cells(stepped[ended]).tolist(), strict=True):
+            rows.last[i].append([rows.flat[key][cell].copy() for key in self.observation_specs])
+        if (idle := np.flatnonzero(~self._running)).size > ids.size:
+            ids = idle[np.argsort(rows.steps[idle], kind="stable")[: ids.size]]
+        self.ready_envs = ids
+
+    def _results(self) -> tuple[Array, list[Array], list[Array]]:
+        """Return environments, the leaves of their observations, and rewards and flags."""
+        with postponed():
+            got = checks.call(self._info.pool, "recv", self.name)
+            obs, *columns, info = checks.step_values(got, f"{self.name}.recv")
+            ids = np.asarray(info["env_id"]).astype(np.int64)
+            known = len(ids) == len(self.ready_envs) and ids.min() >= 0 and ids.max() < self.num_envs
+            if not known or not self._running[ids].all():
+                raise BadEnvOutput(
+                    f"{self.name}.recv returned the environments {ids}, expected {len(self.ready_envs)} of "
+                    f"{np.flatnonzero(self._running)}"
+                )
+            self._running[ids] = False
+        results = [np.asarray(column) for column in columns]
+        if [column.shape for column in results] != [ids.shape] * 3:
+            raise BadEnvOutput(f"{self.name}.recv: rewards and flags have other shapes than {ids.shape}. {FIX}")
+        leaves = self._info.leaves(obs)
+        for leaf, (key, spec) in zip(leaves, self._info.codec.specs.items(), strict=True):
+            self.casts.check(leaf, ArraySpec((len(ids), *spec.shape), spec.dtype), dotted(key), f"{self.name}.recv")
+        return ids, leaves, results
+
+    def _restart(self) -> None:
+        """Reset all environments, and wait for those that are ready first.
+
+        Before, the pool must return all results. It returns ``batch_size`` at a time: if fewer are left, some
+        environments make one more step.
+        """
+        while left := int(np.count_nonzero(self._running)):
+            if again := max(0, len(self.ready_envs) - left):
+                space = batch_space(self._info.action_space, again)
+                space.seed(0)
+                self._send(space.sample(), np.flatnonzero(~self._running)[:again])
+            ids, _, (_, terminated, truncated) = self._results()
+            self._rows.over[ids] = terminated | truncated
+        self.drop_open()
+        self._rows.clear(self.observation_specs)
+        self._finished, self._shows, self._begun = set(), True, True
+        with postponed():
+            checks.call(self._info.pool, "async_reset", self.name)
+            self._running[:] = True
+        self._receive()
+
+
+class RowsAhead:
+    """Rows of environments that are at different steps: a ring of time steps, from the first that is not complete.
+
+    Attributes:
+        flat: by column, ``[size * num_envs, *shape]``; see ``cells``.
+        size: number of rows in memory.
+        states: recurrent states after the last step of each environment, ``[num_envs, *shape]`` by column.
+        steps: number of rows that each environment has completed, ``[num_envs]``.
+        over: environments whose episode has ended, and whose next one has no observation yet.
+        last: last observations of the ended episodes of each environment, oldest first.
+    """
+
+    def __init__(self, num_envs: int) -> None:
+        self.steps, self.over = np.zeros(num_envs, np.int64), np.ones(num_envs, bool)
+        self.last: list[deque[list[Array]]] = [deque() for _ in range(num_envs)]
+        self.flat: dict[Key, Array] = {}
+        self.states: dict[Key, Array] = {}
+        self._first, self.size = 0, 4
+
+    @property
+    def behind(self) -> bool:
+        """Whether the first row, or an observation after it, is missing."""
+        return bool((self.steps - self.over).min() < 1)
+
+    def first(self, key: Key) -> Array:
+        """Return a column of the first row, ``[num_envs, *shape]``."""
+        begin = self._first * len(self.steps)
+        return self.flat[key][begin : begin + len(self.steps)]
+
+    def drop_first(self) -> None:
+        """Make the second row the first."""
+        self._first = (self._first + 1) % self.size
+        self.steps -= 1
+
+    def cells(self, ids: Array) -> Array:
+        """Return the positions of the current rows of environments in ``flat``."""
+        cells: Array = (self._first + self.steps[ids]) % self.size * len(self.steps) + ids
+        return cells
+
+    def step(self, ids: Array) -> None:
+        """Go on to the next rows of environments."""
+        self.steps[ids] += 1
+        if self.steps.max() >= self.size:  # double it, with the first row in front
+            for key, flat in self.flat.items():
+                in_order = np.roll(flat, -self._first * len(self.steps), 0)
+                self.flat[key] = np.concatenate([in_order, np.zeros_like(in_order)])
+            self._first, self.size = 0, 2 * self.size
+
+    def hold(self, columns: Sequence[Column], observed: Collection[Key]) -> bool:
+        """Allocate memory for columns; those that are carried and not ``observed`` are recurrent states.
+
+        Returns: whether all columns had memory before.
+        """
+        new = [column for column in columns if column.key not in self.flat]
+        for column in new:
+            self._allocate(column.key, column.shape, column.dtype)
+            if column.carry and column.key not in observed:
+                self.states[column.key] = np.zeros((len(self.steps), *column.shape), column.dtype)
+        return not new
+
+    def clear(self, observed: Mapping[Key, ArraySpec]) -> None:
+        """Drop all rows. All environments await their first observation."""
+        self.steps[:], self.over[:] = 0, True
+        for last in self.last:
+            last.clear()
+        for key, spec in observed.items():
+            if key not in self.flat:
+                self._allocate(key, spec.shape, spec.dtype)
+        for key in self.states:
+            self.flat[key][...] = key == IS_INIT
+
+    def _allocate(self, key: Key, shape: tuple[int, ...], dtype: Any) -> None:
+        self.flat[key] = np.zeros((self.size * len(self.steps), *shape), dtype)
+        if key == IS_INIT:
+            self.flat[key][...] = True
+
+
+class ReadyRows:
+    """Rows in which the policy acts for the environments that are ready, of the columns of a lane.
+
+    Attributes:
+        kept: columns of the lane that ``RowsAhead`` holds.
+        stamps: whether the version of the policy is one of them, and the policy does not write it.
+    """
+
+    def __init__(self, lane: Lane, count: int, written: Collection[Key]) -> None:
+        columns = tuple(c for c in lane.layout.columns if c.carry or c.key in written)
+        row_bytes = count * sum(math.prod(c.shape) * c.dtype.itemsize for c in columns)
+        self._T = max(1, min(lane.T * -(-lane.B // count), BUFFER_BYTES // row_bytes))
+        self._lane = Slot(Layout(self._T, count, columns, batch_shape=(count,))).lanes[0]
+        self._row, self._version = self._T, None  # type: int, Any
+        self._inputs = [(c.key, self._lane.arrays[c.key]) for c in columns if c.carry]
+        self._outputs = [(c.key, self._lane.arrays[c.key]) for c in columns if not c.carry]
+        self._states = [(key, rows) for key, rows in self._inputs if key in written and key != IS_INIT]
+        others = {*RESULTS, POLICY_VERSION} - {c.key for c in columns}
+        self.kept = [*columns, *(c for c in lane.layout.columns if c.key in others)]
+        self.stamps = POLICY_VERSION in others and any(c.key == POLICY_VERSION for c in self.kept)
+
+    def begin(self, prepare: Callable[[Lane], Act], version: Any) -> None:
+        """Start a rollout of a policy that ``prepare`` prepares for a lane."""
+        self._prepare, self._version, self._row = prepare, version, self._T
+
+    def act(self, rows: RowsAhead, ids: Array, actions: Collection[Key]) -> list[Array]:
+        """Act for the environments ``ids``, in their current rows. Return copies of the leaves of the actions."""
+        if self._row == self._T:
+            self._lane.acts_from = self._lane.done_steps = 0
+            self._act, self._row = self._prepare(self._lane), 0
+        cells, k = rows.cells(ids), self._row
+        for key, column in self._inputs:
+            column[k] = rows.flat[key][cells]
+        self._act(k)
+        self._row += 1
+        for key, column in self._outputs:
+            rows.flat[key][cells] = column[k]
+        if self.stamps:
+            rows.flat[POLICY_VERSION][cells] = self._version
+        for key, column in self._states:
+            rows.states[key][ids] = column[k + 1]
+        return [self._lane.arrays[key][k].copy() for key in actions]
