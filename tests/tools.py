@@ -124,3 +124,9 @@ class Stopper:
     def collection_stopped(self) -> bool:
         self.left -= 1
         return self.left == 0
+
+
+def push(episodes: Any, batch: Any, envs: Any = None) -> Any:
+    """Add a batch to ``WholeEpisodes``, and return the groups that are complete then."""
+    episodes.add(batch, envs)
+    return episodes.groups()

@@ -18,7 +18,7 @@ from muster.episodes.whole import WholeEpisodes
 from muster.errors import BadEnvOutput, BadOption, EnvError, UnsupportedEnv
 from muster.restore.crash_report import CrashReport
 from muster.testing import EnvContract
-from tests.tools import assert_accounted, assert_same, collect, column, joined
+from tests.tools import assert_accounted, assert_same, collect, column, joined, push
 
 pettingzoo = pytest.importorskip("pettingzoo")
 AECEnv = pettingzoo.AECEnv
@@ -381,7 +381,7 @@ def test_whole_episodes_are_the_same_from_batches_of_every_size():
     results = []
     for batches in ([whole], parts):
         store = WholeEpisodes(2, num_envs=2)
-        groups = [group.batch["collector", "traj_ids"].tolist() for batch in batches for group in store.push(batch)]
+        groups = [group.batch["collector", "traj_ids"].tolist() for batch in batches for group in push(store, batch)]
         results.append(groups)
         for number, batch in enumerate(parts):  # what is saved in between changes nothing
             if number == 0:
@@ -389,7 +389,7 @@ def test_whole_episodes_are_the_same_from_batches_of_every_size():
             again = WholeEpisodes(2, num_envs=2)
             again.load_state_dict(store.state_dict())
             store = again
-            store.push(batch)
+            push(store, batch)
     assert results[0] == results[1]
     assert len(results[0]) > 5
 

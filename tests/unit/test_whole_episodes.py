@@ -22,7 +22,7 @@ from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict
 from muster import Collector
 from muster.episodes.whole import WholeEpisodes
 from muster.errors import BadOption
-from tests.tools import counting
+from tests.tools import counting, push
 
 INVALID = -1
 
@@ -168,7 +168,7 @@ def test_groups_equal_lists_kept_by_hand(history, rule, layout, share):
         before = episodes.frames_held
         assert episodes.flush(reset) == before - episodes.frames_held
         batch = stream.batch(T, holes)
-        groups = episodes.push(batch)
+        groups = push(episodes, batch)
         for group in groups:
             delivered.append(rows_of(group.batch))
             assert group.frames == sum(map(len, delivered[-1]))
@@ -191,7 +191,7 @@ def test_on_policy_only_drops_episodes_of_several_policies(history, n):
     stream = Stream(lengths, lead)
     episodes, delivered = WholeEpisodes(n, num_envs=stream.envs, on_policy_only=True), []
     for T, holes, _, versions, resume in events:
-        delivered += [rows_of(group.batch) for group in episodes.push(stream.batch(T, holes, versions))]
+        delivered += [rows_of(group.batch) for group in push(episodes, stream.batch(T, holes, versions))]
         for e in stream.episodes:
             e.dropped = "mixed_policy" if len(e.versions) > 1 else None
         if resume:
@@ -239,12 +239,12 @@ def test_groups_do_not_depend_on_the_speed_of_environments(history, rule, on_pol
     stream, batch, events = history
     n = share * stream.envs if rule == "per_env" else share
     make = lambda: WholeEpisodes(n, num_envs=stream.envs, rule=rule, on_policy_only=on_policy_only)  # noqa: E731
-    lockstep = [rows_of(group.batch) for group in make().push(batch)]
+    lockstep = [rows_of(group.batch) for group in push(make(), batch)]
     episodes, delivered, pushed = make(), [], 0
     for envs, time, resume in events:
         rows = part(batch, envs, time)
         pushed += int((rows["collector", "traj_ids"] != INVALID).sum())
-        delivered += [rows_of(group.batch) for group in episodes.push(rows, envs)]
+        delivered += [rows_of(group.batch) for group in push(episodes, rows, envs)]
         assert delivered == lockstep[: len(delivered)]
         frames = sum(len(episode) for group in delivered for episode in group)
         assert pushed == frames + episodes.dropped.total() + episodes.frames_held
@@ -261,7 +261,7 @@ def test_first_done_is_the_order_of_arrival(history, n):
     episodes, delivered, expected = WholeEpisodes(n, num_envs=stream.envs, rule="first_done"), [], []
     for envs, time, resume in events:
         rows = part(batch, envs, time)
-        delivered += [e[-1] for group in episodes.push(rows, envs) for e in rows_of(group.batch)]
+        delivered += [e[-1] for group in push(episodes, rows, envs) for e in rows_of(group.batch)]
         expected += sorted(set(rows["row"].flatten().tolist()) & ends.keys(), key=ends.__getitem__)
         assert delivered == expected[: len(expected) // n * n]
         if resume:
@@ -270,7 +270,7 @@ def test_first_done_is_the_order_of_arrival(history, n):
 
 
 def lengths_pushed(episodes: WholeEpisodes, batch: TensorDict, envs: list[int], time: slice) -> list[list[int]]:
-    return [[len(e) for e in rows_of(g.batch)] for g in episodes.push(part(batch, envs, time), envs)]
+    return [[len(e) for e in rows_of(g.batch)] for g in push(episodes, part(batch, envs, time), envs)]
 
 
 def test_the_fair_rule_holds_what_a_slow_environment_may_come_before_and_no_more():
@@ -288,7 +288,7 @@ def test_the_fair_rule_holds_what_a_slow_environment_may_come_before_and_no_more
 def test_environments_that_are_gone_are_not_waited_for():
     batch, episodes = Stream([[2], [3], [4]], (3,)).batch(12), WholeEpisodes(1, num_envs=3)
     assert lengths_pushed(episodes, batch, [1, 2], slice(0, 6)) == []  # those of environment 0 come before them
-    episodes.push(part(batch, [0], slice(0, 1)), [0])
+    push(episodes, part(batch, [0], slice(0, 1)), [0])
     assert episodes.retire([0]) == 1
     state, episodes = episodes.state_dict(), WholeEpisodes(1, num_envs=3)
     episodes.load_state_dict(state)
@@ -301,7 +301,7 @@ def test_environments_that_are_gone_are_not_waited_for():
 
 def test_a_skipped_part_cuts_only_its_own_environments():
     batch, episodes = Stream([[4], [4]], (2,)).batch(12), WholeEpisodes(1, num_envs=2)
-    episodes.push(part(batch, [0, 1], slice(0, 2)), [0, 1])
+    push(episodes, part(batch, [0, 1], slice(0, 2)), [0, 1])
     episodes.skip(part(batch, [1], slice(2, 6)), [1])
     assert episodes.dropped == {"cut": 2}
     assert lengths_pushed(episodes, batch, [0], slice(2, 9)) == [[4], [4]]  # 1 is at time 6, and 0 began at 0, 4, 8
@@ -323,7 +323,7 @@ def test_groups_taken_by_hand_are_the_episodes_that_were_named(history, layout, 
     for T, holes, reset, _, resume in events:
         stream.reset(reset)
         episodes.flush(reset)
-        assert episodes.push(stream.batch(T, holes)) == []
+        assert push(episodes, stream.batch(T, holes)) == []
         held = sorted((e for e in stream.episodes if e.is_complete and e not in gone), key=lambda e: (e.ended, e.env))
         assert [number % stream.envs for number in episodes.held] == [e.env for e in held]
         named = dict(zip(episodes.held, held, strict=True))
@@ -361,7 +361,7 @@ def test_ends_of_parts_are_told_in_order_of_arrival(history):
     episodes, told, expected = WholeEpisodes(num_envs=stream.envs, rule=None), [], []
     for envs, time, resume in events:
         rows = part(batch, envs, time)
-        episodes.push(rows, envs)
+        push(episodes, rows, envs)
         ended = sorted((ends[row] for row in {*rows["row"].flatten().tolist()} & ends.keys()), key=lambda e: e.env)
         expected += [[e.env for e in ended if e.ended == t] for t in sorted({e.ended for e in ended})]
         if resume:
@@ -374,7 +374,7 @@ def test_ends_of_parts_are_told_in_order_of_arrival(history):
 
 def test_what_is_not_there_cannot_be_taken():
     stream, episodes = Stream([[2], [9]], (2,)), WholeEpisodes(num_envs=2, rule=None)
-    episodes.push(stream.batch(4))
+    push(episodes, stream.batch(4))
     assert episodes.held == [0, 4]  # number 1 is open
     for numbers in ([], [0, 0], [1], [4, 2]):
         with pytest.raises(BadOption, match=r"take\(\[.*: expected different numbers of complete episodes"):
@@ -395,7 +395,7 @@ def mean_lengths(rule: str, groups: int) -> list[float]:
     stream, means = Stream([[i + 1] for i in range(10)], (10,)), []
     episodes = WholeEpisodes(10, num_envs=10, rule=rule)
     while len(means) < groups:
-        means += [group.frames / 10 for group in episodes.push(stream.batch(3))]
+        means += [group.frames / 10 for group in push(episodes, stream.batch(3))]
     return means[:groups]
 
 
@@ -412,7 +412,7 @@ def test_groups_do_not_keep_batches_alive():
     episodes, groups = WholeEpisodes(2, num_envs=2), []
     with Collector(counting(5), None, num_envs=2, frames_per_batch=8) as collector:
         for _ in range(20):
-            groups += episodes.push(collector.rollout())
+            groups += push(episodes, collector.rollout())
         assert collector.stats().slots["lent"] == 0
         assert len(groups) == 16
         assert episodes.frames_held == 0
@@ -453,7 +453,7 @@ def test_a_batch_costs_the_same_however_many_episodes_and_batches_wait(rule, n, 
     costs = []
     for batch in (stream.batch(20) for _ in range(30)):
         with counted() as counts:
-            made = episodes.push(batch)
+            made = push(episodes, batch)
             episodes.new_ends() if rule is None else None
             assert episodes.frames_held
         assert len(made) == groups
@@ -465,7 +465,7 @@ def test_a_batch_costs_the_same_however_many_episodes_and_batches_wait(rule, n, 
 def test_what_is_taken_of_many_episodes_costs_the_same():
     stream, episodes, costs = Stream([[2], [10**6]], (2,)), WholeEpisodes(num_envs=2, rule=None), []
     for _ in range(50):
-        episodes.push(stream.batch(4))
+        push(episodes, stream.batch(4))
         with counted() as counts:
             episodes.take([episodes.new_ends()[0][0]])
         costs.append(counts)
@@ -478,7 +478,7 @@ def test_what_is_taken_of_many_episodes_costs_the_same():
 
 def test_groups_do_not_share_memory():
     stream = Stream([[1]], ())
-    groups = WholeEpisodes(1, num_envs=1).push(stream.batch(3))
+    groups = push(WholeEpisodes(1, num_envs=1), stream.batch(3))
     groups[0].batch.zero_()
     assert [rows_of(group.batch) for group in groups[1:]] == [[[2]], [[3]]]
 
@@ -496,10 +496,10 @@ def test_objects_and_nested_entries_survive_joining_and_saving():
         return TensorDict(entries, [3])
 
     episodes = WholeEpisodes(1, num_envs=1, layout="pad")
-    episodes.push(batch(0))
+    push(episodes, batch(0))
     state, episodes = episodes.state_dict(), WholeEpisodes(1, num_envs=1)
     episodes.load_state_dict(state)
-    (group,) = episodes.push(batch(3))
+    (group,) = push(episodes, batch(3))
     assert group.batch["row"].tolist() == [0, 1, 2, 3, 4, 5]
     assert group.batch["words"] == [[str(i)] * 2 for i in range(6)]
     assert group.batch["agents"].batch_size == (6, 2)
@@ -529,15 +529,15 @@ def test_impossible_values_are_refused(arguments, message):
 def test_batches_that_do_not_fit_are_refused():
     batch = Stream([[3], [3]], (2,)).batch(4)
     with pytest.raises(BadOption, match=r"\[2, 4\] has 2 environments.*expected 3"):
-        WholeEpisodes(1, num_envs=3).push(batch)
+        push(WholeEpisodes(1, num_envs=3), batch)
     with pytest.raises(BadOption, match="no agents.done.*done_key="):
-        WholeEpisodes(1, num_envs=2, done_key=("agents", "done")).push(batch)
+        push(WholeEpisodes(1, num_envs=2, done_key=("agents", "done")), batch)
     with pytest.raises(BadOption, match="collector.policy_version.*track_policy_version=True"):
-        WholeEpisodes(1, num_envs=2, on_policy_only=True).push(batch.exclude(("collector", "policy_version")))
+        push(WholeEpisodes(1, num_envs=2, on_policy_only=True), batch.exclude(("collector", "policy_version")))
     with pytest.raises(BadOption, match=r"\[2, 4\] has 2 environments.*expected 1 .*envs=\[1\]"):
-        WholeEpisodes(1, num_envs=3).push(batch, [1])
+        push(WholeEpisodes(1, num_envs=3), batch, [1])
     for envs in ([0, 0], [0, 3], [-1, 0], [True, False], [[0], [1]], [0.0, 1.0]):
-        for take in (WholeEpisodes(1, num_envs=3).push, WholeEpisodes(1, num_envs=3).skip):
+        for take in (WholeEpisodes(1, num_envs=3).add, WholeEpisodes(1, num_envs=3).skip):
             with pytest.raises(BadOption, match=r"envs=.*: expected different numbers from 0 to 2"):
                 take(batch, envs)
     with pytest.raises(BadOption, match="numbered 0 to 1"):
@@ -546,7 +546,7 @@ def test_batches_that_do_not_fit_are_refused():
 
 def test_a_state_stays_what_it_was_when_it_was_saved():
     batch, episodes = Stream([[2], [3]], (2,)).batch(12), WholeEpisodes(1, num_envs=2)
-    episodes.push(part(batch, [0], slice(0, 5)), [0])
+    push(episodes, part(batch, [0], slice(0, 5)), [0])
     state = episodes.state_dict()
     for _ in range(3):
         assert lengths_pushed(episodes, batch, [1], slice(0, 4)) == [[3], [2]]
@@ -563,7 +563,7 @@ def test_rows_of_changing_shapes_are_joined_but_not_saved():
     ragged = LazyStackedTensorDict(*(TensorDict({"x": torch.ones(n)}) for n in (1, 2, 3, 4)), stack_dim=0)
     batch = Stream([[3]], ()).batch(4).set("ragged", ragged)
     episodes = WholeEpisodes(1, num_envs=1)
-    (group,) = episodes.push(batch)
+    (group,) = push(episodes, batch)
     assert [row["ragged", "x"].numel() for row in group.batch] == [1, 2, 3]
     with pytest.raises(BadOption, match="changing shapes"):
         episodes.state_dict()

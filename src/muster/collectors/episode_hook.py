@@ -60,7 +60,7 @@ class EpisodeHook:
             the episodes that end in the batch, for ``show``.
 
         Raises:
-            BadOption: see ``WholeEpisodes.push``.
+            BadOption: see ``WholeEpisodes.add``.
         """
         if batch is not self._taken:
             self._episodes.add(_with_all_steps(batch), envs)

@@ -68,13 +68,13 @@ class HeldEpisode:
 class WholeEpisodes:
     """Joins successive batches of one collector to groups of exactly ``n`` complete episodes.
 
-    Groups are copies; no batch is kept alive. ``pushed = delivered + sum(dropped.values()) + frames_held``, in frames.
+    Groups are copies; no batch is kept alive. ``added = delivered + sum(dropped.values()) + frames_held``, in frames.
     Rows are copied and joined before any other change. If that fails (no memory, for instance), nothing is lost: a
-    batch that cannot be copied was not pushed, and groups that cannot be joined are kept. An episode that never ends
+    batch that cannot be copied was not added, and groups that cannot be joined are kept. An episode that never ends
     is kept for ever, and with "first_begun" all that started after it: such environments need
     ``max_frames_per_traj``. Waiting episodes cost memory, but no time.
 
-    A batch may contain only some of the environments, in any order (``push(batch, envs)``). Time is the number of rows
+    A batch may contain only some of the environments, in any order (``add(batch, envs)``). Time is the number of rows
     of each environment, so "first_begun" and "per_env" give the same groups whatever the environments' speeds.
 
     Args:
@@ -135,15 +135,10 @@ class WholeEpisodes:
         """The numbers of complete episodes, in order of their ends. Number k is of environment ``k % num_envs``."""
         return list(self._ended)
 
-    def push(self, batch: TensorDict, envs: Envs = None) -> list[EpisodeGroup]:
-        """Add a copy of the next batch, ``[*lead, T]``, of the environments ``envs`` (None: all). Raises ``BadOption``
-        if it does not fit. Returns the groups that are now complete, often none.
-        """
-        self.add(batch, envs)
-        return self.groups()
-
     def add(self, batch: TensorDict, envs: Envs = None) -> None:
-        """Add a batch: the first half of ``push``."""
+        """Add a copy of the next batch, ``[*lead, T]``, of the environments ``envs`` (None: all). Raises ``BadOption``
+        if it does not fit.
+        """
         batch = time_last(batch)
         numbers = self._numbers(batch, envs)
         self._check(batch)
@@ -174,7 +169,7 @@ class WholeEpisodes:
         self._compact()
 
     def groups(self) -> list[EpisodeGroup]:
-        """Return the groups that are complete: the second half of ``push``."""
+        """Return the groups that are now complete, often none."""
         if self._queue is None:
             return []
         coming = self._time * self.num_envs + np.arange(self.num_envs)  # no later episode starts before these
@@ -283,7 +278,7 @@ class WholeEpisodes:
         return frames
 
     def retire(self, envs: Iterable[int]) -> int:
-        """Stop waiting for environments without further rows; ``push`` then returns the groups that this completes.
+        """Stop waiting for environments without further rows; ``groups`` then returns those that this completes.
 
         Returns the number of dropped frames. Raises ``BadOption`` if the rule needs them ("per_env").
         """
