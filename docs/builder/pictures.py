@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from docutils import nodes
 from matplotlib.axes import Axes
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from sphinx.application import Sphinx
 
 DOCS = Path(__file__).resolve().parents[1]
@@ -186,12 +186,15 @@ def draw_scales(suffix: str) -> plt.Figure:
 
 
 def draw_curves(suffix: str) -> plt.Figure:
-    """Learning curves: means of the seeds, and the range of all, one example below the other."""
+    """Learning curves: means of the seeds, and the range of all, two examples side by side."""
     results = json.loads((RESULTS / "curves.json").read_text("utf-8"))
     text, line, ours, theirs, behind = COLOURS[suffix]
-    figure, panels = plt.subplots(len(results), 1, figsize=(5.6, 1.9 * len(results)), squeeze=False)
+    rows = -(-len(results) // 2)
+    figure, panels = plt.subplots(rows, 2, figsize=(8.4, 1.9 * rows), squeeze=False)
     figure.set_facecolor(behind)
-    for axes, found in zip(panels[:, 0], results.values(), strict=True):
+    for axes in panels.flat[len(results) :]:
+        axes.set_axis_off()
+    for axes, found in zip(panels.flat, results.values(), strict=False):
         for system, runs in found["runs"].items():
             curves = [np.array(run["rows"])[:, :2].T for run in runs]
             frames = np.unique(np.concatenate([curve[0] for curve in curves]))
@@ -201,6 +204,7 @@ def draw_curves(suffix: str) -> plt.Figure:
             axes.plot(frames, returns.mean(0), style, color=colour, linewidth=1.6, label=system)
             axes.fill_between(frames, returns.min(0), returns.max(0), color=colour, alpha=0.2, linewidth=0)
         _style(axes, found["title"], text, line, behind)
+        axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
         if len(found["runs"]) > 1:
             axes.legend(fontsize=8, frameon=False, labelcolor=text)
