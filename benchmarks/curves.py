@@ -73,6 +73,7 @@ CURVES = {
     ),
     "ppo_lstm": Curve("PPO with LSTM, CartPole-v1 without velocities", 102_400),
     "appo_vtrace": Curve("APPO with V-trace, two workers, CartPole-v1", 102_400),
+    "self_play": Curve("PPO, two agents of PettingZoo's tic-tac-toe, against random moves", 160_000, options=""),
     "sac": Curve(
         "SAC, HalfCheetah-v5 (MuJoCo)",
         20_480,
@@ -176,12 +177,13 @@ def table(results: dict[str, Any]) -> str:
             continue
         for system, runs in results[name]["runs"].items():
             mean, half = interval([run["rows"][-1][1] for run in runs])
+            digits = 0 if abs(mean) >= 10 else 2
             cells = [
                 f"`{name}.py`",
                 f"{runs[0]['rows'][-1][0]:,}",
                 str(len(runs)),
                 system,
-                f"{mean:.0f}" + ("" if math.isnan(half) else f" ± {half:.0f}"),
+                f"{mean:.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}"),
                 f"{statistics.fmean(run['rows'][-1][2] for run in runs):.0f}",
                 f"{statistics.fmean(run['cpu_s'] for run in runs):.0f}",
             ]

@@ -70,7 +70,7 @@ def against_random(actor: policies.Head, episodes: int, seed: int) -> dict[str, 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, and return the shares of games won, drawn and lost against random moves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=80)
+    parser.add_argument("--total-frames", type=int, default=160_000, help="turns of all agents, roughly")
     parser.add_argument("--episodes", type=int, default=512, help="episodes of agents in a batch")
     parser.add_argument("--eval-episodes", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
@@ -80,6 +80,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     torch.manual_seed(args.seed)
     actor, critic = policies.categorical(Board(9)), Board(1)
     optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters()], lr=1e-3)
+    frames = 0
     with Collector(
         tictactoe_v3.raw_env,
         actor,  # one policy for both sides
@@ -88,11 +89,15 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         trajs_per_batch=args.episodes,
         seed=args.seed,
     ) as collector:
-        for number, batch in zip(range(1, args.batches + 1), collector, strict=False):
+        for number, batch in enumerate(collector, 1):
             update(actor, critic, optimizer, batch)  # complete episodes, each of one agent, one after another
+            frames += len(batch)
             if number % 10 == 0:
-                drawn = sum(e.episode_return == 0 for e in collector.episodes) / max(1, len(collector.episodes))
-                print(f"batch {number}: {drawn:.0%} of the games against itself end in a draw", flush=True)
+                shares = against_random(actor, 100, args.seed + number)
+                score = shares["won"] - shares["lost"]
+                print(f"{frames:8,} frames  mean return {score:5.2f} in 100 games against random moves", flush=True)
+            if frames >= args.total_frames:
+                break
     shares = against_random(actor, args.eval_episodes, args.seed + 1000)
     print("against random moves: " + ", ".join(f"{share:.1%} {name}" for name, share in shares.items()))
     return shares

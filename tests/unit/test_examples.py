@@ -223,7 +223,7 @@ def test_examples_are_short():
 
 @pytest.mark.usefixtures("threads")
 def test_self_play_runs():
-    shares = self_play.main(["--batches", "2", "--episodes", "64", "--eval-episodes", "20"])
+    shares = self_play.main(["--total-frames", "300", "--episodes", "64", "--eval-episodes", "20"])
 
     assert sum(shares.values()) == pytest.approx(1)
 
