@@ -73,7 +73,7 @@ CURVES = {
     ),
     "ppo_lstm": Curve("PPO with LSTM, CartPole-v1 without velocities", 102_400),
     "appo_vtrace": Curve("APPO with V-trace, two workers, CartPole-v1", 102_400),
-    "self_play": Curve("PPO, two agents of PettingZoo's tic-tac-toe, against random moves", 160_000, options=""),
+    "self_play": Curve("PPO against itself, tic-tac-toe (PettingZoo)", 160_000, options=""),
     "sac": Curve(
         "SAC, HalfCheetah-v5 (MuJoCo)",
         20_480,
