@@ -329,6 +329,36 @@ def test_environments_that_cannot_be_saved_begin_anew_and_are_marked():
         assert_accounted(second)
 
 
+def test_steps_join_rollouts_of_before_and_after_the_load_of_a_part():
+    def made() -> MultiAsyncCollector:
+        return MultiAsyncCollector([Unpicklable], None, frames_per_batch=4, seed=0, backend="threads")
+
+    with made() as first, made() as second:
+        first.next()
+        state = first.state_dict()
+        before = sum(result["frames"] for rollout in state["waiting"] for result in rollout["results"])
+        assert before
+        assert set(second.load_state_dict(state).not_restored) == {0}
+        batch = second.collect_batch(n_step=before + 4)[0]
+        assert batch[MARK].tolist() == [False] * before + [True] + [False] * 3
+        assert_accounted(second)
+
+
+def test_episodes_join_rows_of_before_and_after_the_load_of_a_part():
+    def made() -> MultiSyncCollector:
+        options = {"frames_per_batch": 4, "trajs_per_batch": 2, "seed": 0, "backend": "threads"}
+        return MultiSyncCollector([counting(5), Unpicklable], None, **options)
+
+    with made() as first, made() as second:
+        first.next()  # the rows 0 to 5 of both: one episode of each, and the first step of the next
+        assert first.stats().in_flight == 2
+        assert set(second.load_state_dict(first.state_dict()).not_restored) == {1}
+        group = second.next()
+        assert column(group, "next", "reward") == [1, 2, 3, 4, 5] * 2
+        assert group[MARK].tolist() == [False] * 5 + [True] + [False] * 4
+        assert_accounted(second)
+
+
 def test_a_pickle_needs_trust(tmp_path):
     with make(Pickled, None) as first:
         first.rollout()

@@ -17,7 +17,7 @@ from muster.collectors.engine import Engine
 from muster.collectors.pipeline import PipelineItem, Stage
 from muster.episodes.record import Episodes, info_records, join_episodes
 from muster.episodes.rules import NobodyLetGo, PerEnv, Rule, RuleName, make_rule
-from muster.episodes.segment import ENDED, find_pieces, split_trajectories, time_last
+from muster.episodes.segment import ENDED, equalize, find_pieces, split_trajectories, time_last
 from muster.episodes.summary import CollectStats, stats_of_call
 from muster.episodes.whole import WholeEpisodes
 from muster.errors import BadOption, CollectorTimeout, UnsupportedEnv, WorkerDied
@@ -432,6 +432,7 @@ def joined(parts: Sequence[Part]) -> TensorDict:
     first = batches[0]
     if len(batches) == 1:
         return first
+    equalize(batches)
     whole: TensorDict
     if len({batch.shape for batch in batches}) == 1 and first.ndim > 1:
         whole = torch.cat(batches, next(dim for dim, name in enumerate(first.names) if name != "time"))

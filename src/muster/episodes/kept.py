@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from muster.episodes.segment import split, take
+from muster.episodes.segment import equalize, split, take
 from muster.keys import Key
 from muster.memory.specs import Array
 
@@ -88,7 +88,9 @@ def gather(parts: Parts) -> tuple[TensorDict, Array]:
         of_chunk.setdefault(chunk, []).append(span)
     if len(of_chunk) == 1:
         return parts[0][0].rows, _row_numbers([span for _, span in parts])
-    joined: Any = torch.cat([take(chunk.rows, _row_numbers(spans)) for chunk, spans in of_chunk.items()])
+    rows = [take(chunk.rows, _row_numbers(spans)) for chunk, spans in of_chunk.items()]
+    equalize(rows)
+    joined: Any = torch.cat(rows)
     moved: dict[Span, Span] = {}
     start = 0
     for spans in of_chunk.values():

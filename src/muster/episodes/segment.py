@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from muster.errors import BadOption
-from muster.keys import AGENT, DONE, TRAJ_IDS, VALID, Key, dotted, next_of
+from muster.keys import AGENT, DONE, RESUMED, TRAJ_IDS, VALID, Key, dotted, next_of
 from muster.memory.specs import Array
 from muster.utils.private_names import tensordict_maker
 
@@ -104,6 +104,14 @@ def take(batch: TensorDict, rows: Array) -> TensorDict:
     index = tuple(torch.from_numpy(i).to(batch.device) for i in np.unravel_index(rows, batch.shape))
     result: TensorDict = _indexed(batch, index, rows.shape)
     return result
+
+
+def equalize(batches: Sequence[TensorDict]) -> None:
+    """Add ``("collector", "resumed")``, which batches have after a load only, to others that are joined with such."""
+    marks = next((found for batch in batches if (found := batch.get(RESUMED, None)) is not None), None)
+    for batch in batches if marks is not None else ():
+        if batch.get(RESUMED, None) is None:
+            batch.set(RESUMED, torch.zeros(batch.batch_size, dtype=torch.bool, device=marks.device))
 
 
 def padded(batch: TensorDict, rows: Array, length: Array, pad_id: int) -> TensorDict:
