@@ -92,11 +92,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         for number, batch in enumerate(collector, 1):
             update(actor, critic, optimizer, batch)  # complete episodes, each of one agent, one after another
             frames += len(batch)
-            if number % 10 == 0:
+            is_last = frames >= args.total_frames
+            if number % 10 == 0 or is_last:
                 shares = against_random(actor, 100, args.seed + number)
                 score = shares["won"] - shares["lost"]
                 print(f"{frames:8,} frames  mean return {score:5.2f} in 100 games against random moves", flush=True)
-            if frames >= args.total_frames:
+            if is_last:
                 break
     shares = against_random(actor, args.eval_episodes, args.seed + 1000)
     print("against random moves: " + ", ".join(f"{share:.1%} {name}" for name, share in shares.items()))

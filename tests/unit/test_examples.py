@@ -212,7 +212,8 @@ def test_the_table_of_curves_is_that_of_the_results():
     assert curves.table(results) in curves.PAGE.read_text("utf-8")
     for name in results:
         for runs in results[name]["runs"].values():
-            assert len({run["rows"][-1][0] for run in runs}) == 1, "the same number of frames for all seeds"
+            frames = [run["rows"][-1][0] for run in runs]
+            assert max(frames) < 1.02 * min(frames), "the same for all seeds, but for batches of whole episodes"
 
 
 def test_examples_are_short():
