@@ -108,10 +108,10 @@ def take(batch: TensorDict, rows: Array) -> TensorDict:
 
 def equalize(batches: Sequence[TensorDict]) -> None:
     """Add ``("collector", "resumed")``, which batches have after a load only, to others that are joined with such."""
-    marks = next((found for batch in batches if (found := batch.get(RESUMED, None)) is not None), None)
-    for batch in batches if marks is not None else ():
-        if batch.get(RESUMED, None) is None:
-            batch.set(RESUMED, torch.zeros(batch.batch_size, dtype=torch.bool, device=marks.device))
+    without = [batch for batch in batches if batch.get(RESUMED, None) is None]
+    if len(without) < len(batches):
+        for batch in without:
+            batch.set(RESUMED, torch.zeros(batch.batch_size, dtype=torch.bool, device=batch.device))
 
 
 def padded(batch: TensorDict, rows: Array, length: Array, pad_id: int) -> TensorDict:
