@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict
 
 from muster import Collector
+from muster.episodes.kept import CopiedRows
 from muster.episodes.whole import WholeEpisodes
 from muster.errors import BadOption
 from tests.tools import counting, push
@@ -503,6 +504,19 @@ def test_objects_and_nested_entries_survive_joining_and_saving():
     assert group.batch["row"].tolist() == [0, 1, 2, 3, 4, 5]
     assert group.batch["words"] == [[str(i)] * 2 for i in range(6)]
     assert group.batch["agents"].batch_size == (6, 2)
+
+
+def test_rows_of_delivered_episodes_are_freed_at_once():
+    def copies() -> int:
+        return sum(type(each) is CopiedRows for each in gc.get_objects())
+
+    gc.collect()
+    others = copies()
+    episodes = WholeEpisodes(num_envs=2, rule=None)
+    episodes.add(Stream([[3], [3]], (2,)).batch(3))
+    assert copies() == others + 1
+    assert [len(episode) for episode in episodes.take_all()] == [3, 3]
+    assert copies() == others
 
 
 # --- refused ---------------------------------------------------------------------------------------

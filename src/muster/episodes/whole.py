@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -126,9 +127,8 @@ class WholeEpisodes:
         self._due: list[int] = []  # episodes that do not wait, in order
         self._without_end = np.zeros(self.num_envs, np.int64)  # rows of each environment since its last end
         self._asked = 0  # earlier ends were returned by ``new_ends`` already
-        # Some of their rows were dropped since the last batch, or before that: see ``_compact``.
-        self._sparse: set[CopiedRows] = set()
-        self._sparser: set[CopiedRows] = set()
+        # Some of their rows were dropped since the last batch, or before that (see ``_compact``). Episodes keep them.
+        self._sparse, self._sparser = WeakSet[CopiedRows](), WeakSet[CopiedRows]()
 
     @property
     def held(self) -> list[int]:
@@ -433,7 +433,8 @@ class WholeEpisodes:
         """Free the memory of rows that were dropped before the last batch: most others are free after the next one."""
         for chunk in self._sparser:
             chunk.compact()
-        self._sparser, self._sparse = self._sparse, set()
+        self._sparser.clear()
+        self._sparser, self._sparse = self._sparse, self._sparser
 
 
 def _gathered(episodes: Iterable[HeldEpisode]) -> tuple[TensorDict, Array]:
