@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import re
+import resource
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 
@@ -28,6 +30,25 @@ def open_files() -> int:
     """
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
+
+
+@contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """This process can open so many more, whichever numbers are free."""
+    limit, taken = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 20, limit[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        for _ in range(count):
+            os.close(taken.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        for fd in taken:
+            os.close(fd)
 
 
 def free_port() -> int:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -20,7 +17,7 @@ from muster.errors import BadRecording
 from muster.testing import CountingEnv, OracleEnv
 from tests.fakes import faults
 from tests.tools import files_limited_to
-from tests.waits import wait_until
+from tests.waits import descriptors_left, wait_until
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
 
@@ -159,24 +156,6 @@ def test_shutdown_again_writes_what_a_full_disk_has_refused(tmp_path):
     collector.shutdown()
     assert sum(batch.numel() for batch in load(tmp_path / "recording")) == 20
     collector.shutdown()
-
-
-@contextmanager
-def descriptors_left(count: int) -> Iterator[None]:
-    """This process can open so many more."""
-    limit, taken = resource.getrlimit(resource.RLIMIT_NOFILE), []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (fault_matrix_cells.resources()["descriptors"] + 10, limit[1]))
-    try:
-        with suppress(OSError):
-            while True:  # the limit is for numbers, some of which may be free
-                taken.append(os.dup(2))
-        for _ in range(count):
-            os.close(taken.pop())
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-        for fd in taken:
-            os.close(fd)
 
 
 @pytest.mark.parametrize("left", [0, 4])

@@ -7,7 +7,6 @@ import gc
 import itertools
 import os
 import pickle
-import resource
 import select
 import signal
 import socket
@@ -31,6 +30,7 @@ from muster.workers.channel import Channel
 from muster.workers.launch import UNKNOWN, launch, shutdown_forkserver
 from muster.workers.status_page import StatusPage
 from tests.fakes.fault_runs import alive, all_gone
+from tests.waits import descriptors_left
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 TARGETS = "tests.fakes.worker_targets"
@@ -295,19 +295,8 @@ def test_what_cannot_be_pickled_or_read_leaves_the_next_message_alone(pair):
 def test_descriptors_for_which_there_is_no_room_are_an_error(pair):
     a, b = pair
     a.send("with", [0, 0])
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, descriptors())), hard))
-    free = []
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                free.append(os.dup(0))
-        with pytest.raises(OSError, match="too many open files"):
-            b.receive()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for fd in free:
-            os.close(fd)
+    with descriptors_left(0), pytest.raises(OSError, match="too many open files"):
+        b.receive()
 
 
 def test_a_closed_channel_closes_what_nobody_took_and_says_so(pair):
@@ -825,23 +814,13 @@ def test_a_worker_costs_three_descriptors_with_its_status_page_and_none_after_it
 
 
 def test_too_few_descriptors_are_an_error_that_says_what_to_do():
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     ours, theirs = Channel.pair()
     before = descriptors()
-    free = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, before)) + 20, hard))
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                free.append(os.dup(0))
-        for fd in free[-9:]:
-            os.close(fd)
-        with pytest.raises(BadOption, match="worker-7 cannot be started: of the .* 9 are left.*`ulimit -n 4096"):
-            launch(f"{TARGETS}:echo", theirs, name="worker-7")
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for fd in free[:-9]:
-            os.close(fd)
+    with (
+        descriptors_left(9),
+        pytest.raises(BadOption, match="worker-7 cannot be started: of the .* 9 are left.*`ulimit -n 4096"),
+    ):
+        launch(f"{TARGETS}:echo", theirs, name="worker-7")
     assert len(descriptors()) == len(before)
     ours.close()
     theirs.close()
