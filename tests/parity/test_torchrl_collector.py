@@ -557,6 +557,17 @@ def test_private_keys_are_left_out(make):
     return sorted(map(str, next(iter(collector)).keys(True, True)))
 
 
+@program
+def test_private_keys_are_kept_on_request(make):
+    env = three_counting()
+    policy = counter(env)
+    keys = ["_hidden", ("nested", "_hidden"), ("_nested", "shown")]
+    copy = TensorDictModule(lambda seen: tuple(seen + n for n in range(3)), in_keys=["observation"], out_keys=keys)
+    collector = make(env, TensorDictSequential(policy, copy), frames_per_batch=9, total_frames=18)
+    collector._exclude_private_keys = False
+    return [collector._exclude_private_keys, *(batch.clone() for batch in collector)]
+
+
 class ByName(torch.nn.Module):
     """Its argument is named as the observation."""
 

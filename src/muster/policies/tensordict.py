@@ -36,10 +36,15 @@ class TensorDictPolicy:
     actions. Every output is stored, except overwritten inputs and keys with a part that begins with ``_``.
     Modules draw from torch's global generator, which has the group's own state during a rollout.
 
+    Attributes:
+        keeps_private: also store keys with such a part. Counts at the first call.
+
     Raises:
         BadOption: an unknown exploration type.
         BadPolicyOutput: the module reads keys that are neither observations nor its own state.
     """
+
+    keeps_private = False
 
     def __init__(
         self,
@@ -219,7 +224,8 @@ class TensorDictPolicy:
                 raise BadPolicyOutput(f"policy {self.name} did not return its recurrent state {dotted(next_of(key))}")
             outputs.state[key] = leaves.pop(next_of(key))
         for key, value in leaves.items():
-            if key in inputs or key in self._state_keys or any(part.startswith("_") for part in key):
+            is_private = any(part.startswith("_") for part in key)
+            if key in inputs or key in self._state_keys or (is_private and not self.keeps_private):
                 continue
             if key[0] in RESERVED - {"action"}:
                 raise BadPolicyOutput(f"policy {self.name} returned {dotted(key)}, a name that the batch uses itself")

@@ -26,6 +26,7 @@ from muster.keys import IS_INIT
 from muster.memory.slots import torch_dtype
 from muster.policies.adapt import place
 from muster.policies.random import RandomPolicy as UniformPolicy
+from muster.policies.tensordict import TensorDictPolicy
 from muster.utils.interrupts import postponed
 from muster.utils.tracebacks import trimmed
 from muster.workers.build import build_policy
@@ -43,7 +44,6 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
     """
 
     __signature__ = inspect.signature(torchrl.collectors.Collector)
-    _exclude_private_keys = True
     _use_buffers: bool  # all batches have the full shape
     _ignore_rb = False  # True while BaseCollector assembles complete trajectories, and writes them itself
 
@@ -234,6 +234,16 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
     __repr__ = torchrl.collectors.Collector.__repr__
 
     # --- parts ------------------------------------------------------------------------------------
+
+    @property
+    def _exclude_private_keys(self) -> bool:
+        """TorchRL's switch: False, set before the first batch, keeps the policy's outputs that begin with ``_``."""
+        return not getattr(self._acting, "keeps_private", False)
+
+    @_exclude_private_keys.setter
+    def _exclude_private_keys(self, excludes: bool) -> None:
+        if isinstance(self._acting, TensorDictPolicy):
+            self._acting.keeps_private = not excludes
 
     @property
     def _batch_shape(self) -> tuple[int, ...]:
