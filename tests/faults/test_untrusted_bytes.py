@@ -24,13 +24,15 @@ import pytest
 import torch
 
 import muster
-from muster import Collector
+from muster import Collector, Watch
 from muster.cluster.authenticated_link import MAGIC, AuthenticatedLink
 from muster.cluster.joining import Member
 from muster.cluster.link import Block, LinkLost
 from muster.cluster.rendezvous import Rendezvous
 from muster.cluster.socket_link import SocketLink
 from muster.errors import BadRecording, MusterError
+from muster.observing.page_server import PageAddress, PageServer
+from muster.observing.snapshots import NAME, SnapshotReader
 from muster.restore.crash_report import CrashReport, EnvFactory
 from muster.testing import ChainEnv, CountingEnv
 from muster.utils import tensor_files
@@ -252,3 +254,56 @@ def test_a_changed_message_is_never_delivered():
                 got.append((received.message, 0 if received.block is None else received.block.size))
         assert got == sent[: len(got)]
         out.close()
+
+
+TOKEN = "of-sixteen-or-more-characters"
+REQUESTS = [
+    f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1:8000\r\nCookie: x=1; muster_watch_%d={TOKEN}\r\n{more}\r\n\r\n"
+    for method, path, more in (
+        ("GET", "/", "Accept: text/html"),
+        ("GET", f"/?token={TOKEN}", "Accept: text/html"),
+        ("GET", "/page.js", "Accept-Encoding: gzip"),
+        ("GET", "/events", "Accept: text/event-stream"),
+        ("GET", "/films/0.mp4", "Range: bytes=0-1023"),
+        ("POST", "/films/best", "X-Muster-Watch: 1\r\nContent-Length: 0"),
+    )
+]
+
+
+@pytest.fixture
+def watched(tmp_path):
+    """A directory with the snapshots of a run."""
+    watch = Watch(tmp_path / "run", None)
+    with Collector(CountingEnv, None, frames_per_batch=8, total_frames=16, watch=watch) as collector:
+        list(collector)
+    return tmp_path / "run"
+
+
+def test_requests_of_the_live_page(watched):
+    page = PageAddress("127.0.0.1:0")
+    requests = [(request % page.socket.getsockname()[1]).encode() for request in REQUESTS]
+    with PageServer(watched, page.socket, TOKEN) as server:
+        server.ending.set()  # streams end after the first message
+        secret = [b"event: entries", *(content for content, _ in server.files.values())]
+        admitted = 0
+        for rng in inputs(1000):
+            sent = changed_bytes(rng, rng.choice(requests))
+            viewer, there = socket.socketpair()
+            with viewer, there:
+                viewer.sendall(sent)
+                viewer.shutdown(socket.SHUT_WR)
+                server.finish_request(there, ("", 0))
+                there.shutdown(socket.SHUT_WR)
+                reply = b"".join(iter(lambda viewer=viewer: viewer.recv(1 << 16), b""))
+            shown = any(part in reply for part in secret)
+            assert not shown or TOKEN.encode() in sent
+            admitted += shown
+        assert admitted
+
+
+def test_snapshots_of_the_live_page(watched):
+    content = (watched / NAME).read_bytes()
+    for rng in inputs(400):
+        (watched / NAME).write_bytes(changed_bytes(rng, content))
+        with suppress(MusterError), closing(SnapshotReader(watched)) as reader:
+            json.dumps(reader.read(), allow_nan=False)

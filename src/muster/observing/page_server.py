@@ -155,25 +155,23 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "muster", ""
 
     def do_GET(self) -> None:
-        parts = urlsplit(self.path)
-        if not self._is_admitted(parts.query):
+        if (path := self._admitted()) is None:
             return
-        if parts.path == "/events":
+        if path == "/events":
             self._stream()
-        elif parts.path in self.server.files:
-            content, kind = self.server.files[parts.path]
+        elif path in self.server.files:
+            content, kind = self.server.files[path]
             self._reply(200, content, **{"Content-Type": kind})
-        elif (named := _FILM.fullmatch(parts.path)) and (film := self.server.films.film(int(named[1]))) is not None:
+        elif (named := _FILM.fullmatch(path)) and (film := self.server.films.film(int(named[1]))) is not None:
             self._reply_film(film)
         else:
             self._reply(404, b"There is no such page.\n")
 
     def do_POST(self) -> None:
         """Make a film of the episode that the path names."""
-        parts = urlsplit(self.path)
-        if not self._is_admitted(parts.query):
+        if (path := self._admitted()) is None:
             return
-        which = parts.path.removeprefix("/films/")
+        which = path.removeprefix("/films/")
         if _OWN_HEADER not in self.headers:
             self._reply(403, b"This is for the page of muster watch only.\n")
         elif which not in WHICH:
@@ -185,18 +183,23 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         """Print nothing."""
 
-    def _is_admitted(self, query: str) -> bool:
-        """Return whether the viewer may see the page; otherwise reply."""
-        if self.server.local and not is_loopback(urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""):
+    def _admitted(self) -> str | None:
+        """Return the path, if the viewer may see the page; otherwise reply."""
+        try:
+            parts, host = urlsplit(self.path), urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
+        except ValueError:  # for example "//["
+            self._reply(400, b"This is no address of a page.\n")
+            return None
+        if self.server.local and not is_loopback(host):
             self._reply(403, b"The Host header does not name this machine.\n")  # a page elsewhere that found this port
-        elif self.server.token and (given := parse_qs(query).get("token")) and self._is_token(given[0]):
+        elif self.server.token and (given := parse_qs(parts.query).get("token")) and self._is_token(given[0]):
             cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
             self._reply(303, b"", Location="/", **{"Set-Cookie": cookie})
         elif self.server.token and not self._is_token(self._cookie()):
             self._reply(403, b"This page needs the token of the address that muster watch has printed.\n")
         else:
-            return True
-        return False
+            return parts.path
+        return None
 
     def _is_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(), self.server.token.encode())
