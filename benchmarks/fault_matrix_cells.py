@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import signal
 import tempfile
 import threading
@@ -41,7 +40,7 @@ from tests.fakes.lost_nodes import NodeSignalled
 from tests.fakes.mounts import mount, own_mounts
 from tests.fakes.node_runs import KilledForMemory, has_events
 from tests.faults.test_worker_resources import descriptors, more_than, resources
-from tests.waits import wait_until
+from tests.waits import descriptors_left, wait_until
 
 AT = {
     "construct": 0,
@@ -192,17 +191,15 @@ def first_batch(place: Backend, folder: Path) -> None:
 def out_of_descriptors(place: Backend, folder: Path, _: Connection) -> str:
     """While the collector is made, with few left; it can be made when there are more again."""
     undisturbed(place, folder)
-    limit, said = resource.getrlimit(resource.RLIMIT_NOFILE), set[str]()
+    said = set[str]()
     for left in range(0, 12, 2):
         before = Before(place)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (before.resources["descriptors"] + left, limit[1]))
         try:
-            first_batch(place, folder)
+            with descriptors_left(left):
+                first_batch(place, folder)
         except (MusterError, OSError) as error:
             assert re.search("open files|descriptors", text_of(error)), error
             said.add(type(error).__name__)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
         before.check()
     undisturbed(place, folder)
     return f"the constructor raises {' or '.join(sorted(said))}: too many open files" if said else "no effect"

@@ -116,10 +116,10 @@ def episodes_curve(options: dict[str, Any], size: int) -> Any:
 @contextmanager
 def in_workers(kind: Any, options: dict[str, Any], x: int) -> Iterator[Subject]:
     """So many worker processes with a group each."""
-    T = 64
+    T, ahead = 64, kind is MultiAsyncCollector
 
     def made(workers: int) -> Any:
-        frames = ENVS * T * (workers if kind is MultiSyncCollector else 1)
+        frames = ENVS * T * (1 if ahead else workers)
         return kind([PlainEnv] * workers, head(), num_envs=ENVS, frames_per_batch=frames, seed=0, **options)
 
     with made(1) as collector:  # the first one of a program starts the fork server, which imports torch
@@ -134,14 +134,14 @@ def in_workers(kind: Any, options: dict[str, Any], x: int) -> Iterator[Subject]:
             "slot_kib": slot_kib(first),
         }
         del first
-        rounds = 1 if kind is MultiSyncCollector else x
+        rounds = x if ahead else 1
 
         def run() -> Any:
             for _ in range(rounds):
                 batch = next(batches)
             return batch
 
-        yield Subject(x, run, ENVS * T * x, clock=family_clock(), found=found)
+        yield Subject(x, run, ENVS * T * x, clock=family_clock(), ahead=ahead, found=found)
 
 
 @contextmanager

@@ -47,10 +47,11 @@ def test_sizes_double_up_to_the_last():
     assert doublings(1, 10) == (1, 2, 4, 8, 10)
 
 
-def test_the_least_time_of_all_rounds_counts():
-    times = iter([0.0, 1.0] * 3 + [0.0, 5.0, 0.0, 3.0, 0.0, 4.0])
-    (found,) = measure([Subject(1, lambda: None, 2, clock=lambda: next(times))], rounds=3, seconds=0.0)
-    assert found == {"x": 1, "cost_us": 3e6, "us_per_frame": 1.5e6}
+def test_the_least_time_of_all_rounds_counts_or_the_mean_of_work_ahead():
+    for ahead, cost in ((False, 3e6), (True, 4e6)):
+        times = iter([0.0, 1.0] * 3 + [0.0, 5.0, 0.0, 3.0, 0.0, 4.0])
+        subject = Subject(1, lambda: None, 2, clock=lambda times=times: next(times), ahead=ahead)
+        assert measure([subject], rounds=3, seconds=0.0) == [{"x": 1, "cost_us": cost, "us_per_frame": cost / 2}]
 
 
 def test_the_memory_of_a_slot_is_counted_once():
