@@ -90,7 +90,7 @@ class NodeMain:
         self._layouts: dict[int, Layout] = {}  # by group
         self._slots: dict[tuple[int, int], Slot] = {}  # by offset in the main process, and first lane there
         self._jobs: dict[int, _RunAtWork] = {}  # by request
-        self._end = SessionEnd("muster-node-main", lambda: link, lambda: self._said(Beat()), self._wake_up)
+        self._end = SessionEnd("muster-node-main", lambda: link, lambda: self._said(Beat()), self._wake_up.ring)
 
     def run(self) -> bool:
         """Run until the end of the session."""

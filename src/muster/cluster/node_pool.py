@@ -39,7 +39,7 @@ class NodePool(Watcher):
     Attributes:
         nodes: over all sessions with them.
         proxies: of the nodes.
-        wake_up: rung when a message of a node has arrived.
+        wake_up: that of ``nodes``.
         crash_directory: for crash reports of all nodes.
     """
 
@@ -56,6 +56,7 @@ class NodePool(Watcher):
                 setup = NodeSetup(part, tuple(sys.path), digest, buffer, layout)
                 self.proxies.append(NodeProxy(number, setup, policy, self, apart=apart or buffer is not None))
         self.handles = self.proxies
+        self._of_node = {proxy.index: proxy for proxy in self.proxies}
 
     # --- as ``Supervisor`` --------------------------------------------------------------------------
 
@@ -88,6 +89,7 @@ class NodePool(Watcher):
             self.proxies, key=lambda proxy: proxy.infos is not None
         ):  # absent nodes may join from here on
             proxy.assign(place.part(proxy.groups))
+            self.wake_up.ring(proxy.index)  # it may have joined before it had a place
         return pool
 
     def end(self) -> None:
@@ -138,17 +140,20 @@ class NodePool(Watcher):
                 return
             self._revive_due()
         with allowed():
-            self.wake_up.wait(self._until_due(LOOK_S, timeout))
-        for proxy in self.proxies:
-            if not proxy.alive:
-                continue
-            proxy.pump()
-            if not proxy.session.lost:
-                self._welcome(proxy)
-            elif not proxy.session.inbox:
-                self._lose(proxy)
-            if any(result.error is None and not result.lost for result in proxy.under_way.results):
-                proxy.record.fruitless = 0
+            self.wake_up.wait(0.0 if self.wake_up.unattended else self._until_due(LOOK_S, timeout))
+        self.wake_up.attend(self._hear)
+
+    def _hear(self, node: int) -> None:
+        """Process the messages of a node, and its loss."""
+        if (proxy := self._of_node.get(node)) is None or not proxy.alive:
+            return
+        proxy.pump()
+        if not proxy.session.lost:
+            self._welcome(proxy)
+        elif not proxy.session.inbox:
+            self._lose(proxy)
+        if any(result.error is None and not result.lost for result in proxy.under_way.results):
+            proxy.record.fruitless = 0
 
     def _welcome(self, proxy: NodeProxy) -> None:
         """Use a node that has joined late, if it has as many environments as were expected."""

@@ -13,6 +13,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from muster.cluster.carrier import Carrier
@@ -60,7 +61,7 @@ class Nodes:
         buffer: a replay buffer into which nodes write directly; None: the main process receives the batches.
         enough: number of nodes with which collecting begins; None: all.
         newest: weights, by node.
-        wake_up: rung when a message of a node has arrived, or a node is lost.
+        wake_up: rung by the number of a node when its message has arrived, or it is lost.
     """
 
     buffer: Any = None
@@ -125,7 +126,8 @@ class Session(SessionEnd):
         self._weights_tags = itertools.count(WEIGHTS)
         self.tags = itertools.count(1)
         self._given_up = threading.Event()
-        super().__init__(f"muster-node-{node}", self._called, lambda: Outgoing(Tell(NodeMain.beat)), nodes.wake_up)
+        ring = partial(nodes.wake_up.ring, node)
+        super().__init__(f"muster-node-{node}", self._called, lambda: Outgoing(Tell(NodeMain.beat)), ring)
 
     def post(
         self, message: Tell, block: Block | None = None, tag: int = 0, expects: Mapping[int, Array] | None = None

@@ -11,7 +11,6 @@ from typing import Any
 
 from muster.cluster.link import Block, Link, LinkLost
 from muster.memory.specs import Array
-from muster.workers.channel import WakeUp
 
 BEAT_S = 1.0  # seconds after which an idle end sends a heartbeat
 END_S = 5.0  # for a thread whose link is closed
@@ -34,15 +33,17 @@ class SessionEnd:
         name: of the threads.
         connect: returns the link; called by the thread that sends.
         beat: returns the heartbeat, which is sent when the outbox is empty.
-        wake_up: rung when a message has arrived, or the link is lost.
+        ring: called when a message has arrived, or the link is lost.
 
     Attributes:
         inbox: received messages (or the errors of unpickling them), each with its block and tag.
         lost: why the link is lost; empty before.
     """
 
-    def __init__(self, name: str, connect: Callable[[], Link], beat: Callable[[], Outgoing], wake_up: WakeUp) -> None:
-        self._connect, self._beat, self._wake_up = connect, beat, wake_up
+    def __init__(
+        self, name: str, connect: Callable[[], Link], beat: Callable[[], Outgoing], ring: Callable[[], None]
+    ) -> None:
+        self._connect, self._beat, self._ring = connect, beat, ring
         self.inbox: deque[tuple[Any, Array | None, int]] = deque()
         self.lost = ""
         self._link: Link | None = None
@@ -65,7 +66,7 @@ class SessionEnd:
                 self._link.close()
             self.lost = self.lost or why  # only now, since a reader of this uses that memory again
         self._outbox.put(None)
-        self._wake_up.ring()
+        self._ring()
 
     def finish(self, why: str, *, is_answered: bool = False) -> None:
         """Send all messages of the outbox, and end.
@@ -129,7 +130,7 @@ class SessionEnd:
                 except Exception as error:  # noqa: BLE001 (raised by the reader of the inbox)
                     message = error
                 self.inbox.append((message, received.block, received.tag))
-                self._wake_up.ring()
+                self._ring()
         except Exception as error:  # noqa: BLE001
             self.lose(_text(error))
 

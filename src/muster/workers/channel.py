@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 _HEADER = struct.Struct("=QQ")
@@ -199,6 +199,8 @@ class WakeUp:
     """Wakes a thread that waits for it, from another thread or process. Repeated rings are one. Uses one descriptor, or
     two on systems without eventfd.
 
+    Threads of the same process can say who rings: then only these senders are looked at, however many there are.
+
     Attributes:
         fds: descriptors for ``WakeUp(*fds)`` in another process; owned by this object.
     """
@@ -208,6 +210,7 @@ class WakeUp:
             fds = (os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC),) if hasattr(os, "eventfd") else os.pipe()
         self.fds, self._read = fds, fds[0]
         self._closing = threading.Lock()
+        self._senders: dict[Any, None] = {}  # as an ordered set
         self._close = weakref.finalize(self, _close_all, fds)  # a thread may never reach this
         self._close.atexit = False
         for fd in fds:
@@ -219,10 +222,30 @@ class WakeUp:
         """Return a descriptor that is readable while it rings."""
         return self._read
 
-    def ring(self) -> None:
+    def ring(self, sender: Any = None) -> None:
+        """Ring, in the name of a sender (hashable) of this process, for ``attend``."""
         with self._closing, contextlib.suppress(BlockingIOError):  # it is ringing already
+            if sender is not None:
+                self._senders[sender] = None
             if self.fds:  # after ``close`` the number may be that of another file
                 os.write(self.fds[-1], _ONE)
+
+    @property
+    def unattended(self) -> bool:
+        """Whether senders have rung that ``attend`` has not seen, even if it does not ring any more."""
+        return bool(self._senders)
+
+    def attend(self, to: Callable[[Any], None]) -> None:
+        """Call ``to`` with each sender that has rung since the last call. After an error the next call continues."""
+        with self._closing:
+            senders, self._senders = self._senders, {}
+        try:
+            while senders:
+                to(sender := next(iter(senders)))
+                del senders[sender]
+        finally:
+            for sender in senders:
+                self.ring(sender)
 
     def wait(self, seconds: float | None) -> bool:
         """Wait until it rings, at most ``seconds``; return whether it rang, and clear it."""

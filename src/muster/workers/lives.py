@@ -131,6 +131,7 @@ class Proxy(ABC):
     def state(self, state: WorkerState) -> None:
         self._check_next(state)
         self._state = state
+        self._watcher.changes += 1
 
     def _check_next(self, state: WorkerState) -> None:
         assert state in _NEXT[self._state], f"{type(self).__name__} {self.index}: {self._state.name} -> {state.name}"
@@ -275,13 +276,17 @@ class Watcher(ABC):
         handles: proxies of all workers, or of all nodes.
         counters: frame counters of the groups; empty before there is a pool.
         elastic: nodes may join late and leave: requests of a lost node are returned as lost, for other nodes.
+        changes: number of changes of the states of workers or nodes.
     """
+
+    changes = 0
 
     def __init__(self, config: PoolConfig, *, elastic: bool = False) -> None:
         self.handles: Sequence[Any] = ()
         self.counters: Sequence[FrameCounters] = ()
         self.elastic, self.config = elastic, config
         self._lost: list[RolloutResult] = []
+        self._due: list[Any] = []  # proxies whose restart is planned
         self._slow = SlowConstruction(self.missing)
 
     @abstractmethod
@@ -335,9 +340,7 @@ class Watcher(ABC):
     def _until_due(self, *seconds: float | None) -> float:
         """Return the minimum of these timeouts and the time until the next planned restart, at least 0."""
         now = time.monotonic()
-        due: list[float] = [
-            handle.record.revive_at - now for handle in self.handles if handle.record.revive_at is not None
-        ]
+        due: list[float] = [handle.record.revive_at - now for handle in self._due]
         return max(0.0, min([*due, *(s for s in seconds if s is not None)]))
 
     def _pass_on(self, handle: Any, error: Exception) -> None:
@@ -352,6 +355,7 @@ class Watcher(ABC):
             self.counters[number].late = True
         if self.config.on_failure == "restart" and (handle.late or record.may_restart(self.config.max_restarts)):
             record.revive_at = time.monotonic() + BACK_OFF[min(record.fruitless, len(BACK_OFF)) - 1]
+            self._due.append(handle)
             handle.state = WorkerState.RESTARTING
             if self.elastic:
                 lost += [RolloutResult(o.number, o.group, lost=True) for o in handle.under_way.give_up()]
@@ -373,7 +377,7 @@ class Watcher(ABC):
         ]
 
     def _revive_due(self) -> None:
-        for handle in self.handles:
+        for handle in list(self._due):
             self._revive(handle)
 
     def _revive(self, handle: Any) -> None:
@@ -381,6 +385,7 @@ class Watcher(ABC):
         record = handle.record
         if record.revive_at is not None and record.revive_at <= time.monotonic():
             record.revive_at = None
+            self._due.remove(handle)
             record.signs = ()
             handle.state = WorkerState.DEAD
             handle.start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import select
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -105,7 +104,7 @@ class Supervisor(Watcher):
         self.notes: CrashNotes
         self._oom_kills = failures.oom_kills()
         self._look_at = 0.0
-        self._listening: tuple[list[int], select.poll, dict[int, list[WorkerProxy]]] | None = None
+        self._listening: tuple[int, select.poll, dict[Any, WorkerProxy]] | None = None
         affinity, numbers = config.cpu_affinity, [worker.index for worker in config.workers]
         cpus = [()] * len(numbers) if affinity is None else pinned(affinity, numbers)
         self.handles = [
@@ -165,20 +164,27 @@ class Supervisor(Watcher):
                 return
             self._revive_due()
         poller, of = self._listen()
+        in_threads, due = self._wake_up, self._until_due(SAMPLED_EVERY, timeout)
         with allowed():
-            ready = poller.poll(self._until_due(SAMPLED_EVERY, timeout) * 1000)
-        if self._wake_up is not None and ready:  # do not clear a wake-up rung after the poll
-            self._wake_up.clear()
+            ready = poller.poll(0 if in_threads is not None and in_threads.unattended else due * 1000)
+        if in_threads is not None and ready:  # do not clear a wake-up rung after the poll
+            in_threads.clear()
         if self._caller is not None and ready:
             self._caller.hear()
-        for handle in dict.fromkeys(handle for fd, _ in ready for handle in of[fd]):
-            if self._wake_up is not None and not handle.process.channel.poll():
-                continue  # another thread rang: all have the same descriptor
-            if not handle.pump() or handle.process.child.exit_code() is not None:
-                self._has_ended(handle)
-            else:
-                self._take_note(handle)
+        if in_threads is not None:
+            in_threads.attend(lambda thread: self._hear(of.get(thread)))
+        for handle in dict.fromkeys(of.get(fd) for fd, _ in ready):
+            self._hear(handle)
         self._look_for_hangs()
+
+    def _hear(self, handle: WorkerProxy | None) -> None:
+        """Process the messages of a worker, and its end. None: another one has rung, or a thread that was given up."""
+        if handle is None or (self._wake_up is not None and not handle.process.channel.poll()):
+            return
+        if not handle.pump() or handle.process.child.exit_code() is not None:
+            self._has_ended(handle)
+        else:
+            self._take_note(handle)
 
     def _has_ended(self, handle: WorkerProxy) -> None:
         handle.process.child.join(1.0)
@@ -186,20 +192,18 @@ class Supervisor(Watcher):
         self._take_note(handle)
         self._died(handle)
 
-    def _listen(self) -> tuple[select.poll, dict[int, list[WorkerProxy]]]:
-        """Return the poller, and the workers of each descriptor; both are made again when workers start or end."""
-        present = [handle.config.generation if handle.alive else -1 for handle in self.handles]
-        if self._listening is None or self._listening[0] != present:
+    def _listen(self) -> tuple[select.poll, dict[Any, WorkerProxy]]:
+        """Return a poller for all workers that run, and the worker of each descriptor or thread."""
+        if self._listening is None or self._listening[0] != self.changes:
             poller = select.poll()
-            of: defaultdict[int, list[WorkerProxy]] = defaultdict(list)
+            of: dict[Any, WorkerProxy] = {}
             for handle in self.handles:
                 for fd in handle.process.fds() if handle.alive else ():
-                    of[fd].append(handle)
-            for fd in of:
-                poller.register(fd, select.POLLIN)
+                    poller.register(fd, select.POLLIN)
+                    of[fd if self._wake_up is None else handle.process.child] = handle
             if self._caller is not None:
                 poller.register(self._caller.fileno(), select.POLLIN)
-            self._listening = present, poller, of
+            self._listening = self.changes, poller, of
         return self._listening[1:]
 
     def _take_note(self, handle: WorkerProxy) -> None:

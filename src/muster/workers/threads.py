@@ -162,7 +162,7 @@ class WorkerThread:
             pass
         finally:
             self._ended = True
-            self._wake_up.ring()
+            self._wake_up.ring(self)
 
 
 class _ThreadEnd:
@@ -175,7 +175,7 @@ class _ThreadEnd:
         if self._thread.closed:
             raise EOFError("This thread is not listened to any more.")
         self._thread.arrived.append(message)
-        self._thread._wake_up.ring()
+        self._thread._wake_up.ring(self._thread)
 
     def receive(self) -> tuple[Any, list[int]]:
         content: tuple[Any, list[int]] | None = self._requests.get()
