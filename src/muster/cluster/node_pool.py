@@ -141,19 +141,17 @@ class NodePool(Watcher):
             self._revive_due()
         with allowed():
             self.wake_up.wait(0.0 if self.wake_up.unattended else self._until_due(LOOK_S, timeout))
-        self.wake_up.attend(self._hear)
-
-    def _hear(self, node: int) -> None:
-        """Process the messages of a node, and its loss."""
-        if (proxy := self._of_node.get(node)) is None or not proxy.alive:
-            return
-        proxy.pump()
-        if not proxy.session.lost:
-            self._welcome(proxy)
-        elif not proxy.session.inbox:
-            self._lose(proxy)
-        if any(result.error is None and not result.lost for result in proxy.under_way.results):
-            proxy.record.fruitless = 0
+        with self.wake_up.senders() as nodes:
+            for proxy in [self._of_node[node] for node in nodes if node in self._of_node]:
+                if not proxy.alive:
+                    continue
+                proxy.pump()
+                if not proxy.session.lost:
+                    self._welcome(proxy)
+                elif not proxy.session.inbox:
+                    self._lose(proxy)
+                if any(result.error is None and not result.lost for result in proxy.under_way.results):
+                    proxy.record.fruitless = 0
 
     def _welcome(self, proxy: NodeProxy) -> None:
         """Use a node that has joined late, if it has as many environments as were expected."""

@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 _HEADER = struct.Struct("=QQ")
@@ -223,7 +223,7 @@ class WakeUp:
         return self._read
 
     def ring(self, sender: Any = None) -> None:
-        """Ring, in the name of a sender (hashable) of this process, for ``attend``."""
+        """Ring, in the name of a sender (hashable) of this process, for ``senders``."""
         with self._closing, contextlib.suppress(BlockingIOError):  # it is ringing already
             if sender is not None:
                 self._senders[sender] = None
@@ -232,20 +232,20 @@ class WakeUp:
 
     @property
     def unattended(self) -> bool:
-        """Whether senders have rung that ``attend`` has not seen, even if it does not ring any more."""
+        """Whether ``senders`` would return some, even if it does not ring any more."""
         return bool(self._senders)
 
-    def attend(self, to: Callable[[Any], None]) -> None:
-        """Call ``to`` with each sender that has rung since the last call. After an error the next call continues."""
+    @contextlib.contextmanager
+    def senders(self) -> Iterator[list[Any]]:
+        """A context with the senders that have rung since the last one. After an error in it they ring again."""
         with self._closing:
-            senders, self._senders = self._senders, {}
+            senders, self._senders = list(self._senders), {}
         try:
-            while senders:
-                to(sender := next(iter(senders)))
-                del senders[sender]
-        finally:
+            yield senders
+        except BaseException:
             for sender in senders:
                 self.ring(sender)
+            raise
 
     def wait(self, seconds: float | None) -> bool:
         """Wait until it rings, at most ``seconds``; return whether it rang, and clear it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +37,70 @@ class _Requested:
     def complete(self) -> bool:
         return len(self.results) == len(self.requests)
 
+    @property
+    def age(self) -> int:
+        """The number of its first request: smaller ones are older."""
+        return self.requests[0].number
+
+
+class _Undelivered:
+    """The requested, undelivered rollouts of all bundles. No method that every batch calls looks at all of them.
+
+    Attributes:
+        lacking: bundles with fewer than ``LEAD``, by first group.
+    """
+
+    def __init__(self, bundles: Sequence[Bundle]) -> None:
+        self._of: dict[int, _Requested] = {}  # by request
+        self._queues: dict[int, list[_Requested]] = {bundle.groups[0]: [] for bundle in bundles}  # oldest first
+        self._complete: dict[_Requested, None] = {}  # as an ordered set
+        self._count = 0
+        self.lacking = {bundle.groups[0]: bundle for bundle in bundles}
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[_Requested]:
+        """Iterate over a copy, oldest first."""
+        return iter(sorted((one for queue in self._queues.values() for one in queue), key=lambda one: one.age))
+
+    def add(self, requested: _Requested) -> None:
+        self._of.update({request.number: requested for request in requested.requests})
+        queue = self.of_bundle(requested.bundle)
+        queue.append(requested)
+        queue.sort(key=lambda one: one.age)
+        self._count += 1
+        if len(queue) >= LEAD:
+            self.lacking.pop(requested.bundle.groups[0], None)
+        self.note(requested)
+
+    def remove(self, requested: _Requested) -> None:
+        for request in requested.requests:
+            del self._of[request.number]
+        queue = self.of_bundle(requested.bundle)
+        queue.remove(requested)
+        self._count -= 1
+        if len(queue) < LEAD:
+            self.lacking[requested.bundle.groups[0]] = requested.bundle
+        self._complete.pop(requested, None)
+
+    def note(self, requested: _Requested) -> None:
+        """Note that results of a rollout were added."""
+        if requested.complete:
+            self._complete[requested] = None
+
+    def with_request(self, number: int | None) -> _Requested | None:
+        return None if number is None else self._of.get(number)
+
+    def of_bundle(self, bundle: Bundle) -> list[_Requested]:
+        """Return the rollouts of a bundle, oldest first."""
+        return self._queues[bundle.groups[0]]
+
+    def oldest_complete(self) -> _Requested | None:
+        """Return the oldest complete rollout of those that are the first of their bundle; None if there is none."""
+        firsts = (one for one in self._complete if one is self.of_bundle(one.bundle)[0])
+        return min(firsts, key=lambda one: one.age, default=None)
+
 
 class FirstReady(Schedule):
     """Every batch has the rollouts of one bundle, whichever is complete first. Workers run while the user trains.
@@ -67,7 +131,7 @@ class FirstReady(Schedule):
     ) -> None:
         super().__init__(pool, bundles, T)
         self._max_lag, self._publishes = max_lag, publishes
-        self._requested: list[_Requested] = []  # oldest first
+        self._requested = _Undelivered(bundles)
         self._unsure = False  # a call was interrupted, so that rollouts may have to be requested again
         self._delivered = 0
         self._begun: Counter[int] = Counter()  # number of requested rollouts, by the bundle's first group
@@ -93,15 +157,14 @@ class FirstReady(Schedule):
                 self._resubmit()
                 self._request_rollouts(wanted, wanted.batches)  # from other groups in its place
         give_warnings(self.pool)
-        place = self._requested.index(found)
-        del self._requested[place]
+        self._requested.remove(found)
         results = [found.results[request.number] for request in found.requests]
         try:
             self._request_rollouts(wanted, None if wanted.batches is None else wanted.batches - 1, delivered=1)
         except SlotsExhausted:
             pass  # the next call raises it; this one has a batch
         except BaseException:
-            self._requested.insert(place, found)
+            self._requested.add(found)
             raise
         for lane, result in enumerate(results):
             self._finish(found.slot, lane, result)
@@ -111,7 +174,7 @@ class FirstReady(Schedule):
 
     @property
     def ahead_of_user(self) -> bool:
-        return bool(self._requested)
+        return len(self._requested) > 0
 
     def rollouts_for(self, frames: int, rows: int | None) -> int:
         if not self.ahead_of_user:
@@ -154,7 +217,7 @@ class FirstReady(Schedule):
                 requested.results[request.number] = result_of(part, request.number)
                 self.pool.counters[request.group].in_flight += part["frames"]
             slot.state = SlotState.FULL
-            self._requested.append(requested)
+            self._requested.add(requested)
 
     @postponed()
     def abandon(self, reason: str) -> None:
@@ -177,7 +240,7 @@ class FirstReady(Schedule):
 
     def _discard(self, reason: str) -> None:
         super()._discard(reason)
-        for requested in [*self._requested]:
+        for requested in self._requested:
             self._drop(requested)
 
     def _drop(self, requested: _Requested) -> None:
@@ -212,16 +275,16 @@ class FirstReady(Schedule):
         bounds = [n for n in (None if self.idle_groups else batches, lag) if n is not None]
         left = min(bounds, default=LEAD * len(self.bundles)) - len(self._requested)
         for level in range(LEAD):
-            waiting = Counter(requested.bundle.groups[0] for requested in self._requested)
-            lacking = [bundle for bundle in self.bundles if waiting[bundle.groups[0]] <= level]
-            for bundle in sorted(lacking, key=lambda bundle: self._begun[bundle.groups[0]]):
+            known = self._requested
+            lacking = [bundle for bundle in known.lacking.values() if len(known.of_bundle(bundle)) <= level]
+            for bundle in sorted(lacking, key=lambda bundle: (self._begun[bundle.groups[0]], bundle.groups[0])):
                 if left <= 0:
                     return
                 requested = self._requested_from(bundle, wanted, delivered) if self._can_work(bundle) else None
                 if requested is not None:
                     self._send(requested, requested.requests)
                     self._begun[bundle.groups[0]] += 1
-                    self._requested.append(requested)
+                    self._requested.add(requested)
                     left -= 1
                     if self.ahead is not None:
                         self.ahead.prepare(requested.ring, requested.slot)
@@ -243,7 +306,7 @@ class FirstReady(Schedule):
             return None
         slot = bundle.ring.take()
         limit = self._limit(wanted.limit, bundle.groups)
-        before = next((r.requests for r in reversed(self._requested) if r.bundle is bundle), None)
+        earlier = self._requested.of_bundle(bundle)
         requests = [
             RolloutRequest(
                 next(self.pool.numbers),
@@ -253,7 +316,7 @@ class FirstReady(Schedule):
                 limit=limit,
                 sharing=self._sharing(bundle.groups, group) if len(bundle.groups) > 1 else None,
                 spans=wanted.spans,
-                after=before[lane].number if before else None,
+                after=earlier[-1].requests[lane].number if earlier else None,
                 bootstrap=wanted.bootstrap,
             )
             for lane, group in enumerate(bundle.groups)
@@ -266,10 +329,12 @@ class FirstReady(Schedule):
 
     def _deliverable(self) -> _Requested | None:
         """Return the oldest complete rollout that may overtake all older incomplete ones; None if there is none."""
+        if self._max_lag is None:
+            return self._requested.oldest_complete()
         overtaken: set[int] = set()  # bundles
         lag = 0  # the largest one of all older rollouts if this one is delivered before them
         for ahead, requested in enumerate(self._requested):
-            if self._max_lag is not None and lag > self._max_lag:
+            if lag > self._max_lag:
                 return None
             if requested.complete and requested.bundle.groups[0] not in overtaken:
                 return requested
@@ -278,14 +343,14 @@ class FirstReady(Schedule):
         return None
 
     def _take_note(self, result: RolloutResult) -> None:
-        numbered = (r for r in self._requested if any(o.number == result.number for o in r.requests))
-        requested = next(numbered, None)
+        requested = self._requested.with_request(result.number)
         if requested is None:  # the bundle was dropped, or the result belongs to no request (``news``)
             pass
         elif result.dropped and self._is_dropped(requested.bundle):
             self._drop(requested)
         elif result.error is None and not result.lost:
             requested.results[result.number] = result
+            self._requested.note(requested)
             if requested.complete:
                 requested.slot.state = SlotState.FULL
         if result.error is not None:
@@ -294,13 +359,14 @@ class FirstReady(Schedule):
     def _resubmit(self) -> None:
         """Submit requests again that have no result and are not under way, after an error or a loss."""
         under_way = {number for handle in self.pool.handles for number in handle.under_way.outstanding}
-        for requested in [*self._requested]:
+        for requested in self._requested:
             without = [o for o in requested.requests if o.number not in requested.results]
             missing = [o for o in without if o.number not in under_way]
             if missing and self._is_dropped(requested.bundle):
                 self._drop(requested)
             elif missing and self._can_work(requested.bundle):
                 self._send(requested, missing)
+                self._requested.note(requested)
             elif missing and missing == without:  # the node was lost, and does not write into the slot
                 for result in requested.results.values():
                     self.pool.counters[result.group].discard("worker_died", result.frames)
@@ -316,7 +382,9 @@ class FirstReady(Schedule):
                 handle, after = self.pool.handle(request.group), request.after
                 if self.pool.counters[request.group].dropped:
                     requested.results[request.number] = RolloutResult(request.number, request.group, dropped=True)
-                elif after in handle.under_way.outstanding or not any(
-                    o.number == after and after not in r.results for r in self._requested for o in r.requests
+                elif (
+                    after in handle.under_way.outstanding
+                    or (earlier := self._requested.with_request(after)) is None
+                    or after in earlier.results
                 ):
                     handle.submit(request, requested.slot)

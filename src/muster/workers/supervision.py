@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -171,20 +171,16 @@ class Supervisor(Watcher):
             in_threads.clear()
         if self._caller is not None and ready:
             self._caller.hear()
-        if in_threads is not None:
-            in_threads.attend(lambda thread: self._hear(of.get(thread)))
-        for handle in dict.fromkeys(of.get(fd) for fd, _ in ready):
-            self._hear(handle)
+        with nullcontext([fd for fd, _ in ready]) if in_threads is None else in_threads.senders() as senders:
+            # Others are the caller, and threads that were given up.
+            for handle in dict.fromkeys(of[sender] for sender in senders if sender in of):
+                if in_threads is not None and not handle.process.channel.poll():
+                    continue  # its message was received already
+                if not handle.pump() or handle.process.child.exit_code() is not None:
+                    self._has_ended(handle)
+                else:
+                    self._take_note(handle)
         self._look_for_hangs()
-
-    def _hear(self, handle: WorkerProxy | None) -> None:
-        """Process the messages of a worker, and its end. None: another one has rung, or a thread that was given up."""
-        if handle is None or (self._wake_up is not None and not handle.process.channel.poll()):
-            return
-        if not handle.pump() or handle.process.child.exit_code() is not None:
-            self._has_ended(handle)
-        else:
-            self._take_note(handle)
 
     def _has_ended(self, handle: WorkerProxy) -> None:
         handle.process.child.join(1.0)
