@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from muster.episodes.segment import equalize, split, take
+from muster.episodes.segment import Cuts, cut_apart, equalize, take
 from muster.keys import Key
 from muster.memory.specs import Array
 
@@ -40,22 +41,6 @@ class CopiedRows:
         self._spans.append(span)
         self._live += length
         return span
-
-    def views(self, spans: Sequence[Span], hidden: Sequence[Key]) -> dict[Span, TensorDict]:
-        """Return views of the rows of each span, without the ``hidden`` columns."""
-        lengths: list[int] = []
-        places: dict[Span, int] = {}
-        end = 0
-        for span in sorted(spans, key=lambda span: span.start):
-            if span.start > end:  # rows of others
-                lengths.append(span.start - end)
-            places[span] = len(lengths)
-            lengths.append(span.length)
-            end = span.start + span.length
-        if end < len(self.rows):
-            lengths.append(len(self.rows) - end)
-        parts = _views(self.rows, lengths, hidden)
-        return {span: parts[place] for span, place in places.items()}
 
     def drop(self, span: Span) -> None:
         """Mark the rows as unneeded; ``compact`` frees their memory."""
@@ -105,25 +90,33 @@ def cut_out(episodes: Sequence[Parts], hidden: Sequence[Key] = ()) -> list[Tenso
 
     An episode of one part is a view of its chunk, which it keeps alive; others are copied, all together.
     """
-    several = [parts for parts in episodes if len(parts) > 1]
-    copies: Iterator[TensorDict] = iter(())
-    if several:
-        copied = take(*gather([part for parts in several for part in parts]))
-        copies = iter(_views(copied, [sum(span.length for _, span in parts) for parts in several], hidden))
+    if not episodes:
+        return []
     of_chunk: dict[CopiedRows, list[Span]] = {}
     for parts in episodes:
-        if len(parts) == 1:
-            of_chunk.setdefault(parts[0][0], []).append(parts[0][1])
-    views: dict[Span, TensorDict] = {}
+        for chunk, span in parts:
+            of_chunk.setdefault(chunk, []).append(span)
+    lengths: list[list[int]] = []
+    number: dict[Span, int] = {}  # of its piece
+    before = 0  # pieces of earlier chunks
     for chunk, spans in of_chunk.items():
-        views |= chunk.views(spans, hidden)
-    return [views[parts[0][1]] if len(parts) == 1 else next(copies) for parts in episodes]
-
-
-def _views(rows: TensorDict, lengths: list[int], hidden: Sequence[Key]) -> Sequence[TensorDict]:
-    shown = rows.exclude(*hidden)
-    shown.names = ["time"]
-    return split(shown, lengths)
+        own: list[int] = []
+        end = 0
+        for span in sorted(spans, key=attrgetter("start")):
+            if span.start > end:  # rows of others
+                own.append(span.start - end)
+            number[span] = before + len(own)
+            own.append(span.length)
+            end = span.start + span.length
+        if end < len(chunk.rows):
+            own.append(len(chunk.rows) - end)
+        lengths.append(own)
+        before += len(own)
+    pieces = [[number[span] for _, span in parts] for parts in episodes]
+    rows = [sum([span.length for _, span in parts]) for parts in episodes]
+    batches = [chunk.rows for chunk in of_chunk]
+    equalize(batches)
+    return cut_apart(batches, Cuts(lengths, pieces, rows), hidden)
 
 
 def _row_numbers(spans: Sequence[Span]) -> Array:

@@ -102,7 +102,8 @@ def cut(ids: Array, usable: Array, ended: Array) -> Pieces:
 def take(batch: TensorDict, rows: Array) -> TensorDict:
     """Return a copy of the rows with these indices (a non-empty int64 array), in the array's shape."""
     index = tuple(torch.from_numpy(i).to(batch.device) for i in np.unravel_index(rows, batch.shape))
-    result: TensorDict = _indexed(batch, index, rows.shape)
+    are_all = rows.shape == (batch.numel(),) and bool((rows[1:] > rows[:-1]).all())
+    result: TensorDict = _indexed(batch, index, rows.shape, are_all=are_all)
     return result
 
 
@@ -178,10 +179,13 @@ def _host(tensor: torch.Tensor) -> Array:
     return tensor.cpu().numpy()
 
 
-def _indexed(node: Any, index: tuple[torch.Tensor, ...], shape: tuple[int, ...]) -> Any:
+def _indexed(node: Any, index: tuple[torch.Tensor, ...], shape: tuple[int, ...], *, are_all: bool) -> Any:
     """Return a copy of the rows of ``index``, of this shape. Every row gets its own object.
 
     TensorDict's own indexing takes longer, and shares the entries of lazy stacks.
+
+    Args:
+        are_all: they are all rows in order; a copy of a whole tensor takes less time.
     """
     from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 
@@ -189,29 +193,80 @@ def _indexed(node: Any, index: tuple[torch.Tensor, ...], shape: tuple[int, ...])
         return node[index].clone()
     if isinstance(node, NonTensorData):
         return node[index].maybe_to_stack()
+    if are_all and isinstance(node, torch.Tensor):
+        return node.clone(memory_format=torch.contiguous_format).flatten(0, len(index) - 1)
     if type(node) is not TensorDict:
         return node[index]
-    entries = {key: _indexed(value, index, shape) for key, value in node.items()}
+    entries = {key: _indexed(value, index, shape, are_all=are_all) for key, value in node.items()}
     size = torch.Size((*shape, *node.batch_size[len(index) :]))
     return tensordict_maker()(entries, batch_size=size, device=node.device)
 
 
-def split(node: Any, lengths: list[int]) -> Sequence[Any]:
-    """Return views of ``node`` (``[frames]``) with these numbers of rows, faster than ``TensorDict.split``."""
+class Cuts:
+    """Which rows of some batches, ``[frames]`` each, become which TensorDicts.
+
+    Args:
+        lengths: of each batch: the lengths of successive pieces, which are all its rows.
+        pieces: of each TensorDict: the numbers of its pieces, counted over all batches.
+        rows: of each TensorDict: its number of rows.
+    """
+
+    def __init__(self, lengths: Sequence[list[int]], pieces: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
+        self.lengths, self.rows = lengths, rows
+        self.first = [piece for piece, *_ in pieces]
+        self.several = [number for number, own in enumerate(pieces) if len(own) > 1]
+        self.joined = [piece for number in self.several for piece in pieces[number]]
+
+
+def split(batch: TensorDict, lengths: list[int]) -> list[TensorDict]:
+    """Return views of a batch, ``[frames]``, with these numbers of rows, faster than ``TensorDict.split``."""
+    return cut_apart([batch], Cuts([lengths], [[piece] for piece in range(len(lengths))], lengths))
+
+
+def cut_apart(nodes: Sequence[Any], cuts: Cuts, hidden: Sequence[Key] = (), path: Key = ()) -> list[Any]:
+    """Return the TensorDicts of ``cuts``, with names ``["time"]``. Those of one piece are views, the others are copied
+    together.
+
+    Args:
+        nodes: the batches, which have the same columns; or their entries at ``path``.
+        hidden: columns to leave out.
+    """
     from tensordict import TensorDict
 
-    if type(node) is not TensorDict:
-        parts: Sequence[Any] = node.split(lengths)
-        return parts
-    entries: list[dict[str, Any]] = [{} for _ in lengths]
-    for key, value in node.items():
-        for part, rows in zip(entries, split(value, lengths), strict=True):
-            part[key] = rows
-    make, inner, names, device = tensordict_maker(), node.batch_size[1:], node.names, node.device
+    first = nodes[0]
+    if any(type(node) is not TensorDict for node in nodes):
+        return _cut_leaves(nodes, cuts)
+    entries: list[dict[str, Any]] = [{} for _ in cuts.rows]
+    for key in first.keys():  # noqa: SIM118 (TensorDicts iterate over rows)
+        here = (*path, key)
+        if here not in hidden:
+            for entry, value in zip(entries, cut_apart([n.get(key) for n in nodes], cuts, hidden, here), strict=True):
+                entry[key] = value
+    make, inner, device = tensordict_maker(), first.batch_size[1:], first.device
+    names = ["time", *[None] * len(inner)]
     return [
-        make(part, batch_size=torch.Size((length, *inner)), names=names, device=device)
-        for part, length in zip(entries, lengths, strict=True)
+        make(entry, batch_size=torch.Size((rows, *inner)), names=names, device=device)
+        for entry, rows in zip(entries, cuts.rows, strict=True)
     ]
+
+
+def _cut_leaves(nodes: Sequence[Any], cuts: Cuts) -> list[Any]:
+    cut = [_parts(node, lengths) for node, lengths in zip(nodes, cuts.lengths, strict=True)]
+    pieces = [piece for parts in cut for piece in parts]
+    result = [pieces[number] for number in cuts.first]
+    if cuts.several:
+        joined: Any = torch.cat([pieces[number] for number in cuts.joined])
+        for number, rows in zip(cuts.several, _parts(joined, [cuts.rows[n] for n in cuts.several]), strict=True):
+            result[number] = rows
+    return result
+
+
+def _parts(node: Any, lengths: list[int]) -> Sequence[Any]:
+    """Return views of successive rows. They have no common version counter for autograd, which takes time, too."""
+    parts: Sequence[Any] = (
+        torch.unsafe_split_with_sizes(node, lengths) if isinstance(node, torch.Tensor) else node.split(lengths)
+    )
+    return parts
 
 
 def _blank(node: TensorDict, where: tuple[torch.Tensor, ...]) -> None:
