@@ -8,6 +8,7 @@ memory, descriptors, threads and processes are measured. At the end their slopes
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import os
@@ -47,6 +48,7 @@ WORKERS, ENVS, FRAMES = 2, 4, 512
 KEPT = 8  # batches that are kept at a time
 KILL_EVERY_S, PUBLISH_EVERY = 2.0, 5
 LEVEL = 0.05  # growth of memory over the whole run, as a share of its level, that counts as flat
+DECLINE = 0.1  # of a rate over the whole run that counts as flat, if it is more than twice its standard error
 WARM_UP = 2  # rounds that are not judged: imports, the fork server, the allocator's pools
 
 
@@ -131,6 +133,8 @@ class Segment:
 def measured() -> dict[str, float]:
     """Memory in MiB (of this process, and of all below it), and counts."""
     gc.collect()
+    with suppress(AttributeError):  # glibc has it; what the allocator keeps for later would look like growth
+        ctypes.CDLL(None).malloc_trim(0)
     below = descendants()
     mine, others = anonymous_bytes([os.getpid()]), 0
     for pid in below:
@@ -146,6 +150,19 @@ def measured() -> dict[str, float]:
 def slope(values: list[float]) -> float:
     """Change over the whole run by a line through the values (least squares)."""
     return float(np.polyfit(np.arange(len(values)), values, 1)[0] * (len(values) - 1)) if len(values) > 1 else 0.0
+
+
+def pace(rates: list[float]) -> dict[str, Any]:
+    """Median of a backend's rates, and their change over the judged rounds with its standard error, as shares of it."""
+    judged, median = rates[WARM_UP:], float(np.median(rates))
+    x, changed = np.arange(len(judged)), slope(judged) / median
+    error = 0.0
+    if len(judged) > 2:
+        rest = np.array(judged) - np.polyval(np.polyfit(x, judged, 1), x)
+        spread = np.sqrt((rest**2).sum() / (len(x) - 2) / ((x - x.mean()) ** 2).sum())
+        error = float(spread * (len(x) - 1) / median)
+    flat = changed >= -DECLINE or changed >= -2 * error
+    return {"median": median, "change": round(changed, 3), "error": round(error, 3), "flat": flat, "rates": rates}
 
 
 def verdict(rounds: list[dict[str, float]]) -> dict[str, Any]:
@@ -214,22 +231,24 @@ def main() -> int:
         shown = "  ".join(f"{name} {value:,.0f}" for name, value in rounds[-1].items())
         print(f"round {len(rounds)}: {totals['frames']:,} frames, {totals['kills']} kills  {shown}", flush=True)
     growth = verdict(rounds)
-    rate = {
-        name: {"median": float(np.median(r)), "last/first": float(r[-1] / r[WARM_UP - 1])} for name, r in rates.items()
-    }
+    rate = {name: pace(one) for name, one in rates.items()}
     result = {
         "machine": machine(),
         "minutes": options.minutes,
         **totals,
         "rounds": len(rounds),
+        "memory": [one["memory_mib"] for one in rounds],
         "growth": growth,
         "rate": rate,
     }
     if not options.backend and options.minutes >= 30:
         (RESULTS / "soak.json").write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps({key: result[key] for key in ("segments", "frames", "kills", "growth", "rate")}, indent=2))
+    print(json.dumps({key: result[key] for key in ("segments", "frames", "kills", "growth")}, indent=2))
+    for name, one in rate.items():
+        change = f"{one['change']:+.1%} (standard error {one['error']:.1%})"
+        print(f"{name}: {one['median']:,.0f} frames per second, {change}, {'flat' if one['flat'] else 'NOT FLAT'}")
     print(f"threads at the end: {[thread.name for thread in threading.enumerate()]}")
-    return 0 if all(entry["flat"] for entry in growth.values()) else 1
+    return 0 if all(entry["flat"] for entry in (*growth.values(), *rate.values())) else 1
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import re
@@ -26,7 +27,7 @@ from torchrl.testing.mocking_classes import CountingEnv
 
 import muster
 import muster.compat.torchrl.collectors.distributed as ours
-from muster.errors import BadOption
+from muster.errors import BadOption, CollectorClosed
 from tests.fakes.pendulum import env_maker, linear
 from tests.fakes.ray_cluster import needs_ray, ray_cluster
 
@@ -67,8 +68,14 @@ def test_every_argument_of_torchrl_with_its_default(name: str) -> None:
 def test_every_argument_of_torchrl_with_its_default_on_ray(ray_cluster: Any) -> None:
     told = printed("RayCollector") | {"total_frames": 50, "sync": True}
     told["remote_configs"] = [{"num_cpus": 1, "memory": 2**28}] * 2  # as many actors
-    with ours.RayCollector(env_maker, linear(), frames_per_batch=20, **told) as collector:
+    collector = ours.RayCollector(env_maker, linear(), frames_per_batch=20, **told)
+    try:
         assert [batch.shape for batch in collector] == [(2, 10)] * 3
+        asyncio.run(collector.async_shutdown())
+        with pytest.raises(CollectorClosed):
+            collector.next()
+    finally:
+        collector.shutdown(5.0, shutdown_ray=False)
 
 
 @pytest.mark.parametrize("name", ["DistributedCollector", "RPCCollector", "RayCollector"])
@@ -87,6 +94,42 @@ def test_names_are_those_of_torchrl() -> None:
 
 
 # --- batches ----------------------------------------------------------------------------------------
+
+
+def test_a_batch_has_a_row_per_node_with_one_worker_after_another() -> None:
+    """As TorchRL 0.14's, whose nodes cannot be shut down here. Environments are copied to the nodes."""
+    options: dict[str, Any] = {"num_workers_per_collector": 2, "collector_class": "sync", "sync": True}
+    options |= {
+        "launcher": "mp",
+        "frames_per_batch": 20,
+        "total_frames": 40,
+        "postproc": lambda batch: seen.append(batch),
+    }
+    seen: list[TensorDict] = []
+    with ours.DistributedCollector([env_maker()] * 2, linear(), **options) as collector:
+        batches = list(collector)
+    for batch, shown in zip(batches, seen, strict=True):
+        assert batch.shape == (2, 10)
+        assert batch.names == [None, "time"]
+        assert batch is shown
+    ids = batches[1]["collector", "traj_ids"]
+    assert ids.tolist() == [[n] * 5 + [n + 1] * 5 for n in (ids[0, 0], ids[1, 0])]
+    assert len(ids.unique()) == 4
+
+
+def test_a_node_is_one_rollout_ahead_as_in_torchrl() -> None:
+    """Its next rollout has all weights that were published before the delivery of its last one."""
+    options: dict[str, Any] = {"launcher": "mp", "sync": False, "track_policy_version": True}
+    with ours.DistributedCollector([env_maker] * 2, linear(), frames_per_batch=20, **options) as collector:
+        batches, known, delivered = iter(collector), [0, 0], [0, 0]
+        for published in range(30):
+            batch, before = next(batches), delivered
+            delivered = [worker.frames for worker in collector.stats().workers]
+            (node,) = (n for n in range(2) if delivered[n] > before[n])
+            assert int(batch[VERSION].min()) >= known[node]
+            known[node] = published
+            collector.update_policy_weights_()
+
 
 SHAPES = """
     import importlib, json, sys

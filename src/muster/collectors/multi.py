@@ -20,6 +20,7 @@ from muster.collectors.workers import Workers, count_workers
 from muster.errors import BadOption
 from muster.weights.choice import one_transport
 from muster.weights.publish import PolicyWeights
+from muster.workers.first_ready import LEAD
 from muster.workers.requests import Call, Request
 from muster.workers.worker import env_attributes, execute
 
@@ -29,6 +30,7 @@ class MultiCollector(BaseCollector):
 
     options: PoolOptions
     _alone: bool  # every group fills batches of its own
+    _lead = LEAD  # of these batches, how many may be undelivered per group
 
     @takes(MultiOptions)
     def __init__(self, options: MultiOptions) -> None:
@@ -61,7 +63,7 @@ class MultiCollector(BaseCollector):
             torch.set_num_threads(options.num_threads)
         cat_dim = None if self._alone else options.cat_dim
         stacked = cat_dim is None and not self._alone
-        engine = Engine(options, workers.schedule(), self._weights, stacked=stacked, cat_dim=cat_dim)
+        engine = Engine(options, workers.schedule(self._lead), self._weights, stacked=stacked, cat_dim=cat_dim)
         return engine
 
     def _place(self, made: ExitStack) -> tuple[Nodes | None, Sequence[Sequence[int]] | None]:

@@ -95,8 +95,8 @@ class Workers:
         infos = self._built(node_pool)
         self.pool = node_pool.pool(infos, self._place(infos))
 
-    def schedule(self) -> Sync | FirstReady:
-        """Make the schedule."""
+    def schedule(self, lead: int) -> Sync | FirstReady:
+        """Make the schedule. ``lead``: see ``FirstReady``."""
         options, infos = self._options, [counts.info for counts in self.pool.counters]
         one_slot = options.cat_dim is None and not self._alone
         parts = [list(range(len(infos)))] if one_slot else self._parts()
@@ -108,7 +108,7 @@ class Workers:
                 for number in part:
                     T[number] = options.rows_per_batch(sum(infos[other].num_envs for other in part))
             weights, max_lag = self._weights, options.max_policy_lag
-            return FirstReady(self.pool, bundles, T, max_lag=max_lag, publishes=lambda: weights.publishes)
+            return FirstReady(self.pool, bundles, T, max_lag=max_lag, publishes=lambda: weights.publishes, lead=lead)
         rows = options.rows_per_batch(self.pool.num_envs) if options.extend_buffer else 1
         streams = GlobalStreams() if options.in_threads else None
         return Sync(self.pool, bundles, [rows] * len(infos), enough=options.enough(len(infos)), streams=streams)

@@ -17,7 +17,7 @@ from muster.workers.messages import RolloutRequest, RolloutResult
 from muster.workers.pool import WorkerPool, give_warnings
 from muster.workers.schedule import Bundle, CollectRequest, FilledSlot, Schedule
 
-LEAD = 2  # maximum of undelivered rollouts per group
+LEAD = 2  # maximum of undelivered rollouts per bundle
 FAIR_AFTER = 8  # batches per group before shares are compared
 FAIR_SHARE = 0.5  # fraction of an equal share below which a warning is issued
 
@@ -38,7 +38,7 @@ class _Requested:
         return len(self.results) == len(self.requests)
 
     @property
-    def age(self) -> int:
+    def order(self) -> int:
         """The number of its first request: smaller ones are older."""
         return self.requests[0].number
 
@@ -47,10 +47,11 @@ class _Undelivered:
     """The requested, undelivered rollouts of all bundles. No method that every batch calls looks at all of them.
 
     Attributes:
-        lacking: bundles with fewer than ``LEAD``, by first group.
+        lacking: bundles with fewer than ``lead``, by first group.
     """
 
-    def __init__(self, bundles: Sequence[Bundle]) -> None:
+    def __init__(self, bundles: Sequence[Bundle], lead: int) -> None:
+        self._lead = lead
         self._of: dict[int, _Requested] = {}  # by request
         self._queues: dict[int, list[_Requested]] = {bundle.groups[0]: [] for bundle in bundles}  # oldest first
         self._complete: dict[_Requested, None] = {}  # as an ordered set
@@ -62,15 +63,15 @@ class _Undelivered:
 
     def __iter__(self) -> Iterator[_Requested]:
         """Iterate over a copy, oldest first."""
-        return iter(sorted((one for queue in self._queues.values() for one in queue), key=lambda one: one.age))
+        return iter(sorted((one for queue in self._queues.values() for one in queue), key=lambda one: one.order))
 
     def add(self, requested: _Requested) -> None:
         self._of.update({request.number: requested for request in requested.requests})
         queue = self.of_bundle(requested.bundle)
         queue.append(requested)
-        queue.sort(key=lambda one: one.age)
+        queue.sort(key=lambda one: one.order)
         self._count += 1
-        if len(queue) >= LEAD:
+        if len(queue) >= self._lead:
             self.lacking.pop(requested.bundle.groups[0], None)
         self.note(requested)
 
@@ -80,7 +81,7 @@ class _Undelivered:
         queue = self.of_bundle(requested.bundle)
         queue.remove(requested)
         self._count -= 1
-        if len(queue) < LEAD:
+        if len(queue) < self._lead:
             self.lacking[requested.bundle.groups[0]] = requested.bundle
         self._complete.pop(requested, None)
 
@@ -99,7 +100,7 @@ class _Undelivered:
     def oldest_complete(self) -> _Requested | None:
         """Return the oldest complete rollout of those that are the first of their bundle; None if there is none."""
         firsts = (one for one in self._complete if one is self.of_bundle(one.bundle)[0])
-        return min(firsts, key=lambda one: one.age, default=None)
+        return min(firsts, key=lambda one: one.order, default=None)
 
 
 class FirstReady(Schedule):
@@ -110,6 +111,7 @@ class FirstReady(Schedule):
         max_lag: maximum of publishes between the weights that act in a batch and its delivery, if weights are published
             once per batch. Workers are idle where they would exceed it.
         publishes: returns the number of publishes so far.
+        lead: maximum of undelivered rollouts per bundle.
 
     Attributes:
         idle_groups: groups may be idle for any time, since their environments wait for clients. Then a group that falls
@@ -128,10 +130,11 @@ class FirstReady(Schedule):
         *,
         max_lag: int | None = None,
         publishes: Callable[[], int] = lambda: 0,
+        lead: int = LEAD,
     ) -> None:
         super().__init__(pool, bundles, T)
         self._max_lag, self._publishes = max_lag, publishes
-        self._requested = _Undelivered(bundles)
+        self._requested, self._lead = _Undelivered(bundles, lead), lead
         self._unsure = False  # a call was interrupted, so that rollouts may have to be requested again
         self._delivered = 0
         self._begun: Counter[int] = Counter()  # number of requested rollouts, by the bundle's first group
@@ -269,12 +272,12 @@ class FirstReady(Schedule):
                 )
 
     def _request_rollouts(self, wanted: CollectRequest, batches: int | None, *, delivered: int = 0) -> None:
-        """Request rollouts from every bundle with fewer than ``LEAD``, as far as ``batches`` and ``max_lag`` allow."""
+        """Request rollouts from every bundle with fewer than ``lead``, as far as ``batches`` and ``max_lag`` allow."""
         # A rollout that is being delivered is followed by a publish.
         lag = None if self._max_lag is None else self._max_lag + 1 - delivered
         bounds = [n for n in (None if self.idle_groups else batches, lag) if n is not None]
-        left = min(bounds, default=LEAD * len(self.bundles)) - len(self._requested)
-        for level in range(LEAD):
+        left = min(bounds, default=self._lead * len(self.bundles)) - len(self._requested)
+        for level in range(self._lead):
             known = self._requested
             lacking = [bundle for bundle in known.lacking.values() if len(known.of_bundle(bundle)) <= level]
             for bundle in sorted(lacking, key=lambda bundle: (self._begun[bundle.groups[0]], bundle.groups[0])):

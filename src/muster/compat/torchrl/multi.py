@@ -75,7 +75,7 @@ class Evaluator(torchrl.collectors.Evaluator):  # type: ignore[misc]
 
     Args:
         *args: TorchRL's arguments.
-        collector_cls: another class, or the name of a class in this module.
+        collector_cls: another class, or the name of a class in ``muster.compat.torchrl.collectors``.
         collector_kwargs: TorchRL's argument.
         **options: TorchRL's arguments.
     """
@@ -86,7 +86,9 @@ class Evaluator(torchrl.collectors.Evaluator):  # type: ignore[misc]
         self, *args: Any, collector_cls: Any = None, collector_kwargs: dict[str, Any] | None = None, **options: Any
     ) -> None:
         if isinstance(collector_cls, str):
-            collector_cls = globals()[collector_cls]
+            from muster.compat.torchrl import collectors
+
+            collector_cls = getattr(collectors, collector_cls)
         if options.get("backend") == "process" or options.get("weight_sync_schemes") is not None:
             collector_kwargs = {"collector_class": Collector} | (collector_kwargs or {})
         super().__init__(*args, collector_cls=collector_cls or Collector, collector_kwargs=collector_kwargs, **options)

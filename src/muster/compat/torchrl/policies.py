@@ -17,6 +17,7 @@ from muster.memory.slots import torch_dtype
 from muster.memory.specs import ArraySpec
 from muster.policies.adapt import takes_tensordict
 from muster.policies.tensordict_program import as_key
+from muster.restore.pickling import dumps, loads
 from muster.rollout.group import Group
 
 AHEAD = "ahead"  # holds outputs below "next" that are no states of the policy, until ``batches.tidy`` moves them back
@@ -74,6 +75,17 @@ def take_actions_as_they_are(group: Group, policy: Any, device: torch.device | N
             if (shape, dtype) != (spec.shape, spec.dtype):
                 specs[key] = ArraySpec(shape, dtype, inner=spec.inner)
     group.env.action_specs = specs
+
+
+class CopiedEnv:
+    """Function that makes copies of an environment: TorchRL's collectors send environments to nodes, too."""
+
+    def __init__(self, env: EnvBase) -> None:
+        self._pickled = dumps(env, "create_env_fn")
+        self.__name__ = type(env).__name__
+
+    def __call__(self) -> Any:
+        return loads(self._pickled, "create_env_fn")
 
 
 class ActedOn:

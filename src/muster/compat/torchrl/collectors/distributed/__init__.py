@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torchrl.envs import EnvBase
@@ -19,7 +20,7 @@ import muster.collectors.clusters as clusters
 from muster.cluster.submitit import DEFAULT_SLURM_CONF
 from muster.cluster.submitit_delayed import submitit_delayed_launcher
 from muster.collectors.signatures import OF_TORCHRL, passes_on
-from muster.compat.torchrl.policies import ActedOn
+from muster.compat.torchrl.policies import ActedOn, CopiedEnv
 from muster.errors import BadOption
 from muster.utils.integers import integer
 
@@ -54,16 +55,18 @@ class _OverNodes:
     """
 
     _kept_policy: Any = None  # that policy
+    _lead = 1  # as TorchRL, which requests a node's next batch when it delivers the one before
 
     def _init_as_torchrl(self, create_env_fn: Any, policy: Any, frames_per_batch: int, options: dict[str, Any]) -> None:
         made_by_nodes = policy is not None and options.get("policy_factory") is not None
         told = _translated(create_env_fn, frames_per_batch, options)
         several = isinstance(create_env_fn, (list, tuple))
         make_policy = told.get("policy_factory") or (lambda: policy)
-        envs = [
-            ActedOn(make, make_policy) if callable(make) and not isinstance(make, EnvBase) else make
+        given = [
+            CopiedEnv(make) if isinstance(make, EnvBase) else make
             for make in (create_env_fn if several else [create_env_fn])
         ]
+        envs = [ActedOn(make, make_policy) if callable(make) else make for make in given]
         super().__init__(  # type: ignore[call-arg]
             envs if several else envs[0], None if made_by_nodes else policy, **told
         )
@@ -152,6 +155,27 @@ class RayCollector(_OverNodes, clusters.RayCollector):
             options["num_collectors"] = max(counts)
         self._init_as_torchrl(create_env_fn, policy, frames_per_batch, options)
 
+    def shutdown(  # type: ignore[override]
+        self, timeout: float | None = None, shutdown_ray: bool = False, **options: Any
+    ) -> None:
+        """Shut down as ``muster.RayCollector.shutdown``, which documents ``options``.
+
+        Args:
+            timeout: seconds to wait for the current batch of the background thread; None: no limit.
+            shutdown_ray: also disconnect this process from Ray, which ends a cluster that it started.
+        """
+        super().shutdown(timeout, **options)
+        if shutdown_ray:
+            import ray
+
+            ray.shutdown()
+
+    async def async_shutdown(self, shutdown_ray: bool = False) -> None:  # type: ignore[override]
+        """End the background thread after its current batch, and shut down. Raises the error of the thread."""
+        super().async_shutdown()
+        if shutdown_ray:
+            self.shutdown(shutdown_ray=True)
+
 
 def _translated(create_env_fn: Any, frames_per_batch: int, options: dict[str, Any]) -> dict[str, Any]:
     """Return Muster's options for TorchRL's."""
@@ -170,7 +194,20 @@ def _translated(create_env_fn: Any, frames_per_batch: int, options: dict[str, An
         if frames % nodes:
             raise BadOption(f"frames_per_batch={frames} cannot be shared equally by {nodes} nodes: use a multiple")
         frames //= nodes
+        of_node = told.get("num_workers_per_collector", 1)
+        alike = {*of_node} if isinstance(of_node, (list, tuple)) else {of_node}
+        if len(alike) == 1 and alike != {1} and not (told.get("trajs_per_batch") or told.get("split_trajs")):
+            told["postproc"] = partial(_one_row_per_node, nodes, told.get("postproc"))
     return {"obs_dtype": "env", **told, "frames_per_batch": frames}
+
+
+def _one_row_per_node(nodes: int, postproc: Any, batch: Any) -> Any:
+    """Join the rows of a node's workers, one after another, and call the user's ``postproc``."""
+    if batch.ndim == 2 and batch.shape[0] > nodes:
+        batch = batch.reshape(nodes, -1)
+        batch.names = [None, "time"]
+    processed = None if postproc is None else postproc(batch)
+    return batch if processed is None else processed
 
 
 def _with_effect(options: Mapping[str, Any] | None) -> dict[str, Any]:
