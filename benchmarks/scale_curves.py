@@ -236,7 +236,7 @@ def nodes(sync: bool, sizes: Sequence[int], *, rounds: int, seconds: float) -> l
     with tempfile.TemporaryDirectory() as folder:
         recorded = Path(folder) / case
         recorded.write_bytes(pickle.dumps(schedule_simulation.record(schedule_simulation.CASES[case])))
-        found = schedule_simulation.run(recorded, case, tuple(sizes), 1.0, sync=sync)["points"]
+        found = schedule_simulation.run(recorded, case, tuple(sizes), 4.0, sync=sync)["points"]  # 8 batches of 256
     frames = schedule_simulation.CASES[case].frames
     points = []
     for point in found:
