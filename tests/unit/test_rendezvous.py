@@ -28,6 +28,7 @@ from muster.cluster.torchrun import TorchrunLauncher, find_rendezvous
 from muster.errors import BadOption
 from muster.utils.addresses import is_loopback
 from tests.fakes.netns import listening
+from tests.waits import descriptors_left, wait_until
 
 TOKEN = b"0123456789abcdef"
 INTRODUCED = "tests.fakes.link_nodes:introduced"
@@ -52,6 +53,20 @@ def outward_address():
         if not is_loopback(address := probe.getsockname()[0]):
             return address
     return pytest.skip("this machine has no address but loopback")
+
+
+def test_a_node_that_cannot_be_accepted_is_lost_with_the_reason(rendezvous, monkeypatch):
+    monkeypatch.setattr("muster.cluster.rendezvous.STUCK_S", 0.0)
+    carrier = Carrier(launcher=Launcher(), rendezvous=rendezvous)
+    host, port = rendezvous.address.split(":")
+    with contextlib.ExitStack() as nodes:
+        several = [nodes.enter_context(socket.socket()) for _ in range(5)]  # threads of other tests may free some
+        with descriptors_left(0):
+            for node in several:
+                node.connect((host, int(port)))
+            with pytest.raises(LinkLost, match=r"cannot be accepted \(Too many open files\)\. Close files, or raise"):
+                carrier.connect(0, 0, 60.0, threading.Event())
+        wait_until(lambda: not rendezvous.stuck())  # there are descriptors again
 
 
 class TestListening:

@@ -104,6 +104,8 @@ class Carrier:
                 raise LinkLost(f"Node {node} was given up before it had joined.")
             if started is not None and (reason := started.ended()):
                 raise LinkLost(f"Node {node} has not joined: {reason}. {self._launcher.advice}".rstrip())
+            if reason := self.rendezvous.stuck():
+                raise LinkLost(f"Node {node} has not joined: {reason}.")
             if time.monotonic() > deadline:
                 state = "" if started is None else f" Its {started} is {started.state}."
                 raise LinkLost(

@@ -22,6 +22,7 @@ import select
 import socket
 import stat
 import threading
+import time
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ TOKEN_FILE, TOKEN = "MUSTER_TOKEN_FILE", "MUSTER_TOKEN"
 ANSWER_S = 5.0  # for an answer of the other end
 PAUSE_S = 1.0  # after which a node without an offer is told so
 POLL_S = 0.1
+STUCK_S = 5.0  # after which a node that cannot be accepted counts as lost
 ACCEPT_MS = 1000  # after which the thread checks for closing, on systems where closing does not wake it
 BACKLOG = 512
 HIGHEST_PORT = 65535
@@ -92,6 +94,7 @@ class Rendezvous:
         self._joined: dict[tuple[int, int], AuthenticatedLink] = {}  # by node and epoch, until ``joined`` takes it
         self._connections: dict[SocketLink, bool] = {}  # and whether they know the token
         self._refused, self._last_refused = 0, ""
+        self._failing: tuple[float, OSError] | None = None  # since when no connection can be accepted, and why
         self._closed = False
         self._changed = threading.Condition()
         self._listener = _listen(self.host, tcp_port)
@@ -126,6 +129,14 @@ class Rendezvous:
                 return ""
             return f" {self._refused} connections were refused; the last one, {self._last_refused}"
 
+    def stuck(self) -> str:
+        """Why no connection could be accepted for ``STUCK_S``; empty if they can be."""
+        with self._changed:
+            if self._failing is None or time.monotonic() - self._failing[0] < STUCK_S:
+                return ""
+            why = self._failing[1].strerror
+        return f"connections to {self.address} cannot be accepted ({why}). Close files, or raise the limit (ulimit -n)"
+
     def close(self) -> None:
         """Stop listening, and close the links of sessions that have not begun. May be called again."""
         with self._changed:
@@ -148,16 +159,20 @@ class Rendezvous:
         with contextlib.suppress(OSError, ValueError):  # it was closed
             poller.register(self._listener, select.POLLIN)
         while not self._closed:
-            poller.poll(ACCEPT_MS)
+            if not poller.poll(ACCEPT_MS):
+                self._failing = None
+                continue
             try:
                 connected, who = self._listener.accept()
             except BlockingIOError:
                 continue
-            except OSError:  # closed; or no descriptors are left: try again
+            except OSError as error:  # closed; or no descriptors are left: try again
+                self._failing = self._failing or (time.monotonic(), error)
                 threading.Event().wait(POLL_S)
                 continue
             connection = SocketLink(connected, ANSWER_S)
             with self._changed:
+                self._failing = None
                 strangers = sum(not known for known in self._connections.values())
                 if self._closed or strangers >= STRANGERS:
                     connection.close()
