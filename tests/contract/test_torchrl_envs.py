@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from muster import Collector
 from muster.testing import EnvContract
 
 torchrl = pytest.importorskip("torchrl")
@@ -75,3 +76,14 @@ class TestAgents(EnvContract):
 
     def make_env(self) -> Any:
         return mocks.MultiAgentCountingEnv(n_agents=2, max_steps=3)
+
+
+def test_episodes_have_the_columns_of_batches() -> None:
+    """Rollouts have all flags; those that the environment does not have are shown nowhere."""
+    episodes: list[Any] = []
+    options: dict[str, Any] = {"frames_per_batch": 64, "seed": 0, "on_episode_done": episodes.append}
+    with Collector(lambda: mocks.CountingEnv(max_steps=3), None, **options) as collector:
+        batch = collector.next()
+    assert ("next", "truncated") not in batch.keys(True)
+    assert episodes
+    assert all(set(episode.keys(True, True)) == set(batch.keys(True, True)) for episode in episodes)
