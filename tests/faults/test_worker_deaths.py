@@ -16,7 +16,7 @@ import torch
 from muster import MultiAsyncCollector, MultiSyncCollector, Restart
 from muster.errors import EnvError, WorkerDied
 from muster.restore.crash_report import CrashReport
-from muster.testing import Fault, OracleEnv, check_stream
+from muster.testing import CountingEnv, Fault, OracleEnv, check_stream
 from tests.fakes import faults
 from tests.fakes.fault_runs import FRAMES, KINDS, MODES, T, alive, all_gone, run
 from tests.fakes.mortal import KilledByANeighbour
@@ -44,6 +44,19 @@ def undisturbed(tmp_path_factory):
 
 
 # --- one death --------------------------------------------------------------------------------------
+
+
+def test_the_main_process_listens_to_the_successor_instead():
+    with MultiSyncCollector([CountingEnv] * 2, None, frames_per_batch=8, seed=0, on_failure="restart") as collector:
+        collector.next()
+        (killed, *_) = (worker.pid for worker in collector.stats().workers)
+        os.kill(killed, signal.SIGKILL)
+        wait_until(lambda: collector.next() is not None and collector.stats().workers[0].restarts)
+        watcher = collector._engine.source.pool._watch
+        _, of = watcher._listen()
+        assert {fd: handle.index for fd, handle in of.items()} == {
+            fd: handle.index for handle in watcher.handles for fd in handle.process.fds()
+        }
 
 
 @pytest.mark.parametrize("on_failure", MODES)
