@@ -61,6 +61,7 @@ class Answering:
 
     server = subscribe = None
     counters: Sequence[Any] = ()
+    changes = 0
 
     def __init__(self, arena: Arena) -> None:
         self.arena, self.config = arena, SimpleNamespace(node="", timeout=lambda phase: 1.0)
