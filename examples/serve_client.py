@@ -30,6 +30,8 @@ class Client:
         sizes = struct.unpack("<II", self.file.read(8).ljust(8, b"\0"))
         answer, values = json.loads(self.file.read(sizes[0]) or '{"type": "close"}'), self.file.read(sizes[1])
         if answer["type"] in ("error", "close"):
+            self.file.close()
+            self.socket.close()
             raise ConnectionError(answer.get("message", "the server has closed"))
         return answer, values
 

@@ -17,12 +17,13 @@ process has nothing else to do.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -54,6 +55,16 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("muster")
+
+
+@pytest.fixture
+def closing() -> Iterator[Callable[[Any], Any]]:
+    """A function that returns what is passed to it, and closes it after the test.
+
+    The garbage collector may find an open socket while code of Muster runs, and then another test fails.
+    """
+    with contextlib.ExitStack() as at_the_end:
+        yield lambda opened: at_the_end.enter_context(contextlib.closing(opened))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -97,6 +97,7 @@ class Between:
         host, _, port = main.rpartition(":")
         self._main = host, int(port)
         self._listener = listening()
+        self._ends = list[socket.socket]()
         self.address = address_of(self._listener)
         self.said: dict[str, list[bytes]] = {"main": [], "node": []}
         self.change: Any = lambda who, number, frame: frame
@@ -107,6 +108,7 @@ class Between:
             while True:
                 node, _ = self._listener.accept()
                 main = socket.create_connection(self._main)
+                self._ends += node, main
                 for who, source, goal in (("main", main, node), ("node", node, main)):
                     threading.Thread(target=self._pass_on, args=(who, source, goal), daemon=True).start()
 
@@ -119,6 +121,8 @@ class Between:
 
     def close(self) -> None:
         self._listener.close()
+        for end in self._ends:
+            end.close()
 
 
 @pytest.fixture(autouse=True)
@@ -149,9 +153,9 @@ def end_of(member: Member) -> Any:
 class TestListeningInItsPlace:
     """Another program listens at the address of the main process."""
 
-    def test_store_with_the_words_of_old_leads_nowhere(self):
+    def test_store_with_the_words_of_old_leads_nowhere(self, closing):
         """A node once followed what was written there into torch RPC, which runs what it is sent."""
-        agent = listening()
+        agent = closing(listening())
         agent.settimeout(0.0)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1))
         card = {"url": f"uv://{address_of(agent)}", "session": "s" * 32, "options": {}, "device": None}
@@ -211,11 +215,14 @@ class TestListeningInItsPlace:
 class TestBetween:
     """Another program stands between a node and the main process."""
 
-    def test_sees_no_token_and_passes_on_an_offer(self, rendezvous, between):
+    def test_sees_no_token_and_passes_on_an_offer(self, rendezvous, between, closing):
         rendezvous.admit(1, 4)
         found = Member(between.address, TOKEN).join()
+        closing(found.channel)
         assert (found.node, found.epoch) == (1, 4)
-        assert rendezvous.joined(1, 4, DEADLINE_S) is not None
+        channel = rendezvous.joined(1, 4, DEADLINE_S)
+        assert channel is not None
+        closing(channel)
         assert {who: len(said) for who, said in between.said.items()} == NUMBER_OF_MESSAGES
         assert not any(TOKEN in frame for said in between.said.values() for frame in said)
 
@@ -223,7 +230,7 @@ class TestBetween:
         ("who", "number"), [(who, number) for who, count in NUMBER_OF_MESSAGES.items() for number in range(count)]
     )
     @pytest.mark.parametrize("how", ["flip", "drop", "repeat", "longer"])
-    def test_cannot_change_what_is_said(self, rendezvous, between, monkeypatch, who, number, how):
+    def test_cannot_change_what_is_said(self, rendezvous, between, closing, monkeypatch, who, number, how):
         """A node is admitted once the stranger lets everything pass, and not before."""
         for module in (joining, rendezvous_module):
             monkeypatch.setattr(module, "ANSWER_S", 1.0)
@@ -254,18 +261,20 @@ class TestBetween:
             found.channel.close()
             found = member.join()
             channel = rendezvous.joined(0, 0, DEADLINE_S)
+        closing(found.channel)
         assert channel is not None
+        closing(channel)
 
-    def test_cannot_repeat_an_earlier_session(self, rendezvous, between):
+    def test_cannot_repeat_an_earlier_session(self, rendezvous, between, closing):
         rendezvous.admit(0, 7)
-        Member(between.address, TOKEN, 0).join()
+        closing(Member(between.address, TOKEN, 0).join().channel)
         recorded = list(between.said["main"])
         with stranger(lambda connection: connection.sendall(b"".join(recorded))) as address:
             assert isinstance(end_of(Member(address, TOKEN, 0)), WrongToken)
 
-    def test_cannot_be_a_node_with_what_a_node_has_said(self, rendezvous, between):
+    def test_cannot_be_a_node_with_what_a_node_has_said(self, rendezvous, between, closing):
         rendezvous.admit(0, 0)
-        Member(between.address, TOKEN, 0).join()
+        closing(Member(between.address, TOKEN, 0).join().channel)
         rendezvous.admit(0, 1)
         host, _, port = rendezvous.address.rpartition(":")
         with socket.create_connection((host, int(port)), DEADLINE_S) as connection:
@@ -275,7 +284,7 @@ class TestBetween:
         assert rendezvous.joined(0, 1, 0) is None
         wait_until(lambda: "does not know the token" in rendezvous.refused(), DEADLINE_S)
 
-    def test_cannot_give_one_node_the_offer_of_another(self, rendezvous):
+    def test_cannot_give_one_node_the_offer_of_another(self, rendezvous, closing):
         """Frames of two connections change places."""
         rendezvous.admit(0, 0)
         rendezvous.admit(1, 0)
@@ -285,8 +294,8 @@ class TestBetween:
         asking = [threading.Thread(target=lambda member=member: found.append(member.join())) for member in members]
         for thread in asking:
             thread.start()
-        nodes = [listener.accept()[0] for _ in range(2)]
-        mains = [socket.create_connection((host, int(port)), DEADLINE_S) for _ in range(2)]
+        nodes = [closing(listener.accept()[0]) for _ in range(2)]
+        mains = [closing(socket.create_connection((host, int(port)), DEADLINE_S)) for _ in range(2)]
         said = [(frames(node), frames(main)) for node, main in zip(nodes, mains, strict=True)]
         for _ in range(HANDSHAKE):
             for (node, main), to_node, to_main in zip(said, nodes, mains, strict=True):
@@ -310,7 +319,7 @@ class TestStrangersAtTheMainProcess:
         [b"", b"GET / HTTP/1.0\r\n\r\n", LENGTH.pack(1 << 31), LENGTH.pack(40) + MAGIC + bytes(NONCE_BYTES)],
         ids=["nothing", "http", "gigabytes", "half a handshake"],
     )
-    def test_do_not_keep_nodes_out(self, rendezvous, monkeypatch, says):
+    def test_do_not_keep_nodes_out(self, rendezvous, closing, monkeypatch, says):
         monkeypatch.setattr(rendezvous_module, "STRANGERS", 2)
         monkeypatch.setattr(rendezvous_module, "ANSWER_S", 0.5)
         host, _, port = rendezvous.address.rpartition(":")
@@ -320,7 +329,9 @@ class TestStrangersAtTheMainProcess:
                 with contextlib.suppress(OSError):  # it was refused at once
                     connection.sendall(says)
             rendezvous.admit(2, 0)
-            assert Member(rendezvous.address, TOKEN).join().node == 2
+            found = Member(rendezvous.address, TOKEN).join()
+            closing(found.channel)
+            assert found.node == 2
         assert "the last one, from 127.0.0.1:" in rendezvous.refused()
 
     def test_are_attended_to_a_few_at_a_time(self, rendezvous, monkeypatch):

@@ -69,6 +69,18 @@ def test_a_node_that_cannot_be_accepted_is_lost_with_the_reason(rendezvous, monk
         wait_until(lambda: not rendezvous.stuck())  # there are descriptors again
 
 
+@pytest.fixture
+def join(closing):
+    """A function in which a member joins; the connection is closed after the test."""
+
+    def joined(member):
+        if (membership := member.join()) is not None:
+            closing(membership.channel)
+        return membership
+
+    return joined
+
+
 class TestListening:
     @pytest.mark.skipif(not os.path.exists("/proc/self/net/tcp"), reason="needs Linux")
     def test_on_loopback_only_with_nodes_there(self):
@@ -86,12 +98,12 @@ class TestListening:
             carrier.close()
         assert listening(os.getpid()) <= before
 
-    def test_at_the_given_port_and_address_of_ipv6(self):
+    def test_at_the_given_port_and_address_of_ipv6(self, join):
         with contextlib.closing(Rendezvous(1, bind="::1")) as rendezvous:
             host, port = rendezvous.address.rsplit(":", 1)
             assert host == "[::1]"
             rendezvous.admit(0, 4)
-            assert Member(rendezvous.address, rendezvous.token, 0).join().epoch == 4
+            assert join(Member(rendezvous.address, rendezvous.token, 0)).epoch == 4
         with contextlib.closing(Rendezvous(1, bind="localhost", tcp_port=int(port))) as rendezvous:
             assert rendezvous.address == f"{rendezvous.host}:{port}" or rendezvous.host == "::1"
 
@@ -128,13 +140,13 @@ class TestListening:
             assert rendezvous.address.startswith(address)
             assert rendezvous.token == TOKEN
 
-    def test_goes_on_after_garbage(self, rendezvous):
+    def test_goes_on_after_garbage(self, rendezvous, join):
         host, port = rendezvous.address.split(":")
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(1000), b""):
             with socket.create_connection((host, int(port)), 10) as stranger:
                 stranger.sendall(garbage)
         rendezvous.admit(1, 0)
-        assert Member(rendezvous.address, rendezvous.token, 1).join().node == 1
+        assert join(Member(rendezvous.address, rendezvous.token, 1)).node == 1
 
 
 class TestTokens:
@@ -198,24 +210,24 @@ class TestTokens:
 
 
 class TestAdmission:
-    def test_are_accepted_once(self, rendezvous):
+    def test_are_accepted_once(self, rendezvous, closing, join):
         rendezvous.admit(1, 5)
-        first = Member(rendezvous.address, rendezvous.token, 1).join()
+        first = join(Member(rendezvous.address, rendezvous.token, 1))
         assert (first.node, first.epoch) == (1, 5)
         assert rendezvous.joined(1, 6, 0) is None
-        channel = rendezvous.joined(1, 5, 30)
+        channel = closing(rendezvous.joined(1, 5, 30))
         say(first.channel, text="through this channel")
         assert hear(channel) == {"text": "through this channel"}
         assert rendezvous.joined(1, 5, 0) is None
         second = Member(rendezvous.address, rendezvous.token, 1)
         later = []
-        thread = threading.Thread(target=lambda: later.append(second.join()))
+        thread = threading.Thread(target=lambda: later.append(join(second)))
         thread.start()
         rendezvous.admit(1, 6)
         thread.join(30)
         assert later[0].epoch == 6
 
-    def test_are_not_lost_with_the_answer(self, rendezvous):
+    def test_are_not_lost_with_the_answer(self, rendezvous, join):
         rendezvous.admit(0, 0)
         host, port = rendezvous.address.split(":")
         for answers in (1, 2):
@@ -224,9 +236,9 @@ class TestAdmission:
                 say(channel, node=None)
                 assert hear(channel)["node"] == 0
                 assert answers  # and it is gone without having accepted
-        assert Member(rendezvous.address, rendezvous.token).join().node == 0
+        assert join(Member(rendezvous.address, rendezvous.token)).node == 0
 
-    def test_that_are_accepted_too_late_are_none(self, rendezvous):
+    def test_that_are_accepted_too_late_are_none(self, rendezvous, join):
         rendezvous.admit(0, 0)
         host, port = rendezvous.address.split(":")
         with contextlib.closing(SocketLink(socket.create_connection((host, int(port))), 10.0)) as connection:
@@ -239,45 +251,45 @@ class TestAdmission:
             with pytest.raises(LinkLost):
                 hear(channel)
         assert rendezvous.joined(0, 0, 0) is None
-        assert Member(rendezvous.address, rendezvous.token, 0).join().epoch == 1
+        assert join(Member(rendezvous.address, rendezvous.token, 0)).epoch == 1
 
-    def test_go_to_whoever_is_free(self, rendezvous):
+    def test_go_to_whoever_is_free(self, rendezvous, join):
         members = [Member(rendezvous.address, rendezvous.token) for _ in range(3)]
         for node in range(3):
             rendezvous.admit(node, 0)
-        assert sorted(member.join().node for member in members) == [0, 1, 2]
+        assert sorted(join(member).node for member in members) == [0, 1, 2]
         rendezvous.admit(1, 1)
-        membership = members[0].join()
+        membership = join(members[0])
         assert (membership.node, membership.epoch) == (1, 1)
 
-    def test_tell_the_deadline(self, rendezvous):
+    def test_tell_the_deadline(self, rendezvous, join):
         rendezvous.deadline_s = 3.5
         rendezvous.admit(0, 0)
-        assert Member(rendezvous.address, rendezvous.token, 0).join().deadline_s == 3.5
+        assert join(Member(rendezvous.address, rendezvous.token, 0)).deadline_s == 3.5
 
-    def test_that_are_withdrawn(self, rendezvous):
+    def test_that_are_withdrawn(self, rendezvous, join):
         rendezvous.admit(0, 0)
         rendezvous.withdraw(0)
         rendezvous.admit(2, 7)
-        assert Member(rendezvous.address, rendezvous.token).join().node == 2
+        assert join(Member(rendezvous.address, rendezvous.token)).node == 2
 
-    def test_end_with_the_main_process(self, rendezvous):
+    def test_end_with_the_main_process(self, rendezvous, join):
         member = Member(rendezvous.address, rendezvous.token)
         rendezvous.admit(0, 0)
-        assert member.join().node == 0
+        assert join(member).node == 0
         ends = []
-        thread = threading.Thread(target=lambda: ends.append(member.join()))
+        thread = threading.Thread(target=lambda: ends.append(join(member)))
         thread.start()
         rendezvous.close()
         thread.join(30)
         assert ends == [None]
 
-    def test_guest_comes_first(self):
+    def test_guest_comes_first(self, join):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         found = []
-        thread = threading.Thread(target=lambda: found.append(Member(f"127.0.0.1:{port}", TOKEN, 0).join()))
+        thread = threading.Thread(target=lambda: found.append(join(Member(f"127.0.0.1:{port}", TOKEN, 0))))
         thread.start()
         with contextlib.closing(Rendezvous(1, tcp_port=port, token=TOKEN)) as rendezvous:
             rendezvous.admit(0, 3)
@@ -340,13 +352,13 @@ class TestWaitingNodes:
             carrier.connect(2, 0, 0.2, threading.Event())
         assert time.monotonic() - begin < 10
 
-    def test_that_say_nothing_once_they_have_joined(self):
+    def test_that_say_nothing_once_they_have_joined(self, join):
         rendezvous = Rendezvous(1)
         carrier = Carrier(launcher=Launcher(), rendezvous=rendezvous, deadline_s=1.0)
         try:
             accepted = []
             thread = threading.Thread(
-                target=lambda: accepted.append(Member(rendezvous.address, rendezvous.token, 0).join())
+                target=lambda: accepted.append(join(Member(rendezvous.address, rendezvous.token, 0)))
             )
             thread.start()
             link = carrier.connect(0, 0, 60.0, threading.Event())

@@ -104,10 +104,18 @@ def request(server: Any, until: Callable[[], Any] = lambda: True) -> Future[Any]
     return future
 
 
-def connected(address: str) -> Client:
-    client = Client(address)
-    client.socket.settimeout(60)
-    return client
+@pytest.fixture
+def connected(closing):
+    """A function that connects a client, which is closed after the test."""
+
+    def connect(address: str) -> Client:
+        client = Client(address)
+        closing(client.socket)
+        closing(client.file)
+        client.socket.settimeout(60)
+        return client
+
+    return connect
 
 
 def hang_up(client: Client) -> None:
@@ -206,7 +214,7 @@ def check_cut(batch: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["hangs up", "closes", "resets", "is slow", "breaks the protocol"])
-def test_a_lost_client_truncates_its_episode(how):
+def test_a_lost_client_truncates_its_episode(how, connected):
     with serving(timeouts={"step": 0.3} if how == "is slow" else None) as server:
         batch, client = request(server), connected(server.address)
         play(CountingEnv(3), client, 2)  # two steps, and an action without an answer
@@ -234,7 +242,7 @@ def test_a_lost_client_truncates_its_episode(how):
             assert reasons.items() <= server.lost.items()
 
 
-def test_a_client_that_leaves_between_episodes_truncates_nothing():
+def test_a_client_that_leaves_between_episodes_truncates_nothing(connected):
     with serving() as server:
         future, client = request(server), connected(server.address)
         play(CountingEnv(3), client, 3)
@@ -258,7 +266,7 @@ def test_the_server_ends_an_episode_and_the_client_begins_another():
 # --- several clients -------------------------------------------------------------------------------------
 
 
-def test_a_slow_client_does_not_delay_others_and_unused_places_do_not_count():
+def test_a_slow_client_does_not_delay_others_and_unused_places_do_not_count(connected):
     with serving(max_clients=3, total_frames=60) as server:
         slow = connected(server.address)
         slow.ask({"type": "reset"}, obs(0), answered=False)
@@ -318,7 +326,7 @@ def test_clients_that_cannot_play_are_refused_and_others_play_on():
         hang_up(client)
 
 
-def test_a_client_too_many_is_told_so(monkeypatch):
+def test_a_client_too_many_is_told_so(monkeypatch, connected):
     monkeypatch.setattr("muster.envs.clients.HANDSHAKE_S", 0.2)
     with serving() as server:
         client = connected(server.address)
@@ -341,7 +349,7 @@ BAD_STEPS: dict[str, Any] = {
 }
 
 
-def test_a_bad_message_is_answered_and_ends_that_client_only():
+def test_a_bad_message_is_answered_and_ends_that_client_only(connected):
     with serving(max_clients=2) as server, playing(server.address, CountingEnv(3)):
         done = threading.Event()
         batches = request(server, done.is_set)
@@ -421,7 +429,7 @@ def test_any_bytes_are_read_or_refused():
 # --- the server ------------------------------------------------------------------------------------------
 
 
-def test_a_shutdown_does_not_wait_for_clients():
+def test_a_shutdown_does_not_wait_for_clients(connected):
     with serving(max_clients=3) as server:
         waiting, slow = connected(server.address), connected(server.address)  # in no episode, and in one
         slow.ask({"type": "reset"}, obs(0), answered=False)
