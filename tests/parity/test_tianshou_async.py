@@ -20,9 +20,9 @@ from tianshou.env import BaseVectorEnv, DummyVectorEnv, SubprocVectorEnv
 from tianshou.env.worker import DummyEnvWorker
 
 from muster.compat import tianshou as compat
-from muster.compat.tianshou.async_collector import AsyncVectorEnvs
+from muster.compat.tianshou.envs import AsyncVectorEnvs
 from muster.compat.tianshou.policies import TianshouActor
-from muster.compat.tianshou.sampling import Sampling
+from muster.compat.tianshou.steps import Sampling
 from muster.errors import BadOption, EnvError
 from tests.parity.tianshou_envs import ACTIONS, POLICIES, Counting
 from tests.parity.tianshou_tools import Program, assert_same, collects, play
@@ -300,6 +300,15 @@ def test_hooks_work_here_too() -> None:
     assert sum(map(len, notes)) == stats.n_collected_steps
     assert [len(times) for times in seen] == stats.lens.tolist()
     assert all(times == list(range(len(times))) for times in seen)
+
+
+@pytest.mark.parametrize(("script", "renders"), [(everybody, [2, 2]), (one_by_one, [0, 0])])
+def test_environments_are_rendered_where_no_steps_are_pending(script: Script, renders: list[int]) -> None:
+    envs = [Counting(n) for n in (3, 2)]
+    collector = collecting(envs, script, POLICIES["none"](ACTIONS["discrete"]()))
+    for seconds in (1e-12, 0.0):
+        collector.collect(n_step=4, render=seconds)
+        assert [[call[0] for call in env.log].count("render") for env in envs] == renders
 
 
 def test_actions_keep_the_precision_they_were_made_with() -> None:

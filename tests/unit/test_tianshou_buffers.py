@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,7 @@ from tianshou.data import (
     VectorReplayBuffer,
 )
 
-from muster.compat.tianshou.sampling import Going, Taken
-from muster.compat.tianshou.steps import add, takes_many
+from muster.compat.tianshou.steps import Going, Taken, add, takes_many
 from tests.parity.tianshou_tools import assert_same, contents
 
 KINDS = {
@@ -73,12 +73,12 @@ def taken(rows: list[list[str]], begin: int, *, agents: int = 0, dtype: Any = fl
         info=Batch(env_id=env.copy(), deep=Batch(x=number / 2)),
         policy=Batch(hidden_state=torch.as_tensor(number)) if extra else Batch(),
     )
-    return Taken(t, env, len(rows), batch)
+    return Taken(env, np.searchsorted(t, np.arange(len(rows) + 1)).tolist(), batch)
 
 
 def add_rows(buffer: Any, part: Taken) -> None:
     """As Tianshou's own collectors do it."""
-    for begin, end in part.pieces():
+    for begin, end in itertools.pairwise(part.ends):
         buffer.add(part.batch[begin:end], buffer_ids=part.env[begin:end])
 
 
@@ -172,9 +172,9 @@ def test_so_are_those_of_another_version(monkeypatch: Any) -> None:
 
 
 def test_returns_and_lengths_are_of_whole_episodes() -> None:
-    going = Going.of([0.5, 0.0], [1, 0])
+    going = Going(np.array([0.5, 0.0]), np.array([1, 0]))
     after, ended = going.after(taken([[".", "."], ["T", "-"], [".", "X"], ["T", "."]], 0))
-    assert [(end.t, end.env, end.steps) for end in ended] == [(1, 0, 3), (2, 1, 2), (3, 0, 2)]
+    assert [(end.env, end.steps) for end in ended] == [(0, 3), (1, 2), (0, 2)]
     np.testing.assert_allclose([end.total for end in ended], [0.5 + 10 / 3, 1 / 3 + 21 / 3, 50 / 3])
     assert after.steps.tolist() == [0, 1]
     assert after.totals.tolist() == [0.0, 31 / 3]

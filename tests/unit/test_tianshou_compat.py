@@ -16,7 +16,7 @@ from tianshou.env import DummyVectorEnv
 from tianshou.utils.net.common import Net
 
 from muster.compat import tianshou as compat
-from muster.compat.tianshou import Collector, EpisodeRolloutHookMerged, sampling
+from muster.compat.tianshou import Collector, EpisodeRolloutHookMerged, steps
 from muster.errors import BadOption
 from tests.parity.tianshou_envs import POLICIES, Counting
 from tests.parity.tianshou_tools import Program, assert_same, collects, play
@@ -102,7 +102,7 @@ def test_a_long_call_is_made_in_pieces(rows: int, monkeypatch: pytest.MonkeyPatc
     calls = collects({"n_step": 30}, {"n_episode": 7}, {"n_step": 6, "random": True}, {"n_step": 12})
     program = Program((3, 5, 2), calls, "batch", "small", env={"infos": "some"})
     whole = play(compat, program)
-    monkeypatch.setattr(sampling, "LANE_ROWS", rows)
+    monkeypatch.setattr(steps, "LANE_ROWS", rows)
     assert_same(play(compat, program), whole)
 
 

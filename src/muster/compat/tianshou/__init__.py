@@ -10,8 +10,7 @@ docs/tianshou.md lists the differences.
 
 from __future__ import annotations
 
-from muster.compat.tianshou.async_collector import AsyncCollector
-from muster.compat.tianshou.collector import Collector
+from muster.compat.tianshou.collector import AsyncCollector, Collector
 from muster.compat.tianshou.steps import EpisodeRolloutHookMerged
 from muster.episodes.summary import CollectStats, CollectStatsBase, SequenceSummaryStats
 

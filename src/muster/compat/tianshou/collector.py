@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from types import GenericAlias, TracebackType
 from typing import Any
 
 import numpy as np
-import torch
 from tianshou.config import ENABLE_VALIDATION
+from tianshou.data import AsyncCollector as TianshouAsyncCollector
 from tianshou.data import CachedReplayBuffer, CollectStats, ReplayBufferManager
 from tianshou.data import Collector as TianshouCollector
 from tianshou.data.collector import BaseCollector
 from tianshou.env import DummyVectorEnv
 from typing_extensions import Self
 
-from muster.compat.tianshou.envs import VectorEnvs, listed
+from muster.compat.tianshou.envs import AsyncVectorEnvs, VectorEnvs, drain, listed
 from muster.compat.tianshou.policies import TianshouActor
-from muster.compat.tianshou.sampling import Sampling
-from muster.compat.tianshou.steps import StepByStep, Tally, add, takes_many
+from muster.compat.tianshou.steps import Collection, Sampling
 from muster.episodes.rules import LastEven
 from muster.errors import BadOption
 from muster.utils.tracebacks import trimmed
@@ -152,53 +150,32 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
                 "the environments have not been reset since the collector was made or closed: call reset() or "
                 "reset_env(), or collect(..., reset_before_collect=True)"
             )
-        sampling, tally = self._sampling, Tally(self.collect_stats_class())
+        sampling = self._sampling
         sampling.actor.begin(self.policy, random=random, noise=self.exploration_noise, no_grad=self._no_grad)
-        sampling.envs.reset_kwargs = gym_reset_kwargs or {}
-        sampling.envs.after_step = self._renderer(render)
-        by_step = None
-        if self._looks_at_steps():
-            by_step = StepByStep(self, sampling, tally, adds_entries=bool(n_episode)).watch
+        sampling.envs.reset_kwargs, sampling.envs.render = gym_reset_kwargs or {}, render
+        made = Collection(self, sampling, by_row=self._looks_at_steps(), adds_entries=bool(n_episode))
         try:
             with trimmed:
-                self._fill(sampling, tally, n_step, n_episode, by_step)
+                self._fill(made, n_step, n_episode)
         finally:
-            self.collect_step += tally.steps
-            self.collect_episode += tally.episodes
-        return tally.close()
+            self.collect_step += made.steps
+            self.collect_episode += made.episodes
+        return made.close()
 
     def _make_envs(self, obs: Any) -> VectorEnvs:
         if self.env.is_async:
             raise BadOption(f"{type(self.env).__name__} is asynchronous: use AsyncCollector")
         return VectorEnvs(self.env, obs)
 
-    def _fill(self, sampling: Sampling, tally: Tally, n_step: int | None, n_episode: int | None, by_step: Any) -> None:
-        """Collect; ``by_step`` is called with each row, and adds it to the buffer. None: rows are added together."""
+    def _fill(self, made: Collection, n_step: int | None, n_episode: int | None) -> None:
         rule = LastEven(n_episode, self.env_num) if n_episode else None
         left = -(-n_step // self.env_num) if n_step else 0
         while left > 0 or (rule is not None and not rule.complete):
-            rows = min(left if rule is None else ROWS_FOR_EPISODES, sampling.most_rows)
-            self._make(sampling, tally, rows, rule, by_step, stores=by_step is None)
+            rows = min(left if rule is None else ROWS_FOR_EPISODES, made.sampling.most_rows)
+            made.make(rows, rule)
             left -= rows
         if n_episode:
-            self.reset_env(sampling.envs.reset_kwargs)
-
-    def _make(self, sampling: Sampling, tally: Tally, rows: int, rule: Any, watch: Any, *, stores: bool) -> None:
-        """Collect rows; with ``stores``, add them to the buffer afterwards."""
-        try:
-            sampling.make(rows, rule, watch)
-        finally:
-            if stores:
-                self._store(sampling, tally)
-            sampling.going.forget(sampling.group.pending)
-
-    def _store(self, sampling: Sampling, tally: Tally) -> None:
-        for begin, end in sampling.pieces(sampling.last):
-            taken = sampling.taken(sampling.last, begin, end, lent=takes_many(self.buffer))
-            sampling.going, ended = sampling.going.after(taken)
-            with torch.no_grad():
-                add(self.buffer, taken)
-            tally.add(taken, ended, [row.actions.dist for row in sampling.envs.rows[begin:end]])
+            self.reset_env(made.sampling.envs.reset_kwargs)
 
     def _looks_at_steps(self) -> bool:
         own, kind = type(self), self.collect_stats_class
@@ -210,17 +187,6 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
             or kind.update_at_step_batch is not CollectStats.update_at_step_batch
             or kind.update_at_episode_done is not CollectStats.update_at_episode_done
         )
-
-    def _renderer(self, render: float | None) -> Any:
-        if not render:
-            return None
-
-        def show() -> None:
-            self.env.render()
-            if not np.isclose(render, 0):
-                time.sleep(render)  # noqa: TID251 (the purpose of render)
-
-        return show
 
     def _warn(self, n_step: int | None, n_episode: int | None) -> None:
         if n_step and n_step % self.env_num:
@@ -255,3 +221,54 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
 
 
 TianshouCollector.register(Collector)  # for isinstance, without inheritance
+
+
+class AsyncCollector(Collector):
+    """Collects from a vector environment with ``wait_num`` or ``timeout``.
+
+    The policy acts for the environments whose results have arrived. A call returns as soon as the requested number has
+    arrived; it may collect more, see its statistics. Pending steps are part of the next call. A reset waits for them
+    and discards them. The first episodes to end count, which favours short ones. Environments are not reset after
+    ``n_episode``.
+
+    Args:
+        policy, env, buffer, exploration_noise, raise_on_nan_in_buffer: as for ``Collector``.
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        env: Any,
+        buffer: Any = None,
+        exploration_noise: bool = False,
+        raise_on_nan_in_buffer: bool = True,
+    ) -> None:
+        super().__init__(policy, env, buffer, exploration_noise, raise_on_nan_in_buffer=raise_on_nan_in_buffer)
+        if not self.env.is_async:
+            warnings.warn(
+                f"{type(env).__name__} has no wait_num and no timeout, so all its environments wait for the slowest: "
+                f"Collector does the same and collects exact numbers",
+                stacklevel=2,
+            )
+
+    def reset_env(self, gym_reset_kwargs: dict[str, Any] | None = None) -> tuple[Any, Any]:
+        """Wait for pending steps, then reset all environments; see ``Collector``."""
+        drain(self.env)
+        return super().reset_env(gym_reset_kwargs)
+
+    def _make_envs(self, obs: Any) -> VectorEnvs:
+        return AsyncVectorEnvs(self.env, obs)
+
+    def _fill(self, made: Collection, n_step: int | None, n_episode: int | None) -> None:
+        envs: Any = made.sampling.envs
+        counter = "arrived" if n_step else "ended"
+        goal = getattr(envs, counter) + (n_step or n_episode or 0)
+        while getattr(envs, counter) < goal:
+            rows = min(ROWS_FOR_EPISODES, made.sampling.most_rows)
+            made.make(rows, enough=lambda: getattr(envs, counter) >= goal)
+
+    def _warn(self, n_step: int | None, n_episode: int | None) -> None:
+        """Do not warn: every call may collect more than requested."""
+
+
+TianshouAsyncCollector.register(AsyncCollector)  # for isinstance, without inheritance

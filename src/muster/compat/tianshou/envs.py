@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from tianshou.data import Batch
+from tianshou.data.batch import alloc_by_keys_diff
 from tianshou.env import DummyVectorEnv
 from tianshou.env.worker import DummyEnvWorker
 
@@ -60,7 +62,7 @@ class VectorEnvs(EnvBatch):
         ready: environments for the next actions, ascending.
         infos: the last info of each environment.
         begun, rows: environments that began an episode, and time steps, since the list was last emptied.
-        after_step: called after each step, before any reset.
+        render: seconds to wait after each step, after rendering it, before any reset; None or 0: do not render.
     """
 
     bypasses = True
@@ -76,7 +78,8 @@ class VectorEnvs(EnvBatch):
         self.begun: list[int] = []
         self.rows: list[Row] = []
         self.reset_kwargs: dict[str, Any] = {}
-        self.after_step: Callable[[], object] | None = None
+        self.render: float | None = None
+        self._repeats = not self.spec.is_tensor  # observations of environments without a result
         self._obs_ahead: dict[int, Any] = {}
         self._all = self.ready = np.arange(self.num_envs)
 
@@ -107,20 +110,20 @@ class VectorEnvs(EnvBatch):
 
         def step(t: int) -> Sequence[int] | None:
             actions = self.actions
-            ids, partial = actions.ids, len(actions.ids) < self.num_envs
+            ids, rew, finished, flags = advance(actions, observations, t + 1)
+            partial = len(ids) < self.num_envs
             if partial:
-                rewards[t] = 0
-                observations[t + 1] = 0 if self.spec.is_tensor else observations[t]
-            rew, finished, flags = advance(actions, observations, t + 1)
+                rewards[t], others = 0, np.delete(self._all, ids)
+                observations[t + 1, others] = observations[t, others] if self._repeats else 0
             if rew.ndim == 1:
                 rewards[t, ids if partial else slice(None)] = rew
             infos = [self.infos[i] for i in ids.tolist()]
             bare = all(len(info) == 1 and "env_id" in info for info in infos)
-            self.rows.append(
-                Row(ids, np.copy(actions.act), copied(actions.policy), rew, None if bare else infos, actions)
-            )
-            if self.after_step is not None:
-                self.after_step()
+            self.rows.append(Row(ids, *self._chosen(actions, ids), rew, None if bare else infos, actions))
+            if self.render and not getattr(self.venv, "waiting_id", ()):  # with pending steps Tianshou cannot render
+                self.venv.render()
+                if not np.isclose(self.render, 0):
+                    time.sleep(self.render)  # noqa: TID251 (the purpose of ``collect(render=)``)
             if finished:
                 terminated[t, finished], truncated[t, finished] = flags
                 self._reset_ahead(finished)
@@ -137,19 +140,31 @@ class VectorEnvs(EnvBatch):
 
     # --- parts ------------------------------------------------------------------------------------
 
-    def _by_vector(self, actions: Actions, observations: Array, row: int) -> tuple[Array, list[int], Any]:
-        """Step the vector environment: returns rewards, ended environments, and their terminated, truncated flags."""
+    def _by_vector(self, actions: Actions, observations: Array, row: int) -> tuple[Array, Array, list[int], Any]:
+        """Step the vector environment.
+
+        Returns:
+            environments with a result, their rewards, ended environments, and their terminated and truncated flags.
+        """
         try:
-            got = self.venv.step(actions.mapped, actions.ids)
+            obs, rew, terminated, truncated, infos = self.venv.step(actions.mapped, actions.ids)
         except Exception as error:
             raise self._failure("step", error) from error
         self.executed_in_row = len(actions.ids)
-        obs, rew, terminated, truncated, infos = got
-        terminated, truncated = np.asarray(terminated, bool), np.asarray(truncated, bool)
-        self._take(actions.ids, infos)
-        self._write_all(observations, row, actions.ids, obs)
+        ids, order = self._arrived(actions, infos)
+        terminated, truncated = np.asarray(terminated, bool)[order], np.asarray(truncated, bool)[order]
+        self._take(ids, np.asarray(listed(infos), object)[order])
+        self._write_all(observations, row, ids, obs[order])
         local = np.flatnonzero(terminated | truncated)
-        return np.asarray(rew), actions.ids[local].tolist(), (terminated[local], truncated[local])
+        return ids, np.asarray(rew)[order], ids[local].tolist(), (terminated[local], truncated[local])
+
+    def _arrived(self, actions: Actions, infos: Any) -> tuple[Array, Any]:
+        """Return the environments with a result, ascending, and their indices in the results."""
+        return actions.ids, slice(None)
+
+    def _chosen(self, actions: Actions, ids: Array) -> tuple[Array, Any]:
+        """Return copies of the actions of these environments, and of the policy's entries for them."""
+        return np.copy(actions.act), copied(actions.policy)
 
     def _direct(self) -> Any:
         """A function that steps the environments of a ``DummyVectorEnv`` one by one, as it does; None for others."""
@@ -160,7 +175,7 @@ class VectorEnvs(EnvBatch):
             return None
         steps = [worker.env.step for worker in venv.workers]
 
-        def advance(actions: Actions, observations: Array, row: int) -> tuple[Array, list[int], Any]:
+        def advance(actions: Actions, observations: Array, row: int) -> tuple[Array, Array, list[int], Any]:
             after, rewards, finished, flags = observations[row], [], list[int](), (list[bool](), list[bool]())
             mapped, i = actions.mapped, 0
             got: Any = ...  # nothing yet
@@ -185,7 +200,7 @@ class VectorEnvs(EnvBatch):
                 if got is not ... and type(error) is BadEnvOutput:  # of ``_write``
                     raise
                 raise self._failure("step", error, i) from error
-            return np.array(rewards), finished, flags
+            return actions.ids, np.array(rewards), finished, flags
 
         return advance
 
@@ -225,6 +240,60 @@ class VectorEnvs(EnvBatch):
     def _failure(self, method: str, error: Exception, env: int | None = None) -> EnvError:
         who = self.name if env is None else f"environment {env} of {self.name}"
         return EnvError(f"{who}: {method} raised {described(error)}", env_index=env)
+
+
+class AsyncVectorEnvs(VectorEnvs):
+    """A vector environment with ``wait_num`` or ``timeout``: a step's result may arrive many rows after its action.
+
+    Until then the environment's observation is repeated. The row of arrival has the complete step: observation, action,
+    result. ``arrived`` and ``ended`` count results and ended episodes.
+    """
+
+    def __init__(self, venv: Any, obs: Array) -> None:
+        super().__init__(venv, obs)
+        self._repeats = True
+        self.arrived = self.ended = 0
+        self._sent = Batch()  # ``[N, ...]``: the pending action of each environment, and the policy's entry for it
+
+    def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+        super().reset(arrays, row, which, seeds)
+        self.ready = np.union1d(self.ready, which)
+
+    def bypass(self, which: Collection[int]) -> None:
+        """Do nothing: only environments with pending steps are left out."""
+
+    def _direct(self) -> None:
+        """Return None: also if all environments are waited for."""
+
+    def _by_vector(self, actions: Actions, observations: Array, row: int) -> tuple[Array, Array, list[int], Any]:
+        sent = Batch(act=actions.act, policy=actions.policy)
+        alloc_by_keys_diff(self._sent, sent, self.num_envs, stack=False)
+        if self._sent.act.dtype != actions.act.dtype:
+            self._sent.act = self._sent.act.astype(np.result_type(self._sent.act, actions.act))
+        self._sent[actions.ids] = sent
+        result = ids, _, finished, _ = super()._by_vector(actions, observations, row)
+        self.ready, self.arrived, self.ended = ids, self.arrived + len(ids), self.ended + len(finished)
+        return result
+
+    def _arrived(self, actions: Actions, infos: Any) -> tuple[Array, Any]:
+        ids = np.array([int(info["env_id"]) for info in infos])
+        order = np.argsort(ids)
+        return ids[order], order
+
+    def _chosen(self, actions: Actions, ids: Array) -> tuple[Array, Any]:
+        sent = self._sent[ids]
+        return sent.act, sent.policy
+
+    def _reset_ahead(self, which: Sequence[int]) -> None:
+        if not set(which).isdisjoint(self.venv.waiting_id):
+            drain(self.venv)
+        super()._reset_ahead(which)
+
+
+def drain(venv: Any) -> None:
+    """Wait for all pending steps of a vector environment, and discard their results."""
+    while venv.waiting_id:
+        venv.step(None, venv.waiting_id)
 
 
 def _one_by_one(obs: Any) -> Any:

@@ -1,21 +1,29 @@
-"""The consumers of steps: buffer, statistics and hooks."""
+"""Between Tianshou's buffers and Muster's loop: a group of environments, its policy, and the steps of a ``collect``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import tianshou
+import torch
 from tianshou.data import Batch, CachedReplayBuffer, PrioritizedReplayBuffer, ReplayBufferManager, to_numpy
 from tianshou.data.batch import create_value
 from tianshou.data.collector import EpisodeRolloutHookMerged as TianshouMerged
 from tianshou.data.collector import get_stddev_from_dist
 
-from muster.compat.tianshou.sampling import Ended, Sampling, Taken
+from muster.compat.base import GroupRunner, borrowed
+from muster.compat.tianshou.envs import Row, VectorEnvs, batch_of, stacked
+from muster.compat.tianshou.policies import TianshouActor
+from muster.episodes.rules import Rule
 from muster.errors import BadOption
-from muster.memory.slots import Lane
+from muster.keys import OBSERVATION, TERMINATED, TRUNCATED, next_of
+from muster.memory.slots import Lane, Layout
 from muster.memory.specs import Array
+from muster.rng import GroupRng
+from muster.rollout.columns import lane_columns
 
 TESTED = "2.0.1"
 """Of Tianshou: whose ``add`` takes several steps of one environment in one call, which is not documented."""
@@ -26,6 +34,157 @@ KEYS = frozenset({"obs", "act", "rew", "terminated", "truncated", "done", "obs_n
 """Entries of a step that every buffer stores."""
 
 
+class Taken(NamedTuple):
+    """Steps of some rows: ``batch`` has Tianshou's keys, ``[M, ...]``, by row, then environment; ``env`` is ``[M]``.
+
+    ``ends`` are the indices between the rows, from 0 to M.
+    """
+
+    env: Array
+    ends: Sequence[int]
+    batch: Any
+
+
+class Ended(NamedTuple):
+    """An ended episode."""
+
+    env: int
+    total: Any
+    steps: int
+
+
+class Going(NamedTuple):
+    """Rewards (``[N]`` or ``[N, agents]``) and steps (``[N]``) so far of the running episodes."""
+
+    totals: Array
+    steps: Array
+
+    def forget(self, which: list[int]) -> None:
+        self.totals[which], self.steps[which] = 0, 0
+
+    def after(self, taken: Taken) -> tuple[Going, list[Ended]]:
+        """Return the running episodes after these steps, and the episodes that ended in them, by time.
+
+        Rewards are added one by one in their own precision, as in Tianshou's buffers.
+        """
+        rew, done, N = taken.batch.rew, taken.batch.done, len(self.steps)
+        totals = np.zeros((N, *rew.shape[1:]), rew.dtype if rew.dtype.kind == "f" else float)
+        totals += self.totals if self.totals.ndim == rew.ndim else self.totals.reshape(N, 1)
+        going, ended = Going(totals, self.steps.copy()), list[Ended]()
+        for begin, end in itertools.pairwise(taken.ends):
+            which = taken.env[begin:end] if end - begin < N else slice(None)
+            going.totals[which] += rew[begin:end]
+            going.steps[which] += 1
+            if done[begin:end].any():
+                over = taken.env[begin:end][done[begin:end]].tolist()
+                ended += [Ended(env, going.totals[env].copy(), int(going.steps[env])) for env in over]
+                going.forget(over)
+        return going, ended
+
+
+LANE_BYTES, LANE_ROWS = 1 << 26, 512  # limits of the memory between the environments and the buffer
+
+STORED = OBSERVATION, next_of(OBSERVATION), next_of(TERMINATED), next_of(TRUNCATED)
+OPTIONS = borrowed(validate="off")  # Tianshou accepts any reward
+
+
+class Sampling(GroupRunner):
+    """Runs a policy in environments, with the running episodes (``going``) and the ``last`` lane."""
+
+    def __init__(self, envs: VectorEnvs, actor: TianshouActor) -> None:
+        super().__init__(envs, OPTIONS, rng=GroupRng(0))
+        self.envs, self.actor = envs, actor
+        row_bytes = Layout(1, envs.num_envs, lane_columns(envs, (), OPTIONS)).nbytes
+        self.most_rows = max(1, min(LANE_ROWS, LANE_BYTES // max(row_bytes, 1)))
+        self.going: Going
+        self.last: Lane
+
+    def begin(self, obs: Array, infos: Any) -> None:
+        self.envs.begin(obs, infos)
+        self.actor.state, self.going = None, Going(np.zeros(len(infos)), np.zeros(len(infos), int))
+        self.group.reset()
+        self.group.begin()
+
+    def make(self, rows: int, rule: Rule | None, watch: Callable[[Lane, int], object] | None) -> Lane:
+        """Collect ``rows`` rows, fewer if the rule is complete, into ``last``; their number is its ``done_steps``."""
+        self.last = self.lane(self.actor, rows)
+        self.envs.rows.clear()
+        try:
+            self.run(self.actor, self.last, rule=rule, watch=watch)
+        except BaseException:
+            self.group.leave(self.last)
+            raise
+        return self.last
+
+    def pieces(self, lane: Lane) -> Iterator[tuple[int, int]]:
+        """Split the lane's rows into pieces in which the policy's entries have one structure: mostly one piece."""
+        begin, before = 0, None
+        for t in range(lane.done_steps):
+            structure = _structure(self.envs.rows[t].policy)
+            if t and structure != before:
+                yield begin, t
+                begin = t
+            before = structure
+        if begin < lane.done_steps:
+            yield begin, lane.done_steps
+
+    def taken(self, lane: Lane, begin: int, end: int, *, lent: bool = False) -> Taken:
+        """Return the steps of rows ``begin`` to ``end``; ``lent``: they may be views of the lane."""
+        rows, arrays, B = self.envs.rows[begin:end], lane.arrays, lane.B
+        env = _joined([row.ids for row in rows])
+        ends = [0, *itertools.accumulate(len(row.ids) for row in rows)]
+        whole = ends[-1] == B * len(rows)
+        columns = [arrays[key] for key in STORED]
+        if whole:
+            parts = [array[begin:end].reshape(-1, *array.shape[2:]) for array in columns]
+            obs, obs_next, terminated, truncated = parts if lent else [part.copy() for part in parts]
+        else:
+            t = begin + np.repeat(np.arange(len(rows)), np.diff(ends))
+            obs, obs_next, terminated, truncated = (array[t, env] for array in columns)
+        batch = batch_of(
+            obs=stacked(obs),
+            act=_joined([row.act for row in rows]),
+            policy=_joined([row.policy for row in rows]),
+            obs_next=stacked(obs_next),
+            rew=_joined([row.rew for row in rows]),
+            terminated=terminated,
+            truncated=truncated,
+            done=terminated | truncated,
+            info=_infos(rows, env),
+        )
+        return Taken(env, ends, batch)
+
+
+def _structure(tree: Any) -> Any:
+    return [(key, _structure(value)) for key, value in tree.__dict__.items()] if isinstance(tree, Batch) else type(tree)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Concatenate arrays, tensors, or Batches of them with one structure."""
+    first = parts[0]
+    if len(parts) == 1 or first is None:
+        return first
+    if isinstance(first, Batch):
+        return batch_of(**{key: _joined([part[key] for part in parts]) for key in first.get_keys()})
+    return torch.cat(list(parts)) if isinstance(first, torch.Tensor) else np.concatenate(parts)
+
+
+def _infos(rows: Sequence[Row], env: Array) -> Any:
+    """Return all infos as a Batch; skips its slow conversion if all infos have the same names and only numbers."""
+    if all(row.infos is None for row in rows):
+        return batch_of(env_id=env.copy())
+    infos: list[dict[str, Any]] = []
+    for row in rows:
+        infos += [{"env_id": i} for i in row.ids] if row.infos is None else row.infos
+    names = infos[0].keys()
+    if all(info.keys() == names for info in infos):
+        columns = {name: [info[name] for info in infos] for name in names}
+        kinds = {type(value) for column in columns.values() for value in column}
+        if kinds <= {int, float, bool, np.float64, np.float32, np.int64, np.bool_}:
+            return batch_of(**{name: np.array(column) for name, column in columns.items()})
+    return Batch(np.array(infos, object))
+
+
 def takes_many(buffer: Any) -> bool:
     """Whether one ``add`` may get several steps per environment; classes with another ``add`` get single rows."""
     own = isinstance(buffer, ReplayBufferManager) and type(buffer).add in ADDS
@@ -33,42 +192,77 @@ def takes_many(buffer: Any) -> bool:
 
 
 def add(buffer: Any, taken: Taken) -> None:
-    """Add steps, with the same result as adding every row separately."""
-    for begin, end in _parts(buffer, taken) if takes_many(buffer) else taken.pieces():
-        buffer.add(taken.batch[begin:end], buffer_ids=taken.env[begin:end])
+    """Add steps, with the same result as adding every row separately.
+
+    Parts of several rows are so long that no ring overwrites itself; the first row is a part, because it allocates the
+    buffer.
+    """
+    most = max(1, int(np.diff(buffer.subbuffer_edges).min())) if takes_many(buffer) else 1
+    row, last = 0, len(taken.ends) - 1
+    while row < last:
+        after = min(last, row + (most if hasattr(buffer, "obs") else 1))
+        part = slice(taken.ends[row], taken.ends[after])
+        buffer.add(taken.batch[part], buffer_ids=taken.env[part])
+        row = after
 
 
-def _parts(buffer: Any, taken: Taken) -> Iterator[tuple[int, int]]:
-    """Bounds of parts in which no ring overwrites itself; the first row is a part, because it allocates the buffer."""
-    most, row = max(1, int(np.diff(buffer.subbuffer_edges).min())), 0
-    while row < taken.rows:
-        rows = most if hasattr(buffer, "obs") else 1
-        begin, end = np.searchsorted(taken.t, [row, row + rows]).tolist()
-        yield begin, end
-        row += rows
+class Collection:
+    """The steps and episodes of one call of ``collect``: adds them to the ``owner``'s buffer, and counts them.
 
+    Args:
+        owner: the collector.
+        by_row: add every row as soon as it is complete, and call hooks and statistics with it. Else rows are added
+            together.
+        adds_entries: an ``on_episode_done_hook`` may return entries.
 
-class Tally:
-    """Counts the steps and episodes of one call, in a new ``CollectStats``."""
+    Attributes:
+        stats: a new ``CollectStats``; see ``close``.
+        steps, episodes: numbers so far.
+    """
 
-    def __init__(self, stats: Any) -> None:
-        self.stats, self.steps, self.episodes = stats, 0, 0
+    def __init__(self, owner: Any, sampling: Sampling, *, by_row: bool, adds_entries: bool) -> None:
+        self.owner, self.sampling, self.by_row, self.adds_entries = owner, sampling, by_row, adds_entries
+        self.stats, self.steps, self.episodes = owner.collect_stats_class(), 0, 0
         self._ended: list[Ended] = []
         self._deviations: list[Array] = []
 
-    def count(self, taken: Taken, ended: Sequence[Ended]) -> None:
+    def make(self, rows: int, rule: Rule | None = None, enough: Callable[[], bool] | None = None) -> None:
+        """Collect rows: ``rows``, or fewer if the rule is complete, or after a row if ``enough()``."""
+        sampling = self.sampling
+
+        def watch(lane: Lane, t: int) -> None:
+            if self.by_row:
+                self._add_row(lane, t)
+            if enough is not None:
+                lane.stopped = enough()
+
+        try:
+            sampling.make(rows, rule, watch if self.by_row or enough is not None else None)
+        finally:
+            if not self.by_row:
+                self._add_all(sampling.last)
+            sampling.going.forget(sampling.group.pending)
+
+    def _add_all(self, lane: Lane) -> None:
+        sampling, buffer = self.sampling, self.owner.buffer
+        for begin, end in sampling.pieces(lane):
+            taken = sampling.taken(lane, begin, end, lent=takes_many(buffer))
+            sampling.going, ended = sampling.going.after(taken)
+            with torch.no_grad():
+                add(buffer, taken)
+            self._count(taken, ended)
+            self._ended += ended
+            dists = [row.actions.dist for row in sampling.envs.rows[begin:end] if row.actions.dist is not None]
+            self._deviations += [np.atleast_2d(to_numpy(get_stddev_from_dist(dist))) for dist in dists]
+
+    def _count(self, taken: Taken, ended: Sequence[Ended]) -> None:
         self.steps += len(taken.env)
         self.episodes += len(ended)
 
-    def add(self, taken: Taken, ended: Sequence[Ended], dists: Sequence[Any]) -> None:
-        """Add steps, and the distributions of each row's actions."""
-        self.count(taken, ended)
-        self._ended += ended
-        self._deviations += [np.atleast_2d(to_numpy(get_stddev_from_dist(dist))) for dist in dists if dist is not None]
-        self.stats.n_collected_steps, self.stats.n_collected_episodes = self.steps, self.episodes
-
     def close(self) -> Any:
         """Return the statistics, complete except for times and summaries."""
+        if not self.by_row:
+            self.stats.n_collected_steps, self.stats.n_collected_episodes = self.steps, self.episodes
         if self._ended:
             self.stats.returns = np.array([episode.total for episode in self._ended], float)
             self.stats.lens = np.array([episode.steps for episode in self._ended], int)
@@ -76,14 +270,7 @@ class Tally:
             self.stats.pred_dist_std_array = np.concatenate(self._deviations)
         return self.stats
 
-
-class StepByStep:
-    """Adds every row to the ``owner``'s buffer as soon as it is complete, and calls hooks and statistics with it."""
-
-    def __init__(self, owner: Any, sampling: Sampling, tally: Tally, *, adds_entries: bool) -> None:
-        self.owner, self.sampling, self.tally, self.adds_entries = owner, sampling, tally, adds_entries
-
-    def watch(self, lane: Lane, t: int) -> None:
+    def _add_row(self, lane: Lane, t: int) -> None:
         owner, row = self.owner, self.sampling.envs.rows[t]
         actions, taken = row.actions, self.sampling.taken(lane, t, t + 1)
         step, done = taken.batch, taken.batch.done
@@ -97,8 +284,8 @@ class StepByStep:
         )
         owner.run_on_step_hook(chosen, step)
         self.sampling.going, ended = self.sampling.going.after(taken._replace(batch=Batch(rew=step.rew, done=done)))
-        self.tally.count(taken, ended)
-        self.tally.stats.update_at_step_batch(step)
+        self._count(taken, ended)
+        self.stats.update_at_step_batch(step)
         step.pop("dist")
         places, _, _, starts = owner.buffer.add(step, buffer_ids=taken.env)
         _add_entries(owner.buffer, step, places)
@@ -108,7 +295,7 @@ class StepByStep:
 
     def _end(self, episode: Ended, first: int, last: int) -> None:
         """Process an ended episode, which is in the buffer from position ``first`` to ``last``."""
-        owner, stats = self.owner, self.tally.stats
+        owner, stats = self.owner, self.stats
         where = _places(owner.buffer, first, last, episode)
         batch = owner.buffer[where]
         entries = owner.run_on_episode_done(batch)
