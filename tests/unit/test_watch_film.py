@@ -19,8 +19,7 @@ from gymnasium import spaces
 
 from muster import Collector, MultiSyncCollector, Watch
 from muster.errors import BadCrashReport, ImportRefused, MusterError, UnsupportedEnv
-from muster.observing.films import Films
-from muster.observing.page_server import PageAddress, PageServer
+from muster.observing.page_server import Films, PageAddress, PageServer
 from muster.observing.snapshots import EPISODES, NAME, WHICH, SnapshotFile, SnapshotReader
 from muster.restore import checkpoint, kept_episodes
 from muster.restore.crash_report import EPISODE, CrashReport, EnvFactory

@@ -9,6 +9,7 @@ import re
 import secrets
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -21,7 +22,6 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from muster.errors import BadOption
-from muster.observing.films import Films
 from muster.observing.snapshots import EPISODES, WHICH, SnapshotReader
 from muster.utils.addresses import host_and_port, is_loopback, listening
 
@@ -31,6 +31,8 @@ _POLL_S = 0.5  # between two looks at the file
 _TIMEOUT_S = 30.0  # of a viewer that does not read
 _MOST_VIEWERS = 64
 _AT_ONCE = 500  # entries of a message
+_FILM_S = 330.0  # for a process that makes a film, which has a limit of 300 s itself
+_MOST_FILMS = 6  # that are kept
 _OWN_HEADER = "X-Muster-Watch"  # pages elsewhere cannot send it
 _SCRIPT, _STYLE = "text/javascript; charset=utf-8", "text/css; charset=utf-8"
 _FILES = {
@@ -82,6 +84,70 @@ class PageAddress:
     def close(self) -> None:
         """Close the socket in this process."""
         self.socket.close()
+
+
+class Films:
+    """Films of episodes in memory, by number, each made by a process of its own.
+
+    Args:
+        command: makes a film of the file whose path is appended, see ``muster.restore.film.main``; None: no films.
+        folder: directory of the files.
+    """
+
+    def __init__(self, command: Sequence[str] | None, folder: Path) -> None:
+        self._command, self._folder = command, folder
+        self._free = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._films: dict[int, bytes] = {}
+        self._closed = False
+
+    def make(self, which: str) -> dict[str, Any]:
+        """Make a film of an episode. Returns its numbers, and ``film``, that of the film; or ``error``, a sentence."""
+        if self._command is None:
+            return {"error": "This page makes no films."}
+        if not self._free.acquire(blocking=False):
+            return {"error": "Another film is being made. Try again when it is ready."}
+        try:
+            answer, content = self._made([*self._command, str(self._folder / f"{which}.episode")])
+            if content:
+                answer["film"] = max(self._films, default=0) + 1
+                self._films[answer["film"]] = content
+                self._films.pop(answer["film"] - _MOST_FILMS, None)
+            return answer
+        finally:
+            self._free.release()
+
+    def film(self, number: int) -> bytes | None:
+        """Return a film; None: there is no such one, or not any more."""
+        return self._films.get(number)
+
+    def close(self) -> None:
+        """Kill the process that makes a film. May be called again."""
+        self._closed = True
+        if (process := self._process) is not None:
+            process.kill()
+
+    def _made(self, command: list[str]) -> tuple[dict[str, Any], bytes]:
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+        except OSError as error:
+            return {"error": f"The film cannot be made: {error.strerror}."}, b""
+        self._process = process
+        if self._closed:
+            process.kill()
+        try:
+            output, _ = process.communicate(timeout=_FILM_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+        self._process = None
+        line, _, content = output.partition(b"\n")
+        try:
+            return json.loads(line), content
+        except ValueError:
+            return {"error": f"The film was not made within 300 s, or its process died ({process.returncode})."}, b""
 
 
 class PageServer(ThreadingHTTPServer):
