@@ -35,14 +35,24 @@ MOST_ERRORS = 100  # in a file
 MOST_TEXT = 2000  # characters of an error
 _LONGEST = 1 << 20  # bytes of a line
 EPISODES, WHICH = "episodes", ("newest", "best", "worst")  # folder, and names of files in it that repeat an episode
-_KINDS = ("run", "snapshot", "error", "episode", "end")
 _COUNTS = (
     *("frames", "executed", "in_flight", "batches", "episodes", "restarts", "unseen", "cut_short"),
     *("frames_per_s", "env_s", "policy_s", "copy_s", "rest_s", "wait_s"),
 )
 _MEANS = ("return_mean", "length_mean", "success_rate")  # may be None
 _BY_NAME = ("discarded", "policy_lag", "slots")
-_OF_WORKER = ("index", "pid", "frames", "share", "frames_per_s", "restarts", "policy_lag")
+# Numbers and texts of every entry, by kind, and of a worker's row; an entry may have more.
+_ENTRIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "run": (("time",), ()),
+    "snapshot": (("time", *_COUNTS), ()),
+    "error": (("time", "id"), ("text",)),
+    "episode": (("time", "episode_return", "length", "env_id"), ("missing",)),
+    "end": (("time",), ()),
+}
+_OF_WORKER = (
+    ("index", "pid", "frames", "share", "frames_per_s", "restarts", "policy_lag"),
+    ("state", "phase", "node", "lane"),
+)
 
 
 def snapshot(
@@ -132,13 +142,11 @@ def parsed(line: bytes) -> dict[str, Any] | None:
         json.dumps(entry, allow_nan=False)  # 1e999 is read as infinity
     except (ValueError, RecursionError):
         return None
-    if not isinstance(entry, dict) or entry.get("kind") not in _KINDS or not _is_number(entry.get("time")):
+    kind = entry.get("kind") if isinstance(entry, dict) else None
+    if not isinstance(kind, str) or kind not in _ENTRIES:
         return None
-    if entry["kind"] == "error" and not (_is_number(entry.get("id")) and isinstance(entry.get("text"), str)):
-        return None
-    if entry["kind"] == "episode" and not _is_episode(entry):
-        return None
-    return entry if entry["kind"] != "snapshot" or _is_snapshot(entry) else None
+    fits = _has(entry, *_ENTRIES[kind]) and (kind != "episode" or entry.get("which") in WHICH)
+    return entry if fits and (kind != "snapshot" or _is_snapshot(entry)) else None
 
 
 def _refuse(name: str) -> None:
@@ -153,34 +161,26 @@ def _are_numbers(values: Any) -> bool:
     return isinstance(values, dict) and all(map(_is_number, values.values()))
 
 
+def _has(entry: Any, numbers: Sequence[str], texts: Sequence[str] = ()) -> bool:
+    """Whether ``entry`` is a dict with these numbers and texts."""
+    return (
+        isinstance(entry, dict)
+        and all(_is_number(entry.get(name)) for name in numbers)
+        and all(isinstance(entry.get(name), str) for name in texts)
+    )
+
+
 def _is_snapshot(entry: dict[str, Any]) -> bool:
     totals, workers = entry.get("totals"), entry.get("workers")
     return (
-        all(_is_number(entry.get(name)) for name in _COUNTS)
-        and all(name in entry and (entry[name] is None or _is_number(entry[name])) for name in _MEANS)
+        all(name in entry and (entry[name] is None or _is_number(entry[name])) for name in _MEANS)
         and all(_are_numbers(entry.get(name)) for name in _BY_NAME)
         and all(str(lag).isdecimal() for lag in entry["policy_lag"])
         and isinstance(totals, dict)
         and totals.keys() == EpisodeTotals.__dataclass_fields__.keys()
         and _are_numbers({name: value for name, value in totals.items() if value is not None})
         and isinstance(workers, list)
-        and all(map(_is_row, workers))
-    )
-
-
-def _is_episode(entry: dict[str, Any]) -> bool:
-    return (
-        entry.get("which") in WHICH
-        and all(_is_number(entry.get(name)) for name in ("episode_return", "length", "env_id"))
-        and isinstance(entry.get("missing"), str)
-    )
-
-
-def _is_row(worker: Any) -> bool:
-    return (
-        isinstance(worker, dict)
-        and all(_is_number(worker.get(name)) for name in _OF_WORKER)
-        and all(isinstance(worker.get(name), str) for name in ("state", "phase", "node", "lane"))
+        and all(_has(worker, *_OF_WORKER) for worker in workers)
     )
 
 
@@ -252,7 +252,7 @@ class RunHistory:
             _, entries = reader.read()
         finally:
             reader.close()
-        kinds: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KINDS}
+        kinds: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _ENTRIES}
         for entry in entries:
             kinds[entry["kind"]].append(entry)
         errors = {entry["id"]: entry for entry in kinds["error"]}
