@@ -177,7 +177,7 @@ class Recording:
             BadOption: the path exists, or pyarrow is missing (``pip install 'muster-rl[parquet]'``).
             BadRecording: no episode is complete, or a column has a dtype that Parquet has not.
         """
-        from muster.recording.parquet import write_parquet
+        from muster.recording.export import write_parquet
 
         return write_parquet(self, path)
 
