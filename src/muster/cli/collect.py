@@ -117,11 +117,7 @@ def collect(command: Collect) -> int:
 
 
 def run(command: Any, collector: BaseCollector, recorder: Recorder | None, stop: StopSignals) -> int:
-    """Collect the ``frames`` of a command, or until a signal; close the recorder, and print a summary.
-
-    Returns:
-        the exit code.
-    """
+    """Collect the ``frames`` of a command, or until a signal; print a summary, and return the exit code."""
     from muster.episodes.curve import EpisodeTotals
 
     episodes, recording_s, began_s = EpisodeTotals(), 0.0, time.perf_counter()

@@ -22,7 +22,7 @@ _REFERENCE = re.compile(r"(.+\.py):(\w+)")
 
 @contextmanager
 def prepared(command: Any, seed: int, spaces: tuple[Any, Any] | None = None) -> Iterator[tuple[Any, str]]:
-    """Make the policy of a command, and shorten the command's errors.
+    """Make the policy of a command, and shorten the command's errors. Yields the policy, and its description.
 
     Names are checked before any import. Imports, if allowed, search the current directory, too. Only the first part of
     errors and warnings about workers is printed, with the traceback only if the user's code may run.
@@ -32,15 +32,10 @@ def prepared(command: Any, seed: int, spaces: tuple[Any, Any] | None = None) -> 
         seed: seed of new weights.
         spaces: spaces of observations and actions.
 
-    Yields:
-        a policy for ``Collector``, and its description for the recording.
-
     Raises:
         ImportRefused: the environment or the policy would run code.
         BadOption: there is no such environment (the message names similar ones), or no such policy.
         EnvError: the environment cannot be made, and its spaces are needed.
-        UnsupportedSpace: the built-in MLP does not support its spaces.
-        BadWeights: the file is damaged, or its network does not fit the spaces.
     """
     env, allow_import = "" if spaces else command.env, command.allow_import
     if ":" in env and not allow_import:

@@ -269,27 +269,14 @@ class TensorBoardLogger:
 
 
 class CollectionLog:
-    """Logs the metrics of a collector after every delivered batch, at the step ``stats.frames``.
-
-    Args:
-        logger: any object that ``as_logger`` accepts.
-        prefix: prefix of all names.
-    """
+    """Logs the metrics of a collector after every delivered batch, at the step ``stats.frames``."""
 
     def __init__(self, logger: Any, prefix: str = "collect/") -> None:
         self._log, self._prefix = as_logger(logger), prefix
         self._lags: Mapping[int, int] = {}
 
     def wrote(self, stats: CollectorStats, episodes: Episodes) -> None:
-        """Log a batch.
-
-        Args:
-            stats: statistics that include the batch.
-            episodes: episodes that ended in it.
-
-        Raises:
-            HookError: the logger raised.
-        """
+        """Log a batch that ``stats`` include, and in which ``episodes`` ended. Raises ``HookError``."""
         record: dict[str, float] = {
             "frames_per_s": stats.frames_per_s,
             "episodes": stats.episodes,

@@ -54,19 +54,10 @@ _HEADERS = {
 
 
 class PageAddress:
-    """A listening socket, and the URL of the page there.
+    """A listening socket at ``host:port``, and the URL of the page there, with its token.
 
     Beyond loopback the page needs a token: the environment variable ``MUSTER_WATCH_TOKEN``, otherwise a random one.
-
-    Args:
-        address: ``host:port``; port 0 is any free port.
-
-    Attributes:
-        token: empty for loopback.
-        url: with the token.
-
-    Raises:
-        BadOption: the address has another form or is not available, or the token has less than 16 characters.
+    Raises ``BadOption`` if the address is not available, or the token has less than 16 characters.
     """
 
     def __init__(self, address: str) -> None:
@@ -89,9 +80,7 @@ class PageAddress:
 class Films:
     """Films of episodes in memory, by number, each made by a process of its own.
 
-    Args:
-        command: makes a film of the file whose path is appended, see ``muster.restore.film.main``; None: no films.
-        folder: directory of the files.
+    ``command`` makes a film of the file in ``folder`` whose path is appended, see ``muster.restore.film.main``.
     """
 
     def __init__(self, command: Sequence[str] | None, folder: Path) -> None:
@@ -151,17 +140,13 @@ class Films:
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves the page of a run, to at most 64 viewers at the same time.
+    """Serves the page of a run, to at most 64 viewers at the same time. Raises ``BadOption`` without snapshots.
 
     Args:
-        run: directory of the run.
         listening: listening socket; owned by the server.
         token: token that viewers need; empty: none.
         parent: process id of the parent, whose exit ends ``serve_forever``; None: no parent.
         film: command that makes films, see ``Films``; None: no films.
-
-    Raises:
-        BadOption: the directory has no snapshots.
     """
 
     daemon_threads, block_on_close = True, False
@@ -329,11 +314,7 @@ def _read(name: str) -> bytes:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve the page of a run for its own process.
-
-    Args:
-        arguments: listening descriptor, directory, process id of the parent, and the command that makes films.
-    """
+    """Serve a page; the arguments are a descriptor, the run, the parent's process id, and the command for films."""
     fd, run, parent, *film = arguments
     token = os.environ.pop(TOKEN_VARIABLE, "")
     server = PageServer(Path(run), socket.socket(fileno=int(fd)), token, parent=int(parent), film=film or None)

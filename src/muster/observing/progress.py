@@ -20,9 +20,7 @@ Show = Callable[[int, str], object]
 class CollectionProgress:
     """Shows the progress of a collector on standard error, from its first batch until ``close`` or ``total`` frames.
 
-    Args:
-        total: number of frames; negative: endless.
-        workers: returns the present statistics of the workers, which are lines below the bar.
+    ``total`` is negative for endless ones. ``workers`` returns the statistics that are lines below the bar.
     """
 
     def __init__(self, total: int, workers: Callable[[], Sequence[WorkerStats]]) -> None:
@@ -63,7 +61,6 @@ def progress(
     Args:
         total: negative: unknown.
         lines: returns what is shown below the bar; a thread of the display calls it a few times per second.
-        stream: None: standard output.
     """
     if quiet:
         yield lambda done, text: None

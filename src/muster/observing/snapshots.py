@@ -58,12 +58,7 @@ _OF_WORKER = (
 def snapshot(
     stats: CollectorStats, totals: EpisodeTotals, workers: Sequence[Mapping[str, Any]] = (), **others: Any
 ) -> dict[str, Any]:
-    """Return a snapshot as plain data.
-
-    Args:
-        workers: rows of the workers.
-        **others: further entries.
-    """
+    """Return a snapshot as plain data, with the rows of the workers, and ``others`` as further entries."""
     known = {name: plain(getattr(stats, name)) for name in _COUNTS}
     means = {name: None if (mean := getattr(stats, name)) is None else plain(mean) for name in _MEANS}
     named = {name: {str(key): n for key, n in getattr(stats, name).items()} for name in _BY_NAME}
@@ -73,17 +68,10 @@ def snapshot(
 
 
 class SnapshotFile:
-    """Appends lines to the file of a run, each with one write.
+    """Appends lines to the file of a run, each with one write; ``about`` has the entries of the first one.
 
-    If the file becomes larger than ``limit_bytes``, every second snapshot is removed.
-
-    Args:
-        directory: directory of the run. It is created if it does not exist.
-        about: entries of the first line.
-        limit_bytes: maximum size of the file.
-
-    Raises:
-        BadOption: the directory has the snapshots of another run.
+    If the file becomes larger than ``limit_bytes``, every second snapshot is removed. Raises ``BadOption`` if the
+    directory has the snapshots of another run.
     """
 
     def __init__(
@@ -98,11 +86,7 @@ class SnapshotFile:
         self.append("run", **about)
 
     def append(self, kind: str, **entries: Any) -> None:
-        """Append a line.
-
-        Raises:
-            OSError: it cannot be written; the file is unchanged.
-        """
+        """Append a line. Raises ``OSError`` if it cannot be written; the file is unchanged."""
         entry = {"kind": kind, "time": time.time(), **entries}
         line = json.dumps(entry, allow_nan=False, default=plain).encode() + b"\n"  # NumPy's numbers, too
         end = self._file.seek(0, os.SEEK_END)
@@ -187,11 +171,7 @@ def _is_snapshot(entry: dict[str, Any]) -> bool:
 class SnapshotReader:
     """Reads what was appended to the file of a run since the last call. Incomplete lines are left for later.
 
-    Args:
-        run: directory of the run, or the file.
-
-    Raises:
-        BadOption: there are no snapshots.
+    ``run`` is the directory of the run, or the file. Raises ``BadOption`` if there are no snapshots.
     """
 
     def __init__(self, run: str | os.PathLike[str]) -> None:

@@ -53,14 +53,8 @@ class Export:
 class CompleteEpisodes:
     """The complete episodes of a recording: a sequence of ``TensorDict [length]``, read when they are taken.
 
-    Args:
-        with_last: leave out episodes whose last observation is unknown.
-
-    Attributes:
-        lengths: number of steps of each.
-
-    Raises:
-        BadRecording: no episode is complete.
+    ``with_last`` leaves out episodes whose last observation is unknown. ``lengths`` has the number of steps of each.
+    Raises ``BadRecording`` if no episode is complete.
     """
 
     def __init__(self, recording: Recording, *, with_last: bool = False) -> None:
@@ -103,13 +97,9 @@ class CompleteEpisodes:
 
 
 def observation_keys(recording: Recording, given: Sequence[Key | str] | None = None) -> list[Key]:
-    """Return the root keys of the observations: those that the batches also have below "next".
+    """Return the root keys of the observations: ``given``, or those that the batches also have below "next".
 
-    Args:
-        given: the keys, if not all of those are observations, e.g. recurrent states of a policy.
-
-    Raises:
-        BadRecording: the recording has no such keys, or no observations after the steps (``compact_obs=True``).
+    Raises ``BadRecording`` if the recording lacks them, or has no observations after the steps (``compact_obs=True``).
     """
     keys = recording.keys
     if given is not None:

@@ -259,12 +259,9 @@ class ActionLog:
     def episode(
         self, index: int, end: int, actions: Mapping[Key, Array], log: ResetLog, stepped: Array | None
     ) -> CrashReport:
-        """The resets and actions of environment ``index`` up to the end of an episode, from a known start on.
+        """The resets and actions of environment ``index`` up to the end of an episode, ``end`` rows into the rollout.
 
-        Args:
-            index: number of the environment in the group, whose environments are replayed ``alone``.
-            end: rows of the next rollout up to the end of the episode.
-            actions, log, stepped: the next rollout, as for ``add``.
+        The environments of the group are replayed ``alone``. ``actions``, ``log``, ``stepped``: as for ``add``.
         """
         count = int((log.resets[:, ROW] < end).sum())  # later ones start the next episodes
         log = ResetLog(log.resets[:count], {n: special for n, special in log.special.items() if n < count})

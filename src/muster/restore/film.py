@@ -51,11 +51,7 @@ class Outcome:
 def film(moves: CrashReport, path: Path, fps: float | None = None) -> Outcome:
     """Write a video of the episode that the last reset of the moves starts: a picture of the reset and of every step.
 
-    Args:
-        fps: pictures per second. None: those of the environment.
-
-    Raises:
-        MusterError: the episode cannot be repeated, or its environment renders no pictures.
+    Raises ``MusterError`` if the episode cannot be repeated, or its environment renders no pictures.
     """
     if moves.missing:
         raise BadCrashReport(moves.missing)
@@ -106,15 +102,10 @@ def _pictures(player: Player, moves: Sequence[tuple[str, int]], outcome: Outcome
 
 
 def load_own(path: str | Path, *, trust: bool) -> CrashReport:
-    """Read a kept episode.
+    """Read a kept episode, from a file that stays open meanwhile, so that what is checked is what is read.
 
-    Args:
-        path: path of the file. It stays open meanwhile, so that what is checked is what is read.
-        trust: whether the file may run code, if it belongs to this user and no other user may write it.
-
-    Raises:
-        ImportRefused: it may not.
-        BadCrashReport: the file is missing or damaged.
+    ``trust`` allows a file to run code, if it belongs to this user and no other user may write it. Otherwise such a
+    file raises ``ImportRefused``. A missing or damaged file raises ``BadCrashReport``.
     """
     try:
         with open(path, "rb") as file:
@@ -138,11 +129,7 @@ def load_own(path: str | Path, *, trust: bool) -> CrashReport:
 
 
 def film_command(*, trust: bool) -> list[str]:
-    """Return the command that makes a film; the path of the episode's file is to be appended.
-
-    Args:
-        trust: see ``load_own``.
-    """
+    """Return the command that makes a film; the path of the file is to be appended. ``trust``: see ``load_own``."""
     return program("muster.restore.film", "trust" if trust else "")
 
 

@@ -24,13 +24,8 @@ NEWEST_EVERY_S = 5.0
 class KeptEpisodes:
     """Keeps the newest, best and worst of the finished episodes. One thread adds episodes, another one saves them.
 
-    The newest one is replaced every five seconds, so that long collections of short episodes cost next to nothing.
-
-    Args:
-        missing: why no episode can be repeated; empty: they can.
-
-    Attributes:
-        newest_due: the newest episode is to be replaced by the next one that ends.
+    The newest one is replaced every five seconds, so that long collections of short episodes cost next to nothing:
+    ``newest_due`` says that the next one that ends replaces it. ``missing``: why no episode can be repeated; else empty.
     """
 
     def __init__(self, missing: str = "") -> None:
@@ -59,13 +54,9 @@ class KeptEpisodes:
         log: ResetLog,
         stepped: Array | None,
     ) -> None:
-        """Keep what is newest, best or worst of the episodes that ended in the next rollout of an action log.
+        """Keep what is newest, best or worst of ``episodes``, which ended in a rollout that is not in the log yet.
 
-        Args:
-            episodes: episodes that ended in the rollout.
-            ids: trajectory ids, ``[n, B]``.
-            history: action log, to which the rollout is not added yet.
-            actions, log, stepped: the rollout, see ``ActionLog.add``.
+        ``ids``: trajectory ids of the rollout, ``[n, B]``. ``actions``, ``log``, ``stepped``: as for ``ActionLog.add``.
         """
         if self.missing:
             return
@@ -81,14 +72,7 @@ class KeptEpisodes:
             self.newest_due, self._newest_at = False, time.monotonic()
 
     def save(self, directory: Path) -> Iterator[dict[str, Any]]:
-        """Write the episodes that were kept since the last call. Yields their numbers, for the snapshots of the run.
-
-        Args:
-            directory: directory of the run.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
+        """Write the episodes kept since the last call into the directory of a run. Yields their numbers."""
         now = time.monotonic()
         for which in WHICH:
             if (kept := self._unsaved.pop(which, None)) is not None:
