@@ -25,7 +25,7 @@ class KeptEpisodes:
     """Keeps the newest, best and worst of the finished episodes. One thread adds episodes, another one saves them.
 
     The newest one is replaced every five seconds, so that long collections of short episodes cost next to nothing:
-    ``newest_due`` says that the next one that ends replaces it. ``missing``: why no episode can be repeated; else empty.
+    ``newest_due`` says that the next one replaces it. ``missing`` says why no episode can be repeated; else empty.
     """
 
     def __init__(self, missing: str = "") -> None:
