@@ -167,7 +167,8 @@ class PageServer(ThreadingHTTPServer):
         self.socket = listening
         self.run, self.token, self.cookie = run, token, f"muster_watch_{port}"
         self.local = is_loopback(host)
-        self.files = {path: (_read(name), kind) for path, (name, kind) in _FILES.items()}
+        folder = resources.files("muster.observing") / "page"
+        self.files = {path: ((folder / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()}
         self._places, self._parent = threading.BoundedSemaphore(_MOST_VIEWERS), parent
         self.ending = threading.Event()
         self.films = Films(film, (run if run.is_dir() else run.parent) / EPISODES)
@@ -307,10 +308,6 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, event: str, content: Any) -> None:
         self.wfile.write(f"event: {event}\ndata: {json.dumps(content)}\n\n".encode())
         self.wfile.flush()
-
-
-def _read(name: str) -> bytes:
-    return resources.files("muster.observing").joinpath("page").joinpath(name).read_bytes()
 
 
 def main(arguments: Sequence[str]) -> None:

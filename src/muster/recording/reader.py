@@ -72,7 +72,11 @@ def load(directory: str | os.PathLike[str], *, skip_damaged: bool = False) -> Re
     if MANIFEST not in names and not found:
         raise BadRecording(f"{root} holds no recording: there is neither {MANIFEST} nor a chunk in it.")
     lost: list[str] = []
-    manifest = _read_manifest(root, lost)
+    manifest = None
+    try:
+        manifest = _read_manifest(root / MANIFEST)
+    except BadRecording as error:
+        lost.append(f"{error} What it says was taken from the chunks, which cannot tell whether some are missing.")
     if manifest is not None:
         _check_manifest(root / MANIFEST, manifest)
     chunks = _read_chunks(root, found, lost, skip_damaged)
@@ -368,14 +372,8 @@ def _stack(value: Any, size: tuple[int, ...]) -> Any:
     return NonTensorStack(*(_stack(item, size[1:]) for item in value))
 
 
-def _read_manifest(root: Path, lost: list[str]) -> dict[str, Any] | None:
-    """Return the manifest, or None and a note: every chunk has a copy of its essential parts."""
-    path = root / MANIFEST
-    try:
-        file, _ = open_regular(path)
-    except BadRecording as error:
-        lost.append(f"{error} What it says was taken from the chunks, which cannot tell whether some are missing.")
-        return None
+def _read_manifest(path: Path) -> dict[str, Any]:
+    file, _ = open_regular(path)
     with file:
         text = file.read()
     with suppress(Damaged):
@@ -384,8 +382,7 @@ def _read_manifest(root: Path, lost: list[str]) -> dict[str, Any] | None:
         found = read_json(text)
         if isinstance(found, dict) and found.get("version") != VERSION:
             return found  # the caller refuses other versions, which have other checksums
-    lost.append(f"{path} is damaged; what it says was taken from the chunks, which cannot tell whether some miss.")
-    return None
+    raise BadRecording(f"{path} is damaged.")
 
 
 def _check_manifest(path: Path, manifest: dict[str, Any]) -> None:
