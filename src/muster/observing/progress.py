@@ -31,14 +31,11 @@ class CollectionProgress:
     def wrote(self, stats: CollectorStats) -> None:
         """Show a batch, which ``stats`` include."""
         if self._show is None:
-            shown = progress("collect", self._total, lines=self._lines, stream=sys.stderr)
+            shown = progress("collect", self._total, lines=lambda: worker_lines(self._workers()), stream=sys.stderr)
             self._show = self._made.enter_context(shown)
         self._show(stats.frames, in_one_line(stats, self._total))
         if 0 <= self._total <= stats.frames:
             self.close()
-
-    def _lines(self) -> list[str]:
-        return worker_lines(self._workers())
 
     def close(self) -> None:
         """End the display. May be called again; the next batch begins a new one."""

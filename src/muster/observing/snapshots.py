@@ -104,17 +104,14 @@ class SnapshotFile:
     def _thin(self) -> None:
         """Remove every second snapshot, and the rows of workers of all but the newest: nothing shows them."""
         entries = [entry for line in self.path.read_bytes().splitlines() if (entry := parsed(line)) is not None]
-        errors = [entry for entry in entries if entry["kind"] == "error"]
-        dropped = {id(entry) for entry in errors[:-MOST_ERRORS]}
-        episodes = [entry for entry in entries if entry["kind"] == "episode"]
-        newest = {entry["which"]: id(entry) for entry in episodes}.values()
-        dropped |= {id(entry) for entry in episodes} - set(newest)
-        snapshots = [entry for entry in entries if entry["kind"] == "snapshot"]
-        dropped |= {id(entry) for entry in snapshots[-2::-2]}
-        for entry in snapshots[:-1]:
+        of = _by_kind(entries)
+        newest = {entry["which"]: entry for entry in of["episode"]}
+        kept = [*of["run"], *of["error"][-MOST_ERRORS:], *newest.values(), *of["snapshot"][::-2], *of["end"]]
+        for entry in of["snapshot"][:-1]:
             entry["workers"] = []
-        kept = [json.dumps(entry).encode() + b"\n" for entry in entries if id(entry) not in dropped]
-        write_whole(self.path, kept)
+        place = {id(entry): n for n, entry in enumerate(entries)}
+        kept.sort(key=lambda entry: place[id(entry)])
+        write_whole(self.path, [json.dumps(entry).encode() + b"\n" for entry in kept])
         self._file.close()
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
 
@@ -131,6 +128,10 @@ def parsed(line: bytes) -> dict[str, Any] | None:
         return None
     fits = _has(entry, *_ENTRIES[kind]) and (kind != "episode" or entry.get("which") in WHICH)
     return entry if fits and (kind != "snapshot" or _is_snapshot(entry)) else None
+
+
+def _by_kind(entries: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    return {kind: [entry for entry in entries if entry["kind"] == kind] for kind in _ENTRIES}
 
 
 def _refuse(name: str) -> None:
@@ -232,9 +233,7 @@ class RunHistory:
             _, entries = reader.read()
         finally:
             reader.close()
-        kinds: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _ENTRIES}
-        for entry in entries:
-            kinds[entry["kind"]].append(entry)
+        kinds = _by_kind(entries)
         errors = {entry["id"]: entry for entry in kinds["error"]}
         about, end = (kinds[kind][-1] if kinds[kind] else None for kind in ("run", "end"))
         return cls(about or {}, kinds["snapshot"], list(errors.values()), end)
