@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import io
 import itertools
@@ -33,18 +32,23 @@ from muster.cli.report import summary
 from muster.episodes.curve import EpisodeTotals
 from muster.episodes.record import Episodes
 from muster.observing.progress import below, clock, in_one_line, progress, short, worker_lines
-from muster.observing.stats import CollectorStats, WorkerStats
 from muster.recording import Recorder, load
 from tests.command_line import refused, run
+from tests.fakes.stats import stats, worker
 from tests.tools import files_limited_to
 
 # ------------------------------------------------------------------------------------------ collecting
 
 
-def test_collect_records_exactly_what_was_asked_for(tmp_path, capsys):
-    code, out, err = run(capsys, "collect", "CartPole-v1", "--frames", "4k", "--seed", 3, "--out", tmp_path / "a")
+def recorded(capsys: Any, path: Path, *argv: Any) -> tuple[str, Any]:
+    """What ``muster collect`` has printed, and its recording."""
+    code, out, err = run(capsys, "collect", *argv, "--out", path)
     assert (code, err) == (0, "")
-    recording = load(tmp_path / "a")
+    return out, load(path)
+
+
+def test_collect_records_exactly_what_was_asked_for(tmp_path, capsys):
+    out, recording = recorded(capsys, tmp_path / "a", "CartPole-v1", "--frames", "4k", "--seed", 3)
     assert len(recording) == 4000
     assert recording.lost is None
     assert recording.meta["env"] == "CartPole-v1"
@@ -71,10 +75,8 @@ def test_a_full_disk_ends_the_recording_and_says_so(tmp_path, capsys):
 
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1", "MountainCarContinuous-v0"])
 def test_mlp_fits_discrete_and_continuous_actions(env, tmp_path, capsys):
-    argv = ["collect", env, "--frames", "160", "--envs", "4", "--policy", "mlp", "--out", tmp_path / "a"]
-    code, _, err = run(capsys, *argv)
-    assert (code, err) == (0, "")
-    batch = load(tmp_path / "a").batch(0)
+    _, recording = recorded(capsys, tmp_path / "a", env, "--frames", "160", "--envs", "4", "--policy", "mlp")
+    batch = recording.batch(0)
     assert batch["action_log_prob"].isfinite().all()
     assert len(batch["action"].unique()) > 1
 
@@ -89,10 +91,9 @@ def test_mlp_fits_discrete_and_continuous_actions(env, tmp_path, capsys):
     ],
 )
 def test_mujoco_is_recorded_in_the_dtype_of_the_network(policy, obs_dtype, stored, tmp_path, capsys):
-    argv = ["collect", "HalfCheetah-v5", "--frames", "40", "--envs", "2", "--policy", policy, "--out", tmp_path / "a"]
-    code, _, err = run(capsys, *argv, *([] if obs_dtype is None else ["--obs-dtype", obs_dtype]))
-    assert (code, err) == (0, "")
-    batch = load(tmp_path / "a").batch(0)
+    argv = ["HalfCheetah-v5", "--frames", "40", "--envs", "2", "--policy", policy]
+    _, recording = recorded(capsys, tmp_path / "a", *argv, *([] if obs_dtype is None else ["--obs-dtype", obs_dtype]))
+    batch = recording.batch(0)
     assert (batch["observation"].dtype, batch["next", "observation"].dtype) == (stored, stored)
     assert batch["action"].dtype == torch.float32
 
@@ -117,10 +118,8 @@ def test_mlp_takes_boxes_of_any_shape(shape, dtype):
 
 @pytest.mark.slow
 def test_workers_record_the_data_of_as_many_groups(tmp_path, capsys):
-    argv = ["collect", "CartPole-v1", "--frames", "1600", "--frames-per-batch", "800", "--seed", 5]
-    code, out, err = run(capsys, *argv, "--workers", 2, "--envs", 4, "--out", tmp_path / "a")
-    assert (code, err) == (0, "")
-    recording = load(tmp_path / "a")
+    argv = ["CartPole-v1", "--frames", "1600", "--frames-per-batch", "800", "--seed", 5, "--workers", 2, "--envs", 4]
+    out, recording = recorded(capsys, tmp_path / "a", *argv)
     assert (recording.meta["workers"], recording.meta["envs"], len(recording)) == (2, 4, 1600)
     options: dict[str, Any] = {"num_envs": 4, "frames_per_batch": 800, "total_frames": 1600, "seed": 5}
     with Collector(["CartPole-v1"] * 2, None, **options) as collector:
@@ -137,17 +136,15 @@ def test_workers_record_the_data_of_as_many_groups(tmp_path, capsys):
 
 @pytest.mark.parametrize("where", [[], ["--threads"]])
 def test_batches_of_single_workers_come_as_they_are_ready(where, tmp_path, capsys):
-    argv = ["collect", "CartPole-v1", "--frames", 1200, "--frames-per-batch", 200, "--envs", 4]
-    code, _, err = run(capsys, *argv, "--workers", 2, "--async", *where, "--out", tmp_path / "a")
-    assert (code, err) == (0, "")
-    recording = load(tmp_path / "a")
+    argv = ["CartPole-v1", "--frames", 1200, "--frames-per-batch", 200, "--envs", 4, "--workers", 2, "--async", *where]
+    _, recording = recorded(capsys, tmp_path / "a", *argv)
     assert (recording.batches, len(recording)) == (6, 1200)
     assert recording.batch(0).batch_size == (4, 50)
     assert {int(recording.batch(n)["collector", "traj_ids"][0, 0]) // 4 % 2 for n in range(6)} == {0, 1}
 
 
 def test_a_server_acts_for_workers(tmp_path, capsys):
-    argv = ["collect", "CartPole-v1", "--frames", 800, "--frames-per-batch", 400, "--envs", 4, "--policy", "mlp"]
+    argv = ["CartPole-v1", "--frames", 800, "--frames-per-batch", 400, "--envs", 4, "--policy", "mlp"]
     recordings = {}
     for name, where in {
         "workers": [],
@@ -155,10 +152,8 @@ def test_a_server_acts_for_workers(tmp_path, capsys):
         "server": ["--inference", "server"],
         "alternating": ["--inference", "server", "--alternating"],
     }.items():
-        code, out, err = run(capsys, *argv, "--workers", 2, *where, "--out", tmp_path / name)
-        assert (code, err) == (0, "")
+        out, recording = recorded(capsys, tmp_path / name, *argv, "--workers", 2, *where)
         assert ("(policy: server: " in out) == bool(where)
-        recording = load(tmp_path / name)
         recordings[name] = torch.cat([recording.batch(number)["observation"] for number in range(2)], 2)
         assert recordings[name].shape == (2, 4, 100, 4)
     assert torch.equal(recordings["again"], recordings["server"])
@@ -567,30 +562,6 @@ def test_without_arguments_help_is_shown(capsys):
 # ------------------------------------------------------------------------------------------ what is shown
 
 
-def stats(**changes: Any) -> CollectorStats:
-    plain = CollectorStats(
-        frames=500,
-        executed=500,
-        discarded={},
-        in_flight=0,
-        batches=5,
-        episodes=0,
-        return_mean=None,
-        length_mean=None,
-        frames_per_s=38_200.0,
-        env_s=6.0,
-        policy_s=2.0,
-        copy_s=1.0,
-        rest_s=1.0,
-        wait_s=0.0,
-        policy_path="module",
-        policy_version=0,
-        policy_lag={},
-        slots={},
-    )
-    return dataclasses.replace(plain, **changes)
-
-
 def test_lines_are_limited_by_time_not_by_batches(capsys):
     with progress("collect", 1000, every_s=1e9) as never, progress("collect", 1000, every_s=0) as always:
         for _ in range(3):
@@ -612,23 +583,6 @@ def test_the_summary_adds_up():
     assert "env 30% ▇▇▇  policy 10% ▇  copy 5%  rest 5%  record 50% ▇▇▇▇▇" in text
     assert "none ended" in summary(stats(), EpisodeTotals(), None)
     assert "record" not in summary(stats(), EpisodeTotals(), None)
-
-
-def worker(index: int, **changes: Any) -> WorkerStats:
-    plain = WorkerStats(
-        index=index,
-        pid=7,
-        state="working",
-        phase="step",
-        env_ids=(index,),
-        frames=250,
-        share=0.5,
-        frames_per_s=19_000.0,
-        busy_s=5.0,
-        restarts=0,
-        policy_lag=0,
-    )
-    return dataclasses.replace(plain, **changes)
 
 
 def test_the_summary_says_where_the_time_of_workers_went():

@@ -128,6 +128,12 @@ def small(tmp_path_factory):
     return record(tmp_path_factory.mktemp("small") / "r", batches), batches
 
 
+@pytest.fixture
+def path(small, tmp_path):
+    """A copy of ``small``."""
+    return copied(small, tmp_path / "r")
+
+
 def texts(B: int, T: int, tag: str) -> NonTensorStack:
     return NonTensorStack.from_list([[f"{tag}:{b},{t} ü\n" for t in range(T)] for b in range(B)])
 
@@ -450,8 +456,7 @@ def test_a_flipped_bit_anywhere_is_noticed(small, tmp_path_factory, data):
     assert (file.name in said) == changed
 
 
-def test_damage_in_the_middle_can_be_left_out(small, tmp_path):
-    path = copied(small, tmp_path / "r")
+def test_damage_in_the_middle_can_be_left_out(path, small):
     content = bytearray((path / chunk_name(1)).read_bytes())
     content[-3] ^= 4
     (path / chunk_name(1)).write_bytes(content)
@@ -467,8 +472,7 @@ def test_damage_in_the_middle_can_be_left_out(small, tmp_path):
     assert "chunk-000001" in rest.lost
 
 
-def test_chunks_swapped_or_of_another_recording_are_noticed(small, tmp_path):
-    path = copied(small, tmp_path / "r")
+def test_chunks_swapped_or_of_another_recording_are_noticed(path, small, tmp_path):
     (path / chunk_name(1)).rename(path / "x")
     (path / chunk_name(2)).rename(path / chunk_name(1))
     (path / "x").rename(path / chunk_name(2))
@@ -481,8 +485,7 @@ def test_chunks_swapped_or_of_another_recording_are_noticed(small, tmp_path):
         load(path)
 
 
-def test_missing_last_chunks_and_a_missing_manifest_are_noticed(small, tmp_path):
-    path = copied(small, tmp_path / "r")
+def test_missing_last_chunks_and_a_missing_manifest_are_noticed(path, small):
     (path / chunk_name(3)).unlink()
     assert "last 1 of 4 chunks" in (load(path).lost or "")
     (path / "recording.json").unlink()
@@ -514,8 +517,7 @@ def test_a_recording_of_version_2_is_read_as_it_was_written():
     recording.verify()
 
 
-def test_another_version_is_refused_with_the_way_out(small, tmp_path):
-    path = copied(small, tmp_path / "r")
+def test_another_version_is_refused_with_the_way_out(path):
     manifest = json.loads((path / "recording.json").read_text()) | {"version": 99}
     (path / "recording.json").write_bytes(seal(manifest))
     with pytest.raises(BadRecording, match="version 99"):
@@ -552,11 +554,10 @@ def test_another_version_is_refused_with_the_way_out(small, tmp_path):
     ],
     ids=str,
 )
-def test_headers_that_lie_are_refused(small, tmp_path, part, lie):
+def test_headers_that_lie_are_refused(path, part, lie):
     def change(header: dict[str, Any], about: dict[str, Any], crcs: dict[str, str]) -> None:
         about.update(lie) if part == "about" else header.update({"observation": lie})
 
-    path = copied(small, tmp_path / "r")
     rewrite(path / chunk_name(1), change)
     with pytest.raises(BadRecording, match="chunk-000001"):
         load(path)
@@ -572,15 +573,13 @@ def sealed(rest: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("what", UNREADABLE)
-def test_a_sealed_manifest_that_is_no_json_is_as_if_damaged(small, tmp_path, what):
-    path = copied(small, tmp_path / "r")
+def test_a_sealed_manifest_that_is_no_json_is_as_if_damaged(path, small, what):
     (path / "recording.json").write_bytes(sealed(b'"x": ' + what + b"}"))
     assert "recording.json is damaged" in check_nothing_is_wrong(path, small[1])
 
 
 @pytest.mark.parametrize("what", UNREADABLE)
-def test_a_sealed_header_that_is_no_json_is_refused(small, tmp_path, what):
-    path = copied(small, tmp_path / "r")
+def test_a_sealed_header_that_is_no_json_is_refused(path, what):
     quoted = json.dumps(sealed(b'"x": ' + what).decode("latin1")).encode()
     for text in (b'{"x": ' + what + b"}", b'{"__metadata__": {"muster": ' + quoted + b"}}"):
         (path / chunk_name(1)).write_bytes(len(text).to_bytes(8, "little") + text)
@@ -589,8 +588,7 @@ def test_a_sealed_header_that_is_no_json_is_refused(small, tmp_path, what):
 
 
 @pytest.mark.parametrize("depth", range(50, 800, 50))  # beyond it depends on the caller's own depth
-def test_a_manifest_of_any_depth_is_refused_for_its_format(small, tmp_path, depth):
-    path = copied(small, tmp_path / "r")
+def test_a_manifest_of_any_depth_is_refused_for_its_format(path, depth):
     what = b"[" * depth + b"]" * depth
     (path / "recording.json").write_bytes(sealed(b'"format": ' + what + b"}"))
     with pytest.raises(BadRecording, match=r"recording\.json is"):
@@ -614,8 +612,7 @@ def test_objects_that_are_no_json_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["collector/traj_ids", "next/reward", "next/done"])
-def test_a_table_of_episodes_needs_numbers(small, tmp_path, key):
-    path = copied(small, tmp_path / "r")
+def test_a_table_of_episodes_needs_numbers(path, tmp_path, key):
     first = key.split("/")
 
     def objects(batch: TensorDict) -> TensorDict:
@@ -661,8 +658,7 @@ def rewrite(path: Path, change: Any) -> None:
 # ------------------------------------------------------------------------------------------ links and paths
 
 
-def test_links_are_not_followed(small, tmp_path):
-    path = copied(small, tmp_path / "r")
+def test_links_are_not_followed(path, tmp_path):
     (path / chunk_name(3)).rename(tmp_path / "elsewhere")
     (path / chunk_name(3)).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(BadRecording, match="symbolic link"):
@@ -696,8 +692,7 @@ def test_the_writer_follows_no_links_and_keys_are_no_paths(tmp_path, batches):
     assert victim.read_text() == "precious"
 
 
-def test_nothing_is_overwritten(small, tmp_path):
-    path = copied(small, tmp_path / "r")
+def test_nothing_is_overwritten(path):
     for _ in range(2):
         with pytest.raises(BadRecording, match="already holds a recording"):
             Recorder(path, meta={})
