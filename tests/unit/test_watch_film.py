@@ -23,7 +23,7 @@ from muster.observing.page_server import Films, PageAddress, PageServer
 from muster.observing.snapshots import EPISODES, NAME, WHICH, SnapshotFile, SnapshotReader
 from muster.restore import checkpoint, kept_episodes
 from muster.restore.crash_report import EPISODE, CrashReport, EnvFactory
-from muster.restore.film import described_film, film, film_command, load_own
+from muster.restore.film import film, film_command, film_of_kept, load_own
 from muster.restore.player import Player
 from muster.testing import CountingEnv
 from tests.waits import wait_until
@@ -73,10 +73,6 @@ def loaded(directory: Any, which: str) -> CrashReport:
 
 def numbers(kept: CrashReport) -> tuple[float, int]:
     return kept.episode["episode_return"], kept.episode["length"]
-
-
-def filmed(kept: CrashReport, path: Any) -> dict[str, Any]:
-    return described_film(kept, film(kept, path))
 
 
 def collected(make: Any, directory: Any, **options: Any) -> tuple[Any, list[Any]]:
@@ -206,7 +202,7 @@ def test_the_film_of_an_episode_has_a_picture_of_the_reset_and_of_every_step(tmp
     collected(WalkEnv, tmp_path, num_envs=2, frames_per_batch=8, total_frames=200)
     for which in WHICH:
         kept = loaded(tmp_path, which)
-        made = filmed(kept, tmp_path / f"{which}.mp4")
+        made = film_of_kept(kept, tmp_path / f"{which}.mp4")
         length = kept.episode["length"]
         assert made == {**kept.episode, "frames": length + 1, "fps": 10.0, "note": ""}
         frames = list(imageio_ffmpeg.read_frames(str(tmp_path / f"{which}.mp4")))[1:]
@@ -217,7 +213,7 @@ def test_the_film_of_an_episode_has_a_picture_of_the_reset_and_of_every_step(tmp
 def test_a_film_that_differs_says_so(tmp_path: Any) -> None:
     pytest.importorskip("imageio_ffmpeg")
     collected(partial(WalkEnv, secret=1.0), tmp_path, frames_per_batch=50, total_frames=200)
-    made = filmed(loaded(tmp_path, "best"), tmp_path / "a.mp4")
+    made = film_of_kept(loaded(tmp_path, "best"), tmp_path / "a.mp4")
     assert "is not the recorded episode" in made["note"]
 
 
@@ -314,7 +310,7 @@ def test_code_of_the_directory_runs_only_if_it_is_trusted_and_only_the_users_own
         with pytest.raises(ImportRefused, match="others may write it"):
             load_own(path, trust=True)
     path.chmod(0o600)
-    made = filmed(load_own(path, trust=True), tmp_path / "a.mp4")
+    made = film_of_kept(load_own(path, trust=True), tmp_path / "a.mp4")
     assert made["frames"] == made["length"] + 1
     assert (tmp_path / "ran").exists()
 

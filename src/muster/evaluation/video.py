@@ -16,6 +16,7 @@ from muster.keys import Key
 from muster.memory.specs import Array
 from muster.restore.crash_report import CrashReport, EnvFactory, Special
 from muster.restore.film import film as write_film
+from muster.restore.film import is_same
 
 
 @dataclass
@@ -64,11 +65,11 @@ def film(tape: Tape, episode: EvaluatedEpisode, folder: Path, name: str, fps: fl
         )
     source, kwargs = tape.factory(episode.env_id)
     path = folder / f"{name}-return-{episode.episode_return:g}.mp4"
-    outcome = write_film(tape.crash_report(episode, EnvFactory(source, None, kwargs)), path, fps)
-    if not outcome.is_like(episode.episode_return, episode.length):
+    rewards, _ = write_film(tape.crash_report(episode, EnvFactory(source, None, kwargs)), path, fps)
+    if not is_same(rewards, episode.episode_return, episode.length):
         warnings.warn(
             f"{tape.name} is not determined by its seed and actions: the episode with return "
-            f"{episode.episode_return:g} in {episode.length} steps gave {outcome.episode_return:g} in {outcome.steps} "
+            f"{episode.episode_return:g} in {episode.length} steps gave {sum(rewards):g} in {len(rewards)} "
             f"when it was repeated for the video, which shows that.",
             stacklevel=2,
         )

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +34,10 @@ LIMIT_S = 300  # to make a film
 LIMIT_BYTES = 256 << 20  # of a film
 
 
-@dataclass
-class Outcome:
-    """What came of a repeated episode so far, and the speed of its film."""
-
-    fps: float
-    episode_return: float = 0.0
-    steps: int = 0
-    ended: bool = False
-
-    def is_like(self, episode_return: float, length: int) -> bool:
-        """Whether it has this return and length."""
-        return self.steps == length and math.isclose(self.episode_return, episode_return, rel_tol=1e-9, abs_tol=1e-9)
-
-
-def film(moves: CrashReport, path: Path, fps: float | None = None) -> Outcome:
+def film(moves: CrashReport, path: Path, fps: float | None = None) -> tuple[list[float], float]:
     """Write a video of the episode that the last reset of the moves starts: a picture of the reset and of every step.
 
+    Returns the rewards of the repeated episode, and the pictures per second: ``fps``, or those of the environment.
     Raises ``MusterError`` if the episode cannot be repeated, or its environment renders no pictures.
     """
     if moves.missing:
@@ -58,13 +45,19 @@ def film(moves: CrashReport, path: Path, fps: float | None = None) -> Outcome:
     check_ffmpeg()
     with closing(Player(replace(moves, factory=_rendering(moves)))) as player:
         own_fps, order = _frames_per_second(player), player.moves()
-        outcome = Outcome(own_fps if fps is None else fps)
+        fps = own_fps if fps is None else fps
+        rewards: list[float] = []
         start = max(n for n, move in enumerate(order) if move[0] == "reset")
         for move in order[:start]:
             player.make(move)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_mp4(path, _pictures(player, order[start:], outcome), outcome.fps)
-    return outcome
+        write_mp4(path, _pictures(player, order[start:], rewards), fps)
+    return rewards, fps
+
+
+def is_same(rewards: Sequence[float], episode_return: float, length: int) -> bool:
+    """Whether a repeated episode with these rewards has this return and length."""
+    return len(rewards) == length and math.isclose(sum(rewards), episode_return, rel_tol=1e-9, abs_tol=1e-9)
 
 
 def _rendering(moves: CrashReport) -> EnvFactory:
@@ -88,17 +81,16 @@ def _frames_per_second(player: Player) -> float:
     return float(getattr(player.env, "metadata", {}).get("render_fps") or FPS)
 
 
-def _pictures(player: Player, moves: Sequence[tuple[str, int]], outcome: Outcome) -> Iterator[Array]:
-    """Make a reset, then steps, until the episode ends; yield the picture after each, and sum up the ``outcome``."""
+def _pictures(player: Player, moves: Sequence[tuple[str, int]], rewards: list[float]) -> Iterator[Array]:
+    """Make a reset, then steps, until the episode ends; yield the picture after each, and append its reward."""
     for move in moves:
         player.make(move)
         yield _picture(player)
         if move[0] == "step":
             reward, terminated, truncated = (column.item() for column in player.outcome())
-            outcome.episode_return, outcome.steps = outcome.episode_return + reward, outcome.steps + 1
-            outcome.ended = terminated or truncated
-        if outcome.ended:
-            return
+            rewards.append(reward)
+            if terminated or truncated:
+                return
 
 
 def load_own(path: str | Path, *, trust: bool) -> CrashReport:
@@ -133,15 +125,16 @@ def film_command(*, trust: bool) -> list[str]:
     return program("muster.restore.film", "trust" if trust else "")
 
 
-def described_film(kept: CrashReport, outcome: Outcome) -> dict[str, Any]:
-    """Return the numbers of an episode and of its film; ``note`` says how it differs from the recorded episode."""
+def film_of_kept(kept: CrashReport, path: Path) -> dict[str, Any]:
+    """Film a kept episode. Returns its numbers and the film's; ``note`` says how it differs from the recorded one."""
+    rewards, fps = film(kept, path)
     note = ""
-    if not outcome.is_like(kept.episode["episode_return"], kept.episode["length"]):
+    if not is_same(rewards, kept.episode["episode_return"], kept.episode["length"]):
         note = (
             f"This film is not the recorded episode: repeated from its seed and actions, it has return "
-            f"{outcome.episode_return:g} in {outcome.steps} steps. {kept.name} also depends on something else."
+            f"{sum(rewards):g} in {len(rewards)} steps. {kept.name} also depends on something else."
         )
-    return {**kept.episode, "frames": outcome.steps + 1, "fps": outcome.fps, "note": note}
+    return {**kept.episode, "frames": len(rewards) + 1, "fps": fps, "note": note}
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -155,8 +148,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         with tempfile.TemporaryDirectory(prefix="muster-film-") as folder:
             made = Path(folder, "film.mp4")
-            kept = load_own(path, trust=bool(trust))
-            answer = described_film(kept, film(kept, made))
+            answer = film_of_kept(load_own(path, trust=bool(trust)), made)
             content = made.read_bytes()
         if len(content) > LIMIT_BYTES:
             answer, content = {"error": f"The film has more than {LIMIT_BYTES:,} bytes."}, b""
