@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 
 from muster.errors import BadOption, MusterError
 from muster.rollout.progress import ORDER, PHASE, Phase
-from muster.workers import keeper
 from muster.workers import launch as launching
+from muster.workers import lifelines
 from muster.workers.channel import Channel
 from muster.workers.launch import UNKNOWN, launch, shutdown_forkserver
 from muster.workers.status_page import StatusPage
@@ -674,9 +674,9 @@ def test_orphans_that_end_while_the_worker_lives_leave_no_zombies(start, light):
 @pytest.mark.slow
 def test_a_keeper_without_the_kernels_list_of_children_finds_them_all_the_same(monkeypatch):
     with subprocess.Popen(["sleep", "1000"]) as child:
-        mine = [pid for pid in keeper.children() if pid == child.pid]
-        monkeypatch.setattr(keeper, "_text", missing := MissingList(keeper._text))
-        assert [pid for pid in keeper.children() if pid == child.pid] == mine == [child.pid]
+        mine = [pid for pid in lifelines.children() if pid == child.pid]
+        monkeypatch.setattr(lifelines, "_text", missing := MissingList(lifelines._text))
+        assert [pid for pid in lifelines.children() if pid == child.pid] == mine == [child.pid]
         assert missing.asked
         child.kill()
 
@@ -706,7 +706,7 @@ def test_many_ends_at_once_are_all_reported(start, light):
 
 def test_a_worker_whose_server_died_before_it_looked_does_not_run():
     code = (
-        "import socket; from muster.workers.keeper import tie_life; "
+        "import socket; from muster.workers.lifelines import tie_life; "
         "ours, lifeline = socket.socketpair(); ours.close(); tie_life(lifeline); print('runs')"
     )
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

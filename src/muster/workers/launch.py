@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from muster.errors import BadOption, CollectorTimeout, MusterError
 from muster.workers.channel import Channel
 from muster.workers.forkserver import LIGHT, PRELOADED, STATUS_BYTES, ForkedServer, ForkRequest
-from muster.workers.keeper import kill_group
+from muster.workers.lifelines import kill_group
 from muster.workers.status_page import StatusPage
 
 UNKNOWN = 1 << 16  # exit code of a worker whose exit was not observed, because the fork server was killed
@@ -308,7 +308,7 @@ def _python(lifeline: socket.socket, channel: Channel, streams: list[int]) -> su
     """Start an interpreter that first ties its life to this process, and then becomes a fork server."""
     ends = (channel.fileno(), lifeline.fileno())
     surroundings = f"import sys; sys.path[:] = {sys.path!r}; sys.argv[:] = {sys.argv!r}"
-    tied = f"from muster.workers.keeper import tie_life; tie_life({lifeline.fileno()})"
+    tied = f"from muster.workers.lifelines import tie_life; tie_life({lifeline.fileno()})"
     return subprocess.Popen(
         [
             *(sys.executable, *_interpreter_flags()),
