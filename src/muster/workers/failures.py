@@ -98,51 +98,22 @@ class Where:
 
 
 @dataclass(frozen=True)
-class SentCause:
-    """The cause of an error as plain data.
-
-    Attributes:
-        pickled: pickled exception; None if it does not survive pickling.
-    """
-
-    type_name: str
-    text: str
-    traceback: str
-    pickled: bytes | None = field(default=None, repr=False)
-
-    @classmethod
-    def of(cls, cause: BaseException) -> SentCause:
-        if type(cause) is RemoteError:  # ``isinstance`` would run code of a user's exception class
-            return cls(cause.type_name, str(cause).partition(": ")[2], cause.traceback)
-        return cls(_type_name(cause), _text(cause), _traceback(cause), _pickled(cause))
-
-    def error(self) -> BaseException:
-        """Unpickle the exception; if that is impossible, make a ``RemoteError``."""
-        if self.pickled is not None:
-            try:
-                original: BaseException = cloudpickle.loads(self.pickled)
-                return original
-            except KeyboardInterrupt:
-                raise
-            except BaseException:  # noqa: BLE001  (its module may be missing here; use the text)
-                pass
-        return RemoteError(f"{self.type_name}: {self.text}", self.type_name, self.traceback)
-
-
-@dataclass(frozen=True)
 class SentError:
     """An error as plain data, which any process can receive. It is complete for the user.
 
     Attributes:
         kind: name of the class in ``muster.errors``.
         known: attributes of the error.
+        cause: text of the original exception; None if the error has no cause.
+        pickled: pickled original exception; None if it does not survive pickling.
         crash_report: name and content of a crash report from another machine.
     """
 
     kind: str
     message: str
     known: Mapping[str, Any]
-    cause: SentCause | None
+    cause: RemoteError | None = None
+    pickled: bytes | None = field(default=None, repr=False)
     crash_report: tuple[str, bytes] | None = None
 
     def here(self, directory: CrashDirectory) -> SentError:
@@ -157,22 +128,28 @@ class SentError:
         """Make the exception; its ``__cause__`` is the original exception or a ``RemoteError``."""
         error = _made(getattr(errors, self.kind), self.message)
         vars(error).update(self.known)
-        error.__cause__ = None if self.cause is None else self.cause.error()
+        error.__cause__ = self.cause
+        if self.pickled is not None:
+            try:
+                error.__cause__ = cloudpickle.loads(self.pickled)
+            except KeyboardInterrupt:
+                raise
+            except BaseException:  # noqa: BLE001  (its module may be missing here; use the text)
+                pass
         return error
 
 
 def send_error(error: BaseException) -> SentError:
     """Convert an exception of a worker pool to plain data. Includes its crash report and deletes that file here."""
-    nearest, cause = _nearest(error), _CAUSE(error)
+    nearest = _nearest(error)
     if nearest is None:
         return pack(error, phase="call")
     known = {name: value for name, value in vars(error).items() if not name.startswith("_")}
-    path, content = known.get("crash_report"), None
-    if path is not None:
-        content = path.name, path.read_bytes()
+    sent = SentError(nearest.__name__, text_of(error), known, *_sent_cause(_CAUSE(error)))
+    if (path := known.get("crash_report")) is not None:
+        sent = replace(sent, crash_report=(path.name, path.read_bytes()))
         path.unlink()
-    sent_cause = None if cause is None else SentCause.of(cause)
-    return SentError(nearest.__name__, text_of(error), known, sent_cause, content)
+    return sent
 
 
 def pack(error: BaseException, *, phase: str, **where: Any) -> SentError:
@@ -195,11 +172,11 @@ def pack(error: BaseException, *, phase: str, **where: Any) -> SentError:
     if original is not None:
         full = _traceback(original)
         trim(original)
-    cause = None if original is None else SentCause.of(original)
+    cause, pickled = _sent_cause(original)
     stack = f"Traceback in the worker:\n{cause.traceback}" if cause is not None and cause.traceback else ""
     sentence = text if text.endswith((".", "!", "?")) else f"{text}."
     message = _sections(f"{sentence} In {place}, phase {phase}.", stack)
-    return SentError(nearest.__name__, message, place.known(phase) | {"traceback": full}, cause)
+    return SentError(nearest.__name__, message, place.known(phase) | {"traceback": full}, cause, pickled)
 
 
 def env_index_of(error: BaseException, phase: str) -> int | None:
@@ -388,6 +365,14 @@ def _made(cls: type[MusterError], message: str) -> MusterError:
     error = cls.__new__(cls, message)
     error.args = (message,)
     return error
+
+
+def _sent_cause(cause: BaseException | None) -> tuple[RemoteError | None, bytes | None]:
+    """Return an exception as text, and pickled if possible."""
+    if cause is None or type(cause) is RemoteError:  # ``isinstance`` would run code of a user's exception class
+        return cause, None
+    name = _type_name(cause)
+    return RemoteError(f"{name}: {_text(cause)}", name, _traceback(cause)), _pickled(cause)
 
 
 def _pickled(error: BaseException) -> bytes | None:
