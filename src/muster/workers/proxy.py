@@ -109,7 +109,8 @@ class WorkerProxy(Proxy):
             seed, generation = self.place.seed, self.config.generation
             if self._supervisor.server is not None:
                 self._supervisor.server.actor.reseed(self.groups, seed, generation)
-            self._supervisor.notes.restarted(self.groups, seed, self.place.static, generation)
+            self._supervisor.notes.forget(self.groups)
+            self._supervisor.notes.seeded(self.groups, seed, static=self.place.static, generation=generation)
             for request in self.under_way.requests():
                 self.send(request)
 
