@@ -48,28 +48,18 @@ _WORKING = str(Path("workers", "main.py"))
 
 @dataclass(frozen=True)
 class Where:
-    """The place of an error in a collector; unknown parts are None.
-
-    Attributes:
-        env_ids: global numbers of the environments that may have failed.
-        env_index: index of the environment in its group.
-        row: row of the rollout.
-        episode, step: number of episodes that the environment had completed, and of its steps since then.
-        seed: seed of the environment's last seeded reset.
-        generation: number of earlier starts of the worker.
-        node: number and host of the worker's node; empty on this machine.
-    """
+    """The place of an error in a collector; unknown parts are None."""
 
     worker: int | None = None
     pid: int | None = None
-    generation: int | None = None
-    env_ids: tuple[int, ...] = ()
-    env_index: int | None = None
-    row: int | None = None
-    episode: int | None = None
-    step: int | None = None
-    seed: int | None = None
-    node: str = ""
+    generation: int | None = None  # number of earlier starts of the worker
+    env_ids: tuple[int, ...] = ()  # global numbers of the environments that may have failed
+    env_index: int | None = None  # index of the environment in its group
+    row: int | None = None  # row of the rollout
+    episode: int | None = None  # number of episodes that the environment had completed
+    step: int | None = None  # number of its steps since then
+    seed: int | None = None  # seed of the environment's last seeded reset
+    node: str = ""  # number and host of the worker's node; empty on this machine
 
     def __str__(self) -> str:
         parts = []

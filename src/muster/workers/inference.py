@@ -35,31 +35,19 @@ LOST_S = 5.0  # timeout for a call of the policy that may write into the lane of
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """The configuration of an inference server, without policy and weights; see ``MultiOptions``. Can be pickled.
+    """The configuration of an inference server, without policy and weights; see ``MultiOptions``. Can be pickled."""
 
-    Attributes:
-        workers: numbers of the workers that it acts for.
-        options: ``WorkerOptions``; pickled by ``pickling.dumps`` for a node.
-        is_factory: the policy is given as a factory.
-        alternating: half of the workers step while the server acts for the other half.
-        max_batch: maximum number of environments in one call; None: no maximum.
-        max_wait_s: maximum wait of the first worker that asks for others at work; None: until all of them ask.
-        threads: number of torch threads; None: unchanged.
-        deadline_s: deadline of a call of the policy; None: no deadline.
-        exclusive: the user's thread waits during calls; see ``Actor``.
-        keeps_streams: see ``Actor``.
-    """
-
-    workers: Sequence[int]
-    options: Any
-    is_factory: bool
-    alternating: bool
-    max_batch: int | None
+    workers: Sequence[int]  # numbers of the workers that it acts for
+    options: Any  # ``WorkerOptions``; pickled by ``pickling.dumps`` for a node
+    is_factory: bool  # the policy is given as a factory
+    alternating: bool  # half of the workers step while the server acts for the other half
+    max_batch: int | None  # maximum number of environments in one call; None: no maximum
+    # maximum wait of the first worker that asks for others at work; None: until all of them ask
     max_wait_s: float | None
-    threads: int | None
-    deadline_s: float | None
-    exclusive: bool = True
-    keeps_streams: bool = True
+    threads: int | None  # number of torch threads; None: unchanged
+    deadline_s: float | None  # deadline of a call of the policy; None: no deadline
+    exclusive: bool = True  # the user's thread waits during calls; see ``Actor``
+    keeps_streams: bool = True  # see ``Actor``
 
 
 @dataclass

@@ -65,20 +65,13 @@ class Restarted(Exception):
 
 @dataclass
 class Record:
-    """The signs of life and the restarts of one worker or node.
+    """The signs of life and the restarts of one worker or node."""
 
-    Attributes:
-        signs, since: last signs of life, and the time (``time.monotonic``) of their last change.
-        restarts: times of the restarts within the last minute.
-        fruitless: number of restarts since the last complete rollout.
-        revive_at: time of the next restart; None: none is planned.
-    """
-
-    signs: tuple[Any, ...] = ()
-    since: float = 0.0
-    restarts: deque[float] = field(default_factory=deque)
-    fruitless: int = 0
-    revive_at: float | None = None
+    signs: tuple[Any, ...] = ()  # the last ones
+    since: float = 0.0  # time (``time.monotonic``) of their last change
+    restarts: deque[float] = field(default_factory=deque)  # times of the restarts within the last minute
+    fruitless: int = 0  # number of restarts since the last complete rollout
+    revive_at: float | None = None  # time of the next restart; None: none is planned
 
     def may_restart(self, most: int | None) -> bool:
         """Count one more restart, and return whether the budget of ``most`` per minute allows it."""

@@ -23,16 +23,12 @@ from muster.workers.messages import RolloutRequest, RolloutResult
 
 @dataclass
 class Requested:
-    """A request, until its result is taken.
-
-    Attributes:
-        entered: the frame counters include its steps, from a result that was taken back.
-    """
+    """A request, until its result is taken."""
 
     request: RolloutRequest
     slot: Slot
     result: RolloutResult | None = None
-    entered: bool = False
+    entered: bool = False  # the frame counters include its steps, from a result that was taken back
 
     @property
     def lane(self) -> Lane:
@@ -41,17 +37,12 @@ class Requested:
 
 @dataclass(frozen=True)
 class AtWork:
-    """The rollout at which a worker is working.
-
-    Attributes:
-        row: last row for which the policy was called; -1: none.
-        index: index of the environment that is being stepped; None: unknown.
-    """
+    """The rollout at which a worker is working."""
 
     request: RolloutRequest
     lane: Lane
-    row: int
-    index: int | None
+    row: int  # last row for which the policy was called; -1: none
+    index: int | None  # index of the environment that is being stepped; None: unknown
 
 
 class UnderWay:
