@@ -65,7 +65,7 @@ class Answering:
 
     def __init__(self, arena: Arena) -> None:
         self.arena, self.config = arena, SimpleNamespace(node="", timeout=lambda phase: 1.0)
-        self.notes = SimpleNamespace(restarted=lambda *_: None)  # nobody keeps histories
+        self.notes = SimpleNamespace(forget=lambda *_: None, seeded=lambda *_, **known: None)  # nobody keeps histories
         self.answers: deque[Callable[[int], Sequence[Answer]] | BaseException] = deque()
 
     def launch(self, name: str, preload: bool) -> Any:

@@ -39,17 +39,10 @@ CLOSE_SHARE = 0.6  # share of its deadline in which a worker closes coroutines; 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """The options of a collector that its workers need; see ``CollectorOptions`` for their meaning.
-
-    Attributes:
-        shared_frames: all groups fill a batch together; False: each group fills batches of its own.
-        obs_dtype: dtype in which floating-point observations are stored; None: the dtype of the environments.
-        info: infos to store; False: none.
-        timeouts: deadlines by phase, for coroutines. A phase without an entry has its default.
-    """
+    """The options of a collector that its workers need; see ``CollectorOptions`` for their meaning."""
 
     frames_per_batch: int
-    shared_frames: bool
+    shared_frames: bool  # all groups fill a batch together; False: each group fills batches of its own
     num_envs: int | None
     env_device: torch.device | None
     policy_device: torch.device | None
@@ -59,9 +52,9 @@ class WorkerOptions:
     compile_policy: bool | dict[str, Any] | None
     cudagraph_policy: bool | dict[str, Any] | None
     rollout: RolloutOptions
-    obs_dtype: np.dtype[Any] | None = None
-    info: Any = False
-    timeouts: Mapping[str, float | None] = field(default_factory=dict)
+    obs_dtype: np.dtype[Any] | None = None  # of stored floating-point observations; None: that of the environments
+    info: Any = False  # infos to store; False: none
+    timeouts: Mapping[str, float | None] = field(default_factory=dict)  # by phase, for coroutines
 
     @property
     def deadlines(self) -> dict[str, float | None]:

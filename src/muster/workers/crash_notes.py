@@ -38,17 +38,7 @@ OBJECT = "Episodes cannot be repeated: an environment object cannot be made agai
 
 
 class CrashNotes:
-    """The action logs of groups that were just made, in the parent.
-
-    Args:
-        groups: numbers of the groups.
-        origins: ``EnvFactory`` of each group.
-        counters: frame counters, by number of the group.
-        max_frames_per_traj, crash_dir: see the collector's options.
-
-    Attributes:
-        kept: episodes that are kept; None: none.
-    """
+    """The action logs of groups that were just made, in the parent; ``origins``: ``EnvFactory`` of each group."""
 
     def __init__(
         self,
@@ -59,7 +49,7 @@ class CrashNotes:
         crash_dir: str | Path | None = None,
     ) -> None:
         self._directory = CrashDirectory(crash_dir)
-        self.kept: KeptEpisodes | None = None
+        self.kept: KeptEpisodes | None = None  # episodes that are kept
         self._histories: dict[int, ActionLog] = {}
         self._infos = {number: counters[number].info for number in groups}
         self._begun: dict[int, int] = {}  # by request under way: first row after an earlier result
@@ -111,15 +101,7 @@ class CrashNotes:
         self.add(result.group, actions, ids, result.anchors, result.episodes)
 
     def add(self, group: int, actions: Mapping[Key, Array], ids: Array, log: ResetLog, ended: Episodes | None) -> None:
-        """Log a rollout, and keep episodes that ended in it.
-
-        Args:
-            group: number of the group.
-            actions: ``[n, B, *shape]`` per leaf.
-            ids: trajectory ids, ``[n, B]``.
-            log: resets of the rollout.
-            ended: episodes that ended in it.
-        """
+        """Log a rollout (actions ``[n, B, *shape]``, trajectory ids ``[n, B]``), and keep episodes that ended in it."""
         history, stepped = self._histories[group], ids >= 0 if self._infos[group].replays_alone else None
         if ended and self.kept is not None:
             self.kept.add(ended, ids, history, actions, log, stepped)
@@ -143,8 +125,7 @@ class CrashNotes:
     def died(self, at_work: AtWork, error: MusterError) -> Callable[[], Replay]:
         """Make a crash report for a worker that is dead or hangs, from the rows that it has written into its lane.
 
-        Returns:
-            a function that saves the crash report, which can take long on a busy disk. It does not use the lane.
+        Returns a function that saves it, which can take long on a busy disk. That function does not use the lane.
         """
         request, lane, index = at_work.request, at_work.lane, at_work.index
         begin, phase = self._begun.pop(request.number, 0), error.phase or "step"
@@ -183,22 +164,15 @@ class CrashNotes:
 
 
 class LocalLog:
-    """Adds the rollouts of a worker in the user's thread, with as little work per rollout and reset as possible.
+    """Adds the rollouts of a worker in the user's thread, whose groups had no reset yet, to their action logs.
 
-    Short rollouts are joined, and added as one.
-
-    Args:
-        notes: action logs of the groups.
-        groups: the groups, before their first reset.
-
-    Attributes:
-        add: adds the rows of a rollout, see ``Worker.after_rollout``.
+    It does as little work per rollout and reset as possible: short rollouts are joined, and added as one.
     """
 
     def __init__(self, notes: CrashNotes, groups: Sequence[Group]) -> None:
         self._notes = notes
         self._of = {group.number: _JoinedRollouts(notes, group) for group in groups}
-        self.add = self._add if len(groups) > 1 else self._of[groups[0].number].add
+        self.add = self._add if len(groups) > 1 else self._of[groups[0].number].add  # see ``Worker.after_rollout``
 
     def _add(self, result: RolloutResult, lane: Lane, begin: int) -> None:
         self._of[result.group].add(result, lane, begin)

@@ -89,22 +89,14 @@ class Where:
 
 @dataclass(frozen=True)
 class SentError:
-    """An error as plain data, which any process can receive. It is complete for the user.
+    """An error as plain data, which any process can receive. It is complete for the user."""
 
-    Attributes:
-        kind: name of the class in ``muster.errors``.
-        known: attributes of the error.
-        cause: text of the original exception; None if the error has no cause.
-        pickled: pickled original exception; None if it does not survive pickling.
-        crash_report: name and content of a crash report from another machine.
-    """
-
-    kind: str
+    kind: str  # name of the class in ``muster.errors``
     message: str
-    known: Mapping[str, Any]
-    cause: RemoteError | None = None
-    pickled: bytes | None = field(default=None, repr=False)
-    crash_report: tuple[str, bytes] | None = None
+    known: Mapping[str, Any]  # attributes of the error
+    cause: RemoteError | None = None  # text of the original exception; None: there is none
+    pickled: bytes | None = field(default=None, repr=False)  # the original; None if it does not survive pickling
+    crash_report: tuple[str, bytes] | None = None  # name and content of a crash report from another machine
 
     def here(self, directory: CrashDirectory) -> SentError:
         """Return the error with its crash report saved in a directory of this machine."""
@@ -180,21 +172,12 @@ def env_index_of(error: BaseException, phase: str) -> int | None:
     return index if type(index) is int and index >= 0 else None
 
 
-def died(
-    where: Where,
-    *,
-    phase: str,
-    exitcode: int | None,
-    oom_kills: int = 0,
-    stack: str = "",
-) -> WorkerDied:
+def died(where: Where, *, phase: str, exitcode: int | None, oom_kills: int = 0, stack: str = "") -> WorkerDied:
     """Return the error for a worker process that exited unexpectedly.
 
     Args:
-        phase: phase that was interrupted.
         exitcode: exit code as in ``subprocess``: negative for signals; None: unknown.
         oom_kills: growth of ``oom_kills()`` since the supervisor was made.
-        stack: output of ``faulthandler``.
     """
     how, name = "ended in an unknown way", ""
     if exitcode is not None and exitcode < 0:
@@ -211,32 +194,15 @@ def died(
 
 
 def node_lost(where: Where, *, phase: str, why: str) -> WorkerDied:
-    """Return the error for a worker whose node was lost or did not join.
-
-    Args:
-        why: reason given by the node's link.
-    """
+    """Return the error for a worker whose node was lost or did not join; ``why``: reason given by its link."""
     message = f"{_capital(where)} is lost with its node, during {phase}: {why}"
     return _at(WorkerDied(message), where, phase)
 
 
 def hung(
-    where: Where,
-    *,
-    phase: str,
-    seconds: float,
-    deadline: float,
-    stack: str = "",
-    stopped: bool = False,
+    where: Where, *, phase: str, seconds: float, deadline: float, stack: str = "", stopped: bool = False
 ) -> WorkerHung:
-    """Return the error for a worker that made no progress for longer than its deadline.
-
-    Args:
-        phase: phase in which the worker hangs.
-        seconds: seconds since the last sign of life.
-        stack: output of ``faulthandler``; empty if there is none.
-        stopped: the process is stopped (SIGSTOP, a debugger).
-    """
+    """Return the error for a worker that made no progress for longer than its deadline; ``stopped``: by SIGSTOP."""
     frame = innermost_user_frame(stack)
     at = f" at {frame}" if frame else ""
     message = f"{_capital(where)} has been in {phase} for {seconds:.1f} s{at}; its deadline is {deadline:g} s."
@@ -249,11 +215,7 @@ def hung(
 
 
 def on_server(error: Exception, seen: MusterError) -> MusterError:
-    """Return the error of a policy on the inference server.
-
-    Args:
-        seen: error raised by the server's answer in a worker; its attributes give the place.
-    """
+    """Return the error of a policy on the inference server, with the place of the worker's error ``seen``."""
     cls = _nearest(error) or PolicyError
     full = _traceback(error)
     trim(error)
@@ -264,11 +226,7 @@ def on_server(error: Exception, seen: MusterError) -> MusterError:
 
 
 def server_hung(ident: int | None, *, seconds: float, deadline: float) -> WorkerHung:
-    """Return the error for an inference server whose policy does not return.
-
-    Args:
-        ident: identifier of the server's thread.
-    """
+    """Return the error for an inference server whose policy does not return, in the thread ``ident``."""
     stack = "" if ident is None else thread_stack(ident)
     frame = innermost_user_frame(stack)
     message = (

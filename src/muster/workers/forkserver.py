@@ -144,9 +144,7 @@ class _Server:
 class ForkedServer:
     """A fork server that is a fork of its parent, which must have one thread. Stands in for ``subprocess.Popen``.
 
-    Args:
-        ours, theirs: ends of the socket for requests; the second one is closed in the parent.
-        life, lifeline: ends of the fork server's lifeline; the second one is closed in the parent.
+    The server keeps ``theirs`` and ``lifeline``; the parent keeps ``ours`` and ``life``.
     """
 
     def __init__(self, ours: Channel, theirs: Channel, life: socket.socket, lifeline: socket.socket) -> None:

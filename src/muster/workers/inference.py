@@ -66,12 +66,10 @@ class InferenceServer:
 
     Args:
         policy: pickled policy or policy factory; the server makes a policy of its own.
-        ticket: ticket for the weights.
         workers: number of the collector's workers, over all nodes.
 
     Attributes:
         actor: policy and random streams; only the server's thread uses them while workers are at work.
-        mailbox: mailbox of the workers.
     """
 
     def __init__(self, config: ServerConfig, policy: bytes, ticket: Ticket, workers: int) -> None:

@@ -103,12 +103,7 @@ def in_process(method: str | None, *, light: bool = False) -> Callable[[str, boo
 class Child:
     """A worker process. Its keeper, a child of a fork server, writes its exit code into a pipe.
 
-    Args:
-        alone: use a fork server for this process only.
-        light: see ``launch``.
-
-    Attributes:
-        pid: process id.
+    With ``alone``, the fork server is for this process only.
     """
 
     def __init__(self, order: ForkRequest, channel_end: Channel, *, alone: bool, light: bool) -> None:
@@ -191,14 +186,10 @@ class Child:
 
 
 class _ForkServer:
-    """The parent's side of a fork server.
-
-    Attributes:
-        shared: shared fork servers, by ``light``; a spawned worker has a fork server of its own.
-    """
+    """The parent's side of a fork server. A spawned worker has a fork server of its own."""
 
     lock = threading.Lock()
-    shared: ClassVar[dict[bool, _ForkServer]] = {}
+    shared: ClassVar[dict[bool, _ForkServer]] = {}  # by ``light``
     all: ClassVar[weakref.WeakSet[_ForkServer]] = weakref.WeakSet()
 
     def __init__(self, channel: Channel, life: socket.socket, process: subprocess.Popen[bytes] | ForkedServer) -> None:

@@ -87,28 +87,17 @@ class Proxy(ABC):
     """The worker pool's end of a worker or node: its state, its requests, and their results.
 
     Requests and calls are executed one after another, in the order in which they were submitted.
-
-    Attributes:
-        index: number of the worker.
-        groups: numbers of its groups.
-        under_way: requests whose results were not taken.
-        infos: descriptions of the groups that it has made; None: it has made none yet.
-        cause: error with which it was lost.
-        starts: number of starts.
-        record: signs of life and restarts.
-        place: place of its groups for a successor; None: not known yet.
-        late: the node was called and did not join in time.
     """
 
-    late = False
+    late = False  # the node was called and did not join in time
 
     def __init__(self, index: int, groups: Sequence[int], watcher: Watcher) -> None:
         self.index, self.groups, self._watcher = index, list(groups), watcher
         self.under_way = UnderWay()
-        self.infos: list[GroupInfo] | None = None
-        self.cause: Exception | None = None
+        self.infos: list[GroupInfo] | None = None  # descriptions of its groups; None: it has made none yet
+        self.cause: Exception | None = None  # error with which it was lost
         self.starts, self.record = 0, Record()
-        self.place: WorkerPlace | None = None
+        self.place: WorkerPlace | None = None  # place of its groups for a successor; None: not known yet
         self._state = WorkerState.NEW
         self._owner = Owner("collector", "workers")
         self._asked = 0  # number of the newest request
@@ -265,18 +254,14 @@ class Watcher(ABC):
         config: its ``on_failure``: "raise": raise the error to the user; the next batch restarts the worker.
             "restart": restart the worker at once. "drop": continue without the worker.
 
-    Attributes:
-        handles: proxies of all workers, or of all nodes.
-        counters: frame counters of the groups; empty before there is a pool.
         elastic: nodes may join late and leave: requests of a lost node are returned as lost, for other nodes.
-        changes: number of changes of the states of workers or nodes.
     """
 
-    changes = 0
+    changes = 0  # number of changes of the states of workers or nodes
 
     def __init__(self, config: PoolConfig, *, elastic: bool = False) -> None:
-        self.handles: Sequence[Any] = ()
-        self.counters: Sequence[FrameCounters] = ()
+        self.handles: Sequence[Any] = ()  # proxies of all workers, or of all nodes
+        self.counters: Sequence[FrameCounters] = ()  # of the groups; empty before there is a pool
         self.elastic, self.config = elastic, config
         self._lost: list[RolloutResult] = []
         self._due: list[Any] = []  # proxies whose restart is planned

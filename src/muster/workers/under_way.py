@@ -49,15 +49,11 @@ class UnderWay:
     """The requests of one worker, with their slots, until their results are taken.
 
     True while a request has no result. Methods with ``cells`` read the worker's progress; see ``Progress``.
-
-    Attributes:
-        outstanding: requests whose results were not taken, by number, oldest first.
-        fresh: results that the supervisor has not processed.
     """
 
     def __init__(self) -> None:
-        self.outstanding: dict[int, Requested] = {}
-        self.fresh: list[RolloutResult] = []
+        self.outstanding: dict[int, Requested] = {}  # requests whose results were not taken, by number, oldest first
+        self.fresh: list[RolloutResult] = []  # results that the supervisor has not processed
 
     def __bool__(self) -> bool:
         return any(requested.result is None for requested in self.outstanding.values())
