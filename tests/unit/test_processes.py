@@ -102,7 +102,7 @@ def descriptors() -> list[str]:
 
 
 def server_pid() -> int:
-    return launching._ForkServer.shared[False].process.pid
+    return launching._ForkServer.shared[False].pid
 
 
 # -------------------------------------------------------------------------------------- channels
@@ -904,7 +904,7 @@ def test_nothing_is_left_of_a_killed_parent():
         worker("with_grandchild")
         worker("with_nested_worker"); worker("with_grandchild", method="spawn"); worker("spins", method="spawn")
         worker("with_daemons"); worker("with_daemons", method="spawn")
-        print(pids + [launching._ForkServer.shared[False].process.pid], flush=True)
+        print(pids + [launching._ForkServer.shared[False].pid], flush=True)
         time.sleep(1000)
         """
     )
@@ -923,7 +923,7 @@ def test_a_parent_may_be_killed_while_its_server_imports(tmp_path):
     process = driver(
         f"""
         worker("spins"); worker("with_grandchild")
-        print(pids + [launching._ForkServer.shared[False].process.pid], flush=True)
+        print(pids + [launching._ForkServer.shared[False].pid], flush=True)
         sys.path.insert(0, {str(tmp_path)!r})
         launching.PRELOADED = ["slow_import"]
         sys.modules["slow_import"] = sys
@@ -971,7 +971,7 @@ def test_a_parent_that_ends_by_itself_is_not_held_up_by_its_workers():
     process = driver(
         """
         worker("spins"); worker("with_grandchild"); worker("spins", method="spawn"); worker("with_daemons")
-        print(pids + [launching._ForkServer.shared[False].process.pid], flush=True)
+        print(pids + [launching._ForkServer.shared[False].pid], flush=True)
         """
     )
     lines = process.stdout.read().splitlines()  # ends only when no worker holds its standard output

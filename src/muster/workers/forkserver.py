@@ -21,7 +21,6 @@ import random
 import select
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
@@ -139,41 +138,6 @@ class _Server:
         while self.keepers and time.monotonic() < deadline:  # `reap` removes them
             select.select([], [], [], 0.01)
         os._exit(0)
-
-
-class ForkedServer:
-    """A fork server that is a fork of its parent, which must have one thread. Stands in for ``subprocess.Popen``.
-
-    The server keeps ``theirs`` and ``lifeline``; the parent keeps ``ours`` and ``life``.
-    """
-
-    def __init__(self, ours: Channel, theirs: Channel, life: socket.socket, lifeline: socket.socket) -> None:
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                ours.close()
-                life.close()
-                tie_life(lifeline)
-                serve(theirs.fileno(), lifeline.fileno())
-            finally:
-                os._exit(1)
-        theirs.close()
-        lifeline.close()
-
-    def wait(self, timeout: float) -> None:
-        """Wait until it has exited. Raises ``subprocess.TimeoutExpired``."""
-        fd = os.pidfd_open(self.pid)
-        try:
-            if self.returncode is None and not select.select([fd], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired("fork server", timeout)
-            os.waitpid(self.pid, 0)
-            self.returncode = 0
-        finally:
-            os.close(fd)
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
 
 
 def serve(fd: int, lifeline_fd: int) -> None:

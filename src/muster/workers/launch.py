@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -19,8 +20,8 @@ from typing import Any, ClassVar
 
 from muster.errors import BadOption, CollectorTimeout, MusterError
 from muster.workers.channel import Channel
-from muster.workers.forkserver import LIGHT, PRELOADED, STATUS_BYTES, ForkedServer, ForkRequest
-from muster.workers.lifelines import kill_group
+from muster.workers.forkserver import LIGHT, PRELOADED, STATUS_BYTES, ForkRequest, serve
+from muster.workers.lifelines import hung_up, kill_group, tie_life
 from muster.workers.status_page import StatusPage
 
 UNKNOWN = 1 << 16  # exit code of a worker whose exit was not observed, because the fork server was killed
@@ -145,7 +146,8 @@ class Child:
     def _ended_unseen(self) -> int:
         """Return the exit code if no keeper has written it: the keeper was killed, or the system has no keepers."""
         if self._server is not None and sys.platform != "linux":
-            return int(self._server.process.wait(END_S))
+            code = self._server.wait(END_S)
+            return UNKNOWN if code is None else code
         kill_group(self.pid, reaped=True)
         return UNKNOWN
 
@@ -192,8 +194,9 @@ class _ForkServer:
     shared: ClassVar[dict[bool, _ForkServer]] = {}  # by ``light``
     all: ClassVar[weakref.WeakSet[_ForkServer]] = weakref.WeakSet()
 
-    def __init__(self, channel: Channel, life: socket.socket, process: subprocess.Popen[bytes] | ForkedServer) -> None:
-        self._channel, self._life, self.process = channel, life, process
+    def __init__(self, channel: Channel, life: socket.socket, pid: int) -> None:
+        self._channel, self._life, self.pid = channel, life, pid
+        self._code: int | None = None
         self.all.add(self)
 
     @classmethod
@@ -235,17 +238,23 @@ class _ForkServer:
         """In a fork of this process: release the server, which belongs to the parent."""
         self._channel.close()
         self._life.close()  # otherwise the server would outlive the parent
-        self.process.returncode = 0  # nothing to wait for
+
+    def wait(self, seconds: float) -> int | None:
+        """Wait for the end of the process, and return its exit code; None if it still runs."""
+        if self._code is None and hung_up(self._life, seconds):
+            self._code = UNKNOWN
+            with contextlib.suppress(ChildProcessError):  # another part of the program has reaped it
+                self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._code
 
     def end(self) -> None:
         for light in [light for light, server in self.shared.items() if server is self]:
             del self.shared[light]
         self._channel.close()
         try:
-            self.process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(END_S)
+            if self.wait(END_S) is None:
+                os.kill(self.pid, signal.SIGKILL)
+                self.wait(END_S)
         finally:
             self._life.close()
 
@@ -263,7 +272,17 @@ def shutdown_forkserver() -> None:
 def fork_server_here() -> None:
     """Make a fork of this process its fork server, with all imported modules. Requires a process with one thread."""
     (channel, theirs), (life, lifeline) = Channel.pair(), socket.socketpair()
-    _ForkServer.shared[False] = _ForkServer(channel, life, ForkedServer(channel, theirs, life, lifeline))
+    with contextlib.closing(theirs), lifeline:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                channel.close()
+                life.close()
+                tie_life(lifeline)
+                serve(theirs.fileno(), lifeline.fileno())
+            finally:
+                os._exit(1)
+    _ForkServer.shared[False] = _ForkServer(channel, life, pid)
 
 
 def has_fork_server() -> bool:
@@ -295,12 +314,12 @@ def _interpreter_flags() -> list[str]:
     return ["-" + "O" * sys.flags.optimize] * bool(sys.flags.optimize) + [f"-W{each}" for each in sys.warnoptions]
 
 
-def _python(lifeline: socket.socket, channel: Channel, streams: list[int]) -> subprocess.Popen[bytes]:
-    """Start an interpreter that first ties its life to this process, and then becomes a fork server."""
+def _python(lifeline: socket.socket, channel: Channel, streams: list[int]) -> int:
+    """Start an interpreter that first ties its life to this process, and then becomes a fork server. Return its pid."""
     ends = (channel.fileno(), lifeline.fileno())
     surroundings = f"import sys; sys.path[:] = {sys.path!r}; sys.argv[:] = {sys.argv!r}"
     tied = f"from muster.workers.lifelines import tie_life; tie_life({lifeline.fileno()})"
-    return subprocess.Popen(
+    server = subprocess.Popen(
         [
             *(sys.executable, *_interpreter_flags()),
             *("-c", f"{surroundings}; {tied}; from muster.workers.forkserver import serve; serve{ends}"),
@@ -312,6 +331,8 @@ def _python(lifeline: socket.socket, channel: Channel, streams: list[int]) -> su
         pass_fds=ends,
         start_new_session=True,  # only the parent handles Ctrl-C, Ctrl-Z and a closed terminal
     )
+    server.returncode = 0  # ``_ForkServer.wait`` waits for it
+    return server.pid
 
 
 def _preloadable(module: str) -> bool:

@@ -33,11 +33,11 @@ def tie_life(lifeline: socket.socket | int) -> None:
         os._exit(1)
 
 
-def hung_up(sock: socket.socket | int) -> bool:
-    """Return whether the other end is closed."""
+def hung_up(sock: socket.socket | int, seconds: float = 0.0) -> bool:
+    """Return whether the other end is closed, after waiting up to ``seconds`` for it."""
     poller = select.poll()
     poller.register(sock, 0)
-    return any(event & select.POLLHUP for _, event in poller.poll(0))
+    return any(event & select.POLLHUP for _, event in poller.poll(seconds * 1000))
 
 
 def kill_group(pid: int, *, reaped: bool = False) -> None:
