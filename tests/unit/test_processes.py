@@ -26,9 +26,8 @@ from muster.errors import BadOption, MusterError
 from muster.rollout.progress import ORDER, PHASE, Phase
 from muster.workers import launch as launching
 from muster.workers import lifelines
-from muster.workers.channel import Channel
+from muster.workers.channel import Channel, StatusPage
 from muster.workers.launch import UNKNOWN, launch, shutdown_forkserver
-from muster.workers.status_page import StatusPage
 from tests.fakes.fault_runs import alive, all_gone
 from tests.waits import descriptors_left
 
@@ -870,8 +869,7 @@ DRIVER = """
 import os, sys, time
 print("main module runs", flush=True)
 from muster.workers import launch as launching
-from muster.workers.channel import Channel
-from muster.workers.status_page import StatusPage
+from muster.workers.channel import Channel, StatusPage
 channels, pids = [], []
 def worker(function, method=None, first=None, fds=()):
     ours, theirs = Channel.pair()

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from muster.errors import BadOption, CollectorTimeout, MusterError
-from muster.workers.channel import Channel
+from muster.workers.channel import Channel, StatusPage
 from muster.workers.forkserver import LIGHT, PRELOADED, STATUS_BYTES, ForkRequest, serve
 from muster.workers.lifelines import hung_up, kill_group, tie_life
-from muster.workers.status_page import StatusPage
 
 UNKNOWN = 1 << 16  # exit code of a worker whose exit was not observed, because the fork server was killed
 SPARE_DESCRIPTORS = 10  # free descriptors required to start a worker
@@ -209,16 +208,11 @@ class _ForkServer:
     def fork_shared(cls, order: ForkRequest, fds: list[int], light: bool) -> int:
         """Fork a worker from the shared server for ``light``, and return its pid. Starts the server if necessary."""
         with cls.lock:
-            try:
-                return cls._running(light).fork(order, fds)
-            except EOFError:  # the server was killed since the last launch
-                return cls._running(light).fork(order, fds)
-
-    @classmethod
-    def _running(cls, light: bool) -> _ForkServer:
-        if light not in cls.shared:
+            if light in cls.shared:
+                with contextlib.suppress(EOFError):  # the server was killed since the last launch
+                    return cls.shared[light].fork(order, fds)
             cls.shared[light] = cls.start()
-        return cls.shared[light]
+            return cls.shared[light].fork(order, fds)
 
     def fork(self, order: ForkRequest, fds: list[int]) -> int:
         """Start a worker, and return its pid. Ends the server and raises EOFError or TimeoutError if it fails."""
