@@ -111,7 +111,7 @@ class NodePool(Watcher):
             return (self.nodes.enough or 0) - len(there)
 
         while lack([proxy for proxy in self.proxies if proxy.infos is not None]) > 0:
-            self._slow.look()
+            self._log_slow_construction()
             self.wait(None, revives=False)
             alive = [proxy for proxy in self.proxies if proxy.alive]
             for proxy in self.proxies:

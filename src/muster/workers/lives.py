@@ -253,7 +253,6 @@ class Watcher(ABC):
     Args:
         config: its ``on_failure``: "raise": raise the error to the user; the next batch restarts the worker.
             "restart": restart the worker at once. "drop": continue without the worker.
-
         elastic: nodes may join late and leave: requests of a lost node are returned as lost, for other nodes.
     """
 
@@ -265,7 +264,10 @@ class Watcher(ABC):
         self.elastic, self.config = elastic, config
         self._lost: list[RolloutResult] = []
         self._due: list[Any] = []  # proxies whose restart is planned
-        self._slow = SlowConstruction(self.missing)
+        self._begun = time.monotonic()
+        self._missed = ""  # what was logged last as missing
+        self._next_log = self._begun + SLOW_S
+        self._same_log = 0.0  # time at which the same is logged again
 
     @abstractmethod
     def wait(self, timeout: float | None, *, revives: bool = True) -> None:
@@ -302,7 +304,7 @@ class Watcher(ABC):
         asked = handle.starts if asked is None else asked
         while not ready():
             if not self.counters:
-                self._slow.look()
+                self._log_slow_construction()
             if (was_alive := handle.alive) and handle.starts == asked:
                 self.wait(None, revives=False)
             if handle.starts != asked:
@@ -314,6 +316,18 @@ class Watcher(ABC):
                     self.wait(None, revives=False)  # for messages of others, until its restart is due
                     self._revive_due()
                 raise Restarted
+
+    def _log_slow_construction(self) -> None:
+        """Log what is missing after ``SLOW_S``, again when it changes, and again after ``SLOW_AGAIN_S``."""
+        now = time.monotonic()
+        if now < self._next_log:
+            return
+        self._next_log = now + SLOW_S
+        missing = self.missing()
+        if missing and (missing != self._missed or now >= self._same_log):
+            _log.warning("Waiting for %s (%.0f s so far).", missing, now - self._begun)
+            self._missed = missing
+            self._same_log = now + SLOW_AGAIN_S
 
     def _until_due(self, *seconds: float | None) -> float:
         """Return the minimum of these timeouts and the time until the next planned restart, at least 0."""
@@ -375,33 +389,6 @@ class Watcher(ABC):
                 result.error = None
         assert handle.cause is not None
         raise handle.cause
-
-
-class SlowConstruction:
-    """Logs what the construction of a collector waits for, if it takes long.
-
-    Args:
-        missing: returns a description of what is missing; empty if nothing is.
-    """
-
-    def __init__(self, missing: Callable[[], str]) -> None:
-        self._missing = missing
-        self._begun = time.monotonic()
-        self._look_at = self._begun + SLOW_S
-        self._logged = ""
-        self._again_at = 0.0
-
-    def look(self) -> None:
-        """Log what is missing after ``SLOW_S``, again when it changes, and again after ``SLOW_AGAIN_S``."""
-        now = time.monotonic()
-        if now < self._look_at:
-            return
-        self._look_at = now + SLOW_S
-        missing = self._missing()
-        if missing and (missing != self._logged or now >= self._again_at):
-            _log.warning("Waiting for %s (%.0f s so far).", missing, now - self._begun)
-            self._logged = missing
-            self._again_at = now + SLOW_AGAIN_S
 
 
 def listed(noun: str, numbers: Sequence[int]) -> str:
