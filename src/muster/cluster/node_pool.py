@@ -205,5 +205,4 @@ def _part(config: PoolConfig, of_leaf: Sequence[int], node: int) -> PoolConfig |
         return None
     origins = dict(zip(config.groups, config.origins, strict=True))
     own = [origins[number] for worker in workers for number in worker.groups]
-    server = None if config.server is None else replace(config.server, workers=[worker.index for worker in workers])
-    return replace(config, workers=workers, policy=b"", server=server, origins=own, crash_dir=None)
+    return replace(config, workers=workers, policy=b"", origins=own, crash_dir=None)

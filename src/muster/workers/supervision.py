@@ -85,9 +85,9 @@ class Supervisor(Watcher):
         self.server: InferenceServer | None = None  # for all workers; None: the workers run the policy
         if config.server is not None:
             assert subscribe is not None, "weights come before the server"
-            ticket = subscribe(config.server.workers[0])
+            ticket = subscribe(config.workers[0].index)
             made.callback(ticket.close)  # if the server cannot be made
-            self.server = InferenceServer(config.server, config.policy, ticket, config.count)
+            self.server = InferenceServer(config, ticket)
             made.callback(self.server.close)
         self.notes: CrashNotes  # once there is a pool
         self._oom_kills = failures.oom_kills()
