@@ -71,11 +71,9 @@ class _Prepared:
 
 
 class Actor:
-    """A policy, the random streams of groups, and memory for acting on several of them.
+    """A policy, which it owns, the random streams of groups, and memory for acting on several of them.
 
     Args:
-        policy: the policy, owned by the actor.
-        options: options of the collector.
         weights: subscriber from which the newest weights are taken at the start of rollouts.
         exclusive: no other thread draws from the process's global generators during a call, so that they are replaced
             by the streams of the group.

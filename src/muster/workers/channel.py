@@ -50,9 +50,7 @@ class Channel:
 
     Messages that arrive together are read together: after waiting for ``fileno()``, receive until ``poll()`` is false.
     When either end is closed, ``send`` raises EOFError, and so does ``receive`` after all messages sent before.
-
-    Args:
-        sock: a connected stream socket, owned by this object.
+    A channel owns its socket.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -206,15 +204,12 @@ class WakeUp:
     two on systems without eventfd.
 
     Threads of the same process can say who rings: then only these senders are looked at, however many there are.
-
-    Attributes:
-        fds: descriptors for ``WakeUp(*fds)`` in another process; owned by this object.
     """
 
     def __init__(self, *fds: int) -> None:
         if not fds:
             fds = (os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC),) if hasattr(os, "eventfd") else os.pipe()
-        self.fds, self._read = fds, fds[0]
+        self.fds, self._read = fds, fds[0]  # for ``WakeUp(*fds)`` in another process; owned by this object
         self._closing = threading.Lock()
         self._senders: dict[Any, None] = {}  # as an ordered set
         self._close = weakref.finalize(self, _close_all, fds)  # a thread may never reach this
@@ -282,14 +277,12 @@ class StatusPage:
 
     A page of counters that the worker stores into, then text: the stacks that ``faulthandler`` writes, which works
     without the GIL and during a crash.
-
-    Attributes:
-        cells: 64 integers (int64), stored and loaded as a whole; they outlive the status page.
     """
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._read = mmap.PAGESIZE  # end of the text that ``stack`` has read
+        # Integers, stored and loaded as a whole. They outlive the status page.
         self.cells = memoryview(arena.view(0, CELLS * 8)).cast("q")  # type: ignore[arg-type]
 
     @classmethod

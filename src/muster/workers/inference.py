@@ -101,11 +101,7 @@ class InferenceServer:
     # --- called by the collector ------------------------------------------------------------------
 
     def open(self, handles: Sequence[WorkerProxy], infos: Mapping[int, GroupInfo]) -> None:
-        """Start to act for these workers; ``infos`` describes their groups, by number.
-
-        Raises:
-            BadOption: the server cannot act for their environments.
-        """
+        """Start to act for these workers; ``infos`` describes their groups. Raises ``BadOption`` if it cannot."""
         self.actor.open(infos)
         self._clients = {h.index: _Client(h.index, h, infos[h.groups[0]].num_envs) for h in handles}
         self._thread.start()

@@ -174,11 +174,7 @@ class Proxy(ABC):
     def close(self, *, wait: bool = True) -> None:
         """Close the environments and end the worker, by force if necessary. May be called again.
 
-        Args:
-            wait: False: only start to close.
-
-        Raises:
-            Exception: error from closing an environment; the worker has ended nevertheless.
+        Without ``wait``, only start to close. Raises the error of an environment; the worker has ended nevertheless.
         """
         if self._state is WorkerState.RUNNING and self.alive:
             self.state = WorkerState.CLOSING
@@ -273,8 +269,7 @@ class Watcher(ABC):
     def wait(self, timeout: float | None, *, revives: bool = True) -> None:
         """Wait until a worker has sent a message or is lost, and process all messages. May return early.
 
-        Args:
-            revives: restart workers whose restart is due; return at once if losses were not taken yet.
+        With ``revives``, restart workers whose restart is due; return at once if losses were not taken yet.
         """
 
     @abstractmethod

@@ -83,8 +83,7 @@ def _leave_to_user(worker: WorkerMain, status_page: StatusPage) -> None:
 class WorkerMain:
     """Executes the messages of the parent, in a process or thread of its own.
 
-    Args:
-        fds: descriptors of the inference server's mailbox, or of the ticket for the weights.
+    ``fds`` are descriptors of the inference server's mailbox, or of the ticket for the weights.
     """
 
     def __init__(self, channel: Any, config: WorkerConfig, progress: Progress, arena: Arena, fds: list[int]) -> None:

@@ -23,13 +23,9 @@ if TYPE_CHECKING:
 
 
 class Request(ABC):
-    """A request to a worker, other than for a rollout.
+    """A request to a worker, other than for a rollout."""
 
-    Attributes:
-        waits: not sent to absent workers. They get its effect with their ``WorkerPlace``, if it has one.
-    """
-
-    waits: ClassVar[bool] = False
+    waits: ClassVar[bool] = False  # not sent to absent workers. They get its effect with their ``WorkerPlace``
 
     @abstractmethod
     def run(self, worker: Worker) -> Any:
