@@ -18,8 +18,7 @@ from muster.rng import GroupRng
 from muster.rollout.columns import RolloutOptions
 from muster.rollout.group import Group
 from muster.workers.build import WorkerOptions, build_envs, build_policy, make_group
-from muster.workers.crash_notes import CrashNotes
-from muster.workers.local_log import LocalLog
+from muster.workers.crash_notes import CrashNotes, LocalLog
 from muster.workers.pool import LocalWorker, WorkerPool
 from muster.workers.schedule import Bundle
 from muster.workers.sync import Sync

@@ -21,7 +21,7 @@ from muster.memory.shared import Arena
 from muster.restore.pickling import dumps
 from muster.weights.publish import PolicyWeights
 from muster.workers.build import WorkerOptions
-from muster.workers.config import PoolConfig, WorkerConfig, WorkerPlace, timeout_of
+from muster.workers.config import PoolConfig, WorkerConfig, WorkerPlace
 from muster.workers.first_ready import FirstReady
 from muster.workers.inference import ServerConfig
 from muster.workers.messages import GroupInfo
@@ -191,7 +191,7 @@ class Workers:
             workers,
             policy,
             self._count,
-            self._server_config(options.server, told, len(parts)) if served and options.server else None,
+            self._server_config(options.server, told) if served and options.server else None,
             [origins[number] for groups in parts for number in groups],
             options.max_frames_per_traj,
             options.crash_dir,
@@ -202,18 +202,15 @@ class Workers:
             options.cpu_affinity,
         )
 
-    def _server_config(self, server: CentralInference, told: WorkerOptions, count: int) -> ServerConfig:
+    def _server_config(self, server: CentralInference, told: WorkerOptions) -> ServerConfig:
         options, away = self._options, self._nodes is not None
         wait = 0.0 if self._alone and server.max_wait_s is None else server.max_wait_s
         return ServerConfig(
-            range(count),
             dumps(told, "the options") if away else told,
-            options.policy_factory is not None,
             server.alternating,
             server.max_batch,
             wait,
             options.num_sub_threads,
-            timeout_of(options.timeouts, "policy"),
             exclusive=away or not self._alone,
             keeps_streams=not options.in_threads,
         )
