@@ -59,16 +59,6 @@ class Part(NamedTuple):
     first: list[Stage]
 
 
-class Made(NamedTuple):
-    """The result of a call: batch, episodes, frames, further statistics, and the first stages of its pipeline."""
-
-    batch: TensorDict
-    episodes: Episodes
-    frames: int
-    native: dict[str, Any]
-    first: list[Stage]
-
-
 class Choice:
     """The episodes chosen by a rule, by their numbers in the store."""
 
@@ -137,11 +127,10 @@ class OnDemand:
         else:
             with self._mode(asked):
                 done = steps(asked)
-        batch, engine.episodes, frames, native, first = done
-        engine.undelivered = frames
+        batch, native, first = done
         made = stats_of_call(
             engine.episodes,
-            frames,
+            engine.undelivered,
             time.perf_counter() - began,
             n_discarded_steps=engine.discarded_steps - before,
             n_kept_steps=0 if engine.kept is None else engine.kept.frames_held,
@@ -169,8 +158,12 @@ class OnDemand:
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def _steps(self, asked: Asked) -> Made:
-        """``n_step``: collect one rollout of all groups, or as many rollouts of first-ready groups as necessary."""
+    def _steps(self, asked: Asked) -> tuple[TensorDict, dict[str, Any], list[Stage]]:
+        """``n_step``: collect one rollout of all groups, or as many rollouts of first-ready groups as necessary.
+
+        Returns:
+            the batch, further statistics, and the first stages of its pipeline.
+        """
         engine, n, parts = self._engine, asked.n_step or 0, self._parts
         while self._rollout is not None or not parts or (self._source.overlaps and engine.undelivered < n):
             if self._rollout is None:
@@ -179,10 +172,9 @@ class OnDemand:
             self._rollout = None
         values = [part.last for part in parts if part.last is not None]
         native = {"last_value_est": torch.cat(values)} if values else {}
-        episodes, first = join_episodes([part.episodes for part in parts]), [f for part in parts for f in part.first]
-        made = Made(joined(parts), episodes, engine.undelivered, native, first)
+        batch, engine.episodes = joined(parts), join_episodes([part.episodes for part in parts])
         self._parts, self._interrupted = [], None  # not before: if joining them fails, the next call tries again
-        return made
+        return batch, native, [stage for part in parts for stage in part.first]
 
     def _roll_out(self, asked: Asked, missing: int) -> CollectedRollout:
         """Collect one of the rollouts for ``missing`` steps."""
@@ -230,7 +222,7 @@ class OnDemand:
 
     # --- episodes ---------------------------------------------------------------------------------
 
-    def _episodes(self, asked: Asked) -> Made:
+    def _episodes(self, asked: Asked) -> tuple[TensorDict, dict[str, Any], list[Stage]]:
         """``n_episode``: collect rollouts until the rule is complete."""
         engine, store = self._engine, self._store()
         keep = self._keeps(asked)
@@ -261,10 +253,10 @@ class OnDemand:
         if asked.special:
             self._give_up_ahead()
         hidden = [key for key in engine.hidden if key in group.batch.keys(True)]
-        episodes = self._ended_in(group.batch)
+        engine.episodes, engine.undelivered = self._ended_in(group.batch), group.frames
         native = {"rule": asked.rule or RULE, "biased": self._choice.rule.biased}
         visible = group.batch.exclude(*hidden) if hidden else group.batch
-        return Made(visible, episodes, group.frames, native, engine.pipeline.showing)
+        return visible, native, engine.pipeline.showing
 
     def _keep(self) -> None:
         """Put the rollout into the store. After an error, the next call repeats this."""
