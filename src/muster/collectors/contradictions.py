@@ -30,11 +30,7 @@ def check_contradictions(o: CollectorOptions) -> None:
 
 
 def check_multi(o: PoolOptions, *, alone: bool) -> None:
-    """Raise ``BadOption`` for the first contradiction in the options of collectors with workers.
-
-    Args:
-        alone: every group fills batches of its own.
-    """
+    """The same for collectors with workers. ``alone``: every group fills batches of its own."""
     cat, threshold = o.cat_dim is not None, o.preemptive_threshold
     for wrong, message in (
         (alone and cat, "cat_results joins the rollouts of a batch, and here every batch is one rollout: leave it out"),

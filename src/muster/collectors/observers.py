@@ -24,12 +24,7 @@ NODES = "Episodes cannot be repeated: their actions are not kept by this collect
 class Observers:
     """Shows every batch to the logger, the progress bar and the snapshots that the options ask for.
 
-    Args:
-        collector: ended when this is garbage-collected, and described in the snapshots.
-
-    Attributes:
-        watched: writer of snapshots; None: without ``watch``.
-        error: error that ended the collection, for the last line of the snapshots.
+    ``error``, if any, has ended the collection; the last snapshot has it.
     """
 
     def __init__(self, collector: Any, options: CollectorOptions, engine: Engine) -> None:

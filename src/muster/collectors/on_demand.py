@@ -85,18 +85,13 @@ class Choice:
 
 
 class OnDemand:
-    """Implements ``collect`` by means of a collector's engine.
-
-    Attributes:
-        batch: batch of the last call.
-        unreported: result that was not returned yet, because of an error.
-    """
+    """Implements ``collect`` by means of a collector's engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._options = engine, engine.options
         self._source = engine.source
-        self.batch: TensorDict | None = None
-        self.unreported: Collected | None = None
+        self.batch: TensorDict | None = None  # of the last call
+        self.unreported: Collected | None = None  # not returned yet, because of an error
         self._waiting: tuple[PipelineItem, CollectStats] | None = None  # refused by a hook or buffer
         self._seen = -1  # number of the last rollout in the store
         self._interrupted: Asked | None = None  # the call that an error interrupted
@@ -436,12 +431,7 @@ def joined(parts: Sequence[Part]) -> TensorDict:
 
 
 def add_next_values(batch: TensorDict, results: Sequence[RolloutResult], pool: WorkerPool) -> torch.Tensor:
-    """Add ``("next", "state_value")`` to a rollout: the policy's values of next observations.
-
-    It is ``[*batch, 1]``, and 0 in all other rows.
-
-    Args:
-        results: results of the rollout, by group.
+    """Add ``("next", "state_value")`` to a rollout: the policy's values of next observations, 0 in all other rows.
 
     Returns:
         the values after the last rows, ``[*lead, 1]``; 0 where an episode has terminated there.
