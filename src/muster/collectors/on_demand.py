@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -98,7 +99,7 @@ class OnDemand:
         self._choice: Choice  # of the call for episodes
         self._parts: list[Part] = []  # of the call for steps
         self._rollout: CollectedRollout | None = None  # the next part, still without values of next observations
-        self._unkept: tuple[TensorDict, Array, int] | None = None  # rollout not yet in store: batch, env ids, frames
+        self._unkept: CollectedRollout | None = None  # of the call for episodes, not yet in the store
         self._random = False  # the store has random actions
 
     def collect(self, asked: Asked) -> Collected:
@@ -136,7 +137,7 @@ class OnDemand:
     def state_dict(self) -> dict[str, Any] | None:
         """Return episodes that are kept for the next call, as plain data."""
         if self._unkept is not None:
-            self._keep()
+            self._keep(self._unkept)
         kept = self._engine.kept
         if kept is None:
             return None
@@ -173,25 +174,27 @@ class OnDemand:
 
     def _roll_out(self, asked: Asked, missing: int) -> CollectedRollout:
         """Collect one of the rollouts for ``missing`` steps."""
-        engine, n = self._engine, asked.n_step or 0
-        others: dict[str, Any] = {"acting": "random" if asked.random else None, "bootstrap": asked.values}
-        before = engine.frames
+        n, limit = asked.n_step or 0, None
+        others: dict[str, Any] = {"bootstrap": asked.values}
         if self._source.overlaps:
-            rows = self._rows(-(-n // engine.num_envs))
+            rows = self._rows(-(-n // self._engine.num_envs))
             others |= {"rows": rows, "batches": self._source.rollouts_for(missing, rows)}
-            batch, hidden = engine.collect(None, **others)
         else:
-            sharing = len(self._living())
-            batch, hidden = engine.collect(n, rows=-(-n // max(sharing, 1)), **others)
-            if n % sharing and VALID not in batch.keys(True):
-                batch.set(VALID, self._valid(batch, n))
+            limit, others["rows"] = n, -(-n // max(len(self._living()), 1))
+        return self._collect(asked, limit, **others)
+
+    def _collect(self, asked: Asked, limit: int | None, **others: Any) -> CollectedRollout:
+        engine, before = self._engine, self._engine.frames
+        batch, hidden = engine.collect(limit, acting="random" if asked.random else None, **others)
         frames = engine.frames - before
         engine.undelivered += frames
         return CollectedRollout(batch, hidden, frames, engine.episodes, engine.env_ids, engine.results)
 
     def _part(self, asked: Asked, rollout: CollectedRollout) -> Part:
         """Return the visible part of a rollout. If the policy fails to return values, the next call repeats this."""
-        engine, batch, hidden = self._engine, rollout.batch, rollout.hidden
+        engine, batch, hidden, n = self._engine, rollout.batch, rollout.hidden, asked.n_step or 0
+        if not self._source.overlaps and n < batch.numel() and VALID not in batch.keys(True):
+            batch.set(VALID, self._valid(batch, n))
         try:
             last = add_next_values(batch, rollout.results, engine.source.pool) if asked.bootstrap else None
         except (WorkerDied, CollectorTimeout):  # the lost server had the recurrent states
@@ -223,17 +226,9 @@ class OnDemand:
         keep = self._keeps(asked)
         while self._unkept is not None or not self._choice.rule.complete:
             if self._unkept is None:
-                before = engine.frames
-                batch, _ = engine.collect(
-                    None,
-                    closes=False,
-                    rows=self._rows(ROWS),
-                    rule=lambda group: self._rule_of(group, self._choice.rule, keep=keep),
-                    acting="random" if asked.random else None,
-                )
-                self._unkept = batch, engine.env_ids, engine.frames - before
-                engine.undelivered += engine.frames - before
-            self._keep()
+                rule = partial(self._rule_of, keep=keep)
+                self._unkept = self._collect(asked, None, closes=False, rows=self._rows(ROWS), rule=rule)
+            self._keep(self._unkept)
             if self._living() == self._choice.envs:
                 self._choice.take(store.new_ends())
             else:
@@ -253,14 +248,12 @@ class OnDemand:
         visible = group.batch.exclude(*hidden) if hidden else group.batch
         return visible, native, engine.pipeline.showing
 
-    def _keep(self) -> None:
+    def _keep(self, rollout: CollectedRollout) -> None:
         """Put the rollout into the store. After an error, the next call repeats this."""
-        assert self._unkept is not None
-        batch, env_ids, frames = self._unkept
-        self._store().add(batch, env_ids)
+        self._store().add(rollout.batch, rollout.env_ids)
         self._unkept = None
-        self._engine.undelivered -= frames
-        self._engine.pipeline.skip(batch, env_ids)
+        self._engine.undelivered -= rollout.frames
+        self._engine.pipeline.skip(rollout.batch, rollout.env_ids)
         self._seen = self._engine.rollouts
 
     def _begin_anew(self, asked: Asked) -> None:
@@ -334,9 +327,9 @@ class OnDemand:
         """Return the numbers of all environments that were not dropped."""
         return [int(i) for a in self._engine.source.pool.counters if not a.dropped for i in a.env_ids]
 
-    def _rule_of(self, group: int, rule: Rule, *, keep: bool) -> Rule | None:
+    def _rule_of(self, group: int, *, keep: bool) -> Rule | None:
         """Return a rule by which a group knows by itself which episodes are needed; None: it cannot know."""
-        counters = self._engine.source.pool.counters
+        rule, counters = self._choice.rule, self._engine.source.pool.counters
         if AGENT in counters[group].info.observation_specs:
             return None
         if len(counters) == 1:
