@@ -140,6 +140,7 @@ class GroupRng:
             self._python, self._torch, self._cuda_state, self._legacy.in_hand = others
             for generator, state in zip(generators, states, strict=True):
                 generator.state = state
+            self._legacy.seen = b""  # the same draws come again, and end where these did
 
     @contextmanager
     def as_global(self) -> Iterator[None]:
@@ -198,7 +199,7 @@ class _NumpyStream:
     def __init__(self, bit_generator: Any) -> None:
         self.bit_generator = bit_generator
         self.in_hand: dict[str, Any] = {}
-        self._seen = b""
+        self.seen = b""
         self._memory: Any = None
         if type(bit_generator) is np.random.MT19937:
             end = bit_generator.ctypes.state_address + MT_BYTES
@@ -213,9 +214,9 @@ class _NumpyStream:
         """Save the cached number, while this stream is installed."""
         if self._memory is not None:
             now = self._memory.raw
-            if now == self._seen and not self.in_hand:
+            if now == self.seen and not self.in_hand:
                 return
-            self._seen = now
+            self.seen = now
         state: dict[str, Any] = np.random.get_state(legacy=False)
         self.in_hand = {key: state[key] for key in ("has_gauss", "gauss")} if state["has_gauss"] else {}
 

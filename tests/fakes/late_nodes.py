@@ -58,7 +58,7 @@ def elastic(
 
 def nodes_of(collector: QueueCollector) -> set[int]:
     """Whose the last batch is."""
-    return {collector._cluster.of_leaf[group] for group in collector._engine.contributors}
+    return {collector._of_leaf[group] for group in collector._engine.contributors}
 
 
 class Gate(gymnasium.Wrapper[Any, Any, Any, Any]):

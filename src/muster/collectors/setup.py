@@ -95,11 +95,7 @@ def worker_options(options: CollectorOptions, policy: Any, **others: Any) -> Wor
 
 
 def marks_valid(options: CollectorOptions, sharing: int) -> bool:
-    """Return whether batches need ``collector/valid``. Warns if environments cannot share their frames equally.
-
-    Args:
-        sharing: number of environments that share the frames of a batch.
-    """
+    """Return whether batches need ``collector/valid``. Warns if ``sharing`` environments cannot share them equally."""
     surplus = options.frames % sharing
     if surplus and options.trajs_per_batch:
         raise BadOption(
