@@ -175,13 +175,13 @@ def build_policy(policy: Any, options: WorkerOptions, built: Group | BuiltEnv, d
 
 
 def _compiled(policy: Any, options: WorkerOptions) -> Any:
-    from muster.policies.coroutines import takes
+    from muster.policies.adapt import is_coroutine_policy
     from muster.policies.heads import Head
 
     wanted = [name for name in ("compile_policy", "cudagraph_policy") if getattr(options, name) not in (None, False)]
     if policy is None or not wanted:
         return policy
-    if takes(policy):
+    if is_coroutine_policy(policy):
         raise BadOption(f"{wanted[0]} is for modules and functions, and {name_of(policy)} is a coroutine function.")
     if isinstance(policy, Head):
         raise BadOption(
