@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from muster.compat.rlpyt import BaseEvalCollector, CpuEvalCollector, GpuEvalCollector, SerialEvalCollector, TrajInfo
-from muster.compat.rlpyt.evaluation import ROWS
+from muster.compat.rlpyt.collectors import ROWS
 from muster.errors import BadOption
 from tests.fakes.rlpyt_parts import Agent, Counting, make_step_buffer
 

@@ -7,7 +7,6 @@ import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from muster.errors import EnvError, UnsupportedEnv, described
 from muster.memory.specs import Array
 from muster.protocols import EnvBatch
 from muster.restore.pickling import dumps
-from muster.rollout.progress import ACTING, ORDER, PHASE, STEPPING, Phase
+from muster.rollout.progress import ACTING, ORDER, PHASE, STEPPING, STOP, Phase
 from muster.workers.build import seeds_of
 
 if TYPE_CHECKING:
@@ -33,24 +32,28 @@ Infos = list[tuple[int, dict[str, Any]]]  # of environments, by their number; on
 
 
 class VectorRows:
-    """Rewards, flags and observations of all environments, in shared memory.
+    """Rewards, flags and observations of all environments, and the calls of their workers, in shared memory.
 
     Args:
         space: observation space of one environment.
         num_envs: number of environments, N.
+        workers: number of workers.
         block: memory ``uint8 [nbytes]``. None: only compute ``nbytes``.
 
     Attributes:
         rewards, terminated, truncated: arrays ``[N]``.
+        exchanges: memory for the calls of each worker.
         obs: observations ``[N, ...]`` in the structure of ``space``, for each half. None: a part of the space has
             Python objects as values, and observations travel as pickles.
     """
 
-    def __init__(self, space: spaces.Space[Any], num_envs: int, block: Array | None = None) -> None:
+    def __init__(self, space: spaces.Space[Any], num_envs: int, workers: int, block: Array | None = None) -> None:
         self._block, self.nbytes = block, 0
         self.rewards = self._array((num_envs,), np.float64)
         self.terminated = self._array((num_envs,), np.bool_)
         self.truncated = self._array((num_envs,), np.bool_)
+        exchanges = [self._array((Exchange.NBYTES,), np.uint8) for _ in range(workers)]
+        self.exchanges = [] if block is None else [Exchange(each) for each in exchanges]
         self.obs: list[Any] | None = None
         if _has_arrays(space):
             self.obs = [create_empty_array(space, n=num_envs, fn=self._array) for _ in range(HALVES)]
@@ -99,11 +102,12 @@ class Exchange:
         self._call, self._result = (memoryview(part) for part in parts)  # type: ignore[arg-type]
 
     def put_call(self, call: bytes) -> None:
+        """Set the next call; empty: the worker returns to its messages."""
         self._call[: len(call)] = call
         self._lengths[0] = len(call)
 
     def call(self) -> Any:
-        """Return the unpickled call; None: the worker returns to its messages."""
+        """Return the unpickled call; None: it is empty."""
         length = self._lengths[0]
         return pickle.loads(self._call[:length]) if length else None
 
@@ -115,58 +119,45 @@ class Exchange:
     def result(self) -> bytes | None:
         return bytes(self._result[: self._lengths[1]]) or None
 
-    def end(self) -> None:
-        """End the calls, after the present one."""
-        self._lengths[0], self._lengths[2] = 0, 1
 
-    @property
-    def ended(self) -> bool:
-        return bool(self._lengths[2])
+# --- messages to a worker -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class EnvCall:
-    """A message to a worker: a pickled method of its ``EnvSlice`` and arguments; None: serve calls in shared memory."""
-
-    number: int
-    call: bytes | None
-
-    def reach(self, main: WorkerMain) -> None:
-        envs: Any = main.built[0].env
-        if self.call is None:
-            main.answer(self.number, lambda: envs.serve())
-            assert main.mailbox is not None
-            main.mailbox.finished(self.number)
-        else:
-            method, args = pickle.loads(self.call)
-            main.answer(self.number, lambda: method(envs, *args))
+def execute(main: WorkerMain, call: bytes) -> Any:
+    """Call a pickled method of the worker's ``EnvSlice`` with its arguments."""
+    method, args = pickle.loads(call)
+    return method(main.built[0].env, *args)
 
 
-@dataclass(frozen=True)
-class OpenRows:
-    """A message to a worker: use the shared memory, and continue where its predecessor ended.
+def serve(main: WorkerMain, number: int) -> bytes | None:
+    """Execute calls in shared memory, until one is empty, or its result is too large; return that.
 
-    Attributes:
-        space: observation space of one environment.
-        num_envs: number of environments of all workers.
-        rows, exchange: offsets in the arena.
-        last: last observations of the worker's environments. None: it has no predecessor.
-        seeds: seeds of the next reset, unless that has its own; None: no seed.
-        attributes: attributes that the user has set, by environment of the worker; pickled.
+    Args:
+        number: number of the answer.
     """
+    envs: Any = main.built[0].env
+    calls, cells, exchange, mailbox = 0, main.progress.cells, envs.exchange, main.mailbox
+    assert mailbox is not None
+    try:
+        while (call := exchange.call()) is not None:
+            calls += 1
+            cells[ORDER] += 1  # a sign of life, also if the worker has only one environment
+            method, args = call
+            result: bytes | None = method(envs, *args)
+            if cells[STOP] or (result is not None and len(result) > exchange.ROOM):
+                return result
+            exchange.put_result(result)
+            cells[PHASE] = Phase.IDLE
+            mailbox.ask(1, calls)
+        return None
+    finally:
+        mailbox.finished(number)
 
-    number: int
-    space: spaces.Space[Any]
-    num_envs: int
-    rows: int
-    exchange: int
-    last: Sequence[Any] | None
-    seeds: Sequence[int | None]
-    attributes: bytes
 
-    def reach(self, main: WorkerMain) -> None:
-        envs: Any = main.built[0].env
-        main.answer(self.number, lambda: envs.open(self, main))
+def open_rows(main: WorkerMain, *args: Any) -> None:
+    """Call ``EnvSlice.open``."""
+    envs: Any = main.built[0].env
+    envs.open(main, *args)
 
 
 class EnvSlice(EnvBatch):
@@ -209,40 +200,43 @@ class EnvSlice(EnvBatch):
         """Return the observation space, action space, metadata and render mode of each environment."""
         return [(env.observation_space, env.action_space, env.metadata, env.render_mode) for env in self.envs]
 
-    def open(self, message: OpenRows, main: WorkerMain) -> None:
-        """Use the shared memory; see ``OpenRows``."""
+    def open(
+        self,
+        main: WorkerMain,
+        space: spaces.Space[Any],
+        num_envs: int,
+        workers: int,
+        offset: int,
+        last: Sequence[Any] | None,
+        seeds: Sequence[int | None],
+        attributes: bytes,
+    ) -> None:
+        """Use the shared memory, and continue where the worker's predecessor ended.
+
+        Args:
+            main: main loop of the worker.
+            space: observation space of one environment.
+            num_envs, workers: number of environments of all workers, and of workers.
+            offset: offset of the shared memory in the arena.
+            last: last observations of the worker's environments. None: it has no predecessor.
+            seeds: seeds of the next reset, unless that has its own; None: no seed.
+            attributes: attributes that the user has set, by environment of the worker; pickled.
+        """
         if hasattr(os, "SCHED_OTHER"):  # the caller waits: run at once, other than below an inference server
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        nbytes = VectorRows(space, num_envs, workers).nbytes
+        rows = VectorRows(space, num_envs, workers, main.arena.view(offset, nbytes))
         begin, end = self._first, self._first + self.num_envs
-        nbytes = VectorRows(message.space, message.num_envs).nbytes
-        rows = VectorRows(message.space, message.num_envs, main.arena.view(message.rows, nbytes))
-        self._exchange = Exchange(main.arena.view(message.exchange, Exchange.NBYTES))
-        self._space, self._cells = message.space, main.progress.cells
-        self._mailbox: Any = main.mailbox
+        self._space, self._cells, self.exchange = space, main.progress.cells, rows.exchanges[main.config.index]
         self._rewards, self._terminated = rows.rewards[begin:end], rows.terminated[begin:end]
         self._truncated = rows.truncated[begin:end]
         self._halves = None if rows.obs is None else [part_of(half, begin, end) for half in rows.obs]
-        if message.last is not None:
-            self._obs = list(message.last)
-        self._next_seeds = list(message.seeds)
-        for i, values in pickle.loads(message.attributes).items():
+        if last is not None:
+            self._obs = list(last)
+        self._next_seeds = list(seeds)
+        for i, values in pickle.loads(attributes).items():
             for name, value in values.items():
                 self.set_attribute(i, name, value)
-
-    def serve(self) -> bytes | None:
-        """Execute calls in shared memory, until there is none, or its result is too large; return that."""
-        calls, cells, exchange, mailbox = 0, self._cells, self._exchange, self._mailbox
-        while (call := exchange.call()) is not None:
-            calls += 1
-            cells[ORDER] += 1  # a sign of life, also if the worker has only one environment
-            method, args = call
-            result: bytes | None = method(self, *args)
-            if exchange.ended or (result is not None and len(result) > exchange.ROOM):
-                return result
-            exchange.put_result(result)
-            cells[PHASE] = Phase.IDLE
-            mailbox.ask(1, calls)
-        return None
 
     # --- steps and resets -------------------------------------------------------------------------
 

@@ -14,12 +14,12 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from muster.compat.env_slice import EnvCall, EnvSlice, Exchange, Infos, OpenRows, VectorRows
+from muster.compat.env_slice import EnvSlice, Exchange, Infos, VectorRows, execute, open_rows, serve
 from muster.errors import BadOption, CollectorClosed, EnvError, MusterError, WorkerDied, WorkerHung
 from muster.restore.crash_report import EnvFactory
 from muster.restore.pickling import dumps
 from muster.rollout.columns import RolloutOptions
-from muster.rollout.progress import STEPPING
+from muster.rollout.progress import ALL_ORDERS, STEPPING
 from muster.utils.cpus import usable_cores
 from muster.utils.forks import Owner
 from muster.utils.integers import integer
@@ -29,6 +29,7 @@ from muster.workers.config import PoolConfig, WorkerConfig, WorkerPlace, check_t
 from muster.workers.launch import in_process
 from muster.workers.lives import Restarted
 from muster.workers.mailbox import LOOK_S, Mailbox
+from muster.workers.messages import Tell
 from muster.workers.proxy import WorkerProxy
 from muster.workers.supervision import Supervisor
 
@@ -99,13 +100,13 @@ class VectorWorkers:
         self._attributes: dict[int, dict[str, Any]] = {}
         self._lost: dict[int, str] = {}  # workers whose loss was not reported yet, with its cause
         count = len(self._parts)
-        self._mailbox = Mailbox(count, [range(count)])
+        self._mailbox = _Caller(count)
         self._serving = [False] * count  # workers that serve calls in shared memory
         self._made = ExitStack()
         try:
             self._workers = Supervisor(config, None, self._made)
             self._workers.launch = in_process(start_method, light=True)
-            self._workers.server = cast(Any, _Caller(self._mailbox))
+            self._workers.server = cast(Any, self._mailbox)
             self._handles = cast(list[WorkerProxy], self._workers.handles)
             self._workers.start()
             infos = self._workers.built()
@@ -124,11 +125,9 @@ class VectorWorkers:
         """Make the shared memory, for observations in this space."""
         self._space = space
         self._batched = batch_space(space, self.num_envs)
-        arena, nbytes = self._workers.arena, VectorRows(space, self.num_envs).nbytes
+        arena, nbytes = self._workers.arena, VectorRows(space, self.num_envs, len(self._parts)).nbytes
         self._offset = arena.allocate(nbytes)
-        self.rows = VectorRows(space, self.num_envs, arena.view(self._offset, nbytes))
-        self._at = [arena.allocate(Exchange.NBYTES) for _ in self._parts]
-        self._exchanges = [Exchange(arena.view(offset, Exchange.NBYTES)) for offset in self._at]
+        self.rows = VectorRows(space, self.num_envs, len(self._parts), arena.view(self._offset, nbytes))
         for n in range(len(self._parts)):
             self._ensure(n)
 
@@ -242,8 +241,9 @@ class VectorWorkers:
         if not self._closed and self._owner.is_here():
             self._closed = True
             if self.rows is not None:
-                for n, exchange in enumerate(self._exchanges):
-                    exchange.end()
+                for n, handle in enumerate(self._handles):
+                    handle.stop(ALL_ORDERS)
+                    self.rows.exchanges[n].put_call(b"")
                     if self._mailbox.question(n):
                         self._mailbox.answer(n, self._mailbox.question(n))
             self._made.close()
@@ -274,7 +274,7 @@ class VectorWorkers:
                     handle.answer()
                 self._ensure(n)
         if self.rows is not None and len(sent) <= Exchange.ROOM:
-            self._exchanges[n].put_call(sent)
+            self.rows.exchanges[n].put_call(sent)
             if self._serving[n]:
                 mailbox.answer(n, mailbox.question(n))
                 return
@@ -282,20 +282,20 @@ class VectorWorkers:
             handle.post(partial(self._send_serve, n))
             return
         if self._serving[n]:
-            self._exchanges[n].put_call(b"")
+            self.rows.exchanges[n].put_call(b"")
             mailbox.answer(n, mailbox.question(n))
             self._serving[n] = False
             handle.answer()
-        handle.post(lambda number: handle.send(EnvCall(number, sent)))
+        handle.post(lambda number: handle.send(Tell(execute, (sent,), number)))
 
     def _send_serve(self, n: int, number: int) -> None:
         self._mailbox.expect(n, number)
-        self._handles[n].send(EnvCall(number, None))
+        self._handles[n].send(Tell(serve, (number,), number))
 
     def _result(self, n: int) -> Any:
         """Return the result of a call to a worker. Raises ``Restarted`` if the worker was lost."""
         if self._serving[n] and self._mailbox.question(n):
-            return self._exchanges[n].result()
+            return self.rows.exchanges[n].result()
         self._serving[n] = False
         return self._handles[n].answer()
 
@@ -376,8 +376,8 @@ class VectorWorkers:
                 for i, seed in zip(part, given, strict=True)
             ]
         attributes = dumps({i - part.start: self._attributes[i] for i in part if i in self._attributes}, "attributes")
-        memory = self._offset, self._at[n]
-        self._handles[n].send(OpenRows(number, self._space, self.num_envs, *memory, last, seeds, attributes))
+        memory = self._space, self.num_envs, len(self._parts), self._offset
+        self._handles[n].send(Tell(open_rows, (*memory, last, seeds, attributes), number))
 
     def _locate(self, n: int, error: MusterError) -> None:
         """Add the environment at work to the error of a worker, and what to do."""
@@ -391,12 +391,12 @@ class VectorWorkers:
         error.args = (f"{error}\n\nThe environment is number {error.env_id}. {remedy}",)
 
 
-class _Caller:
+class _Caller(Mailbox):
     """The caller of a vector environment, in the place of an ``InferenceServer``: it answers the workers' questions."""
 
-    def __init__(self, mailbox: Mailbox) -> None:
-        self.mailbox, self.actor, self.held = mailbox, self, nullcontext
-        self.close = mailbox.close
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers, [range(workers)])
+        self.mailbox, self.actor, self.held, self.waits = self, self, nullcontext, self.question
 
     def open(self, *_: object) -> None:
         """Do nothing: there is no policy."""
@@ -407,13 +407,9 @@ class _Caller:
     def check(self) -> None:
         """Do nothing: the caller has no deadline."""
 
-    def waits(self, worker: int) -> bool:
-        """Return whether a worker waits for a call."""
-        return bool(self.mailbox.question(worker))
-
     def lost(self, worker: int, groups: Sequence[int]) -> None:
         """Clear the question of a lost worker."""
-        self.mailbox.reset(worker)
+        self.reset(worker)
 
 
 def _config(

@@ -12,16 +12,19 @@ docs/rlpyt.md lists the differences.
 from __future__ import annotations
 
 from muster.compat.rlpyt.collectors import (
+    AgentInputs,
     BaseCollector,
+    BaseEvalCollector,
+    CpuEvalCollector,
     CpuResetCollector,
     CpuWaitResetCollector,
     DecorrelatingStartCollector,
+    GpuEvalCollector,
     GpuResetCollector,
     GpuWaitResetCollector,
+    SerialEvalCollector,
 )
 from muster.compat.rlpyt.envs import TrajInfo
-from muster.compat.rlpyt.evaluation import BaseEvalCollector, CpuEvalCollector, GpuEvalCollector, SerialEvalCollector
-from muster.compat.rlpyt.sampling import AgentInputs
 
 __all__ = [
     "BaseCollector",

@@ -6,7 +6,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from muster.compat.rlpyt.envs import RlpytEnvs
 from muster.compat.rlpyt.trees import BufferPart, as_array, overwrite
@@ -27,12 +27,26 @@ class EvaluationStopped(MusterError):
 
 
 class RlpytActor(ABC):
-    """Implements ``Policy``; ``agent_info`` is the buffer for the agent's information; None: it is not recorded."""
+    """Implements ``Policy`` for a collector.
+
+    Attributes:
+        agent_info: buffer for the agent's information; None: it is not recorded.
+        stops: raise ``EvaluationStopped`` when the action server stops the evaluation.
+        memory: attribute of lanes with the columns in the form that the actor uses.
+    """
 
     path, draws_globally = "rlpyt agent", True
+    stops = False
+    name: str
+    memory: ClassVar[Literal["tensors", "arrays"]]
 
-    def __init__(self, name: str, envs: RlpytEnvs, agent_info: BufferPart | None) -> None:
-        self.name, self.envs, self.agent_info = name, envs, agent_info
+    def __init__(self, collector: Any, envs: RlpytEnvs, agent_info: BufferPart | None) -> None:
+        self.envs, self.agent_info = envs, agent_info
+
+    @staticmethod
+    @abstractmethod
+    def check(collector: Any) -> None:
+        """Raise ``BadOption`` if a collector lacks the arguments for this actor."""
 
     def first(self, obs: Mapping[Key, Any], rng: GroupRng) -> Outputs:
         raise NotImplementedError(f"{self.name} acts into rlpyt's buffers only")
@@ -56,7 +70,7 @@ class RlpytActor(ABC):
 
     def inputs(self, lane: Lane) -> tuple[Any, Any, Any]:
         """Observations, previous actions and rewards of the rows of a lane, ``[T + 1, B, ...]``."""
-        columns = self.rows(lane)
+        columns = getattr(lane, self.memory)
         return (
             self.envs.observation.over(columns),
             self.envs.action.over(columns, (PREV_ACTION,)),
@@ -64,19 +78,15 @@ class RlpytActor(ABC):
         )
 
     @abstractmethod
-    def rows(self, lane: Lane) -> Mapping[Key, Any]:
-        """The lane's columns in the form that the actor uses."""
-
-    @abstractmethod
     def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> tuple[Any, Any]:
         """Return actions and agent info for one row, ``[B, ...]`` each."""
 
-    def begin(self, itr: int) -> None:
-        """Start a batch."""
+    def begin(self, itr: int, *, evaluates: bool = False) -> None:
+        """Start a batch or an evaluation."""
         return
 
-    def begin_evaluation(self, itr: int) -> None:
-        """Start an evaluation."""
+    def begin_episode(self, env: int) -> None:
+        """Start a new episode of the agent in an environment."""
         return
 
     def finish(self, lane: Lane, calls: int = 0, value: Any = None) -> None:
@@ -86,10 +96,6 @@ class RlpytActor(ABC):
             self.step(*last)
         self._conclude(last, value)
 
-    def begin_episode(self, env: int) -> None:
-        """Start a new episode of the agent in an environment."""
-        return
-
     @abstractmethod
     def _conclude(self, last: Sequence[Any], value: Any) -> None: ...
 
@@ -97,23 +103,31 @@ class RlpytActor(ABC):
 class LocalAgent(RlpytActor):
     """An agent in this process; its inputs are tensors over the lane's rows."""
 
-    def __init__(self, agent: Any, envs: RlpytEnvs, agent_info: BufferPart | None) -> None:
-        super().__init__(type(agent).__name__, envs, agent_info)
-        self.agent = agent
+    memory = "tensors"
 
-    def rows(self, lane: Lane) -> Mapping[Key, Any]:
-        return lane.tensors
+    def __init__(self, collector: Any, envs: RlpytEnvs, agent_info: BufferPart | None) -> None:
+        super().__init__(collector, envs, agent_info)
+        self.agent, self.name = collector.agent, type(collector.agent).__name__
+
+    @staticmethod
+    def check(collector: Any) -> None:
+        if collector.agent is None:
+            raise BadOption(
+                f"{type(collector).__name__} got no agent, which acts in its own process. It belongs to SerialSampler "
+                f"and CpuSampler; under GpuSampler and AlternatingSampler the collectors that begin with Gpu do the "
+                f"same."
+            )
 
     def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> tuple[Any, Any]:
         action, agent_info = self.agent.step(observation, prev_action, prev_reward)
         return action, agent_info
 
-    def begin(self, itr: int) -> None:
-        self.agent.sample_mode(itr)
-
-    def begin_evaluation(self, itr: int) -> None:
-        self.agent.reset()
-        self.agent.eval_mode(itr)
+    def begin(self, itr: int, *, evaluates: bool = False) -> None:
+        if evaluates:
+            self.agent.reset()
+            self.agent.eval_mode(itr)
+        else:
+            self.agent.sample_mode(itr)
 
     def begin_episode(self, env: int) -> None:
         self.agent.reset_one(idx=env)
@@ -126,44 +140,41 @@ class LocalAgent(RlpytActor):
 class Server(RlpytActor):
     """An action server in another process; rows are exchanged through a shared buffer ``[B]``.
 
-    It uses rlpyt's ``step_buffer_np`` and ``sync``. ``max_wait_s`` limits the wait for one answer, which needs the
-    steps of all workers. ``stops``: check ``sync.stop_eval`` after every answer.
+    It uses rlpyt's ``step_buffer_np`` and ``sync``. The collector's ``max_wait_s`` limits the wait for one answer,
+    which needs the steps of all workers. If it ``stops``, it checks ``sync.stop_eval`` after every answer.
     """
 
     raises = (MusterError,)  # the user's agent is in the other process
+    name, memory = "the action server", "arrays"
 
-    def __init__(
-        self,
-        step_buffer: Any,
-        sync: Any,
-        envs: RlpytEnvs,
-        agent_info: BufferPart | None,
-        *,
-        max_wait_s: float,
-        stops: bool = False,
-    ) -> None:
-        super().__init__("the action server", envs, agent_info)
-        self.step_buffer, self.sync, self.max_wait_s, self.stops = step_buffer, sync, max_wait_s, stops
+    def __init__(self, collector: Any, envs: RlpytEnvs, agent_info: BufferPart | None) -> None:
+        super().__init__(collector, envs, agent_info)
+        self.step_buffer, self.sync, self.max_wait_s = collector.step_buffer_np, collector.sync, collector.max_wait_s
         self._parent = os.getppid()
 
-    def rows(self, lane: Lane) -> Mapping[Key, Any]:
-        return lane.arrays
+    @staticmethod
+    def check(collector: Any) -> None:
+        missing = [name for name in ("obs_ready", "act_ready") if getattr(collector.sync, name, None) is None]
+        missing = [f"sync.{name}" for name in missing] + ["step_buffer_np"] * (collector.step_buffer_np is None)
+        if missing:
+            raise BadOption(
+                f"{type(collector).__name__} got no {', '.join(missing)}, through which it asks an action server. It "
+                f"belongs to GpuSampler and AlternatingSampler; under SerialSampler and CpuSampler the collectors that "
+                f"begin with Cpu do the same."
+            )
 
     def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> tuple[Any, Any]:
-        self._show(observation, prev_action, prev_reward)
+        self._conclude((observation, prev_action, prev_reward))
         self._wait()
         if self.stops and self.sync.stop_eval.value:
             raise EvaluationStopped("the action server has stopped the evaluation")
         return self.step_buffer.action, getattr(self.step_buffer, "agent_info", None)
 
-    def _conclude(self, last: Sequence[Any], value: Any) -> None:
-        self._show(*last)  # the server reads it, also to compute values
-
-    def _show(self, observation: Any, prev_action: Any, prev_reward: Any) -> None:
+    def _conclude(self, last: Sequence[Any], value: Any = None) -> None:
+        """Show a row to the server, which also computes values."""
         step = self.step_buffer
-        overwrite(step.observation, observation)
-        overwrite(step.action, prev_action)
-        overwrite(step.reward, prev_reward)
+        for place, part in zip((step.observation, step.action, step.reward), last, strict=True):
+            overwrite(place, part)
         step.done[...] = self.envs.done  # the server resets its agent there
         self.sync.obs_ready.release()
 
@@ -179,33 +190,3 @@ class Server(RlpytActor):
                     f"no actions from the action server within {self.max_wait_s:g} s: it or another worker has died or "
                     f"hangs, or steps take that long (then raise max_wait_s of the collector's class)"
                 )
-
-
-def check_actor(collector: Any, acts: str) -> None:
-    """Raise ``BadOption`` if a collector lacks the arguments for its "agent" or "server"."""
-    name = type(collector).__name__
-    if acts == "agent" and collector.agent is None:
-        raise BadOption(
-            f"{name} got no agent, which acts in its own process. It belongs to SerialSampler and CpuSampler; under "
-            f"GpuSampler and AlternatingSampler the collectors that begin with Gpu do the same."
-        )
-    if acts != "server":
-        return
-    missing = [name for name in ("obs_ready", "act_ready") if getattr(collector.sync, name, None) is None]
-    missing = [f"sync.{name}" for name in missing] + ["step_buffer_np"] * (collector.step_buffer_np is None)
-    if missing:
-        raise BadOption(
-            f"{name} got no {', '.join(missing)}, through which it asks an action server. It belongs to GpuSampler and "
-            f"AlternatingSampler; under SerialSampler and CpuSampler the collectors that begin with Cpu do the same."
-        )
-
-
-def actor_of(
-    collector: Any, acts: str, envs: RlpytEnvs, agent_info: BufferPart | None = None, stops: bool = False
-) -> RlpytActor:
-    """Return the actor of a collector."""
-    if acts == "agent":
-        return LocalAgent(collector.agent, envs, agent_info)
-    return Server(
-        collector.step_buffer_np, collector.sync, envs, agent_info, max_wait_s=collector.max_wait_s, stops=stops
-    )
