@@ -9,7 +9,7 @@ import threading
 import time
 
 from muster.cluster.launchers import Launcher, Started
-from muster.cluster.link import Link, LinkLost
+from muster.cluster.link import Link, LinkLost, NotJoined
 from muster.cluster.rendezvous import Rendezvous
 
 JOIN_POLL_S = 0.02
@@ -51,7 +51,8 @@ class Carrier:
             given_up: set by the caller to end the waiting with LinkLost.
 
         Raises:
-            LinkLost: the node did not join in time, exited, or was given up. The text says which, and what to do.
+            NotJoined: the node did not join in time.
+            LinkLost: the node exited, or was given up. The text says which, and what to do.
         """
         deadline = time.monotonic() + within_s
         self._end(node)
@@ -105,7 +106,7 @@ class Carrier:
                 raise LinkLost(f"Node {node} has not joined: {reason}.")
             if time.monotonic() > deadline:
                 state = "" if started is None else f" Its {started} is {started.state}."
-                raise LinkLost(
+                raise NotJoined(
                     f"Node {node} has not joined at {self.address} within {within_s:g} s.{state} "
                     f"{self._launcher.advice}{self.rendezvous.refused()}".rstrip()
                 )

@@ -61,6 +61,10 @@ class LinkLost(EOFError):
     """Nothing more can be sent or received in this session. The text says why, for the user."""
 
 
+class NotJoined(LinkLost):
+    """The node has not joined in time."""
+
+
 class WrongToken(LinkLost):
     """The other end does not know the token of this end."""
 
