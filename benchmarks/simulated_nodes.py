@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from muster.cluster.link import Block, Link, LinkLost, Received
-from muster.cluster.messages import Beat, Built, Joined, Result, Told
+from muster.cluster.messages import Told
 from muster.cluster.node_main import NodeMain
-from muster.cluster.session_end import BEAT_S
+from muster.cluster.session import BEAT_S
 from muster.memory.specs import Array
 from muster.workers.counters import NodeCounts
 from muster.workers.messages import Answer, RolloutResult, Tell
@@ -146,15 +146,15 @@ class RecordingLink(SocketLink):
 
     def receive(self) -> Received:
         received = super().receive()
-        said, told = pickle.loads(received.message)
+        told = pickle.loads(received.message)
         recording = self._recording
         recording.workers = told.workers
-        if isinstance(said, Built):
-            recording.answers["Start"] = said.infos
-        elif isinstance(said, Answer):
-            recording.answers[self._asked.get(said.number, "")] = said.value
-        elif isinstance(said, Result) and received.block is not None:
-            (recording.result,) = said.results
+        if told.infos is not None:
+            recording.answers["Start"] = told.infos
+        elif told.answer is not None:
+            recording.answers[self._asked.get(told.answer.number, "")] = told.answer.value
+        elif told.results and received.block is not None:
+            (recording.result,) = told.results
             recording.seconds.append(recording.result.timing.total / 1e9)
             recording.lane = received.block.tobytes()
         return received
@@ -179,7 +179,7 @@ class Player:
         self._skip = 0  # bytes of a block that nobody looks at
         self._group, self._executed = number, 0
         self._busy_until = 0.0
-        self._say(0.0, Joined(f"node-{number}"))
+        self._say(0.0)
         self._beat()
 
     def read(self) -> bool:
@@ -234,14 +234,14 @@ class Player:
         if message.method is NodeMain.set_up:
             (self._group,) = message.args[0].config.groups
         elif message.method is NodeMain.start:
-            self._say(0.0, Built(answers["Start"]))
+            self._say(0.0, infos=answers["Start"])
         elif message.method is NodeMain.follow:
             for run in message.args[0]:
                 self._roll(run.tag, run.requests[0])
         elif message.method is NodeMain.bye:
             self.sock.shutdown(socket.SHUT_RDWR)
         elif message.number:
-            self._say(0.0, Answer(message.number, self._own(answers.get(_name(message)))))
+            self._say(0.0, answer=Answer(message.number, self._own(answers.get(_name(message)))))
 
     def _own(self, answer: Any) -> Any:
         """As if the recorded group were this node's."""
@@ -254,28 +254,29 @@ class Player:
         begin = max(time.monotonic() + ONE_WAY_S, self._busy_until)
         self._busy_until = begin + self.farm.rollout_s()
         result: RolloutResult = replace(self.farm.recording.result, number=request.number, group=self._group)
-        self.farm.at(self._busy_until + ONE_WAY_S, self, Result([result]), tag)
+        self.farm.at(self._busy_until + ONE_WAY_S, self, {"results": [result]}, tag)
 
     def _beat(self) -> None:
-        self._say(BEAT_S, Beat())
+        self._say(BEAT_S)
         self.farm.at(time.monotonic() + BEAT_S, self, None, 0)
 
-    def due(self, message: Any, tag: int) -> None:
+    def due(self, report: Any, tag: int) -> None:
         """Say what it is time for; None: one more beat."""
-        if message is None:
+        if report is None:
             self._beat()
             return
         lane = self.farm.lane if tag else memoryview(b"")
-        self._executed += message.results[0].executed if tag else 0
-        how = Told({self._group: NodeCounts(self._executed)}, self.farm.recording.workers)
-        told = pickle.dumps((message, how), pickle.HIGHEST_PROTOCOL)
+        self._executed += report["results"][0].executed if tag else 0
+        counts = {self._group: NodeCounts(self._executed)}
+        said = Told(f"node-{self.number}", counts, self.farm.recording.workers, **report)
+        told = pickle.dumps(said, pickle.HIGHEST_PROTOCOL)
         self.out.append(memoryview(HEADER.pack(len(told), len(lane), tag) + told))
         if tag:
             self.out.append(lane)
         self.farm.flush(self)
 
-    def _say(self, after_s: float, message: Any) -> None:
-        self.farm.at(time.monotonic() + after_s + ONE_WAY_S, self, message, 0)
+    def _say(self, after_s: float, **report: Any) -> None:
+        self.farm.at(time.monotonic() + after_s + ONE_WAY_S, self, report, 0)
 
 
 class Farm:
@@ -301,9 +302,9 @@ class Farm:
         """Seconds of a rollout, as recorded."""
         return self._random.lognormvariate(math.log(self._median), self._sigma)
 
-    def at(self, when: float, player: Player, message: Any, tag: int) -> None:
+    def at(self, when: float, player: Player, report: Any, tag: int) -> None:
         """Say something later."""
-        heapq.heappush(self._queue, (when, next(self._turns), player, message, tag))
+        heapq.heappush(self._queue, (when, next(self._turns), player, report, tag))
 
     def flush(self, player: Player) -> None:
         """Send what can be sent; the rest when there is room."""
@@ -315,9 +316,9 @@ class Farm:
         while self._players:
             now = time.monotonic()
             while self._queue and self._queue[0][0] <= now:
-                _, _, player, message, tag = heapq.heappop(self._queue)
+                _, _, player, report, tag = heapq.heappop(self._queue)
                 if player.sock.fileno() in self._players:
-                    player.due(message, tag)
+                    player.due(report, tag)
             wait = max(0.0, self._queue[0][0] - time.monotonic()) if self._queue else 1.0
             for fd, events in self._poller.poll(wait):
                 player = self._players[fd]

@@ -29,7 +29,7 @@ else:
 
 _RESTARTS = 1 << 31  # a spawn key that no stream uses
 MT_BYTES = 625 * 4  # size of a Mersenne Twister: 624 words and a position
-MT_TAIL = 9 * 4  # the last 8 words and the position: any draw changes the position, and 624 draws the words
+MT_PROBE = 9 * 4  # the position, and 8 words beside it: any draw changes the position, and 624 draws the words
 
 
 class UserStreams(NamedTuple):
@@ -140,6 +140,7 @@ class GroupRng:
             self._python, self._torch, self._cuda_state, self._legacy.in_hand = others
             for generator, state in zip(generators, states, strict=True):
                 generator.state = state
+            self._legacy.seen = b""  # the same draws come again, and end where these did
 
     @contextmanager
     def as_global(self) -> Iterator[None]:
@@ -154,7 +155,8 @@ class GroupRng:
         """Replace the global streams by the group's, until ``remove`` is called with the result."""
         numpy_user = _user_stream()
         numpy_user.remember()
-        python_user, torch_user, cuda_user = _user_python.state(), None, None
+        _user_python.users = _user_python.state(_user_python.users)
+        torch_user = cuda_user = None
         if "torch" in sys.modules:
             generator = torch.default_generator
             torch_user = generator.get_state()
@@ -164,13 +166,13 @@ class GroupRng:
         if self._cuda is not None and self._cuda_state is not None:
             cuda_user = torch.cuda.get_rng_state(self._cuda)
             torch.cuda.set_rng_state(self._cuda_state, self._cuda)
-        return UserStreams(numpy_user, python_user, torch_user, cuda_user)
+        return UserStreams(numpy_user, _user_python.users, torch_user, cuda_user)
 
     def remove(self, user: UserStreams) -> None:
         """Restore the user's streams."""
         if sys.is_finalizing():  # the program exits during a thread's rollout: there are no more draws
             return
-        self._python = _user_python.state()
+        self._python = _user_python.state(self._python)
         _user_python.restore(user.python)
         self._legacy.remember()
         user.numpy.install()
@@ -197,11 +199,11 @@ class _NumpyStream:
     def __init__(self, bit_generator: Any) -> None:
         self.bit_generator = bit_generator
         self.in_hand: dict[str, Any] = {}
-        self._seen = b""
+        self.seen = b""
         self._memory: Any = None
         if type(bit_generator) is np.random.MT19937:
             end = bit_generator.ctypes.state_address + MT_BYTES
-            self._memory = (ctypes.c_char * MT_TAIL).from_address(end - MT_TAIL)
+            self._memory = (ctypes.c_char * MT_PROBE).from_address(end - MT_PROBE)
 
     def install(self) -> None:
         np.random.mtrand.set_bit_generator(self.bit_generator)
@@ -212,9 +214,9 @@ class _NumpyStream:
         """Save the cached number, while this stream is installed."""
         if self._memory is not None:
             now = self._memory.raw
-            if now == self._seen and not self.in_hand:
+            if now == self.seen and not self.in_hand:
                 return
-            self._seen = now
+            self.seen = now
         state: dict[str, Any] = np.random.get_state(legacy=False)
         self.in_hand = {key: state[key] for key in ("has_gauss", "gauss")} if state["has_gauss"] else {}
 
@@ -226,20 +228,28 @@ class _PythonStream:
     """A ``random.Random``, whose state is read and set as bytes in its memory.
 
     ``getstate`` and ``setstate`` convert 625 Python integers each time, which costs 40 us per rollout.
+
+    Attributes:
+        users: the user's state before the last rollout.
     """
 
     def __init__(self, generator: Any) -> None:
         self.generator = generator
+        self.users: Any = None
         offset = None if os.environ.get(VARIABLE) == "never" else _python_offset()
         self._memory: Any = None
         if offset is not None:
             self._memory = (ctypes.c_char * MT_BYTES).from_address(id(generator) + offset)
+            self._begin = (ctypes.c_char * MT_PROBE).from_address(id(generator) + offset)
 
-    def state(self) -> Any:
-        """Return the state for ``restore``."""
+    def state(self, known: Any = None) -> Any:
+        """Return the state for ``restore``: ``known``, if nothing was drawn since."""
         if self._memory is None:
             return self.generator.getstate()
-        return self._memory.raw, self.generator.gauss_next
+        gauss = self.generator.gauss_next
+        if known is not None and known[1] == gauss and known[0].startswith(self._begin.raw):
+            return known
+        return self._memory.raw, gauss
 
     def restore(self, state: Any) -> None:
         """Set a state from ``state()``."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import gymnasium
 
-from muster.cluster.link import LinkLost
+from muster.cluster.link import LinkLost, NotJoined
 from tests.fakes.queue_links import JOIN_S, QueueCarrier, QueueCollector, QueueLink
 from tests.waits import wait_until
 
@@ -38,7 +38,7 @@ class GatedCarrier(QueueCarrier):
             if given_up.wait(0.01):
                 raise LinkLost("it was given up")
             if time.monotonic() > deadline:
-                raise LinkLost(f"it has not come within {within_s:g} s")
+                raise NotJoined(f"it has not come within {within_s:g} s")
         return super().connect(node, epoch, within_s, given_up)
 
     def take(self, node: int) -> None:
@@ -58,7 +58,7 @@ def elastic(
 
 def nodes_of(collector: QueueCollector) -> set[int]:
     """Whose the last batch is."""
-    return {collector._cluster.of_leaf[group] for group in collector._engine.contributors}
+    return {collector._of_leaf[group] for group in collector._engine.contributors}
 
 
 class Gate(gymnasium.Wrapper[Any, Any, Any, Any]):

@@ -9,10 +9,9 @@ import sys
 import threading
 from pathlib import Path
 
-from muster.cluster.authenticated_link import MAGIC, NONCE_BYTES
 from muster.cluster.joining import run_node
-from muster.cluster.link import LinkLost
-from muster.cluster.socket_link import SocketLink
+from muster.cluster.link import MAGIC, NONCE_BYTES, LinkLost
+from tests.fakes.linked import Frame
 
 BEAT_S = 0.2
 NUMBER_BYTES = 4
@@ -60,14 +59,15 @@ def hostile(address, marker):
     host, _, port = address.rpartition(":")
     bomb = pickle.dumps(Bomb(marker))
     for first in (bomb, MAGIC + bytes(NONCE_BYTES)):
-        link = SocketLink(socket.create_connection((host, int(port)), 60.0), 10.0)
-        try:
-            for message in (first, bomb, bomb):
-                link.send(message)
-            while True:
-                link.receive()
-        except LinkLost as lost:
-            print("lost", lost, flush=True)
+        with socket.create_connection((host, int(port)), 10.0) as connection:
+            try:
+                for message in (first, bomb, bomb):
+                    connection.sendall(bytes(Frame(message)))
+                while connection.recv(1 << 16):
+                    pass
+            except ConnectionError:
+                pass
+        print("lost", flush=True)
 
 
 def main():

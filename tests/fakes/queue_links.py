@@ -6,7 +6,7 @@ import pickle
 import queue
 import threading
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,9 @@ from tensordict.nn import TensorDictModule
 
 from muster.cluster import node_main
 from muster.cluster.link import Block, LinkLost, Received
-from muster.cluster.messages import Beat, Result
+from muster.cluster.messages import Told
 from muster.cluster.node_main import NodeMain
-from muster.cluster.session_end import BEAT_S
+from muster.cluster.session import BEAT_S
 from muster.collectors.cluster_options import ClusterOptions
 from muster.collectors.clusters import ClusterCollector
 from muster.collectors.replay_buffer import ReplaySink
@@ -66,8 +66,7 @@ class QueueLink:
             memory = self.expected.pop(tag, None)
             if memory is not None:
                 memory[:] = block
-        said = pickle.loads(message)
-        self.said.append(said[0] if isinstance(said, tuple) else said)
+        self.said.append(pickle.loads(message))
         return Received(message, tag, block if memory is None else memory)
 
     def fail(self, error: Exception) -> None:
@@ -93,13 +92,14 @@ class LateLink(QueueLink):
         self._kept: list[Any] = []
 
     def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
-        said, state = pickle.loads(message)
-        if isinstance(said, Result):
-            self._kept.append((said, None if block is None else Block(np.array(block.array)), tag))
+        said = pickle.loads(message)
+        if said.results:
+            self._kept.append((said.results, None if block is None else Block(np.array(block.array)), tag))
             if len(self._kept) == 1:
                 return
-            said, block, tag = self._kept.pop(0)
-        super().send(pickle.dumps((said, state)), block, tag)
+            results, block, tag = self._kept.pop(0)
+            said = replace(said, results=results)
+        super().send(pickle.dumps(said), block, tag)
 
 
 def pair(end: type[QueueLink] = QueueLink) -> tuple[QueueLink, QueueLink]:
@@ -215,7 +215,14 @@ def net() -> TensorDictModule:
 
 def beats(link: QueueLink) -> int:
     """How many have come."""
-    return sum(isinstance(said, Beat) or getattr(said, "method", None) is NodeMain.beat for said in list(link.said))
+    return sum(is_beat(said) for said in list(link.said))
+
+
+def is_beat(said: Any) -> bool:
+    """Whether a message says nothing new."""
+    if isinstance(said, Told):
+        return not (said.infos or said.results or said.answer or said.failure)
+    return said.method is NodeMain.beat  # type: ignore[no-any-return]
 
 
 def two_beats(link: QueueLink) -> None:

@@ -9,8 +9,7 @@ import subprocess
 import sys
 
 from muster.rollout.progress import PHASE, Phase
-from muster.workers.channel import Channel
-from muster.workers.status_page import StatusPage
+from muster.workers.channel import Channel, StatusPage
 
 
 def echo(channel):

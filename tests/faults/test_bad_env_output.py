@@ -225,6 +225,18 @@ def test_rewards_that_are_not_finite(value, at):
         check_goes_on(collector, at, 3 * (T - at), "bad_env_output")
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_rewards_that_are_not_finite_in_a_batch_of_one_step(value):
+    env, options, _ = faulty("stacked", 2, at=1, output={"reward": value})
+    with Collector(env, None, **{**options, "frames_per_batch": 3}) as collector:
+        assert collector.rollout()["next", "reward"].isfinite().all()
+        with pytest.raises(BadEnvOutput, match=r"FaultyEnv\[2\].*reward is -?(nan|inf)"):
+            collector.rollout()
+        assert collector.stats().discarded == {"bad_env_output": 3}
+        assert collector.rollout()["next", "reward"].isfinite().all()
+        assert_accounted(collector)
+
+
 def test_validate_off_lets_values_through():
     env, options, _ = faulty("single", None, at=1, output={"reward": np.nan})
     with Collector(env, None, validate="off", **options) as collector:

@@ -196,6 +196,18 @@ def test_discrete_actions_out_of_range(action, at):
         assert_accounted(collector)
 
 
+@pytest.mark.parametrize("action", [2, -1, 2**40])
+def test_discrete_actions_out_of_range_in_a_batch_of_one_step(action):
+    policy = Flaky(lambda: torch.tensor([0, action]), (2,), lambda: torch.tensor([0, 1]))
+    with Collector(counting(9), policy, num_envs=2, frames_per_batch=2) as collector:
+        assert [column(collector.rollout(), "next", "reward") for _ in range(2)] == [[[1], [1]], [[2], [2]]]
+        with pytest.raises(BadPolicyOutput, match=f"action for env 1 .*: {action} is (above|below) the space's"):
+            collector.rollout()
+        assert collector.stats().discarded == {"bad_policy_output": 2}
+        assert column(collector.rollout(), "next", "reward") == [[1], [1]]
+        assert_accounted(collector)
+
+
 def box_env() -> SpaceEnv:
     return SpaceEnv(spaces.Box(-1, 1, (2,)), spaces.Box(-1, 1, (3,)), length=9)
 

@@ -21,13 +21,10 @@ import torch.distributed as dist
 
 from muster.cluster import joining, torchrun
 from muster.cluster import rendezvous as rendezvous_module
-from muster.cluster.authenticated_link import MAC_BYTES, MAGIC, NONCE_BYTES, WrongToken
 from muster.cluster.joining import Member, run_node
-from muster.cluster.link import Block, LinkLost
+from muster.cluster.link import LONGEST, MAC_BYTES, MAGIC, NONCE_BYTES, Link, LinkLost, WrongToken
 from muster.cluster.rendezvous import ANSWER_S, Rendezvous
-from muster.cluster.socket_link import LONGEST, SocketLink
 from muster.errors import BadOption
-from tests.fakes.link_nodes import pattern
 from tests.fakes.netns_nodes import Bomb
 from tests.waits import wait_until
 
@@ -197,9 +194,8 @@ class TestListeningInItsPlace:
         bomb = pickle.dumps(Bomb(tmp_path / "marker"))
 
         def talk(connection: socket.socket) -> None:
-            link = SocketLink(connection, DEADLINE_S)
             for message in (MAGIC + bytes(NONCE_BYTES), bytes(MAC_BYTES), bomb, bomb):
-                link.send(message)
+                connection.sendall(LENGTH.pack(len(message)) + message)
 
         with stranger(talk) as address:
             assert isinstance(end_of(Member(address, TOKEN)), WrongToken)
@@ -342,16 +338,21 @@ class TestStrangersAtTheMainProcess:
             first = [b"" if next(frames(one), b"") == b"" else b"a number" for one in silent]
         assert first == [b"a number"] * 2 + [b""] * 3
 
-    def test_that_announce_too_much_are_cut_off(self):
-        one, other = socket.socketpair()
-        with contextlib.closing(SocketLink(one, DEADLINE_S)) as link, contextlib.closing(other):
-            other.sendall(LENGTH.pack(LONGEST) + bytes(LONGEST))
-            assert link.receive().message == bytes(LONGEST)
-            other.sendall(LENGTH.pack(LONGEST + 1))
-            with pytest.raises(LinkLost, match=f"announced a message of {LONGEST + 1} "):
-                link.receive()
-            with pytest.raises(ValueError, match="at most"):
-                link.send(bytes(LONGEST + 1))
+    @pytest.mark.parametrize(
+        ("header", "why"),
+        [
+            ((LONGEST, 0, 0), f"sent {LONGEST} bytes where 40 were expected"),
+            ((LONGEST + 1, 0, 0), f"announced a message of {LONGEST + 1} "),
+            ((0, 1, 1 << 20), "announced a message of 0 and a block of 1048576 bytes"),
+        ],
+    )
+    def test_that_announce_too_much_are_cut_off(self, closing, header, why):
+        one, other = (closing(end) for end in socket.socketpair())
+        sending = threading.Thread(target=lambda: other.sendall(struct.pack("<QQQ", *header) + bytes(LONGEST)))
+        sending.start()
+        with pytest.raises(LinkLost, match=why):
+            Link(one, TOKEN, main=True, deadline_s=DEADLINE_S)
+        sending.join(DEADLINE_S)
 
     def test_leave_no_threads_and_no_descriptors(self, monkeypatch):
         monkeypatch.setattr(rendezvous_module, "ANSWER_S", 0.2)
@@ -365,21 +366,6 @@ class TestStrangersAtTheMainProcess:
             for thread in {thread for thread in threading.enumerate() if thread.name == "muster-meets"} - before:
                 thread.join(DEADLINE_S)
                 assert not thread.is_alive()
-
-    def test_who_announces_too_much_before_it_is_known_is_cut_off(self):
-        one, other = (SocketLink(end, DEADLINE_S) for end in socket.socketpair())
-        other.know(DEADLINE_S)
-
-        def announce() -> None:
-            with contextlib.suppress(LinkLost):
-                other.send(b"", Block(pattern(1 << 20, 0)), 1)
-
-        sending = threading.Thread(target=announce)
-        sending.start()
-        with pytest.raises(LinkLost, match="announced a message of 0 and a block of 1048576 bytes"):
-            one.receive()
-        sending.join(DEADLINE_S)
-        other.close()
 
 
 class TestTorchrunStore:

@@ -25,17 +25,16 @@ import torch
 
 import muster
 from muster import Collector, Watch
-from muster.cluster.authenticated_link import MAGIC, AuthenticatedLink
 from muster.cluster.joining import Member
-from muster.cluster.link import Block, LinkLost
+from muster.cluster.link import MAGIC, Block, LinkLost
 from muster.cluster.rendezvous import Rendezvous
-from muster.cluster.socket_link import SocketLink
 from muster.errors import BadRecording, MusterError
 from muster.observing.page_server import PageAddress, PageServer
 from muster.observing.snapshots import NAME, SnapshotReader
 from muster.restore.crash_report import CrashReport, EnvFactory
 from muster.testing import ChainEnv, CountingEnv
 from muster.utils import tensor_files
+from tests.fakes.linked import linked
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="limits memory")]
 GIVEN = int(os.environ.get("MUSTER_EXAMPLES", "0"))
@@ -236,24 +235,19 @@ def test_a_changed_message_is_never_delivered():
     """Whatever is changed on the way, the receiver gets what was sent, in order, and then the loss of the link."""
     sent = [(b"first", 0), (b"", 0), (b"x" * 3000, 700), (b"last", 0)]
     for rng in inputs(300):
-        (near, out), (into, far) = socket.socketpair(), socket.socketpair()
-        links = [SocketLink(near, 60.0), SocketLink(far, 60.0)]
-        for link in links:
-            link.know(60.0)
-        main = AuthenticatedLink(links[0], b"key", b"main", b"node")
-        node = AuthenticatedLink(links[1], b"key", b"node", b"main")
-        for tag, (message, size) in enumerate(sent, 1):
-            main.send(message, Block(np.full(size, 7, np.uint8)) if size else None, tag if size else 0)
-        main.close()
-        into.sendall(changed_bytes(rng, b"".join(iter(lambda out=out: out.recv(1 << 16), b""))))
-        into.close()
-        got = []
-        with pytest.raises(LinkLost):
-            while True:
-                received = node.receive()
-                got.append((received.message, 0 if received.block is None else received.block.size))
-        assert got == sent[: len(got)]
-        out.close()
+        with linked() as ends:
+            for tag, (message, size) in enumerate(sent, 1):
+                ends.main.send(message, Block(np.full(size, 7, np.uint8)) if size else None, tag if size else 0)
+            ends.main.close()
+            data = b"".join(iter(lambda end=ends.to_main: end.recv(1 << 16), b""))
+            ends.to_node.sendall(changed_bytes(rng, data))
+            ends.to_node.close()
+            got = []
+            with pytest.raises(LinkLost):
+                while True:
+                    received = ends.node.receive()
+                    got.append((received.message, 0 if received.block is None else received.block.size))
+            assert got == sent[: len(got)]
 
 
 TOKEN = "of-sixteen-or-more-characters"

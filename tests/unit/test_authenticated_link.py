@@ -1,221 +1,180 @@
-"""Authenticated links: whoever does not know the token, or changes, repeats or reorders messages, is not heard."""
+"""Links are authenticated: whoever does not know the token, or changes, repeats or reorders messages, is not heard."""
 
 from __future__ import annotations
 
-import queue
+import contextlib
+import socket
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from muster.cluster.authenticated_link import MAC_BYTES, MAGIC, WrongToken, authenticate
-from muster.cluster.link import Block, LinkLost, Received
+from muster.cluster.link import MAC_BYTES, MAGIC, Block, Link, LinkLost, WrongToken
+from tests.fakes.linked import TOKEN, Frame, linked, read_exactly, read_frame
 
-TOKEN = b"0123456789abcdef"
-END = Received(b"", -1)
-
-
-@dataclass
-class Wire:
-    """One end of a link within this process; what it sends can be changed on its way."""
-
-    inbox: queue.Queue
-    outbox: queue.Queue
-    sent: list = field(default_factory=list)
-    change: object = None
-    closed: bool = False
-
-    def send(self, message, block=None, tag=0):
-        if self.closed:
-            raise LinkLost("closed")
-        got = Received(message, tag, None if block is None else block.array.copy())
-        self.sent.append(got)
-        self.outbox.put(self.change(got) if self.change else got)
-
-    def expect(self, tag, memory):
-        self.expected = tag, memory
-
-    def receive(self):
-        got = self.inbox.get(timeout=20)
-        if got is END:
-            raise LinkLost("the other end has closed")
-        return got
-
-    def close(self):
-        if not self.closed:
-            self.closed = True
-            self.outbox.put(END)
+DEADLINE_S = 20.0
 
 
-def wires():
-    one, two = queue.Queue(), queue.Queue()
-    return Wire(one, two), Wire(two, one)
+@pytest.fixture
+def ends():
+    with linked() as both:
+        yield both
 
 
-def authenticated(main_wire, node_wire, *, main_token=TOKEN, node_token=TOKEN):
-    """Both ends after the handshake; an exception in the place of one that failed."""
-    ends = {}
-
-    def run(name, *args, **options):
-        try:
-            ends[name] = authenticate(*args, **options)
-        except LinkLost as error:
-            ends[name] = error
-
-    node = threading.Thread(target=run, args=("node", node_wire, node_token), kwargs={"main": False})
-    node.start()
-    run("main", main_wire, main_token, main=True)
-    node.join(30)
-    return ends["main"], ends["node"]
+@pytest.fixture
+def stranger(closing):
+    """A socket of a stranger, and that of an end."""
+    return [closing(end) for end in socket.socketpair()]
 
 
-def test_messages_and_blocks_pass_in_both_directions():
-    main, node = authenticated(*wires())
-    main.send(b"one")
-    main.send(b"", Block(np.arange(5, dtype=np.uint8)), 7)
-    assert node.receive().message == b"one"
-    got = node.receive()
+def to_the_end(stranger):
+    """What is still to be read: whether the other end has closed."""
+    with contextlib.suppress(ConnectionResetError):  # it has not read everything
+        while stranger.recv(1 << 16):
+            pass
+    return True
+
+
+def test_messages_and_blocks_pass_in_both_directions(ends):
+    ends.main.send(b"one")
+    ends.main.send(b"", Block(np.arange(5, dtype=np.uint8)), 7)
+    for _ in range(2):
+        ends.to_node.sendall(bytes(read_frame(ends.to_main)))
+    assert ends.node.receive().message == b"one"
+    got = ends.node.receive()
     assert (got.message, got.tag, got.block.tolist()) == (b"", 7, [0, 1, 2, 3, 4])
-    node.send(b"back")
-    assert main.receive().message == b"back"
     memory = np.zeros(3, np.uint8)
-    main.expect(4, memory)
-    assert main._link.expected == (4, memory)
-    main.close()
+    ends.main.expect(4, memory)
+    ends.node.send(b"back", Block(np.full(3, 9, np.uint8)), 4)
+    ends.to_main.sendall(bytes(read_frame(ends.to_node)))
+    assert ends.main.receive().message == b"back"
+    assert memory.tolist() == [9, 9, 9]
+    ends.main.close()
+    assert to_the_end(ends.to_main)
+    ends.to_node.close()
     with pytest.raises(LinkLost, match="closed"):
-        node.receive()
+        ends.node.receive()
 
 
 def test_both_ends_learn_that_the_other_does_not_know_the_token():
-    main_wire, node_wire = wires()
     other = b"another one, as long"
-    main, node = authenticated(main_wire, node_wire, node_token=other)
-    assert isinstance(main, WrongToken)
-    assert isinstance(node, WrongToken)
-    assert main_wire.closed
-    assert node_wire.closed
-    assert not any(text in got.message for got in main_wire.sent + node_wire.sent for text in (TOKEN, other))
+    with linked(node_token=other) as ends:
+        assert isinstance(ends.main, WrongToken)
+        assert isinstance(ends.node, WrongToken)
+        assert to_the_end(ends.to_main)
+        assert to_the_end(ends.to_node)
+        assert not any(text in frame.message for frame in ends.handshake for text in (TOKEN, other))
 
 
-def test_nothing_but_the_handshake_was_sent_before_both_have_proved():
-    main_wire, node_wire = wires()
-    authenticated(main_wire, node_wire)
-    for wire in (main_wire, node_wire):
-        assert [len(got.message) for got in wire.sent] == [len(MAGIC) + 32, MAC_BYTES]
+def test_nothing_but_the_handshake_was_sent_before_both_have_proved(ends):
+    assert [len(frame.message) for frame in ends.handshake] == [len(MAGIC) + 32] * 2 + [MAC_BYTES] * 2
+    for end in (ends.to_main, ends.to_node):
+        end.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            end.recv(1)
 
 
-def test_own_proof_sent_back_is_none():
-    main_wire, node_wire = wires()
+def test_own_proof_sent_back_is_none(stranger):
+    there, here = stranger
 
     def reflect():
-        for _ in range(2):
-            node_wire.send(node_wire.receive().message)
+        for size in (24 + len(MAGIC) + 32, 24 + MAC_BYTES):
+            there.sendall(read_exactly(there, size))
 
     thread = threading.Thread(target=reflect)
     thread.start()
     with pytest.raises(WrongToken):
-        authenticate(main_wire, TOKEN, main=True)
+        Link(here, TOKEN, main=True, deadline_s=DEADLINE_S)
     thread.join(30)
 
 
-def test_handshake_of_an_earlier_session_repeated_is_refused():
-    recorded = wires()
-    authenticated(*recorded)
-    main_wire, node_wire = wires()
-    for got in recorded[1].sent:
-        node_wire.send(got.message)
+def test_handshake_of_an_earlier_session_repeated_is_refused(ends, stranger):
+    there, here = stranger
+    for frame in ends.handshake[1::2]:
+        there.sendall(bytes(frame))
     with pytest.raises(WrongToken):
-        authenticate(main_wire, TOKEN, main=True)
+        Link(here, TOKEN, main=True, deadline_s=DEADLINE_S)
 
 
 @pytest.mark.parametrize(
     ("first", "why"),
     [
-        (Received(b"GET / HTTP/1.0"), "sent 14 bytes where 40 were expected"),
-        (Received(b"x" * 40), "another version of this protocol: b'xxxxxxxx'"),
-        (Received(MAGIC + b"n" * 32, 1, np.zeros(1, np.uint8)), "where 40 were expected"),
+        (Frame(b"GET / HTTP/1.0"), "sent 14 bytes where 40 were expected"),
+        (Frame(b"x" * 40), "another version of this protocol: b'xxxxxxxx'"),
+        (Frame(MAGIC + b"n" * 32, 1), "where 40 were expected"),
+        (Frame(MAGIC + b"n" * 32, 1, b"x"), "announced a message of 40 and a block of 1 bytes"),
     ],
 )
-def test_what_speaks_something_else_is_refused(first, why):
-    main_wire, _ = wires()
-    main_wire.inbox.put(first)
+def test_what_speaks_something_else_is_refused(stranger, first, why):
+    there, here = stranger
+    there.sendall(bytes(first))
     with pytest.raises(LinkLost, match=why):
-        authenticate(main_wire, TOKEN, main=True)
-    assert main_wire.closed
+        Link(here, TOKEN, main=True, deadline_s=DEADLINE_S)
+    assert read_frame(there).message.startswith(MAGIC)
+    assert to_the_end(there)
 
 
-def flipped(got):
-    return replace(got, message=got.message[:-1] + bytes([got.message[-1] ^ 1]))
+def flipped(frame):
+    return replace(frame, message=frame.message[:-1] + bytes([frame.message[-1] ^ 1]))
 
 
-def flipped_mac(got):
-    return replace(got, message=bytes([got.message[0] ^ 1]) + got.message[1:])
+def flipped_mac(frame):
+    return replace(frame, message=bytes([frame.message[0] ^ 1]) + frame.message[1:])
 
 
-def other_tag(got):
-    return replace(got, tag=got.tag + 1)
+def other_tag(frame):
+    return replace(frame, tag=frame.tag + 1)
 
 
-def shorter_block(got):
-    return replace(got, block=got.block[:-1])
+def shorter_block(frame):
+    return replace(frame, block=frame.block[:-1])
 
 
-def no_block(got):
-    return replace(got, block=None)
+def no_block(frame):
+    return replace(frame, block=b"")
 
 
-def longer(got):
-    return replace(got, message=got.message + b"x")
+def longer(frame):
+    return replace(frame, message=frame.message + b"x")
 
 
-def cut(got):
-    return replace(got, message=got.message[:10])
+def cut(frame):
+    return replace(frame, message=frame.message[:10])
 
 
 @pytest.mark.parametrize("change", [flipped, flipped_mac, other_tag, shorter_block, no_block, longer, cut])
-def test_changed_message_is_never_returned(change):
-    main_wire, node_wire = wires()
-    main, node = authenticated(main_wire, node_wire)
-    main_wire.change = change
-    main.send(b"do this", Block(np.ones(9, np.uint8)), 2)
+def test_changed_message_is_never_returned(ends, change):
+    ends.main.send(b"do this", Block(np.ones(9, np.uint8)), 2)
+    ends.to_node.sendall(bytes(change(read_frame(ends.to_main))))
     with pytest.raises(LinkLost, match="Message 0 of the main .* made up"):
-        node.receive()
-    assert node_wire.closed
+        ends.node.receive()
+    assert to_the_end(ends.to_node)
 
 
 @pytest.mark.parametrize("order", [(0, 0), (1, 0), (1,)])
-def test_repeated_reordered_or_missing_messages_are_refused(order):
-    main_wire, node_wire = wires()
-    main, node = authenticated(main_wire, node_wire)
-    held = []
-    main_wire.change = lambda got: held.append(got) or Received(b"", -2)
-    main.send(b"zero")
-    main.send(b"one")
-    while not node_wire.inbox.empty():
-        node_wire.inbox.get()
+def test_repeated_reordered_or_missing_messages_are_refused(ends, order):
+    ends.main.send(b"zero")
+    ends.main.send(b"one")
+    held = [read_frame(ends.to_main) for _ in range(2)]
     for number in order:
-        node_wire.inbox.put(held[number])
+        ends.to_node.sendall(bytes(held[number]))
     if order[0] == 0:
-        assert node.receive().message == b"zero"
+        assert ends.node.receive().message == b"zero"
     with pytest.raises(LinkLost, match="repeated"):
-        node.receive()
+        ends.node.receive()
 
 
-def test_own_message_sent_back_is_refused():
-    main_wire, node_wire = wires()
-    main, _ = authenticated(main_wire, node_wire)
-    main.send(b"mine")
-    main_wire.inbox.put(main_wire.sent[-1])
+def test_own_message_sent_back_is_refused(ends):
+    ends.main.send(b"mine")
+    ends.to_main.sendall(bytes(read_frame(ends.to_main)))
     with pytest.raises(LinkLost, match="Message 0 of the node"):
-        main.receive()
+        ends.main.receive()
 
 
-def test_message_of_another_session_is_refused():
-    _, earlier = authenticated(*wires())
-    earlier.send(b"late")
-    main_wire, node_wire = wires()
-    main, _ = authenticated(main_wire, node_wire)
-    main_wire.inbox.put(earlier._link.sent[-1])
+def test_message_of_another_session_is_refused(ends):
+    with linked() as earlier:
+        earlier.node.send(b"late")
+        ends.to_main.sendall(bytes(read_frame(earlier.to_node)))
     with pytest.raises(LinkLost, match="made up"):
-        main.receive()
+        ends.main.receive()

@@ -7,8 +7,6 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -55,7 +53,7 @@ class Plain(CountingEnv):
 
 
 @pytest.fixture(autouse=True)
-def _environments() -> Iterator[None]:
+def _environments():
     made = {"Signals-v0": Signals, "Picture-v0": Picture, "Plain-v0": Plain, "Endless-v0": lambda: CountingEnv(10**9)}
     for name, entry_point in made.items():
         gymnasium.register(name, entry_point=entry_point)
@@ -73,16 +71,14 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: Any) -> str:
 
 
 @pytest.fixture
-def weights(tmp_path: Path) -> tuple[Path, nn.Module]:
+def weights(tmp_path):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     save_file(net.state_dict(), tmp_path / "net.safetensors")
     return tmp_path / "net.safetensors", net
 
 
-def test_the_table_and_the_json_are_what_the_evaluator_finds(
-    weights: tuple[Path, nn.Module], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_and_the_json_are_what_the_evaluator_finds(weights, capsys):
     file, net = weights
     with Evaluator("CartPole-v1", categorical(net), episodes=9, num_envs=4, seed=3) as evaluator:
         expected = evaluator.evaluate()
@@ -101,9 +97,7 @@ def test_the_table_and_the_json_are_what_the_evaluator_finds(
     assert [record["seed"] for record in found["records"]] == [record.seed for record in expected.records]
 
 
-def test_workers_and_numbers_of_environments_give_the_same(
-    weights: tuple[Path, nn.Module], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_workers_and_numbers_of_environments_give_the_same(weights, capsys):
     argv = ["CartPole-v1", "--policy", weights[0], "--episodes", 5, "--json"]
     found = [
         json.loads(run(capsys, *argv, *more)[1]) for more in ((), ("--num-envs", 1), ("--workers", 2, "--num-envs", 2))
@@ -112,7 +106,7 @@ def test_workers_and_numbers_of_environments_give_the_same(
     assert returns[0] == returns[1] == returns[2]
 
 
-def test_a_rule_that_favours_short_episodes_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rule_that_favours_short_episodes_says_so(capsys):
     argv = ["CartPole-v1", "--episodes", 9, "--num-envs", 4]
     assert "BIASED" not in run(capsys, *argv)[1]
     for rule, biased in (("fair", True), ("last_even", False), ("first_done", True)):
@@ -123,7 +117,7 @@ def test_a_rule_that_favours_short_episodes_says_so(capsys: pytest.CaptureFixtur
         assert (found["rule"], found["biased"], found["episodes"]) == (rule, biased, 9)
 
 
-def test_what_is_unfinished_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_unfinished_is_said(capsys):
     code, out, _ = run(capsys, "Endless-v0", "--episodes", 2, "--num-envs", 2, "--max-frames", 80)
     assert code == 0
     assert "episodes  none ended" in out
@@ -134,14 +128,14 @@ def test_what_is_unfinished_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "return    28.00 ± 0.00" in out
 
 
-def test_ctrl_c_ends_it_with_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_ends_it_with_what_there_is(capsys):
     code, out, _ = run(capsys, "Signals-v0", "--episodes", 9, "--num-envs", 1)
     assert code == 130
     assert "INCOMPLETE: stopped by progress; still running: env 0: 10.0 in 4." in out
     assert "episodes  2 " in out
 
 
-def test_videos_are_written_where_they_are_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_videos_are_written_where_they_are_wanted(tmp_path, capsys):
     pytest.importorskip("imageio_ffmpeg")
     code, out, err = run(capsys, "Picture-v0", "--episodes", 3, "--video", "best,worst,2", "--out", tmp_path / "films")
     assert (code, err) == (0, "")
@@ -152,9 +146,7 @@ def test_videos_are_written_where_they_are_wanted(tmp_path: Path, capsys: pytest
     assert sorted(path.name for path in (tmp_path / "films").iterdir()) == sorted(names)
 
 
-def test_videos_that_cannot_be_made_are_refused_before_or_told_after_the_result(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_videos_that_cannot_be_made_are_refused_before_or_told_after_the_result(tmp_path, capsys, monkeypatch):
     pytest.importorskip("imageio_ffmpeg")
     code, out, err = run(capsys, "Plain-v0", "--episodes", 3, "--video", "best", "--out", tmp_path)
     assert code == 2
@@ -164,7 +156,7 @@ def test_videos_that_cannot_be_made_are_refused_before_or_told_after_the_result(
     assert "pip install 'muster-rl[video]'" in refused(capsys, "Plain-v0", "--video", "best")
 
 
-def test_wrong_requests_are_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_requests_are_refused_in_one_line(capsys):
     assert "Similar: CartPole" in refused(capsys, "CartPole-v11")
     assert "add --allow-import" in refused(capsys, "my_envs:Maze-v0")
     assert "there is no file" in refused(capsys, "CartPole-v1", "--policy", "net.safetensors")

@@ -347,9 +347,6 @@ def test_arguments_of_torchrl_that_would_have_no_effect_are_refused(make, option
         make(counting(3), **{option: True})
 
 
-# --- devices ---------------------------------------------------------------------------------------
-
-
 # --- profiling and the timeline --------------------------------------------------------------------
 
 
@@ -385,7 +382,7 @@ def test_a_profile_is_ended_by_hand_by_another_one_and_by_shutdown(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1.json", "2.json"]
 
 
-# --- the seed document's own example ---------------------------------------------------------------
+# --- arguments of resets ---------------------------------------------------------------------------
 
 
 class Listening(CountingEnv):

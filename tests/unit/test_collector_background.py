@@ -85,26 +85,31 @@ class Threshold(nn.Module):
         return (self.first > 0).long().expand(obs.shape[:-1]), extras
 
 
-def ended(collector: Collector) -> None:
-    """Wait until the thread has ended by itself."""
+def failing(at: int = 3, **options: Any) -> Collector:
+    """A collector whose environment raises in this step, once."""
+    env = FaultyEnv(at, error=lambda: RuntimeError("boom"), length=9)
+    return Collector(env, None, **{"frames_per_batch": 2, "replay_buffer": Extends(), **options})
+
+
+def run_to_its_end(collector: Collector) -> None:
+    """Start the thread, and wait until it has ended by itself."""
+    collector.start()
     thread = collector._background._thread  # type: ignore[union-attr]
     thread.join(PATIENCE)
     assert not thread.is_alive()
 
 
-def run_to_its_end(collector: Collector) -> None:
-    collector.start()
-    ended(collector)
-
-
 @contextmanager
-def running(gate: Gate, env: Any, policy: Any = None, **options: Any) -> Iterator[tuple[Collector, Extends]]:
+def running(
+    policy: Any = None, env: type[GatedEnv] = GatedEnv, **options: Any
+) -> Iterator[tuple[Collector, Gate, GatedEnv, Extends]]:
     """A started collector; whatever happens, its thread ends afterwards."""
-    buffer = Extends()
-    collector = Collector(env, policy, replay_buffer=buffer, **{"frames_per_batch": 2, **options})
+    buffer, gate = Extends(), Gate()
+    gated = env(gate)
+    collector = Collector(gated, policy, replay_buffer=buffer, **{"frames_per_batch": 2, **options})
     try:
         collector.start()
-        yield collector, buffer
+        yield collector, gate, gated, buffer
     finally:
         gate.allow(1000)
         collector.shutdown(raise_on_error=False)
@@ -115,9 +120,7 @@ def running(gate: Gate, env: Any, policy: Any = None, **options: Any) -> Iterato
 
 
 def test_async_shutdown_ends_it_after_the_batch_and_closes_the_environments():
-    gate = Gate()
-    env = GatedEnv(gate)
-    with running(gate, env) as (c, buffer):
+    with running() as (c, gate, env, buffer):
         gate.allow(3)
         gate.until_blocked()
         assert c.is_running()
@@ -133,8 +136,7 @@ def test_async_shutdown_ends_it_after_the_batch_and_closes_the_environments():
 
 
 def test_start_again_changes_nothing_and_iterating_meanwhile_is_refused():
-    gate = Gate()
-    with running(gate, GatedEnv(gate)) as (c, _):
+    with running() as (c, gate, _, _):
         gate.until_blocked()
         thread = c._background
         c.start()
@@ -146,9 +148,7 @@ def test_start_again_changes_nothing_and_iterating_meanwhile_is_refused():
 
 
 def test_a_hanging_environment_is_a_timeout_and_nothing_is_closed():
-    gate = Gate()
-    env = GatedEnv(gate)
-    with running(gate, env) as (c, _):
+    with running() as (c, gate, env, _):
         gate.until_blocked()
         for end in (c.async_shutdown, c.shutdown):
             with pytest.raises(CollectorTimeout, match=r"middle of a batch after 0\.01 s"):
@@ -162,8 +162,7 @@ def test_a_hanging_environment_is_a_timeout_and_nothing_is_closed():
 
 def test_a_pause_does_not_wait_for_ever(monkeypatch):
     monkeypatch.setattr(background, "PATIENCE", 0.01)
-    gate = Gate()
-    with running(gate, GatedEnv(gate)) as (c, buffer):
+    with running() as (c, gate, _, buffer):
         gate.until_blocked()
         with pytest.raises(CollectorTimeout, match="may hang"), c.pause():
             raise AssertionError("entered")
@@ -180,8 +179,7 @@ def test_groups_whole_episodes_and_single_steps_run_in_the_background_too():
         with Collector(
             [counting(3)] * 2, None, frames_per_batch=8, total_frames=48, replay_buffer=buffer, **options
         ) as c:
-            c.start()
-            ended(c)
+            run_to_its_end(c)
             assert buffer.batches
             assert_accounted(c)
             c.async_shutdown()
@@ -191,9 +189,7 @@ def test_groups_whole_episodes_and_single_steps_run_in_the_background_too():
 
 
 def test_nothing_is_collected_inside_a_pause():
-    gate = Gate()
-    env = GatedEnv(gate)
-    with running(gate, env) as (c, buffer):
+    with running() as (c, gate, env, buffer):
         gate.until_blocked()
         gate.allow(2)
         with c.pause():
@@ -250,8 +246,7 @@ CALLS: list[Callable[[Collector], Any]] = [
 
 @pytest.mark.parametrize("call", CALLS)
 def test_an_error_in_the_thread_reaches_the_user_at_the_next_call_once(call):
-    env = FaultyEnv(3, error=lambda: RuntimeError("boom"), length=9)
-    c = Collector(env, None, frames_per_batch=2, replay_buffer=Extends())
+    c = failing()
     with pytest.warns(RuntimeWarning, match="(?s)stopped collecting, because of EnvError: .*boom.*start"):
         run_to_its_end(c)
     assert not c.is_running()
@@ -262,7 +257,7 @@ def test_an_error_in_the_thread_reaches_the_user_at_the_next_call_once(call):
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert c.stats().ended_by.startswith("EnvError: ")
     c.shutdown()
-    assert env.closed == 1
+    assert c.env.closed == 1
 
 
 def test_a_loop_that_only_looks_at_the_buffer_is_warned_while_it_does():
@@ -275,9 +270,7 @@ def test_a_loop_that_only_looks_at_the_buffer_is_warned_while_it_does():
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = show
-        c = Collector(
-            FaultyEnv(3, error=lambda: RuntimeError("boom")), None, frames_per_batch=2, replay_buffer=Extends()
-        )
+        c = failing()
         c.start()
         assert warned.wait(PATIENCE)
     c.shutdown(raise_on_error=False)
@@ -286,33 +279,28 @@ def test_a_loop_that_only_looks_at_the_buffer_is_warned_while_it_does():
 def test_filters_that_make_warnings_errors_do_not_hide_the_error():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        c = Collector(
-            FaultyEnv(3, error=lambda: RuntimeError("boom")), None, frames_per_batch=2, replay_buffer=Extends()
-        )
-        c.start()
-        ended(c)
+        c = failing()
+        run_to_its_end(c)
     with pytest.raises(EnvError, match="boom"):
         c.rollout()
     c.shutdown()
 
 
 def test_what_waits_for_the_batch_that_fails_raises_its_error():
-    gate = Gate()
-    with running(gate, FailingEnv(gate)) as (c, _):
+    with running(env=FailingEnv) as (c, gate, _, _):
         gate.until_blocked()
         waiting = threading.Event()
-        failing = threading.Thread(target=lambda: (waiting.wait(PATIENCE), gate.allow(1)))
-        failing.start()
+        letting = threading.Thread(target=lambda: (waiting.wait(PATIENCE), gate.allow(1)))
+        letting.start()
         pause = c.pause()  # so far nothing has failed
         waiting.set()
         with pytest.warns(RuntimeWarning, match="boom"), pytest.raises(EnvError, match="boom"), pause:
             raise AssertionError("the thread is in the middle of a batch")
-        failing.join()
+        letting.join()
 
 
 def test_an_error_of_a_thread_that_is_being_ended_is_raised_and_not_announced_too(recwarn):
-    gate = Gate()
-    with running(gate, FailingEnv(gate)) as (c, _):
+    with running(env=FailingEnv) as (c, gate, _, _):
         gate.until_blocked()
         with pytest.raises(CollectorTimeout):
             c.async_shutdown(timeout=0.0)
@@ -324,32 +312,23 @@ def test_an_error_of_a_thread_that_is_being_ended_is_raised_and_not_announced_to
 
 def test_after_an_error_it_can_be_started_again():
     buffer = Extends()
-    env = FaultyEnv(3, error=lambda: RuntimeError("boom"), length=9)
-    with Collector(env, None, frames_per_batch=2, total_frames=8, replay_buffer=buffer) as c:
-        c.start()
-        ended(c)
+    with failing(total_frames=8, replay_buffer=buffer) as c:
+        run_to_its_end(c)
         with pytest.raises(EnvError):
             c.start()
-        c.start()
-        ended(c)
+        run_to_its_end(c)
         assert [column(b, "next", "reward") for b in buffer.batches] == [[1, 2], [3, 1], [2, 3], [4, 5]]
         assert_accounted(c)
         assert c.stats().ended_by == ""
 
 
 def test_leaving_the_context_tells_of_the_error_unless_there_is_another():
-    def failing() -> Collector:
-        env = FaultyEnv(1, error=lambda: RuntimeError("boom"))
-        return Collector(env, None, frames_per_batch=2, replay_buffer=Extends())
-
-    with pytest.raises(EnvError, match="boom"), failing() as c:
-        c.start()
-        ended(c)
-    with pytest.raises(ZeroDivisionError), failing() as c:
-        c.start()
-        ended(c)
+    with pytest.raises(EnvError, match="boom"), failing(1) as c:
+        run_to_its_end(c)
+    with pytest.raises(ZeroDivisionError), failing(1) as c:
+        run_to_its_end(c)
         _ = 1 / 0
-    c = failing()
+    c = failing(1)
     c.start()
     c.shutdown(raise_on_error=False)
 
@@ -358,10 +337,8 @@ def test_leaving_the_context_tells_of_the_error_unless_there_is_another():
 
 
 def test_weights_published_in_the_middle_of_a_batch_act_from_the_next_one():
-    gate = Gate()
     policy = Threshold()
-    options = {"frames_per_batch": 4, "track_policy_version": True}
-    with running(gate, GatedEnv(gate), policy, **options) as (c, buffer):
+    with running(policy, frames_per_batch=4, track_policy_version=True) as (c, gate, _, buffer):
         gate.allow(2)
         gate.until_blocked()
         with torch.no_grad():
@@ -396,14 +373,14 @@ def test_weights_are_never_torn_and_versions_are_those_that_acted():
 
 
 def test_the_users_gradients_and_threads_are_left_alone():
-    gate, seen = Gate(), []
+    seen = []
 
     def policy(obs: torch.Tensor) -> torch.Tensor:
         seen.append((torch.is_grad_enabled(), torch.get_num_threads()))
         return torch.tensor(0)
 
     threads = torch.get_num_threads()
-    with running(gate, GatedEnv(gate), policy, num_threads=threads + 1) as (_, buffer):
+    with running(policy, num_threads=threads + 1) as (_, gate, _, buffer):
         gate.allow(3)
         gate.until_blocked()
         assert torch.is_grad_enabled()

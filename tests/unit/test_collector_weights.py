@@ -113,14 +113,6 @@ def test_weights_are_given_once(method):
 # --- parts and several models ----------------------------------------------------------------------
 
 
-def test_several_models_are_one_version():
-    with collector(Two(), track_policy_version=True) as c:
-        c.update_policy_weights_(weights_dict={"actor": Actor(2.0), "critic": Actor(3.0).state_dict()})
-        batch = c.rollout()
-        assert (batch["weight"][0], batch["value"][0]) == (2.0, 3.0)
-        assert batch[VERSION].unique().tolist() == [1]
-
-
 @pytest.mark.parametrize(
     "second",
     [{"weight": torch.ones(3)}, {"weight": torch.full((2,), torch.nan)}, {"bias": torch.ones(2)}, 3],

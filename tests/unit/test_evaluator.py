@@ -542,7 +542,7 @@ def runs(pid: int) -> bool:
 
 def test_shutdown_ends_what_hangs_and_leaves_nothing_behind(pipe: str) -> None:
     evaluator = Evaluator(functools.partial(Gated, pipe), num_workers=1)
-    pids = [worker.pid for worker in evaluator._stage.open().stats().workers]
+    pids = [worker.pid for worker in evaluator._open().stats().workers]
     evaluator.trigger()
     evaluator.trigger()
     evaluator.shutdown(timeout=0.05)

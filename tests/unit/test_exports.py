@@ -12,21 +12,21 @@ import muster
 from tests.public_api import FILE, describe
 
 
-def test_public_names_parameters_and_defaults() -> None:
+def test_public_names_parameters_and_defaults():
     """After a decision to change one: ``python -m tests.public_api``, and a line in CHANGELOG.md."""
     assert describe() == FILE.read_text().splitlines()
 
 
 @pytest.mark.parametrize("name", muster.__all__)
-def test_name_resolves(name: str) -> None:
+def test_name_resolves(name):
     assert getattr(muster, name) is not None
 
 
-def test_dir_shows_the_public_names() -> None:
+def test_dir_shows_the_public_names():
     assert set(muster.__all__) <= set(dir(muster))
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = muster.no_such_name
 
@@ -69,7 +69,7 @@ print(json.dumps(told))
 """
 
 
-def test_without_extras_every_public_name_is_there_and_says_what_it_needs_when_it_is_used() -> None:
+def test_without_extras_every_public_name_is_there_and_says_what_it_needs_when_it_is_used():
     done = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)

@@ -201,7 +201,7 @@ def test_an_error_that_knows_its_environment_says_which() -> None:
 
 def test_a_missing_module_in_the_parent_leaves_the_text() -> None:
     failure = pack(raised(ValueError("boom")), phase="step", **WHERE)
-    object.__setattr__(failure.cause, "pickled", b"\x80\x05cno_such_module\nThing\n.")
+    object.__setattr__(failure, "pickled", b"\x80\x05cno_such_module\nThing\n.")
     cause = failure.error().__cause__
     assert type(cause) is RemoteError
     assert str(cause) == "ValueError: boom"
@@ -209,8 +209,8 @@ def test_a_missing_module_in_the_parent_leaves_the_text() -> None:
 
 def test_endless_texts_are_shortened() -> None:
     failure = pack(raised(ValueError("x" * 10**6)), phase="step")
-    assert len(failure.cause.text) < 21_000
-    assert "[...]" in failure.cause.text
+    assert len(str(failure.cause)) < 21_000
+    assert "[...]" in str(failure.cause)
     assert len(str(failure.error())) < 70_000
     assert "In a worker, phase step" in str(failure.error())
 

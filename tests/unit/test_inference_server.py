@@ -11,18 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode
 from torch import nn
 
 from muster import CentralInference, MultiAsyncCollector, MultiSyncCollector
 from muster.errors import BadOption, BadPolicyOutput, PolicyError, UnsupportedEnv
 from muster.policies import categorical
-from muster.testing import CountingEnv, OracleEnv, SpaceEnv, TorchCartPole
+from muster.testing import CountingEnv, SpaceEnv, TorchCartPole
 from muster.workers.inference import _Client, _oldest
 from muster.workers.proxy import WorkerProxy
 from tests.tools import assert_accounted, assert_same, counting
@@ -418,11 +416,6 @@ def test_the_users_random_numbers_are_theirs_again_after_an_error():
 # --- the same data as where workers act -------------------------------------------------------------
 
 
-def cart_poles() -> Any:
-    options = {"vectorization_mode": "sync", "vector_kwargs": {"autoreset_mode": AutoresetMode.SAME_STEP}}
-    return gymnasium.make_vec("CartPole-v1", num_envs=2, **options)
-
-
 def torchrl_pendulum() -> Any:
     from torchrl.envs import GymEnv
 
@@ -471,10 +464,7 @@ class Flat(Parity):
 
 
 SAME: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "groups of three": (counting(4, noise=True), Parity, {"num_envs": 3}),
-    "single environments": (counting(4, noise=True), Parity, {"num_envs": None}),
-    "two groups in a worker": (counting(4, noise=True), Parity, {"num_workers": 1}),
-    "a vector environment": (cart_poles, Parity, {"num_envs": None}),
+    "on a device": (partial(TorchCartPole, 2), Parity, {"num_envs": None}),  # the CPU: it acts like others
     "TorchRL": (torchrl_pendulum, Push, {"num_envs": None, "max_frames_per_traj": 4}),
     "dict": (images, Dicts, {"num_envs": 2}),
     "image": (image, Flat, {"num_envs": 2}),
@@ -676,40 +666,3 @@ def test_a_server_sleeps_while_nobody_asks(kind):
             return processor_s([task, *ids]) - before <= 0.02
 
         wait_until(sleeps)  # those who are ahead make what they may
-
-
-def test_an_environment_on_a_device_acts_itself():
-    """On the CPU it is one like the others."""
-    options: dict[str, Any] = {"frames_per_batch": 40, "seed": 1}
-    policy = Parity()
-    found = []
-    for where in (THREADS, {"backend": "threads"}):
-        with MultiSyncCollector([partial(TorchCartPole, 2)] * 2, policy, **options, **where) as collector:
-            found.append(collector.next().clone())
-    assert_same(*found)
-
-
-def test_streams_of_workers_stay_right_when_they_wait_for_each_other_at_random(tmp_path):
-    """Every pairing is decided by the data."""
-    from muster.testing import check_stream
-
-    for options in (
-        {"inference": CentralInference(max_batch=2)},
-        {"inference": CentralInference(max_wait_s=0.0005)},
-        {"inference": CentralInference(alternating=True)},
-        {"inference": CentralInference(max_batch=3, max_wait_s=0)},
-    ):
-        path = tmp_path / str(len(options)) / str(options)
-        path.parent.mkdir(exist_ok=True)
-        factories = [partial(OracleEnv, path, 2 * number, 2) for number in range(4)]
-        for kind in KINDS:
-            with kind(factories, Mod5(), num_envs=2, frames_per_batch=160, **(THREADS | options)) as collector:
-                batches = [collector.next().clone() for _ in range(4)]
-            for batch in batches:
-                assert torch.equal(batch["action"], batch["observation"][..., 5] % 5)
-            check_stream(batches)
-
-
-class Mod5(nn.Module):
-    def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        return obs[..., 5] % 5

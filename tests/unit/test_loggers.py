@@ -26,8 +26,8 @@ from muster.episodes.record import Episodes
 from muster.errors import BadOption, HookError
 from muster.observing.loggers import CollectionLog, as_logger
 from muster.observing.progress import progress
-from muster.observing.stats import WorkerStats
 from muster.testing import CountingEnv
+from tests.fakes.stats import stats, worker
 from tests.tools import counting, files_limited_to
 
 
@@ -306,29 +306,18 @@ def test_without_tensorboard_it_says_what_to_install(tmp_path, monkeypatch):
 # --- what a collector logs ----------------------------------------------------------------------------
 
 
-def worker(index: int, rate: float) -> WorkerStats:
-    return WorkerStats(index, 100 + index, "working", "idle", (index,), 10, 0.5, rate, 1.0, 0, 0)
-
-
-STATS = CollectorStats(
+STATS = stats(
     frames=64,
-    executed=80,
     discarded=Counter(surplus=7, after_done=2),
     in_flight=7,
-    batches=2,
     episodes=5,
     return_mean=99.0,
     length_mean=99.0,
     frames_per_s=123.0,
-    env_s=1.0,
-    policy_s=2.0,
-    copy_s=0.5,
-    rest_s=0.5,
-    wait_s=3.0,
-    policy_path="module",
+    env_s=2.0,
+    policy_s=4.0,
     policy_version=4,
     policy_lag={0: 1, 2: 1},
-    slots={},
     restarts=1,
 )
 
@@ -336,8 +325,8 @@ STATS = CollectorStats(
 def logged(*written: tuple[CollectorStats, Any], **options: Any) -> list[tuple[dict[str, float], int]]:
     logger = FunctionLike()
     log = CollectionLog(logger, **options)
-    for stats, episodes in written:
-        log.wrote(stats, episodes)
+    for given, episodes in written:
+        log.wrote(given, episodes)
     return logger
 
 
@@ -392,7 +381,10 @@ def test_before_any_time_was_measured_there_are_no_shares():
 
 
 def test_every_worker_has_its_rate():
-    [(record, _)] = logged((dataclasses.replace(STATS, workers=(worker(0, 10.0), worker(3, 20.0))), ()), prefix="a/")
+    [(record, _)] = logged(
+        (dataclasses.replace(STATS, workers=(worker(0, frames_per_s=10.0), worker(3, frames_per_s=20.0))), ()),
+        prefix="a/",
+    )
     assert {name: value for name, value in record.items() if "worker" in name} == {
         "a/worker_0/frames_per_s": 10.0,
         "a/worker_3/frames_per_s": 20.0,

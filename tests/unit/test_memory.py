@@ -115,6 +115,54 @@ def test_a_slot_given_back_unlent_is_free_again_and_begins_at_row_zero():
     assert slots.take().lanes[0].done_steps == 0
 
 
+HELD = {
+    "tensor": lambda tensor: tensor,
+    "view": lambda tensor: tensor[..., :1],
+    "array": lambda tensor: tensor.numpy(),
+    "detached": lambda tensor: tensor.detach(),
+}
+
+
+@pytest.mark.parametrize("how", HELD)
+@pytest.mark.parametrize("key", [c.key for c in COLUMNS])
+def test_a_small_slot_is_lent_while_any_part_of_its_batch_is_used(key, how):
+    slots, view = ring(), BatchView(layout(), stacked=False)
+    assert slots.lends_parts
+
+    def batch(value: int) -> Any:
+        slot = slots.take()
+        slot.block[...] = value
+        view.arrange(slot)
+        return view.tensordict(slots.lend_parts(slot), slot)
+
+    held = [HELD[how](batch(value).get(key)) for value in range(5)]
+    assert counts(slots) == (0, 0, 5)
+    for value in range(5, 10):
+        batch(value)
+    assert counts(slots) == (1, 0, 5)
+    for value, part in enumerate(held):
+        assert set(np.asarray(part).tobytes()) == {value}
+    del held[1:], part
+    taken = [slots.take() for _ in range(3)]
+    assert len({id(slot) for slot in taken}) == 3
+    assert slots.count(SlotState.LENT) == 1
+    held.clear()
+    assert slots.count(SlotState.LENT) == 0
+
+
+def test_parts_that_the_user_drops_late_do_not_exhaust_the_ring():
+    slots, view = ring(2 * layout().nbytes), BatchView(layout(), stacked=False)
+    used = []
+    for _ in range(2):
+        slot = slots.take()
+        view.arrange(slot)
+        used.append(view.tensordict(slots.lend_parts(slot), slot)["observation"])
+    with pytest.raises(SlotsExhausted, match="2 batches"):
+        slots.take()
+    used.pop(0)
+    assert slots.take().state is SlotState.FILLING
+
+
 def test_a_full_ring_says_how_to_go_on_and_goes_on():
     size = layout().nbytes
     slots = ring(2 * size)

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from muster import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector, Restart
+from muster.collectors.multi import count_workers
 from muster.collectors.multi_options import MultiOptions
-from muster.collectors.workers import count_workers
 from muster.errors import BadOption, UnknownOption
 from muster.testing import CountingEnv
 from tests.fakes.actors import Actor

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from muster.cluster.link import Block, LinkLost
-from muster.cluster.messages import WEIGHTS, Beat, Failed, Joined, NodeSetup, Result
+from muster.cluster.messages import WEIGHTS, NodeSetup
 from muster.cluster.node_main import NodeMain
 from muster.cluster.nodes import Nodes, NodesPublisher
 from muster.errors import EnvError, WorkerDied, WorkerError
@@ -35,6 +35,7 @@ from tests.fakes.queue_links import (
     QueueCarrier,
     QueueCollector,
     WritingCollector,
+    is_beat,
     net,
     pair,
     served,
@@ -77,12 +78,12 @@ def tell(link, method, *args, block=None, tag=0, urgent=False):
     link.send(pickle.dumps(Tell(method, args, urgent=urgent)), block, tag)
 
 
-def heard(link, kind):
-    """The next message of a kind."""
+def heard(link, report):
+    """The next report of a kind."""
     while True:
-        message, _ = pickle.loads(link.receive().message)
-        if isinstance(message, kind):
-            return message
+        told = pickle.loads(link.receive().message)
+        if getattr(told, report):
+            return getattr(told, report)
 
 
 def oracles(path, count=1, **options):
@@ -113,11 +114,10 @@ class TestWorkers:
                 (link,) = links
                 before = len(link.other.said), len(link.said)
                 next(iter(collector))
-                asked = [said for said in link.other.said[before[0] :] if said.method is not NodeMain.beat]
-                told = [said for said in link.said[before[1] :] if not isinstance(said, Beat)]
+                asked = [said for said in link.other.said[before[0] :] if not is_beat(said)]
+                (told,) = [said for said in link.said[before[1] :] if not is_beat(said)]
                 assert [said.method for said in asked] == [NodeMain.follow]
-                assert [type(said) for said in told] == [Result]
-                assert len(told[0].results) == 2
+                assert len(told.results) == 2
 
     def test_a_call_right_after_a_restart_gets_its_own_answer(self, tmp_path, carrier):
         gate = tmp_path / "gate"
@@ -135,7 +135,7 @@ class TestWorkers:
         link, thread, ended = node
         tell(link, NodeMain.set_up, setup("teleport"), block=Block(np.frombuffer(POLICY, np.uint8)), tag=1)
         tell(link, NodeMain.start)
-        assert "teleport" in str(heard(link, Failed).error.error())
+        assert "teleport" in str(heard(link, "failure").error())
         link.close()
         thread.join(JOIN_S)
         assert ended == [False]
@@ -176,7 +176,7 @@ class TestNodes:
                 raise
 
         link.other.receive = slowly
-        heard(link, Joined)
+        heard(link, "host")
         tell(link, NodeMain.beat)  # from here on the slow one receives
         assert "muster-node-main-receives" in {t.name for t in threading.enumerate()}
         tell(link, NodeMain.bye, urgent=True)
@@ -185,16 +185,16 @@ class TestNodes:
 
     def test_a_goodbye_is_answered_by_closing_the_link(self, node):
         link, thread, ended = node
-        heard(link, Joined)
+        heard(link, "host")
         tell(link, NodeMain.bye, urgent=True)
         thread.join(JOIN_S)
         with pytest.raises(LinkLost):
-            heard(link, Failed)
+            heard(link, "failure")
         assert ended == [True]
 
     def test_a_goodbye_that_has_come_counts_although_nothing_more_can_be_sent(self, node):
         link, thread, ended = node
-        heard(link, Joined)
+        heard(link, "host")
 
         def closed(*args):
             raise LinkLost("the other end has closed it")
@@ -208,7 +208,7 @@ class TestNodes:
     def test_a_policy_that_was_changed_on_its_way_is_not_unpickled(self, node):
         link, _, _ = node
         tell(link, NodeMain.set_up, setup(), block=Block(np.frombuffer(b"other", np.uint8)), tag=1)
-        assert "modified in transit" in str(heard(link, Failed).error.error())
+        assert "modified in transit" in str(heard(link, "failure").error())
 
 
 class TestWeights:
@@ -246,12 +246,12 @@ class TestWeights:
         places, kept = set(), []
         for version in range(8):
             publisher.publish({"w": torch.full((1000,), float(version))}, version)
-            newest = nodes.newest[0]
-            places.add(newest.block.array.ctypes.data)
+            manifest, block = nodes.newest[0]
+            places.add(block.array.ctypes.data)
             if version == 3:
-                kept.append(newest.block)
+                kept.append(block)
         assert len(places) == 3, "one is kept, two take turns"
-        found = Buffer(kept[0].array, newest.manifest)
+        found = Buffer(kept[0].array, manifest)
         assert found.version == 3
         assert found.tensors["w"].unique().tolist() == [3]
         assert found.sequence < 0, "only its nodes count"

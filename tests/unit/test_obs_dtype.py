@@ -119,7 +119,7 @@ def test_mujoco_is_evaluated():
     options = {"episodes": 2, "num_envs": 2, "max_frames_per_traj": 10, "seed": SEED}
     with Evaluator(CHEETAH, cheetah_policy("head"), **options) as evaluator:
         found = evaluator.evaluate()
-        assert torch.float32 == evaluator._stage.open().rollout()["observation"].dtype
+        assert torch.float32 == evaluator._open().rollout()["observation"].dtype
     returns = []
     for record in found.records:
         env = gymnasium.make(CHEETAH)
@@ -134,7 +134,7 @@ def test_mujoco_is_evaluated():
     # Not bit by bit: the head here was not bound to the action space, and NumPy computes the network there.
     assert found.returns.tolist() == pytest.approx(returns, rel=1e-3)
     with Evaluator(CHEETAH, None, obs_dtype=torch.float16, **options) as evaluator:
-        assert evaluator._stage.open().rollout()["observation"].dtype == torch.float16
+        assert evaluator._open().rollout()["observation"].dtype == torch.float16
 
 
 # --- which dtype -----------------------------------------------------------------------------------

@@ -24,11 +24,10 @@ from hypothesis import strategies as st
 
 from muster.errors import BadOption, MusterError
 from muster.rollout.progress import ORDER, PHASE, Phase
-from muster.workers import keeper
 from muster.workers import launch as launching
-from muster.workers.channel import Channel
+from muster.workers import lifelines
+from muster.workers.channel import Channel, StatusPage
 from muster.workers.launch import UNKNOWN, launch, shutdown_forkserver
-from muster.workers.status_page import StatusPage
 from tests.fakes.fault_runs import alive, all_gone
 from tests.waits import descriptors_left
 
@@ -102,7 +101,7 @@ def descriptors() -> list[str]:
 
 
 def server_pid() -> int:
-    return launching._ForkServer.shared[False].process.pid
+    return launching._ForkServer.shared[False].pid
 
 
 # -------------------------------------------------------------------------------------- channels
@@ -674,9 +673,9 @@ def test_orphans_that_end_while_the_worker_lives_leave_no_zombies(start, light):
 @pytest.mark.slow
 def test_a_keeper_without_the_kernels_list_of_children_finds_them_all_the_same(monkeypatch):
     with subprocess.Popen(["sleep", "1000"]) as child:
-        mine = [pid for pid in keeper.children() if pid == child.pid]
-        monkeypatch.setattr(keeper, "_text", missing := MissingList(keeper._text))
-        assert [pid for pid in keeper.children() if pid == child.pid] == mine == [child.pid]
+        mine = [pid for pid in lifelines.children() if pid == child.pid]
+        monkeypatch.setattr(lifelines, "_text", missing := MissingList(lifelines._text))
+        assert [pid for pid in lifelines.children() if pid == child.pid] == mine == [child.pid]
         assert missing.asked
         child.kill()
 
@@ -706,7 +705,7 @@ def test_many_ends_at_once_are_all_reported(start, light):
 
 def test_a_worker_whose_server_died_before_it_looked_does_not_run():
     code = (
-        "import socket; from muster.workers.keeper import tie_life; "
+        "import socket; from muster.workers.lifelines import tie_life; "
         "ours, lifeline = socket.socketpair(); ours.close(); tie_life(lifeline); print('runs')"
     )
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -870,8 +869,7 @@ DRIVER = """
 import os, sys, time
 print("main module runs", flush=True)
 from muster.workers import launch as launching
-from muster.workers.channel import Channel
-from muster.workers.status_page import StatusPage
+from muster.workers.channel import Channel, StatusPage
 channels, pids = [], []
 def worker(function, method=None, first=None, fds=()):
     ours, theirs = Channel.pair()
@@ -904,7 +902,7 @@ def test_nothing_is_left_of_a_killed_parent():
         worker("with_grandchild")
         worker("with_nested_worker"); worker("with_grandchild", method="spawn"); worker("spins", method="spawn")
         worker("with_daemons"); worker("with_daemons", method="spawn")
-        print(pids + [launching._ForkServer.shared[False].process.pid], flush=True)
+        print(pids + [launching._ForkServer.shared[False].pid], flush=True)
         time.sleep(1000)
         """
     )
@@ -923,7 +921,7 @@ def test_a_parent_may_be_killed_while_its_server_imports(tmp_path):
     process = driver(
         f"""
         worker("spins"); worker("with_grandchild")
-        print(pids + [launching._ForkServer.shared[False].process.pid], flush=True)
+        print(pids + [launching._ForkServer.shared[False].pid], flush=True)
         sys.path.insert(0, {str(tmp_path)!r})
         launching.PRELOADED = ["slow_import"]
         sys.modules["slow_import"] = sys
@@ -971,7 +969,7 @@ def test_a_parent_that_ends_by_itself_is_not_held_up_by_its_workers():
     process = driver(
         """
         worker("spins"); worker("with_grandchild"); worker("spins", method="spawn"); worker("with_daemons")
-        print(pids + [launching._ForkServer.shared[False].process.pid], flush=True)
+        print(pids + [launching._ForkServer.shared[False].pid], flush=True)
         """
     )
     lines = process.stdout.read().splitlines()  # ends only when no worker holds its standard output

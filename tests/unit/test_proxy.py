@@ -12,12 +12,12 @@ import pytest
 from muster.errors import WorkerError
 from muster.memory.shared import Arena
 from muster.memory.slots import Layout, Slot
+from muster.workers.channel import StatusPage
 from muster.workers.config import WorkerConfig, WorkerPlace
 from muster.workers.failures import pack
 from muster.workers.messages import BIRTH, Answer, RolloutRequest, Tell
 from muster.workers.proxy import WorkerProxy, WorkerState
 from muster.workers.requests import Call, EnableGrad, LayOut, Seed
-from muster.workers.status_page import StatusPage
 from muster.workers.worker import running
 
 
@@ -65,7 +65,7 @@ class Answering:
 
     def __init__(self, arena: Arena) -> None:
         self.arena, self.config = arena, SimpleNamespace(node="", timeout=lambda phase: 1.0)
-        self.notes = SimpleNamespace(restarted=lambda *_: None)  # nobody keeps histories
+        self.notes = SimpleNamespace(forget=lambda *_: None, seeded=lambda *_, **known: None)  # nobody keeps histories
         self.answers: deque[Callable[[int], Sequence[Answer]] | BaseException] = deque()
 
     def launch(self, name: str, preload: bool) -> Any:

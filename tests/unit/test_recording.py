@@ -115,17 +115,23 @@ def record(path: Path, batches: list[TensorDict], chunk_bytes: int = 1) -> Path:
 
 
 @pytest.fixture
-def batches() -> list[TensorDict]:
+def batches():
     envs = CountingEnvs(3, [4, 7, 2, 9])
     return [envs.batch(5) for _ in range(6)]
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[TensorDict]]:
+def small(tmp_path_factory):
     """A finished recording of 4 batches in 4 chunks, to be copied and damaged."""
     envs = CountingEnvs(2, [3, 5])
     batches = [envs.batch(4, text=texts(2, 4, str(i))) for i in range(4)]
     return record(tmp_path_factory.mktemp("small") / "r", batches), batches
+
+
+@pytest.fixture
+def path(small, tmp_path):
+    """A copy of ``small``."""
+    return copied(small, tmp_path / "r")
 
 
 def texts(B: int, T: int, tag: str) -> NonTensorStack:
@@ -136,7 +142,7 @@ def texts(B: int, T: int, tag: str) -> NonTensorStack:
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 700, 1 << 20])
-def test_what_is_read_is_what_was_written(tmp_path: Path, batches: list[TensorDict], chunk_bytes: int) -> None:
+def test_what_is_read_is_what_was_written(tmp_path, batches, chunk_bytes):
     recording = load(record(tmp_path / "r", batches, chunk_bytes))
     assert len(recording) == 90
     assert recording.batches == 6
@@ -149,7 +155,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path, batches: list[TensorDi
         recording.batch(6)
 
 
-def test_every_dtype_and_every_bit_pattern(tmp_path: Path) -> None:
+def test_every_dtype_and_every_bit_pattern(tmp_path):
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(0, 256, (3, 5, 4, 8), dtype=torch.uint8, generator=generator)  # has nans and infinities
     leaves = {str(d): bits.view(d) if d != torch.bool else bits > 100 for d in INTS + FLOATS}
@@ -162,7 +168,7 @@ def test_every_dtype_and_every_bit_pattern(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [[7], [2, 7], [2, 3, 7]])
 @pytest.mark.parametrize("time_first", [False, True])
-def test_every_batch_shape_and_memory_order(tmp_path: Path, size: list[int], time_first: bool) -> None:
+def test_every_batch_shape_and_memory_order(tmp_path, size, time_first):
     names = [None] * (len(size) - 1) + ["time"]
     x = torch.arange(7 * 6 * 2.0)[: 2 * torch.Size(size).numel()].reshape(*reversed(size), 2)
     x = x.permute(*reversed(range(len(size))), len(size))  # strided, as a view on time-major memory is
@@ -174,7 +180,7 @@ def test_every_batch_shape_and_memory_order(tmp_path: Path, size: list[int], tim
     assert read["x"].stride() == batch["x"].stride()  # no transposition on the way
 
 
-def test_objects_come_back_with_their_types(tmp_path: Path) -> None:
+def test_objects_come_back_with_their_types(tmp_path):
     values = [["a\n\u2028", 1], [2.5, None], [True, [1, ["x"]]], [{"k": [1]}, "\ud800"]]
     rows = lazy_stack([lazy_stack([NonTensorData(v) for v in row]) for row in values])
     batch = TensorDict({"o": rows, "const": NonTensorData("c", batch_size=[4, 2])}, [4, 2])
@@ -186,7 +192,7 @@ def test_objects_come_back_with_their_types(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [(1, 2), {1: 2}, range(3), b"x", {"a": {3}}, 1j], ids=repr)
-def test_objects_that_json_would_change_are_refused(tmp_path: Path, value: Any) -> None:
+def test_objects_that_json_would_change_are_refused(tmp_path, value):
     batch = TensorDict({"x": torch.zeros(2), "o": lazy_stack([NonTensorData(value), NonTensorData("s")])}, [2])
     with Recorder(tmp_path / "r", meta={}) as recorder:
         with pytest.raises(UnsupportedSpace, match="o holds"):
@@ -197,12 +203,12 @@ def test_objects_that_json_would_change_are_refused(tmp_path: Path, value: Any) 
         Recorder(tmp_path / "s", meta={"x": [value]})
 
 
-def test_tensors_that_cannot_be_stored_are_refused(tmp_path: Path) -> None:
+def test_tensors_that_cannot_be_stored_are_refused(tmp_path):
     with Recorder(tmp_path / "r", meta={}) as recorder, pytest.raises(UnsupportedSpace, match="complex128"):
         recorder.write(TensorDict({"x": torch.zeros(2, dtype=torch.complex128)}, [2]))
 
 
-def test_chunks_are_valid_safetensors(small: tuple[Path, list[TensorDict]]) -> None:
+def test_chunks_are_valid_safetensors(small):
     from safetensors.torch import load_file
 
     path, batches = small
@@ -210,7 +216,7 @@ def test_chunks_are_valid_safetensors(small: tuple[Path, list[TensorDict]]) -> N
     assert torch.equal(tensors["next/reward"][0].transpose(0, 1), batches[2]["next", "reward"])
 
 
-def test_batches_that_are_read_have_memory_of_their_own(tmp_path: Path, batches: list[TensorDict]) -> None:
+def test_batches_that_are_read_have_memory_of_their_own(tmp_path, batches):
     record(tmp_path / "r", batches[:3], chunk_bytes=1 << 20)
     recording = load(tmp_path / "r")
     kept = recording.batch(2)
@@ -222,7 +228,7 @@ def test_batches_that_are_read_have_memory_of_their_own(tmp_path: Path, batches:
     assert [same(a, b) for a, b in zip(load(tmp_path / "r"), batches[:3], strict=True)] == [True] * 3
 
 
-def test_the_batch_may_be_changed_after_write(tmp_path: Path, batches: list[TensorDict]) -> None:
+def test_the_batch_may_be_changed_after_write(tmp_path, batches):
     with Recorder(tmp_path / "r", meta={}) as recorder:
         copy = batches[0].clone()
         recorder.write(copy)
@@ -230,7 +236,7 @@ def test_the_batch_may_be_changed_after_write(tmp_path: Path, batches: list[Tens
     assert same(load(tmp_path / "r").batch(0), batches[0])
 
 
-def test_reading_holds_no_descriptors(small: tuple[Path, list[TensorDict]]) -> None:
+def test_reading_holds_no_descriptors(small):
     recording = load(small[0])
     before = open_files()
     held = list(recording)
@@ -238,7 +244,7 @@ def test_reading_holds_no_descriptors(small: tuple[Path, list[TensorDict]]) -> N
     assert len(held) == 4
 
 
-def test_a_batch_of_another_length_gets_its_own_chunk_and_other_keys_are_refused(tmp_path: Path) -> None:
+def test_a_batch_of_another_length_gets_its_own_chunk_and_other_keys_are_refused(tmp_path):
     envs = CountingEnvs(2, [3])
     parts = [envs.batch(4), envs.batch(4), envs.batch(2), envs.batch(4)]
     with Recorder(tmp_path / "r", meta={}) as recorder:
@@ -257,7 +263,7 @@ def test_a_batch_of_another_length_gets_its_own_chunk_and_other_keys_are_refused
         recorder.write(parts[0])
 
 
-def test_the_manifest_describes_the_recording(small: tuple[Path, list[TensorDict]]) -> None:
+def test_the_manifest_describes_the_recording(small):
     manifest = json.loads((small[0] / "recording.json").read_text())
     assert (manifest["format"], manifest["version"]) == ("muster-recording", 2)
     assert manifest["meta"] == {"env": "Counting-v0", "seed": 3}
@@ -272,7 +278,7 @@ def test_the_manifest_describes_the_recording(small: tuple[Path, list[TensorDict
 
 
 @pytest.mark.parametrize(("B", "T", "chunk_bytes"), [(1, 3, 1), (3, 5, 1), (3, 5, 500), (2, 11, 1 << 20), (4, 1, 300)])
-def test_episodes_equal_what_the_environments_did(tmp_path: Path, B: int, T: int, chunk_bytes: int) -> None:
+def test_episodes_equal_what_the_environments_did(tmp_path, B, T, chunk_bytes):
     envs = CountingEnvs(B, [4, 7, 1, 9])
     recording = load(record(tmp_path / "r", [envs.batch(T) for _ in range(9)], chunk_bytes))
     truth = {i: e for i, e in envs.truth.items() if e["length"]}
@@ -296,7 +302,7 @@ def test_episodes_equal_what_the_environments_did(tmp_path: Path, B: int, T: int
 
 
 @pytest.mark.parametrize("shape", ["unbatched", "stacked", "time_major"])
-def test_episodes_of_other_batch_shapes(tmp_path: Path, shape: str) -> None:
+def test_episodes_of_other_batch_shapes(tmp_path, shape):
     envs = CountingEnvs(1 if shape == "unbatched" else 4, [3, 5])
     parts = [envs.batch(4) for _ in range(3)]
     if shape == "unbatched":
@@ -313,7 +319,7 @@ def test_episodes_of_other_batch_shapes(tmp_path: Path, shape: str) -> None:
         assert recording.episode(i)["observation"].tolist() == envs.truth[episode.traj_id]["obs"]
 
 
-def test_episodes_that_began_before_the_recording_are_incomplete(tmp_path: Path) -> None:
+def test_episodes_that_began_before_the_recording_are_incomplete(tmp_path):
     envs = CountingEnvs(1, [4])
     envs.batch(2)
     with Recorder(tmp_path / "r", meta={}, fresh=False) as recorder:
@@ -321,7 +327,7 @@ def test_episodes_that_began_before_the_recording_are_incomplete(tmp_path: Path)
     assert [(e.length, e.complete) for e in load(tmp_path / "r").episodes] == [(2, False), (4, True), (3, False)]
 
 
-def test_episodes_with_a_hole_are_incomplete(tmp_path: Path) -> None:
+def test_episodes_with_a_hole_are_incomplete(tmp_path):
     envs = CountingEnvs(1, [5])
     record(tmp_path / "r", [envs.batch(2) for _ in range(8)])  # episode 1 is rows 5 to 9, in batches 2, 3, 4
     (tmp_path / "r" / chunk_name(3)).unlink()
@@ -333,7 +339,7 @@ def test_episodes_with_a_hole_are_incomplete(tmp_path: Path) -> None:
     assert [(e.length, e.complete) for e in recording.episodes] == [(5, True), (3, False), (5, True), (1, False)]
 
 
-def test_interleaved_workers_keep_their_episodes_apart(tmp_path: Path) -> None:
+def test_interleaved_workers_keep_their_episodes_apart(tmp_path):
     """First-ready collection: batches of several workers in any order, told apart by traj_ids alone."""
     a, b = CountingEnvs(1, [5]), CountingEnvs(1, [3])
     b.ids, b.next_id, b.truth = [100], 101, {100: {"env": 0, "length": 0, "obs": []}}
@@ -345,7 +351,7 @@ def test_interleaved_workers_keep_their_episodes_apart(tmp_path: Path) -> None:
         assert episode.complete == ("ended" in truth[episode.traj_id])
 
 
-def test_an_episode_has_the_number_of_its_first_environment(tmp_path: Path) -> None:
+def test_an_episode_has_the_number_of_its_first_environment(tmp_path):
     """As when a worker is lost, and another one continues in its place."""
     envs = CountingEnvs(2, [5, 7])
     first, second = envs.batch(3), envs.batch(3)
@@ -354,7 +360,7 @@ def test_an_episode_has_the_number_of_its_first_environment(tmp_path: Path) -> N
     assert recording.episode(0)["observation"].tolist() == envs.truth[recording.episodes[0].traj_id]["obs"]
 
 
-def test_is_init_tells_beginnings_where_the_recording_cannot(tmp_path: Path) -> None:
+def test_is_init_tells_beginnings_where_the_recording_cannot(tmp_path):
     envs = CountingEnvs(1, [3])
     batch = envs.batch(6)
     batch["collector", "is_init"] = batch["observation"][..., 1:] == 0
@@ -364,7 +370,7 @@ def test_is_init_tells_beginnings_where_the_recording_cannot(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("num_envs", [None, 3])
-def test_what_a_collector_delivers_comes_back(tmp_path: Path, num_envs: int | None) -> None:
+def test_what_a_collector_delivers_comes_back(tmp_path, num_envs):
     records, batches = [], []
     with (
         Collector(
@@ -385,7 +391,7 @@ def test_what_a_collector_delivers_comes_back(tmp_path: Path, num_envs: int | No
     assert words == [f"at {n}" for n in range(5)]
 
 
-def test_without_ids_there_is_no_table(tmp_path: Path) -> None:
+def test_without_ids_there_is_no_table(tmp_path):
     recording = load(record(tmp_path / "r", [TensorDict({"x": torch.zeros(3)}, [3])]))
     with pytest.raises(BadRecording, match="traj_ids"):
         _ = recording.episodes
@@ -413,7 +419,7 @@ def copied(small: tuple[Path, list[TensorDict]], tmp: Path) -> Path:
     return tmp
 
 
-def test_a_cut_at_any_byte_of_the_last_chunk_loses_only_that(tmp_path: Path) -> None:
+def test_a_cut_at_any_byte_of_the_last_chunk_loses_only_that(tmp_path):
     parts = [TensorDict({"x": torch.arange(3) + i}, [3]) for i in range(2)]
     path = record(tmp_path / "r", parts)
     last = path / chunk_name(1)
@@ -429,9 +435,7 @@ def test_a_cut_at_any_byte_of_the_last_chunk_loses_only_that(tmp_path: Path) -> 
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_a_cut_anywhere_is_noticed(
-    small: tuple[Path, list[TensorDict]], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_a_cut_anywhere_is_noticed(small, tmp_path_factory, data):
     path = copied(small, tmp_path_factory.getbasetemp() / "cut")
     file = data.draw(st.sampled_from(sorted(path.iterdir())))
     file.write_bytes(file.read_bytes()[: data.draw(st.integers(0, file.stat().st_size - 1))])
@@ -440,9 +444,7 @@ def test_a_cut_anywhere_is_noticed(
 
 @settings(max_examples=150)
 @given(data=st.data())
-def test_a_flipped_bit_anywhere_is_noticed(
-    small: tuple[Path, list[TensorDict]], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_a_flipped_bit_anywhere_is_noticed(small, tmp_path_factory, data):
     path = copied(small, tmp_path_factory.getbasetemp() / "flip")
     file = data.draw(st.sampled_from(sorted(path.iterdir())))
     content = bytearray(file.read_bytes())
@@ -454,8 +456,7 @@ def test_a_flipped_bit_anywhere_is_noticed(
     assert (file.name in said) == changed
 
 
-def test_damage_in_the_middle_can_be_left_out(small: tuple[Path, list[TensorDict]], tmp_path: Path) -> None:
-    path = copied(small, tmp_path / "r")
+def test_damage_in_the_middle_can_be_left_out(path, small):
     content = bytearray((path / chunk_name(1)).read_bytes())
     content[-3] ^= 4
     (path / chunk_name(1)).write_bytes(content)
@@ -471,10 +472,7 @@ def test_damage_in_the_middle_can_be_left_out(small: tuple[Path, list[TensorDict
     assert "chunk-000001" in rest.lost
 
 
-def test_chunks_swapped_or_of_another_recording_are_noticed(
-    small: tuple[Path, list[TensorDict]], tmp_path: Path
-) -> None:
-    path = copied(small, tmp_path / "r")
+def test_chunks_swapped_or_of_another_recording_are_noticed(path, small, tmp_path):
     (path / chunk_name(1)).rename(path / "x")
     (path / chunk_name(2)).rename(path / chunk_name(1))
     (path / "x").rename(path / chunk_name(2))
@@ -487,10 +485,7 @@ def test_chunks_swapped_or_of_another_recording_are_noticed(
         load(path)
 
 
-def test_missing_last_chunks_and_a_missing_manifest_are_noticed(
-    small: tuple[Path, list[TensorDict]], tmp_path: Path
-) -> None:
-    path = copied(small, tmp_path / "r")
+def test_missing_last_chunks_and_a_missing_manifest_are_noticed(path, small):
     (path / chunk_name(3)).unlink()
     assert "last 1 of 4 chunks" in (load(path).lost or "")
     (path / "recording.json").unlink()
@@ -501,7 +496,7 @@ def test_missing_last_chunks_and_a_missing_manifest_are_noticed(
 
 
 @pytest.mark.parametrize("what", ["missing", "empty", "file"])
-def test_no_recording(tmp_path: Path, what: str) -> None:
+def test_no_recording(tmp_path, what):
     path = tmp_path / "r"
     if what == "empty":
         path.mkdir()
@@ -511,7 +506,7 @@ def test_no_recording(tmp_path: Path, what: str) -> None:
         load(path)
 
 
-def test_a_recording_of_version_2_is_read_as_it_was_written() -> None:
+def test_a_recording_of_version_2_is_read_as_it_was_written():
     """By the first commit that wrote it, with what ``small`` has."""
     envs = CountingEnvs(2, [3, 5])
     written = [envs.batch(4, text=texts(2, 4, str(i))) for i in range(3)]
@@ -522,8 +517,7 @@ def test_a_recording_of_version_2_is_read_as_it_was_written() -> None:
     recording.verify()
 
 
-def test_another_version_is_refused_with_the_way_out(small: tuple[Path, list[TensorDict]], tmp_path: Path) -> None:
-    path = copied(small, tmp_path / "r")
+def test_another_version_is_refused_with_the_way_out(path):
     manifest = json.loads((path / "recording.json").read_text()) | {"version": 99}
     (path / "recording.json").write_bytes(seal(manifest))
     with pytest.raises(BadRecording, match="version 99"):
@@ -560,13 +554,10 @@ def test_another_version_is_refused_with_the_way_out(small: tuple[Path, list[Ten
     ],
     ids=str,
 )
-def test_headers_that_lie_are_refused(
-    small: tuple[Path, list[TensorDict]], tmp_path: Path, part: str, lie: dict[str, Any]
-) -> None:
+def test_headers_that_lie_are_refused(path, part, lie):
     def change(header: dict[str, Any], about: dict[str, Any], crcs: dict[str, str]) -> None:
         about.update(lie) if part == "about" else header.update({"observation": lie})
 
-    path = copied(small, tmp_path / "r")
     rewrite(path / chunk_name(1), change)
     with pytest.raises(BadRecording, match="chunk-000001"):
         load(path)
@@ -582,17 +573,13 @@ def sealed(rest: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("what", UNREADABLE)
-def test_a_sealed_manifest_that_is_no_json_is_as_if_damaged(
-    small: tuple[Path, Any], tmp_path: Path, what: bytes
-) -> None:
-    path = copied(small, tmp_path / "r")
+def test_a_sealed_manifest_that_is_no_json_is_as_if_damaged(path, small, what):
     (path / "recording.json").write_bytes(sealed(b'"x": ' + what + b"}"))
     assert "recording.json is damaged" in check_nothing_is_wrong(path, small[1])
 
 
 @pytest.mark.parametrize("what", UNREADABLE)
-def test_a_sealed_header_that_is_no_json_is_refused(small: tuple[Path, Any], tmp_path: Path, what: bytes) -> None:
-    path = copied(small, tmp_path / "r")
+def test_a_sealed_header_that_is_no_json_is_refused(path, what):
     quoted = json.dumps(sealed(b'"x": ' + what).decode("latin1")).encode()
     for text in (b'{"x": ' + what + b"}", b'{"__metadata__": {"muster": ' + quoted + b"}}"):
         (path / chunk_name(1)).write_bytes(len(text).to_bytes(8, "little") + text)
@@ -601,15 +588,14 @@ def test_a_sealed_header_that_is_no_json_is_refused(small: tuple[Path, Any], tmp
 
 
 @pytest.mark.parametrize("depth", range(50, 800, 50))  # beyond it depends on the caller's own depth
-def test_a_manifest_of_any_depth_is_refused_for_its_format(small: tuple[Path, Any], tmp_path: Path, depth: int) -> None:
-    path = copied(small, tmp_path / "r")
+def test_a_manifest_of_any_depth_is_refused_for_its_format(path, depth):
     what = b"[" * depth + b"]" * depth
     (path / "recording.json").write_bytes(sealed(b'"format": ' + what + b"}"))
     with pytest.raises(BadRecording, match=r"recording\.json is"):
         load(path)
 
 
-def test_objects_that_are_no_json_are_refused(tmp_path: Path) -> None:
+def test_objects_that_are_no_json_are_refused(tmp_path):
     for what in UNREADABLE:
         deep = TensorDict({"o": NonTensorStack(NonTensorData("x" * len(what)), NonTensorData(""))}, [2])
         path = record(tmp_path / f"r{UNREADABLE.index(what)}", [deep])
@@ -626,8 +612,7 @@ def test_objects_that_are_no_json_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["collector/traj_ids", "next/reward", "next/done"])
-def test_a_table_of_episodes_needs_numbers(small: tuple[Path, Any], tmp_path: Path, key: str) -> None:
-    path = copied(small, tmp_path / "r")
+def test_a_table_of_episodes_needs_numbers(path, tmp_path, key):
     first = key.split("/")
 
     def objects(batch: TensorDict) -> TensorDict:
@@ -643,7 +628,7 @@ def test_a_table_of_episodes_needs_numbers(small: tuple[Path, Any], tmp_path: Pa
             _ = load(other).episodes
 
 
-def test_more_frames_than_bytes_are_refused(tmp_path: Path) -> None:
+def test_more_frames_than_bytes_are_refused(tmp_path):
     path = record(tmp_path / "r", [TensorDict({"x": torch.zeros(3, 0)}, [3])])
 
     def claim(header: dict[str, Any], about: dict[str, Any], crcs: dict[str, str]) -> None:
@@ -673,8 +658,7 @@ def rewrite(path: Path, change: Any) -> None:
 # ------------------------------------------------------------------------------------------ links and paths
 
 
-def test_links_are_not_followed(small: tuple[Path, list[TensorDict]], tmp_path: Path) -> None:
-    path = copied(small, tmp_path / "r")
+def test_links_are_not_followed(path, tmp_path):
     (path / chunk_name(3)).rename(tmp_path / "elsewhere")
     (path / chunk_name(3)).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(BadRecording, match="symbolic link"):
@@ -685,7 +669,7 @@ def test_links_are_not_followed(small: tuple[Path, list[TensorDict]], tmp_path: 
         load(path)
 
 
-def test_the_writer_follows_no_links_and_keys_are_no_paths(tmp_path: Path, batches: list[TensorDict]) -> None:
+def test_the_writer_follows_no_links_and_keys_are_no_paths(tmp_path, batches):
     victim = tmp_path / "victim"
     victim.write_text("precious")
     target = tmp_path / "r"
@@ -708,8 +692,7 @@ def test_the_writer_follows_no_links_and_keys_are_no_paths(tmp_path: Path, batch
     assert victim.read_text() == "precious"
 
 
-def test_nothing_is_overwritten(small: tuple[Path, list[TensorDict]], tmp_path: Path) -> None:
-    path = copied(small, tmp_path / "r")
+def test_nothing_is_overwritten(path):
     for _ in range(2):
         with pytest.raises(BadRecording, match="already holds a recording"):
             Recorder(path, meta={})
@@ -717,7 +700,7 @@ def test_nothing_is_overwritten(small: tuple[Path, list[TensorDict]], tmp_path: 
     assert load(path).batches == 4
 
 
-def test_two_recorders_in_one_directory(tmp_path: Path, batches: list[TensorDict]) -> None:
+def test_two_recorders_in_one_directory(tmp_path, batches):
     with Recorder(tmp_path / "r", meta={}, chunk_bytes=1) as recorder:
         recorder.write(batches[0])
         with pytest.raises(BadRecording, match=f"another recorder.*pid {os.getpid()}"):
@@ -751,9 +734,7 @@ def numbers(path: Path) -> list[int]:
 @pytest.mark.parametrize("objects", [False, True])
 @pytest.mark.parametrize("per_chunk", [1, 2, 3])
 @pytest.mark.parametrize("again", [True, False])
-def test_a_write_that_raises_has_not_taken_its_batch_and_may_be_repeated(
-    tmp_path: Path, per_chunk: int, again: bool, objects: bool
-) -> None:
+def test_a_write_that_raises_has_not_taken_its_batch_and_may_be_repeated(tmp_path, per_chunk, again, objects):
     recorder = Recorder(tmp_path / "r", meta={}, chunk_bytes=400 * per_chunk)
     expected: list[int] = []
     causes: list[int | None] = []
@@ -783,7 +764,7 @@ def test_a_write_that_raises_has_not_taken_its_batch_and_may_be_repeated(
     assert set(causes) == {errno.EFBIG}
 
 
-def test_after_a_first_batch_that_cannot_be_written_another_one_may_come(tmp_path: Path) -> None:
+def test_after_a_first_batch_that_cannot_be_written_another_one_may_come(tmp_path):
     recorder = Recorder(tmp_path / "r", meta={}, chunk_bytes=1)
     with files_limited_to(10), pytest.raises(BadRecording, match="chunk-000000"):
         recorder.write(numbered(0, objects=False))
@@ -793,7 +774,7 @@ def test_after_a_first_batch_that_cannot_be_written_another_one_may_come(tmp_pat
     assert numbers(tmp_path / "r") == [0]
 
 
-def test_an_interrupted_write_has_not_taken_its_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_write_has_not_taken_its_batch(tmp_path, monkeypatch):
     recorder = Recorder(tmp_path / "r", meta={}, chunk_bytes=800)
     recorder.write(numbered(0, objects=True))
     fsync, calls = os.fsync, 0
@@ -816,7 +797,7 @@ def test_an_interrupted_write_has_not_taken_its_batch(tmp_path: Path, monkeypatc
     assert numbers(tmp_path / "r") == [0, 1, 2]
 
 
-def test_a_full_disk_to_the_end_is_told(tmp_path: Path, batches: list[TensorDict]) -> None:
+def test_a_full_disk_to_the_end_is_told(tmp_path, batches):
     def fill_up() -> None:
         with ExitStack() as limit, Recorder(tmp_path / "r", meta={}, chunk_bytes=1) as recorder:
             recorder.write(batches[0])
@@ -833,7 +814,7 @@ def test_a_full_disk_to_the_end_is_told(tmp_path: Path, batches: list[TensorDict
         Recorder(tmp_path / "r", meta={})  # and not "another recorder": the lock was let go of
 
 
-def test_a_disk_that_is_full_at_the_end_is_told_by_close(tmp_path: Path, batches: list[TensorDict]) -> None:
+def test_a_disk_that_is_full_at_the_end_is_told_by_close(tmp_path, batches):
     recorder = Recorder(tmp_path / "r", meta={})
     recorder.write(batches[0])
     with files_limited_to(1000), pytest.raises(BadRecording, match="0 frames in 0 chunks are on disk"):
@@ -847,7 +828,7 @@ def test_a_disk_that_is_full_at_the_end_is_told_by_close(tmp_path: Path, batches
     assert load(tmp_path / "r").lost is None
 
 
-def test_a_manifest_that_does_not_fit_at_the_end_is_written_by_the_next_close(tmp_path: Path) -> None:
+def test_a_manifest_that_does_not_fit_at_the_end_is_written_by_the_next_close(tmp_path):
     recorder = Recorder(tmp_path / "r", meta={"long": "x" * 3000})
     recorder.write(numbered(0, objects=False))
     recorder.flush()
@@ -858,7 +839,7 @@ def test_a_manifest_that_does_not_fit_at_the_end_is_written_by_the_next_close(tm
     assert load(tmp_path / "r").lost is None
 
 
-def test_a_recorder_that_is_thrown_away_lets_go_of_its_directory(tmp_path: Path, batches: list[TensorDict]) -> None:
+def test_a_recorder_that_is_thrown_away_lets_go_of_its_directory(tmp_path, batches):
     recorder = Recorder(tmp_path / "r", meta={})
     recorder.write(batches[0])
     with pytest.raises(BadRecording, match="another recorder"):
@@ -890,7 +871,7 @@ def record_until_killed(path: Path, when: str) -> None:
 
 
 @pytest.mark.parametrize(("when", "kept"), [("before", 2), ("after", 3)])
-def test_kill_9_keeps_every_whole_chunk(tmp_path: Path, when: str, kept: int) -> None:
+def test_kill_9_keeps_every_whole_chunk(tmp_path, when, kept):
     pid = os.fork()
     if pid == 0:
         try:
@@ -906,7 +887,7 @@ def test_kill_9_keeps_every_whole_chunk(tmp_path: Path, when: str, kept: int) ->
         Recorder(tmp_path / "r", meta={})
 
 
-def test_nothing_written_yet(tmp_path: Path) -> None:
+def test_nothing_written_yet(tmp_path):
     Recorder(tmp_path / "r", meta={"a": 1}).close()
     recording = load(tmp_path / "r")
     assert (len(recording), recording.batches, list(recording), recording.episodes) == (0, 0, [], ())
@@ -914,7 +895,7 @@ def test_nothing_written_yet(tmp_path: Path) -> None:
     assert recording.meta == {"a": 1}
 
 
-def test_slow_environments_do_not_keep_frames_in_memory(tmp_path: Path, batches: list[TensorDict]) -> None:
+def test_slow_environments_do_not_keep_frames_in_memory(tmp_path, batches):
     recorder = Recorder(tmp_path / "r", meta={}, max_age_s=0)
     recorder.write(batches[0])
     assert (recorder.frames, recorder.pending_frames) == (15, 0)

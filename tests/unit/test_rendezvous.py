@@ -17,13 +17,11 @@ from pathlib import Path
 import pytest
 
 from muster import DistributedCollector, RPCCollector
-from muster.cluster.authenticated_link import WrongToken, authenticate
 from muster.cluster.carrier import Carrier
 from muster.cluster.joining import Member, run_node
 from muster.cluster.launchers import Launcher, MpLauncher, check_backend
-from muster.cluster.link import LinkLost
+from muster.cluster.link import Link, LinkLost, WrongToken
 from muster.cluster.rendezvous import Rendezvous, hear, read_token, say, write_token
-from muster.cluster.socket_link import SocketLink
 from muster.cluster.torchrun import TorchrunLauncher, find_rendezvous
 from muster.errors import BadOption
 from muster.utils.addresses import is_loopback
@@ -231,8 +229,8 @@ class TestAdmission:
         rendezvous.admit(0, 0)
         host, port = rendezvous.address.split(":")
         for answers in (1, 2):
-            with contextlib.closing(SocketLink(socket.create_connection((host, int(port))), 10.0)) as connection:
-                channel = authenticate(connection, rendezvous.token, main=False)
+            connection = socket.create_connection((host, int(port)))
+            with contextlib.closing(Link(connection, rendezvous.token, main=False, deadline_s=10.0)) as channel:
                 say(channel, node=None)
                 assert hear(channel)["node"] == 0
                 assert answers  # and it is gone without having accepted
@@ -241,8 +239,8 @@ class TestAdmission:
     def test_that_are_accepted_too_late_are_none(self, rendezvous, join):
         rendezvous.admit(0, 0)
         host, port = rendezvous.address.split(":")
-        with contextlib.closing(SocketLink(socket.create_connection((host, int(port))), 10.0)) as connection:
-            channel = authenticate(connection, rendezvous.token, main=False)
+        connection = socket.create_connection((host, int(port)))
+        with contextlib.closing(Link(connection, rendezvous.token, main=False, deadline_s=10.0)) as channel:
             say(channel, node=0)
             assert hear(channel)["epoch"] == 0
             rendezvous.withdraw(0)

@@ -13,7 +13,6 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from muster import Collector
-from muster.errors import BadOption
 
 torchrl = pytest.importorskip("torchrl")
 from torchrl.data import LazyTensorStorage, ReplayBuffer  # noqa: E402
@@ -95,14 +94,6 @@ def test_collecting_in_the_background_into_a_shared_buffer() -> None:
     assert buffer[:3]["pixels"].shape == (3, 210, 160, 3)
 
 
-def test_start_needs_a_replay_buffer() -> None:
-    with (
-        Collector("CartPole-v1", None, frames_per_batch=8) as collector,
-        pytest.raises(BadOption, match="replay_buffer="),
-    ):
-        collector.start()
-
-
 def test_paths_that_remote_callers_use() -> None:
     with Collector("Pendulum-v1", linear(), frames_per_batch=8, worker_idx=3) as collector:
         assert collector.worker_idx == 3
@@ -115,8 +106,3 @@ def test_paths_that_remote_callers_use() -> None:
         pytest.raises(RuntimeError, match="worker_idx"),
     ):
         _ = collector.worker_idx
-
-
-def test_weight_sync_schemes_to_send_with_are_refused() -> None:
-    with pytest.raises(ValueError, match="weight_recv_schemes"):
-        Collector("Pendulum-v1", linear(), frames_per_batch=8, weight_sync_schemes={})

@@ -17,7 +17,7 @@ from muster import DistributedCollector, MultiSyncCollector
 from muster.cluster.joining import run_node
 from muster.testing import CountingEnv
 from muster.workers import lives
-from muster.workers.lives import SlowConstruction, listed
+from muster.workers.lives import Watcher, listed
 from tests.fakes.late_nodes import GatedCarrier, elastic
 from tests.fakes.queue_links import QueueCollector
 from tests.waits import wait_until
@@ -119,7 +119,15 @@ def test_is_logged_after_five_seconds_when_it_changes_and_now_and_then(
     clock = types.SimpleNamespace(now=100.0)
     monkeypatch.setattr(lives, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
     absent = [0, 1]
-    slow = SlowConstruction(lambda: listed("worker", absent) if absent else "")
+
+    class Constructing(Watcher):
+        def wait(self, timeout: float | None, *, revives: bool = True) -> None:
+            """There is nothing to wait for."""
+
+        def missing(self) -> str:
+            return listed("worker", absent) if absent else ""
+
+    slow = Constructing(types.SimpleNamespace())  # type: ignore[arg-type]
     said: list[tuple[float, str]] = []
     for _ in range(140):  # 70 s
         clock.now += 0.5
@@ -127,7 +135,7 @@ def test_is_logged_after_five_seconds_when_it_changes_and_now_and_then(
             absent[:] = [1]
         if clock.now > 160:
             absent.clear()
-        slow.look()
+        slow._log_slow_construction()
         said += [(clock.now - 100, record.getMessage()) for record in caplog.records]
         caplog.clear()
     assert said == [

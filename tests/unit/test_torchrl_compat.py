@@ -29,7 +29,7 @@ from torchrl.modules import LSTMModule
 
 from muster import policies
 from muster.compat.torchrl import Collector, VanillaWeightUpdater
-from muster.compat.torchrl.numbering import Numbering, TrajectoryPool
+from muster.compat.torchrl.numbering import Numbering
 from muster.compat.torchrl.weight_update import MultiProcessWeightSyncScheme
 from muster.errors import BadOption, CollectorClosed
 from muster.testing import CountingEnv
@@ -335,7 +335,7 @@ def test_ids_are_handed_out_by_time_and_then_by_environment(data):
     B, T = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
     flags = st.lists(st.booleans(), min_size=B * T, max_size=B * T)
     rounds = data.draw(st.lists(flags, min_size=1, max_size=3))
-    numbering = Numbering(B, ["done"], TrajectoryPool())
+    numbering = Numbering(B, ["done"], _TrajectoryPool())
     current, following = list(range(B)), B
     for done in np.array(rounds).reshape(-1, B, T):
         batch = TensorDict({("collector", "traj_ids"): torch.zeros(B, T, dtype=torch.int64)}, [B, T])

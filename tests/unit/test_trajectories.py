@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.episodes.clock import TrajectoryClock
+from muster.episodes.clock import MOST_REWARDS, TrajectoryClock
 from muster.episodes.record import EpisodeRecord, Episodes, join_episodes
 from muster.errors import BadCheckpoint
 
@@ -96,6 +96,21 @@ def test_returns_add_up_in_float64():
         episodes = clock.advance(reward, done, done & False, done)
     assert episodes[0].episode_return == pytest.approx(2000 * float(np.float32(0.1)), rel=1e-12)
     assert episodes[0].length == 2000
+
+
+@pytest.mark.parametrize("steps", [1, MOST_REWARDS, MOST_REWARDS + 1, 3 * MOST_REWARDS])
+def test_rewards_of_single_steps_are_those_at_the_time(steps):
+    """They are added up later; the user may change the batch meanwhile."""
+    clock, rewards = TrajectoryClock(np.arange(2), 2), np.random.default_rng(0).normal(size=(steps, 2))
+    expected, no_end, row = np.zeros(2), np.zeros((1, 2), bool), np.zeros((1, 2), np.float32)
+    for reward in rewards:
+        row[...] = reward
+        expected += row[0]
+        assert len(clock.advance(row, no_end, no_end, no_end)) == 0
+        row[...] = np.nan
+    assert clock.returns.tolist() == expected.tolist()
+    state = clock.state_dict()
+    assert (state["returns"].tolist(), state["steps"].tolist()) == (expected.tolist(), [steps] * 2)
 
 
 def test_abandoning_what_has_not_begun_keeps_its_id():

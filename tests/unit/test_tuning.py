@@ -23,7 +23,7 @@ from muster.collectors.options import CollectorOptions
 from muster.errors import BadOption, EnvError, PolicyError
 from muster.testing import CountingEnv, SpaceEnv
 from muster.tuning import Candidate, Setup
-from muster.tuning.grid import grid
+from muster.tuning.search import grid
 from muster.utils.cpus import usable_cores
 from tests.tools import assert_same, counting, recorded
 

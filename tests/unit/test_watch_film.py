@@ -19,12 +19,11 @@ from gymnasium import spaces
 
 from muster import Collector, MultiSyncCollector, Watch
 from muster.errors import BadCrashReport, ImportRefused, MusterError, UnsupportedEnv
-from muster.observing.films import Films
-from muster.observing.page_server import PageAddress, PageServer
+from muster.observing.page_server import Films, PageAddress, PageServer
 from muster.observing.snapshots import EPISODES, NAME, WHICH, SnapshotFile, SnapshotReader
-from muster.restore import kept_episodes
-from muster.restore.film import film, film_command, load_own
-from muster.restore.kept_episodes import KeptEpisode
+from muster.restore import checkpoint, kept_episodes
+from muster.restore.crash_report import EPISODE, CrashReport, EnvFactory
+from muster.restore.film import film, film_command, film_of_kept, load_own
 from muster.restore.player import Player
 from muster.testing import CountingEnv
 from tests.waits import wait_until
@@ -55,9 +54,9 @@ class WalkEnv(gym.Env):
         return np.full((self.size, self.size, 3), 20 * self.t, np.uint8)
 
 
-def repeated(kept: KeptEpisode) -> tuple[float, int]:
+def repeated(kept: CrashReport) -> tuple[float, int]:
     """Return and length of the last episode of the moves, played in a new environment."""
-    with closing(Player(kept.moves)) as player:
+    with closing(Player(kept)) as player:
         total, length = 0.0, 0
         for move in player.moves():
             player.make(move)
@@ -68,8 +67,12 @@ def repeated(kept: KeptEpisode) -> tuple[float, int]:
     return total, length
 
 
-def loaded(directory: Any, which: str) -> KeptEpisode:
-    return KeptEpisode.load(directory / EPISODES / f"{which}.episode", trust=True)
+def loaded(directory: Any, which: str) -> CrashReport:
+    return load_own(directory / EPISODES / f"{which}.episode", trust=True)
+
+
+def numbers(kept: CrashReport) -> tuple[float, int]:
+    return kept.episode["episode_return"], kept.episode["length"]
 
 
 def collected(make: Any, directory: Any, **options: Any) -> tuple[Any, list[Any]]:
@@ -97,26 +100,25 @@ CASES = {
 def test_the_best_and_worst_episodes_are_kept_and_give_their_returns_again(
     tmp_path: Any, case: str, joined: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("muster.workers.local_log.MOST_STEPS", joined)
+    monkeypatch.setattr("muster.workers.crash_notes.MOST_STEPS", joined)
     _, records = collected(WalkEnv, tmp_path, **CASES[case])
     by_return = sorted(records, key=lambda record: record.episode_return)
     for which, record in (("best", by_return[-1]), ("worst", by_return[0])):
         kept = loaded(tmp_path, which)
-        assert (kept.episode_return, kept.length) == (record.episode_return, record.length)
-        assert (kept.traj_id, kept.env_id) == (record.traj_id, record.env_id)
+        assert kept.episode == {name: getattr(record, name) for name in EPISODE}
         total, length = repeated(kept)
         assert length == record.length
         assert total == pytest.approx(record.episode_return, rel=1e-9)
     kept = loaded(tmp_path, "newest")
-    assert kept.traj_id in [record.traj_id for record in records]
-    assert repeated(kept) == pytest.approx((kept.episode_return, kept.length), rel=1e-9)
+    assert kept.episode["traj_id"] in [record.traj_id for record in records]
+    assert repeated(kept) == pytest.approx(numbers(kept), rel=1e-9)
 
 
 def test_episodes_of_worker_processes_are_kept(tmp_path: Any) -> None:
     _, records = collected([WalkEnv] * 2, tmp_path, num_workers=2, frames_per_batch=40, total_frames=400)
     best = max(records, key=lambda record: record.episode_return)
     kept = loaded(tmp_path, "best")
-    assert (kept.episode_return, kept.traj_id, kept.env_id) == (best.episode_return, best.traj_id, best.env_id)
+    assert kept.episode == {name: getattr(best, name) for name in EPISODE}
     assert repeated(kept) == pytest.approx((best.episode_return, best.length), rel=1e-9)
 
 
@@ -138,8 +140,8 @@ def test_seeds_resets_and_errors_in_between_are_repeated(tmp_path: Any) -> None:
                 collector.load_state_dict(state)
     for which in ("best", "worst"):
         kept = loaded(tmp_path, which)
-        assert repeated(kept) == pytest.approx((kept.episode_return, kept.length), rel=1e-9)
-        assert kept.episode_return == {"best": max, "worst": min}[which](r.episode_return for r in records)
+        assert repeated(kept) == pytest.approx(numbers(kept), rel=1e-9)
+        assert numbers(kept)[0] == {"best": max, "worst": min}[which](r.episode_return for r in records)
 
 
 def test_an_episode_that_a_loaded_state_has_begun_is_not_repeated_from_another_start(tmp_path: Any) -> None:
@@ -163,7 +165,7 @@ def test_an_episode_that_a_loaded_state_has_begun_is_not_repeated_from_another_s
 def test_environments_that_are_made_together_are_collected_and_not_repeated(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("muster.workers.local_log.MOST_STEPS", 8)
+    monkeypatch.setattr("muster.workers.crash_notes.MOST_STEPS", 8)
     make = lambda: gym.vector.SyncVectorEnv([WalkEnv] * 3)  # noqa: E731
     _, records = collected(make, tmp_path, frames_per_batch=60, total_frames=600)
     assert records
@@ -200,17 +202,18 @@ def test_the_film_of_an_episode_has_a_picture_of_the_reset_and_of_every_step(tmp
     collected(WalkEnv, tmp_path, num_envs=2, frames_per_batch=8, total_frames=200)
     for which in WHICH:
         kept = loaded(tmp_path, which)
-        made = film(kept, tmp_path / f"{which}.mp4")
-        assert made == {**kept.numbers, "frames": kept.length + 1, "fps": 10.0, "note": ""}
+        made = film_of_kept(kept, tmp_path / f"{which}.mp4")
+        length = kept.episode["length"]
+        assert made == {**kept.episode, "frames": length + 1, "fps": 10.0, "note": ""}
         frames = list(imageio_ffmpeg.read_frames(str(tmp_path / f"{which}.mp4")))[1:]
         brightness = [np.frombuffer(frame, np.uint8).mean() for frame in frames]
-        np.testing.assert_allclose(brightness, 20.0 * np.arange(kept.length + 1), atol=4)
+        np.testing.assert_allclose(brightness, 20.0 * np.arange(length + 1), atol=4)
 
 
 def test_a_film_that_differs_says_so(tmp_path: Any) -> None:
     pytest.importorskip("imageio_ffmpeg")
     collected(partial(WalkEnv, secret=1.0), tmp_path, frames_per_batch=50, total_frames=200)
-    made = film(loaded(tmp_path, "best"), tmp_path / "a.mp4")
+    made = film_of_kept(loaded(tmp_path, "best"), tmp_path / "a.mp4")
     assert "is not the recorded episode" in made["note"]
 
 
@@ -226,14 +229,20 @@ def test_files_that_run_code_need_trust_and_damaged_ones_are_refused(tmp_path: A
     path = tmp_path / EPISODES / "best.episode"
     assert path.stat().st_mode & 0o777 == 0o600
     with pytest.raises(ImportRefused):
-        KeptEpisode.load(path)
+        load_own(path, trust=False)
     whole = path.read_bytes()
     for content in (whole[:-5], b"", whole.replace(b"episode_return", b"episode_retorn")):
         path.write_bytes(content)
         with pytest.raises(MusterError):
-            KeptEpisode.load(path, trust=True)
+            load_own(path, trust=True)
     with pytest.raises(BadCrashReport):
-        KeptEpisode.load(tmp_path / "none")
+        load_own(tmp_path / "none", trust=True)
+    CrashReport("x", EnvFactory("CartPole-v1"), [0], True, "step", "EnvError", "").save(path)
+    with pytest.raises(BadCrashReport, match="No episode: .* is a crash report"):
+        load_own(path, trust=True)
+    checkpoint.save(path, checkpoint.load(path) | {"episode": {"length": "3"}})
+    with pytest.raises(BadCrashReport, match=r"damaged: look at \['episode'\]"):
+        load_own(path, trust=True)
 
 
 # --- the server -----------------------------------------------------------------------------------
@@ -301,7 +310,7 @@ def test_code_of_the_directory_runs_only_if_it_is_trusted_and_only_the_users_own
         with pytest.raises(ImportRefused, match="others may write it"):
             load_own(path, trust=True)
     path.chmod(0o600)
-    made = film(load_own(path, trust=True), tmp_path / "a.mp4")
+    made = film_of_kept(load_own(path, trust=True), tmp_path / "a.mp4")
     assert made["frames"] == made["length"] + 1
     assert (tmp_path / "ran").exists()
 
@@ -322,13 +331,13 @@ def test_one_film_at_a_time_and_none_after_the_end(tmp_path: Any) -> None:
 def test_a_small_file_keeps_the_newest_line_of_each_episode(tmp_path: Any) -> None:
     from tests.unit.test_watch import line
 
-    numbers = {"episode_return": 1.0, "env_id": 0, "missing": ""}
+    known = {"episode_return": 1.0, "env_id": 0, "missing": ""}
     file = SnapshotFile(tmp_path, {"env": "a"}, limit_bytes=20_000)
     with closing(file):
         for n in range(60):
-            file.append("episode", which=WHICH[n % 3], length=n, **numbers)
+            file.append("episode", which=WHICH[n % 3], length=n, **known)
             file.append("snapshot", **{k: v for k, v in line(n).items() if k not in ("kind", "time")})
-        file.append("episode", which="other", length=1, **numbers)
+        file.append("episode", which="other", length=1, **known)
     assert os.stat(tmp_path / NAME).st_size < 25_000
     assert {which: entry["length"] for which, entry in entries(tmp_path).items()} == {
         "newest": 57, "best": 58, "worst": 59,

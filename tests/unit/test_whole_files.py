@@ -28,7 +28,7 @@ def save_again_and_again(path: Path, content: bytes, times: int, failed: Any) ->
 
 
 @pytest.mark.parametrize("kind", ["processes", "threads"])
-def test_several_writers_of_one_path_never_fail_and_readers_see_one_of_their_files(tmp_path: Path, kind: str) -> None:
+def test_several_writers_of_one_path_never_fail_and_readers_see_one_of_their_files(tmp_path, kind):
     path, failed = tmp_path / "state", forked.Value("i", 0)
     contents = [bytes([n]) * 200_000 for n in range(3)]
     start = forked.Process if kind == "processes" else threading.Thread
@@ -59,7 +59,7 @@ def killed_in_the_middle(path: Path) -> None:
     assert process.exitcode == -signal.SIGKILL
 
 
-def test_what_killed_writers_leave_does_not_pile_up(tmp_path: Path) -> None:
+def test_what_killed_writers_leave_does_not_pile_up(tmp_path):
     path = tmp_path / "state"
     write_whole(path, [b"old"])
     for _ in range(3):
@@ -70,7 +70,7 @@ def test_what_killed_writers_leave_does_not_pile_up(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["state"]
 
 
-def test_what_others_are_writing_and_other_files_are_left_alone(tmp_path: Path) -> None:
+def test_what_others_are_writing_and_other_files_are_left_alone(tmp_path):
     path = tmp_path / "state"
     others = ["state.tmp", "state.old.tmp", "states.0123456789ab.tmp", "state.0123456789ab.tmp.bak"]
     for name in others:
@@ -92,7 +92,7 @@ def test_what_others_are_writing_and_other_files_are_left_alone(tmp_path: Path) 
     assert sorted(os.listdir(tmp_path)) == sorted(["state", *others])
 
 
-def test_a_writer_that_fails_changes_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_writer_that_fails_changes_and_leaves_nothing(tmp_path):
     path = tmp_path / "state"
     write_whole(path, [b"old"])
 
@@ -107,7 +107,7 @@ def test_a_writer_that_fails_changes_and_leaves_nothing(tmp_path: Path) -> None:
         write_whole(tmp_path / "none" / "state", [b""])
 
 
-def test_permissions_are_kept_and_never_wider_than_asked_for(tmp_path: Path) -> None:
+def test_permissions_are_kept_and_never_wider_than_asked_for(tmp_path):
     def mode(path: Path) -> int:
         return stat.S_IMODE(path.stat().st_mode)
 
@@ -127,7 +127,7 @@ def test_permissions_are_kept_and_never_wider_than_asked_for(tmp_path: Path) -> 
     assert modes == {"new": "0o640", "secret": "0o600", "kept": "0o664", "narrowed": "0o600"}
 
 
-def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
+def test_a_link_is_replaced_and_not_followed(tmp_path):
     (tmp_path / "victim").write_bytes(b"precious")
     (tmp_path / "victim").chmod(0o600)
     (tmp_path / "state").symlink_to(tmp_path / "victim")
@@ -138,7 +138,7 @@ def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
     assert (tmp_path / "state").read_bytes() == b"new"
 
 
-def test_what_another_program_writes_by_name_appears_whole(tmp_path: Path) -> None:
+def test_what_another_program_writes_by_name_appears_whole(tmp_path):
     path = tmp_path / "trace.json.gz"
     with written_elsewhere(path) as made:
         assert made.name == path.name  # programs choose a format by it
@@ -154,7 +154,7 @@ def test_what_another_program_writes_by_name_appears_whole(tmp_path: Path) -> No
     assert not made.parent.exists()
 
 
-def test_json_is_read_or_refused_with_a_value_error() -> None:
+def test_json_is_read_or_refused_with_a_value_error():
     assert read_json(json.dumps({"a": [1, 2.5, None]}).encode()) == {"a": [1, 2.5, None]}
     deep = b"[" * 100_000 + b"]" * 100_000
     for text in (b"", b"{", b"\xff", b"9" * 5000, deep, deep.decode(), b'{"a": ' * 100_000, "\ud800"):

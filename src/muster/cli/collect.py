@@ -117,19 +117,7 @@ def collect(command: Collect) -> int:
 
 
 def run(command: Any, collector: BaseCollector, recorder: Recorder | None, stop: StopSignals) -> int:
-    """Collect the ``frames`` of a command, or until a signal; close the recorder, and print a summary.
-
-    Returns:
-        the exit code.
-    """
-    text = _collected(command, collector, recorder, stop)
-    if not command.quiet:
-        print(text)
-    return stop.exit_code
-
-
-def _collected(command: Any, collector: BaseCollector, recorder: Recorder | None, stop: StopSignals) -> str:
-    """Collect, and return the text to print at the end."""
+    """Collect the ``frames`` of a command, or until a signal; print a summary, and return the exit code."""
     from muster.episodes.curve import EpisodeTotals
 
     episodes, recording_s, began_s = EpisodeTotals(), 0.0, time.perf_counter()
@@ -147,19 +135,18 @@ def _collected(command: Any, collector: BaseCollector, recorder: Recorder | None
             if stop.received is not None:
                 break
     elapsed_s, now = time.perf_counter() - began_s, stats()
-    text = summary(now, episodes, None if recorder is None else recording_s, elapsed_s)
-    if stop.received is not None:
-        text = f"stopped after {now.frames:,} of {total:,} frames\n{text}"
-    if recorder is None:
-        return text
-    with _full_disk(recorder):
-        recorder.close()
-    path = recorder.directory
-    size = sum(file.stat().st_size for file in path.iterdir())
-    return (
-        f"{text}\nwrote     {path}  ({recorder.frames:,} frames, {size / 1e6:,.1f} MB)\n"
-        f'read it   python -c "import muster; print(muster.load({str(path)!r}))"'
-    )
+    lines = [] if stop.received is None else [f"stopped after {now.frames:,} of {total:,} frames"]
+    lines.append(summary(now, episodes, None if recorder is None else recording_s, elapsed_s))
+    if recorder is not None:
+        with _full_disk(recorder):
+            recorder.close()
+        path = recorder.directory
+        size = sum(file.stat().st_size for file in path.iterdir())
+        lines.append(f"wrote     {path}  ({recorder.frames:,} frames, {size / 1e6:,.1f} MB)")
+        lines.append(f'read it   python -c "import muster; print(muster.load({str(path)!r}))"')
+    if not command.quiet:
+        print("\n".join(lines))
+    return stop.exit_code
 
 
 def _check(command: Collect) -> int:

@@ -34,14 +34,6 @@ class Doctor:
     """Show what Muster finds on this machine; exit with 1 if versions are installed that do not work together."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A known-bad combination and its fix."""
-
-    what: str
-    fix: str
-
-
 def doctor(_: Doctor) -> int:
     """Print everything. Returns 1 if there is a known-bad combination, else 0."""
     names = (*CORE, *SYSTEMS, *SIMULATORS, *ENVIRONMENTS)
@@ -54,16 +46,16 @@ def doctor(_: Doctor) -> int:
     for name, version in (absent | versions).items():
         print(f"  {name:<20} {version}")
     problems = known_bad(versions)
-    for problem in problems:
-        print(f"BAD   {problem.what}\n      fix: {problem.fix}")
+    for what, fix in problems:
+        print(f"BAD   {what}\n      fix: {fix}")
     for note in notes(versions):
         print(f"note  {note}")
     print("no known-bad combination" if not problems else f"{len(problems)} known-bad combination(s)")
     return 1 if problems else 0
 
 
-def known_bad(versions: Versions) -> list[Problem]:
-    """The combinations in ``versions`` (distribution name to version) that are known to fail."""
+def known_bad(versions: Versions) -> list[tuple[str, str]]:
+    """The combinations in ``versions`` (distribution name to version) that are known to fail, and their fixes."""
     have = {name: numbers(version) for name, version in versions.items()}
     mujoco, torchrl = have.get("mujoco", ()), have.get("torchrl", ())
     rows = [
@@ -101,7 +93,7 @@ def known_bad(versions: Versions) -> list[Problem]:
             "pip install 'gymnasium>=1.1'",
         ),
     ]
-    return [Problem(what.format_map(versions), fix.format_map(versions)) for bad, what, fix in rows if bad]
+    return [(what.format_map(versions), fix.format_map(versions)) for bad, what, fix in rows if bad]
 
 
 def notes(versions: Versions) -> list[str]:

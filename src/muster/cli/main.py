@@ -1,4 +1,4 @@
-"""Entry point: parses the command line, runs a command, and prints errors."""
+"""Entry point: parses the command line, runs a command, and prints errors; and the two commands that read a run."""
 
 from __future__ import annotations
 
@@ -8,19 +8,107 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tyro.conf import Positional, arg
 
 from muster.cli.cluster import ClusterCommand, NodeCommand, cluster, node
 from muster.cli.collect import Collect, collect
 from muster.cli.doctor import Doctor, doctor
 from muster.cli.eval import Eval, evaluate
-from muster.cli.export import ExportCommand, export
 from muster.cli.replay import Replay, replay
 from muster.cli.serve import Serve, serve
 from muster.cli.tune import Tune, tune
-from muster.cli.watch import WatchCommand, watch
-from muster.errors import MusterError
+from muster.errors import BadOption, MusterError
 from muster.utils.attributes import installed
+
+
+@dataclass(frozen=True)
+class ExportCommand:
+    """Write the complete episodes of a recording as a Minari dataset, a LeRobot dataset or a Parquet file."""
+
+    run: Annotated[Path, Positional]
+    """Directory of the recording."""
+    to: Literal["minari", "lerobot", "parquet"]
+    """Format."""
+    out: str
+    """Minari: id of the dataset, such as cartpole/ppo-v0. LeRobot: a new directory. Parquet: a new file."""
+    env: str | None = None
+    """Minari: Gymnasium id of the environment, if the recording does not have it."""
+    fps: float = 30.0
+    """LeRobot: frames per second."""
+    task: str | None = None
+    """LeRobot: description of the task; the environment's id if it is not given."""
+
+
+def export(command: ExportCommand) -> int:
+    """Run the command; return the exit code."""
+    from muster.recording import Recording, load
+
+    recording = load(command.run)
+    if not isinstance(recording, Recording):
+        raise BadOption(f"{command.run} is a Minari dataset already; give the directory of a recording of Muster.")
+    if command.to == "minari":
+        done = recording.to_minari(command.out, env=command.env)
+    elif command.to == "lerobot":
+        done = recording.to_lerobot(command.out, fps=command.fps, task=command.task)
+    else:
+        done = recording.to_parquet(command.out)
+    print(done)
+    return 0
+
+
+@dataclass(frozen=True)
+class WatchCommand:
+    """Show a running or finished collection on a web page, until Ctrl-C; or write its picture with --png."""
+
+    run: Annotated[Positional[Path], arg(metavar="RUN")]
+    """Directory of a collection with watch=True or --watch."""
+
+    address: Annotated[str, arg(metavar="HOST:PORT")] = "127.0.0.1:0"
+    """Address of the page. Port 0: any free port. Beyond loopback, viewers need the token in the printed address."""
+
+    trust: bool = False
+    """Allow films to run code of the directory: to unpickle the environment's factory, or to import its module."""
+
+    png: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Write a picture of the collection instead, in the format of its name: .png, .svg, .pdf. Needs matplotlib."""
+
+
+def watch(command: WatchCommand) -> int:
+    """Run the command. Returns the exit code."""
+    if command.png is not None:
+        return _draw(command.run, command.png)
+    from muster.observing.page_server import PageAddress, PageServer
+    from muster.restore.film import film_command
+
+    page = PageAddress(command.address)
+    try:
+        server = PageServer(command.run, page.socket, page.token, film=film_command(trust=command.trust))
+    except BaseException:
+        page.close()
+        raise
+    with server, suppress(KeyboardInterrupt):
+        print(f"{page.url}  (Ctrl-C ends it)", flush=True)
+        server.serve_forever()
+    return 0
+
+
+def _draw(run: Path, file: Path) -> int:
+    from muster.observing.plot import plot_run
+    from muster.observing.snapshots import RunHistory
+
+    figure = plot_run(RunHistory.read(run))
+    try:
+        figure.savefig(file, dpi=110)
+    except (OSError, ValueError) as error:
+        raise BadOption(f"--png {file}: the picture cannot be written: {error}") from error
+    print(f"wrote {file}")
+    return 0
+
 
 COMMANDS: dict[type, Callable[[Any], int]] = {
     Collect: collect,

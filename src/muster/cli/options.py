@@ -70,11 +70,7 @@ AllowImport = Annotated[
 
 
 def refuse_given(command: Any, names: Sequence[str], what: str) -> None:
-    """Raise ``BadOption`` if one of these fields of a command differs from its default.
-
-    Args:
-        what: subject of these options, and how to enable it, for the message.
-    """
+    """Raise ``BadOption`` if one of these fields is not the default; ``what``: their subject, and how to enable it."""
     defaults = {field.name: field.default for field in dataclasses.fields(command)}
     for name in names:
         if getattr(command, name) != defaults[name]:

@@ -70,7 +70,8 @@ def _play(player: Player, interactive: bool) -> int:
         try:
             player.make(move)
         except BaseException as error:  # noqa: BLE001  (as below)
-            return _failed(error, interactive, f"{_name(move)} {done + 1} of {len(moves)}, earlier than recorded")
+            what = "action" if move[0] == "step" else "reset"
+            return _failed(error, interactive, f"{what} {done + 1} of {len(moves)}, earlier than recorded")
     _say(player.verdict())
     if last is None:
         _say(f"All actions are played. What failed came after them, in the phase {crash_report.phase!r}.")
@@ -132,10 +133,6 @@ def _differences(crash_report: CrashReport) -> str:
     here = versions()
     other = [f"{k} {v} (here {here.get(k, 'none')})" for k, v in crash_report.versions.items() if here.get(k) != v]
     return f"Recorded with other versions: {', '.join(other)}." if other else ""
-
-
-def _name(move: tuple[str, int]) -> str:
-    return "action" if move[0] == "step" else "reset"
 
 
 def _say(text: str) -> None:

@@ -39,18 +39,15 @@ def summary(stats: CollectorStats, totals: EpisodeTotals, recording_s: float | N
     lines.append(f"speed     {short(stats.frames_per_s)} frames/s  (policy: {stats.policy_path})")
     parts = {"env": stats.env_s, "policy": stats.policy_s, "copy": stats.copy_s, "rest": stats.rest_s}
     here = {} if recording_s is None else {"record": recording_s}
-    if not stats.workers:
-        return "\n".join([*lines, "time      " + _shares({**parts, **here})])
-    idle_s = elapsed_s * len(stats.workers) - sum(parts.values())  # time of lost workers counts as idle
-    here = {"waiting": stats.wait_s, **here}
-    return "\n".join(
-        [
-            *lines,
-            f"workers   {len(stats.workers)}{_nodes(stats)}{troubles(stats)}",
-            "in them   " + _shares({**parts, "idle": max(0.0, idle_s)}),
-            "here      " + _shares({**here, "rest": max(0.0, elapsed_s - sum(here.values()))}),
-        ]
-    )
+    if stats.workers:
+        idle_s = elapsed_s * len(stats.workers) - sum(parts.values())  # time of lost workers counts as idle
+        here = {"waiting": stats.wait_s, **here}
+        lines.append(f"workers   {len(stats.workers)}{_nodes(stats)}{troubles(stats)}")
+        lines.append("in them   " + _shares({**parts, "idle": max(0.0, idle_s)}))
+        lines.append("here      " + _shares({**here, "rest": max(0.0, elapsed_s - sum(here.values()))}))
+    else:
+        lines.append("time      " + _shares({**parts, **here}))
+    return "\n".join(lines)
 
 
 def _shares(parts: Mapping[str, float]) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
+import importlib
 import os
 import re
+import runpy
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,52 +21,36 @@ _REFERENCE = re.compile(r"(.+\.py):(\w+)")
 
 
 @contextmanager
-def prepared(command: Any, seed: int) -> Iterator[tuple[Any, str]]:
-    """Make the policy of a command with ``env``, ``policy`` and ``allow_import``, and shorten the command's errors.
+def prepared(command: Any, seed: int, spaces: tuple[Any, Any] | None = None) -> Iterator[tuple[Any, str]]:
+    """Make the policy of a command, and shorten the command's errors. Yields the policy, and its description.
 
     Names are checked before any import. Imports, if allowed, search the current directory, too. Only the first part of
     errors and warnings about workers is printed, with the traceback only if the user's code may run.
 
     Args:
+        command: command with ``policy`` and ``allow_import``, and with ``env`` unless ``spaces`` are given.
         seed: seed of new weights.
-
-    Yields:
-        a policy for ``Collector``, and its description for the recording.
+        spaces: spaces of observations and actions.
 
     Raises:
         ImportRefused: the environment or the policy would run code.
         BadOption: there is no such environment (the message names similar ones), or no such policy.
         EnvError: the environment cannot be made, and its spaces are needed.
-        UnsupportedSpace: the built-in MLP does not support its spaces.
-        BadWeights: the file is damaged, or its network does not fit the spaces.
     """
-    env, allow_import = command.env, command.allow_import
+    env, allow_import = "" if spaces else command.env, command.allow_import
     if ":" in env and not allow_import:
         raise ImportRefused(
             f"{env}: gymnasium imports the module before the colon, and so runs the code in it. "
             f"If you trust {env.partition(':')[0]!r}, add --allow-import."
         )
-    check_policy(command.policy, allow_import=allow_import)
-    _find_env(env)
-    policy = make_policy(command.policy, lambda: _spaces(env), seed)
-    with in_short(env, allow_import=allow_import):
-        yield policy
-
-
-def obs_dtype_of(name: str) -> Any:
-    """Convert ``--obs-dtype`` to the option of collectors."""
-    import torch
-
-    return {"policy": None, "env": "env"}.get(name, getattr(torch, name, None))
-
-
-@contextmanager
-def in_short(env: str, *, allow_import: bool) -> Iterator[None]:
-    """Shorten errors and warnings about workers, see ``prepared``."""
+    _check_policy(command.policy, allow_import=allow_import)
+    if spaces is None:
+        _find_env(env)
+    policy = _make_policy(command.policy, lambda: spaces or _spaces(env), seed)
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: print(f"muster: {_first_part(message)}", file=sys.stderr)
         try:
-            yield
+            yield policy
         except MusterError as error:
             if error.worker is None:
                 raise
@@ -79,20 +64,22 @@ def in_short(env: str, *, allow_import: bool) -> Iterator[None]:
             raise error from None  # the original has no traceback in this process
 
 
-def make_policy(policy: str, spaces: Callable[[], tuple[Any, Any]], seed: int) -> tuple[Any, str]:
-    """Make the policy that ``--policy`` names.
+def obs_dtype_of(name: str) -> Any:
+    """Convert ``--obs-dtype`` to the option of collectors."""
+    import torch
 
-    Args:
-        spaces: returns the spaces of observations and actions; called if the policy needs them.
-        seed: seed of new weights.
+    return {"policy": None, "env": "env"}.get(name, getattr(torch, name, None))
 
-    Returns:
-        a policy for ``Collector``, and its description for the recording.
-    """
+
+def _make_policy(policy: str, spaces: Callable[[], tuple[Any, Any]], seed: int) -> tuple[Any, str]:
     if policy == "random":
         return None, "uniform random actions"
     if reference := _REFERENCE.fullmatch(policy):
-        return _from_python(Path(reference.group(1)), reference.group(2)), policy
+        path, name = reference.groups()
+        defined = runpy.run_path(path)  # an error in the user's file keeps its traceback
+        if name not in defined:
+            raise BadOption(f"--policy {policy}: {path} defines no {name!r}.")
+        return defined[name], policy
     from muster.cli import mlp
 
     return mlp.fresh(*spaces(), seed) if policy == "mlp" else mlp.from_file(Path(policy), *spaces())
@@ -102,7 +89,7 @@ def _first_part(error: object) -> str:
     return str(error).partition("\n\n")[0]
 
 
-def check_policy(name: str, *, allow_import: bool) -> None:
+def _check_policy(name: str, *, allow_import: bool) -> None:
     """Raise for policies that are invalid by name, before any slow work. Imports then search this directory, too."""
     path = Path(name)
     if allow_import and os.getcwd() not in sys.path:
@@ -169,14 +156,3 @@ def _spaces(env: str) -> tuple[Any, Any]:
         return one.observation_space, one.action_space
     finally:
         one.close()
-
-
-def _from_python(path: Path, name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise BadOption(f"--policy {path}:{name}: {path} is no Python file.")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)  # an error in the user's file keeps its traceback
-    if not hasattr(module, name):
-        raise BadOption(f"--policy {path}:{name}: {path} defines no {name!r}.")
-    return getattr(module, name)

@@ -13,7 +13,7 @@ from tyro.conf import Positional, arg
 from muster.cli.collect import run
 from muster.cli.options import AllowImport, Count, ObsDtype, Policy, check_numbers, check_seconds, frames_per_batch
 from muster.cli.report import StopSignals
-from muster.cli.request import check_policy, in_short, make_policy, obs_dtype_of
+from muster.cli.request import obs_dtype_of, prepared
 from muster.errors import BadOption
 
 SPACE_FORMS = (
@@ -64,10 +64,8 @@ def serve(command: Serve) -> int:
     check_seconds(command, "step_timeout")
     spaces = parse_space("--obs", command.obs), parse_space("--act", command.act)
     frames = frames_per_batch(command.frames, 1, command.frames_per_batch)
-    check_policy(command.policy, allow_import=command.allow_import)
-    policy, description = make_policy(command.policy, lambda: spaces, command.seed)
     with ExitStack() as stack:
-        stack.enter_context(in_short("", allow_import=command.allow_import))
+        policy, description = stack.enter_context(prepared(command, command.seed, spaces))
         stop = stack.enter_context(StopSignals())
         from muster.collectors.serving import serve as collector_of
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 import threading
 import time
 
-from muster.cluster.authenticated_link import AuthenticatedLink
 from muster.cluster.launchers import Launcher, Started
-from muster.cluster.link import LinkLost
+from muster.cluster.link import Link, LinkLost, NotJoined
 from muster.cluster.rendezvous import Rendezvous
 
 JOIN_POLL_S = 0.02
@@ -42,7 +41,7 @@ class Carrier:
         """Where nodes join, "host:port"."""
         return self.rendezvous.address
 
-    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> AuthenticatedLink:
+    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> Link:
         """Start a node, and wait until it has joined. Each node is connected by a thread of its own.
 
         Args:
@@ -52,7 +51,8 @@ class Carrier:
             given_up: set by the caller to end the waiting with LinkLost.
 
         Raises:
-            LinkLost: the node did not join in time, exited, or was given up. The text says which, and what to do.
+            NotJoined: the node did not join in time.
+            LinkLost: the node exited, or was given up. The text says which, and what to do.
         """
         deadline = time.monotonic() + within_s
         self._end(node)
@@ -94,9 +94,7 @@ class Carrier:
         if started is not None:
             started.end()
 
-    def _wait(
-        self, node: int, epoch: int, deadline: float, within_s: float, given_up: threading.Event
-    ) -> AuthenticatedLink:
+    def _wait(self, node: int, epoch: int, deadline: float, within_s: float, given_up: threading.Event) -> Link:
         with self._lock:
             started = self._started.get(node)
         while (link := self.rendezvous.joined(node, epoch, JOIN_POLL_S)) is None:
@@ -108,7 +106,7 @@ class Carrier:
                 raise LinkLost(f"Node {node} has not joined: {reason}.")
             if time.monotonic() > deadline:
                 state = "" if started is None else f" Its {started} is {started.state}."
-                raise LinkLost(
+                raise NotJoined(
                     f"Node {node} has not joined at {self.address} within {within_s:g} s.{state} "
                     f"{self._launcher.advice}{self.rendezvous.refused()}".rstrip()
                 )

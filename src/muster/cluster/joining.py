@@ -10,10 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 
-from muster.cluster.authenticated_link import WrongToken, authenticate
-from muster.cluster.link import AGENT, Link, LinkLost
+from muster.cluster.link import AGENT, Link, LinkLost, WrongToken
 from muster.cluster.rendezvous import ANSWER_S, POLL_S, hear, read_token, say
-from muster.cluster.socket_link import SocketLink
 from muster.cluster.torchrun import find_rendezvous
 from muster.errors import BadOption
 from muster.utils.addresses import host_and_port
@@ -125,14 +123,14 @@ class Member:
         pause = threading.Event()
         while True:
             try:
+                connection = socket.create_connection(self._endpoint, timeout=1.0)
+                channel = Link(connection, self._token, main=False, deadline_s=ANSWER_S)
                 with contextlib.ExitStack() as failed:
-                    connection = SocketLink(socket.create_connection(self._endpoint, timeout=1.0), ANSWER_S)
-                    failed.callback(connection.close)
-                    channel = authenticate(connection, self._token, main=False)
+                    failed.callback(channel.close)
                     self._met, reached = True, time.monotonic()
                     while (found := self._ask(channel)) is None:
                         reached = time.monotonic()
-                    connection.know(found.deadline_s)
+                    channel.deadline_s = found.deadline_s
                     failed.pop_all()
                     return found
             except WrongToken:

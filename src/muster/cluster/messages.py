@@ -1,23 +1,19 @@
-"""The messages between the main process and a node, besides ``Tell`` and ``Answer``.
+"""The messages between the main process and a node: ``Tell`` to a node, ``Told`` from it, and the records in them.
 
-The receiver calls ``reach`` of a message. A block that belongs to it is memory: the policy, weights, or lanes.
+A block that belongs to a message is memory: the policy, weights, or lanes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
 
 from muster.memory.views import Order as DimOrder
 from muster.observing.stats import InferenceStats
 from muster.workers.config import PoolConfig
 from muster.workers.counters import NodeCounts
 from muster.workers.failures import SentError
-from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult, WorkerStatus
-
-if TYPE_CHECKING:
-    from muster.cluster.node_proxy import NodeProxy
+from muster.workers.messages import Answer, GroupInfo, RolloutRequest, RolloutResult, WorkerStatus
 
 WEIGHTS = 1 << 62  # tag of the first weights of a session; the next ones have the next, so that nodes can expect them
 
@@ -66,70 +62,25 @@ class LaneRun:
 
 @dataclass(frozen=True)
 class Told:
-    """The state of a node, which is sent with each of its messages.
+    """A message of a node: its state, and what it reports. Without a report it is a heartbeat.
 
     Attributes:
+        host: name of its machine.
         counts: by group, since the session began.
         workers: in the order of the node's workers.
         dropped: groups whose worker was dropped.
+        infos: the workers have made their groups.
+        results: those of a ``LaneRun``, with its lanes as a block; or one that belongs to no request.
+        answer: to a ``Tell``.
+        failure: the node cannot go on in this session.
     """
 
+    host: str = ""
     counts: Mapping[int, NodeCounts] = field(default_factory=dict)
     workers: Sequence[WorkerStatus] = ()
     dropped: Sequence[int] = ()
     inference: InferenceStats | None = None
-
-
-class FromNode(Protocol):
-    """A message of a node."""
-
-    def reach(self, proxy: NodeProxy) -> None:
-        """In the main process: pass it to the proxy of the node."""
-
-
-@dataclass(frozen=True)
-class Beat:
-    """A heartbeat."""
-
-    def reach(self, proxy: NodeProxy) -> None:
-        """Does nothing."""
-
-
-@dataclass(frozen=True)
-class Joined:
-    """The node has joined."""
-
-    host: str
-
-    def reach(self, proxy: NodeProxy) -> None:
-        proxy.joined(self)
-
-
-@dataclass(frozen=True)
-class Built:
-    """The workers have made their groups."""
-
-    infos: Sequence[GroupInfo]
-
-    def reach(self, proxy: NodeProxy) -> None:
-        proxy.built(list(self.infos))
-
-
-@dataclass(frozen=True)
-class Result:
-    """The results of a ``LaneRun``, with its lanes as a block; or a result that belongs to no request."""
-
-    results: Sequence[RolloutResult]
-
-    def reach(self, proxy: NodeProxy) -> None:
-        proxy.finished(self.results)
-
-
-@dataclass(frozen=True)
-class Failed:
-    """The node cannot go on in this session."""
-
-    error: SentError
-
-    def reach(self, proxy: NodeProxy) -> None:
-        proxy.failed(self.error)
+    infos: Sequence[GroupInfo] | None = None
+    results: Sequence[RolloutResult] = ()
+    answer: Answer | None = None
+    failure: SentError | None = None

@@ -14,18 +14,8 @@ from typing import Any
 import torch
 
 from muster.cluster.link import Block, Link, LinkLost
-from muster.cluster.messages import (
-    Beat,
-    Built,
-    Failed,
-    FromNode,
-    Joined,
-    LaneRun,
-    NodeSetup,
-    Result,
-    Told,
-)
-from muster.cluster.session_end import BEAT_S, Outgoing, SessionEnd
+from muster.cluster.messages import LaneRun, NodeSetup, Told
+from muster.cluster.session import BEAT_S, Outgoing, Session
 from muster.errors import MusterError, WorkerError, described
 from muster.memory.slots import Layout, Slot
 from muster.memory.views import BatchView
@@ -79,7 +69,8 @@ class NodeMain:
     """One session of a node. The main process calls its public methods (``Tell``)."""
 
     def __init__(self, link: Link, node: int) -> None:
-        self._link, self._node = link, f"{node} ({socket.gethostname()})"
+        self._host = socket.gethostname()
+        self._node = f"{node} ({self._host})"
         self._made = ExitStack()
         self._wake_up = WakeUp()
         self._weights = NodeWeights(link, self._made)
@@ -90,12 +81,12 @@ class NodeMain:
         self._layouts: dict[int, Layout] = {}  # by group
         self._slots: dict[tuple[int, int], Slot] = {}  # by offset in the main process, and first lane there
         self._jobs: dict[int, _RunAtWork] = {}  # by request
-        self._end = SessionEnd("muster-node-main", lambda: link, lambda: self._said(Beat()), self._wake_up.ring)
+        self._end = Session("muster-node-main", lambda _: link, self._said, self._wake_up.ring)
 
     def run(self) -> bool:
         """Run until the end of the session."""
         try:
-            self.say(Joined(socket.gethostname()))
+            self.say()
             while True:
                 self._attend()
         except _Over as over:
@@ -105,12 +96,15 @@ class NodeMain:
             self._end.finish("the node has ended the session")
             self._wake_up.close()
 
-    def say(self, message: FromNode, block: Block | None = None, tag: int = 0) -> None:
-        """Send a message, with the state of the node at this moment: counts never decrease from message to message."""
-        self._end.put(lambda: self._said(message, block, tag))
+    def say(self, block: Block | None = None, tag: int = 0, **report: Any) -> None:
+        """Send a report (see ``Told``), with the state of the node at this moment.
 
-    def _said(self, message: FromNode, block: Block | None = None, tag: int = 0) -> Outgoing:
-        return Outgoing((message, self._told()), block, tag)
+        Counts never decrease from message to message.
+        """
+        self._end.put(lambda: self._said(block, tag, **report))
+
+    def _said(self, block: Block | None = None, tag: int = 0, **report: Any) -> Outgoing:
+        return Outgoing(self._told(**report), block, tag)
 
     def answer(self, number: int, function: Callable[[], Any]) -> None:
         """Call a function, and send its result or its error."""
@@ -118,10 +112,10 @@ class NodeMain:
             value = function()
         except Exception as error:  # noqa: BLE001 (the main process's to raise)
             self._tell_results()  # they were sent before
-            self.say(Answer(number, failure=send_error(error)))
+            self.say(answer=Answer(number, failure=send_error(error)))
         else:
             self._tell_results()
-            self.say(Answer(number, value))
+            self.say(answer=Answer(number, value))
 
     # --- Caller: used while the pool waits for workers ---------------------------------------------------
 
@@ -156,7 +150,7 @@ class NodeMain:
         except LinkLost:
             raise _Over(was_said=False) from None
         except Exception as error:  # noqa: BLE001 (the main process's to raise, which loses this node)
-            self.say(Failed(send_error(error)))
+            self.say(failure=send_error(error))
             self._wake_up.wait(BEAT_S)
 
     # --- called by the main process -----------------------------------------------------------------
@@ -196,7 +190,7 @@ class NodeMain:
             self._sink = Sink(self._setup.buffer, self._setup.layout)
             supervisor.write = self._sink.write
         supervisor.start()
-        self.say(Built(supervisor.built()))
+        self.say(infos=supervisor.built())
         self._infos = [info for handle in supervisor.handles for info in handle.infos or ()]
 
     def assign(self, place: WorkerPlace) -> None:
@@ -257,11 +251,11 @@ class NodeMain:
                 result.error = send_error(result.error)
             job = self._jobs.pop(result.number, None)
             if job is None:
-                self.say(Result([result]))
+                self.say(results=[result])
                 continue
             job.results.append(result)
             if len(job.results) == len(job.part.requests):
-                self.say(Result(job.results), self._lanes(job), job.part.tag)
+                self.say(self._lanes(job), job.part.tag, results=job.results)
 
     def _lanes(self, job: _RunAtWork) -> Block | None:
         if self._sink is not None:
@@ -269,16 +263,18 @@ class NodeMain:
         lanes, size = [request.lane - job.part.first for request in job.part.requests], job.slot.layout.lane_bytes
         return Block(job.slot.block[min(lanes) * size : (max(lanes) + 1) * size], job.slot)
 
-    def _told(self) -> Told:
+    def _told(self, **report: Any) -> Told:
         supervisor = self._supervisor
         if supervisor is None:
-            return Told()
+            return Told(self._host, **report)
         counters, groups, server = supervisor.counters, supervisor.config.groups, supervisor.server
         return Told(
+            self._host,
             {number: counters[number].counts() for number in groups} if counters else {},
             [status_of(handle) for handle in supervisor.handles],
             [number for number in groups if counters[number].dropped] if counters else [],
             None if server is None else server.stats(),
+            **report,
         )
 
 

@@ -111,7 +111,7 @@ class NodePool(Watcher):
             return (self.nodes.enough or 0) - len(there)
 
         while lack([proxy for proxy in self.proxies if proxy.infos is not None]) > 0:
-            self._slow.look()
+            self._log_slow_construction()
             self.wait(None, revives=False)
             alive = [proxy for proxy in self.proxies if proxy.alive]
             for proxy in self.proxies:
@@ -205,5 +205,4 @@ def _part(config: PoolConfig, of_leaf: Sequence[int], node: int) -> PoolConfig |
         return None
     origins = dict(zip(config.groups, config.origins, strict=True))
     own = [origins[number] for worker in workers for number in worker.groups]
-    server = None if config.server is None else replace(config.server, workers=[worker.index for worker in workers])
-    return replace(config, workers=workers, policy=b"", server=server, origins=own, crash_dir=None)
+    return replace(config, workers=workers, policy=b"", origins=own, crash_dir=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -9,19 +10,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from muster.cluster.link import Block
-from muster.cluster.messages import Joined, LaneRun, NodeSetup, Told
+from muster.cluster.messages import LaneRun, NodeSetup, Told
 from muster.cluster.node_main import NodeMain
-from muster.cluster.nodes import Session
-from muster.cluster.session_end import BEAT_S
+from muster.cluster.session import BEAT_S, Session
 from muster.memory.slots import Slot
 from muster.memory.specs import Array
 from muster.observing.stats import WorkerStats
 from muster.utils.interrupts import postponed
 from muster.workers.config import WorkerPlace
 from muster.workers.counters import FrameCounters, NodeCounts
-from muster.workers.failures import SentError, Where, node_lost
+from muster.workers.failures import Where, node_lost
 from muster.workers.lives import Proxy, WorkerState
-from muster.workers.messages import CLOSED, Answer, GroupInfo, RolloutRequest, RolloutResult, Tell, WorkerStatus
+from muster.workers.messages import CLOSED, RolloutRequest, RolloutResult, Tell, WorkerStatus
 from muster.workers.pool import stats_of
 from muster.workers.requests import Request
 
@@ -51,8 +51,9 @@ class NodeProxy(Proxy):
         self.setup, self._policy, self._pool, self._apart = setup, policy, pool, apart
         self.error: Exception | None = None
         self.told = Told()
-        self.node: Joined | None = None
+        self._host = ""  # where it has joined last
         self.session: Session
+        self._tags = itertools.count(1)  # of blocks, but not of weights
         self._is_there = False  # it has joined, in this session
         self._held: list[RolloutRequest] | None = None  # to be sent together
         self._server_knows: dict[str, Sequence[Any]] = {}  # by method; sent again in later sessions
@@ -71,7 +72,7 @@ class NodeProxy(Proxy):
     @property
     def name(self) -> str:
         """Its number and host, for the user."""
-        return f"{self.index}" if self.node is None else f"{self.index} ({self.node.host})"
+        return f"{self.index} ({self._host})" if self._host else f"{self.index}"
 
     def stats(self, counters: Sequence[FrameCounters]) -> list[WorkerStats]:
         found = []
@@ -95,8 +96,8 @@ class NodeProxy(Proxy):
         self.infos = self.error = self._held = self._answer = None
         self.told = Told()
         self.session = self._pool.nodes.session(self.index)
-        self.session.post(Tell(NodeMain.set_up, (self.setup,)), self._policy, next(self.session.tags))
-        self.session.post_weights()
+        self.session.post(Tell(NodeMain.set_up, (self.setup,)), self._policy, next(self._tags))
+        self._pool.nodes.post_weights(self.index)
         self.session.post(Tell(NodeMain.start))
         if self.place is not None and not self._pool.elastic:
             self._take_place(self.place)
@@ -129,9 +130,7 @@ class NodeProxy(Proxy):
             if isinstance(said, Exception):
                 self.session.lose(f"it said something that cannot be understood ({type(said).__name__}: {said})")
                 return
-            message, told = said
-            self._take_note(told)
-            message.reach(self)
+            self._take_note(said)
 
     def lose(self, why: str) -> Exception:
         """Handle the end of the session: count the steps of its open requests. Returns the error."""
@@ -210,7 +209,7 @@ class NodeProxy(Proxy):
             lanes, first = len(self.groups), run[0].lane - (run[0].group - self.groups[0])
             if self._apart or slot.layout.lanes < lanes:
                 lanes, first = 1, run[0].lane
-            part = LaneRun(run, slot.offset, first, lanes, next(self.session.tags))
+            part = LaneRun(run, slot.offset, first, lanes, next(self._tags))
             if self.setup.buffer is None:
                 begin, end = (n * slot.layout.lane_bytes for n in (run[0].lane, run[-1].lane + 1))
                 expects[part.tag] = slot.block[begin:end]
@@ -297,24 +296,27 @@ class NodeProxy(Proxy):
 
     def _take_note(self, told: Told) -> None:
         counters, before = self._pool.counters, self.told.counts
-        self.told = told
+        self.told, self._host, self._is_there = told, told.host, True
         if counters:
             for number, counts in told.counts.items():
                 counters[number].add_counts(counts, before.get(number, NodeCounts()))
             for number in told.dropped:
                 counters[number].dropped = True
+        if told.infos is not None:
+            self.infos = list(told.infos)
+            if self.place is not None and not self._pool.elastic:
+                self.state = WorkerState.RUNNING
+        if told.results:
+            self._finished(told.results)
+        if told.answer is not None:
+            failure = told.answer.failure
+            failure = None if failure is None else failure.here(self._pool.crash_directory)
+            self.answered(replace(told.answer, failure=failure))
+        if told.failure is not None:
+            self.error = told.failure.here(self._pool.crash_directory).error()
+            self.session.lose(str(self.error))
 
-    def joined(self, node: Joined) -> None:
-        """It has joined."""
-        self.node, self._is_there = node, True
-
-    def built(self, infos: list[GroupInfo]) -> None:
-        """It has made its environments."""
-        self.infos = infos
-        if self.place is not None and not self._pool.elastic:
-            self.state = WorkerState.RUNNING
-
-    def finished(self, results: Sequence[RolloutResult]) -> None:
+    def _finished(self, results: Sequence[RolloutResult]) -> None:
         """Rollouts are complete, with their lanes in their slots; or they have failed."""
         for result in results:
             result.entered = True
@@ -327,12 +329,3 @@ class NodeProxy(Proxy):
             else:
                 self._pool.came(result)
         self.under_way.fresh.clear()
-
-    def answered(self, answer: Answer) -> None:
-        failure = None if answer.failure is None else answer.failure.here(self._pool.crash_directory)
-        super().answered(replace(answer, failure=failure))
-
-    def failed(self, error: SentError) -> None:
-        """The node has failed."""
-        self.error = error.here(self._pool.crash_directory).error()
-        self.session.lose(str(self.error))

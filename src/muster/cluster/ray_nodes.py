@@ -17,11 +17,10 @@ from typing import Any
 import ray
 from ray import exceptions
 
-from muster.cluster.authenticated_link import AuthenticatedLink
 from muster.cluster.carrier import Carrier
 from muster.cluster.joining import run_node
 from muster.cluster.launchers import Launcher
-from muster.cluster.link import AGENT, LinkLost
+from muster.cluster.link import AGENT, Link, LinkLost
 from muster.cluster.ray_runtime import Lease, actor_class, arrived, call, first_line, listens, search_path
 from muster.cluster.rendezvous import TOKEN_BYTES, Rendezvous
 from muster.errors import BadOption
@@ -67,7 +66,7 @@ class RayCarrier(Carrier):
             launcher.close()
             raise
 
-    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> AuthenticatedLink:
+    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> Link:
         link = super().connect(node, epoch, within_s, given_up)
         actor = self._started.get(node)
         if isinstance(actor, NodeActor):  # else it was ended meanwhile

@@ -1,6 +1,6 @@
 """The port at which nodes join the main process, with a token, and with the epoch in which each node may join.
 
-Both ends of every connection prove that they know the token (``authenticate``) before either acts on a message of the
+Both ends of every connection prove that they know the token (``Link``) before either acts on a message of the
 other. So an offer to a node comes from a process that knows the token, belongs to this connection alone, and cannot be
 repeated in another one. The connection then is the link of the session. A process that reaches the port without the
 token can keep nodes from joining, and nothing else.
@@ -27,9 +27,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from muster.cluster.authenticated_link import AuthenticatedLink, WrongToken, authenticate
-from muster.cluster.link import Link, LinkLost
-from muster.cluster.socket_link import SocketLink
+from muster.cluster.link import Link, LinkLost, WrongToken
 from muster.errors import BadOption
 from muster.utils.addresses import is_loopback
 from muster.utils.integers import integer
@@ -91,8 +89,8 @@ class Rendezvous:
         self.token = given or secrets.token_hex(TOKEN_BYTES).encode()
         self._open: dict[int, int] = {}  # by node, the epoch in which it may join
         self._offered: set[tuple[int, int] | None] = set()  # offers that a node has not accepted yet
-        self._joined: dict[tuple[int, int], AuthenticatedLink] = {}  # by node and epoch, until ``joined`` takes it
-        self._connections: dict[SocketLink, bool] = {}  # and whether they know the token
+        self._joined: dict[tuple[int, int], Link] = {}  # by node and epoch, until ``joined`` takes it
+        self._connections: dict[socket.socket, bool] = {}  # that no node has accepted; whether they know the token
         self._refused, self._last_refused = 0, ""
         self._failing: tuple[float, OSError] | None = None  # since when no connection can be accepted, and why
         self._closed = False
@@ -116,7 +114,7 @@ class Rendezvous:
         for channel in unused:
             channel.close()
 
-    def joined(self, node: int, epoch: int, within_s: float) -> AuthenticatedLink | None:
+    def joined(self, node: int, epoch: int, within_s: float) -> Link | None:
         """The link to a node that has joined, which the caller closes; None: it has not joined in this time."""
         with self._changed:
             self._changed.wait_for(lambda: (node, epoch) in self._joined or self._closed, within_s)
@@ -143,14 +141,17 @@ class Rendezvous:
             if self._closed:
                 return
             self._closed = True
-            connections: list[Link] = [*self._connections, *self._joined.values()]
+            connections, links = list(self._connections), list(self._joined.values())
             self._joined.clear()
             self._changed.notify_all()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread on Linux
         self._listener.close()
         for connection in connections:
-            connection.close()
+            with contextlib.suppress(OSError):  # wakes its thread, which closes it
+                connection.shutdown(socket.SHUT_RDWR)
+        for link in links:
+            link.close()
 
     # --- threads ----------------------------------------------------------------------------------
 
@@ -163,14 +164,13 @@ class Rendezvous:
                 self._failing = None
                 continue
             try:
-                connected, who = self._listener.accept()
+                connection, who = self._listener.accept()
             except BlockingIOError:
                 continue
             except OSError as error:  # closed; or no descriptors are left: try again
                 self._failing = self._failing or (time.monotonic(), error)
                 threading.Event().wait(POLL_S)
                 continue
-            connection = SocketLink(connected, ANSWER_S)
             with self._changed:
                 self._failing = None
                 strangers = sum(not known for known in self._connections.values())
@@ -181,14 +181,16 @@ class Rendezvous:
             arguments = (connection, f"from {who[0]}:{who[1]}")
             threading.Thread(target=self._attend, args=arguments, name="muster-joining", daemon=True).start()
 
-    def _attend(self, connection: SocketLink, where: str) -> None:
+    def _attend(self, connection: socket.socket, where: str) -> None:
         """Serve one connection until it is the link of a session, or ends."""
-        keep = False
         try:
-            channel = authenticate(connection, self.token, main=True)
+            link = Link(connection, self.token, main=True, deadline_s=ANSWER_S)
             with self._changed:
                 self._connections[connection] = True
-            keep = self._offer(connection, channel)
+            with contextlib.ExitStack() as unused:
+                unused.callback(link.close)
+                if self._offer(link):
+                    unused.pop_all()
         except WrongToken:
             self._refuse(f"{where}, does not know the token of this collector.")
         except (LinkLost, ValueError, TypeError, KeyError) as error:
@@ -197,14 +199,12 @@ class Rendezvous:
         finally:
             with self._changed:
                 self._connections.pop(connection, None)
-            if not keep:
-                connection.close()
 
     def _refuse(self, whom: str) -> None:
         with self._changed:
             self._refused, self._last_refused = self._refused + 1, whom
 
-    def _offer(self, connection: SocketLink, channel: AuthenticatedLink) -> bool:
+    def _offer(self, channel: Link) -> bool:
         """Offer free numbers until one is accepted; False: the offer was withdrawn meanwhile."""
         while True:
             found = self._claim(hear(channel)["node"])
@@ -216,7 +216,7 @@ class Rendezvous:
                     continue
                 hear(channel)["accepted"]
                 with self._changed:
-                    connection.know(self.deadline_s)
+                    channel.deadline_s = self.deadline_s
                     is_open = self._open.get(found[0]) == found[1] and not self._closed
                     if is_open:  # it was not withdrawn meanwhile
                         del self._open[found[0]]

@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 
-from muster.cluster.authenticated_link import signature
 from muster.cluster.launchers import Launcher
-from muster.cluster.link import LinkLost
+from muster.cluster.link import LinkLost, signature
 from muster.cluster.rendezvous import ANSWER_S, POLL_S, Rendezvous, read_token
 from muster.errors import BadOption
 from muster.utils.addresses import is_loopback

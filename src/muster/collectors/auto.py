@@ -47,29 +47,14 @@ class Load:
 
 
 def auto_workers(create_env_fn: Any, policy: Any, options: PoolOptions, *, alone: bool) -> int:
-    """Return the number of workers that keeps the cores of this machine busy.
-
-    Makes the environments of one group in this process (a single one if ``num_envs`` is set), runs rollouts for
-    about a second with a copy of the policy, and closes them. The random streams of the user and of the groups
-    do not change.
-
-    Args:
-        create_env_fn: see ``MultiSyncCollector``. Of a list, the first entry is measured.
-        policy: policy to measure, or None.
-        alone: every group fills batches of its own.
-    """
+    """Return the number of workers that keeps the cores of this machine busy, from a measurement of the first group."""
     load = measure(create_env_fn, policy, options, SECONDS)
     groups = len(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else None
     return choose_workers(load, options, groups, usable_cores(), alone=alone)
 
 
 def choose_workers(load: Load, options: PoolOptions, groups: int | None, cores: float, *, alone: bool) -> int:
-    """Return the number of workers for a measured load.
-
-    Args:
-        groups: number of groups; None: as many as workers.
-        cores: number of cores that this process may use.
-    """
+    """Return the number of workers for a measured load. ``groups``: their number; None: as many as workers."""
     B = load.env_batch if load.env_batch > 1 else options.num_envs or 1
     most = groups or (MOST_WORKERS if alone else max(1, options.frames // B))  # at least one step for each environment
     return min(most, busy_workers(load, 1.0 if options.in_threads else cores))
@@ -83,8 +68,7 @@ def busy_workers(load: Load, cores: float) -> int:
 def measure(create_env_fn: Any, policy: Any, options: CollectorOptions, seconds: float) -> Load:
     """Measure rollouts of the first group, or of one environment of it, for about ``seconds``.
 
-    Raises:
-        MusterError: the environments or the policy raised; the environments are closed.
+    The environments are made for it and closed. It acts with a copy of the policy, and changes no random stream.
     """
     factories, end = factories_of(create_env_fn), 0.0
     kwargs = keywords_of(options.create_env_kwargs, len(factories))[0]

@@ -15,17 +15,11 @@ PATIENCE = 600.0  # timeout in seconds of a caller that waits for the end of a b
 
 
 class Background:
-    """Calls ``step`` again and again in a daemon thread, until it returns False, raises, or ``stop`` is called.
-
-    Args:
-        step: function that collects one batch.
-        name: name of the thread.
-        groups: groups that run in the thread.
+    """Calls ``step``, which collects a batch, in a daemon thread until it returns False, raises, or ``stop`` is called.
 
     Attributes:
         error: exception raised by ``step``, until it is raised in another thread.
         ended_by: type and message of that exception; empty if there was none.
-        owner: process that owns the thread.
     """
 
     def __init__(self, step: Callable[[], bool], name: str, groups: Sequence[Group] = ()) -> None:
@@ -71,11 +65,7 @@ class Background:
                 self._changed.notify_all()
 
     def stop(self, timeout: float | None) -> None:
-        """End the thread after the current batch.
-
-        Raises:
-            CollectorTimeout: it did not end in time. It will end after its batch.
-        """
+        """End the thread after the current batch. ``CollectorTimeout`` if this takes longer; it still ends then."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()

@@ -19,7 +19,7 @@ from muster.collectors.background import Background
 from muster.collectors.batch_views import final_observations
 from muster.collectors.collect_methods import CollectMethods
 from muster.collectors.engine import Engine
-from muster.collectors.observers import Observers, ObservingMethods
+from muster.collectors.observers import Observers
 from muster.collectors.on_demand import OnDemand
 from muster.collectors.options import CollectorOptions
 from muster.collectors.signatures import takes
@@ -41,7 +41,7 @@ class NoWorkerIndex(BadOption, RuntimeError):
     """``worker_idx`` was read, but never set."""
 
 
-class BaseCollector(CollectMethods, ObservingMethods, WeightMethods, ABC):
+class BaseCollector(CollectMethods, WeightMethods, ABC):
     """Base of all collectors. Subclasses choose where environments run and how rollouts become batches.
 
     Attributes:

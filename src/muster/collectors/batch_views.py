@@ -44,7 +44,7 @@ class BatchViews:
         self._storing = options.devices["storing_device"]
         self._views: dict[int, BatchView] = {}  # by the id of their layouts, which the views keep alive
         # Lent slots whose batch was not returned yet, by id. Their memory keeps the slots alive.
-        self._prepared: dict[int, tuple[torch.Tensor, TensorDict | None]] = {}
+        self._prepared: dict[int, tuple[Any, TensorDict | None]] = {}
         self._same: tuple[Slot, torch.Tensor, TensorDict] | None = None
 
     @property
@@ -63,7 +63,7 @@ class BatchViews:
         self._same = None if self._same and self._same[0].layout is not slot.layout else self._same
         if self._same:
             return self._refresh(view)
-        memory, made = self._lent(ring, slot)
+        memory, made = self._lent(ring, slot, view)
         if made is None:
             if self._storing is not None and self._storing != memory.device:
                 memory = memory.to(self._storing)  # one transfer for all columns; the slot is free afterwards
@@ -88,7 +88,7 @@ class BatchViews:
     def give_up(self, filled: FilledSlot) -> None:
         """Release slots whose batch will not be delivered."""
         for ring, slot in filled.slots:
-            self._lent(ring, slot)
+            self._lent(ring, slot, None)
             self.drop(slot)
 
     def _concatenated(self, filled: FilledSlot, dim: int) -> TensorDict:
@@ -96,7 +96,7 @@ class BatchViews:
         parts = []
         for (ring, slot), result in zip(filled.slots, filled.results, strict=True):
             view = self._view_of(ring.layout)
-            part = view.tensordict(self._lent(ring, slot)[0], slot)
+            part = view.tensordict(self._lent(ring, slot, None)[0], slot)
             over_time = dim % part.ndim == view.time_dim
             parts.append(part[(slice(None),) * view.time_dim + (slice(0, result.rows),)] if over_time else part)
         batch: TensorDict = torch.cat(parts, dim)
@@ -106,13 +106,22 @@ class BatchViews:
             self.drop(slot)
         return batch
 
-    def _lent(self, ring: SlotRing, slot: Slot) -> tuple[torch.Tensor, TensorDict | None]:
-        """Return a full slot's memory and its prepared batch, if any; it stays lent until its batch is complete."""
-        if id(slot) in self._prepared:
+    def _lent(self, ring: SlotRing, slot: Slot, view: BatchView | None) -> tuple[Any, TensorDict | None]:
+        """Return a full slot's memory and its prepared batch, if any; it stays lent until its batch is complete.
+
+        Args:
+            view: the memory may be that of parts, for this view. None: it is one tensor.
+        """
+        lent = self._prepared.get(id(slot))
+        if lent is not None:
             slot.state = SlotState.LENT
+        elif view is None or not ring.lends_parts or self._storing is not None or self._options.return_same_td:
+            lent = ring.lend(slot), None
         else:
-            self._prepared[id(slot)] = ring.lend(slot), None
-        return self._prepared[id(slot)]
+            view.arrange(slot)
+            lent = ring.lend_parts(slot), None
+        self._prepared[id(slot)] = lent
+        return lent
 
     def blank(self, layout: Layout, device: torch.device | None) -> TensorDict:
         """Return a batch of zeros in its own memory, on the storing device, else on ``device``, else on the CPU."""

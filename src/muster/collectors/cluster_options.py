@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from inspect import signature
 from typing import Any
 
@@ -77,44 +75,8 @@ class ClusterOptions(PoolOptions, ABC):
         """Return the carrier for ``nodes`` with at most ``workers`` workers each; ``deadline_s``: deadline of links."""
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """The assignment of workers to nodes and to batches.
-
-    Args:
-        factories: environment factory of each node.
-        kinds: "single", "sync" or "async", for each node.
-        workers: number of workers of each node.
-    """
-
-    factories: Sequence[Any]
-    kinds: Sequence[str]
-    workers: Sequence[int]
-
-    @cached_property
-    def of_leaf(self) -> list[int]:
-        """The node of every worker."""
-        return [node for node, count in enumerate(self.workers) for _ in range(count)]
-
-    @property
-    def create_env_fn(self) -> list[Any]:
-        """The environment factory of every worker."""
-        return [self.factories[node] for node in self.of_leaf]
-
-    @property
-    def bundles(self) -> list[list[int]]:
-        """The workers of each batch, if nodes do not share batches."""
-        found: list[list[int]] = []
-        for leaf, node in enumerate(self.of_leaf):
-            if self.kinds[node] == "sync" and found and self.of_leaf[found[-1][0]] == node:
-                found[-1].append(leaf)
-            else:
-                found.append([leaf])
-        return found
-
-
-def over_nodes(options: ClusterOptions) -> tuple[Cluster, ClusterOptions]:
-    """Return the cluster, and the options for all its workers together.
+def over_nodes(options: ClusterOptions) -> tuple[ClusterOptions, list[int], list[list[int]]]:
+    """Return the options for all workers together, the node of each worker, and the workers that share batches.
 
     Raises:
         BadOption: an option is wrong.
@@ -131,15 +93,21 @@ def over_nodes(options: ClusterOptions) -> tuple[Cluster, ClusterOptions]:
             )
     if (options.min_nodes or 1) > len(factories):
         raise BadOption(f"min_nodes={options.min_nodes}, but there are {len(factories)} nodes: expected at most that")
-    made = Cluster(factories, kinds, workers)
+    of_leaf = [node for node, count in enumerate(workers) for _ in range(count)]
+    shared: list[list[int]] = []
+    for node, kind in enumerate(kinds):
+        leaves = [leaf for leaf, place in enumerate(of_leaf) if place == node]
+        shared += [leaves] if kind == "sync" else [[leaf] for leaf in leaves]
     options = replace(options, **_node_keywords(options.collector_kwargs, len(factories)))
     kwargs, frames = options.create_env_kwargs, options.frames_per_batch
     if isinstance(kwargs, (list, tuple)):
         by_node = spread("create_env_kwargs", kwargs, len(factories))
-        kwargs = [by_node[node] for node in made.of_leaf]
+        kwargs = [by_node[node] for node in of_leaf]
     if options.sync and frames is not None:
         frames *= len(factories)
-    return made, replace(options, create_env_fn=made.create_env_fn, create_env_kwargs=kwargs, frames_per_batch=frames)
+    envs = [factories[node] for node in of_leaf]
+    options = replace(options, create_env_fn=envs, create_env_kwargs=kwargs, frames_per_batch=frames)
+    return options, of_leaf, shared
 
 
 def _factories(create_env_fn: Any, num_nodes: int | None) -> list[Any]:

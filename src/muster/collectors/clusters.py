@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,23 +31,24 @@ class ClusterCollector(MultiCollector):
     options: ClusterOptions
 
     def __init__(self, options: ClusterOptions) -> None:
-        self._cluster, options = over_nodes(options)
+        options, self._of_leaf, self._shared = over_nodes(options)
         self._alone = not options.sync
-        self._since = [0] * len(self._cluster.factories)  # batches since ``_before_batch`` last published, by node
+        self._since = [0] * (self._of_leaf[-1] + 1)  # batches since ``_before_batch`` last published, by node
         self._longest = 0 if options.update_after_each_batch else options.max_weight_update_interval
         BaseCollector.__init__(self, options)
 
-    def _place(self, made: ExitStack) -> tuple[Nodes | None, Sequence[Sequence[int]] | None]:
+    def _make_nodes(self, made: ExitStack) -> Nodes:
         heartbeat, join_s = (timeout_of(self.options.timeouts, phase) for phase in ("heartbeat", "join"))
         if heartbeat is None:
             raise BadOption("timeouts['heartbeat'] is None: a node that is gone would be waited for for ever")
-        cluster = self._cluster
-        carrier = self.options.carrier(len(cluster.factories), max(cluster.workers), heartbeat)
-        nodes = self._nodes = Nodes(carrier, cluster.of_leaf, join_s)
+        carrier = self.options.carrier(len(self._since), max(Counter(self._of_leaf).values()), heartbeat)
+        nodes = Nodes(carrier, self._of_leaf, join_s)
         nodes.buffer, nodes.enough = self._buffer_of_nodes(), self.options.min_nodes
         made.callback(nodes.close)
-        weakref.finalize(self, nodes.close)
-        return nodes, cluster.bundles if self._alone else None
+        return nodes
+
+    def _bundles(self) -> Sequence[Sequence[int]]:
+        return self._shared if self._alone else super()._bundles()
 
     def _buffer_of_nodes(self) -> ReplaySink | None:
         """Return a sink through which nodes write into the replay buffer; None: batches pass through this process."""
@@ -55,7 +56,7 @@ class ClusterCollector(MultiCollector):
 
     def _connect(self, made: ExitStack) -> Engine:
         engine = super()._connect(made)
-        if self._nodes.buffer is not None:
+        if self._nodes is not None and self._nodes.buffer is not None:
             engine.pipeline.writes = False
         return engine
 
@@ -63,8 +64,7 @@ class ClusterCollector(MultiCollector):
         super()._before_batch()
         if self._longest < 0:
             return
-        of_leaf = self._cluster.of_leaf
-        nodes = {of_leaf[group] for group in self._engine.contributors}
+        nodes = {self._of_leaf[group] for group in self._engine.contributors}
         for node in nodes:
             self._since[node] += 1
         if due := sorted(node for node in nodes if self._since[node] > self._longest):

@@ -1,18 +1,21 @@
-"""The methods for collecting on demand, their arguments and results."""
+"""The methods for collecting on demand, with their arguments, and for what was collected."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from muster.collectors.signatures import takes
+from muster.episodes.record import Episodes
 from muster.episodes.rules import RuleName, check_rule
 from muster.episodes.summary import CollectStats
 from muster.errors import BadOption
+from muster.observing.plot import plot_stats
+from muster.observing.stats import CollectorStats
 from muster.rollout.bootstrap import Bootstrap
 from muster.rollout.hooks import check_pause
 from muster.utils.integers import integer
@@ -20,6 +23,8 @@ from muster.utils.integers import integer
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+    from muster.collectors.background import Background
+    from muster.collectors.engine import Engine
     from muster.collectors.observers import Observers
     from muster.collectors.on_demand import OnDemand
     from muster.collectors.options import CollectorOptions
@@ -103,10 +108,13 @@ class Asked:
 
 
 class CollectMethods:
-    """Mixin of collectors: ``collect``, ``collect_batch`` and ``buffer``."""
+    """Mixin of collectors: ``collect``, and what was collected, as data and as numbers."""
 
     options: CollectorOptions
     _on_demand: OnDemand
+    _engine: Engine
+    _observers: Observers
+    _background: Background | None
 
     @takes(Asked)
     def collect(self, asked: Asked) -> CollectStats:
@@ -151,6 +159,35 @@ class CollectMethods:
         given = self.options.replay_buffer
         return self._on_demand.batch if given is None else given
 
+    @property
+    def episodes(self) -> Episodes:
+        """Records (``EpisodeRecord``) of the episodes that ended in the last batch: a sequence."""
+        return self._engine.episodes
+
+    def stats(self) -> CollectorStats:
+        """Return a snapshot of all counters. It is cheap, and available after ``shutdown``."""
+        stats = self._engine.stats()
+        ended_by = "" if self._background is None else self._background.ended_by
+        return replace(stats, ended_by=ended_by) if ended_by else stats
+
+    @property
+    def watch_url(self) -> str | None:
+        """Address of the page of ``watch=``, with its token; None: there is no page."""
+        return None if self._observers.watched is None else self._observers.watched.url
+
+    def plot(self) -> Any:
+        """Draw returns over frames with the 95 % interval of a running mean, the split of time, and the policy lag.
+
+        Needs matplotlib: ``pip install 'muster-rl[plot]'``. Episodes of before ``load_state_dict`` are not shown.
+
+        Returns:
+            a ``matplotlib.figure.Figure``, which notebooks show; ``savefig(path)`` writes it.
+
+        Raises:
+            BadOption: matplotlib is not installed.
+        """
+        return plot_stats(self.stats(), self._engine.curve.points)
+
     def _collect(self, asked: Asked) -> Collected:
         with self._exclusively():
             if (made := self._on_demand.unreported) is None:
@@ -162,5 +199,3 @@ class CollectMethods:
     if TYPE_CHECKING:
 
         def _exclusively(self) -> AbstractContextManager[None]: ...
-
-        _observers: Observers

@@ -30,10 +30,7 @@ TOO_LATE = (
 class EpisodeHook:
     """Calls ``function`` with every complete episode, once. After an error, repeat the call: it continues there.
 
-    Args:
-        function: function of an episode, ``[L]``; returns None, or a dict of columns, ``[L, ...]`` each.
-        num_envs: number of environments over all groups.
-        done_key: column that marks the ends of episodes.
+    ``function`` returns None, or a dict of columns, ``[L, ...]`` each. ``done_key`` marks the ends of episodes.
     """
 
     def __init__(self, function: Callable[[TensorDict], Any], num_envs: int, done_key: Key = ENDED) -> None:
@@ -50,17 +47,9 @@ class EpisodeHook:
         self._episodes, self._under_way = self._nothing_yet(from_resets=False), None
 
     def watch(self, batch: TensorDict, envs: Envs = None, hidden: Sequence[Key] = ()) -> deque[TensorDict]:
-        """Record the next batch of ``envs`` (None: all), ``[*lead, T]``, as a copy. After an error, repeat the call
-        with the same batch.
+        """Record the next batch of ``envs`` (None: all), and return the episodes that end in it, for ``show``.
 
-        Args:
-            hidden: columns to leave out of the episodes.
-
-        Returns:
-            the episodes that end in the batch, for ``show``.
-
-        Raises:
-            BadOption: see ``WholeEpisodes.add``.
+        After an error, repeat the call with the same batch. ``hidden`` columns are left out of the episodes.
         """
         if batch is not self._taken:
             self._episodes.add(_with_all_steps(batch), envs)
@@ -70,11 +59,7 @@ class EpisodeHook:
         return episodes
 
     def show(self, episodes: deque[TensorDict]) -> None:
-        """Show and remove episodes whose rows may have been delivered already.
-
-        Raises:
-            HookError: the function raised, or returned columns, which no batch could contain.
-        """
+        """Show and remove episodes whose rows may have been delivered already, so that no columns can be added."""
         while episodes:
             returned = self._call(episodes[0])
             episodes.popleft()
@@ -82,14 +67,7 @@ class EpisodeHook:
                 raise HookError(TOO_LATE)
 
     def whole(self, batch: TensorDict) -> TensorDict:
-        """Show the episodes of a batch, ``[frames]`` or ``[n, longest]``, in its order, and add their columns to it.
-
-        Returns:
-            the batch.
-
-        Raises:
-            HookError: the function raised, or its result is not a dict of columns for the episode.
-        """
+        """Show the episodes of a batch, ``[frames]`` or ``[n, longest]``, in its order, and add their columns to it."""
         pieces = find_pieces(batch, self._done_key)
         if batch is not self._under_way:
             self._left, self._made, self._under_way = deque(_cut(batch, pieces)), [], batch

@@ -1,36 +1,56 @@
-"""Collectors whose environments run in worker processes or threads."""
+"""Collectors whose environments run in worker processes or threads, on this machine or on nodes."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 
+from muster.cluster.node_pool import NodePool
 from muster.cluster.nodes import Nodes, nodes_transport
 from muster.collectors.auto import auto_workers
 from muster.collectors.base import BaseCollector
 from muster.collectors.contradictions import check_cat, check_multi
 from muster.collectors.engine import Engine
-from muster.collectors.multi_options import MultiOptions, PoolOptions
+from muster.collectors.multi_options import CentralInference, MultiOptions, PoolOptions, Restart
+from muster.collectors.setup import factories_of, keywords_of, marks_valid, origins_of, worker_options
 from muster.collectors.signatures import takes
-from muster.collectors.workers import Workers, count_workers
+from muster.envs.build import is_environment
 from muster.errors import BadOption
+from muster.memory.shared import Arena
+from muster.restore.pickling import dumps
 from muster.weights.choice import one_transport
 from muster.weights.publish import PolicyWeights
-from muster.workers.first_ready import LEAD
-from muster.workers.requests import Call, Request
-from muster.workers.worker import env_attributes, execute
+from muster.weights.transport import Ticket
+from muster.workers.build import WorkerOptions
+from muster.workers.config import PoolConfig, WorkerConfig, WorkerPlace
+from muster.workers.first_ready import LEAD, FirstReady
+from muster.workers.inference import ServerConfig
+from muster.workers.messages import GroupInfo
+from muster.workers.pool import WorkerPool
+from muster.workers.requests import Call, LayOut, Request
+from muster.workers.schedule import Bundle
+from muster.workers.supervision import Supervisor
+from muster.workers.sync import Sync
+from muster.workers.threads import GlobalStreams, Turns
+from muster.workers.worker import Worker, env_attributes, execute
 
 
 class MultiCollector(BaseCollector):
     """Base of ``MultiSyncCollector`` and ``MultiAsyncCollector``."""
 
     options: PoolOptions
-    _alone: bool  # every group fills batches of its own
+    _alone: bool  # every bundle of groups fills batches of its own
     _lead = LEAD  # of these batches, how many may be undelivered per group
+    _nodes: Nodes | None = None  # None: the workers are on this machine
+    _factories: list[Any]  # of the environments of all groups
 
     @takes(MultiOptions)
     def __init__(self, options: MultiOptions) -> None:
@@ -40,35 +60,40 @@ class MultiCollector(BaseCollector):
         options = self.options
         check_multi(options, alone=self._alone)
         envs, wanted = options.create_env_fn, options.num_workers
-        factories, count = count_workers(envs, None if wanted == "auto" else wanted)
+        self._factories, count = count_workers(envs, None if wanted == "auto" else wanted)
         policy = self.policy = options.policy if options.policy_factory is None else options.policy_factory()
         if wanted == "auto":
-            factories, count = count_workers(envs, auto_workers(envs, policy, options, alone=self._alone))
+            self._factories, count = count_workers(envs, auto_workers(envs, policy, options, alone=self._alone))
         transport = one_transport(options.weight_sync_schemes)
         acting = 1 if options.server is not None and policy is not None else count
-        nodes, bundles = self._place(made)
+        self._nodes = nodes = self._make_nodes(made)
         if nodes is not None:
             transport, acting = nodes_transport(nodes, transport), nodes.count
         self._weights = PolicyWeights.of_workers(policy, acting, transport, options.version_counter)
         made.callback(self._weights.close)
         for name in options.weight_sync_schemes or ():
             self._part(name)  # raises for an unknown part of the policy
-        workers = Workers(
-            options, factories, count, policy, self._weights, made, alone=self._alone, nodes=nodes, bundles=bundles
-        )
-        weakref.finalize(self, workers.end)  # for collectors that are dropped without shutdown()
-        check_cat(options, [counts.info for counts in workers.pool.counters])
+        if isinstance(affinity := options.cpu_affinity, Sequence) and affinity != "auto" and len(affinity) != count:
+            raise BadOption(f"cpu_affinity has CPUs for {len(affinity)} workers, and there are {count}: give all")
+        if self._weights.lazy:
+            self._materialise(count)
+        parts = [part.tolist() for part in np.array_split(np.arange(len(self._factories)), count)]
+        workers, infos = self._start(self._config(parts, count), self._weights.ticket, made)
+        pool = workers.pool(infos, self._place(infos))
+        # For collectors that are dropped without shutdown().
+        weakref.finalize(self, workers.end if nodes is None else nodes.close)
+        check_cat(options, infos)
         if options.num_threads is not None:
             made.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(options.num_threads)
+        if isinstance(workers, Supervisor):
+            arena = workers.arena
+        else:
+            arena = Arena.create("muster-slots")
+            made.callback(arena.close)
         cat_dim = None if self._alone else options.cat_dim
         stacked = cat_dim is None and not self._alone
-        engine = Engine(options, workers.schedule(self._lead), self._weights, stacked=stacked, cat_dim=cat_dim)
-        return engine
-
-    def _place(self, made: ExitStack) -> tuple[Nodes | None, Sequence[Sequence[int]] | None]:
-        """Return the nodes of the workers, and the groups that share batches; see ``Workers``."""
-        return None, None
+        return Engine(options, self._schedule(pool, arena), self._weights, stacked=stacked, cat_dim=cat_dim)
 
     @property
     def env(self) -> Any:
@@ -111,6 +136,162 @@ class MultiCollector(BaseCollector):
 
     def _release(self) -> None:
         self._made.close()
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    def _make_nodes(self, made: ExitStack) -> Nodes | None:
+        """Make the nodes of the workers; None: they are on this machine."""
+        return None
+
+    def _bundles(self) -> Sequence[Sequence[int]]:
+        """Return the groups that share a slot, if not all groups share one."""
+        return [[number] for number in range(len(self._factories))]
+
+    def _start(
+        self, config: PoolConfig, ticket: Callable[[int], Ticket] | None, made: ExitStack
+    ) -> tuple[Supervisor | NodePool, list[GroupInfo]]:
+        """Start workers, and wait until they have made their environments."""
+        workers: Supervisor | NodePool
+        if self._nodes is None:
+            workers = Supervisor(config, ticket, made)
+        else:
+            apart = self.options.enough(len(self._factories)) is not None
+            workers = NodePool(self._nodes, config, self.options.layout, apart=apart)
+        workers.start()
+        importlib.import_module("tensordict")  # for batches; takes seconds, while the workers start
+        return workers, workers.built()
+
+    def _materialise(self, count: int) -> None:
+        """Initialise lazy layers: a call in one worker determines the weights; all workers then start with these."""
+        with ExitStack() as made:
+            probe, (info,) = self._start(self._config([[0]], count), None, made)
+            made.callback(probe.end)
+            pool = probe.pool([info], WorkerPlace({0: 0}, info.num_envs, False, None))
+            pool.call(LayOut("policy", {0: 1}))
+            (weights,) = pool.call(Call(Worker.weights))
+            pool.close()
+        self._weights.materialise(weights)
+
+    def _schedule(self, pool: WorkerPool, arena: Arena) -> Sync | FirstReady:
+        options, infos = self.options, [counts.info for counts in pool.counters]
+        one_slot = options.cat_dim is None and not self._alone
+        parts = [list(range(len(infos)))] if one_slot else self._bundles()
+        limit = cast(int, options.slot_memory_limit) // len(parts)
+        bundles = [Bundle(part, limit_bytes=limit, memory=arena) for part in parts]
+        if self._alone:
+            T = [0] * len(infos)
+            for part in parts:
+                for number in part:
+                    T[number] = options.rows_per_batch(sum(infos[other].num_envs for other in part))
+            weights, max_lag = self._weights, options.max_policy_lag
+            return FirstReady(pool, bundles, T, max_lag=max_lag, publishes=lambda: weights.publishes, lead=self._lead)
+        rows = options.rows_per_batch(pool.num_envs) if options.extend_buffer else 1
+        streams = GlobalStreams() if options.in_threads else None
+        return Sync(pool, bundles, [rows] * len(infos), enough=options.enough(len(infos)), streams=streams)
+
+    def _place(self, infos: Sequence[GroupInfo]) -> WorkerPlace:
+        """Return the places of all groups."""
+        options, sizes = self.options, [info.num_envs for info in infos]
+        sharing = [sum(sizes)]
+        if self._alone:
+            sharing = [sum(sizes[number] for number in part) for part in self._bundles()]
+        masks = any([marks_valid(options, number) for number in sorted(set(sharing))])  # noqa: C419 (each may warn)
+        masks |= options.enough(len(sizes)) is not None or options.on_failure == "drop"
+        firsts = dict(enumerate(itertools.accumulate(sizes[:-1], initial=0)))
+        return WorkerPlace(firsts, sum(sizes), masks, options.seed)
+
+    def _config(self, parts: Sequence[Sequence[int]], count: int) -> PoolConfig:
+        """Return the config of a worker pool with these groups. Values for processes are pickled."""
+        options, threads = self.options, self.options.in_threads
+        served = options.server is not None and self.policy is not None  # else actions are random
+        served &= not self._weights.lazy
+        told = worker_options(options, self.policy, shared_frames=not self._alone)
+        in_worker = None if threads else options.num_sub_threads
+        told = dataclasses.replace(told, rollout=dataclasses.replace(told.rollout, num_threads=in_worker))
+        factories, kwargs = self._factories, list(keywords_of(options.create_env_kwargs, len(self._factories)))
+        origins: list[Any] = list(origins_of(factories, options))
+        makes_policy = options.policy_factory is not None
+        policy = dumps(options.policy_factory, "policy_factory") if makes_policy else dumps(self.policy, "policy")
+        given = dumps if not threads else lambda value, what: value
+        if not threads:
+            indices = reversed(range(len(factories)))
+            once = {id(factories[i]): dumps(factories[i], f"create_env_fn[{i}]") for i in indices}
+            factories = [once[id(factory)] for factory in factories]
+        turns = Turns() if threads and not self._alone else None
+        options_of_worker = given(_without_torch(told) if served else told, "the options")
+        workers = [
+            WorkerConfig(
+                index,
+                groups,
+                [factories[number] for number in groups],
+                given([kwargs[number] for number in groups], "create_env_kwargs"),
+                b"",
+                makes_policy,
+                options_of_worker,
+                policy_turns=turns,
+                served_by=count if served else None,
+                threads=None if threads or served else options.num_sub_threads,
+                stoppable=threads or options.enough(len(factories)) is not None,
+                in_thread=threads,
+            )
+            for index, groups in enumerate(parts)
+        ]
+        if self._nodes is not None:
+            origins = [dumps(origin, f"create_env_fn[{number}]") for number, origin in enumerate(origins)]
+        return PoolConfig(
+            workers,
+            policy,
+            count,
+            self._server_config(options.server, told) if served and options.server else None,
+            [origins[number] for groups in parts for number in groups],
+            options.max_frames_per_traj,
+            options.crash_dir,
+            "restart" if isinstance(options.on_failure, Restart) else options.on_failure,
+            options.timeouts,
+            None if options.restart is None else options.restart.max_restarts,
+            options.start_method,
+            options.cpu_affinity,
+        )
+
+    def _server_config(self, server: CentralInference, told: WorkerOptions) -> ServerConfig:
+        options, away = self.options, self._nodes is not None
+        wait = 0.0 if self._alone and server.max_wait_s is None else server.max_wait_s
+        return ServerConfig(
+            dumps(told, "the options") if away else told,
+            server.alternating,
+            server.max_batch,
+            wait,
+            options.num_sub_threads,
+            exclusive=away or not self._alone,
+            keeps_streams=not options.in_threads,
+        )
+
+
+def count_workers(create_env_fn: Any, num_workers: int | None) -> tuple[list[Any], int]:
+    """Return the factories of all groups, and the number of workers for them."""
+    factories = factories_of(create_env_fn)
+    if not isinstance(create_env_fn, (list, tuple)):
+        factories *= num_workers or 1
+    for number, factory in enumerate(factories):
+        if is_environment(factory):
+            raise BadOption(
+                f"create_env_fn[{number}] is an environment, which lives in this process: give an id, or a function "
+                f"that makes one, for workers to call"
+            )
+    return factories, min(num_workers or len(factories), len(factories))
+
+
+def _without_torch(told: WorkerOptions) -> WorkerOptions:
+    """Return the options of workers that do not act."""
+    tracks = bool(told.rollout.track_policy_version)
+    return dataclasses.replace(
+        told,
+        env_device=None,
+        policy_device=None,
+        compile_policy=None,
+        cudagraph_policy=None,
+        rollout=dataclasses.replace(told.rollout, track_policy_version=tracks),
+    )
 
 
 class MultiSyncCollector(MultiCollector):

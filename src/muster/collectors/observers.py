@@ -7,21 +7,15 @@ import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from muster.collectors.engine import Engine
 from muster.collectors.options import CollectorOptions
-from muster.episodes.record import Episodes
 from muster.observing.loggers import CollectionLog
-from muster.observing.plot import plot_stats
 from muster.observing.progress import CollectionProgress
-from muster.observing.stats import CollectorStats
 from muster.observing.watching import WatchedRun
 from muster.restore.film import film_command
 from muster.restore.kept_episodes import KeptEpisodes
-
-if TYPE_CHECKING:
-    from muster.collectors.background import Background
 
 NO_FILMS = "For films, pass watch=Watch(films=True)."
 NODES = "Episodes cannot be repeated: their actions are not kept by this collector."
@@ -30,12 +24,7 @@ NODES = "Episodes cannot be repeated: their actions are not kept by this collect
 class Observers:
     """Shows every batch to the logger, the progress bar and the snapshots that the options ask for.
 
-    Args:
-        collector: ended when this is garbage-collected, and described in the snapshots.
-
-    Attributes:
-        watched: writer of snapshots; None: without ``watch``.
-        error: error that ended the collection, for the last line of the snapshots.
+    ``error``, if any, has ended the collection; the last snapshot has it.
     """
 
     def __init__(self, collector: Any, options: CollectorOptions, engine: Engine) -> None:
@@ -109,41 +98,3 @@ def _unused(directory: Path, *, recorded: bool) -> Path:
         number += 1
         found = directory.with_name(f"{directory.name}-{number}")
     return found
-
-
-class ObservingMethods:
-    """The methods of a collector that show what it does."""
-
-    @property
-    def episodes(self) -> Episodes:
-        """Records (``EpisodeRecord``) of the episodes that ended in the last batch: a sequence."""
-        return self._engine.episodes
-
-    def stats(self) -> CollectorStats:
-        """Return a snapshot of all counters. It is cheap, and available after ``shutdown``."""
-        stats = self._engine.stats()
-        ended_by = "" if self._background is None else self._background.ended_by
-        return replace(stats, ended_by=ended_by) if ended_by else stats
-
-    @property
-    def watch_url(self) -> str | None:
-        """Address of the page of ``watch=``, with its token; None: there is no page."""
-        return None if self._observers.watched is None else self._observers.watched.url
-
-    def plot(self) -> Any:
-        """Draw returns over frames with the 95 % interval of a running mean, the split of time, and the policy lag.
-
-        Needs matplotlib: ``pip install 'muster-rl[plot]'``. Episodes of before ``load_state_dict`` are not shown.
-
-        Returns:
-            a ``matplotlib.figure.Figure``, which notebooks show; ``savefig(path)`` writes it.
-
-        Raises:
-            BadOption: matplotlib is not installed.
-        """
-        return plot_stats(self.stats(), self._engine.curve.points)
-
-    if TYPE_CHECKING:
-        _engine: Engine
-        _observers: Observers
-        _background: Background | None

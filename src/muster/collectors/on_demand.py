@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -59,16 +60,6 @@ class Part(NamedTuple):
     first: list[Stage]
 
 
-class Made(NamedTuple):
-    """The result of a call: batch, episodes, frames, further statistics, and the first stages of its pipeline."""
-
-    batch: TensorDict
-    episodes: Episodes
-    frames: int
-    native: dict[str, Any]
-    first: list[Stage]
-
-
 class Choice:
     """The episodes chosen by a rule, by their numbers in the store."""
 
@@ -95,25 +86,20 @@ class Choice:
 
 
 class OnDemand:
-    """Implements ``collect`` by means of a collector's engine.
-
-    Attributes:
-        batch: batch of the last call.
-        unreported: result that was not returned yet, because of an error.
-    """
+    """Implements ``collect`` by means of a collector's engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._options = engine, engine.options
         self._source = engine.source
-        self.batch: TensorDict | None = None
-        self.unreported: Collected | None = None
+        self.batch: TensorDict | None = None  # of the last call
+        self.unreported: Collected | None = None  # not returned yet, because of an error
         self._waiting: tuple[PipelineItem, CollectStats] | None = None  # refused by a hook or buffer
         self._seen = -1  # number of the last rollout in the store
         self._interrupted: Asked | None = None  # the call that an error interrupted
         self._choice: Choice  # of the call for episodes
         self._parts: list[Part] = []  # of the call for steps
         self._rollout: CollectedRollout | None = None  # the next part, still without values of next observations
-        self._unkept: tuple[TensorDict, Array, int] | None = None  # rollout not yet in store: batch, env ids, frames
+        self._unkept: CollectedRollout | None = None  # of the call for episodes, not yet in the store
         self._random = False  # the store has random actions
 
     def collect(self, asked: Asked) -> Collected:
@@ -137,11 +123,10 @@ class OnDemand:
         else:
             with self._mode(asked):
                 done = steps(asked)
-        batch, engine.episodes, frames, native, first = done
-        engine.undelivered = frames
+        batch, native, first = done
         made = stats_of_call(
             engine.episodes,
-            frames,
+            engine.undelivered,
             time.perf_counter() - began,
             n_discarded_steps=engine.discarded_steps - before,
             n_kept_steps=0 if engine.kept is None else engine.kept.frames_held,
@@ -152,7 +137,7 @@ class OnDemand:
     def state_dict(self) -> dict[str, Any] | None:
         """Return episodes that are kept for the next call, as plain data."""
         if self._unkept is not None:
-            self._keep()
+            self._keep(self._unkept)
         kept = self._engine.kept
         if kept is None:
             return None
@@ -169,8 +154,12 @@ class OnDemand:
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def _steps(self, asked: Asked) -> Made:
-        """``n_step``: collect one rollout of all groups, or as many rollouts of first-ready groups as necessary."""
+    def _steps(self, asked: Asked) -> tuple[TensorDict, dict[str, Any], list[Stage]]:
+        """``n_step``: collect one rollout of all groups, or as many rollouts of first-ready groups as necessary.
+
+        Returns:
+            the batch, further statistics, and the first stages of its pipeline.
+        """
         engine, n, parts = self._engine, asked.n_step or 0, self._parts
         while self._rollout is not None or not parts or (self._source.overlaps and engine.undelivered < n):
             if self._rollout is None:
@@ -179,32 +168,33 @@ class OnDemand:
             self._rollout = None
         values = [part.last for part in parts if part.last is not None]
         native = {"last_value_est": torch.cat(values)} if values else {}
-        episodes, first = join_episodes([part.episodes for part in parts]), [f for part in parts for f in part.first]
-        made = Made(joined(parts), episodes, engine.undelivered, native, first)
+        batch, engine.episodes = joined(parts), join_episodes([part.episodes for part in parts])
         self._parts, self._interrupted = [], None  # not before: if joining them fails, the next call tries again
-        return made
+        return batch, native, [stage for part in parts for stage in part.first]
 
     def _roll_out(self, asked: Asked, missing: int) -> CollectedRollout:
         """Collect one of the rollouts for ``missing`` steps."""
-        engine, n = self._engine, asked.n_step or 0
-        others: dict[str, Any] = {"acting": "random" if asked.random else None, "bootstrap": asked.values}
-        before = engine.frames
+        n, limit = asked.n_step or 0, None
+        others: dict[str, Any] = {"bootstrap": asked.values}
         if self._source.overlaps:
-            rows = self._rows(-(-n // engine.num_envs))
+            rows = self._rows(-(-n // self._engine.num_envs))
             others |= {"rows": rows, "batches": self._source.rollouts_for(missing, rows)}
-            batch, hidden = engine.collect(None, **others)
         else:
-            sharing = len(self._living())
-            batch, hidden = engine.collect(n, rows=-(-n // max(sharing, 1)), **others)
-            if n % sharing and VALID not in batch.keys(True):
-                batch.set(VALID, self._valid(batch, n))
+            limit, others["rows"] = n, -(-n // max(len(self._living()), 1))
+        return self._collect(asked, limit, **others)
+
+    def _collect(self, asked: Asked, limit: int | None, **others: Any) -> CollectedRollout:
+        engine, before = self._engine, self._engine.frames
+        batch, hidden = engine.collect(limit, acting="random" if asked.random else None, **others)
         frames = engine.frames - before
         engine.undelivered += frames
         return CollectedRollout(batch, hidden, frames, engine.episodes, engine.env_ids, engine.results)
 
     def _part(self, asked: Asked, rollout: CollectedRollout) -> Part:
         """Return the visible part of a rollout. If the policy fails to return values, the next call repeats this."""
-        engine, batch, hidden = self._engine, rollout.batch, rollout.hidden
+        engine, batch, hidden, n = self._engine, rollout.batch, rollout.hidden, asked.n_step or 0
+        if not self._source.overlaps and n < batch.numel() and VALID not in batch.keys(True):
+            batch.set(VALID, self._valid(batch, n))
         try:
             last = add_next_values(batch, rollout.results, engine.source.pool) if asked.bootstrap else None
         except (WorkerDied, CollectorTimeout):  # the lost server had the recurrent states
@@ -230,23 +220,15 @@ class OnDemand:
 
     # --- episodes ---------------------------------------------------------------------------------
 
-    def _episodes(self, asked: Asked) -> Made:
+    def _episodes(self, asked: Asked) -> tuple[TensorDict, dict[str, Any], list[Stage]]:
         """``n_episode``: collect rollouts until the rule is complete."""
         engine, store = self._engine, self._store()
         keep = self._keeps(asked)
         while self._unkept is not None or not self._choice.rule.complete:
             if self._unkept is None:
-                before = engine.frames
-                batch, _ = engine.collect(
-                    None,
-                    closes=False,
-                    rows=self._rows(ROWS),
-                    rule=lambda group: self._rule_of(group, self._choice.rule, keep=keep),
-                    acting="random" if asked.random else None,
-                )
-                self._unkept = batch, engine.env_ids, engine.frames - before
-                engine.undelivered += engine.frames - before
-            self._keep()
+                rule = partial(self._rule_of, keep=keep)
+                self._unkept = self._collect(asked, None, closes=False, rows=self._rows(ROWS), rule=rule)
+            self._keep(self._unkept)
             if self._living() == self._choice.envs:
                 self._choice.take(store.new_ends())
             else:
@@ -261,19 +243,17 @@ class OnDemand:
         if asked.special:
             self._give_up_ahead()
         hidden = [key for key in engine.hidden if key in group.batch.keys(True)]
-        episodes = self._ended_in(group.batch)
+        engine.episodes, engine.undelivered = self._ended_in(group.batch), group.frames
         native = {"rule": asked.rule or RULE, "biased": self._choice.rule.biased}
         visible = group.batch.exclude(*hidden) if hidden else group.batch
-        return Made(visible, episodes, group.frames, native, engine.pipeline.showing)
+        return visible, native, engine.pipeline.showing
 
-    def _keep(self) -> None:
+    def _keep(self, rollout: CollectedRollout) -> None:
         """Put the rollout into the store. After an error, the next call repeats this."""
-        assert self._unkept is not None
-        batch, env_ids, frames = self._unkept
-        self._store().add(batch, env_ids)
+        self._store().add(rollout.batch, rollout.env_ids)
         self._unkept = None
-        self._engine.undelivered -= frames
-        self._engine.pipeline.skip(batch, env_ids)
+        self._engine.undelivered -= rollout.frames
+        self._engine.pipeline.skip(rollout.batch, rollout.env_ids)
         self._seen = self._engine.rollouts
 
     def _begin_anew(self, asked: Asked) -> None:
@@ -347,9 +327,9 @@ class OnDemand:
         """Return the numbers of all environments that were not dropped."""
         return [int(i) for a in self._engine.source.pool.counters if not a.dropped for i in a.env_ids]
 
-    def _rule_of(self, group: int, rule: Rule, *, keep: bool) -> Rule | None:
+    def _rule_of(self, group: int, *, keep: bool) -> Rule | None:
         """Return a rule by which a group knows by itself which episodes are needed; None: it cannot know."""
-        counters = self._engine.source.pool.counters
+        rule, counters = self._choice.rule, self._engine.source.pool.counters
         if AGENT in counters[group].info.observation_specs:
             return None
         if len(counters) == 1:
@@ -444,12 +424,7 @@ def joined(parts: Sequence[Part]) -> TensorDict:
 
 
 def add_next_values(batch: TensorDict, results: Sequence[RolloutResult], pool: WorkerPool) -> torch.Tensor:
-    """Add ``("next", "state_value")`` to a rollout: the policy's values of next observations.
-
-    It is ``[*batch, 1]``, and 0 in all other rows.
-
-    Args:
-        results: results of the rollout, by group.
+    """Add ``("next", "state_value")`` to a rollout: the policy's values of next observations, 0 in all other rows.
 
     Returns:
         the values after the last rows, ``[*lead, 1]``; 0 where an episode has terminated there.

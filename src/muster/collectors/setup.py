@@ -18,8 +18,7 @@ from muster.rng import GroupRng
 from muster.rollout.columns import RolloutOptions
 from muster.rollout.group import Group
 from muster.workers.build import WorkerOptions, build_envs, build_policy, make_group
-from muster.workers.crash_notes import CrashNotes
-from muster.workers.local_log import LocalLog
+from muster.workers.crash_notes import CrashNotes, LocalLog
 from muster.workers.pool import LocalWorker, WorkerPool
 from muster.workers.schedule import Bundle
 from muster.workers.sync import Sync
@@ -96,11 +95,7 @@ def worker_options(options: CollectorOptions, policy: Any, **others: Any) -> Wor
 
 
 def marks_valid(options: CollectorOptions, sharing: int) -> bool:
-    """Return whether batches need ``collector/valid``. Warns if environments cannot share their frames equally.
-
-    Args:
-        sharing: number of environments that share the frames of a batch.
-    """
+    """Return whether batches need ``collector/valid``. Warns if ``sharing`` environments cannot share them equally."""
     surplus = options.frames % sharing
     if surplus and options.trajs_per_batch:
         raise BadOption(

@@ -12,8 +12,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from muster.envs.checks import the_only
-from muster.envs.envpool_async import AsyncPoolEnvs
-from muster.envs.pool_info import PoolInfo
+from muster.envs.envpool_async import AsyncPoolEnvs, PoolInfo
 from muster.envs.vector import VectorEnvBatch
 from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv
 from muster.memory.specs import Array

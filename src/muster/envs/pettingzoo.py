@@ -20,7 +20,6 @@ An agent's last observation is in the row after its last step. Agents without an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,8 +32,8 @@ from pettingzoo.utils.conversions import aec_to_parallel
 from muster.envs import checks
 from muster.envs.checks import FIX, Casts
 from muster.envs.spaces import SpaceCodec
-from muster.envs.turns import TurnEnvs
-from muster.errors import BadEnvOutput, UnsupportedEnv, UnsupportedSpace
+from muster.envs.turns import AgentSpaces, TurnEnvs, name_of_game
+from muster.errors import BadEnvOutput, UnsupportedEnv
 from muster.keys import FLAGS, RESERVED, TEAM_REWARD, TERMINATED, TRUNCATED, Key, dotted, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array, ArraySpec, Specs
@@ -57,20 +56,17 @@ def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
     return ParallelEnvs([env if isinstance(env, ParallelEnv) else aec_to_parallel(env) for env in envs])
 
 
-@dataclass
-class Team:
+class Team(AgentSpaces):
     """One group of agents."""
 
-    name: str
-    agents: list[str]
-    observation: SpaceCodec  # for one agent, without its action mask
-    action: SpaceCodec
-    choices: int | None = None  # number of entries of an action mask
-    mask_in_obs: bool = False
-    keys: dict[str, Key] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.keys = {name: (self.name, name) for name in ("reward", "mask", "action_mask", *(key[0] for key in FLAGS))}
+    def __init__(self, who: str, env: Any, name: str, agents: list[str], infos: Mapping[str, Any]) -> None:
+        if name in RESERVED | {"state"}:
+            raise UnsupportedEnv(f"{who} has agents called {name!r}, which a batch needs for itself; rename them")
+        super().__init__(f"{who}: {name}", env, agents, infos, (name,))
+        self.name, self.agents = name, agents
+        self.keys: dict[str, Key] = {
+            key: (name, key) for key in ("reward", "mask", "action_mask", *(key[0] for key in FLAGS))
+        }
 
 
 class ParallelEnvs(EnvBatch):
@@ -85,17 +81,12 @@ class ParallelEnvs(EnvBatch):
     def __init__(self, envs: Sequence[Any]) -> None:
         self.envs, self.num_envs = list(envs), len(envs)
         env = self.envs[0]
-        self.name = str(
-            (getattr(env, "metadata", None) or {}).get("name", type(getattr(env, "unwrapped", env)).__name__)
-        )
-        if not getattr(env, "possible_agents", None):
-            raise UnsupportedEnv(f"{self.name} has no possible_agents: Muster must know all agents that may ever come")
-        checks.check_distinct(self.envs, self.name)
+        self.name = name_of_game(self.envs)
         for b, other in enumerate(self.envs[1:], 1):
             if _spaces(other) != _spaces(env):
                 raise UnsupportedEnv(f"{self.name}: environment {b} has other agents or spaces than environment 0")
         _, infos = self._reset(0)
-        self.teams = [self._team(env, name, agents, infos) for name, agents in _group(env).items()]
+        self.teams = [Team(self.name, env, name, agents, infos) for name, agents in _group(env).items()]
         self._actions = SpaceCodec(
             spaces.Dict(
                 {
@@ -207,29 +198,19 @@ class ParallelEnvs(EnvBatch):
                 seen = obs.get(agent)
                 if seen is None and here:
                     raise BadEnvOutput(f"{self.name}[{b}].{method} returned no observation of {agent}. {FIX}")
-                self._put(targets, i, team, seen, f"{self.name}[{b}].{method}: {agent}")
+                leaves, legal = [0] * len(targets), True  # type: list[Any], Any
+                if seen is not None:
+                    who = f"{self.name}[{b}].{method}: {agent}"
+                    leaves, legal = team.leaves(self.casts, seen, infos.get(agent), who)
+                for target, leaf in zip(targets, leaves, strict=True):
+                    target[i] = leaf
                 if team.choices:
-                    legal = _action_mask(team, seen, infos.get(agent)) if here else None
-                    arrays[team.keys["action_mask"]][row, b, i] = True if legal is None else legal
+                    arrays[team.keys["action_mask"]][row, b, i] = legal if here else True
         if self._state is not None:
             leaves = self._state.flatten(self._call(b, "state"))
             for (key, spec), leaf in zip(self._state.specs.items(), leaves, strict=True):
                 self.casts.check(leaf, spec, dotted(key), f"{self.name}[{b}].state")
                 arrays[key][row, b] = leaf
-
-    def _put(self, targets: list[Array], i: int, team: Team, seen: Any, who: str) -> None:
-        """Write the observation of the team's agent ``i``; zeros for None."""
-        if seen is None:
-            for target in targets:
-                target[i] = 0
-            return
-        if team.mask_in_obs and isinstance(seen, Mapping):
-            seen = {key: value for key, value in seen.items() if key != "action_mask"}
-        for (key, spec), target, leaf in zip(
-            team.observation.specs.items(), targets, team.observation.flatten(seen), strict=True
-        ):
-            self.casts.check(leaf, spec, dotted(key), who)
-            target[i] = leaf
 
     # --- the environment's side -------------------------------------------------------------------
 
@@ -260,24 +241,6 @@ class ParallelEnvs(EnvBatch):
     def _call(self, b: int, method: str, *args: Any, **given: Any) -> Any:
         return checks.call(self.envs[b], method, f"{self.name}[{b}]", *args, index=b, **given)
 
-    # --- teams and specs --------------------------------------------------------------------------
-
-    def _team(self, env: Any, name: str, agents: list[str], infos: Mapping[str, Any]) -> Team:
-        if name in RESERVED | {"state"}:
-            raise UnsupportedEnv(f"{self.name} has agents called {name!r}, which a batch needs for itself; rename them")
-        space, in_obs = env.observation_space(agents[0]), False
-        if isinstance(space, spaces.Dict) and "action_mask" in space.spaces:
-            space = spaces.Dict({key: part for key, part in space.spaces.items() if key != "action_mask"})
-            in_obs = True
-        action_space = env.action_space(agents[0])
-        team = Team(name, agents, SpaceCodec(space, (name, "observation")), SpaceCodec(action_space, (name, "action")))
-        has_mask = in_obs or any("action_mask" in (infos.get(agent) or {}) for agent in agents)
-        if has_mask and isinstance(action_space, spaces.Discrete):
-            team.choices, team.mask_in_obs = int(action_space.n), in_obs
-        elif has_mask:
-            raise UnsupportedSpace(f"{self.name}: {name} has an action_mask, but its actions are {action_space}")
-        return team
-
     def _observation_specs(self) -> Specs:
         specs: Specs = dict(self._state.specs) if self._state else {}
         for team in self.teams:
@@ -289,15 +252,6 @@ class ParallelEnvs(EnvBatch):
             if team.choices:
                 specs[team.keys["action_mask"]] = ArraySpec((k, team.choices), BOOL)
         return specs
-
-
-def _action_mask(team: Team, seen: Any, info: Any) -> Any:
-    """Return the action mask of an agent, ``[n]``; None if the environment has none."""
-    source = seen if team.mask_in_obs else (info or {})
-    mask = source.get("action_mask")
-    if mask is not None and np.shape(mask) != (team.choices,):
-        raise BadEnvOutput(f"{team.name}: an action_mask has shape {np.shape(mask)}, expected ({team.choices},). {FIX}")
-    return None if mask is None else np.asarray(mask, bool)
 
 
 def _group(env: Any) -> dict[str, list[str]]:

@@ -26,8 +26,8 @@ from gymnasium import spaces
 
 from muster.envs import checks
 from muster.envs.checks import FIX, Casts
-from muster.envs.spaces import action_codec, action_masks, observation_codec
-from muster.errors import BadEnvOutput, UnsupportedEnv
+from muster.envs.spaces import SpaceCodec, action_masks, observation_codec
+from muster.errors import BadEnvOutput, UnsupportedEnv, UnsupportedSpace
 from muster.keys import ACTION_MASK, AGENT, POLICY_VERSION, REWARD, TERMINATED, TRUNCATED, Key, dotted, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array, ArraySpec, Specs
@@ -35,8 +35,58 @@ from muster.protocols import EnvBatch, Step
 from muster.rng import GroupRng
 
 BOOL, INTEGER = np.dtype(bool), np.dtype(np.int64)
+(MASK,) = ACTION_MASK
 NOT_HELD = {"next", "collector", "done", "terminated", "truncated", "step_count"}  # written when a row is complete
 Leaves = dict[Key, Array]
+
+
+class AgentSpaces:
+    """Codecs for agents with equal spaces, which share columns, and their action masks: of Dict observations or infos.
+
+    Attributes:
+        observation: of one agent, without its action mask.
+        choices: number of entries of an action mask; None: there are none.
+    """
+
+    def __init__(self, who: str, env: Any, agents: Sequence[str], infos: Mapping[str, Any], root: Key = ()) -> None:
+        space, action_space = env.observation_space(agents[0]), env.action_space(agents[0])
+        self._mask_in_obs = isinstance(space, spaces.Dict) and MASK in space.spaces
+        if self._mask_in_obs:
+            space = spaces.Dict({key: part for key, part in space.spaces.items() if key != MASK})
+        self.observation = SpaceCodec(space, (*root, "observation")) if root else observation_codec(space)
+        self.action = SpaceCodec(action_space, (*root, "action"))
+        self.choices: int | None = None
+        if self._mask_in_obs or any(MASK in (infos.get(agent) or {}) for agent in agents):
+            if not isinstance(action_space, spaces.Discrete):
+                raise UnsupportedSpace(f"{who} has an action_mask, but its actions are {action_space}")
+            self.choices = int(action_space.n)
+
+    def leaves(self, casts: Casts, seen: Any, info: Any, who: str) -> tuple[list[Any], Array | bool]:
+        """Return the checked leaves of an agent's observation, and its action mask (True: all are allowed)."""
+        mask: Any = None
+        if self.choices is not None:
+            source = seen if self._mask_in_obs else info
+            mask = source.get(MASK) if isinstance(source, Mapping) else None
+            if mask is not None and np.shape(mask) != (self.choices,):
+                raise BadEnvOutput(
+                    f"{who}: its action_mask has shape {np.shape(mask)}, expected ({self.choices},). {FIX}"
+                )
+        if self._mask_in_obs and isinstance(seen, Mapping):
+            seen = {key: value for key, value in seen.items() if key != MASK}
+        leaves = self.observation.flatten(seen, who)
+        for (key, spec), leaf in zip(self.observation.specs.items(), leaves, strict=True):
+            casts.check(leaf, spec, dotted(key), who)
+        return leaves, True if mask is None else np.array(mask, bool)
+
+
+def name_of_game(envs: Sequence[Any]) -> str:
+    """Return the name of PettingZoo environments; ``UnsupportedEnv`` if they have no agents, or are the same object."""
+    env = envs[0]
+    name = str((getattr(env, "metadata", None) or {}).get("name", type(getattr(env, "unwrapped", env)).__name__))
+    if not getattr(env, "possible_agents", None):
+        raise UnsupportedEnv(f"{name} has no possible_agents: Muster must know all agents that may ever come")
+    checks.check_distinct(envs, name)
+    return name
 
 
 @dataclass
@@ -87,13 +137,7 @@ class TurnEnvs(EnvBatch):
 
     def __init__(self, envs: Sequence[Any]) -> None:
         self.num_envs, self._games = len(envs), [Game(env) for env in envs]
-        env = envs[0]
-        self.name = str(
-            (getattr(env, "metadata", None) or {}).get("name", type(getattr(env, "unwrapped", env)).__name__)
-        )
-        if not getattr(env, "possible_agents", None):
-            raise UnsupportedEnv(f"{self.name} has no possible_agents: Muster must know all agents that may ever come")
-        checks.check_distinct(list(envs), self.name)
+        env, self.name = envs[0], name_of_game(envs)
         self.agents = tuple(str(agent) for agent in env.possible_agents)
         first = env.observation_space(self.agents[0]), env.action_space(self.agents[0])
         for b, other in enumerate(envs):
@@ -107,27 +151,19 @@ class TurnEnvs(EnvBatch):
                         f"same shape (supersuit.pad_observations_v0, pad_action_space_v0)."
                     )
         self._call(0, "reset")
-        self._specify(*first)
-        self.casts: Casts = Casts(self.name)
-        checks.check_arrays(self.name, self.observation_specs, self.action_specs)
-        self._lag = len(self.agents) - 1
-
-    def _specify(self, space: spaces.Space[Any], action_space: spaces.Space[Any]) -> None:
-        self._mask_in_obs = isinstance(space, spaces.Dict) and ACTION_MASK[0] in space.spaces
-        if isinstance(space, spaces.Dict) and self._mask_in_obs:
-            space = spaces.Dict({key: part for key, part in space.spaces.items() if key != ACTION_MASK[0]})
-        self._observations, self._actions = observation_codec(space), action_codec(action_space)
+        self._spaces = AgentSpaces(self.name, env, self.agents, env.infos)
+        self._actions = self._spaces.action
         self.action_specs: Specs = self._actions.specs
-        specs: Specs = dict(self._observations.specs)
-        infos = self._games[0].env.infos
-        if self._mask_in_obs or any(ACTION_MASK[0] in (infos.get(agent) or {}) for agent in infos):
-            if not isinstance(action_space, spaces.Discrete):
-                raise UnsupportedEnv(f"{self.name} has an action_mask, but its actions are {action_space}")
-            specs[ACTION_MASK] = ArraySpec((int(action_space.n),), BOOL)
+        specs: Specs = dict(self._spaces.observation.specs)
+        if self._spaces.choices is not None:
+            specs[ACTION_MASK] = ArraySpec((self._spaces.choices,), BOOL)
         low, high = np.asarray(0), np.asarray(len(self.agents) - 1)
         self.observation_specs = {**specs, AGENT: ArraySpec((), INTEGER, low, high)}
         self.action_masks = action_masks(specs, self.action_specs)
         self.bookkeeping = frozenset({AGENT})
+        self.casts: Casts = Casts(self.name)
+        checks.check_arrays(self.name, self.observation_specs, self.action_specs)
+        self._lag = len(self.agents) - 1
 
     @property
     def late(self) -> int:  # type: ignore[override]
@@ -263,20 +299,11 @@ class TurnEnvs(EnvBatch):
 
     def _leaves(self, b: int, agent: str, obs: Any, info: Any) -> Leaves:
         """Return the observation of an agent, with its mask and number."""
-        who = f"{self.name}[{b}]: {agent}"
+        parts, mask = self._spaces.leaves(self.casts, obs, info, f"{self.name}[{b}]: {agent}")
         leaves: Leaves = {AGENT: np.array(self.agents.index(agent))}
         if ACTION_MASK in self.observation_specs:
-            source = obs if self._mask_in_obs else (info or {})
-            mask = source.get(ACTION_MASK[0]) if isinstance(source, Mapping) else None
-            shape = self.observation_specs[ACTION_MASK].shape
-            if mask is not None and np.shape(mask) != shape:
-                raise BadEnvOutput(f"{who}: its action_mask has shape {np.shape(mask)}, expected {shape}. {FIX}")
-            leaves[ACTION_MASK] = np.ones(shape, bool) if mask is None else np.array(mask, bool)
-        if self._mask_in_obs and isinstance(obs, Mapping):
-            obs = {key: value for key, value in obs.items() if key != ACTION_MASK[0]}
-        parts = self._observations.flatten(obs, who)
-        for (key, spec), leaf in zip(self._observations.specs.items(), parts, strict=True):
-            self.casts.check(leaf, spec, dotted(key), who)
+            leaves[ACTION_MASK] = np.full(self.observation_specs[ACTION_MASK].shape, mask)
+        for key, leaf in zip(self._spaces.observation.specs, parts, strict=True):
             leaves[key] = np.array(leaf)
         return leaves
 

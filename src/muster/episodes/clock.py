@@ -12,6 +12,8 @@ from muster.episodes.record import NO_EPISODES, Episodes
 from muster.errors import BadCheckpoint
 from muster.memory.specs import OBJECT, Array
 
+MOST_REWARDS = 256  # rows of rewards that are kept to be added later: adding one by itself takes ten times as long
+
 
 class TrajectoryClock:
     """Tracks the current episode of each environment (``env_ids``, ``[B]``) of a group: its steps and return so far.
@@ -26,7 +28,8 @@ class TrajectoryClock:
         self.episode = np.zeros(len(env_ids), np.int64)
         self._steps = np.zeros(len(env_ids), np.int64)
         self._since = 0  # rows not yet added to ``_steps``: without an end in a batch, no addition is necessary
-        self.returns = np.zeros(len(env_ids), np.float64)
+        self._returns = np.zeros(len(env_ids), np.float64)
+        self._rewards: list[tuple[bytes, Any]] = []  # rows not yet added to ``_returns``, and their dtypes
         self._ids = env_ids.copy()  # ids of the current trajectories
 
     @property
@@ -40,6 +43,15 @@ class TrajectoryClock:
     @steps.setter
     def steps(self, steps: Array) -> None:
         self._steps, self._since = steps, 0
+
+    @property
+    def returns(self) -> Array:
+        """Sum of the rewards of the current episode of each environment, ``[B]`` float64; may be written to."""
+        if self._rewards:
+            for row, dtype in self._rewards:
+                self._returns += np.frombuffer(row, dtype)
+            self._rewards.clear()
+        return self._returns
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all variables, and the environments that they belong to."""
@@ -88,7 +100,11 @@ class TrajectoryClock:
         T, B = reward.shape
         if 1 not in done.tobytes():
             self._since += T
-            self.returns += reward[0] if T == 1 else np.add.reduce(reward, 0, np.float64)
+            if T == 1 and len(self._rewards) < MOST_REWARDS:
+                self._rewards.append((reward.tobytes(), reward.dtype))
+            else:
+                returns = self.returns
+                returns += np.add.reduce(reward, 0, np.float64)
             return NO_EPISODES
         if T == 1:
             return self._advance_one(reward[0], terminated[0], truncated[0], done[0])
@@ -121,13 +137,11 @@ class TrajectoryClock:
     def _advance_one(self, reward: Array, terminated: Array, truncated: Array, done: Array) -> Episodes:
         """Advance by a single row, ``[B]`` each, without the sums over pieces that several rows need."""
         self._since += 1
-        self.returns += reward
-        steps, env = self.steps, done.nonzero()[0]
-        ended = Episodes(
-            self._ids[env], self.env_ids[env], self.returns[env], steps[env], terminated[env], truncated[env]
-        )
+        steps, returns, env = self.steps, self.returns, done.nonzero()[0]
+        returns += reward
+        ended = Episodes(self._ids[env], self.env_ids[env], returns[env], steps[env], terminated[env], truncated[env])
         self.episode[env] += 1
-        steps[env], self.returns[env] = 0, 0.0
+        steps[env], returns[env] = 0, 0.0
         self._number()
         return ended
 

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import threading
+import time
+import warnings
 from collections import deque
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
 from typing_extensions import Self
 
+from muster.collectors import Collector, MultiSyncCollector
 from muster.collectors.multi_options import MultiOptions
 from muster.collectors.options import Execution, check_choice
+from muster.collectors.setup import factories_of, keywords_of
 from muster.collectors.signatures import passes_on
+from muster.envs.build import EpisodeSeeds, SeedingFactory, is_environment, is_single
 from muster.episodes.rules import RuleName
 from muster.errors import (
     BadOption,
@@ -23,19 +33,33 @@ from muster.errors import (
     CollectorClosed,
     CollectorTimeout,
     EnvError,
+    MusterError,
     WorkerDied,
     WorkerHung,
+    described,
 )
-from muster.evaluation.result import Evaluation
-from muster.evaluation.run import Plan, Progress
-from muster.evaluation.stage import Stage, weights_of
+from muster.evaluation.result import Evaluation, EvaluatorStats
+from muster.evaluation.run import Plan, Run
+from muster.evaluation.video import Tape
+from muster.restore.pickling import dumps, loads
+from muster.rng import GroupRng
 from muster.utils.attributes import name_of
 from muster.utils.forks import Owner
 from muster.utils.integers import integer
 from muster.utils.tracebacks import trimmed
-from muster.weights.names import Weights
+from muster.weights.names import Weights, modules_of, named_tensors, named_weights, weight_bearer
+from muster.workers.requests import Call
+from muster.workers.worker import env_attributes
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from muster.collectors.base import BaseCollector
+    from muster.keys import Key
+    from muster.memory.specs import Array
 
 ATTEMPTS = 3
+ROWS = 32  # time steps per rollout: few, to end soon after the last episode; enough for a negligible overhead
 PASSED_ON = (
     *("device", "env_device", "policy_device", "execution", "compile_policy", "cudagraph_policy"),
     *("inference", "start_method", "num_sub_threads", "timeouts"),
@@ -44,40 +68,7 @@ PASSED_ON = (
 )
 WhenBusy = Literal["queue", "skip", "raise"]
 OnFailure = Literal["raise", "restart"]
-
-
-@dataclass(frozen=True)
-class EvaluatorStats:
-    """A snapshot of an evaluator.
-
-    Attributes:
-        evaluations: number of completed evaluations.
-        episodes: number of episodes that counted in them.
-        frames: number of all executed environment steps.
-        seconds: duration of the completed evaluations.
-        restarts: number of evaluations repeated after a failure.
-        skipped: number of triggers skipped with ``when_busy="skip"``.
-        waiting: number of triggers whose evaluation is not complete.
-        version: version of the last evaluation's weights; None before the first.
-        mean: mean return of the last evaluation; None before the first.
-    """
-
-    evaluations: int = 0
-    episodes: int = 0
-    frames: int = 0
-    seconds: float = 0.0
-    restarts: int = 0
-    skipped: int = 0
-    waiting: int = 0
-    version: int | str | None = None
-    mean: float | None = None
-
-
-@dataclass(frozen=True)
-class _Job:
-    number: int
-    weights: Weights | None
-    version: int | str
+Progress = Callable[[int, int], object]
 
 
 class Evaluator:
@@ -172,15 +163,22 @@ class Evaluator:
         options |= {"exploration_type": exploration_type, "num_envs": num_envs}
         options |= {} if create_env_kwargs is None else {"create_env_kwargs": create_env_kwargs}
         rows, _ = self.plan.limit(num_envs or 1)
-        self._stage = Stage(
-            create_env_fn, policy, num_workers=num_workers, rows=rows, record=record_actions, options=options
-        )
+        several, factories = isinstance(create_env_fn, (list, tuple)), factories_of(create_env_fn)
+        self._factories = factories if several else factories * max(1, num_workers)
+        self._stacked = several or num_workers > 0
+        self._num_envs = len(self._factories) * (num_envs or 1)
+        self._rows, self._record, self._options = min(ROWS, rows or ROWS), record_actions, options
+        self._own = _private_copy(policy)
+        self._shared = num_workers == 0 and _share_modules(self._own, policy)  # it could not be copied
+        self._collector: BaseCollector | None = None
+        self._seeded = False  # see ``Run``
         self._number = 0
         self._owner = Owner("evaluator", "workers") if num_workers else None
         self._stats, self._counting = EvaluatorStats(), threading.Lock()
         self._closed = False
         self._executor = ThreadPoolExecutor(1, f"muster-eval-{id(self):x}")
         self._triggered: deque[Future[Evaluation]] = deque()  # whose results were not returned yet
+        self._open()
 
     # --- evaluating -------------------------------------------------------------------------------
 
@@ -205,7 +203,8 @@ class Evaluator:
         if self.is_running():
             raise CollectorBusy("an evaluation is going on in the background: wait() for it, or trigger() another one")
         with trimmed:
-            return self._evaluate(self._job(policy_or_weights, version, copied=False), progress)
+            weights, number = self._next(policy_or_weights, copied=False)
+            return self._evaluate(weights, number, version, progress)
 
     def trigger(self, policy_or_weights: Any = None, version: int | str | None = None) -> int:
         """Evaluate a copy of the weights in the background. Returns at once.
@@ -232,9 +231,11 @@ class Evaluator:
         if self.is_running() and self.when_busy == "skip":
             self._count(skipped=1)
             return 0
-        job = self._job(policy_or_weights, version, copied=True)
-        self._triggered.append(self._executor.submit(self._evaluate, job, lambda *_: not self._closed))
-        return job.number
+        weights, number = self._next(policy_or_weights, copied=True)
+        self._triggered.append(
+            self._executor.submit(self._evaluate, weights, number, version, lambda *_: not self._closed)
+        )
+        return number
 
     def poll(self) -> Evaluation | None:
         """Return the oldest complete result that was not returned yet, or None. Raises the error of its evaluation."""
@@ -276,9 +277,10 @@ class Evaluator:
             return
         self._triggered = deque(future for future in self._triggered if not future.cancel())
         if wait(self._triggered, timeout).not_done:
-            self._stage.kill()
+            for handle in () if self._collector is None else self._collector._engine.source.pool.handles:
+                handle.kill()
         self._executor.shutdown()
-        self._stage.close()
+        self._close()
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -291,7 +293,7 @@ class Evaluator:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "busy" if self.is_running() else "idle"
-        names = ", ".join(sorted({m if isinstance(m, str) else name_of(m) for m in self._stage.factories}))
+        names = ", ".join(sorted({m if isinstance(m, str) else name_of(m) for m in self._factories}))
         return f"Evaluator({names}, episodes={self.plan.episodes}, rule={self.plan.rule_name!r}, {state})"
 
     # --- parts ------------------------------------------------------------------------------------
@@ -300,45 +302,105 @@ class Evaluator:
         with trimmed:
             return self._triggered.popleft().result()
 
-    def _job(self, source: Any, version: int | str | None, *, copied: bool) -> _Job:
-        if self._stage.shared and source is not None:
+    def _next(self, source: Any, *, copied: bool) -> tuple[Weights | None, int]:
+        """Return the weights and the number of the next evaluation."""
+        if self._shared and source is not None:
             raise BadWeights(
                 f"the policy ({name_of(self._policy)}) could not be copied, so weights given to it would be yours: "
                 f"evaluate() without any, or make the policy a module"
             )
-        meant = self._policy if source is None else source
-        weights = None if self._stage.shared else weights_of(meant, copied=copied)
+        weights = None if self._shared else _weights_of(self._policy if source is None else source, copied=copied)
         self._number += 1
-        return _Job(self._number, weights, self._number if version is None else version)
+        return weights, self._number
 
     def _waiting(self) -> int:
         return sum(not future.done() for future in [*self._triggered])
 
-    def _evaluate(self, job: _Job, progress: Progress | None) -> Evaluation:
-        lost = 0
-        seed = self._seed_of(job.number)
+    def _evaluate(
+        self, weights: Weights | None, number: int, version: int | str | None, progress: Progress | None
+    ) -> Evaluation:
+        lost, seed = 0, self._seed_of(number)
+        version = number if version is None else version
         for attempt in range(1, ATTEMPTS + 1):
-            before = self._stage.executed
+            before = self._executed
             try:
-                done = self._stage.play(
-                    self.plan, weights=job.weights, seed=seed, version=job.version, progress=progress
-                )
+                done = self._play(weights, seed, version, progress)
             except BadWeights:
                 raise  # nothing was started
             except BaseException as error:
-                executed = self._stage.executed - before
+                executed = self._executed - before
                 lost += executed
-                self._stage.close(objects=False)  # an interrupted rollout cannot be continued
+                self._close(objects=False)  # an interrupted rollout cannot be continued
                 again = isinstance(error, (WorkerDied, WorkerHung, EnvError)) and self.on_failure == "restart"
                 again = again and attempt < ATTEMPTS and not self._closed
                 self._count(frames=executed, restarts=int(again))
                 if not again:
                     raise
             else:
-                executed = self._stage.executed - before
+                executed = self._executed - before
                 self._count(evaluations=1, episodes=len(done.records), frames=executed, seconds=done.seconds, last=done)
                 return replace(done, discarded=done.discarded | {"restarted": lost}) if lost else done
         raise AssertionError("the last attempt has returned or raised")
+
+    def _play(self, weights: Weights | None, seed: int, version: int | str, progress: Progress | None) -> Evaluation:
+        began = time.perf_counter()
+        collector = self._open()
+        info, num_envs = collector._engine.source.pool.counters[0].info, self._num_envs
+        if weights is not None:
+            function = self.num_workers == 0 and not isinstance(self._own, torch.nn.Module)
+            collector._weights.publish(weights, model=weight_bearer(self._own) if function else None)
+        collector.set_seed(seed)
+        run = Run(self.plan, num_envs, seed=seed, seeded=self._seeded, version=version)
+        tape = None
+        if self._record:
+            kwargs = keywords_of(self._options.get("create_env_kwargs"), len(self._factories))
+            tape = Tape(info.name, list(zip(self._factories, kwargs, strict=True)), info.num_envs)
+        while not run.stopped_by:
+            batch = collector.rollout()
+            rewards = np.full((len(batch), num_envs), np.nan)
+            if info.reward_key in batch.keys(True):
+                rewards = _rows(batch, info.reward_key, num_envs)[..., 0]
+            run.add(collector.episodes, rewards, len(batch))
+            if tape is not None:
+                tape.rollouts.append({key: _rows(batch, key, num_envs).copy() for key in info.action_specs})
+            if progress is not None and progress(len(run.records), run.t * num_envs) is False:
+                run.stopped_by = run.stopped_by or "progress"
+        return run.result(info.name, time.perf_counter() - began, tape)
+
+    def _open(self) -> BaseCollector:
+        """Return the collector. It is made if there is none."""
+        if self._collector is None:
+            undisturbed = nullcontext() if self.num_workers else GroupRng(0).as_global()  # environments may draw
+            with undisturbed, warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "frames_per_batch=")
+                self._collector = self._make()
+                if (found := self._collector._engine.num_envs) != self._num_envs:  # a factory makes several
+                    self._num_envs = found
+                    self._close(objects=False)
+                    self._collector = self._make()
+                self._seeded = _has_seeds(self._collector)
+        return self._collector
+
+    def _make(self) -> BaseCollector:
+        sources = [_seeding(factory, self._num_envs) for factory in self._factories]
+        options = self._options | {
+            "frames_per_batch": self._rows * self._num_envs,
+            "layout": "time_major",
+            "compact_obs": True,
+        }
+        if self.num_workers:
+            return MultiSyncCollector(sources, self._own, num_workers=self.num_workers, **options)
+        return Collector(sources if self._stacked else sources[0], self._own, **options)
+
+    def _close(self, *, objects: bool = True) -> None:
+        """End workers and close environments; those given as objects only if ``objects``."""
+        collector, self._collector = self._collector, None
+        if collector is not None:
+            collector.shutdown(close_env=objects or not any(map(is_environment, self._factories)), raise_on_error=False)
+
+    @property
+    def _executed(self) -> int:
+        return 0 if self._collector is None else self._collector.stats().executed
 
     def _seed_of(self, number: int) -> int:
         if self.seed is not None and not self.reseed:
@@ -361,3 +423,59 @@ class Evaluator:
         self._check_here()
         if self._closed:
             raise CollectorClosed("this evaluator was shut down; make a new one")
+
+
+def _rows(batch: TensorDict, key: Key, num_envs: int) -> Array:
+    """Return a column as ``[T, num_envs, *shape]``."""
+    array: Array = batch.get(key).detach().cpu().numpy()
+    return array.reshape(len(batch), num_envs, *array.shape[batch.ndim :])
+
+
+def _seeding(factory: Any, num_envs: int) -> Any:
+    """Return the factory or environment with a seed for every episode, if that is possible."""
+    if is_environment(factory):
+        return EpisodeSeeds(factory, num_envs) if is_single(factory) else factory
+    return SeedingFactory(factory, num_envs) if isinstance(factory, str) or callable(factory) else factory
+
+
+def _has_seeds(collector: BaseCollector) -> bool:
+    try:
+        return all(itertools.chain(*collector._engine.source.pool.call(Call(env_attributes, ("seeds_episodes",)))))
+    except (AttributeError, MusterError):  # raised by environments of other kinds
+        return False
+
+
+def _private_copy(policy: Any) -> Any:
+    """Copy a policy, with its modules in evaluation mode. ``BadWeights`` or ``BadOption`` if it cannot be copied.
+
+    Modules that a function of an importable file accesses by name cannot be copied: they stay the user's, unchanged.
+    """
+    if policy is None:
+        return None
+    named_tensors(policy)  # raises for lazy layers
+    try:
+        own = copy.deepcopy(policy) if isinstance(policy, torch.nn.Module) else loads(dumps(policy, "policy"), "policy")
+    except (RuntimeError, TypeError) as error:
+        raise BadWeights(f"the policy cannot be copied: {described(error)}") from error
+    for module in modules_of(own):
+        if not _share_modules(module, policy):
+            module.eval()
+    return own
+
+
+def _share_modules(policy: Any, other: Any) -> bool:
+    """Return whether the two share a module."""
+    others = {id(module) for module in modules_of(other)}
+    return any(id(module) in others for module in modules_of(policy))
+
+
+def _weights_of(source: Any, *, copied: bool) -> Weights | None:
+    """Return the weights of a policy, module, TensorDict or dict by name, ``copied`` or shared; None if it has none."""
+    plain = isinstance(source, (torch.nn.Module, Mapping)) or hasattr(source, "flatten_keys")
+    bearer = source if plain else weight_bearer(source)
+    if bearer is None:
+        return None
+    if isinstance(bearer, torch.nn.Module):
+        named_tensors(bearer)  # raises for lazy layers
+    weights = named_weights(bearer)
+    return {name: tensor.clone() for name, tensor in weights.items()} if copied else weights

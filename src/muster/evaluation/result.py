@@ -210,6 +210,33 @@ class Evaluation:
         )
 
 
+@dataclass(frozen=True)
+class EvaluatorStats:
+    """A snapshot of an evaluator.
+
+    Attributes:
+        evaluations: number of completed evaluations.
+        episodes: number of episodes that counted in them.
+        frames: number of all executed environment steps.
+        seconds: duration of the completed evaluations.
+        restarts: number of evaluations repeated after a failure.
+        skipped: number of triggers skipped with ``when_busy="skip"``.
+        waiting: number of triggers whose evaluation is not complete.
+        version: version of the last evaluation's weights; None before the first.
+        mean: mean return of the last evaluation; None before the first.
+    """
+
+    evaluations: int = 0
+    episodes: int = 0
+    frames: int = 0
+    seconds: float = 0.0
+    restarts: int = 0
+    skipped: int = 0
+    waiting: int = 0
+    version: int | str | None = None
+    mean: float | None = None
+
+
 def student_quantile(level: float, df: int) -> float:
     """Return the x for which Student's t with ``df`` degrees of freedom lies in [-x, x] with probability ``level``.
 

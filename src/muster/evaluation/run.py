@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -15,8 +15,6 @@ from muster.evaluation.result import EvaluatedEpisode, Evaluation, UnfinishedEpi
 from muster.evaluation.video import Tape
 from muster.memory.specs import Array
 from muster.utils.integers import integer
-
-Progress = Callable[[int, int], object]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ from muster.evaluation.result import EvaluatedEpisode
 from muster.keys import Key
 from muster.memory.specs import Array
 from muster.restore.crash_report import CrashReport, EnvFactory, Special
-from muster.restore.film import Outcome, frames_per_second, pictures, rendering
-from muster.restore.player import Player
-from muster.utils.mp4 import check_ffmpeg, write_mp4
+from muster.restore.film import film as write_film
+from muster.restore.film import is_same
 
 
 @dataclass
@@ -65,19 +63,13 @@ def film(tape: Tape, episode: EvaluatedEpisode, folder: Path, name: str, fps: fl
             f"{tape.name}: this episode had no seed of its own, so it cannot be repeated: environments that are made "
             f"together reset themselves. Evaluate single Gymnasium environments (num_envs=) for videos."
         )
-    check_ffmpeg()
     source, kwargs = tape.factory(episode.env_id)
-    outcome = Outcome()
-    player = Player(tape.crash_report(episode, rendering(EnvFactory(source, None, kwargs), tape.name)))
-    with closing(player):
-        own_fps = frames_per_second(player)
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{name}-return-{episode.episode_return:g}.mp4"
-        write_mp4(path, pictures(player, player.moves(), outcome), own_fps if fps is None else fps)
-    if not outcome.is_like(episode.episode_return, episode.length):
+    path = folder / f"{name}-return-{episode.episode_return:g}.mp4"
+    rewards, _ = write_film(tape.crash_report(episode, EnvFactory(source, None, kwargs)), path, fps)
+    if not is_same(rewards, episode.episode_return, episode.length):
         warnings.warn(
             f"{tape.name} is not determined by its seed and actions: the episode with return "
-            f"{episode.episode_return:g} in {episode.length} steps gave {outcome.episode_return:g} in {outcome.steps} "
+            f"{episode.episode_return:g} in {episode.length} steps gave {sum(rewards):g} in {len(rewards)} "
             f"when it was repeated for the video, which shows that.",
             stacklevel=2,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -73,27 +74,23 @@ class BatchView:
         shown = [(*leaf.path, leaf.name) for leaf in self._leaves] + [c.key for c in self._objects if not c.ragged]
         paths = dict.fromkeys(key[:depth] for key in shown for depth in range(1, len(key)))
         self._nodes = [self._node(path, inner.get(path, ())) for path in (*sorted(paths, key=len, reverse=True), ())]
+        self._leaves = self._ordered(())
 
-    def tensordict(self, memory: torch.Tensor, slot: Slot) -> TensorDict:
-        """Return the batch over ``memory`` (flat bytes, from ``SlotRing.lend`` or a copy of them)."""
+    def tensordict(self, memory: torch.Tensor | Sequence[torch.Tensor], slot: Slot) -> TensorDict:
+        """Return the batch over ``memory``.
+
+        Args:
+            memory: flat bytes (from ``SlotRing.lend``, or a copy of them), or a tensor for each part of ``arrange``.
+            slot: the slot that contains the objects.
+        """
         if torch.is_inference_mode_enabled():  # tensors made in it would remain inference tensors
             with torch.inference_mode(False):
                 return self.tensordict(memory, slot)
         entries: dict[Key, dict[str, Any]] = {node.path: {} for node in self._nodes}
-        # Not as_strided: its results share one version counter, so autograd would take a change of one leaf
-        # for a change of all. Each leaf has a storage of its own, as ``set_`` takes twice as long.
-        if memory.device.type == "cpu":
-            array, view, from_numpy = memory.numpy(), np.ndarray, torch.from_numpy
-            for path, name, dtype, offset, size, stride in self._leaves:
-                entries[path][name] = from_numpy(view(size, dtype, array, offset, stride))
-        else:
-            for leaf in self._leaves:
-                item = leaf.dtype.itemsize
-                stride = tuple(step // item for step in leaf.stride)
-                tensor = torch.empty(0, dtype=torch_dtype(leaf.dtype), device=memory.device)
-                first = (memory.storage_offset() + leaf.offset) // item
-                tensor.set_(memory.untyped_storage(), first, leaf.size, stride)
-                entries[leaf.path][leaf.name] = tensor
+        if isinstance(memory, torch.Tensor):
+            memory = self._tensors(memory)
+        for leaf, tensor in zip(self._leaves, memory, strict=True):
+            entries[leaf.path][leaf.name] = tensor
         for column in self._objects:
             if not column.ragged:
                 entries[column.key[:-1]][column.key[-1]] = self._non_tensor(column, slot)
@@ -109,6 +106,39 @@ class BatchView:
                 batch = _add_ragged(batch, column.key, _filled(self._cells(column, slot)), self.time_dim)
                 batch.names = self.names  # stacking loses them
         return batch
+
+    def _ordered(self, path: Key) -> list[_Leaf]:
+        """Return the leaves of a node in the order in which they end with it: ``lend_parts`` notices the last end."""
+        leaves = [leaf for leaf in self._leaves if leaf.path == path]
+        for node in self._nodes:
+            if node.path and node.path[:-1] == path:
+                leaves += self._ordered(node.path)
+        return leaves
+
+    def arrange(self, slot: Slot) -> None:
+        """Make the parts of a slot in host memory, unless this view has made them already."""
+        if slot.arranged_by is not self:
+            slot.arranged_by, slot.parts = self, self._arrays(slot.block)
+
+    def _arrays(self, block: Array) -> list[Array]:
+        return [np.ndarray(leaf.size, leaf.dtype, block, leaf.offset, leaf.stride) for leaf in self._leaves]
+
+    def _tensors(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Return a tensor for each leaf, over flat bytes.
+
+        Not by as_strided: its results share one version counter, so autograd would take a change of one leaf for a
+        change of all. Each leaf has a storage of its own, as ``set_`` takes twice as long.
+        """
+        if memory.device.type == "cpu":
+            return [torch.from_numpy(array) for array in self._arrays(memory.numpy())]
+        tensors = []
+        for leaf in self._leaves:
+            item = leaf.dtype.itemsize
+            stride = tuple(step // item for step in leaf.stride)
+            tensor = torch.empty(0, dtype=torch_dtype(leaf.dtype), device=memory.device)
+            first = (memory.storage_offset() + leaf.offset) // item
+            tensors.append(tensor.set_(memory.untyped_storage(), first, leaf.size, stride))
+        return tensors
 
     def _node(self, path: Key, inner: tuple[int, ...]) -> _Node:
         return _Node(path, torch.Size((*self.batch_size, *inner)), self.names + [None] * len(inner))

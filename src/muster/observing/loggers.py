@@ -33,6 +33,13 @@ class _Way(NamedTuple):
     keyword: str | None  # name of the step's parameter; None: the last positional one
     each: bool  # True: a call for each metric, with name and value; False: one call with all metrics
 
+    def calls(self, metrics: Mapping[str, float], step: int) -> list[tuple[tuple[Any, ...], dict[str, int]]]:
+        """Return the arguments of all calls that log these metrics."""
+        given: list[tuple[Any, ...]] = list(metrics.items()) if self.each else [(dict(metrics),)]
+        if self.keyword is None:
+            return [((*arguments, step), {}) for arguments in given]
+        return [(arguments, {self.keyword: step}) for arguments in given]
+
 
 # The first match is used. prt_rl's loggers also have a log_metrics without step=; Lightning's have other methods too.
 _WAYS = (
@@ -73,21 +80,16 @@ def as_logger(given: Any) -> Log:
 
 
 def _takes(function: Callable[..., Any], way: _Way) -> bool:
-    arguments: tuple[Any, ...] = ("name", 0.0) if way.each else ({},)
-    position, keyword = _at(way, 0)
+    [(arguments, keywords)] = way.calls({"name": 0.0}, 0)
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a function in C: the first call will check it
         return True
     try:
-        signature.bind(*arguments, *position, **keyword)
+        signature.bind(*arguments, **keywords)
     except TypeError:
         return False
     return True
-
-
-def _at(way: _Way, step: int) -> tuple[tuple[int, ...], dict[str, int]]:
-    return ((step,), {}) if way.keyword is None else ((), {way.keyword: step})
 
 
 class _Log:
@@ -101,7 +103,10 @@ class _Log:
     def __call__(self, metrics: Mapping[str, float], step: int) -> None:
         try:
             if self._wants(step):
-                self._write(metrics, step)
+                # Looked up every time: `wandb.init()` replaces `wandb.log`.
+                write = self._given if self._way.method is None else getattr(self._given, self._way.method)
+                for arguments, keywords in self._way.calls(metrics, step):
+                    write(*arguments, **keywords)
         except Exception as error:  # loggers may raise anything
             name = getattr(self._given, "__qualname__", type(self._given).__qualname__)
             raise HookError(
@@ -116,16 +121,6 @@ class _Log:
         if step != self._asked[0]:
             self._asked = (step, bool(self._should_log(step)))
         return self._asked[1]
-
-    def _write(self, metrics: Mapping[str, float], step: int) -> None:
-        position, keyword = _at(self._way, step)
-        # Looked up every time: `wandb.init()` replaces `wandb.log`.
-        write = self._given if self._way.method is None else getattr(self._given, self._way.method)
-        if self._way.each:
-            for name, value in metrics.items():
-                write(name, value, *position, **keyword)
-        else:
-            write(dict(metrics), *position, **keyword)
 
 
 class JsonlLogger:
@@ -274,27 +269,14 @@ class TensorBoardLogger:
 
 
 class CollectionLog:
-    """Logs the metrics of a collector after every delivered batch, at the step ``stats.frames``.
-
-    Args:
-        logger: any object that ``as_logger`` accepts.
-        prefix: prefix of all names.
-    """
+    """Logs the metrics of a collector after every delivered batch, at the step ``stats.frames``."""
 
     def __init__(self, logger: Any, prefix: str = "collect/") -> None:
         self._log, self._prefix = as_logger(logger), prefix
         self._lags: Mapping[int, int] = {}
 
     def wrote(self, stats: CollectorStats, episodes: Episodes) -> None:
-        """Log a batch.
-
-        Args:
-            stats: statistics that include the batch.
-            episodes: episodes that ended in it.
-
-        Raises:
-            HookError: the logger raised.
-        """
+        """Log a batch that ``stats`` include, and in which ``episodes`` ended. Raises ``HookError``."""
         record: dict[str, float] = {
             "frames_per_s": stats.frames_per_s,
             "episodes": stats.episodes,

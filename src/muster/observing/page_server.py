@@ -9,6 +9,7 @@ import re
 import secrets
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -21,7 +22,6 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from muster.errors import BadOption
-from muster.observing.films import Films
 from muster.observing.snapshots import EPISODES, WHICH, SnapshotReader
 from muster.utils.addresses import host_and_port, is_loopback, listening
 
@@ -31,6 +31,8 @@ _POLL_S = 0.5  # between two looks at the file
 _TIMEOUT_S = 30.0  # of a viewer that does not read
 _MOST_VIEWERS = 64
 _AT_ONCE = 500  # entries of a message
+_FILM_S = 330.0  # for a process that makes a film, which has a limit of 300 s itself
+_MOST_FILMS = 6  # that are kept
 _OWN_HEADER = "X-Muster-Watch"  # pages elsewhere cannot send it
 _SCRIPT, _STYLE = "text/javascript; charset=utf-8", "text/css; charset=utf-8"
 _FILES = {
@@ -52,19 +54,10 @@ _HEADERS = {
 
 
 class PageAddress:
-    """A listening socket, and the URL of the page there.
+    """A listening socket at ``host:port``, and the URL of the page there, with its token.
 
     Beyond loopback the page needs a token: the environment variable ``MUSTER_WATCH_TOKEN``, otherwise a random one.
-
-    Args:
-        address: ``host:port``; port 0 is any free port.
-
-    Attributes:
-        token: empty for loopback.
-        url: with the token.
-
-    Raises:
-        BadOption: the address has another form or is not available, or the token has less than 16 characters.
+    Raises ``BadOption`` if the address is not available, or the token has less than 16 characters.
     """
 
     def __init__(self, address: str) -> None:
@@ -84,18 +77,76 @@ class PageAddress:
         self.socket.close()
 
 
+class Films:
+    """Films of episodes in memory, by number, each made by a process of its own.
+
+    ``command`` makes a film of the file in ``folder`` whose path is appended, see ``muster.restore.film.main``.
+    """
+
+    def __init__(self, command: Sequence[str] | None, folder: Path) -> None:
+        self._command, self._folder = command, folder
+        self._free = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._films: dict[int, bytes] = {}
+        self._closed = False
+
+    def make(self, which: str) -> dict[str, Any]:
+        """Make a film of an episode. Returns its numbers, and ``film``, that of the film; or ``error``, a sentence."""
+        if self._command is None:
+            return {"error": "This page makes no films."}
+        if not self._free.acquire(blocking=False):
+            return {"error": "Another film is being made. Try again when it is ready."}
+        try:
+            answer, content = self._made([*self._command, str(self._folder / f"{which}.episode")])
+            if content:
+                answer["film"] = max(self._films, default=0) + 1
+                self._films[answer["film"]] = content
+                self._films.pop(answer["film"] - _MOST_FILMS, None)
+            return answer
+        finally:
+            self._free.release()
+
+    def film(self, number: int) -> bytes | None:
+        """Return a film; None: there is no such one, or not any more."""
+        return self._films.get(number)
+
+    def close(self) -> None:
+        """Kill the process that makes a film. May be called again."""
+        self._closed = True
+        if (process := self._process) is not None:
+            process.kill()
+
+    def _made(self, command: list[str]) -> tuple[dict[str, Any], bytes]:
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+        except OSError as error:
+            return {"error": f"The film cannot be made: {error.strerror}."}, b""
+        self._process = process
+        if self._closed:
+            process.kill()
+        try:
+            output, _ = process.communicate(timeout=_FILM_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+        self._process = None
+        line, _, content = output.partition(b"\n")
+        try:
+            return json.loads(line), content
+        except ValueError:
+            return {"error": f"The film was not made within 300 s, or its process died ({process.returncode})."}, b""
+
+
 class PageServer(ThreadingHTTPServer):
-    """Serves the page of a run, to at most 64 viewers at the same time.
+    """Serves the page of a run, to at most 64 viewers at the same time. Raises ``BadOption`` without snapshots.
 
     Args:
-        run: directory of the run.
         listening: listening socket; owned by the server.
         token: token that viewers need; empty: none.
         parent: process id of the parent, whose exit ends ``serve_forever``; None: no parent.
         film: command that makes films, see ``Films``; None: no films.
-
-    Raises:
-        BadOption: the directory has no snapshots.
     """
 
     daemon_threads, block_on_close = True, False
@@ -116,7 +167,8 @@ class PageServer(ThreadingHTTPServer):
         self.socket = listening
         self.run, self.token, self.cookie = run, token, f"muster_watch_{port}"
         self.local = is_loopback(host)
-        self.files = {path: (_read(name), kind) for path, (name, kind) in _FILES.items()}
+        folder = resources.files("muster.observing") / "page"
+        self.files = {path: ((folder / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()}
         self._places, self._parent = threading.BoundedSemaphore(_MOST_VIEWERS), parent
         self.ending = threading.Event()
         self.films = Films(film, (run if run.is_dir() else run.parent) / EPISODES)
@@ -258,16 +310,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
 
-def _read(name: str) -> bytes:
-    return resources.files("muster.observing").joinpath("page").joinpath(name).read_bytes()
-
-
 def main(arguments: Sequence[str]) -> None:
-    """Serve the page of a run for its own process.
-
-    Args:
-        arguments: listening descriptor, directory, process id of the parent, and the command that makes films.
-    """
+    """Serve a page; the arguments are a descriptor, the run, the parent's process id, and the command for films."""
     fd, run, parent, *film = arguments
     token = os.environ.pop(TOKEN_VARIABLE, "")
     server = PageServer(Path(run), socket.socket(fileno=int(fd)), token, parent=int(parent), film=film or None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -42,19 +42,18 @@ def plot_run(history: RunHistory) -> Any:
     state = "running" if history.end is None else "failed" if history.end.get("error") else "ended"
     progress = f"{newest['frames']:,} frames in {clock(newest['time'] - history.snapshots[0]['time'])}"
     figure.suptitle("   ".join([*about, state, progress]), parse_math=False)
-    draw: list[Callable[[Any], None]] = [
-        lambda axis: _draw_rate(axis, history),
-        lambda axis: _draw_means(axis, points, "return"),
-        lambda axis: _draw_means(axis, points, "length"),
-        lambda axis: _draw_time(axis, newest),
-        lambda axis: _draw_frames(axis, newest),
-        lambda axis: _draw_lag(axis, newest),
-        lambda axis: _draw_workers(axis, newest),
-        lambda axis: _draw_memory(axis, history),
-        lambda axis: _draw_means(axis, points, "success"),
-    ]
-    for axis, function in zip(axes, draw, strict=True):
-        function(axis)
+    _draw_rate(axes[0], history)
+    _draw_means(axes[1], points, "return")
+    _draw_means(axes[2], points, "length")
+    _draw_time(axes[3], newest)
+    _draw_frames(axes[4], newest)
+    _draw_lag(axes[5], newest)
+    _draw_workers(axes[6], newest)
+    memory = _series(history, "memory") / 2**20
+    unknown = "" if np.isfinite(memory).any() else "unknown"
+    _draw_line(axes[7], "Memory of the main process", _series(history, "time"), memory, unknown)
+    axes[7].set_ylabel("MiB")
+    _draw_means(axes[8], points, "success")
     return figure
 
 
@@ -93,10 +92,16 @@ def _draw_means(axis: Any, points: Points, what: Quantity) -> None:
         axis.set_ylim(-0.02, 1.02)
 
 
-def _draw_bars(axis: Any, values: dict[str, float], colours: Sequence[str], texts: Sequence[str]) -> None:
-    names = list(values)
-    bars = axis.barh(range(len(names)), list(values.values()), color=list(colours))
-    axis.set_yticks(range(len(names)), names, parse_math=False)
+def _draw_bars(
+    axis: Any, title: str, values: dict[str, float], colours: Sequence[str], texts: Sequence[str], empty: str = ""
+) -> None:
+    """Draw a bar for each value; if there is none, the text ``empty``."""
+    axis.set_title(title)
+    if not values:
+        _empty(axis, empty)
+        return
+    bars = axis.barh(range(len(values)), list(values.values()), color=list(colours))
+    axis.set_yticks(range(len(values)), list(values), parse_math=False)
     axis.bar_label(bars, texts, padding=3)
     axis.margins(x=0.25)
     axis.invert_yaxis()
@@ -106,75 +111,59 @@ def _draw_bars(axis: Any, values: dict[str, float], colours: Sequence[str], text
 
 
 def _draw_time(axis: Any, newest: dict[str, Any]) -> None:
-    axis.set_title("Time of rollouts")
     seconds = {name: newest[f"{name}_s"] for name in PARTS}
     total = sum(seconds.values())
-    if not total:
-        _empty(axis, "nothing was measured")
-        return
-    shares = {name: part / total for name, part in seconds.items()}
-    _draw_bars(axis, shares, list(PARTS.values()), [f"{share:.0%}" for share in shares.values()])
+    shares = {name: part / total for name, part in seconds.items()} if total else {}
+    texts = [f"{share:.0%}" for share in shares.values()]
+    _draw_bars(axis, "Time of rollouts", shares, list(PARTS.values()), texts, "nothing was measured")
 
 
 def _draw_lag(axis: Any, newest: dict[str, Any]) -> None:
-    axis.set_title("Batches by policy lag")
-    lags = {int(lag): n for lag, n in newest["policy_lag"].items()}
-    if not lags:
-        _empty(axis, "no batches")
-        return
-    shown = {str(lag): lags[lag] for lag in sorted(lags)[: MOST_BARS - 1]}
-    if more := sum(lags[lag] for lag in sorted(lags)[MOST_BARS - 1 :]):
+    lags = sorted((int(lag), n) for lag, n in newest["policy_lag"].items())
+    shown = {str(lag): n for lag, n in lags[: MOST_BARS - 1]}
+    if more := sum(n for _, n in lags[MOST_BARS - 1 :]):
         shown["more"] = more
-    _draw_bars(axis, shown, [BLUE] * len(shown), [f"{n:,}" for n in shown.values()])
+    texts = [f"{n:,}" for n in shown.values()]
+    _draw_bars(axis, "Batches by policy lag", shown, [BLUE] * len(shown), texts, "no batches")
 
 
 def _draw_frames(axis: Any, newest: dict[str, Any]) -> None:
     discarded = {f"discarded: {why}": n for why, n in newest["discarded"].items() if n}
     counts = {"executed": newest["executed"], "delivered": newest["frames"], **discarded}
     counts["in flight"] = newest["in_flight"]
-    axis.set_title("Frames")
     colours = [GREY, GREEN, *([RED] * len(discarded)), ORANGE]
-    _draw_bars(axis, counts, colours, [f"{n:,}" for n in counts.values()])
+    _draw_bars(axis, "Frames", counts, colours, [f"{n:,}" for n in counts.values()])
+
+
+def _draw_workers(axis: Any, newest: dict[str, Any]) -> None:
+    workers = newest["workers"][:MOST_BARS]
+    rates = {f"{w['index']:g}": w["frames_per_s"] for w in workers}
+    colours = [GREEN if w["state"] == "working" else RED for w in workers]
+    texts = [f"{short(w['frames_per_s'])}  {w['state']}  restarts {w['restarts']:g}" for w in workers]
+    _draw_bars(axis, "Workers: frames per second", rates, colours, texts, "none: environments in the main process")
+    axis.margins(x=0.8)
+
+
+def _draw_line(axis: Any, title: str, time: Any, values: Any, empty: str) -> None:
+    """Draw the last values over the seconds since the first time; or the text ``empty``."""
+    axis.set_title(title)
+    if empty:
+        _empty(axis, empty)
+        return
+    axis.plot(time[-len(values) :] - time[0], values, color=BLUE)
+    axis.set_xlabel("seconds")
+    axis.set_ylim(bottom=0)
 
 
 def _draw_rate(axis: Any, history: RunHistory) -> None:
-    axis.set_title("Frames per second")
     time, frames = _series(history, "time"), _series(history, "frames")
     kept = [0]  # the last snapshot follows the one before at once
     for index in range(1, len(time)):
         if time[index] - time[kept[-1]] >= _LEAST_S:
             kept.append(index)
-    if len(kept) < 2:
-        _empty(axis, "one snapshot")
-        return
-    axis.plot(time[kept[1:]] - time[0], np.maximum(0.0, np.diff(frames[kept])) / np.diff(time[kept]), color=BLUE)
-    axis.set_xlabel("seconds")
+    rate = np.maximum(0.0, np.diff(frames[kept])) / np.diff(time[kept])
+    _draw_line(axis, "Frames per second", time[kept], rate, "" if len(rate) else "one snapshot")
     axis.yaxis.set_major_formatter(_number)
-    axis.set_ylim(bottom=0)
-
-
-def _draw_memory(axis: Any, history: RunHistory) -> None:
-    axis.set_title("Memory of the main process")
-    time, memory = _series(history, "time"), _series(history, "memory")
-    if not np.isfinite(memory).any():
-        _empty(axis, "unknown")
-        return
-    axis.plot(time - time[0], memory / 2**20, color=BLUE)
-    axis.set_xlabel("seconds")
-    axis.set_ylabel("MiB")
-    axis.set_ylim(bottom=0)
-
-
-def _draw_workers(axis: Any, newest: dict[str, Any]) -> None:
-    axis.set_title("Workers: frames per second")
-    workers = newest["workers"][:MOST_BARS]
-    if not workers:
-        _empty(axis, "none: environments in the main process")
-        return
-    rates = {f"{w['index']:g}": w["frames_per_s"] for w in workers}
-    texts = [f"{short(w['frames_per_s'])}  {w['state']}  restarts {w['restarts']:g}" for w in workers]
-    _draw_bars(axis, rates, [GREEN if w["state"] == "working" else RED for w in workers], texts)
-    axis.margins(x=0.8)
 
 
 def _series(history: RunHistory, name: str) -> Any:

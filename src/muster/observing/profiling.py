@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 ACTIVITIES = ("cpu", "cuda")
+PASSED_ON = ("record_shapes", "profile_memory", "with_stack", "with_flops")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +117,7 @@ class RolloutProfiler:
             activities=self._activities,
             schedule=schedule,
             on_trace_ready=config.on_trace_ready or partial(_export, config.path(self.worker_idx)),
-            record_shapes=config.record_shapes,
-            profile_memory=config.profile_memory,
-            with_stack=config.with_stack,
-            with_flops=config.with_flops,
+            **{name: getattr(config, name) for name in PASSED_ON},
         )
         profile.start()
         self._profile = profile

@@ -20,9 +20,7 @@ Show = Callable[[int, str], object]
 class CollectionProgress:
     """Shows the progress of a collector on standard error, from its first batch until ``close`` or ``total`` frames.
 
-    Args:
-        total: number of frames; negative: endless.
-        workers: returns the present statistics of the workers, which are lines below the bar.
+    ``total`` is negative for endless ones. ``workers`` returns the statistics that are lines below the bar.
     """
 
     def __init__(self, total: int, workers: Callable[[], Sequence[WorkerStats]]) -> None:
@@ -33,14 +31,11 @@ class CollectionProgress:
     def wrote(self, stats: CollectorStats) -> None:
         """Show a batch, which ``stats`` include."""
         if self._show is None:
-            shown = progress("collect", self._total, lines=self._lines, stream=sys.stderr)
+            shown = progress("collect", self._total, lines=lambda: worker_lines(self._workers()), stream=sys.stderr)
             self._show = self._made.enter_context(shown)
         self._show(stats.frames, in_one_line(stats, self._total))
         if 0 <= self._total <= stats.frames:
             self.close()
-
-    def _lines(self) -> list[str]:
-        return worker_lines(self._workers())
 
     def close(self) -> None:
         """End the display. May be called again; the next batch begins a new one."""
@@ -63,7 +58,6 @@ def progress(
     Args:
         total: negative: unknown.
         lines: returns what is shown below the bar; a thread of the display calls it a few times per second.
-        stream: None: standard output.
     """
     if quiet:
         yield lambda done, text: None

@@ -35,25 +35,30 @@ MOST_ERRORS = 100  # in a file
 MOST_TEXT = 2000  # characters of an error
 _LONGEST = 1 << 20  # bytes of a line
 EPISODES, WHICH = "episodes", ("newest", "best", "worst")  # folder, and names of files in it that repeat an episode
-_KINDS = ("run", "snapshot", "error", "episode", "end")
 _COUNTS = (
     *("frames", "executed", "in_flight", "batches", "episodes", "restarts", "unseen", "cut_short"),
     *("frames_per_s", "env_s", "policy_s", "copy_s", "rest_s", "wait_s"),
 )
 _MEANS = ("return_mean", "length_mean", "success_rate")  # may be None
 _BY_NAME = ("discarded", "policy_lag", "slots")
-_OF_WORKER = ("index", "pid", "frames", "share", "frames_per_s", "restarts", "policy_lag")
+# Numbers and texts of every entry, by kind, and of a worker's row; an entry may have more.
+_ENTRIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "run": (("time",), ()),
+    "snapshot": (("time", *_COUNTS), ()),
+    "error": (("time", "id"), ("text",)),
+    "episode": (("time", "episode_return", "length", "env_id"), ("missing",)),
+    "end": (("time",), ()),
+}
+_OF_WORKER = (
+    ("index", "pid", "frames", "share", "frames_per_s", "restarts", "policy_lag"),
+    ("state", "phase", "node", "lane"),
+)
 
 
 def snapshot(
     stats: CollectorStats, totals: EpisodeTotals, workers: Sequence[Mapping[str, Any]] = (), **others: Any
 ) -> dict[str, Any]:
-    """Return a snapshot as plain data.
-
-    Args:
-        workers: rows of the workers.
-        **others: further entries.
-    """
+    """Return a snapshot as plain data, with the rows of the workers, and ``others`` as further entries."""
     known = {name: plain(getattr(stats, name)) for name in _COUNTS}
     means = {name: None if (mean := getattr(stats, name)) is None else plain(mean) for name in _MEANS}
     named = {name: {str(key): n for key, n in getattr(stats, name).items()} for name in _BY_NAME}
@@ -63,17 +68,10 @@ def snapshot(
 
 
 class SnapshotFile:
-    """Appends lines to the file of a run, each with one write.
+    """Appends lines to the file of a run, each with one write; ``about`` has the entries of the first one.
 
-    If the file becomes larger than ``limit_bytes``, every second snapshot is removed.
-
-    Args:
-        directory: directory of the run. It is created if it does not exist.
-        about: entries of the first line.
-        limit_bytes: maximum size of the file.
-
-    Raises:
-        BadOption: the directory has the snapshots of another run.
+    If the file becomes larger than ``limit_bytes``, every second snapshot is removed. Raises ``BadOption`` if the
+    directory has the snapshots of another run.
     """
 
     def __init__(
@@ -88,11 +86,7 @@ class SnapshotFile:
         self.append("run", **about)
 
     def append(self, kind: str, **entries: Any) -> None:
-        """Append a line.
-
-        Raises:
-            OSError: it cannot be written; the file is unchanged.
-        """
+        """Append a line. Raises ``OSError`` if it cannot be written; the file is unchanged."""
         entry = {"kind": kind, "time": time.time(), **entries}
         line = json.dumps(entry, allow_nan=False, default=plain).encode() + b"\n"  # NumPy's numbers, too
         end = self._file.seek(0, os.SEEK_END)
@@ -110,17 +104,14 @@ class SnapshotFile:
     def _thin(self) -> None:
         """Remove every second snapshot, and the rows of workers of all but the newest: nothing shows them."""
         entries = [entry for line in self.path.read_bytes().splitlines() if (entry := parsed(line)) is not None]
-        errors = [entry for entry in entries if entry["kind"] == "error"]
-        dropped = {id(entry) for entry in errors[:-MOST_ERRORS]}
-        episodes = [entry for entry in entries if entry["kind"] == "episode"]
-        newest = {entry["which"]: id(entry) for entry in episodes}.values()
-        dropped |= {id(entry) for entry in episodes} - set(newest)
-        snapshots = [entry for entry in entries if entry["kind"] == "snapshot"]
-        dropped |= {id(entry) for entry in snapshots[-2::-2]}
-        for entry in snapshots[:-1]:
+        of = _by_kind(entries)
+        newest = {entry["which"]: entry for entry in of["episode"]}
+        kept = [*of["run"], *of["error"][-MOST_ERRORS:], *newest.values(), *of["snapshot"][::-2], *of["end"]]
+        for entry in of["snapshot"][:-1]:
             entry["workers"] = []
-        kept = [json.dumps(entry).encode() + b"\n" for entry in entries if id(entry) not in dropped]
-        write_whole(self.path, kept)
+        place = {id(entry): n for n, entry in enumerate(entries)}
+        kept.sort(key=lambda entry: place[id(entry)])
+        write_whole(self.path, [json.dumps(entry).encode() + b"\n" for entry in kept])
         self._file.close()
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
 
@@ -132,13 +123,15 @@ def parsed(line: bytes) -> dict[str, Any] | None:
         json.dumps(entry, allow_nan=False)  # 1e999 is read as infinity
     except (ValueError, RecursionError):
         return None
-    if not isinstance(entry, dict) or entry.get("kind") not in _KINDS or not _is_number(entry.get("time")):
+    kind = entry.get("kind") if isinstance(entry, dict) else None
+    if not isinstance(kind, str) or kind not in _ENTRIES:
         return None
-    if entry["kind"] == "error" and not (_is_number(entry.get("id")) and isinstance(entry.get("text"), str)):
-        return None
-    if entry["kind"] == "episode" and not _is_episode(entry):
-        return None
-    return entry if entry["kind"] != "snapshot" or _is_snapshot(entry) else None
+    fits = _has(entry, *_ENTRIES[kind]) and (kind != "episode" or entry.get("which") in WHICH)
+    return entry if fits and (kind != "snapshot" or _is_snapshot(entry)) else None
+
+
+def _by_kind(entries: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    return {kind: [entry for entry in entries if entry["kind"] == kind] for kind in _ENTRIES}
 
 
 def _refuse(name: str) -> None:
@@ -153,45 +146,33 @@ def _are_numbers(values: Any) -> bool:
     return isinstance(values, dict) and all(map(_is_number, values.values()))
 
 
+def _has(entry: Any, numbers: Sequence[str], texts: Sequence[str] = ()) -> bool:
+    """Whether ``entry`` is a dict with these numbers and texts."""
+    return (
+        isinstance(entry, dict)
+        and all(_is_number(entry.get(name)) for name in numbers)
+        and all(isinstance(entry.get(name), str) for name in texts)
+    )
+
+
 def _is_snapshot(entry: dict[str, Any]) -> bool:
     totals, workers = entry.get("totals"), entry.get("workers")
     return (
-        all(_is_number(entry.get(name)) for name in _COUNTS)
-        and all(name in entry and (entry[name] is None or _is_number(entry[name])) for name in _MEANS)
+        all(name in entry and (entry[name] is None or _is_number(entry[name])) for name in _MEANS)
         and all(_are_numbers(entry.get(name)) for name in _BY_NAME)
         and all(str(lag).isdecimal() for lag in entry["policy_lag"])
         and isinstance(totals, dict)
         and totals.keys() == EpisodeTotals.__dataclass_fields__.keys()
         and _are_numbers({name: value for name, value in totals.items() if value is not None})
         and isinstance(workers, list)
-        and all(map(_is_row, workers))
-    )
-
-
-def _is_episode(entry: dict[str, Any]) -> bool:
-    return (
-        entry.get("which") in WHICH
-        and all(_is_number(entry.get(name)) for name in ("episode_return", "length", "env_id"))
-        and isinstance(entry.get("missing"), str)
-    )
-
-
-def _is_row(worker: Any) -> bool:
-    return (
-        isinstance(worker, dict)
-        and all(_is_number(worker.get(name)) for name in _OF_WORKER)
-        and all(isinstance(worker.get(name), str) for name in ("state", "phase", "node", "lane"))
+        and all(_has(worker, *_OF_WORKER) for worker in workers)
     )
 
 
 class SnapshotReader:
     """Reads what was appended to the file of a run since the last call. Incomplete lines are left for later.
 
-    Args:
-        run: directory of the run, or the file.
-
-    Raises:
-        BadOption: there are no snapshots.
+    ``run`` is the directory of the run, or the file. Raises ``BadOption`` if there are no snapshots.
     """
 
     def __init__(self, run: str | os.PathLike[str]) -> None:
@@ -252,9 +233,7 @@ class RunHistory:
             _, entries = reader.read()
         finally:
             reader.close()
-        kinds: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KINDS}
-        for entry in entries:
-            kinds[entry["kind"]].append(entry)
+        kinds = _by_kind(entries)
         errors = {entry["id"]: entry for entry in kinds["error"]}
         about, end = (kinds[kind][-1] if kinds[kind] else None for kind in ("run", "end"))
         return cls(about or {}, kinds["snapshot"], list(errors.values()), end)

@@ -50,21 +50,15 @@ class WatchedRun:
     ones, also in the middle of a long batch. If the disk is full, snapshots are missing, and the collection continues.
 
     Args:
-        directory: directory of the run.
         about: entries of the file's first line.
-        stats: statistics at the start.
         workers: returns the present statistics of the workers.
         causes: returns the error with which each worker was lost last, by its number.
         address: ``host:port`` of a page that another process serves until ``close``; None: no page.
-        save_episodes: writes the episodes of which films can be made; yields their numbers.
-        film: command that makes a film.
+        save_episodes: writes the episodes of which ``film`` can make films; yields their numbers.
 
     Attributes:
         url: address of the page, with the token if one is needed; None: no page.
         due: whether the next snapshot needs new counters: ``wrote`` is to be called.
-
-    Raises:
-        BadOption: the directory has the snapshots of another run, or the address is not available.
     """
 
     def __init__(
@@ -114,11 +108,7 @@ class WatchedRun:
         self._stats, self._totals, self.due = stats, totals, False
 
     def close(self, error: str = "") -> None:
-        """Write the last snapshot, and end the thread and the page. May be called again.
-
-        Args:
-            error: type and message of the error that ended the collection.
-        """
+        """Write the last snapshot and the ``error`` of the collection, and end thread and page. May be called again."""
         if self._stop.is_set() or not self._owner.is_here():
             return
         self._stop.set()

@@ -6,6 +6,8 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -13,14 +15,16 @@ import numpy as np
 import torch
 
 from muster.errors import BadOption
-from muster.policies import coroutines
-from muster.policies.agents import AgentPolicies, PerAgent
+from muster.policies.agents import PerAgent
+from muster.policies.checks import MASKED_RAISES, PolicySetting
 from muster.policies.functions import FunctionPolicy
 from muster.policies.head_policy import HeadPolicy
 from muster.policies.heads import Head
 from muster.policies.random import RandomPolicy
 from muster.policies.sampling import masks_of
 from muster.protocols import EnvBatch, Policy
+from muster.utils.attributes import name_of
+from muster.utils.event_loop import CoroutineCall, CoroutineRunner, is_coroutine_function
 
 # Floating dtypes of rows. A network in another dtype (bfloat16) gets float32, and must cast its input itself.
 STORED = {getattr(torch, name): np.dtype(name) for name in ("float16", "float32", "float64")}
@@ -46,48 +50,62 @@ def adapt(
     """
     if policy is None:
         return RandomPolicy(env.sample, batch_shape, masks=masks_of(env))
-    seen = {key: spec for key, spec in env.observation_specs.items() if key not in env.bookkeeping}
-    seen = seen or env.observation_specs
     home = torch.empty(0, device=env.device).device  # device of the rows, with its index
-    device = None if device == home else device
+    setting = PolicySetting(
+        env.observation_specs,
+        env.action_specs,
+        batch_shape,
+        masks_of(env),
+        device=None if device == home else device,
+        rows_device=env.device,
+        exploration_type=exploration_type,
+        executor=executor,
+    )
+    seen = {key: spec for key, spec in env.observation_specs.items() if key not in env.bookkeeping}
+    only_seen = replace(setting, obs_specs=seen or env.observation_specs)
     if isinstance(policy, Head):
-        if len(env.action_specs) != 1:
-            raise BadOption(f"{type(policy).__name__} chooses one action, but the action space has several parts")
-        ((action_key, action_spec),) = env.action_specs.items()
-        return HeadPolicy(
-            policy,
-            obs_keys=list(seen),
-            action_key=action_key,
-            action_spec=action_spec,
-            mask=next(iter(masks_of(env)), None),
-            batch_dims=len(batch_shape),
-            device=device,
-            deterministic=exploration_type != "random",
-            executor=executor,
-            rows_device=env.device,
-        )
-    mode = exploration_type != "random"
-    common: dict[str, Any] = {
-        "obs_specs": env.observation_specs,
-        "action_specs": env.action_specs,
-        "batch_shape": batch_shape,
-        "device": device,
-        "executor": executor,
-        "rows_device": env.device,
-    }
+        return HeadPolicy(policy, only_seen)
     if isinstance(policy, PerAgent):
-        mask = next(iter(masks_of(env)), None)
-        return AgentPolicies(policy, env_name=env.name, agents=env.agents, mask=mask, mode=mode, **common)
+        policy.bind(env.name, env.agents, setting)
+        of_agents = FunctionPolicy(policy, setting)
+        of_agents.raises = MASKED_RAISES
+        return of_agents
     if isinstance(policy, type) or not callable(policy):
         given = f"the class {policy.__name__}" if isinstance(policy, type) else f"of type {type(policy).__name__}"
         raise BadOption(f"policy is {given}, expected {ACCEPTED}")
-    if coroutines.takes(policy):
-        policy = coroutines.AwaitedPolicy(policy, timeouts)
+    if is_coroutine_policy(policy):
+        policy = AwaitedPolicy(policy, timeouts)
     if takes_tensordict(policy) if takes_td is None else takes_td:
         from muster.policies.tensordict import TensorDictPolicy
 
-        return TensorDictPolicy(policy, exploration_type=exploration_type, **common)
-    return FunctionPolicy(policy, **common | {"obs_specs": seen})
+        return TensorDictPolicy(policy, setting)
+    return FunctionPolicy(policy, only_seen)
+
+
+class AwaitedPolicy:
+    """A function that calls a coroutine function and waits for its result. It has the same name and signature.
+
+    ``timeouts`` are deadlines in seconds by phase, of which "policy" applies to each call.
+    """
+
+    def __init__(self, policy: Any, timeouts: Mapping[str, float | None]) -> None:
+        self.__name__, self.__wrapped__ = name_of(policy), _function(policy)
+        self._policy, self.coroutines = policy, CoroutineRunner()
+        self.coroutines.timeouts = timeouts
+
+    def __call__(self, *args: Any) -> Any:
+        call = CoroutineCall(partial(self._policy, *args))
+        self.coroutines.run([call], "policy")
+        return call.result()
+
+
+def is_coroutine_policy(policy: Any) -> bool:
+    """Return whether a call of ``policy`` returns a coroutine, for instance of a request to an inference server."""
+    return is_coroutine_function(_function(policy))
+
+
+def _function(policy: Any) -> Any:
+    return policy.forward if isinstance(policy, torch.nn.Module) else policy
 
 
 def place(policy: Any, device: torch.device | None) -> tuple[Any, torch.device | None]:
@@ -121,9 +139,8 @@ def takes_tensordict(policy: Callable[..., Any]) -> bool:
             return True
     if not callable(policy):  # the error of ``inspect`` would call its ``__repr__``, the user's code
         return False
-    call = policy.forward if isinstance(policy, torch.nn.Module) else policy
     try:
-        parameters = list(inspect.signature(call).parameters.values())
+        parameters = list(inspect.signature(_function(policy)).parameters.values())
     except (TypeError, ValueError):
         return False
     if not parameters or any(p.default is p.empty for p in parameters[1:] if p.kind is p.POSITIONAL_OR_KEYWORD):

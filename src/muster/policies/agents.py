@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from muster.errors import BadEnvOutput, BadOption, BadPolicyOutput, PolicyError
+from muster.errors import BadOption, BadPolicyOutput
 from muster.keys import ACTION, LOG_PROB
-from muster.memory.specs import ArraySpec, Specs, choices_of
-from muster.policies.functions import FunctionPolicy, takes_state
-from muster.policies.heads import Categorical, Head
+from muster.memory.specs import choices_of
+from muster.policies.checks import PolicySetting
+from muster.policies.functions import takes_state
+from muster.policies.heads import Head
 from muster.policies.sampling import ActionMask
 
 OTHERS = "others"
@@ -61,18 +62,17 @@ class PerAgent(nn.Module):
             self.policies[name] = None if isinstance(policy, nn.Module) else policy
         self._deterministic = False
         self._of: list[str] = []  # name of the policy, by number of the agent
-        self._random: Categorical | None = None
+        self._random: ActionMask | None = None  # draws where a policy is None
+        self._shape: tuple[int, ...] = ()
         self._mask: ActionMask | None = None
         self._extras: dict[str, torch.Tensor] | None = None  # values where a policy does not return them
 
-    def bind(
-        self, env_name: str, agents: Sequence[str], spec: ArraySpec, mask: ActionMask | None, *, mode: bool
-    ) -> None:
-        """Assign policies to the agents of the environments.
-
-        Raises:
-            BadOption: the names or policies do not fit the environments.
-        """
+    def bind(self, env_name: str, agents: Sequence[str], setting: PolicySetting) -> None:
+        """Assign policies to the agents of the environments; ``BadOption`` if names or policies do not fit them."""
+        if list(setting.action_specs) != [ACTION]:
+            raise BadOption(
+                f"policy: a policy for each agent needs one action, and {env_name} has {list(setting.action_specs)}"
+            )
         unknown = [name for name in self.policies if name != OTHERS and name not in agents]
         without = [] if OTHERS in self.policies else [agent for agent in agents if agent not in self.policies]
         if not agents or unknown or without:
@@ -82,7 +82,8 @@ class PerAgent(nn.Module):
                 f"or 'others'"
             )
         self._of = [agent if agent in self.policies else OTHERS for agent in agents]
-        self._deterministic, self._mask = mode, mask
+        spec, mask = setting.action_specs[ACTION], next(iter(setting.masks), None)
+        self._deterministic, self._mask, self._shape = setting.deterministic, mask, spec.shape
         for name in self.policies:
             policy = self._policy(name)
             if isinstance(policy, Head):
@@ -93,9 +94,7 @@ class PerAgent(nn.Module):
                     raise BadOption(
                         f"the policy of {name!r} is None, and only discrete actions are drawn so, not {spec}"
                     )
-                self._random = Categorical(_Zeros(sum(choices_of(spec)[0])), None)
-                self._random.bind(spec)
-                self._random.mask = mask
+                self._random = mask or ActionMask(env_name, ACTION, (), *choices_of(spec))
 
     def forward(self, obs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Act on rows ``[*batch, *shape]``; ``obs["collector"]["agent"]`` has the numbers of the agents."""
@@ -131,8 +130,7 @@ class PerAgent(nn.Module):
         obs = next(iter(leaves.values())) if len(leaves) == 1 else leaves
         out: Any
         if policy is None:
-            assert self._random is not None  # bound
-            out = self._random(obs)[0]
+            out = self._draw(leaves)
         elif isinstance(policy, Head) and self._deterministic:
             action = policy.mode(obs)
             out = action, {LOG_PROB[0]: policy.distribution(obs).log_prob(action)} if policy.has_log_prob else {}
@@ -150,6 +148,14 @@ class PerAgent(nn.Module):
                 )
         return tensors.pop("action"), tensors
 
+    def _draw(self, leaves: dict[str, Any]) -> torch.Tensor:
+        like = next(iter(leaves.values()))
+        assert self._random is not None  # bound
+        uniform = torch.rand((len(like), len(self._random.nvec)), dtype=torch.float64, device=like.device)
+        everything = uniform.new_ones((len(like), sum(self._random.nvec)))
+        allowed = everything if self._mask is None else leaves[self._mask.key[0]]
+        return self._random.draw_on_device(allowed, uniform).reshape(-1, *self._shape)
+
     def _find_extras(self, leaves: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Call each policy once, and return the value of each extra where it is unknown."""
         found: dict[str, torch.Tensor] = {}
@@ -164,31 +170,3 @@ class PerAgent(nn.Module):
             rows = leaves[self._mask.key[0]]
             if not (rows != 0).any(-1).all() and (refused := self._mask.refused(rows.cpu().numpy())) is not None:
                 raise refused
-
-
-class AgentPolicies(FunctionPolicy):
-    """Implements ``Policy`` for ``PerAgent``."""
-
-    raises = (PolicyError, BadPolicyOutput, BadOption, BadEnvOutput)  # the last: no action is allowed
-
-    def __init__(
-        self, fn: PerAgent, *, env_name: str, agents: Sequence[str], mask: ActionMask | None, mode: bool, **common: Any
-    ) -> None:
-        specs: Specs = common["action_specs"]
-        if list(specs) != [ACTION]:
-            raise BadOption(f"policy: a policy for each agent needs one action, and {env_name} has {list(specs)}")
-        fn.bind(env_name, agents, specs[ACTION], mask, mode=mode)
-        super().__init__(fn, **common)
-
-
-class _Zeros(nn.Module):
-    """Equal logits for every row."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__()
-        self.n = n
-
-    def forward(self, obs: Any) -> torch.Tensor:
-        while isinstance(obs, Mapping):
-            obs = next(iter(obs.values()))
-        return torch.zeros((len(obs), self.n), device=obs.device)

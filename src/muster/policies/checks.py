@@ -1,15 +1,44 @@
-"""Checks that the output of a policy fits the environment and the batch."""
+"""What a policy is adapted to, and checks that its output fits the environment and the batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from muster.errors import BadPolicyOutput
+from muster.errors import BadEnvOutput, BadOption, BadPolicyOutput, PolicyError
 from muster.keys import Key, dotted
-from muster.memory.specs import ArraySpec, Column
+from muster.memory.specs import ArraySpec, Column, Specs
+from muster.policies.sampling import ActionMask
+
+# Errors of adapters that respect action masks (see ``rollout.acting``); the last: no action is allowed.
+MASKED_RAISES = PolicyError, BadPolicyOutput, BadOption, BadEnvOutput
+
+
+@dataclass(frozen=True)
+class PolicySetting:
+    """The environments, devices and options of a policy. Specs are those of one environment.
+
+    Attributes:
+        device: where the policy computes; None: where the rows are.
+        rows_device: where the rows are; None: on the host.
+        executor: the executor may be used where it is equal to the module.
+    """
+
+    obs_specs: Specs
+    action_specs: Specs
+    batch_shape: tuple[int, ...]
+    masks: Sequence[ActionMask] = ()
+    device: torch.device | None = None
+    rows_device: torch.device | None = None
+    exploration_type: str = "random"
+    executor: bool = True
+
+    @property
+    def deterministic(self) -> bool:
+        return self.exploration_type != "random"
 
 
 def action_problem(action: torch.Tensor, spec: ArraySpec, lead: tuple[int, ...]) -> str | None:

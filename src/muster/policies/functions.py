@@ -17,8 +17,8 @@ import torch
 from muster.errors import BadOption, BadPolicyOutput
 from muster.keys import ACTION, OBSERVATION, POLICY_VERSION, RESERVED, STATE, Key, dotted, nested
 from muster.memory.slots import Lane
-from muster.memory.specs import Array, ArraySpec, Column, Specs
-from muster.policies.checks import action_problem, column_of, frozen_check
+from muster.memory.specs import Array, ArraySpec, Column
+from muster.policies.checks import PolicySetting, action_problem, column_of, frozen_check
 from muster.policies.executor import Program, plan
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
@@ -33,36 +33,27 @@ class FunctionPolicy:
 
     ``fn`` gets a tensor ``[B, *shape]`` (``[*shape]`` unbatched), or a dict of them if the observation is a dict, and
     returns tensors, arrays or plain numbers. The extra ``policy_version``, an integer or one for each environment, is
-    the version that acted: it is stored as ``collector/policy_version``, in place of Muster's version. Rows are on
-    ``rows_device`` (None: the host) and are moved to ``device`` (None: not moved). Specs are those of one environment.
+    the version that acted: it is stored as ``collector/policy_version``, in place of Muster's version.
     """
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        *,
-        obs_specs: Specs,
-        action_specs: Specs,
-        batch_shape: tuple[int, ...],
-        device: torch.device | None = None,
-        executor: bool = True,
-        rows_device: torch.device | None = None,
-    ) -> None:
+    raises: tuple[type[Exception], ...]  # set for ``PerAgent``; see ``rollout.acting``
+
+    def __init__(self, fn: Callable[..., Any], setting: PolicySetting) -> None:
         self.fn = fn
         self.name, self.coroutines = name_of(fn), getattr(fn, "coroutines", None)
         self.takes_state, self._slow_path = takes_state(fn), "module" if self.coroutines is None else "coroutine"
         self.path = self._slow_path
-        self._obs_specs, self._action_specs = obs_specs, action_specs
+        obs_specs, action_specs = self._obs_specs, self._action_specs = setting.obs_specs, setting.action_specs
         if self.takes_state and STATE[0] in {key[0] for key in obs_specs}:
             raise BadOption(f"the observation has the key {STATE[0]!r}, where a batch keeps the state of a policy")
         self._taken = RESERVED | {key[0] for key in obs_specs} | (set(STATE) if self.takes_state else set())
-        self._lead = batch_shape
-        self._device, self._on_device = device, rows_device is not None
+        self._lead = setting.batch_shape
+        self._device, self._on_device = setting.device, setting.rows_device is not None
         self._columns: list[Column] = []
         one = list(obs_specs) == [OBSERVATION] and list(action_specs) == [ACTION]
         tensors = all(spec.is_tensor for spec in (*obs_specs.values(), *action_specs.values()))
         self._plain = one and tensors and not self.takes_state and self._device is None
-        self._executor = executor
+        self._executor = setting.executor
         self._program: Program | None = None
         self._state_shape: Any = None  # the state's nesting, with keys in place of tensors
 

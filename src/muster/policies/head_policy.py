@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from muster.errors import BadEnvOutput, BadOption, BadPolicyOutput, PolicyError
+from muster.errors import BadOption, BadPolicyOutput
 from muster.keys import LOG_PROB, Key, nested
 from muster.memory.slots import Lane, torch_dtype
-from muster.memory.specs import Array, ArraySpec, Column
-from muster.policies.checks import frozen_check
+from muster.memory.specs import Array, Column
+from muster.policies.checks import MASKED_RAISES, PolicySetting, frozen_check
 from muster.policies.executor import Program, plan
 from muster.policies.heads import Head, allowed_only
-from muster.policies.sampling import ActionMask, ActionRows, Emit
+from muster.policies.sampling import ActionRows, Emit
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
 
@@ -27,34 +27,24 @@ class HeadPolicy:
     Noise is drawn from ``rng.numpy`` once per rollout, the same for every ``path``; on a device see ``Head.draw``.
     The cost of ``act`` for a 4-64-64-2 network is in docs/decisions/0002-executor-choice.md.
 
-    The network gets a tensor for one key in ``obs_keys``, else a nested dict of tensors, with ``batch_dims`` leading
-    dimensions; the action ``mask`` is not part of it. Rows are stored and actions are sampled on ``rows_device`` (None:
-    the host). The network computes on ``device``.
+    The network gets a tensor if there is one observation, else a nested dict of tensors; the action mask is not part of
+    it. Actions are sampled where the rows are.
     """
 
-    def __init__(
-        self,
-        head: Head,
-        *,
-        obs_keys: Sequence[Key],
-        action_key: Key,
-        action_spec: ArraySpec,
-        mask: ActionMask | None = None,
-        batch_dims: int,
-        device: torch.device | None,
-        deterministic: bool = False,
-        executor: bool = True,
-        rows_device: torch.device | None = None,
-    ) -> None:
+    raises = MASKED_RAISES
+
+    def __init__(self, head: Head, setting: PolicySetting) -> None:
+        if len(setting.action_specs) != 1:
+            raise BadOption(f"{type(head).__name__} chooses one action, but the action space has several parts")
+        ((self._action_key, self._spec),) = setting.action_specs.items()
         self.head, self.name, self.path = head, head.name, "module"
-        self.raises = PolicyError, BadPolicyOutput, BadOption, BadEnvOutput  # the last: no action is allowed
-        self._width = head.bind(action_spec)
-        self._mask = head.mask = mask if head.takes_mask else None
-        obs_keys = [key for key in obs_keys if self._mask is None or key != self._mask.key]
-        self._obs_keys, self._action_key, self._spec = tuple(obs_keys), action_key, action_spec
-        self._batch_dims, self._batched, self._deterministic = batch_dims, batch_dims > 0, deterministic
-        self._device, self._on_device = device, rows_device is not None
-        self._executor = executor and len(obs_keys) == 1
+        self._width = head.bind(self._spec)
+        self._mask = head.mask = next(iter(setting.masks), None) if head.takes_mask else None
+        self._obs_keys = tuple(key for key in setting.obs_specs if self._mask is None or key != self._mask.key)
+        self._batch_dims, self._batched = len(setting.batch_shape), bool(setting.batch_shape)
+        self._deterministic, self._device = setting.deterministic, setting.device
+        self._on_device = setting.rows_device is not None
+        self._executor = setting.executor and len(self._obs_keys) == 1
         self._program: Program | None = None
 
     @torch.no_grad()

@@ -310,7 +310,7 @@ class TanhGaussian(Head):
     def distribution(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> D.Distribution:
         self._no_mask(action_mask)
         base = self._normal(*_mean_and_log_std(self.net(obs), self.log_std_bounds))
-        return Squashed(base, [Squash(self.middle, self.halfwidth)])
+        return Squashed(base, [Squash(1), D.AffineTransform(self.middle, self.halfwidth, cache_size=1)])
 
     def bind(self, spec: ArraySpec) -> int:
         n = self._bind_floats(spec)
@@ -333,30 +333,16 @@ class TanhGaussian(Head):
         u, log_prob = _draw_normal(*_mean_and_log_std(out, self.log_std_bounds), deterministic=deterministic)
         middle, half = self.middle.reshape(-1), self.halfwidth.reshape(-1)
         action = (middle + half * u.tanh()).clamp(middle - half, middle + half)  # rounding can exceed the bounds
-        return action, log_prob - _log_slope(u, half).sum(-1)
+        log_slope = half.log() + 2 * (math.log(2) - u - F.softplus(-2 * u))  # of ``half * tanh(u)``
+        return action, log_prob - log_slope.sum(-1)
 
 
-class Squash(D.Transform):
-    """``middle + halfwidth * tanh(u)``, with the log-determinant computed from ``u``, exact in the tails."""
+class Squash(D.TanhTransform):
+    """``tanh``; the inverse of a bound is that of the nearest value inside."""
 
-    domain = constraints.real
-    codomain = constraints.real
-    bijective = True
-    sign = 1
-
-    def __init__(self, middle: torch.Tensor, halfwidth: torch.Tensor) -> None:
-        super().__init__(cache_size=1)
-        self.middle, self.halfwidth = middle, halfwidth
-
-    def _call(self, u: torch.Tensor) -> torch.Tensor:
-        return self.middle + self.halfwidth * u.tanh()
-
-    def _inverse(self, action: torch.Tensor) -> torch.Tensor:
-        limit = 1 - torch.finfo(action.dtype).eps
-        return ((action - self.middle) / self.halfwidth).clamp(-limit, limit).atanh()
-
-    def log_abs_det_jacobian(self, u: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-        return _log_slope(u, self.halfwidth)
+    def _inverse(self, y: torch.Tensor) -> torch.Tensor:
+        limit = 1 - torch.finfo(y.dtype).eps
+        return y.clamp(-limit, limit).atanh()
 
 
 class Squashed(D.TransformedDistribution):
@@ -422,11 +408,6 @@ def _draw_normal(
     noise = torch.zeros_like(mean) if deterministic else torch.randn_like(mean)
     log_prob = (-0.5 * noise.square() - log_std).sum(-1) - 0.5 * mean.shape[-1] * math.log(2 * math.pi)
     return mean + log_std.exp() * noise, log_prob
-
-
-def _log_slope(u: torch.Tensor, halfwidth: torch.Tensor) -> torch.Tensor:
-    """Log-derivative of ``halfwidth * tanh(u)``."""
-    return halfwidth.log() + 2 * (math.log(2) - u - F.softplus(-2 * u))
 
 
 def _mean_and_log_std(out: torch.Tensor, bounds: tuple[float, float]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,8 +20,8 @@ from muster.errors import BadOption, BadPolicyOutput
 from muster.keys import IS_INIT, RESERVED, Key, dotted, next_of
 from muster.memory.cells import assemble, is_uneven, take
 from muster.memory.slots import Lane
-from muster.memory.specs import OBJECT, Array, ArraySpec, Column, Specs
-from muster.policies.checks import action_problem, column_of, frozen_check
+from muster.memory.specs import OBJECT, Array, ArraySpec, Column
+from muster.policies.checks import PolicySetting, action_problem, column_of, frozen_check
 from muster.policies.tensordict_program import TensorDictProgram, Values, as_key, fuse
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
@@ -46,38 +46,25 @@ class TensorDictPolicy:
 
     keeps_private = False
 
-    def __init__(
-        self,
-        module: Any,
-        *,
-        obs_specs: Specs,
-        action_specs: Specs,
-        batch_shape: tuple[int, ...],
-        device: torch.device | None,
-        exploration_type: str = "random",
-        executor: bool = True,
-        rows_device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, module: Any, setting: PolicySetting) -> None:
         self.module, self.path = module, "module"
         self.coroutines = getattr(module, "coroutines", None)
         self.name = (
             type(module).__name__ if isinstance(module, torch.nn.Module) else getattr(module, "__name__", "policy")
         )
+        obs_specs, self._action_specs, self._lead = setting.obs_specs, setting.action_specs, setting.batch_shape
         self._obs_keys = list(obs_specs)
         self._object_keys = [key for key, spec in obs_specs.items() if not spec.is_tensor]
         self._inner = {key[:-1]: spec.shape[: spec.inner] for key, spec in obs_specs.items() if spec.inner}
-        self._action_specs = action_specs
-        self._lead = batch_shape
-        self._device, self._home = device, device or rows_device
+        self._device, self._home = setting.device, setting.device or setting.rows_device
         try:
-            self._interaction = InteractionType(exploration_type)
+            self._interaction = InteractionType(setting.exploration_type)
         except ValueError:
-            raise BadOption(
-                f"exploration_type={exploration_type!r}, expected one of {[str(t.value) for t in InteractionType]}"
-            ) from None
+            known = [str(t.value) for t in InteractionType]
+            raise BadOption(f"exploration_type={setting.exploration_type!r}, expected one of {known}") from None
         self._state_keys, self._wants_init = self._read_keys()
         stateless = not self._state_keys and not self._wants_init and not self._object_keys
-        self._executor = executor and self._device is None and rows_device is None and stateless
+        self._executor = setting.executor and self._home is None and stateless
         self._program: TensorDictProgram | None = None
         self._columns: list[Column] = []
         self._kinds: dict[Key, tuple[torch.Size, torch.dtype]] = {}  # of stored outputs, from the first call

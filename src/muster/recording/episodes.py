@@ -57,11 +57,8 @@ class Episode:
 def find_episodes(batches: Iterable[tuple[Mapping[Key, Array], bool]]) -> tuple[Episode, ...]:
     """Return the episodes in the order of their first frames (batch, row, env).
 
-    Pieces with the same trajectory id are one episode, in whichever environment, worker or chunk they are.
-
-    Args:
-        batches: columns of each batch, ``[E, T]`` with environments flattened; and False if rows are missing between
-            the previous batch (or the start of the collection) and this one.
+    Pieces with the same trajectory id are one episode, in whichever environment, worker or chunk they are. ``batches``
+    has the columns of each batch, ``[E, T]`` with environments flattened; and False if rows are missing before it.
     """
     parts: dict[int, list[tuple[Episode, bool, int]]] = {}  # with its last done flag, and the number of gaps before it
     gaps = 0

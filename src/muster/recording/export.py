@@ -1,4 +1,4 @@
-"""What all exports share: the whole episodes of a recording, their observations, and what was left out."""
+"""Export to Parquet, one row per step, one column per key; and what all exports share."""
 
 from __future__ import annotations
 
@@ -10,29 +10,23 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from muster.episodes.segment import NEVER
 from muster.errors import BadOption, BadRecording
-from muster.keys import (
-    FLAGS,
-    INFO,
-    NEXT_OBS_VALID,
-    RESERVED,
-    REWARD,
-    STEP_COUNT,
-    Key,
-    dotted,
-    next_of,
-)
+from muster.keys import FLAGS, INFO, NEXT_OBS_VALID, RESERVED, REWARD, STEP_COUNT, Key, dotted, next_of
 from muster.memory.specs import Array
 from muster.recording.reader import Recording, cut_out
+from muster.utils.attributes import optional
+from muster.utils.whole_files import written_elsewhere
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
 UNFINISHED = "unfinished: the recording does not have all of their steps"
 UNKNOWN_END = "the last observation is unknown"
+ROWS_PER_GROUP = 1 << 14  # of a Parquet file
 MOST_BATCHES = 64  # kept open; they are memory-mapped
 
 
@@ -59,14 +53,8 @@ class Export:
 class CompleteEpisodes:
     """The complete episodes of a recording: a sequence of ``TensorDict [length]``, read when they are taken.
 
-    Args:
-        with_last: leave out episodes whose last observation is unknown.
-
-    Attributes:
-        lengths: number of steps of each.
-
-    Raises:
-        BadRecording: no episode is complete.
+    ``with_last`` leaves out episodes whose last observation is unknown. ``lengths`` has the number of steps of each.
+    Raises ``BadRecording`` if no episode is complete.
     """
 
     def __init__(self, recording: Recording, *, with_last: bool = False) -> None:
@@ -109,13 +97,9 @@ class CompleteEpisodes:
 
 
 def observation_keys(recording: Recording, given: Sequence[Key | str] | None = None) -> list[Key]:
-    """Return the root keys of the observations: those that the batches also have below "next".
+    """Return the root keys of the observations: ``given``, or those that the batches also have below "next".
 
-    Args:
-        given: the keys, if not all of those are observations, e.g. recurrent states of a policy.
-
-    Raises:
-        BadRecording: the recording has no such keys, or no observations after the steps (``compact_obs=True``).
+    Raises ``BadRecording`` if the recording lacks them, or has no observations after the steps (``compact_obs=True``).
     """
     keys = recording.keys
     if given is not None:
@@ -141,11 +125,7 @@ def column_of(data: TensorDict, key: Key) -> Array | list[str]:
 
 
 def array_of(data: TensorDict, key: Key) -> Array:
-    """Return a column of an episode as an array ``[length, *shape]``; flags and rewards of one number lose that axis.
-
-    Raises:
-        BadRecording: the column has Python objects.
-    """
+    """Return a column as an array ``[length, *shape]``; flags and rewards of one number lose that axis."""
     tensor = data.get(key)
     if not torch.is_tensor(tensor):
         raise BadRecording(f"{dotted(key)} has text or objects, and an export needs numbers there.")
@@ -162,3 +142,57 @@ def new_path(path: Any) -> Path:
     if target.exists():
         raise BadOption(f"{target} exists: give a new path, or remove it.")
     return target
+
+
+def write_parquet(recording: Recording, path: Any) -> Export:
+    """See ``Recording.to_parquet``."""
+    target, episodes = new_path(path), CompleteEpisodes(recording)
+    with optional("an export", "pyarrow", "parquet"):
+        import pyarrow as pa
+    target.parent.mkdir(parents=True, exist_ok=True)
+    keys = recording.keys
+
+    def tables() -> Iterator[Any]:
+        for number, data in enumerate(episodes):
+            columns: dict[str, Any] = {"episode": np.full(len(data), number), "step": np.arange(len(data))}
+            columns |= {dotted(key): column_of(data, key) for key in keys}
+            yield pa.table({name: arrow_column(column) for name, column in columns.items()})
+
+    with written_elsewhere(target) as made:
+        write_tables(made, tables())
+    return episodes.written(target)
+
+
+def write_tables(path: Path, tables: Iterator[Any]) -> None:
+    """Write tables with the same columns into one file, in row groups of about ``ROWS_PER_GROUP`` rows."""
+    import pyarrow as pa
+    from pyarrow import parquet as pq
+
+    writer, waiting = None, list[Any]()
+    try:
+        for table in tables:
+            if writer is None:
+                writer = pq.ParquetWriter(path, table.schema)
+            waiting.append(table)
+            if sum(map(len, waiting)) >= ROWS_PER_GROUP:
+                writer.write_table(pa.concat_tables(waiting).combine_chunks())
+                waiting.clear()
+        if writer is not None and waiting:
+            writer.write_table(pa.concat_tables(waiting).combine_chunks())
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def arrow_column(values: Any) -> Any:
+    """Return an array ``[n, *shape]`` as nested lists of fixed sizes, or a list of strings, as an Arrow array."""
+    import pyarrow as pa
+
+    if isinstance(values, list):
+        return pa.array(values, pa.string())
+    if values.dtype.kind == "c" or 0 in values.shape:
+        raise BadRecording(f"Parquet has no columns of {values.dtype} {list(values.shape[1:])}.")
+    column = pa.array(np.ascontiguousarray(values).reshape(-1))
+    for size in reversed(values.shape[1:]):
+        column = pa.FixedSizeListArray.from_arrays(column, size)
+    return column

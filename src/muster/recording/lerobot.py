@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,16 @@ import numpy as np
 
 from muster.keys import ACTION, DONE, INFO, OBSERVATION, REWARD, TERMINATED, TRUNCATED, Key, dotted, next_of
 from muster.memory.specs import Array
-from muster.recording.export import CompleteEpisodes, Export, array_of, column_of, new_path, observation_keys
-from muster.recording.parquet import arrow_column, write_tables
+from muster.recording.export import (
+    CompleteEpisodes,
+    Export,
+    array_of,
+    arrow_column,
+    column_of,
+    new_path,
+    observation_keys,
+    write_tables,
+)
 from muster.utils.attributes import optional
 from muster.utils.mp4 import check_ffmpeg, write_mp4
 
@@ -47,7 +55,8 @@ def write_lerobot(
     columns |= {dotted(key): key for key in (REWARD, next_of(DONE), next_of(TERMINATED), next_of(TRUNCATED))}
     if cameras:
         check_ffmpeg()
-    files = _Files(episodes.lengths, sum(_bytes(column_of(first, key)) for key in columns.values()), bool(cameras))
+    row_bytes = sum(_bytes(column_of(first, key)) for key in columns.values())
+    most = min(FILE_BYTES // max(1, row_bytes), FILE_PICTURES if cameras else FILE_BYTES)
     stats = {name: _Stats() for name in (*columns, *cameras)}
     numbers = itertools.count()
 
@@ -74,57 +83,54 @@ def write_lerobot(
             stats[camera].add(rows.reshape(-1, 3) / 255)
             yield from rows
 
+    rows: list[dict[str, Any]] = []
     try:
-        for place, file in files:
+        for i, file in enumerate(_files(episodes.lengths, most)):
+            place = {"chunk_index": i // FILES_PER_CHUNK, "file_index": i % FILES_PER_CHUNK}
             _make_parent(path := root / DATA.format(**place))
             write_tables(path, map(table, file))
             for camera in cameras:
                 _make_parent(path := root / VIDEO.format(video_key=camera, **place))
                 write_mp4(path, pictures(camera, file), fps)
-        _write_meta(root, _info(first, columns, cameras, episodes, fps), files.rows(fps, task, cameras), task, stats)
+            rows += _rows(file, episodes.lengths, place, fps, task, cameras)
+        by_column = {name: [row[name] for row in rows] for name in rows[0]}
+        _write_meta(root, _info(first, columns, cameras, episodes, fps), by_column, task, stats)
     except BaseException:
         shutil.rmtree(root, ignore_errors=True)
         raise
     return episodes.written(root)
 
 
-class _Files:
-    """Which episodes are in which file. Iterating gives the place of each file and the numbers of its episodes."""
+def _files(lengths: Sequence[int], most: int) -> list[range]:
+    """Divide episodes into files of at most ``most`` rows; a longer episode has a file of its own."""
+    files = [range(0, 0)]
+    rows = 0
+    for number, length in enumerate(lengths):
+        if rows and rows + length > most:
+            files.append(range(number, number))
+            rows = 0
+        files[-1] = range(files[-1].start, number + 1)
+        rows += length
+    return files
 
-    def __init__(self, lengths: Sequence[int], row_bytes: int, has_pictures: bool) -> None:
-        self._lengths = lengths
-        most = min(FILE_BYTES // max(1, row_bytes), FILE_PICTURES if has_pictures else FILE_BYTES)
-        self._files = [range(0, 0)]
-        rows = 0
-        for number, length in enumerate(lengths):
-            if rows and rows + length > most:
-                self._files.append(range(number, number))
-                rows = 0
-            self._files[-1] = range(self._files[-1].start, number + 1)
-            rows += length
 
-    def __iter__(self) -> Iterator[tuple[dict[str, int], range]]:
-        for i, file in enumerate(self._files):
-            yield {"chunk_index": i // FILES_PER_CHUNK, "file_index": i % FILES_PER_CHUNK}, file
-
-    def rows(self, fps: float, task: str, cameras: Mapping[str, Key]) -> dict[str, list[Any]]:
-        """Return the columns of the table of episodes."""
-        rows, begin = list[dict[str, Any]](), 0
-        for place, file in self:
-            since = begin
-            for number in file:
-                end = begin + self._lengths[number]
-                row: dict[str, Any] = {"episode_index": number, "tasks": [task], "length": self._lengths[number]}
-                row |= {"dataset_from_index": begin, "dataset_to_index": end}
-                row |= {"meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0}
-                row |= {f"data/{name}": index for name, index in place.items()}
-                for camera in cameras:
-                    row |= {f"videos/{camera}/{name}": index for name, index in place.items()}
-                    row[f"videos/{camera}/from_timestamp"] = (begin - since) / fps
-                    row[f"videos/{camera}/to_timestamp"] = (end - since) / fps
-                rows.append(row)
-                begin = end
-        return {name: [row[name] for row in rows] for name in rows[0]}
+def _rows(
+    file: range, lengths: Sequence[int], place: Mapping[str, int], fps: float, task: str, cameras: Iterable[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the table of episodes for the episodes in a file."""
+    since = begin = sum(lengths[: file.start])
+    for number in file:
+        end = begin + lengths[number]
+        row: dict[str, Any] = {"episode_index": number, "tasks": [task], "length": lengths[number]}
+        row |= {"dataset_from_index": begin, "dataset_to_index": end}
+        row |= {"meta/episodes/chunk_index": 0, "meta/episodes/file_index": 0}
+        row |= {f"data/{name}": index for name, index in place.items()}
+        for camera in cameras:
+            row |= {f"videos/{camera}/{name}": index for name, index in place.items()}
+            row[f"videos/{camera}/from_timestamp"] = (begin - since) / fps
+            row[f"videos/{camera}/to_timestamp"] = (end - since) / fps
+        yield row
+        begin = end
 
 
 class _Stats:

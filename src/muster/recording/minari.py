@@ -146,12 +146,7 @@ class MinariRecording:
 
 
 def load_minari(source: str | os.PathLike[str]) -> MinariRecording:
-    """Open a dataset: ``"minari:ID"`` of a local dataset, or its directory.
-
-    Raises:
-        BadOption: the package is missing.
-        BadRecording: there is no such dataset.
-    """
+    """Open a dataset: ``"minari:ID"`` of a local one, or its directory. Raises ``BadRecording`` if there is none."""
     with optional("a Minari dataset", "minari", "minari"):
         import minari
     try:

@@ -72,7 +72,11 @@ def load(directory: str | os.PathLike[str], *, skip_damaged: bool = False) -> Re
     if MANIFEST not in names and not found:
         raise BadRecording(f"{root} holds no recording: there is neither {MANIFEST} nor a chunk in it.")
     lost: list[str] = []
-    manifest = _read_manifest(root, lost)
+    manifest = None
+    try:
+        manifest = _read_manifest(root / MANIFEST)
+    except BadRecording as error:
+        lost.append(f"{error} What it says was taken from the chunks, which cannot tell whether some are missing.")
     if manifest is not None:
         _check_manifest(root / MANIFEST, manifest)
     chunks = _read_chunks(root, found, lost, skip_damaged)
@@ -177,7 +181,7 @@ class Recording:
             BadOption: the path exists, or pyarrow is missing (``pip install 'muster-rl[parquet]'``).
             BadRecording: no episode is complete, or a column has a dtype that Parquet has not.
         """
-        from muster.recording.parquet import write_parquet
+        from muster.recording.export import write_parquet
 
         return write_parquet(self, path)
 
@@ -288,20 +292,15 @@ class Recording:
             missing = [key for key in NEEDED if key not in chunk.leaves]
             if missing:
                 raise BadRecording(f"{self.directory} has no table of episodes: {missing} were not recorded.")
-            columns = self._columns(chunk, [*NEEDED, *(key for key in (IS_INIT,) if key in chunk.leaves)])
+            found = self._columns(chunk, [*NEEDED, *(key for key in (IS_INIT,) if key in chunk.leaves)])
+            columns = {key: _flat(chunk, key, column) for key, column in found.items() if _has_numbers(column)}
+            empty = [dotted(key) for key in NEEDED if key not in columns]
+            if empty:
+                raise BadRecording(f"{self.directory} has no table of episodes: {empty} are no columns of numbers.")
             for place in range(chunk.batches):
-                number, values = chunk.first_batch + place, _values(chunk, columns, place)
-                yield self._rows_of(chunk, values), number == expected
+                number = chunk.first_batch + place
+                yield {key: rows[place] for key, rows in columns.items()}, number == expected
                 expected = number + 1
-
-    def _rows_of(self, chunk: Chunk, values: dict[Key, Any]) -> dict[Key, Array]:
-        column = {k: _flat(chunk, value) for k, value in values.items() if torch.is_tensor(value) and value.numel()}
-        empty = [dotted(key) for key in NEEDED if key not in column]
-        if empty:
-            raise BadRecording(f"{self.directory} has no table of episodes: {empty} are no columns of numbers.")
-        reward = column.pop(REWARD)
-        total = reward[..., 0].astype(np.float64) if reward.shape[2] == 1 else np.full(reward.shape[:2], math.nan)
-        return {key: rows[..., 0] for key, rows in column.items()} | {REWARD: total}
 
 
 def cut_out(episode: Episode, batch: Callable[[int], TensorDict]) -> TensorDict:
@@ -325,15 +324,20 @@ def _tensordict(chunk: Chunk, values: dict[Key, Any]) -> TensorDict:
     return TensorDict(nested(values), batch_size=chunk.batch_size, names=list(chunk.names))
 
 
-def _flat(chunk: Chunk, tensor: torch.Tensor) -> Array:
-    """Return a column as ``[E, T, n]``: environments flattened, and the values of a frame flattened."""
-    time, last = _time_dim(chunk.names), len(chunk.batch_size) - 1
-    tensor = tensor.movedim(time, last)
-    if tensor.dtype == torch.bfloat16:
-        tensor = tensor.float()
-    frames = chunk.batch_size[time]
-    array: Array = tensor.numpy()
-    return array.reshape(math.prod(chunk.batch_size) // frames, frames, -1)
+def _has_numbers(column: Any) -> bool:
+    return torch.is_tensor(column) and column.numel() > 0
+
+
+def _flat(chunk: Chunk, key: Key, column: torch.Tensor) -> Array:
+    """Return a column of all batches as ``[N, E, T]``, environments flattened; nan if a reward is no single number."""
+    time, dims = _time_dim(chunk.names), len(chunk.batch_size)
+    if column.dtype == torch.bfloat16:
+        column = column.float()
+    size = math.prod(column.shape[1 + dims :])
+    rows: Array = column.movedim(1 + time, dims).reshape(chunk.batches, -1, chunk.batch_size[time], size).numpy()
+    if key == REWARD:
+        return rows[..., 0].astype(np.float64) if size == 1 else np.full(rows.shape[:3], math.nan)
+    return rows[..., 0]
 
 
 def _time_dim(names: Sequence[str | None]) -> int:
@@ -368,14 +372,8 @@ def _stack(value: Any, size: tuple[int, ...]) -> Any:
     return NonTensorStack(*(_stack(item, size[1:]) for item in value))
 
 
-def _read_manifest(root: Path, lost: list[str]) -> dict[str, Any] | None:
-    """Return the manifest, or None and a note: every chunk has a copy of its essential parts."""
-    path = root / MANIFEST
-    try:
-        file, _ = open_regular(path)
-    except BadRecording as error:
-        lost.append(f"{error} What it says was taken from the chunks, which cannot tell whether some are missing.")
-        return None
+def _read_manifest(path: Path) -> dict[str, Any]:
+    file, _ = open_regular(path)
     with file:
         text = file.read()
     with suppress(Damaged):
@@ -384,8 +382,7 @@ def _read_manifest(root: Path, lost: list[str]) -> dict[str, Any] | None:
         found = read_json(text)
         if isinstance(found, dict) and found.get("version") != VERSION:
             return found  # the caller refuses other versions, which have other checksums
-    lost.append(f"{path} is damaged; what it says was taken from the chunks, which cannot tell whether some miss.")
-    return None
+    raise BadRecording(f"{path} is damaged.")
 
 
 def _check_manifest(path: Path, manifest: dict[str, Any]) -> None:

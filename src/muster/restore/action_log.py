@@ -259,12 +259,9 @@ class ActionLog:
     def episode(
         self, index: int, end: int, actions: Mapping[Key, Array], log: ResetLog, stepped: Array | None
     ) -> CrashReport:
-        """The resets and actions of environment ``index`` up to the end of an episode, from a known start on.
+        """The resets and actions of environment ``index`` up to the end of an episode, ``end`` rows into the rollout.
 
-        Args:
-            index: number of the environment in the group, whose environments are replayed ``alone``.
-            end: rows of the next rollout up to the end of the episode.
-            actions, log, stepped: the next rollout, as for ``add``.
+        The environments of the group are replayed ``alone``. ``actions``, ``log``, ``stepped``: as for ``add``.
         """
         count = int((log.resets[:, ROW] < end).sum())  # later ones start the next episodes
         log = ResetLog(log.resets[:count], {n: special for n, special in log.special.items() if n < count})
@@ -281,16 +278,13 @@ class ActionLog:
         crash_report = CrashReport(self.name, self.factory, self.env_ids[chosen], max_frames_per_traj=limit, **known)
         if anchor is None:
             crash_report.missing = TOO_LONG.format(self.limit_bytes) if self._cut else NOT_KNOWN
-        else:
-            number, position = anchor
-            self._fill(crash_report, [chunk for chunk in chunks if chunk.number >= number], position, chosen)
-        return crash_report
-
-    def _fill(self, crash_report: CrashReport, chunks: list[_Recorded], position: int, chosen: slice) -> None:
-        first = begin = int(chunks[0].log.resets[position, ROW])  # if rows were bypassed, this reset is in row 0
+            return crash_report
+        number, position = anchor
+        chunks = [chunk for chunk in chunks if chunk.number >= number]
+        begin = int(chunks[0].log.resets[position, ROW])  # if rows were bypassed, this reset is in row 0
         resets: list[Array] = []
         special: list[Special | None] = []
-        rows, calls = -first, 0
+        rows, calls = -begin, 0
         for chunk in chunks:
             places = np.flatnonzero(np.isin(chunk.log.resets[:, ENV], np.arange(len(self.env_ids))[chosen]))
             places = places[places >= position]
@@ -303,6 +297,7 @@ class ActionLog:
         for key in chunks[0].actions:
             joined = np.concatenate([chunk.actions[key][chunk.made(chosen), chosen] for chunk in chunks])
             crash_report.actions[key] = joined[begin:]
+        return crash_report
 
     def _presumed(self, ended: Array | None) -> ResetLog:
         """The resets that the worker would have recorded, had it not died."""

@@ -28,7 +28,7 @@ from muster.utils.attributes import installed
 FORMAT = 2
 MOST_FILES = 32  # per collector
 PACKAGES = ("muster-rl", "gymnasium", "numpy", "torch")
-SCALARS = (str, int, float, bool, type(None))
+PLAIN = (str, int, float, bool, bytes, type(None))
 NOTHING = type(None)
 
 
@@ -72,6 +72,7 @@ class CrashReport:
         resets: ``[m, 3]`` int64, in order: number of the call, actions before it, environment.
         special: seeds, random states and options, by position in ``resets``.
         observation: observation before the failure, ``[B, *shape]``; or empty.
+        episode: of a kept episode, which the last reset starts: its return, length and numbers; else empty.
         missing, caveat: why the failure cannot be replayed, and why a replay may differ from it; else empty.
     """
 
@@ -87,6 +88,7 @@ class CrashReport:
     resets: Array = field(default_factory=lambda: np.zeros((0, 3), np.int64))
     special: dict[int, Special] = field(default_factory=dict)
     observation: dict[Key, Array] = field(default_factory=dict)
+    episode: dict[str, Any] = field(default_factory=dict)
     missing: str = ""
     caveat: str = ""
     versions: dict[str, str] = field(default_factory=lambda: versions())
@@ -95,7 +97,7 @@ class CrashReport:
     def command(self, path: Path) -> str:
         """The command that replays the file ``path``; with --trust if the file contains or names code that runs."""
         source = self.factory.source
-        trust = self._not_plain() or (isinstance(source, str) and ":" in source)
+        trust = (isinstance(source, str) and ":" in source) or not all(map(_is_plain, self._fields().values()))
         return f"muster replay {path}{' --trust' if trust else ''}"
 
     def save(self, path: str | Path) -> None:
@@ -105,24 +107,15 @@ class CrashReport:
         checkpoint.save(path, self.state(), mode=0o600)
 
     def state(self) -> dict[str, Any]:
-        """The content of the file. What cannot be pickled is left out, and ``missing`` says so."""
-        pickled, factory = self._not_plain(), self.factory
-        state = {name: getattr(self, name) for name in _TYPES if hasattr(self, name)}
-        state |= {"format": FORMAT, "source": factory.source, "num_envs": factory.num_envs, "pickle": b""}
-        state["kwargs"] = None if factory.kwargs is None else dict(factory.kwargs)
-        state["device"] = None if factory.device is None else str(factory.device)
-        state |= dict.fromkeys(pickled.keys() & {"source", "kwargs"})
-        for part in ("actions", "observation"):
-            state[part] = {key: array for key, array in state[part].items() if array.dtype != object}
-        state["special"] = {
-            n: (seed, random, None if f"options {n}" in pickled else options)
-            for n, (seed, random, options) in self.special.items()
-        }
+        """The content of the file. Fields that cannot be pickled are left out, and ``missing`` says so."""
+        state = self._fields()
+        pickled = {name: value for name, value in state.items() if not _is_plain(value)}
+        state |= {name: {} if _TYPES[name] is dict else None for name in pickled}
         try:
             state["pickle"] = dumps(pickled, "the environment") if pickled else b""
         except BadOption as error:
-            state["missing"] = f"It cannot be replayed: {error}"
-        return state
+            state |= {"pickle": b"", "missing": f"It cannot be replayed: {error}"}
+        return state | {"format": FORMAT}
 
     @staticmethod
     def load(path: str | Path, *, trust: bool = False) -> CrashReport:
@@ -131,37 +124,32 @@ class CrashReport:
         ``trust`` allows unpickling, and an environment id that imports a module. Without it such a file raises
         ``ImportRefused``. A missing or damaged file raises ``BadCrashReport``.
         """
-        return CrashReport.from_state(_read(path), path, trust=trust)
+        from muster.restore import checkpoint
 
-    @staticmethod
-    def from_state(state: Any, path: str | Path, *, trust: bool) -> CrashReport:
-        """Return the crash report with this ``state``, which the file ``path`` contains; see ``load``."""
+        try:
+            state = checkpoint.load(path)
+        except BadCheckpoint as error:
+            raise BadCrashReport(f"No crash report: {error}") from error
         _check(state, path)
         pickled, named = state.pop("pickle"), state["source"] or ""
         if (pickled or ":" in named) and not trust:
             what = "a pickle, which can run any code" if pickled else f"{named!r}, which imports a module"
             raise ImportRefused(f"{path} holds {what}. If you trust where it comes from, add --trust (trust=True).")
-        parts = loads(pickled, "the environment in the crash report") if pickled else {}
-        state |= {name: parts[name] for name in ("source", "kwargs") if name in parts}
-        state |= {part: state[part] | parts.get(part, {}) for part in ("actions", "observation")}
-        state["special"] = {
-            n: Special(seed, random, options or parts.get(f"options {n}"))
-            for n, (seed, random, options) in state["special"].items()
-        }
+        state |= loads(pickled, "the environment in the crash report") if pickled else {}
+        state["special"] = {n: Special(*entry) for n, entry in state["special"].items()}
         factory = EnvFactory(*(state.pop(name) for name in ("source", "num_envs", "kwargs", "device")))
         return CrashReport(factory=factory, **state)
 
-    def _not_plain(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        if not isinstance(self.factory.source, str):
-            found["source"] = self.factory.source
-        if self.factory.kwargs is not None and not _is_plain(dict(self.factory.kwargs)):
-            found["kwargs"] = dict(self.factory.kwargs)
-        found |= {f"options {n}": s[2] for n, s in self.special.items() if not _is_plain(s[2])}
-        for part in ("actions", "observation"):
-            objects = {key: array for key, array in getattr(self, part).items() if array.dtype == object}
-            found |= {part: objects} if objects else {}
-        return found
+    def _fields(self) -> dict[str, Any]:
+        """The fields of the file, of which some may be no plain data."""
+        factory = self.factory
+        return {name: value for name, value in vars(self).items() if name != "factory"} | {
+            "source": factory.source,
+            "num_envs": factory.num_envs,
+            "kwargs": None if factory.kwargs is None else dict(factory.kwargs),
+            "device": None if factory.device is None else str(factory.device),
+            "special": {n: tuple(entry) for n, entry in self.special.items()},
+        }
 
 
 class CrashDirectory:
@@ -213,12 +201,13 @@ def versions() -> dict[str, str]:
 
 _TYPES: dict[str, Any] = {  # types of the fields of a file
     **dict.fromkeys(("name", "phase", "kind", "message", "missing", "caveat", "time"), str),
-    **dict.fromkeys(("actions", "special", "observation", "versions"), dict),
+    **dict.fromkeys(("actions", "special", "observation", "episode", "versions"), dict),
     **dict.fromkeys(("num_envs", "max_frames_per_traj"), (int, NOTHING)),
     **{"env_ids": list, "alone": bool, "resets": np.ndarray, "pickle": bytes},
     **{"source": (str, NOTHING), "kwargs": (dict, NOTHING), "device": (str, NOTHING)},
 }
 _SPECIAL = ((int, NOTHING), (dict, NOTHING), (dict, NOTHING))  # a seed, a state, options
+EPISODE = {"episode_return": float, "length": int, "env_id": int, "traj_id": int}
 _PARTS: dict[str, Callable[[Any], bool]] = {  # conditions on some of these fields
     "env_ids": lambda ids: bool(ids) and all(type(i) is int for i in ids),
     "resets": lambda resets: resets.dtype.kind == "i" and resets.shape[1:] == (3,),
@@ -226,21 +215,12 @@ _PARTS: dict[str, Callable[[Any], bool]] = {  # conditions on some of these fiel
         type(n) is int and type(entry) is tuple and len(entry) == 3 and all(map(isinstance, entry, _SPECIAL))
         for n, entry in special.items()
     ),
+    "episode": lambda numbers: not numbers or {name: type(value) for name, value in numbers.items()} == EPISODE,
     **dict.fromkeys(
         ("actions", "observation"),
         lambda arrays: all(type(key) is tuple and isinstance(array, np.ndarray) for key, array in arrays.items()),
     ),
 }
-
-
-def _read(path: str | Path) -> Any:
-    from muster.restore import checkpoint  # needs torch
-
-    try:
-        state = checkpoint.load(path)
-    except BadCheckpoint as error:
-        raise BadCrashReport(f"No crash report: {error}") from error
-    return state
 
 
 def _check(state: Any, path: str | Path) -> None:
@@ -254,7 +234,13 @@ def _check(state: Any, path: str | Path) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether ``value`` consists of text, numbers, lists and dicts only."""
+    """Whether a checkpoint restores ``value`` exactly."""
     if type(value) is dict:
-        return all(type(key) is str and _is_plain(item) for key, item in value.items())
-    return all(map(_is_plain, value)) if type(value) is list else type(value) in SCALARS
+        return all(map(_is_key, value)) and all(map(_is_plain, value.values()))
+    if type(value) is np.ndarray:
+        return value.dtype.kind in "biufcSUmM"
+    return all(map(_is_plain, value)) if type(value) in (list, tuple) else type(value) in PLAIN
+
+
+def _is_key(key: Any) -> bool:
+    return type(key) in (str, int) or (type(key) is tuple and all(type(part) is str for part in key))

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,7 @@ import numpy as np
 from muster.envs.build import is_environment
 from muster.errors import BadCrashReport, BadOption, ImportRefused, MusterError, UnsupportedEnv, described
 from muster.memory.specs import Array
-from muster.restore.crash_report import EnvFactory
-from muster.restore.kept_episodes import KeptEpisode
+from muster.restore.crash_report import CrashReport, EnvFactory
 from muster.restore.player import Player
 from muster.utils.mp4 import check_ffmpeg, write_mp4
 from muster.utils.programs import program
@@ -35,39 +34,45 @@ LIMIT_S = 300  # to make a film
 LIMIT_BYTES = 256 << 20  # of a film
 
 
-@dataclass
-class Outcome:
-    """What came of a repeated episode so far: return, number of steps, and whether it has ended."""
+def film(moves: CrashReport, path: Path, fps: float | None = None) -> tuple[list[float], float]:
+    """Write a video of the episode that the last reset of the moves starts: a picture of the reset and of every step.
 
-    episode_return: float = 0.0
-    steps: int = 0
-    ended: bool = False
-
-    def is_like(self, episode_return: float, length: int) -> bool:
-        """Whether it has this return and length."""
-        return self.steps == length and math.isclose(self.episode_return, episode_return, rel_tol=1e-9, abs_tol=1e-9)
-
-
-def rendering(factory: EnvFactory, name: str) -> EnvFactory:
-    """Return a factory of one environment that renders pictures, if its function can make one.
-
-    Raises:
-        BadOption: the factory is an environment object.
+    Returns the rewards of the repeated episode, and the pictures per second: ``fps``, or those of the environment.
+    Raises ``MusterError`` if the episode cannot be repeated, or its environment renders no pictures.
     """
-    source, kwargs = factory.source, factory.kwargs or {}
+    if moves.missing:
+        raise BadCrashReport(moves.missing)
+    check_ffmpeg()
+    with closing(Player(replace(moves, factory=_rendering(moves)))) as player:
+        own_fps, order = _frames_per_second(player), player.moves()
+        fps = own_fps if fps is None else fps
+        rewards: list[float] = []
+        start = max(n for n, move in enumerate(order) if move[0] == "reset")
+        for move in order[:start]:
+            player.make(move)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_mp4(path, _pictures(player, order[start:], rewards), fps)
+    return rewards, fps
+
+
+def is_same(rewards: Sequence[float], episode_return: float, length: int) -> bool:
+    """Whether a repeated episode with these rewards has this return and length."""
+    return len(rewards) == length and math.isclose(sum(rewards), episode_return, rel_tol=1e-9, abs_tol=1e-9)
+
+
+def _rendering(moves: CrashReport) -> EnvFactory:
+    """Return a factory of one environment that renders pictures, if its function can make one."""
+    source, kwargs = moves.factory.source, moves.factory.kwargs or {}
     if is_environment(source):
-        raise BadOption(f"{name}: an environment object cannot be made again for a video: give an id, or a function")
+        raise BadOption(
+            f"{moves.name}: an environment object cannot be made again for a video: give an id, or a function"
+        )
     if isinstance(source, str) or _takes_render_mode(source):
         kwargs = {**kwargs, "render_mode": "rgb_array"}
-    return EnvFactory(source, None, kwargs, factory.device)
+    return EnvFactory(source, None, kwargs, moves.factory.device)
 
 
-def frames_per_second(player: Player) -> float:
-    """Return the speed of the environment's pictures.
-
-    Raises:
-        UnsupportedEnv: the environment renders no pictures.
-    """
+def _frames_per_second(player: Player) -> float:
     if (mode := getattr(player.env, "render_mode", None)) != "rgb_array":
         raise UnsupportedEnv(
             f"{player.crash_report.name} has render_mode={mode!r} and so gives no pictures: create_env_fn has to take "
@@ -76,69 +81,31 @@ def frames_per_second(player: Player) -> float:
     return float(getattr(player.env, "metadata", {}).get("render_fps") or FPS)
 
 
-def pictures(player: Player, moves: Sequence[tuple[str, int]], outcome: Outcome) -> Iterator[Array]:
-    """Make the moves, and yield the picture after each, until the episode ends. Sums up what came of it in ``outcome``.
-
-    Args:
-        moves: a reset, then steps.
-    """
+def _pictures(player: Player, moves: Sequence[tuple[str, int]], rewards: list[float]) -> Iterator[Array]:
+    """Make a reset, then steps, until the episode ends; yield the picture after each, and append its reward."""
     for move in moves:
         player.make(move)
         yield _picture(player)
         if move[0] == "step":
             reward, terminated, truncated = (column.item() for column in player.outcome())
-            outcome.episode_return, outcome.steps = outcome.episode_return + reward, outcome.steps + 1
-            outcome.ended = terminated or truncated
-        if outcome.ended:
-            return
+            rewards.append(reward)
+            if terminated or truncated:
+                return
 
 
-def film(kept: KeptEpisode, path: Path) -> dict[str, Any]:
-    """Write a video of an episode, with a picture after its reset and after every step.
+def load_own(path: str | Path, *, trust: bool) -> CrashReport:
+    """Read a kept episode, from a file that stays open meanwhile, so that what is checked is what is read.
 
-    Returns:
-        the numbers of the episode; ``frames``, the number of pictures; ``note``, how it differs from the recorded
-        episode, else empty.
-
-    Raises:
-        MusterError: the episode cannot be repeated, or its environment renders no pictures.
-    """
-    if kept.moves.missing:
-        raise BadCrashReport(kept.moves.missing)
-    check_ffmpeg()
-    kept.moves.factory = rendering(kept.moves.factory, kept.moves.name)
-    outcome = Outcome()
-    with closing(Player(kept.moves)) as player:
-        fps, moves = frames_per_second(player), player.moves()
-        start = max(n for n, move in enumerate(moves) if move[0] == "reset")
-        for move in moves[:start]:
-            player.make(move)
-        write_mp4(path, pictures(player, moves[start:], outcome), fps)
-    note = ""
-    if not outcome.is_like(kept.episode_return, kept.length):
-        note = (
-            f"This film is not the recorded episode: repeated from its seed and actions, it has return "
-            f"{outcome.episode_return:g} in {outcome.steps} steps. {kept.moves.name} also depends on something else."
-        )
-    return {**kept.numbers, "frames": outcome.steps + 1, "fps": fps, "note": note}
-
-
-def load_own(path: str | Path, *, trust: bool) -> KeptEpisode:
-    """Read an episode.
-
-    Args:
-        path: path of the file. It stays open meanwhile, so that what is checked is what is read.
-        trust: whether the file may run code, if it belongs to this user and no other user may write it.
-
-    Raises:
-        ImportRefused: it may not.
-        BadCrashReport: the file is missing or damaged.
+    ``trust`` allows a file to run code, if it belongs to this user and no other user may write it. Otherwise such a
+    file raises ``ImportRefused``. A missing or damaged file raises ``BadCrashReport``.
     """
     try:
         with open(path, "rb") as file:
             about = os.fstat(file.fileno())
             own = about.st_uid == os.geteuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            return KeptEpisode.load(f"/dev/fd/{file.fileno()}", trust=trust and own)
+            kept = CrashReport.load(f"/dev/fd/{file.fileno()}", trust=trust and own)
+        if not kept.episode:
+            raise BadCrashReport(f"{path} is a crash report.")
     except ImportRefused as error:
         how = (
             "Its file belongs to another user, or others may write it."
@@ -148,15 +115,26 @@ def load_own(path: str | Path, *, trust: bool) -> KeptEpisode:
         raise ImportRefused(f"To repeat this episode, code of the run's directory has to run. {how}") from error
     except OSError as error:
         raise BadCrashReport(f"The episode cannot be read: {error.strerror}.") from error
+    except BadCrashReport as error:
+        raise BadCrashReport(f"No episode: {error}") from error
+    return kept
 
 
 def film_command(*, trust: bool) -> list[str]:
-    """Return the command that makes a film; the path of the episode's file is to be appended.
-
-    Args:
-        trust: see ``load_own``.
-    """
+    """Return the command that makes a film; the path of the file is to be appended. ``trust``: see ``load_own``."""
     return program("muster.restore.film", "trust" if trust else "")
+
+
+def film_of_kept(kept: CrashReport, path: Path) -> dict[str, Any]:
+    """Film a kept episode. Returns its numbers and the film's; ``note`` says how it differs from the recorded one."""
+    rewards, fps = film(kept, path)
+    note = ""
+    if not is_same(rewards, kept.episode["episode_return"], kept.episode["length"]):
+        note = (
+            f"This film is not the recorded episode: repeated from its seed and actions, it has return "
+            f"{sum(rewards):g} in {len(rewards)} steps. {kept.name} also depends on something else."
+        )
+    return {**kept.episode, "frames": len(rewards) + 1, "fps": fps, "note": note}
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -170,7 +148,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         with tempfile.TemporaryDirectory(prefix="muster-film-") as folder:
             made = Path(folder, "film.mp4")
-            answer = film(load_own(path, trust=bool(trust)), made)
+            answer = film_of_kept(load_own(path, trust=bool(trust)), made)
             content = made.read_bytes()
         if len(content) > LIMIT_BYTES:
             answer, content = {"error": f"The film has more than {LIMIT_BYTES:,} bytes."}, b""

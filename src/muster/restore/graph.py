@@ -8,6 +8,7 @@ their module's globals, and a pipe is restored as the number of an unrelated fil
 from __future__ import annotations
 
 import array
+import copyreg
 import ctypes
 import importlib
 import io
@@ -33,14 +34,10 @@ else:
     from muster.utils import lazy_torch as torch
 
 FOREIGN_MEMORY = (mmap.mmap, ctypes.Array, bytearray, array.array)  # the owner can be in the graph, too; also tensors
-REFUSED = {
-    "multiprocessing",
-    "subprocess",
-    "ctypes",
-    "_ctypes",
-    "socket",
-    "asyncio",
-}  # handles of this process, some of which can be pickled
+# Modules of handles of this process, some of which can be pickled.
+REFUSED = {"multiprocessing", "subprocess", "ctypes", "_ctypes", "socket", "asyncio"}
+NEWOBJ: Any = vars(copyreg)["__newobj__"]  # called to make objects that have no reduction of their own
+REDUCERS = ("__reduce_ex__", "__reduce__", "__getstate__")
 RENDERER = "gymnasium.envs.mujoco.mujoco_rendering", "MujocoRenderer"
 MODEL_AT = 1  # offset of the MjModel in the bytes of an MjData
 
@@ -152,7 +149,7 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
         if is_env(cls):
             return _by_dict
         ordinary = keeps_all_in_dict(cls) and cls not in self.dispatch_table and not issubclass(cls, Enum)
-        if ordinary and _reduces_itself(cls):
+        if ordinary and any(getattr(cls, name, None) is not getattr(object, name, None) for name in REDUCERS):
             return lambda obj: _by_dict(obj) if _loses(obj) else self._usual(obj)
         return self._usual
 
@@ -249,15 +246,10 @@ def _has_name(obj: Any) -> bool:
     return found is obj
 
 
-def _reduces_itself(cls: type) -> bool:
-    names = ("__reduce_ex__", "__reduce__", "__getstate__")
-    return any(getattr(cls, name, None) is not getattr(object, name, None) for name in names)
-
-
 def _loses(obj: Any) -> bool:
     """Whether an object's own reduction leaves out some of its attributes."""
     reduced = obj.__reduce_ex__(4)
-    if isinstance(reduced, str) or reduced[0] not in (type(obj), sys.modules["copyreg"].__newobj__):
+    if isinstance(reduced, str) or reduced[0] not in (type(obj), NEWOBJ):
         return False  # a global name, or a custom constructor
     state = reduced[2] if len(reduced) > 2 else None
     state = state if isinstance(state, dict) else {}
@@ -267,11 +259,7 @@ def _loses(obj: Any) -> bool:
 def _by_dict(obj: Any, state: Any = None) -> Any:
     if not keeps_all_in_dict(type(obj)):
         raise pickle.PicklingError("it keeps state outside its __dict__")
-    return _new, (type(obj),), vars(obj) if state is None else state, None, None, _set_dict
-
-
-def _new(cls: Any) -> Any:
-    return cls.__new__(cls)
+    return NEWOBJ, (type(obj),), vars(obj) if state is None else state, None, None, _set_dict
 
 
 def _set_dict(obj: Any, state: dict[str, Any]) -> None:

@@ -26,7 +26,9 @@ def dumps(obj: Any, what: str) -> bytes:
     try:
         data: bytes = cloudpickle.dumps(obj)
     except Exception as error:
-        raise BadOption(f"{what}{_culprit(obj, error)} {_advice(obj)}") from error
+        is_function = isinstance(obj, (FunctionType, MethodType, partial))
+        advice = "Make it inside the function instead." if is_function else "Pass a function that makes it."
+        raise BadOption(f"{what}{_culprit(obj, error)} {advice}") from error
     return data
 
 
@@ -46,18 +48,13 @@ def unpickled(given: Any, what: str) -> Any:
     return loads(given, what) if isinstance(given, bytes) else given
 
 
-def _advice(obj: Any) -> str:
-    if isinstance(obj, (FunctionType, MethodType, partial)):
-        return "Make it inside the function instead."
-    return "Pass a function that makes it."
-
-
 def _culprit(obj: Any, error: BaseException) -> str:
     """The end of a sentence: path and type of the innermost part of ``obj`` that cannot be pickled."""
     path, obj, error = innermost(obj, error, _parts, _failure)
     reason = "" if "cannot pickle" in text_of(error) else f" ({described(error)})"
     where = f": {' -> '.join(path)}" if path else ""
-    return f"{where} is a {_type_name(type(obj))}, which cannot be pickled{reason}."
+    module = f"{type(obj).__module__}." if type(obj).__module__ != "builtins" else ""
+    return f"{where} is a {module}{type(obj).__qualname__}, which cannot be pickled{reason}."
 
 
 def innermost(
@@ -136,7 +133,3 @@ def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in ("__dict__", "__weakref__") and hasattr(obj, name):
                 yield name, getattr(obj, name)
-
-
-def _type_name(cls: type) -> str:
-    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"

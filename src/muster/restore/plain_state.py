@@ -61,8 +61,8 @@ class Encoder:
             return ["tuple", [self._item(item) for item in value]]
         if isinstance(value, np.generic) and value.dtype.kind in "biufc":
             return ["scalar", np.array(value)]
-        if attribute and isinstance(value, Space):
-            return ["space", _facts(value), [self._item(_generator_of(space)) for space in _tree(value)]]
+        if attribute and isinstance(value, Space) and SPACE_GENERATOR is not None:
+            return ["space", _facts(value), [self._item(vars(s).get(SPACE_GENERATOR)) for s in _tree(value)]]
         if attribute and isinstance(value, (type, Enum, np.dtype)):
             return ["fact", _facts(value)]
         self._seen[id(value)] = len(self._alive)
@@ -76,7 +76,10 @@ class Encoder:
         if kind is np.ndarray:
             return ["array", self._copy(value)]
         if kind is np.random.Generator:
-            return ["generator", *_generator_state(value)]
+            bits = value.bit_generator
+            seeds = getattr(bits, "seed_seq", None)  # the state of ``spawn``
+            if type(bits).__name__ in GENERATORS and type(seeds) is np.random.SeedSequence:
+                return ["generator", type(bits).__name__, bits.state, seeds.state]
         raise NotPlain
 
     def _item(self, value: Any) -> Any:
@@ -158,20 +161,6 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     return bool(a == b or (a != a and b != b))
-
-
-def _generator_state(generator: np.random.Generator) -> tuple[str, Any, Any]:
-    bits = generator.bit_generator
-    seeds = getattr(bits, "seed_seq", None)  # the state of ``spawn``
-    if type(bits).__name__ not in GENERATORS or type(seeds) is not np.random.SeedSequence:
-        raise NotPlain
-    return type(bits).__name__, bits.state, seeds.state
-
-
-def _generator_of(space: Space[Any]) -> Any:
-    if SPACE_GENERATOR is None:
-        raise NotPlain
-    return vars(space).get(SPACE_GENERATOR)
 
 
 def _tree(space: Space[Any]) -> Iterator[Any]:

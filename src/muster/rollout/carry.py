@@ -41,11 +41,11 @@ class Carry(dict[Key, Any]):
         return self[column.key]
 
     def take(self, key: Key, row: Any, but: Collection[int]) -> None:
-        """Set the next row of a carried column, ``[B, *shape]``, for all environments except ``but``."""
-        here = self[key][0]
+        """Set the next row of a carried column, ``[1, B, *shape]``, for all environments except ``but``."""
+        here = self[key]
         if but:
-            which = [i for i in range(len(here)) if i not in but]
-            here[which] = row[which]
+            which = [i for i in range(here.shape[1]) if i not in but]
+            here[0, which] = row[0, which]
         else:
             here[...] = row
 

@@ -233,7 +233,8 @@ class Group:
         if lane.mirrored:
             lane.pull((self.env.reward_key, TERMINATED, TRUNCATED))
         reward, done, terminated, truncated, ids = views.flags if n == lane.T else [rows[:n] for rows in views.flags]
-        np.logical_or(terminated, truncated, out=done)
+        if 1 in terminated.tobytes() or 1 in truncated.tobytes():  # else it is False already
+            np.logical_or(terminated, truncated, out=done)
         late = None
         if not options.reset_when_done:
             late = cut_after_end(lane, done, self.env.reward_key)
@@ -258,8 +259,8 @@ class Group:
             self.next_obs.keep(lane, n - 1, np.flatnonzero(~done[-1]).tolist(), waiting.bypassed)
         if options.set_truncated and self.closes_batch and n:  # a mark for the learner; the episode continues
             mark_end(lane, n - 1, self.env, limited=bool(options.max_frames_per_traj))
-        for key, rows in views.carried:
-            self.carry.take(key, rows[n], waiting.absent)
+        for key, rows, _, last in views.carried:
+            self.carry.take(key, last if n == lane.T else rows[n : n + 1], waiting.absent)
         if self.rule is not None:
             self.rule, waiting.absent = None, ()
         if not waiting.idle and (going_on := waiting.resume(self.carry)):
@@ -334,8 +335,8 @@ class Group:
             views.resumed[...] = False
             views.resumed[0, self.resumed or []] = True
             self.resumed = []
-        for key, rows in views.carried:
-            rows[:1] = self.carry[key]
+        for key, _, first, _ in views.carried:
+            first[...] = self.carry[key]
         self._states = views.states
         for array, is_init in self._states:
             if is_init:

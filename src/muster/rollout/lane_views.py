@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
-from muster.keys import IS_INIT, POLICY_VERSION, RESUMED, TRAJ_IDS, VALID, next_of
+from muster.keys import IS_INIT, POLICY_VERSION, RESUMED, TRAJ_IDS, VALID, Key, next_of
 from muster.memory.slots import Lane
 from muster.protocols import carried_specs
 from muster.rollout.marks import marks_of
@@ -21,10 +23,10 @@ class LaneViews:
 
     Attributes:
         next_rows: see ``NextObservations.columns_of``.
-        carried: keys and rows of carried columns.
+        carried: keys and rows of carried columns, and of these the first and the last one, ``[1, B, *shape]``.
         states: rows of carried columns that the environments do not write, and their values at a reset.
-        marks: see ``marks_of``.
-        fills: for each of ``marks``, a function that fills the column, and the value.
+        marks: columns of ``marks_of``, and the values.
+        fills: functions that fill these columns, and the values.
         is_fine: see ``quick_check``; None: every rollout needs ``first_bad_value``.
         mirrored: keys of columns to copy to the device after a rollout.
     """
@@ -35,14 +37,31 @@ class LaneViews:
         carried = [column for column in columns if column.carry]
         for column in carried:
             group.carry.of(column)  # allocates it
-        self.carried = [(column.key, data[column.key]) for column in carried]
+        rows_of = [(column.key, data[column.key]) for column in carried]
+        self.carried = [(key, rows, rows[:1], rows[lane.T :]) for key, rows in rows_of]
         of_env = carried_specs(group.env)
-        own = [(key, rows) for key, rows in self.carried if key not in of_env]
-        self.states = [(rows, key == IS_INIT) for key, rows in own]
+        self.states = [(rows, key == IS_INIT) for key, rows in rows_of if key not in of_env]
         self.is_fine = quick_check(lane, group.env, group.options.validate)
-        self.marks = marks_of(lane)
-        self.fills = [(marks.fill if hasattr(marks, "fill") else marks.fill_, value) for marks, value in self.marks]
+        values, places = marks_of(lane), (data, arrays) if lane.mirrored else (arrays,)
+        self.marks = [(part[key], value) for part in places for key, value in values.items() if key in part]
+        if lane.mirrored:
+            self.fills = [(getattr(rows, "fill_", None) or rows.fill, value) for rows, value in self.marks]
+        else:
+            self.fills = _fills(lane, values)
         self.mirrored = [column.key for column in lane.layout.tensor_columns if column.host and lane.mirrored]
         keys = group.env.reward_key, DONE, TERMINATED, TRUNCATED, TRAJ_IDS
         self.flags = [arrays[key] for key in keys]
         self.version, self.valid, self.resumed = arrays.get(POLICY_VERSION), arrays.get(VALID), arrays.get(RESUMED)
+
+
+def _fills(lane: Lane, values: Mapping[Key, bool]) -> list[tuple[Callable[[Any], Any], Any]]:
+    """Return functions that fill the columns with these values, and the values: one for columns beside each other."""
+    fills: list[tuple[Callable[[Any], Any], Any]] = []
+    block: Any = lane.block
+    offsets = lane.layout.offsets
+    for value, columns in groupby(lane.layout.tensor_columns, key=lambda column: values.get(column.key)):
+        if value is not None:
+            keys = [column.key for column in columns]
+            end = offsets[keys[-1]] + lane.arrays[keys[-1]].nbytes
+            fills.append((block[offsets[keys[0]] : end].fill, value))
+    return fills

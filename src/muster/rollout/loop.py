@@ -128,10 +128,10 @@ def _catch_up(group: Group, policy: Policy, lane: Lane, acted: bool) -> None:
 
 def _repeat_row(group: Group, lane: Lane, source: int, row: int) -> None:
     """Make row ``source`` of the carried columns the next one to act on, in ``row``."""
-    for key, rows in lane.cache[group].carried:
+    for key, rows, *_ in lane.cache[group].carried:
         rows[row] = rows[source]
         if row == 0:
-            group.carry.take(key, rows[source], ())
+            group.carry.take(key, rows[source : source + 1], ())
 
 
 def _run(group: Group, policy: Policy, act: Act, step: Step, lane: Lane, begin: int, end: int) -> None:

@@ -83,7 +83,10 @@ class NextObservations:
         begin, self._copied = self._copied, end
         if begin < end:
             for after, before in self._columns:
-                after[begin:end] = before[begin:end]
+                if end - begin == len(after):
+                    after[...] = before
+                else:
+                    after[begin:end] = before[begin:end]
 
     def keep(self, lane: Lane, t: int, envs: Sequence[int], known: Collection[int]) -> None:
         """Keep the observations after row ``t`` of ``envs``, except those of ``known`` environments."""
@@ -106,13 +109,10 @@ class NextObservations:
         self.finals = [final for final in self.finals if final.t < begin]
 
 
-def marks_of(lane: Lane) -> list[tuple[Any, bool]]:
+def marks_of(lane: Lane) -> dict[Key, bool]:
     """Return the columns of flags and marks, with their values in valid rows without an end."""
-    flags = [key for key in (*FLAGS, *map(next_of, FLAGS), TRAJ_DONE) if key in lane.data]
-    marks: list[tuple[Any, bool]] = [(lane.data[key], False) for key in flags]
-    if lane.mirrored:
-        marks += [(lane.arrays[key], False) for key in flags]
-    return marks + [(lane.data[key], True) for key in (NEXT_OBS_VALID, VALID) if key in lane.data]
+    values = dict.fromkeys((*FLAGS, *map(next_of, FLAGS), TRAJ_DONE), False) | {NEXT_OBS_VALID: True, VALID: True}
+    return {key: value for key, value in values.items() if key in lane.data}
 
 
 def nested_truncations(specs: Specs) -> list[Key]:

@@ -60,9 +60,7 @@ class EnvContract:
         going_on = ~_ended(batch)[..., :-1]
         for key in _observation_keys(batch):
             after, before = _without(batch, ("next", *key), last=True), _without(batch, key, last=False)
-            assert _equal(_where(after, going_on), _where(before, going_on)), (
-                f"{key}: next[t] must be obs[t + 1] inside an episode"
-            )
+            assert _equal(after[going_on], before[going_on]), f"{key}: next[t] must be obs[t + 1] inside an episode"
 
     def test_done_is_terminated_or_truncated_and_never_set_before_a_step(self) -> None:
         batch = self.collect()
@@ -167,23 +165,10 @@ def _observation_keys(batch: TensorDict) -> list[Key]:
 
 
 def _without(batch: TensorDict, key: Key, *, last: bool) -> Any:
-    """Return a column without its last (or first) row in time, as a tensor or as an array of objects."""
-    column, time = batch.get(key), batch.ndim - 1
-    if not torch.is_tensor(column):
-        cells = np.empty(tuple(batch.batch_size), object)
-        flat = column.tolist()
-        for index in np.ndindex(cells.shape):
-            cells[index] = _at(flat, index)
-        return cells[..., :-1] if last else cells[..., 1:]
-    return column.narrow(time, 0 if last else 1, column.shape[time] - 1)
-
-
-def _at(nested: Any, index: tuple[int, ...]) -> Any:
-    return nested if not index else _at(nested[index[0]], index[1:])
-
-
-def _where(column: Any, mask: torch.Tensor) -> Any:
-    return column[mask] if torch.is_tensor(column) else column[mask.numpy()]
+    """Return a column of tensors or objects without its last (or first) row in time."""
+    rows = slice(None, -1) if last else slice(1, None)
+    index = (slice(None),) * (batch.ndim - 1) + (rows,)
+    return batch.get(key)[index]
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -43,21 +43,14 @@ _Pairs3 = tuple[_Pairs, _Pairs, _Pairs]
 
 @dataclass
 class ServedRollout:
-    """The state of a worker's rollout.
+    """The state of a worker's rollout."""
 
-    Attributes:
-        number: number of the request.
-        index: index of the lane in the slot.
-        version: version of the weights at the start of the rollout.
-        error: error of the policy that interrupted the rollout.
-    """
-
-    number: int
+    number: int  # number of the request
     group: int
     slot: Slot
-    index: int
-    version: int | str = 0
-    error: Exception | None = None
+    index: int  # index of the lane in the slot
+    version: int | str = 0  # version of the weights at the start of the rollout
+    error: Exception | None = None  # error of the policy that interrupted the rollout
     act: Act | None = None  # for this lane alone, while ``epoch`` is the current one
     epoch: int = -1  # epoch of ``act``, see ``Actor``
     prepared: dict[tuple[int, int], _Prepared] = field(default_factory=dict)  # by size of the buffer, as its leader
@@ -78,11 +71,9 @@ class _Prepared:
 
 
 class Actor:
-    """A policy, the random streams of groups, and memory for acting on several of them.
+    """A policy, which it owns, the random streams of groups, and memory for acting on several of them.
 
     Args:
-        policy: the policy, owned by the actor.
-        options: options of the collector.
         weights: subscriber from which the newest weights are taken at the start of rollouts.
         exclusive: no other thread draws from the process's global generators during a call, so that they are replaced
             by the streams of the group.

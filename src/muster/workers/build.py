@@ -39,17 +39,10 @@ CLOSE_SHARE = 0.6  # share of its deadline in which a worker closes coroutines; 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """The options of a collector that its workers need; see ``CollectorOptions`` for their meaning.
-
-    Attributes:
-        shared_frames: all groups fill a batch together; False: each group fills batches of its own.
-        obs_dtype: dtype in which floating-point observations are stored; None: the dtype of the environments.
-        info: infos to store; False: none.
-        timeouts: deadlines by phase, for coroutines. A phase without an entry has its default.
-    """
+    """The options of a collector that its workers need; see ``CollectorOptions`` for their meaning."""
 
     frames_per_batch: int
-    shared_frames: bool
+    shared_frames: bool  # all groups fill a batch together; False: each group fills batches of its own
     num_envs: int | None
     env_device: torch.device | None
     policy_device: torch.device | None
@@ -59,9 +52,9 @@ class WorkerOptions:
     compile_policy: bool | dict[str, Any] | None
     cudagraph_policy: bool | dict[str, Any] | None
     rollout: RolloutOptions
-    obs_dtype: np.dtype[Any] | None = None
-    info: Any = False
-    timeouts: Mapping[str, float | None] = field(default_factory=dict)
+    obs_dtype: np.dtype[Any] | None = None  # of stored floating-point observations; None: that of the environments
+    info: Any = False  # infos to store; False: none
+    timeouts: Mapping[str, float | None] = field(default_factory=dict)  # by phase, for coroutines
 
     @property
     def deadlines(self) -> dict[str, float | None]:
@@ -182,13 +175,13 @@ def build_policy(policy: Any, options: WorkerOptions, built: Group | BuiltEnv, d
 
 
 def _compiled(policy: Any, options: WorkerOptions) -> Any:
-    from muster.policies.coroutines import takes
+    from muster.policies.adapt import is_coroutine_policy
     from muster.policies.heads import Head
 
     wanted = [name for name in ("compile_policy", "cudagraph_policy") if getattr(options, name) not in (None, False)]
     if policy is None or not wanted:
         return policy
-    if takes(policy):
+    if is_coroutine_policy(policy):
         raise BadOption(f"{wanted[0]} is for modules and functions, and {name_of(policy)} is a coroutine function.")
     if isinstance(policy, Head):
         raise BadOption(
@@ -222,29 +215,21 @@ def _check_env(env: EnvBatch, options: RolloutOptions) -> None:
                 f"set_truncated=True, but {env.name} has no 'truncated' flag. Add one (TorchRL: "
                 f"env.add_truncated_keys()), or leave set_truncated out."
             )
-    if env.ready_envs is not None:
-        refused = {
-            "max_frames_per_traj": options.max_frames_per_traj,
-            "reset_when_done=False": not options.reset_when_done,
-            "max_decorrelation_steps": options.max_decorrelation_steps,
-            "prev_action_reward": options.prev_action_reward,
-        }
-        for name in [name for name, given in refused.items() if given]:
-            raise BadOption(
-                f"{name}: {env.name} is asynchronous (batch_size={len(env.ready_envs)} of num_envs={env.num_envs}): "
-                f"its environments reset themselves, and are at different steps. Remove the option "
-                f"(max_episode_steps of envpool.make_gymnasium limits episodes), or leave batch_size out"
-            )
-    if env.agents:
-        refused = {
-            "set_truncated": options.set_truncated,
-            "compact_obs": options.compact_obs,
-            "reset_when_done=False": not options.reset_when_done,
-            "max_decorrelation_steps": options.max_decorrelation_steps,
-            "prev_action_reward": options.prev_action_reward,
-        }
-        for name in [name for name, given in refused.items() if given]:
-            raise BadOption(f"{name}: the agents of {env.name} take turns, which this option does not know. Remove it")
+    others = {
+        "reset_when_done=False": not options.reset_when_done,
+        "max_decorrelation_steps": options.max_decorrelation_steps,
+        "prev_action_reward": options.prev_action_reward,
+    }
+    refused = {"max_frames_per_traj": options.max_frames_per_traj, **others}
+    if env.ready_envs is not None and (name := next(filter(refused.get, refused), None)):
+        raise BadOption(
+            f"{name}: {env.name} is asynchronous (batch_size={len(env.ready_envs)} of num_envs={env.num_envs}): "
+            f"its environments reset themselves, and are at different steps. Remove the option "
+            f"(max_episode_steps of envpool.make_gymnasium limits episodes), or leave batch_size out"
+        )
+    refused = {"set_truncated": options.set_truncated, "compact_obs": options.compact_obs, **others}
+    if env.agents and (name := next(filter(refused.get, refused), None)):
+        raise BadOption(f"{name}: the agents of {env.name} take turns, which this option does not know. Remove it")
     if options.max_frames_per_traj and STEP_COUNT in env.observation_specs:
         raise BadOption(
             f"max_frames_per_traj adds 'step_count', which {env.name} has already. Let the environment truncate "

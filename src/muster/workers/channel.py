@@ -1,4 +1,4 @@
-"""Channels: messages and descriptors between two processes, over an unnamed socket pair; and wake-ups.
+"""Channels: messages and descriptors between two processes, over an unnamed socket pair; wake-ups; status pages.
 
 A message is a header (length, number of descriptors) and a pickle. Only processes of one collector have an end of a
 channel, so that messages are as trusted as this process.
@@ -13,9 +13,12 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
+import faulthandler
+import mmap
 import os
 import pickle
 import select
+import signal
 import socket
 import struct
 import sys
@@ -25,6 +28,9 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+from muster.memory.shared import Arena
+from muster.rollout.progress import CELLS
 
 _HEADER = struct.Struct("=QQ")
 _SIZE = 1 << 16  # bytes per read
@@ -44,9 +50,7 @@ class Channel:
 
     Messages that arrive together are read together: after waiting for ``fileno()``, receive until ``poll()`` is false.
     When either end is closed, ``send`` raises EOFError, and so does ``receive`` after all messages sent before.
-
-    Args:
-        sock: a connected stream socket, owned by this object.
+    A channel owns its socket.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -200,15 +204,12 @@ class WakeUp:
     two on systems without eventfd.
 
     Threads of the same process can say who rings: then only these senders are looked at, however many there are.
-
-    Attributes:
-        fds: descriptors for ``WakeUp(*fds)`` in another process; owned by this object.
     """
 
     def __init__(self, *fds: int) -> None:
         if not fds:
             fds = (os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC),) if hasattr(os, "eventfd") else os.pipe()
-        self.fds, self._read = fds, fds[0]
+        self.fds, self._read = fds, fds[0]  # for ``WakeUp(*fds)`` in another process; owned by this object
         self._closing = threading.Lock()
         self._senders: dict[Any, None] = {}  # as an ordered set
         self._close = weakref.finalize(self, _close_all, fds)  # a thread may never reach this
@@ -269,3 +270,65 @@ class WakeUp:
 def _close_all(fds: Sequence[int]) -> None:
     for fd in fds:
         os.close(fd)
+
+
+class StatusPage:
+    """The status page of a worker, which its parent can read at any time, also when the worker hangs or is dead.
+
+    A page of counters that the worker stores into, then text: the stacks that ``faulthandler`` writes, which works
+    without the GIL and during a crash.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._read = mmap.PAGESIZE  # end of the text that ``stack`` has read
+        # Integers, stored and loaded as a whole. They outlive the status page.
+        self.cells = memoryview(arena.view(0, CELLS * 8)).cast("q")  # type: ignore[arg-type]
+
+    @classmethod
+    def create(cls) -> StatusPage:
+        """Make the parent's side; it uses one descriptor."""
+        import fcntl
+
+        arena = Arena.create("muster-status-page")
+        arena.allocate(mmap.PAGESIZE)
+        # Stacks follow the page, in every process that writes.
+        fcntl.fcntl(arena.fd, fcntl.F_SETFL, os.O_APPEND | fcntl.fcntl(arena.fd, fcntl.F_GETFL))
+        return cls(arena)
+
+    @classmethod
+    def attach(cls, fd: int) -> StatusPage:
+        """Make the worker's side; ``fd`` was received from the parent, and is owned by this object."""
+        return cls(Arena.attach(fd))
+
+    @property
+    def fd(self) -> int:
+        return self._arena.fd
+
+    def arm(self) -> None:
+        """In a worker process: write the stacks of all threads on SIGUSR1 and on a crash of the interpreter."""
+        faulthandler.register(signal.SIGUSR1, file=self.fd, all_threads=True)
+        faulthandler.enable(file=self.fd, all_threads=True)
+
+    def disarm(self) -> None:
+        """In a fork of a worker process: detach it, so that it writes neither stacks nor counters to this page."""
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.disable()
+        self._arena.isolate()
+
+    def stack(self, within_s: float = 0.0) -> str:
+        """In the parent: return the text since the last call; waits up to ``within_s`` for complete text."""
+        deadline = time.monotonic() + within_s
+        size = os.fstat(self.fd).st_size
+        while time.monotonic() < deadline:
+            time.sleep(0.01)  # noqa: TID251 (there is no event for the growth of a file)
+            before, size = size, os.fstat(self.fd).st_size
+            if size == before > self._read:
+                break
+        text = os.pread(self.fd, size - self._read, self._read)
+        self._read += len(text)
+        return text.decode(errors="replace")
+
+    def close(self) -> None:
+        """Close the descriptor; idempotent. ``cells`` stay readable."""
+        self._arena.close()

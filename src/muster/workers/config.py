@@ -50,29 +50,17 @@ def timeout_of(timeouts: Mapping[str, float | None], phase: str) -> float | None
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """The place of a worker's groups among all groups, known once all are made; and settings that change later.
+    """The place of a worker's groups among all groups, known once all are made; and settings that change later."""
 
-    Attributes:
-        firsts: global number of the first environment, by group.
-        total: number of environments over all groups.
-        marks_valid: see ``RolloutOptions``.
-        seed: seed of all environments and random streams; None: no seed.
-        static: all environments have the same seed.
-        episodes: number of each environment's first episode, by group; None: 0.
-        marks_resumed: rollouts have the column of resumed episodes.
-        grad: the policy acts with gradients enabled.
-        columns: columns of the current rollouts; None: not laid out yet.
-    """
-
-    firsts: Mapping[int, int]
-    total: int
-    marks_valid: bool
-    seed: int | None
-    static: bool = False
-    episodes: Mapping[int, Array] | None = None
-    marks_resumed: bool = False
-    grad: bool = False
-    columns: LayOut | None = None
+    firsts: Mapping[int, int]  # global number of the first environment, by group
+    total: int  # number of environments over all groups
+    marks_valid: bool  # see ``RolloutOptions``
+    seed: int | None  # seed of all environments and random streams; None: no seed
+    static: bool = False  # all environments have the same seed
+    episodes: Mapping[int, Array] | None = None  # number of each environment's first episode, by group; None: 0
+    marks_resumed: bool = False  # rollouts have the column of resumed episodes
+    grad: bool = False  # the policy acts with gradients enabled
+    columns: LayOut | None = None  # columns of the current rollouts; None: not laid out yet
 
     def part(self, groups: Sequence[int]) -> WorkerPlace:
         """Return the place of these groups only."""
@@ -87,67 +75,40 @@ class WorkerConfig:
 
     A restarted worker gets the config that its predecessor would have now: with the next ``generation`` and the present
     ``place``.
-
-    Attributes:
-        index: number of the worker.
-        groups: numbers of the worker's groups.
-        factories: environment factories, one for each group; pickled by ``pickling.dumps`` for processes.
-        kwargs: list of keyword arguments for the factories; pickled likewise.
-        policy: pickled policy or policy factory.
-        is_factory: ``policy`` is a factory.
-        options: ``WorkerOptions``; pickled likewise.
-        policy_turns: ``Turns`` by which threads call the policy, one at a time, with their group's random streams as
-            global ones. None: workers are processes, or the user's thread does not wait for the threads.
-        served_by: number of workers in the mailbox of the inference server; None: the worker runs the policy.
-        threads: number of torch threads; None: unchanged.
-        cpus: numbers of the CPUs on which the worker runs; empty: as its parent.
-        stoppable: check the cell ``STOP`` after every step.
-        in_thread: the worker is a thread of the parent's process.
-        generation: number of earlier starts of the worker.
-        place: place among all workers; None until all workers have made their groups.
-        node: number and host of the worker's node, for messages; empty on this machine.
-        ticket: ticket for the weights, whose descriptors are sent with it; None: the worker does not subscribe.
     """
 
-    index: int
-    groups: Sequence[int]
-    factories: Sequence[Any]
-    kwargs: Any
-    policy: bytes
-    is_factory: bool
-    options: Any
+    index: int  # number of the worker
+    groups: Sequence[int]  # numbers of the worker's groups
+    factories: Sequence[Any]  # environment factories, one for each group; pickled by ``pickling.dumps`` for processes
+    kwargs: Any  # list of keyword arguments for the factories; pickled likewise
+    policy: bytes  # pickled policy or policy factory
+    is_factory: bool  # ``policy`` is a factory
+    options: Any  # ``WorkerOptions``; pickled likewise
+    # ``Turns`` by which threads call the policy, one at a time, with their group's random streams as global ones. None:
+    # workers are processes, or the user's thread does not wait for the threads
     policy_turns: Any = None
+    # number of workers in the mailbox of the inference server; None: the worker runs the policy
     served_by: int | None = None
-    threads: int | None = None
-    cpus: Sequence[int] = ()
-    stoppable: bool = False
-    in_thread: bool = False
-    generation: int = 0
-    place: WorkerPlace | None = None
-    node: str = ""
+    threads: int | None = None  # number of torch threads; None: unchanged
+    cpus: Sequence[int] = ()  # numbers of the CPUs on which the worker runs; empty: as its parent
+    stoppable: bool = False  # check the cell ``STOP`` after every step
+    in_thread: bool = False  # the worker is a thread of the parent's process
+    generation: int = 0  # number of earlier starts of the worker
+    place: WorkerPlace | None = None  # place among all workers; None until all workers have made their groups
+    node: str = ""  # number and host of the worker's node, for messages; empty on this machine
+    # ticket for the weights, whose descriptors are sent with it; None: the worker does not subscribe
     ticket: Ticket | None = None
 
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """The configuration of a worker pool. The config of a node's pool can be pickled.
+    """The configuration of a worker pool; see also ``MultiOptions``. The config of a node's pool can be pickled."""
 
-    Attributes:
-        workers: configs of the workers, without the policy.
-        policy: pickled policy or policy factory.
-        count: number of workers of the collector, over all nodes.
-        server: config of the inference server; None: the workers run the policy.
-        origins: ``EnvFactory`` of each group, for crash reports; each is pickled for a node.
-        max_frames_per_traj, crash_dir, on_failure, timeouts, max_restarts, start_method, cpu_affinity: see
-            ``MultiOptions``.
-        node: number and host of the node, for messages; empty on this machine.
-    """
-
-    workers: Sequence[WorkerConfig]
-    policy: bytes
-    count: int
-    server: ServerConfig | None
-    origins: Sequence[Any]
+    workers: Sequence[WorkerConfig]  # configs of the workers, without the policy
+    policy: bytes  # pickled policy or policy factory
+    count: int  # number of workers of the collector, over all nodes
+    server: ServerConfig | None  # config of the inference server; None: the workers run the policy
+    origins: Sequence[Any]  # ``EnvFactory`` of each group, for crash reports; each is pickled for a node
     max_frames_per_traj: Any
     crash_dir: Any
     on_failure: OnFailure
@@ -155,7 +116,7 @@ class PoolConfig:
     max_restarts: int | None
     start_method: str | None
     cpu_affinity: Literal["auto"] | Sequence[Sequence[int]] | None = None
-    node: str = ""
+    node: str = ""  # number and host of the node, for messages; empty on this machine
 
     @property
     def groups(self) -> list[int]:

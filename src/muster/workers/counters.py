@@ -15,48 +15,31 @@ from muster.workers.messages import GroupInfo, RolloutResult
 
 @dataclass(frozen=True)
 class NodeCounts:
-    """The counts of a node for a group so far, as plain data.
-
-    Attributes:
-        executed, discarded, clock: see ``FrameCounters``.
-        timing: see ``Timing``.
-    """
+    """The counts of a node for a group so far, as plain data; see ``FrameCounters``."""
 
     executed: int = 0
     discarded: Mapping[str, int] = field(default_factory=dict)
-    timing: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    timing: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)  # see ``Timing``
     clock: Array | None = None
 
 
 @dataclass
 class FrameCounters:
-    """The frame counters of one group, over all workers that have run it.
-
-    Attributes:
-        env_ids: global numbers of the environments.
-        in_flight: steps of lanes that are not delivered yet.
-        partial: steps in flight in the lane that is not complete.
-        delivered: frames in batches.
-        lag: see ``WorkerStats.policy_lag``.
-        clock: episode numbers and steps as of the last result, ``[2, B]``; None: no result yet.
-        dropped: no worker runs the group any more.
-        late: the node of the group was absent for some time.
-        unseen: upper bound on the steps of lost nodes that were never reported.
-    """
+    """The frame counters of one group, over all workers that have run it."""
 
     info: GroupInfo
-    env_ids: Array
+    env_ids: Array  # global numbers of the environments
     executed: int = 0
-    in_flight: int = 0
-    partial: int = 0
-    delivered: int = 0
-    lag: int = 0
+    in_flight: int = 0  # steps of lanes that are not delivered yet
+    partial: int = 0  # steps in flight in the lane that is not complete
+    delivered: int = 0  # frames in batches
+    lag: int = 0  # see ``WorkerStats.policy_lag``
     discarded: Counter[str] = field(default_factory=Counter)
     timing: Timing = field(default_factory=Timing)
-    clock: Array | None = None
-    dropped: bool = False
-    late: bool = False
-    unseen: int = 0
+    clock: Array | None = None  # episode numbers and steps as of the last result, ``[2, B]``; None: no result yet
+    dropped: bool = False  # no worker runs the group any more
+    late: bool = False  # the node of the group was absent for some time
+    unseen: int = 0  # upper bound on the steps of lost nodes that were never reported
 
     def add(self, result: RolloutResult) -> None:
         """Add a result, unless it was added before."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,42 +10,35 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from muster.envs.build import is_environment
-from muster.episodes.record import Episodes
+from muster.episodes.record import NO_EPISODES, Episodes, join_episodes
 from muster.errors import HookError, MusterError
 from muster.keys import AGENT, TERMINATED, TRAJ_DONE, TRAJ_IDS, TRUNCATED, Key, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
-from muster.restore.action_log import LIMIT_BYTES, ActionLog, ResetLog
+from muster.restore.action_log import LIMIT_BYTES, ActionLog, Anchors, ResetLog
 from muster.restore.crash_report import CrashDirectory, CrashReport
 from muster.restore.kept_episodes import KeptEpisodes
 from muster.restore.pickling import unpickled
 from muster.workers.build import seeds_of
-from muster.workers.messages import GroupInfo, RolloutResult
+from muster.workers.messages import RolloutResult
 
 if TYPE_CHECKING:
+    from muster.rollout.group import Group
     from muster.workers.counters import FrameCounters
+    from muster.workers.requests import Request
     from muster.workers.under_way import AtWork
 
 TURNS = "It cannot be replayed: agents take turns, and the actions of their last turns are in no row yet."
 Replay = tuple[Path | None, str]  # a crash report, and the command that replays it
-
+MOST_STEPS = 8192  # that ``LocalLog`` joins
+MOST_BYTES = 1 << 20
 
 TOGETHER = "Episodes cannot be repeated: the environments are made together and reset themselves."
 OBJECT = "Episodes cannot be repeated: an environment object cannot be made again. Give an id, or a function."
 
 
 class CrashNotes:
-    """The action logs of groups that were just made, in the parent.
-
-    Args:
-        groups: numbers of the groups.
-        origins: ``EnvFactory`` of each group.
-        counters: frame counters, by number of the group.
-        max_frames_per_traj, crash_dir: see the collector's options.
-
-    Attributes:
-        kept: episodes that are kept; None: none.
-    """
+    """The action logs of groups that were just made, in the parent; ``origins``: ``EnvFactory`` of each group."""
 
     def __init__(
         self,
@@ -56,18 +49,16 @@ class CrashNotes:
         crash_dir: str | Path | None = None,
     ) -> None:
         self._directory = CrashDirectory(crash_dir)
-        self.kept: KeptEpisodes | None = None
+        self.kept: KeptEpisodes | None = None  # episodes that are kept
         self._histories: dict[int, ActionLog] = {}
-        self._infos: dict[int, GroupInfo] = {}
+        self._infos = {number: counters[number].info for number in groups}
         self._begun: dict[int, int] = {}  # by request under way: first row after an earlier result
         for number, factory in zip(groups, origins, strict=True):
-            info, ids = counters[number].info, counters[number].env_ids
-            self._infos[number] = info
             self._histories[number] = ActionLog(
                 factory,
-                name=info.name,
-                env_ids=ids.tolist(),
-                alone=info.replays_alone,
+                name=self._infos[number].name,
+                env_ids=counters[number].env_ids.tolist(),
+                alone=self._infos[number].replays_alone,
                 limit_bytes=LIMIT_BYTES // len(origins),
                 max_frames_per_traj=max_frames_per_traj,
             )
@@ -102,11 +93,6 @@ class CrashNotes:
             history = self._histories[number]
             history.reset(None, seeds_of(seed, [0] * len(history.env_ids) if static else history.env_ids, generation))
 
-    def restarted(self, groups: Sequence[int], seed: int | None, static: bool, generation: int) -> None:
-        """Note that these groups were made again by a restarted worker."""
-        self.forget(groups)
-        self.seeded(groups, seed, static=static, generation=generation)
-
     def reported(self, result: RolloutResult, lane: Lane) -> None:
         """Log the actions of a complete rollout."""
         begin = self._begun.pop(result.number, 0)
@@ -115,15 +101,7 @@ class CrashNotes:
         self.add(result.group, actions, ids, result.anchors, result.episodes)
 
     def add(self, group: int, actions: Mapping[Key, Array], ids: Array, log: ResetLog, ended: Episodes | None) -> None:
-        """Log a rollout, and keep episodes that ended in it.
-
-        Args:
-            group: number of the group.
-            actions: ``[n, B, *shape]`` per leaf.
-            ids: trajectory ids, ``[n, B]``.
-            log: resets of the rollout.
-            ended: episodes that ended in it.
-        """
+        """Log a rollout (actions ``[n, B, *shape]``, trajectory ids ``[n, B]``), and keep episodes that ended in it."""
         history, stepped = self._histories[group], ids >= 0 if self._infos[group].replays_alone else None
         if ended and self.kept is not None:
             self.kept.add(ended, ids, history, actions, log, stepped)
@@ -147,8 +125,7 @@ class CrashNotes:
     def died(self, at_work: AtWork, error: MusterError) -> Callable[[], Replay]:
         """Make a crash report for a worker that is dead or hangs, from the rows that it has written into its lane.
 
-        Returns:
-            a function that saves the crash report, which can take long on a busy disk. It does not use the lane.
+        Returns a function that saves it, which can take long on a busy disk. That function does not use the lane.
         """
         request, lane, index = at_work.request, at_work.lane, at_work.index
         begin, phase = self._begun.pop(request.number, 0), error.phase or "step"
@@ -181,3 +158,96 @@ class CrashNotes:
 
     def _actions(self, group: int, lane: Lane, begin: int, end: int) -> dict[Key, Array]:
         return {key: lane.arrays[key][begin:end] for key in self.action_keys(group, lane)}
+
+
+# --- a worker in the user's thread ---------------------------------------------------------------------
+
+
+class LocalLog:
+    """Adds the rollouts of a worker in the user's thread, whose groups had no reset yet, to their action logs.
+
+    It does as little work per rollout and reset as possible: short rollouts are joined, and added as one.
+    """
+
+    def __init__(self, notes: CrashNotes, groups: Sequence[Group]) -> None:
+        self._notes = notes
+        self._of = {group.number: _JoinedRollouts(notes, group) for group in groups}
+        self.add = self._add if len(groups) > 1 else self._of[groups[0].number].add  # see ``Worker.after_rollout``
+
+    def _add(self, result: RolloutResult, lane: Lane, begin: int) -> None:
+        self._of[result.group].add(result, lane, begin)
+
+    def before_request(self, request: Request, groups: Sequence[int]) -> None:
+        """Note a request that these groups will execute, which may reset environments or replace their states."""
+        self.flush()
+        request.noted(self._notes, groups)
+
+    def flush(self, *, at_end: bool = False) -> None:
+        """Add what was joined so far; ``at_end``: the newest episode of it is kept."""
+        if at_end and self._notes.kept is not None:
+            self._notes.kept.newest_due = not self._notes.kept.missing
+        for joined in self._of.values():
+            joined.flush()
+
+
+class _JoinedRollouts:
+    """The rollouts of a group that are not in its action log yet."""
+
+    def __init__(self, notes: CrashNotes, group: Group) -> None:
+        self._notes, self._number, self._waiting = notes, group.number, group.waiting
+        self._num_envs, self._anchors = group.B, Anchors(group.env)
+        self._keys: list[Key] = []  # of the actions, then of the trajectory ids
+        self._columns: list[Array] = []  # [most, B, *shape] of each
+        self._most = self._full = self._rows = 0
+        self._forget()
+        group.before_reset, group.lost_track = self._before_reset, self._lose
+
+    def add(self, result: RolloutResult, lane: Lane, begin: int) -> None:
+        if result.error is not None:
+            self._lose()
+            return
+        rows = self._rows + result.done_steps - begin
+        if rows > self._most:
+            self._allocate(lane, rows)
+        for key, column in zip(self._keys, self._columns, strict=True):
+            column[self._rows : rows] = lane.arrays[key][begin : result.done_steps]
+        self._rows = rows
+        if result.episodes is not NO_EPISODES and result.episodes is not None:
+            self._ended.append(result.episodes)
+        newest_due = self._ended and self._notes.kept is not None and self._notes.kept.newest_due
+        if rows >= self._full or newest_due or not self._waiting.idle:  # bypassed rows have to be the last ones
+            self.flush()
+
+    def flush(self) -> None:
+        if not self._rows:
+            return
+        *actions, ids = (column[: self._rows] for column in self._columns)
+        named = dict(zip(self._keys, actions, strict=False))
+        self._notes.add(self._number, named, ids, self._anchors.take(), join_episodes(self._ended))
+        self._forget()
+
+    def _forget(self) -> None:
+        self._rows = 0
+        self._ended: list[Episodes] = []
+
+    def _lose(self, which: Iterable[int] = ()) -> None:
+        """Forget all actions: the next ones do not follow them."""
+        self._forget()
+        self._anchors.forget()
+        self._notes.forget([self._number])
+
+    def _before_reset(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+        # A rollout begins in row 0 of its lane, or continues after an error, which has forgotten all earlier rows.
+        self._anchors.before_reset(self._rows + row, which, seeds)
+
+    def _allocate(self, lane: Lane, rows: int) -> None:
+        """Make columns for at least ``rows`` rows."""
+        before, known = self._columns, self._rows
+        self._keys = [*self._notes.action_keys(self._number, lane), TRAJ_IDS]
+        like = [lane.arrays[key] for key in self._keys]
+        row_bytes = sum(array[0].nbytes for array in like)
+        self._full = max(1, min(MOST_STEPS // self._num_envs, MOST_BYTES // row_bytes))
+        self._most = self._full + rows
+        self._columns = [np.empty((self._most, *array.shape[1:]), array.dtype) for array in like]
+        for column, old in zip(self._columns, before, strict=False):
+            column[:known] = old[:known]

@@ -48,28 +48,18 @@ _WORKING = str(Path("workers", "main.py"))
 
 @dataclass(frozen=True)
 class Where:
-    """The place of an error in a collector; unknown parts are None.
-
-    Attributes:
-        env_ids: global numbers of the environments that may have failed.
-        env_index: index of the environment in its group.
-        row: row of the rollout.
-        episode, step: number of episodes that the environment had completed, and of its steps since then.
-        seed: seed of the environment's last seeded reset.
-        generation: number of earlier starts of the worker.
-        node: number and host of the worker's node; empty on this machine.
-    """
+    """The place of an error in a collector; unknown parts are None."""
 
     worker: int | None = None
     pid: int | None = None
-    generation: int | None = None
-    env_ids: tuple[int, ...] = ()
-    env_index: int | None = None
-    row: int | None = None
-    episode: int | None = None
-    step: int | None = None
-    seed: int | None = None
-    node: str = ""
+    generation: int | None = None  # number of earlier starts of the worker
+    env_ids: tuple[int, ...] = ()  # global numbers of the environments that may have failed
+    env_index: int | None = None  # index of the environment in its group
+    row: int | None = None  # row of the rollout
+    episode: int | None = None  # number of episodes that the environment had completed
+    step: int | None = None  # number of its steps since then
+    seed: int | None = None  # seed of the environment's last seeded reset
+    node: str = ""  # number and host of the worker's node; empty on this machine
 
     def __str__(self) -> str:
         parts = []
@@ -98,52 +88,15 @@ class Where:
 
 
 @dataclass(frozen=True)
-class SentCause:
-    """The cause of an error as plain data.
-
-    Attributes:
-        pickled: pickled exception; None if it does not survive pickling.
-    """
-
-    type_name: str
-    text: str
-    traceback: str
-    pickled: bytes | None = field(default=None, repr=False)
-
-    @classmethod
-    def of(cls, cause: BaseException) -> SentCause:
-        if type(cause) is RemoteError:  # ``isinstance`` would run code of a user's exception class
-            return cls(cause.type_name, str(cause).partition(": ")[2], cause.traceback)
-        return cls(_type_name(cause), _text(cause), _traceback(cause), _pickled(cause))
-
-    def error(self) -> BaseException:
-        """Unpickle the exception; if that is impossible, make a ``RemoteError``."""
-        if self.pickled is not None:
-            try:
-                original: BaseException = cloudpickle.loads(self.pickled)
-                return original
-            except KeyboardInterrupt:
-                raise
-            except BaseException:  # noqa: BLE001  (its module may be missing here; use the text)
-                pass
-        return RemoteError(f"{self.type_name}: {self.text}", self.type_name, self.traceback)
-
-
-@dataclass(frozen=True)
 class SentError:
-    """An error as plain data, which any process can receive. It is complete for the user.
+    """An error as plain data, which any process can receive. It is complete for the user."""
 
-    Attributes:
-        kind: name of the class in ``muster.errors``.
-        known: attributes of the error.
-        crash_report: name and content of a crash report from another machine.
-    """
-
-    kind: str
+    kind: str  # name of the class in ``muster.errors``
     message: str
-    known: Mapping[str, Any]
-    cause: SentCause | None
-    crash_report: tuple[str, bytes] | None = None
+    known: Mapping[str, Any]  # attributes of the error
+    cause: RemoteError | None = None  # text of the original exception; None: there is none
+    pickled: bytes | None = field(default=None, repr=False)  # the original; None if it does not survive pickling
+    crash_report: tuple[str, bytes] | None = None  # name and content of a crash report from another machine
 
     def here(self, directory: CrashDirectory) -> SentError:
         """Return the error with its crash report saved in a directory of this machine."""
@@ -157,22 +110,28 @@ class SentError:
         """Make the exception; its ``__cause__`` is the original exception or a ``RemoteError``."""
         error = _made(getattr(errors, self.kind), self.message)
         vars(error).update(self.known)
-        error.__cause__ = None if self.cause is None else self.cause.error()
+        error.__cause__ = self.cause
+        if self.pickled is not None:
+            try:
+                error.__cause__ = cloudpickle.loads(self.pickled)
+            except KeyboardInterrupt:
+                raise
+            except BaseException:  # noqa: BLE001  (its module may be missing here; use the text)
+                pass
         return error
 
 
 def send_error(error: BaseException) -> SentError:
     """Convert an exception of a worker pool to plain data. Includes its crash report and deletes that file here."""
-    nearest, cause = _nearest(error), _CAUSE(error)
+    nearest = _nearest(error)
     if nearest is None:
         return pack(error, phase="call")
     known = {name: value for name, value in vars(error).items() if not name.startswith("_")}
-    path, content = known.get("crash_report"), None
-    if path is not None:
-        content = path.name, path.read_bytes()
+    sent = SentError(nearest.__name__, text_of(error), known, *_sent_cause(_CAUSE(error)))
+    if (path := known.get("crash_report")) is not None:
+        sent = replace(sent, crash_report=(path.name, path.read_bytes()))
         path.unlink()
-    sent_cause = None if cause is None else SentCause.of(cause)
-    return SentError(nearest.__name__, text_of(error), known, sent_cause, content)
+    return sent
 
 
 def pack(error: BaseException, *, phase: str, **where: Any) -> SentError:
@@ -195,11 +154,11 @@ def pack(error: BaseException, *, phase: str, **where: Any) -> SentError:
     if original is not None:
         full = _traceback(original)
         trim(original)
-    cause = None if original is None else SentCause.of(original)
+    cause, pickled = _sent_cause(original)
     stack = f"Traceback in the worker:\n{cause.traceback}" if cause is not None and cause.traceback else ""
     sentence = text if text.endswith((".", "!", "?")) else f"{text}."
     message = _sections(f"{sentence} In {place}, phase {phase}.", stack)
-    return SentError(nearest.__name__, message, place.known(phase) | {"traceback": full}, cause)
+    return SentError(nearest.__name__, message, place.known(phase) | {"traceback": full}, cause, pickled)
 
 
 def env_index_of(error: BaseException, phase: str) -> int | None:
@@ -213,21 +172,12 @@ def env_index_of(error: BaseException, phase: str) -> int | None:
     return index if type(index) is int and index >= 0 else None
 
 
-def died(
-    where: Where,
-    *,
-    phase: str,
-    exitcode: int | None,
-    oom_kills: int = 0,
-    stack: str = "",
-) -> WorkerDied:
+def died(where: Where, *, phase: str, exitcode: int | None, oom_kills: int = 0, stack: str = "") -> WorkerDied:
     """Return the error for a worker process that exited unexpectedly.
 
     Args:
-        phase: phase that was interrupted.
         exitcode: exit code as in ``subprocess``: negative for signals; None: unknown.
         oom_kills: growth of ``oom_kills()`` since the supervisor was made.
-        stack: output of ``faulthandler``.
     """
     how, name = "ended in an unknown way", ""
     if exitcode is not None and exitcode < 0:
@@ -244,32 +194,15 @@ def died(
 
 
 def node_lost(where: Where, *, phase: str, why: str) -> WorkerDied:
-    """Return the error for a worker whose node was lost or did not join.
-
-    Args:
-        why: reason given by the node's link.
-    """
+    """Return the error for a worker whose node was lost or did not join; ``why``: reason given by its link."""
     message = f"{_capital(where)} is lost with its node, during {phase}: {why}"
     return _at(WorkerDied(message), where, phase)
 
 
 def hung(
-    where: Where,
-    *,
-    phase: str,
-    seconds: float,
-    deadline: float,
-    stack: str = "",
-    stopped: bool = False,
+    where: Where, *, phase: str, seconds: float, deadline: float, stack: str = "", stopped: bool = False
 ) -> WorkerHung:
-    """Return the error for a worker that made no progress for longer than its deadline.
-
-    Args:
-        phase: phase in which the worker hangs.
-        seconds: seconds since the last sign of life.
-        stack: output of ``faulthandler``; empty if there is none.
-        stopped: the process is stopped (SIGSTOP, a debugger).
-    """
+    """Return the error for a worker that made no progress for longer than its deadline; ``stopped``: by SIGSTOP."""
     frame = innermost_user_frame(stack)
     at = f" at {frame}" if frame else ""
     message = f"{_capital(where)} has been in {phase} for {seconds:.1f} s{at}; its deadline is {deadline:g} s."
@@ -282,11 +215,7 @@ def hung(
 
 
 def on_server(error: Exception, seen: MusterError) -> MusterError:
-    """Return the error of a policy on the inference server.
-
-    Args:
-        seen: error raised by the server's answer in a worker; its attributes give the place.
-    """
+    """Return the error of a policy on the inference server, with the place of the worker's error ``seen``."""
     cls = _nearest(error) or PolicyError
     full = _traceback(error)
     trim(error)
@@ -297,11 +226,7 @@ def on_server(error: Exception, seen: MusterError) -> MusterError:
 
 
 def server_hung(ident: int | None, *, seconds: float, deadline: float) -> WorkerHung:
-    """Return the error for an inference server whose policy does not return.
-
-    Args:
-        ident: identifier of the server's thread.
-    """
+    """Return the error for an inference server whose policy does not return, in the thread ``ident``."""
     stack = "" if ident is None else thread_stack(ident)
     frame = innermost_user_frame(stack)
     message = (
@@ -388,6 +313,14 @@ def _made(cls: type[MusterError], message: str) -> MusterError:
     error = cls.__new__(cls, message)
     error.args = (message,)
     return error
+
+
+def _sent_cause(cause: BaseException | None) -> tuple[RemoteError | None, bytes | None]:
+    """Return an exception as text, and pickled if possible."""
+    if cause is None or type(cause) is RemoteError:  # ``isinstance`` would run code of a user's exception class
+        return cause, None
+    name = _type_name(cause)
+    return RemoteError(f"{name}: {_text(cause)}", name, _traceback(cause)), _pickled(cause)
 
 
 def _pickled(error: BaseException) -> bytes | None:

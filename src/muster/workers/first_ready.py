@@ -44,11 +44,7 @@ class _Requested:
 
 
 class _Undelivered:
-    """The requested, undelivered rollouts of all bundles. No method that every batch calls looks at all of them.
-
-    Attributes:
-        lacking: bundles with fewer than ``lead``, by first group.
-    """
+    """The requested, undelivered rollouts of all bundles. No method that every batch calls looks at all of them."""
 
     def __init__(self, bundles: Sequence[Bundle], lead: int) -> None:
         self._lead = lead
@@ -56,7 +52,7 @@ class _Undelivered:
         self._queues: dict[int, list[_Requested]] = {bundle.groups[0]: [] for bundle in bundles}  # oldest first
         self._complete: dict[_Requested, None] = {}  # as an ordered set
         self._count = 0
-        self.lacking = {bundle.groups[0]: bundle for bundle in bundles}
+        self.lacking = {bundle.groups[0]: bundle for bundle in bundles}  # bundles with fewer than ``lead``
 
     def __len__(self) -> int:
         return self._count

@@ -1,9 +1,13 @@
 """The fork server: a process that has imported the workers' modules, and forks a worker in milliseconds.
 
 One per parent process, started by ``launch``. It runs no code of the user's, initialises no device and starts no
-threads. It receives requests over a socket. It forks keepers (``muster.workers.keeper``), each of which forks
-a worker. A second socket ties its life to the parent's: when the parent exits for any reason, the kernel kills
-the fork server at once; its keepers detect that, and end their workers with all processes that these have started.
+threads. It receives requests over a socket. It forks keepers, each of which forks a worker. A second socket ties its
+life to the parent's: when the parent exits for any reason, the kernel kills the fork server at once; its keepers detect
+that, and end their workers with all processes that these have started.
+
+Environments start simulators, often in sessions of their own, where no signal to the worker reaches them. On Linux the
+keeper is the worker's parent and a *child subreaper*: it becomes the parent of all orphans below it. So when the worker
+has exited for any reason, the descendants of its keeper are exactly the processes that the worker has started.
 """
 
 from __future__ import annotations
@@ -17,7 +21,6 @@ import random
 import select
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback
@@ -29,11 +32,13 @@ from typing import Any, NoReturn
 
 from muster.utils.attributes import named
 from muster.workers.channel import Channel
-from muster.workers.keeper import become_subreaper, children, keep, kill_group, tie_life
+from muster.workers.lifelines import become_subreaper, children, hung_up, kill_group, tie_life
 
 STATUS_BYTES = 8  # size of an exit code in a worker's exit pipe
 END_S = 1.5  # timeout for the end of all workers, when the parent has ended
 KEEPER = "muster-keeper"
+GRACE_S = 2.0  # between SIGTERM and SIGKILL, for processes left by a worker with exit code 0
+KILLED_S = 5.0  # timeout for killed processes to exit; some are blocked in the kernel for longer
 
 # Heavy, and safe to import before a fork: they start no threads that a fork would lose. (Not jax.)
 PRELOADED = (
@@ -135,46 +140,11 @@ class _Server:
         os._exit(0)
 
 
-class ForkedServer:
-    """A fork server that is a fork of its parent, which must have one thread. Stands in for ``subprocess.Popen``.
-
-    Args:
-        ours, theirs: ends of the socket for requests; the second one is closed in the parent.
-        life, lifeline: ends of the fork server's lifeline; the second one is closed in the parent.
-    """
-
-    def __init__(self, ours: Channel, theirs: Channel, life: socket.socket, lifeline: socket.socket) -> None:
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                ours.close()
-                life.close()
-                tie_life(lifeline)
-                serve(theirs.fileno(), lifeline.fileno())
-            finally:
-                os._exit(1)
-        theirs.close()
-        lifeline.close()
-
-    def wait(self, timeout: float) -> None:
-        """Wait until it has exited. Raises ``subprocess.TimeoutExpired``."""
-        fd = os.pidfd_open(self.pid)
-        try:
-            if self.returncode is None and not select.select([fd], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired("fork server", timeout)
-            os.waitpid(self.pid, 0)
-            self.returncode = 0
-        finally:
-            os.close(fd)
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-
-
 def serve(fd: int, lifeline_fd: int) -> None:
     """Run the fork server of the process at the other ends of two sockets. ``tie_life`` was already called."""
-    _own_signals()
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # nothing of what this process has inherited
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent handles it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for inherited in (fd, lifeline_fd):
         os.set_inheritable(inherited, False)
     _Server(socket.socket(fileno=fd), socket.socket(fileno=lifeline_fd)).serve()
@@ -203,8 +173,11 @@ def run(target: str, channel: Channel) -> NoReturn:
 
 
 def _keep(server: _Server, order: ForkRequest, fds: list[int], lifeline: socket.socket, tell: int) -> NoReturn:
-    """In a fork of the server: run the keeper of a worker, which is a fork of this process."""
-    code = 1
+    """In a fork of the server: fork a worker, wait for its exit, and end all processes that it leaves behind.
+
+    When the other end of ``lifeline`` is closed, all of them are killed, and no exit code is reported. The worker's pid
+    is not reused before its exit code is reported.
+    """
     try:
         channel, exit_pipe, out, err = fds
         os.setsid()  # leave the server's process group, which the kernel kills when the parent exits
@@ -213,31 +186,86 @@ def _keep(server: _Server, order: ForkRequest, fds: list[int], lifeline: socket.
         server.lifeline.close()
         for other in server.keepers.values():
             other.close()
-
-        def begin(life: socket.socket) -> NoReturn:
-            os.close(exit_pipe)
-            os.close(tell)
-            _in_worker(order, channel, (out, err), life)
-
-        def started(pid: int) -> None:
-            os.write(tell, str(pid).encode())
-            for fd in (tell, channel, out, err):
-                os.close(fd)
-            _show(KEEPER)
-
-        def ended(exit_code: int) -> None:
-            with contextlib.suppress(BrokenPipeError):
-                os.write(exit_pipe, exit_code.to_bytes(STATUS_BYTES, "little", signed=True))
-
+        become_subreaper()
         try:
-            keep(lifeline, begin, started, ended)
+            woken, wake = os.pipe()
+            os.set_blocking(woken, False)
+            os.set_blocking(wake, False)
+            signal.signal(signal.SIGCHLD, lambda *_: None)
+            signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+            ours, theirs = socket.socketpair()
+            pid = os.fork()
         except OSError as error:
             os.write(tell, str(error).encode())
-        code = 0
+            os._exit(0)
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for fd in (woken, wake, exit_pipe, tell):
+                os.close(fd)
+            ours.close()
+            lifeline.close()
+            _in_worker(order, channel, (out, err), theirs)
+        theirs.close()
+        os.write(tell, str(pid).encode())
+        for fd in (tell, channel, out, err):
+            os.close(fd)
+        _show(KEEPER)
+        poller = select.poll()
+        poller.register(woken, select.POLLIN)
+        poller.register(lifeline, 0)
+        while (code := _reap(pid)) is None:
+            if any(fd != woken for fd, _ in poller.poll()):
+                kill_group(pid)
+                poller.unregister(lifeline)
+            _drain(woken)
+        wanted = not hung_up(lifeline)
+        _end_the_rest(pid, gently=code == 0 and wanted, woken=woken)
+        if wanted:
+            with contextlib.suppress(BrokenPipeError):
+                os.write(exit_pipe, code.to_bytes(STATUS_BYTES, "little", signed=True))
+        os.waitpid(pid, 0)
+        os._exit(0)
     except BaseException:  # noqa: BLE001 (never return into the server's loop)
         traceback.print_exc()
     finally:
-        os._exit(code)
+        os._exit(1)
+
+
+def _reap(worker: int) -> int | None:
+    """Return the exit code of the worker, which stays a zombie; None while it runs. Reaps other zombies until then."""
+    while dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        if dead.si_pid == worker:
+            return dead.si_status if dead.si_code == os.CLD_EXITED else -dead.si_status
+        os.waitpid(dead.si_pid, 0)
+    return None
+
+
+def _end_the_rest(worker: int, *, gently: bool, woken: int) -> None:
+    """End all processes below this one except the dead worker: children of a killed process become our children."""
+    kill_at = time.monotonic() + (GRACE_S if gently else 0.0)
+    asked: set[int] = set()
+    poller = select.poll()
+    poller.register(woken, select.POLLIN)
+    if not gently:
+        kill_group(worker)
+    while rest := [pid for pid in children() if pid != worker and not os.waitpid(pid, os.WNOHANG)[0]]:
+        late = time.monotonic() - kill_at
+        if late > KILLED_S:
+            return
+        for pid in rest:  # unreaped children: no other process can have their pids
+            if late >= 0 or pid not in asked:
+                asked.add(pid)
+                with contextlib.suppress(PermissionError):
+                    os.kill(pid, signal.SIGKILL if late >= 0 else signal.SIGTERM)
+        poller.poll(1000 * (0.05 if late >= 0 else min(0.05, -late)))
+        _drain(woken)
+
+
+def _drain(woken: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        while os.read(woken, 512):
+            pass
 
 
 def _in_worker(order: ForkRequest, channel: int, streams: Sequence[int], lifeline: socket.socket) -> NoReturn:
@@ -264,13 +292,6 @@ def _in_worker(order: ForkRequest, channel: int, streams: Sequence[int], lifelin
         traceback.print_exc()
         os._exit(1)
     run(order.target, Channel(socket.socket(fileno=channel)))
-
-
-def _own_signals() -> None:
-    """Replace inherited signal settings: SIGINT is ignored (only the parent handles it), SIGTERM ends the process."""
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _show(name: str) -> None:

@@ -39,11 +39,10 @@ def take(group: Group, acting: str | None) -> dict[str, Any]:
 
 
 def load(group: Group, state: dict[str, Any], reasons: list[str | None], policy: Policy | None) -> dict[int, str]:
-    """Restore a state from ``take``.
+    """Restore a state from ``take``, in which ``policy`` acted last.
 
     Args:
         reasons: for every environment object, the reason why it was not restored, or None.
-        policy: policy that acted last.
 
     Returns:
         the environments that start new episodes (global numbers), each with the reason.

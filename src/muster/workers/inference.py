@@ -22,7 +22,7 @@ from muster.rollout.acting import OWN, policy_error
 from muster.utils.interrupts import allowed
 from muster.weights.transport import Ticket
 from muster.workers.actor import Actor, ServedRollout
-from muster.workers.config import made_policy
+from muster.workers.config import PoolConfig, made_policy
 from muster.workers.failures import on_server, server_hung
 from muster.workers.mailbox import LOOK_S, Mailbox
 from muster.workers.messages import GroupInfo, RolloutResult
@@ -35,31 +35,16 @@ LOST_S = 5.0  # timeout for a call of the policy that may write into the lane of
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """The configuration of an inference server, without policy and weights; see ``MultiOptions``. Can be pickled.
+    """What a ``PoolConfig`` says of an inference server only; see ``MultiOptions``. Can be pickled."""
 
-    Attributes:
-        workers: numbers of the workers that it acts for.
-        options: ``WorkerOptions``; pickled by ``pickling.dumps`` for a node.
-        is_factory: the policy is given as a factory.
-        alternating: half of the workers step while the server acts for the other half.
-        max_batch: maximum number of environments in one call; None: no maximum.
-        max_wait_s: maximum wait of the first worker that asks for others at work; None: until all of them ask.
-        threads: number of torch threads; None: unchanged.
-        deadline_s: deadline of a call of the policy; None: no deadline.
-        exclusive: the user's thread waits during calls; see ``Actor``.
-        keeps_streams: see ``Actor``.
-    """
-
-    workers: Sequence[int]
-    options: Any
-    is_factory: bool
-    alternating: bool
-    max_batch: int | None
+    options: Any  # ``WorkerOptions``; pickled by ``pickling.dumps`` for a node
+    alternating: bool  # half of the workers step while the server acts for the other half
+    max_batch: int | None  # maximum number of environments in one call; None: no maximum
+    # maximum wait of the first worker that asks for others at work; None: until all of them ask
     max_wait_s: float | None
-    threads: int | None
-    deadline_s: float | None
-    exclusive: bool = True
-    keeps_streams: bool = True
+    threads: int | None  # number of torch threads; None: unchanged
+    exclusive: bool = True  # the user's thread waits during calls; see ``Actor``
+    keeps_streams: bool = True  # see ``Actor``
 
 
 @dataclass
@@ -74,25 +59,22 @@ class _Client:
 
 
 class InferenceServer:
-    """Acts for workers, in a thread of its own.
-
-    Args:
-        policy: pickled policy or policy factory; the server makes a policy of its own.
-        ticket: ticket for the weights.
-        workers: number of the collector's workers, over all nodes.
+    """Acts for the workers of a pool, in a thread of its own, with a policy of its own.
 
     Attributes:
         actor: policy and random streams; only the server's thread uses them while workers are at work.
-        mailbox: mailbox of the workers.
     """
 
-    def __init__(self, config: ServerConfig, policy: bytes, ticket: Ticket, workers: int) -> None:
-        self._config, every = config, config.workers
+    def __init__(self, pool: PoolConfig, ticket: Ticket) -> None:
+        assert pool.server is not None
+        self._config = config = pool.server
+        self._deadline_s = pool.timeout("policy")
+        every = [worker.index for worker in pool.workers]
         half = -(-len(every) // 2) if config.alternating else len(every)
         self._client_groups = [part for part in (every[:half], every[half:]) if part]  # workers answered together
         lockstep = config.max_wait_s is None and config.max_batch is None
-        self.mailbox = Mailbox(workers, self._client_groups if lockstep else ())
-        own = made_policy(policy, is_factory=config.is_factory)
+        self.mailbox = Mailbox(pool.count, self._client_groups if lockstep else ())
+        own = made_policy(pool.policy, is_factory=pool.workers[0].is_factory)
         self._weights = ticket.open(ticket.fds)
         ticket.close()
         self.actor = Actor(
@@ -119,11 +101,7 @@ class InferenceServer:
     # --- called by the collector ------------------------------------------------------------------
 
     def open(self, handles: Sequence[WorkerProxy], infos: Mapping[int, GroupInfo]) -> None:
-        """Start to act for these workers; ``infos`` describes their groups, by number.
-
-        Raises:
-            BadOption: the server cannot act for their environments.
-        """
+        """Start to act for these workers; ``infos`` describes their groups. Raises ``BadOption`` if it cannot."""
         self.actor.open(infos)
         self._clients = {h.index: _Client(h.index, h, infos[h.groups[0]].num_envs) for h in handles}
         self._thread.start()
@@ -170,7 +148,7 @@ class InferenceServer:
     @contextmanager
     def _between_calls(self) -> Iterator[None]:
         """Enter between two calls of the policy, or after a timeout if a call hangs."""
-        longest = min(LOST_S, LOST_S if self._config.deadline_s is None else self._config.deadline_s)
+        longest = min(LOST_S, LOST_S if self._deadline_s is None else self._deadline_s)
         between = self._acting.acquire(timeout=max(0.0, longest - self.acting_for()))
         try:
             yield
@@ -185,7 +163,7 @@ class InferenceServer:
 
     def check(self) -> None:
         """Raise ``WorkerHung`` if the policy does not return, ``MusterError`` if the thread has ended."""
-        seconds, deadline = self.acting_for(), self._config.deadline_s
+        seconds, deadline = self.acting_for(), self._deadline_s
         if deadline is not None and seconds > deadline:
             raise server_hung(self._thread.ident, seconds=seconds, deadline=deadline)
         if not self._thread.is_alive():

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -18,10 +19,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from muster.errors import BadOption, CollectorTimeout, MusterError
-from muster.workers.channel import Channel
-from muster.workers.forkserver import LIGHT, PRELOADED, STATUS_BYTES, ForkedServer, ForkRequest
-from muster.workers.keeper import kill_group
-from muster.workers.status_page import StatusPage
+from muster.workers.channel import Channel, StatusPage
+from muster.workers.forkserver import LIGHT, PRELOADED, STATUS_BYTES, ForkRequest, serve
+from muster.workers.lifelines import hung_up, kill_group, tie_life
 
 UNKNOWN = 1 << 16  # exit code of a worker whose exit was not observed, because the fork server was killed
 SPARE_DESCRIPTORS = 10  # free descriptors required to start a worker
@@ -103,12 +103,7 @@ def in_process(method: str | None, *, light: bool = False) -> Callable[[str, boo
 class Child:
     """A worker process. Its keeper, a child of a fork server, writes its exit code into a pipe.
 
-    Args:
-        alone: use a fork server for this process only.
-        light: see ``launch``.
-
-    Attributes:
-        pid: process id.
+    With ``alone``, the fork server is for this process only.
     """
 
     def __init__(self, order: ForkRequest, channel_end: Channel, *, alone: bool, light: bool) -> None:
@@ -150,7 +145,8 @@ class Child:
     def _ended_unseen(self) -> int:
         """Return the exit code if no keeper has written it: the keeper was killed, or the system has no keepers."""
         if self._server is not None and sys.platform != "linux":
-            return int(self._server.process.wait(END_S))
+            code = self._server.wait(END_S)
+            return UNKNOWN if code is None else code
         kill_group(self.pid, reaped=True)
         return UNKNOWN
 
@@ -191,18 +187,15 @@ class Child:
 
 
 class _ForkServer:
-    """The parent's side of a fork server.
-
-    Attributes:
-        shared: shared fork servers, by ``light``; a spawned worker has a fork server of its own.
-    """
+    """The parent's side of a fork server. A spawned worker has a fork server of its own."""
 
     lock = threading.Lock()
-    shared: ClassVar[dict[bool, _ForkServer]] = {}
+    shared: ClassVar[dict[bool, _ForkServer]] = {}  # by ``light``
     all: ClassVar[weakref.WeakSet[_ForkServer]] = weakref.WeakSet()
 
-    def __init__(self, channel: Channel, life: socket.socket, process: subprocess.Popen[bytes] | ForkedServer) -> None:
-        self._channel, self._life, self.process = channel, life, process
+    def __init__(self, channel: Channel, life: socket.socket, pid: int) -> None:
+        self._channel, self._life, self.pid = channel, life, pid
+        self._code: int | None = None
         self.all.add(self)
 
     @classmethod
@@ -215,16 +208,11 @@ class _ForkServer:
     def fork_shared(cls, order: ForkRequest, fds: list[int], light: bool) -> int:
         """Fork a worker from the shared server for ``light``, and return its pid. Starts the server if necessary."""
         with cls.lock:
-            try:
-                return cls._running(light).fork(order, fds)
-            except EOFError:  # the server was killed since the last launch
-                return cls._running(light).fork(order, fds)
-
-    @classmethod
-    def _running(cls, light: bool) -> _ForkServer:
-        if light not in cls.shared:
+            if light in cls.shared:
+                with contextlib.suppress(EOFError):  # the server was killed since the last launch
+                    return cls.shared[light].fork(order, fds)
             cls.shared[light] = cls.start()
-        return cls.shared[light]
+            return cls.shared[light].fork(order, fds)
 
     def fork(self, order: ForkRequest, fds: list[int]) -> int:
         """Start a worker, and return its pid. Ends the server and raises EOFError or TimeoutError if it fails."""
@@ -244,17 +232,23 @@ class _ForkServer:
         """In a fork of this process: release the server, which belongs to the parent."""
         self._channel.close()
         self._life.close()  # otherwise the server would outlive the parent
-        self.process.returncode = 0  # nothing to wait for
+
+    def wait(self, seconds: float) -> int | None:
+        """Wait for the end of the process, and return its exit code; None if it still runs."""
+        if self._code is None and hung_up(self._life, seconds):
+            self._code = UNKNOWN
+            with contextlib.suppress(ChildProcessError):  # another part of the program has reaped it
+                self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._code
 
     def end(self) -> None:
         for light in [light for light, server in self.shared.items() if server is self]:
             del self.shared[light]
         self._channel.close()
         try:
-            self.process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(END_S)
+            if self.wait(END_S) is None:
+                os.kill(self.pid, signal.SIGKILL)
+                self.wait(END_S)
         finally:
             self._life.close()
 
@@ -272,7 +266,17 @@ def shutdown_forkserver() -> None:
 def fork_server_here() -> None:
     """Make a fork of this process its fork server, with all imported modules. Requires a process with one thread."""
     (channel, theirs), (life, lifeline) = Channel.pair(), socket.socketpair()
-    _ForkServer.shared[False] = _ForkServer(channel, life, ForkedServer(channel, theirs, life, lifeline))
+    with contextlib.closing(theirs), lifeline:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                channel.close()
+                life.close()
+                tie_life(lifeline)
+                serve(theirs.fileno(), lifeline.fileno())
+            finally:
+                os._exit(1)
+    _ForkServer.shared[False] = _ForkServer(channel, life, pid)
 
 
 def has_fork_server() -> bool:
@@ -304,12 +308,12 @@ def _interpreter_flags() -> list[str]:
     return ["-" + "O" * sys.flags.optimize] * bool(sys.flags.optimize) + [f"-W{each}" for each in sys.warnoptions]
 
 
-def _python(lifeline: socket.socket, channel: Channel, streams: list[int]) -> subprocess.Popen[bytes]:
-    """Start an interpreter that first ties its life to this process, and then becomes a fork server."""
+def _python(lifeline: socket.socket, channel: Channel, streams: list[int]) -> int:
+    """Start an interpreter that first ties its life to this process, and then becomes a fork server. Return its pid."""
     ends = (channel.fileno(), lifeline.fileno())
     surroundings = f"import sys; sys.path[:] = {sys.path!r}; sys.argv[:] = {sys.argv!r}"
-    tied = f"from muster.workers.keeper import tie_life; tie_life({lifeline.fileno()})"
-    return subprocess.Popen(
+    tied = f"from muster.workers.lifelines import tie_life; tie_life({lifeline.fileno()})"
+    server = subprocess.Popen(
         [
             *(sys.executable, *_interpreter_flags()),
             *("-c", f"{surroundings}; {tied}; from muster.workers.forkserver import serve; serve{ends}"),
@@ -321,6 +325,8 @@ def _python(lifeline: socket.socket, channel: Channel, streams: list[int]) -> su
         pass_fds=ends,
         start_new_session=True,  # only the parent handles Ctrl-C, Ctrl-Z and a closed terminal
     )
+    server.returncode = 0  # ``_ForkServer.wait`` waits for it
+    return server.pid
 
 
 def _preloadable(module: str) -> bool:

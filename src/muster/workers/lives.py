@@ -65,20 +65,13 @@ class Restarted(Exception):
 
 @dataclass
 class Record:
-    """The signs of life and the restarts of one worker or node.
+    """The signs of life and the restarts of one worker or node."""
 
-    Attributes:
-        signs, since: last signs of life, and the time (``time.monotonic``) of their last change.
-        restarts: times of the restarts within the last minute.
-        fruitless: number of restarts since the last complete rollout.
-        revive_at: time of the next restart; None: none is planned.
-    """
-
-    signs: tuple[Any, ...] = ()
-    since: float = 0.0
-    restarts: deque[float] = field(default_factory=deque)
-    fruitless: int = 0
-    revive_at: float | None = None
+    signs: tuple[Any, ...] = ()  # the last ones
+    since: float = 0.0  # time (``time.monotonic``) of their last change
+    restarts: deque[float] = field(default_factory=deque)  # times of the restarts within the last minute
+    fruitless: int = 0  # number of restarts since the last complete rollout
+    revive_at: float | None = None  # time of the next restart; None: none is planned
 
     def may_restart(self, most: int | None) -> bool:
         """Count one more restart, and return whether the budget of ``most`` per minute allows it."""
@@ -94,28 +87,17 @@ class Proxy(ABC):
     """The worker pool's end of a worker or node: its state, its requests, and their results.
 
     Requests and calls are executed one after another, in the order in which they were submitted.
-
-    Attributes:
-        index: number of the worker.
-        groups: numbers of its groups.
-        under_way: requests whose results were not taken.
-        infos: descriptions of the groups that it has made; None: it has made none yet.
-        cause: error with which it was lost.
-        starts: number of starts.
-        record: signs of life and restarts.
-        place: place of its groups for a successor; None: not known yet.
-        late: the node was called and did not join in time.
     """
 
-    late = False
+    late = False  # the node was called and did not join in time
 
     def __init__(self, index: int, groups: Sequence[int], watcher: Watcher) -> None:
         self.index, self.groups, self._watcher = index, list(groups), watcher
         self.under_way = UnderWay()
-        self.infos: list[GroupInfo] | None = None
-        self.cause: Exception | None = None
+        self.infos: list[GroupInfo] | None = None  # descriptions of its groups; None: it has made none yet
+        self.cause: Exception | None = None  # error with which it was lost
         self.starts, self.record = 0, Record()
-        self.place: WorkerPlace | None = None
+        self.place: WorkerPlace | None = None  # place of its groups for a successor; None: not known yet
         self._state = WorkerState.NEW
         self._owner = Owner("collector", "workers")
         self._asked = 0  # number of the newest request
@@ -192,11 +174,7 @@ class Proxy(ABC):
     def close(self, *, wait: bool = True) -> None:
         """Close the environments and end the worker, by force if necessary. May be called again.
 
-        Args:
-            wait: False: only start to close.
-
-        Raises:
-            Exception: error from closing an environment; the worker has ended nevertheless.
+        Without ``wait``, only start to close. Raises the error of an environment; the worker has ended nevertheless.
         """
         if self._state is WorkerState.RUNNING and self.alive:
             self.state = WorkerState.CLOSING
@@ -271,30 +249,27 @@ class Watcher(ABC):
     Args:
         config: its ``on_failure``: "raise": raise the error to the user; the next batch restarts the worker.
             "restart": restart the worker at once. "drop": continue without the worker.
-
-    Attributes:
-        handles: proxies of all workers, or of all nodes.
-        counters: frame counters of the groups; empty before there is a pool.
         elastic: nodes may join late and leave: requests of a lost node are returned as lost, for other nodes.
-        changes: number of changes of the states of workers or nodes.
     """
 
-    changes = 0
+    changes = 0  # number of changes of the states of workers or nodes
 
     def __init__(self, config: PoolConfig, *, elastic: bool = False) -> None:
-        self.handles: Sequence[Any] = ()
-        self.counters: Sequence[FrameCounters] = ()
+        self.handles: Sequence[Any] = ()  # proxies of all workers, or of all nodes
+        self.counters: Sequence[FrameCounters] = ()  # of the groups; empty before there is a pool
         self.elastic, self.config = elastic, config
         self._lost: list[RolloutResult] = []
         self._due: list[Any] = []  # proxies whose restart is planned
-        self._slow = SlowConstruction(self.missing)
+        self._begun = time.monotonic()
+        self._missed = ""  # what was logged last as missing
+        self._next_log = self._begun + SLOW_S
+        self._same_log = 0.0  # time at which the same is logged again
 
     @abstractmethod
     def wait(self, timeout: float | None, *, revives: bool = True) -> None:
         """Wait until a worker has sent a message or is lost, and process all messages. May return early.
 
-        Args:
-            revives: restart workers whose restart is due; return at once if losses were not taken yet.
+        With ``revives``, restart workers whose restart is due; return at once if losses were not taken yet.
         """
 
     @abstractmethod
@@ -324,7 +299,7 @@ class Watcher(ABC):
         asked = handle.starts if asked is None else asked
         while not ready():
             if not self.counters:
-                self._slow.look()
+                self._log_slow_construction()
             if (was_alive := handle.alive) and handle.starts == asked:
                 self.wait(None, revives=False)
             if handle.starts != asked:
@@ -336,6 +311,18 @@ class Watcher(ABC):
                     self.wait(None, revives=False)  # for messages of others, until its restart is due
                     self._revive_due()
                 raise Restarted
+
+    def _log_slow_construction(self) -> None:
+        """Log what is missing after ``SLOW_S``, again when it changes, and again after ``SLOW_AGAIN_S``."""
+        now = time.monotonic()
+        if now < self._next_log:
+            return
+        self._next_log = now + SLOW_S
+        missing = self.missing()
+        if missing and (missing != self._missed or now >= self._same_log):
+            _log.warning("Waiting for %s (%.0f s so far).", missing, now - self._begun)
+            self._missed = missing
+            self._same_log = now + SLOW_AGAIN_S
 
     def _until_due(self, *seconds: float | None) -> float:
         """Return the minimum of these timeouts and the time until the next planned restart, at least 0."""
@@ -397,33 +384,6 @@ class Watcher(ABC):
                 result.error = None
         assert handle.cause is not None
         raise handle.cause
-
-
-class SlowConstruction:
-    """Logs what the construction of a collector waits for, if it takes long.
-
-    Args:
-        missing: returns a description of what is missing; empty if nothing is.
-    """
-
-    def __init__(self, missing: Callable[[], str]) -> None:
-        self._missing = missing
-        self._begun = time.monotonic()
-        self._look_at = self._begun + SLOW_S
-        self._logged = ""
-        self._again_at = 0.0
-
-    def look(self) -> None:
-        """Log what is missing after ``SLOW_S``, again when it changes, and again after ``SLOW_AGAIN_S``."""
-        now = time.monotonic()
-        if now < self._look_at:
-            return
-        self._look_at = now + SLOW_S
-        missing = self._missing()
-        if missing and (missing != self._logged or now >= self._again_at):
-            _log.warning("Waiting for %s (%.0f s so far).", missing, now - self._begun)
-            self._logged = missing
-            self._again_at = now + SLOW_AGAIN_S
 
 
 def listed(noun: str, numbers: Sequence[int]) -> str:

@@ -36,19 +36,14 @@ class Mailbox:
     """The server's end. Its clients are all workers.
 
     Args:
-        workers: number of workers.
         groups: client groups. A group is answered when all its workers at work have asked, and only the last one rings.
-
-    Attributes:
-        cells: ``CELLS`` integers per client; the last ``CELLS`` belong to the server.
-        wake_up: wake-up of the server.
     """
 
     def __init__(self, workers: int, groups: Sequence[Sequence[int]] = ()) -> None:
         self._arena = Arena.create("muster-mailbox")
         self._arena.allocate((workers + 1) * CELLS * 8)
-        self.cells = _cells(self._arena, workers + 1)
-        self.wake_up = WakeUp()
+        self.cells = _cells(self._arena, workers + 1)  # the last ``CELLS`` belong to the server
+        self.wake_up = WakeUp()  # of the server
         self._wake_ups = [WakeUp() for _ in range(workers)]
         self._own = workers * CELLS + ASLEEP
         for number, group in enumerate(groups):
@@ -126,12 +121,9 @@ class Mailbox:
 
 
 class MailboxClient:
-    """A worker's end.
+    """The end of worker ``number`` of ``workers``, which owns the descriptors from ``Mailbox.fds_for``.
 
     Args:
-        number: number of the worker.
-        workers: number of workers.
-        fds: see ``Mailbox.fds_for``; owned by this object.
         given_up: returns whether the results of this worker are ignored from now on.
     """
 
@@ -202,12 +194,7 @@ class MailboxClient:
 
 
 class ServedPolicy:
-    """Implements ``Policy`` by one question to the server per row. The server reads and writes the rows of the lanes.
-
-    Args:
-        mailbox: client of the server's mailbox.
-        progress: progress cells, with the number of the current request.
-    """
+    """Implements ``Policy`` by one question per row to the server, which reads and writes the rows of the lanes."""
 
     name, path, draws_globally = "policy", "server", False
     raises = (MusterError,)  # none of them is raised by the user's policy, which runs in the server

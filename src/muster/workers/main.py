@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -26,15 +26,14 @@ from muster.rng import GroupRng
 from muster.rollout.group import Group
 from muster.rollout.progress import ALL_ORDERS, ORDER, PHASE, STOP, Phase, Progress
 from muster.utils.forks import end_on_return
-from muster.weights.transport import Subscriber, Ticket
+from muster.weights.transport import Ticket
 from muster.workers.build import WorkerOptions, build_envs, build_policy, make_group
-from muster.workers.channel import Channel
+from muster.workers.channel import Channel, StatusPage
 from muster.workers.config import WorkerConfig, WorkerPlace, made_policy
 from muster.workers.failures import SentError, env_index_of, pack
 from muster.workers.mailbox import MailboxClient, ServedPolicy
 from muster.workers.messages import BIRTH, CLOSED, Answer, GroupInfo, RolloutRequest, RolloutResult
 from muster.workers.requests import Request
-from muster.workers.status_page import StatusPage
 from muster.workers.worker import Worker, describe, objects_of
 
 if TYPE_CHECKING:
@@ -84,8 +83,7 @@ def _leave_to_user(worker: WorkerMain, status_page: StatusPage) -> None:
 class WorkerMain:
     """Executes the messages of the parent, in a process or thread of its own.
 
-    Args:
-        fds: descriptors of the inference server's mailbox, or of the ticket for the weights.
+    ``fds`` are descriptors of the inference server's mailbox, or of the ticket for the weights.
     """
 
     def __init__(self, channel: Any, config: WorkerConfig, progress: Progress, arena: Arena, fds: list[int]) -> None:
@@ -348,16 +346,16 @@ class WorkerMain:
         subscriber, into = ticket.open(self._ticket_fds), named_tensors(self._policy)
         self.made.callback(subscriber.close)  # the descriptors would outlive a thread
         self._close_ticket()
-        self.worker.newest = lambda: _taken(subscriber, into)
+
+        def newest() -> int | str:
+            subscriber.take(into)
+            return subscriber.version or 0
+
+        self.worker.newest = newest
 
     def _close_ticket(self) -> None:
         while self._ticket_fds:
             os.close(self._ticket_fds.pop())
-
-
-def _taken(subscriber: Subscriber, into: Mapping[str, torch.Tensor]) -> int | str:
-    subscriber.take(into)
-    return subscriber.version or 0
 
 
 class _Stop:

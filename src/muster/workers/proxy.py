@@ -61,23 +61,16 @@ class WorkerProcess:
 
 
 class WorkerProxy(Proxy):
-    """Implements ``Proxy`` for a process or thread.
-
-    Attributes:
-        config: config of a successor, except its ``generation`` and ``place``.
-        process: the most recent process or thread.
-        failure: error of the process before any request, while it made its environments or groups.
-        unwritten: error that kept a rollout from being written to its destination. No later rollout is written either.
-    """
+    """Implements ``Proxy`` for a process or thread."""
 
     absent = False
 
     def __init__(self, config: WorkerConfig, supervisor: Supervisor) -> None:
         super().__init__(config.index, config.groups, supervisor)
-        self.config, self._supervisor = config, supervisor
-        self.process: WorkerProcess
-        self.failure: SentError | None = None
-        self.unwritten: Exception | None = None
+        self.config, self._supervisor = config, supervisor  # config of a successor, except ``generation`` and ``place``
+        self.process: WorkerProcess  # the most recent one
+        self.failure: SentError | None = None  # error before any request, while it made its environments or groups
+        self.unwritten: Exception | None = None  # why a rollout was not written to its destination, and no later one is
 
     @property
     def awaited(self) -> bool:
@@ -109,7 +102,8 @@ class WorkerProxy(Proxy):
             seed, generation = self.place.seed, self.config.generation
             if self._supervisor.server is not None:
                 self._supervisor.server.actor.reseed(self.groups, seed, generation)
-            self._supervisor.notes.restarted(self.groups, seed, self.place.static, generation)
+            self._supervisor.notes.forget(self.groups)
+            self._supervisor.notes.seeded(self.groups, seed, static=self.place.static, generation=generation)
             for request in self.under_way.requests():
                 self.send(request)
 

@@ -23,13 +23,9 @@ if TYPE_CHECKING:
 
 
 class Request(ABC):
-    """A request to a worker, other than for a rollout.
+    """A request to a worker, other than for a rollout."""
 
-    Attributes:
-        waits: not sent to absent workers. They get its effect with their ``WorkerPlace``, if it has one.
-    """
-
-    waits: ClassVar[bool] = False
+    waits: ClassVar[bool] = False  # not sent to absent workers. They get its effect with their ``WorkerPlace``
 
     @abstractmethod
     def run(self, worker: Worker) -> Any:
@@ -67,19 +63,12 @@ class Call(Request):
 
 @dataclass(frozen=True)
 class LayOut(Request):
-    """Prepare the next rollouts; the answer has their layouts by group.
+    """Prepare the next rollouts; the answer has their layouts by group."""
 
-    Attributes:
-        policy: "policy" or "random".
-        T: number of time steps, by group.
-        version: version of the weights; None: the worker sets it when it takes the weights.
-        served: columns that an inference server writes.
-    """
-
-    policy: str
-    T: Mapping[int, int]
-    version: int | str | None = None
-    served: Sequence[Column] = ()
+    policy: str  # "policy" or "random"
+    T: Mapping[int, int]  # number of time steps, by group
+    version: int | str | None = None  # of the weights; None: the worker sets it when it takes the weights
+    served: Sequence[Column] = ()  # columns that an inference server writes
 
     def run(self, worker: Worker) -> dict[int, Layout]:
         layouts = worker.layouts(self)
@@ -113,16 +102,12 @@ class Seed(Request):
 
 @dataclass(frozen=True)
 class Reset(Request):
-    """Reset environments, by group, before the next step.
-
-    Attributes:
-        check: do not reset; raise ``UnsupportedEnv`` if a group cannot reset only some of its environments.
-    """
+    """Reset environments, by group, before the next step."""
 
     waits = True
     which: Mapping[int, Sequence[int]]
     options: dict[str, Any] | None = None
-    check: bool = False
+    check: bool = False  # do not reset; raise ``UnsupportedEnv`` if a group cannot reset only some environments
 
     def part(self, groups: Sequence[int]) -> Reset | None:
         which = {number: self.which[number] for number in groups if number in self.which}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -38,16 +38,6 @@ SAMPLED_EVERY = 0.2  # seconds
 END_S = 5.0  # timeout for a killed process to exit
 
 
-class Caller(Protocol):
-    """The owner of a worker pool, whose messages are handled also while the pool waits for workers."""
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when a message is pending."""
-
-    def hear(self) -> None:
-        """Handle pending messages. An exception ends the wait for workers."""
-
-
 class Supervisor(Watcher):
     """Starts workers, makes a worker pool of them, and supervises their processes.
 
@@ -62,12 +52,10 @@ class Supervisor(Watcher):
         subscribe: returns a ticket for the weights, by number of the worker; None: no weights yet.
         made: exit stack; its callbacks close everything that the supervisor makes.
         light: with an inference server, start worker processes that have not imported torch.
-        caller: owner of the pool, if that is not the user's thread.
+        caller: node that owns the pool. While the pool waits for workers, and ``fileno()`` of the node is readable, its
+            ``hear()`` handles its messages; an exception ends the wait.
 
     Attributes:
-        arena: memory of all lanes.
-        notes: action logs for crash reports, once there is a pool.
-        server: inference server for all workers; None: the workers run the policy.
         launch: starts a process or thread with a name; returns it, the parent's end of its channel, and its status
             page. The second argument: whether to spend time on preloading modules for later starts.
         write: writes a rollout to its destination, if that is not its lane; its errors count as the worker's.
@@ -80,11 +68,11 @@ class Supervisor(Watcher):
         made: ExitStack,
         *,
         light: bool = True,
-        caller: Caller | None = None,
+        caller: Any = None,
     ) -> None:
         super().__init__(config)
         self.subscribe, self._caller = subscribe, caller
-        self.arena = Arena.create("muster-slots")
+        self.arena = Arena.create("muster-slots")  # memory of all lanes
         made.callback(self.arena.close)
         self.write: Callable[[RolloutResult, Slot], None] | None = None
         self._wake_up: WakeUp | None = None
@@ -94,14 +82,14 @@ class Supervisor(Watcher):
             self.launch: Callable[[str, bool], tuple[Any, ...]] = in_thread(self._wake_up)
         else:
             self.launch = in_process(config.start_method, light=light and config.server is not None)
-        self.server: InferenceServer | None = None
+        self.server: InferenceServer | None = None  # for all workers; None: the workers run the policy
         if config.server is not None:
             assert subscribe is not None, "weights come before the server"
-            ticket = subscribe(config.server.workers[0])
+            ticket = subscribe(config.workers[0].index)
             made.callback(ticket.close)  # if the server cannot be made
-            self.server = InferenceServer(config.server, config.policy, ticket, config.count)
+            self.server = InferenceServer(config, ticket)
             made.callback(self.server.close)
-        self.notes: CrashNotes
+        self.notes: CrashNotes  # once there is a pool
         self._oom_kills = failures.oom_kills()
         self._look_at = 0.0
         self._listening: tuple[int, select.poll, dict[Any, WorkerProxy]] | None = None
@@ -209,13 +197,9 @@ class Supervisor(Watcher):
             self._lose(handle, error, "worker_died" if handle.unwritten is error else "env_error")
 
     def _take_note_of_reports(self, handle: WorkerProxy, *, ending: bool = False) -> Exception | None:
-        """Process new results.
+        """Process new results; with ``ending``, errors are handled like the end of the worker.
 
-        Args:
-            ending: the worker is being ended: errors are handled like its end.
-
-        Returns:
-            the first error for which the worker has to be ended. Requests with such errors are under way again.
+        Returns the first error for which the worker has to be ended. Requests with such errors are under way again.
         """
         first = None
         fresh, handle.under_way.fresh = handle.under_way.fresh, []
@@ -342,11 +326,7 @@ class Supervisor(Watcher):
         return failures.Where(env_ids=(env_id,), env_index=at_work.index, row=row, seed=seed, **known)
 
     def _lose(self, handle: WorkerProxy, error: Exception, reason: str, at_work: AtWork | None = None) -> None:
-        """End a worker, and pass its requests on as ``on_failure`` says.
-
-        Args:
-            at_work: the interrupted work, for a crash report; None: no crash report.
-        """
+        """End a worker, and pass its requests on as ``on_failure`` says; ``at_work`` is for a crash report."""
         handle.cause = error
         crash_report = None if at_work is None else self.notes.died(at_work, cast(MusterError, error))
         if self.config.on_failure != "restart":

@@ -65,10 +65,7 @@ class WorkerThread:
     """A thread that replaces a worker process, its channel and its status page. Nothing is pickled.
 
     A thread cannot be killed: it runs on, and its writes no longer reach shared memory. The methods are those of
-    ``Child``, ``Channel`` and ``StatusPage``.
-
-    Args:
-        wake_up: wake-up that rings with every message of the thread, and at its end.
+    ``Child``, ``Channel`` and ``StatusPage``. ``wake_up`` rings with every message of the thread, and at its end.
     """
 
     fd = -1
@@ -253,10 +250,6 @@ class OneAtATime:
     """Implements ``Policy``: acts in the turn of its thread.
 
     Policies that draw only from the group's own generator need a turn for their first call only.
-
-    Args:
-        turns: turns of all threads.
-        progress: progress cells of this thread's worker.
     """
 
     def __init__(self, policy: Policy, turns: Turns, progress: Progress) -> None:

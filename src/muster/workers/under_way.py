@@ -23,16 +23,12 @@ from muster.workers.messages import RolloutRequest, RolloutResult
 
 @dataclass
 class Requested:
-    """A request, until its result is taken.
-
-    Attributes:
-        entered: the frame counters include its steps, from a result that was taken back.
-    """
+    """A request, until its result is taken."""
 
     request: RolloutRequest
     slot: Slot
     result: RolloutResult | None = None
-    entered: bool = False
+    entered: bool = False  # the frame counters include its steps, from a result that was taken back
 
     @property
     def lane(self) -> Lane:
@@ -41,32 +37,23 @@ class Requested:
 
 @dataclass(frozen=True)
 class AtWork:
-    """The rollout at which a worker is working.
-
-    Attributes:
-        row: last row for which the policy was called; -1: none.
-        index: index of the environment that is being stepped; None: unknown.
-    """
+    """The rollout at which a worker is working."""
 
     request: RolloutRequest
     lane: Lane
-    row: int
-    index: int | None
+    row: int  # last row for which the policy was called; -1: none
+    index: int | None  # index of the environment that is being stepped; None: unknown
 
 
 class UnderWay:
     """The requests of one worker, with their slots, until their results are taken.
 
     True while a request has no result. Methods with ``cells`` read the worker's progress; see ``Progress``.
-
-    Attributes:
-        outstanding: requests whose results were not taken, by number, oldest first.
-        fresh: results that the supervisor has not processed.
     """
 
     def __init__(self) -> None:
-        self.outstanding: dict[int, Requested] = {}
-        self.fresh: list[RolloutResult] = []
+        self.outstanding: dict[int, Requested] = {}  # requests whose results were not taken, by number, oldest first
+        self.fresh: list[RolloutResult] = []  # results that the supervisor has not processed
 
     def __bool__(self) -> bool:
         return any(requested.result is None for requested in self.outstanding.values())

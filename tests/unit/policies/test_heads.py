@@ -13,6 +13,7 @@ from muster.errors import BadOption, BadPolicyOutput
 from muster.keys import LOG_PROB
 from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import ArraySpec, Column
+from muster.policies.checks import PolicySetting
 from muster.policies.head_policy import HeadPolicy
 from muster.policies.heads import Head, categorical, deterministic, gaussian, tanh_gaussian
 from muster.rng import GroupRng
@@ -62,9 +63,9 @@ def case(request) -> tuple[Head, ArraySpec]:
     return HEADS[request.param]()
 
 
-def make(head, spec, *, batched=True, **options) -> HeadPolicy:
-    options = {"obs_keys": [OBS], "action_key": ACTION, "device": None, **options}
-    return HeadPolicy(head, action_spec=spec, batch_dims=int(batched), **options)
+def make(head, spec, *, batched=True, keys=(OBS,), **options) -> HeadPolicy:
+    specs = dict.fromkeys(keys, ArraySpec((4,), np.dtype(np.float32)))
+    return HeadPolicy(head, PolicySetting(specs, {ACTION: spec}, (8,) if batched else (), **options))
 
 
 def lane_for(policy, spec, obs, *, batched=True) -> Lane:
@@ -146,7 +147,7 @@ def test_actions_lie_in_the_space(case):
 def test_deterministic_takes_the_mode(case):
     head, spec = case
     obs = observations()
-    action, log_prob = collect(make(head, spec, deterministic=True), spec, obs)
+    action, log_prob = collect(make(head, spec, exploration_type="mode"), spec, obs)
     mode = head.mode(torch.as_tensor(obs[:-1])).detach()
     np.testing.assert_allclose(action, mode, rtol=1e-5, atol=1e-5)
     if log_prob is not None:
@@ -272,7 +273,7 @@ def test_several_observations_come_as_a_nested_dict():
             return obs["a"] + obs["b"]["c"]
 
     keys, spec = [("a",), ("b", "c")], box()
-    policy = make(deterministic(Adds()), spec, obs_keys=keys)
+    policy = make(deterministic(Adds()), spec, keys=keys)
     columns = [Column(key, (2,), np.dtype(np.float32), carry=True) for key in keys]
     lane = Slot(Layout(2, 3, (*columns, Column(ACTION, (2,), np.dtype(np.float32))))).lanes[0]
     lane.arrays[keys[0]][...], lane.arrays[keys[1]][...] = 1, 2

@@ -20,6 +20,7 @@ from torch import nn
 from muster.errors import BadOption, BadPolicyOutput
 from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import ArraySpec, Column
+from muster.policies.checks import PolicySetting
 from muster.policies.tensordict import TensorDictPolicy
 from muster.rng import GroupRng
 
@@ -96,8 +97,8 @@ def case(request):
 
 
 def make(module, spec=BOX, *, batched=True, num_envs=B, **options) -> TensorDictPolicy:
-    options = {"obs_specs": OBS_SPECS, "action_specs": {ACTION: spec}, "device": None, **options}
-    return TensorDictPolicy(module, batch_shape=(num_envs,) if batched else (), **options)
+    options = {"obs_specs": OBS_SPECS, "action_specs": {ACTION: spec}, **options}
+    return TensorDictPolicy(module, PolicySetting(batch_shape=(num_envs,) if batched else (), **options))
 
 
 def lane_for(policy, spec, obs, *, batched=True) -> Lane:

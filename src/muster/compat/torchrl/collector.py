@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 import torchrl.collectors
-from torchrl.collectors import BaseCollector
 from torchrl.collectors.utils import _maybe_normalize_replay_buffer_tensordict_device
 from torchrl.envs import EnvBase
-from torchrl.modules import RandomPolicy
+from torchrl.envs.llm.transforms import PolicyVersion
 
 from muster.collectors.background import Background
 from muster.collectors.on_demand import OnDemand
+from muster.collectors.options import CollectorOptions, Execution
 from muster.collectors.setup import worker_options
 from muster.compat.torchrl import batches, policies, setup
-from muster.compat.torchrl.numbering import Numbering, TrajectoryPool
+from muster.compat.torchrl.numbering import Numbering
 from muster.compat.torchrl.state import TorchRLState
-from muster.compat.torchrl.weights import TorchRLWeights
+from muster.compat.torchrl.weights import TorchRLWeights, is_for_workers
 from muster.errors import CollectorClosed, EnvError, PolicyError
 from muster.keys import IS_INIT
 from muster.memory.slots import torch_dtype
@@ -32,7 +32,25 @@ from muster.utils.tracebacks import trimmed
 from muster.workers.build import build_policy
 
 
-class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[misc]
+class _ByBackend(type(torchrl.collectors.Collector)):  # type: ignore[misc]
+    """Metaclass with which ``Collector(backend=..., num_collectors=...)`` makes collectors of this package."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is Collector:
+            from muster.compat.torchrl.multi import made_elsewhere
+
+            if (other := made_elsewhere(args, kwargs)) is not None:
+                return other
+            kwargs = {name: value for name, value in kwargs.items() if name not in setup.SELECTORS}
+        return super().__call__(*args, **kwargs)
+
+
+class Collector(
+    TorchRLWeights,
+    TorchRLState,
+    torchrl.collectors.Collector,  # type: ignore[misc]
+    metaclass=_ByBackend,
+):
     """TorchRL 0.14's ``Collector`` with the same arguments, defaults, attributes and results; Muster collects.
 
     ``torchrl.collectors.Collector`` documents them, and docs/torchrl.md the differences. Besides TorchRL's
@@ -43,62 +61,130 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
         TypeError: an argument is unknown, or the policy cannot be wrapped.
     """
 
-    __signature__ = inspect.signature(torchrl.collectors.Collector)
+    closed: bool
+    env_device: Any
+    _wrapped_policy: Any = None
     _use_buffers: bool  # all batches have the full shape
     _ignore_rb = False  # True while BaseCollector assembles complete trajectories, and writes them itself
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return another collector if the arguments select one; see ``made_elsewhere``."""
-        if cls is Collector:
-            from muster.compat.torchrl.multi import made_elsewhere
-
-            if (other := made_elsewhere(args, kwargs)) is not None:
-                return other
-        return super().__new__(cls)
+    _thread: Background | None = None
+    _same: Any = None  # with return_same_td: the TensorDict of all batches
+    _acting: Any = None
+    _random_policy: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.closed = True
-        given = setup.parse(type(self), args, kwargs)
-        super().__init__(pre_collect_hook=given.pre_collect_hook, post_collect_hook=given.post_collect_hook)
-        for name in setup.KEPT:
-            setattr(self, name, getattr(given, name))
-        self._auto_register_policy_transforms = given.auto_register_policy_transforms
-        self._traj_pool = given.traj_pool or TrajectoryPool()
-        self._frames, self._iter = 0, -1
-        self._thread: Background | None = None
-        self._same: Any = None  # with return_same_td: the TensorDict of all batches
-        given.storing_device, given.policy_device, given.env_device = self._get_devices(
-            storing_device=given.storing_device,
-            policy_device=given.policy_device,
-            env_device=given.env_device,
-            device=given.device,
-        )
-        self.storing_device, self.policy_device = given.storing_device, given.policy_device
-        make = setup.one_env(given.create_env_fn)
-        env = self._init_env(make, given.create_env_kwargs) if callable(make) else make
-        policy = policies.make_policy(given.policy, given.policy_factory, env)
-        self.trust_policy = isinstance(policy, RandomPolicy) if given.trust_policy is None else given.trust_policy
+        setup.check_numbers(kwargs)
+        super().__init__(*args, **kwargs)
+
+    __init__.__signature__ = inspect.signature(torchrl.collectors.Collector.__init__)  # type: ignore[attr-defined]
+
+    # --- steps of TorchRL's constructor, in its order -----------------------------------------------
+
+    def _init_env(self, create_env_fn: Any, create_env_kwargs: dict[str, Any] | None) -> Any:
+        make = setup.one_env(create_env_fn)
+        env = super()._init_env(make, create_env_kwargs) if callable(make) else make
+        self._env_kwargs = create_env_kwargs if isinstance(env, str) else None
+        return env if isinstance(env, EnvBase) else setup.Foreign(env)
+
+    def _init_policy(self, policy: Any, policy_factory: Any, env: Any, trust_policy: bool | None) -> Any:
         if isinstance(env, EnvBase):
-            env = self._maybe_setup_policy_env_transforms(env, policy)
-        self._registered = env
-        for part in (policy, env):
-            if hasattr(part, "register_collector"):
-                part.register_collector(self)
-        self.policy, acts_on = place(policy, self.policy_device)
-        if isinstance(env, EnvBase) and given.env_device is not None:
-            env = env.to(given.env_device)
-        self.env_device = given.env_device or getattr(env, "device", None)
-        self._wrapped_policy = policies.wrap_policy(self.policy, env, self.trust_policy)
+            return super()._init_policy(policy, policy_factory, env, trust_policy)
+        if policy is not None and policy_factory is not None:
+            raise TypeError("policy_factory cannot be used with policy argument.")
+        self.trust_policy = bool(trust_policy)
+        return policy if policy_factory is None else policy_factory()
+
+    def _setup_policy_version_tracking(self, track_policy_version: Any) -> None:
+        self._tracks_version = track_policy_version
+        counts = hasattr(track_policy_version, "increment_version")
+        self.policy_version_tracker = track_policy_version if counts else None
+        if track_policy_version is True:
+            self.policy_version_tracker = PolicyVersion()
+
+    def _maybe_setup_policy_env_transforms(self, env: Any, policy: Any) -> Any:
+        return super()._maybe_setup_policy_env_transforms(env, policy) if isinstance(env, EnvBase) else env
+
+    def _setup_policy_and_weights(self, policy: Any) -> None:
+        self._registered = self.env
+        if isinstance(self.env, setup.Foreign):
+            self.env = self.env.env
+        elif self.env_device is not None:
+            self.env = self.env.to(self.env_device)
+        self.policy, self._acts_on = place(policy, self.policy_device)
+        self._wrapped_policy = policies.wrap_policy(self.policy, self.env, self.trust_policy)
         if isinstance(self.policy, torch.nn.Module):
             self._policy_w_state_dict = self.policy
-        self.env, self._limit = setup.limit_steps(env, self._wrapped_policy, self.max_frames_per_traj)
-        self._set_up_numbers(given)
-        self._truncated = batches.truncated_keys(self.env, limited=bool(self._limit)) if self.set_truncated else []
+        self._set_up_weights(policy)
+
+    def _apply_env_device(self) -> None:
+        self.env_device = self.env_device or getattr(self.env, "device", None)
+
+    def _setup_max_frames_per_traj(self, max_frames_per_traj: int | None) -> None:
+        self.max_frames_per_traj = int(max_frames_per_traj or 0)
+        self.env, self._limit = setup.limit_steps(self.env, self._wrapped_policy, self.max_frames_per_traj)
+
+    def _setup_compact_obs(self, compact_obs: bool) -> None:
+        self.compact_obs = bool(compact_obs)
         self._compact = batches.compact_keys(self.env) if self.compact_obs else []
-        self._set_up_weights(given.track_policy_version, policy)
-        self._make_engine(given, acts_on)
-        self.closed = False
-        self._set_up_schemes(given.weight_updater, given.weight_sync_schemes, given.weight_recv_schemes)
+
+    def _make_carrier(self) -> None:
+        """Nothing to make: the engine resets the environments, and has the memory of batches."""
+
+    def _maybe_make_final_rollout(self, make_rollout: bool) -> None:
+        """See ``_make_carrier``."""
+
+    def _set_truncated_keys(self) -> None:
+        self._truncated = batches.truncated_keys(self.env, limited=bool(self._limit)) if self.set_truncated else []
+
+    def _setup_weight_sync(self, weight_updater: Any, weight_sync_schemes: Any) -> None:
+        self._make_engine()
+        if weight_sync_schemes is not None:
+            # Schemes of ours that name a transport are for workers, which this collector does not have.
+            weight_sync_schemes = {
+                model_id: scheme for model_id, scheme in weight_sync_schemes.items() if not is_for_workers(scheme)
+            }
+        super()._setup_weight_sync(weight_updater, weight_sync_schemes)
+
+    def _make_engine(self) -> None:
+        self._per_step = self.replay_buffer is not None and not self.extend_buffer and self.trajs_per_batch is None
+        self.options = self._make_options()
+        with _original_errors():
+            self._engine = setup.make_engine(
+                self.env, self._wrapped_policy, self._acts_on, self._weights, self.options, buffers=self._use_buffers
+            )
+            self._on_demand = OnDemand(self._engine)
+            self._acting = self._engine.policy
+            self.n_env, self.frames_per_batch = self._engine.num_envs, self._engine.rows
+            self.requested_frames_per_batch = self.n_env * self.frames_per_batch
+            self._classes = setup.classes_of(self._engine.groups[0].env)
+            self._numbering = Numbering(self.n_env, getattr(self.env, "done_keys", ["done"]), self._traj_pool)
+
+    def _make_options(self) -> CollectorOptions:
+        """Return Muster's options of the engine. The compat layer implements all other arguments."""
+        native = isinstance(self.env, EnvBase)
+        return CollectorOptions(
+            self.env,
+            frames_per_batch=self.requested_frames_per_batch,
+            create_env_kwargs=self._env_kwargs,
+            max_frames_per_traj=self._limit,
+            interruptor=None if self._per_step else self.interruptor,
+            trust_policy=True if native or self.trust_policy else None,
+            compile_policy=self.compiled_policy_kwargs or self.compiled_policy,
+            cudagraph_policy=self.cudagraphed_policy_kwargs or self.cudagraphed_policy,
+            compact_obs=self.compact_obs and not self._per_step,
+            replay_buffer=self.replay_buffer if self._per_step else None,
+            extend_buffer=not self._per_step,
+            track_policy_version=self._tracks_version,
+            storing_device=self.storing_device,
+            policy_device=self.policy_device,
+            exploration_type=self.exploration_type,
+            # As in TorchRL, values are not checked, and all draws use torch's global generator, seeded by the program.
+            validate="off",
+            obs_dtype="env",  # a network of another dtype fails in TorchRL, too
+            # Environments and policies may keep their tensors.
+            execution=Execution(inference_mode=False, own_rng=False),
+            seed=None if native else int(torch.randint(1 << 31, ())),
+            num_threads=None,
+        )
 
     # --- collecting -------------------------------------------------------------------------------
 
@@ -225,14 +311,6 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
         with contextlib.suppress(Exception):  # at interpreter exit, modules may be gone
             self.shutdown(raise_on_error=False)
 
-    # --- observing --------------------------------------------------------------------------------
-
-    getattr_policy = torchrl.collectors.Collector.getattr_policy
-    getattr_env = torchrl.collectors.Collector.getattr_env
-    getattr_rb = torchrl.collectors.Collector.getattr_rb
-    get_model = torchrl.collectors.Collector.get_model
-    __repr__ = torchrl.collectors.Collector.__repr__
-
     # --- parts ------------------------------------------------------------------------------------
 
     @property
@@ -249,34 +327,6 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
     def _batch_shape(self) -> tuple[int, ...]:
         return self._engine.groups[0].batch_shape
 
-    def _set_up_numbers(self, given: Any) -> None:
-        """Set the numbers of frames and the buffer as TorchRL does, with its errors and warnings."""
-        names = ("replay_buffer", "extend_buffer", "postproc", "split_trajs", "return_same_td", "use_buffers")
-        buffer = {name: getattr(given, name) for name in names}
-        if given.use_buffers is None and not isinstance(self.env, EnvBase):
-            buffer["use_buffers"] = given.replay_buffer is None
-        self._setup_replay_buffer(**buffer)
-        self.n_env = setup.count_of(self.env)
-        self._setup_total_frames(given.total_frames, given.frames_per_batch)
-        self._setup_init_random_frames(given.init_random_frames, given.frames_per_batch)
-        self._setup_frames_per_batch(given.frames_per_batch)
-
-    def _make_engine(self, given: Any, device: torch.device | None) -> None:
-        """Make the engine, and set the attributes that depend on it."""
-        self._per_step = self.replay_buffer is not None and not self.extend_buffer and self.trajs_per_batch is None
-        self.options = setup.options_of(given, self.env, self._limit, per_step=self._per_step)
-        with _original_errors():
-            self._engine = setup.make_engine(
-                self.env, self._wrapped_policy, device, self._weights, self.options, buffers=self._use_buffers
-            )
-            self._on_demand = OnDemand(self._engine)
-            self._acting = self._engine.policy
-            self._random_policy: Any = None
-            self.n_env, self.frames_per_batch = self._engine.num_envs, self._engine.rows
-            self.requested_frames_per_batch = self.n_env * self.frames_per_batch
-            self._classes = setup.classes_of(self._engine.groups[0].env)
-            self._numbering = Numbering(self.n_env, getattr(self.env, "done_keys", ["done"]), self._traj_pool)
-
     def _begin_episodes(self, chosen: list[int] | None, options: dict[str, Any]) -> list[int]:
         """Reset environments now, and assign new trajectory ids; returns the old ids."""
         self._engine.reset(chosen, options)
@@ -284,18 +334,6 @@ class Collector(TorchRLWeights, TorchRLState, BaseCollector):  # type: ignore[mi
             group.begin()
         replaced: list[int] = self._numbering.renumber(range(self.n_env) if chosen is None else chosen).tolist()
         return replaced
-
-    # Steps of TorchRL's own constructor and loop, with its checks and messages.
-    _init_env = torchrl.collectors.Collector._init_env
-    _get_devices = torchrl.collectors.Collector._get_devices
-    _maybe_setup_policy_env_transforms = torchrl.collectors.Collector._maybe_setup_policy_env_transforms
-    _setup_replay_buffer = torchrl.collectors.Collector._setup_replay_buffer
-    _setup_total_frames = torchrl.collectors.Collector._setup_total_frames
-    _setup_init_random_frames = torchrl.collectors.Collector._setup_init_random_frames
-    _setup_frames_per_batch = torchrl.collectors.Collector._setup_frames_per_batch
-    _should_use_random_frames = torchrl.collectors.Collector._should_use_random_frames
-    _postproc = torchrl.collectors.Collector._postproc
-    _discards_in_flight_trajectories = torchrl.collectors.Collector._discards_in_flight_trajectories
 
     def _random(self) -> Any:
         """Return the policy of random frames: the environment's random actions, zeros in the policy's other columns."""

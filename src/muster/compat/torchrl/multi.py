@@ -16,8 +16,8 @@ import torchrl.collectors
 from torchrl._comm.backends import _get_service_backend, normalize_service_backend
 
 from muster.compat.torchrl.collector import Collector
+from muster.compat.torchrl.setup import SELECTORS
 
-_SELECTORS = ("backend", "backend_options", "num_collectors", "sync")  # select another class than Collector
 _DISPATCH: Any = type(torchrl.collectors.Collector)  # its metaclass, which selects the class for a backend
 
 
@@ -114,16 +114,21 @@ def made_elsewhere(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if backend not in _DISPATCH._BACKENDS:
         known = sorted(_DISPATCH._BACKENDS)
         raise ValueError(f"Collector does not support backend={backend!r}. Expected one of {known}.")
+    sync, extra = given.get("sync"), given.get("backend_options") or {}
     if backend == "direct":
+        if count not in (None, 1):
+            raise ValueError("backend='direct' supports at most one collector.")
+        if sync is not None:
+            raise ValueError("sync is only valid for non-direct collectors.")
+        if extra:
+            raise ValueError("backend_options are only valid for non-direct collectors.")
         return None
     if len(args) > 2:
         raise TypeError("Collector accepts at most create_env_fn and policy positionally.")
-    sync = given.get("sync")
     if sync is not None and not isinstance(sync, bool):
         raise TypeError("sync must be a boolean or None.")
     options = dict(zip(("create_env_fn", "policy"), args, strict=False))
-    options |= {name: value for name, value in kwargs.items() if name not in _SELECTORS}  # a copy, changed below
-    extra = given.get("backend_options") or {}
+    options |= {name: value for name, value in kwargs.items() if name not in SELECTORS}  # a copy, changed below
     if reserved := _DISPATCH._RESERVED_OPTIONS & extra.keys():
         raise ValueError(f"backend_options contains reserved selector keys: {sorted(reserved)}.")
     if twice := extra.keys() & options.keys():

@@ -13,24 +13,6 @@ from muster.memory.specs import Array
 from muster.policies.tensordict_program import as_key
 
 
-class TrajectoryPool:
-    """The counter of trajectory ids, with the methods of TorchRL's."""
-
-    def __init__(self) -> None:
-        self.next_id = 0
-
-    def get_traj_and_increment(self, n: int = 1, device: Any = None) -> torch.Tensor:
-        """Return the next ``n`` ids."""
-        self.next_id += n
-        return torch.arange(self.next_id - n, self.next_id, device=device)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"traj_id": torch.tensor(self.next_id, dtype=torch.int)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.next_id = int(state["traj_id"])
-
-
 class Numbering:
     """Numbers trajectories in the order of their starts: by time, then by environment.
 
@@ -39,7 +21,7 @@ class Numbering:
     Args:
         num_envs: number of environments, B.
         done_keys: keys of the environment's done flags.
-        pool: counter of ids: a ``TrajectoryPool``, or TorchRL's own.
+        pool: TorchRL's counter of ids.
 
     Attributes:
         current: ``[B]``, id of the current trajectory of each environment.
@@ -55,18 +37,21 @@ class Numbering:
         """Assign new ids to the environments ``which``; returns the old ids."""
         index = np.asarray(which, np.int64)
         before = self.current[index]
-        if len(index):
-            self.current[index] = np.asarray(self.pool.get_traj_and_increment(len(index)))
+        self.current[index] = self._new(len(index))
         return before
+
+    def _new(self, n: int) -> Array:
+        return np.asarray(self.pool.get_traj_and_increment(n) if n else [], np.int64)
 
     def write(self, batch: Any) -> None:
         """Replace the ids of a batch ``[*lead, T]``; steps that were not executed keep -1."""
         before = batch.get(TRAJ_IDS)
         made = before.reshape(len(self.current), -1).cpu().numpy() >= 0
         ids = np.where(made, self.current[:, None], -1)
-        for t, env in np.argwhere((self._ends(batch) & made).T):  # in order of time
-            self.renumber([env])
-            ids[env, t + 1 :] = np.where(made[env, t + 1 :], self.current[env], -1)
+        ends = np.argwhere((self._ends(batch) & made).T)  # in order of time
+        for (t, env), new in zip(ends, self._new(len(ends)), strict=True):
+            self.current[env] = new
+            ids[env, t + 1 :] = np.where(made[env, t + 1 :], new, -1)
         batch.set(TRAJ_IDS, torch.from_numpy(ids).reshape(before.shape).to(before.device))
 
     def _ends(self, batch: Any) -> Array:

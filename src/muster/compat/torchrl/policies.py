@@ -23,21 +23,6 @@ from muster.rollout.group import Group
 AHEAD = "ahead"  # holds outputs below "next" that are no states of the policy, until ``batches.tidy`` moves them back
 
 
-def make_policy(policy: Any, factory: Callable[[], Any] | None, env: Any) -> Any:
-    """Return the policy before it is moved or wrapped. None only if the environment is not TorchRL's."""
-    if policy is not None and factory is not None:
-        raise TypeError("policy_factory cannot be used with policy argument.")
-    if factory is not None:
-        policy = factory()
-    if not isinstance(env, EnvBase):
-        return policy
-    if policy is None:
-        policy = RandomPolicy(env.full_action_spec)
-    if isinstance(policy, RandomPolicy):
-        policy.set_action_spec_from_env(env)
-    return policy
-
-
 def wrap_policy(policy: Any, env: Any, trust: bool | None) -> Any:
     """Return the policy, or, if it takes no TensorDict, a module around it with inputs named as its arguments."""
     if isinstance(policy, torch.nn.Module) and isinstance(env, EnvBase):

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
-import torchrl.collectors
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.batched_envs import BatchedEnvBase
 from torchrl.modules import RandomPolicy
@@ -23,13 +22,10 @@ class TorchRLState:
     n_env: int
     track_traj_ids: bool
     policy_version_tracker: Any
-    policy_version: Any
     _check_open: Any
     _numbering: Any
     _traj_pool: Any
     _registered: Any  # the environment at which this collector is registered
-
-    state_dict = torchrl.collectors.Collector.state_dict
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
         """Load a ``state_dict``. The environment continues from where it is, with new trajectory ids."""

@@ -6,10 +6,8 @@ import warnings
 from typing import Any
 
 import torch
-import torchrl.collectors
 import torchrl.weight_update
-from torchrl.collectors import WeightUpdaterBase
-from torchrl.envs.llm.transforms import PolicyVersion
+from torchrl.collectors import BaseCollector, WeightUpdaterBase
 
 from muster.collectors.weight_methods import WeightMethods
 from muster.compat.torchrl import updaters
@@ -28,6 +26,7 @@ class TorchRLWeights:
     policy: Any
     _wrapped_policy: Any
     worker_idx: Any
+    policy_version_tracker: Any
     weight_updater: Any
     _weight_sync_schemes: Any
 
@@ -49,15 +48,12 @@ class TorchRLWeights:
             if unknown := kwargs.pop("weights_dict").keys() - {"policy"}:
                 raise KeyError(f"Collector has no local weight target for model_id={sorted(unknown)[0]!r}.")
             policy_or_weights = named["weights_dict"]["policy"]
-        super().update_policy_weights_(policy_or_weights, worker_ids=worker_ids, **kwargs)  # type: ignore[misc]
+        BaseCollector.update_policy_weights_(self, policy_or_weights, worker_ids=worker_ids, **kwargs)
         if self._weight_sync_schemes or self.weight_updater is not None:
             self._weights.publish_all([])
 
     register_scheme_receiver = WeightMethods.register_scheme_receiver
     receive_weights = WeightMethods.receive_weights
-
-    policy_version = torchrl.collectors.Collector.policy_version
-    get_policy_version = torchrl.collectors.Collector.get_policy_version
 
     def increment_version(self) -> None:
         """Increment the version, with ``track_policy_version``."""
@@ -70,25 +66,12 @@ class TorchRLWeights:
     def _receiver_schemes(self) -> dict[str, Any] | None:
         return self._receivers.schemes or None
 
-    def _set_up_weights(self, tracker: Any, original: Any) -> None:
-        """``tracker``: the argument ``track_policy_version``; ``original``: the policy before it was moved."""
-        if tracker is True:
-            tracker = PolicyVersion()
-        self.policy_version_tracker = tracker if hasattr(tracker, "increment_version") else None
+    def _set_up_weights(self, original: Any) -> None:
+        """``original``: the policy before it was moved."""
         acting = self._wrapped_policy if isinstance(self._wrapped_policy, torch.nn.Module) else self.policy
         moved = None if original is self.policy else original
         self._weights = PolicyWeights(acting, moved, self.policy_version_tracker)
         self._receivers = Receivers(self._weights, self, self.worker_idx)
-
-    _setup_weight_sync = torchrl.collectors.Collector._setup_weight_sync
-
-    def _set_up_schemes(self, updater: Any, sending: Any, receiving: Any) -> None:
-        if sending is not None:
-            # Schemes of ours that name a transport are for workers, which this collector does not have.
-            sending = {model_id: scheme for model_id, scheme in sending.items() if not _is_for_workers(scheme)}
-        self._setup_weight_sync(updater, sending)
-        if receiving is not None:
-            self._receivers.register(receiving)
 
     def _maybe_fallback_update(self, policy_or_weights: Any = None, *, model_id: str | None = None) -> None:
         if model_id not in (None, "policy"):
@@ -100,5 +83,6 @@ class TorchRLWeights:
         self._weights.publish(policy_or_weights)
 
 
-def _is_for_workers(scheme: Any) -> bool:
+def is_for_workers(scheme: Any) -> bool:
+    """Return whether a scheme only names the transport of a collector with workers."""
     return isinstance(scheme, WeightSyncScheme) and scheme.transport is not None and not scheme.initialized_on_sender

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from muster.cluster.link import Block, Link, LinkLost
+from muster.cluster.link import Block, Link, LinkLost, NotJoined
 from muster.memory.specs import Array
 
 BEAT_S = 1.0  # seconds after which an idle end sends a heartbeat
@@ -26,32 +26,51 @@ class Outgoing:
         self.block, self.tag, self.expects = block, tag, expects or {}
 
 
-class SessionEnd:
-    """Connects, then sends and receives until the link is lost.
+class Session:
+    """One end of a session: connects, then sends and receives until the link is lost.
 
     Args:
         name: of the threads.
-        connect: returns the link; called by the thread that sends.
+        connect: returns the link; called by the thread that sends, with an event that is set when the session is lost.
         beat: returns the heartbeat, which is sent when the outbox is empty.
         ring: called when a message has arrived, or the link is lost.
 
     Attributes:
         inbox: received messages (or the errors of unpickling them), each with its block and tag.
         lost: why the link is lost; empty before.
+        late: the node did not join in time.
+        weights: weights that ``Nodes`` has sent last, and the number of all that it has sent.
     """
 
+    weights: tuple[Any, int] = None, 0
+
     def __init__(
-        self, name: str, connect: Callable[[], Link], beat: Callable[[], Outgoing], ring: Callable[[], None]
+        self,
+        name: str,
+        connect: Callable[[threading.Event], Link],
+        beat: Callable[[], Outgoing],
+        ring: Callable[[], None],
     ) -> None:
         self._connect, self._beat, self._ring = connect, beat, ring
         self.inbox: deque[tuple[Any, Array | None, int]] = deque()
-        self.lost = ""
+        self.lost, self.late = "", False
         self._link: Link | None = None
+        self._given_up = threading.Event()
         self._outbox: queue.SimpleQueue[Callable[[], Outgoing | None] | None] = queue.SimpleQueue()
         self._putting, self._losing = threading.Lock(), threading.Lock()
         self._sender = threading.Thread(target=self._send, name=f"{name}-sends", daemon=True)
         self._receiver = threading.Thread(target=self._receive, name=f"{name}-receives", daemon=True)
         self._sender.start()
+
+    @property
+    def is_connected(self) -> bool:
+        return self._link is not None and not self.lost
+
+    def post(
+        self, message: Any, block: Block | None = None, tag: int = 0, expects: Mapping[int, Array] | None = None
+    ) -> None:
+        """Put a message into the outbox; see ``Outgoing``. Raises the error of pickling it."""
+        self.put(lambda: Outgoing(message, block, tag, expects))
 
     def put(self, make: Callable[[], Outgoing]) -> None:
         """Put a message into the outbox. It is made at once; no heartbeat is made at the same time."""
@@ -59,8 +78,14 @@ class SessionEnd:
             made = make()
             self._outbox.put(lambda: made)
 
+    def put_later(self, make: Callable[[], Outgoing | None]) -> None:
+        """Put a message into the outbox that is made when it is its turn; None: there is nothing to send."""
+        if not self.lost:
+            self._outbox.put(make)
+
     def lose(self, why: str) -> None:
         """Close the link. After this returns, no expected memory is written."""
+        self._given_up.set()
         with self._losing:
             if self._link is not None:
                 self._link.close()
@@ -88,8 +113,9 @@ class SessionEnd:
 
     def _send(self) -> None:
         try:
-            link = self._connect()
+            link = self._connect(self._given_up)
         except Exception as error:  # noqa: BLE001 (``lost`` has it)
+            self.late = isinstance(error, NotJoined)
             self.lose(_text(error))
             return
         with self._losing:
