@@ -174,8 +174,8 @@ def test_so_is_that_with_worker_processes(kind):
 
 def test_so_is_that_with_nodes():
     """Out: to the worker pool of the node. Back: from its results on, but for what waits as with worker processes."""
-    post, submit = ("cluster/nodes.py", "post"), ("workers/proxy.py", "submit")
-    say, finished = ("cluster/node_main.py", "say"), ("cluster/node_proxy.py", "finished")
+    post, submit = ("cluster/session.py", "post"), ("workers/proxy.py", "submit")
+    say, finished = ("cluster/node_main.py", "say"), ("cluster/node_proxy.py", "_finished")
     seen: dict[tuple[str, str], list[tuple[str, str]]] = {}  # by what is called, or by thread and what it calls
     active = threading.Event()
 
