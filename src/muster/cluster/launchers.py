@@ -100,6 +100,7 @@ class Process:
             self._channel.send(told)
         except BaseException:
             self._channel.close()
+            theirs.close()
             raise
 
     def __str__(self) -> str:
