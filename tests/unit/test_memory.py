@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -148,6 +150,23 @@ def test_a_small_slot_is_lent_while_any_part_of_its_batch_is_used(key, how):
     assert slots.count(SlotState.LENT) == 1
     held.clear()
     assert slots.count(SlotState.LENT) == 0
+
+
+def test_several_threads_may_count_slots_of_which_parts_are_used():
+    slots, view = ring(), BatchView(layout(), stacked=False)
+    slot = slots.take()
+    view.arrange(slot)
+    held = view.tensordict(slots.lend_parts(slot), slot)["observation"]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            found = [threads.submit(lambda: {slots.count(SlotState.LENT) for _ in range(3000)}) for _ in range(3)]
+    finally:
+        sys.setswitchinterval(interval)
+    assert [each.result() for each in found] == [{1}] * 3
+    del held
+    assert counts(slots) == (1, 0, 0)
 
 
 def test_parts_that_the_user_drops_late_do_not_exhaust_the_ring():

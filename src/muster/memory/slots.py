@@ -187,7 +187,8 @@ class Slot:
 
     Attributes:
         offset: offset in the ``Arena``.
-        arranged_by: the object that has set ``parts``.
+        parts: arrays over the memory, of which ``SlotRing.lend_parts`` makes tensors.
+        arranged_by: the object that has made ``parts``.
     """
 
     def __init__(self, layout: Layout, memory: Memory = "heap") -> None:
@@ -206,19 +207,14 @@ class Slot:
         self.state = SlotState.FREE
         self.layout = layout
         self.arranged_by: object = None
-        self._parts: list[Array] = []
+        self.parts: list[Array] = []
         self._unused = 0  # sum of the reference counts of ``parts`` that no tensor uses
         step = layout.lane_bytes
         self.lanes = [Lane(layout, self.block[i * step : (i + 1) * step]) for i in range(layout.lanes)]
 
-    @property
-    def parts(self) -> list[Array]:
-        """Arrays over the memory, of which ``SlotRing.lend_parts`` makes tensors. Nothing else may refer to them."""
-        return self._parts
-
-    @parts.setter
-    def parts(self, parts: list[Array]) -> None:
-        self._parts = parts
+    def arrange(self, by: object, parts: list[Array]) -> None:
+        """Set ``parts``, to which nothing else may refer."""
+        self.arranged_by, self.parts = by, parts
         self._unused = self._references()
 
     @property
@@ -227,7 +223,7 @@ class Slot:
         return self._references() > self._unused
 
     def _references(self) -> int:
-        return sum(map(sys.getrefcount, self._parts))
+        return sum(map(sys.getrefcount, self.parts))
 
     def begin(self) -> Self:
         """Prepare all lanes to be filled from the first row on."""
@@ -244,12 +240,16 @@ class SlotRing:
         limit_bytes: maximum size of all slots.
         memory: ``"heap"``, ``"pinned"`` for transfers to a GPU, a device, or an ``Arena`` shared with other
             processes.
+
+    Attributes:
+        lends_parts: ``lend_parts`` is the way to lend slots: they are small, and arrays alone keep their memory.
     """
 
     def __init__(self, layout: Layout, *, limit_bytes: int, memory: Memory = "heap") -> None:
         self.layout = layout
         self.limit_bytes = limit_bytes
         self.memory: Memory = memory
+        self.lends_parts = memory == "heap" and layout.nbytes <= SMALL_BYTES
         self._free: deque[Slot] = deque()  # finalizers append to it, in any thread
         self._held: deque[Slot] = deque()  # lent by ``lend_parts``, of which the user may hold some parts; the same
         self._live: weakref.WeakSet[Slot] = weakref.WeakSet()
@@ -297,11 +297,6 @@ class SlotRing:
             return memory
         return self._lend(slot, slot.block)
 
-    @property
-    def lends_parts(self) -> bool:
-        """Whether ``lend_parts`` is the way to lend slots: they are small, and arrays alone keep their memory."""
-        return self.memory == "heap" and self.layout.nbytes <= SMALL_BYTES
-
     def lend_parts(self, slot: Slot) -> list[torch.Tensor]:
         """Return a tensor for each of the slot's ``parts``, for the user; the slot is free once none is used.
 
@@ -321,7 +316,7 @@ class SlotRing:
     def _end(self, slot: Slot, loan: Any) -> None:
         """Free a lent slot after the end of the last tensor over it."""
         del _loans[id(loan)]
-        if slot.parts and slot.is_used:
+        if slot.is_used:
             self._held.append(slot)
         else:
             self.give_back(slot)
@@ -329,7 +324,10 @@ class SlotRing:
     def _look_at_held(self, most: int) -> None:
         """Free those of so many slots whose parts are not used any more."""
         for _ in range(min(most, len(self._held))):
-            slot = self._held.popleft()
+            try:
+                slot = self._held.popleft()
+            except IndexError:  # another thread looks at it, for ``stats()``
+                return
             if slot.is_used:
                 self._held.append(slot)
             else:

@@ -118,7 +118,7 @@ class BatchView:
     def arrange(self, slot: Slot) -> None:
         """Make the parts of a slot in host memory, unless this view has made them already."""
         if slot.arranged_by is not self:
-            slot.arranged_by, slot.parts = self, self._arrays(slot.block)
+            slot.arrange(self, self._arrays(slot.block))
 
     def _arrays(self, block: Array) -> list[Array]:
         return [np.ndarray(leaf.size, leaf.dtype, block, leaf.offset, leaf.stride) for leaf in self._leaves]
