@@ -15,13 +15,22 @@ from typing import Any
 
 import pytest
 import torch
+from gymnasium import spaces
 from tensordict import TensorDict
 from torch import nn
 
 import muster
-from muster import AsyncCollector, CentralInference, Collector, Execution, MultiAsyncCollector, MultiSyncCollector
+from muster import (
+    AsyncCollector,
+    CentralInference,
+    Collector,
+    Execution,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+    policies,
+)
 from muster.errors import BadOption, BadWeights, CollectorBusy, CollectorClosed, EnvError, PolicyError, SlotsExhausted
-from muster.testing import ChainEnv, CountingEnv, FaultyEnv
+from muster.testing import ChainEnv, CountingEnv, FaultyEnv, SpaceEnv
 from muster.weights import NoSync, Pipe, SharedMemory, VanillaWeightUpdater, WeightUpdaterBase
 from tests.fakes import on_nodes
 from tests.fakes.actors import Actor, Two
@@ -292,6 +301,16 @@ def test_the_data_are_those_of_collector(kind, name):
             into += streams(of, c, 4)
             assert_accounted(c)
     assert_same_streams(found, expected)
+
+
+def test_the_users_head_has_the_distribution_from_which_copies_drew(kind):
+    """Its shape and numbering come from the action space, also where only copies of it act."""
+    env = partial(SpaceEnv, spaces.Box(-1, 1, (4,)), spaces.MultiDiscrete([2, 3], start=[1, 0]))
+    head = policies.categorical(nn.Linear(4, 5))
+    with make(kind, env, head) as c:
+        batch = c.rollout()
+        log_prob = head.distribution(batch["observation"]).log_prob(batch["action"])
+    torch.testing.assert_close(log_prob, batch["action_log_prob"])
 
 
 def test_final_observations_are_those_of_the_last_batch(kind):

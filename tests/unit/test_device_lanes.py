@@ -33,7 +33,7 @@ from muster.testing import TorchCartPole
 from tests.tools import assert_same
 
 B = 5
-CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+CUDA = pytest.param("cuda:0", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
 ON = pytest.mark.parametrize("on", ["cpu", CUDA])
 
 
@@ -224,7 +224,7 @@ HEADS: dict[str, Any] = {
 @ON
 def test_actions_sampled_on_a_device_have_the_probability_that_the_head_says(name, on):
     make, space = HEADS[name]
-    head = make()
+    head = make().to(on)
     sampling = Run(Points(space, on), head, 400, on)
     batch = sampling.batch()
     with torch.no_grad():
@@ -426,11 +426,11 @@ def test_waiting_would_be_seen(policy):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @ALL
 def test_cuda_itself_sees_nothing_that_waits_in_a_step(kind):
-    running = run(kind, "cuda")
+    running = run(kind, "cuda:0")
     running.fill()
     group, lane = running.group, running.slot.lanes[0]
     lane.done_steps = 0
-    with group.rng.as_global(), group.no_grad():
+    with group.context():
         group.enter(lane)
         lane.acts_from = 0
         act, step = running.policy.start(lane, group.rng), group.env.start(lane)

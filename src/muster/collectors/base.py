@@ -26,6 +26,8 @@ from muster.collectors.signatures import takes
 from muster.collectors.weight_methods import WeightMethods
 from muster.errors import BadOption, CollectorBusy, CollectorClosed, CollectorTimeout, described
 from muster.observing.profiling import ProfileConfig
+from muster.policies.agents import heads_of
+from muster.policies.sampling import masks_of
 from muster.utils.attributes import resolve
 from muster.utils.forks import Owner
 from muster.utils.tracebacks import trimmed
@@ -377,6 +379,7 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         options = self.options
         self._on_demand = OnDemand(self._engine)
         self._groups, self.timeline = self._engine.groups, self._engine.timeline
+        self._fit_heads()
         self._receivers = Receivers(self._weights, self, options.worker_idx)
         if options.weight_recv_schemes:
             self._receivers.register(options.weight_recv_schemes)
@@ -389,6 +392,13 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         if options.seed is not None:
             self.set_seed(options.seed)
         self._observers = Observers(self, options, self._engine)
+
+    def _fit_heads(self) -> None:
+        """Fit the user's heads, of which copies may act: their distributions need the action space."""
+        info = self._engine.source.pool.counters[0].info
+        original = self._weights.original
+        for head in heads_of(self.policy if original is None else original):
+            head.fit(info.action_specs, masks_of(info))
 
     def _before_batch(self) -> None:
         """Run before each batch, when the user is done with the previous one."""

@@ -425,6 +425,8 @@ def _device(name: str, value: Device) -> torch.device | None:
         raise BadOption(f"{name}={value!r}: not a torch device ({str(error).splitlines()[0]})") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BadOption(f"{name}={value!r}: this machine or this build of torch has no CUDA device")
+    if device.type == "cuda" and device.index is None:  # tensors name the index, and the two are compared
+        device = torch.device("cuda", torch.cuda.current_device())
     return device
 
 

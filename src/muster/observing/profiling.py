@@ -117,6 +117,7 @@ class RolloutProfiler:
             activities=self._activities,
             schedule=schedule,
             on_trace_ready=config.on_trace_ready or partial(_export, config.path(self.worker_idx)),
+            acc_events=True,  # there is one cycle; without it, torch warns on a GPU that others are lost
             **{name: getattr(config, name) for name in PASSED_ON},
         )
         profile.start()

@@ -87,8 +87,7 @@ class PerAgent(nn.Module):
         for name in self.policies:
             policy = self._policy(name)
             if isinstance(policy, Head):
-                policy.bind(spec)
-                policy.mask = mask if policy.takes_mask else None
+                policy.fit(setting.action_specs, setting.masks)
             elif policy is None:
                 if spec.dtype.kind not in "iu" or spec.low is None or spec.high is None:
                     raise BadOption(
@@ -170,3 +169,9 @@ class PerAgent(nn.Module):
             rows = leaves[self._mask.key[0]]
             if not (rows != 0).any(-1).all() and (refused := self._mask.refused(rows.cpu().numpy())) is not None:
                 raise refused
+
+
+def heads_of(policy: Any) -> list[Head]:
+    """Return the heads that a collector fits to the action space: the policy itself, or those of agents."""
+    candidates = policy.children() if isinstance(policy, PerAgent) else [policy]
+    return [each for each in candidates if isinstance(each, Head)]

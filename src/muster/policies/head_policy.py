@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from muster.errors import BadOption, BadPolicyOutput
+from muster.errors import BadPolicyOutput
 from muster.keys import LOG_PROB, Key, nested
 from muster.memory.slots import Lane, torch_dtype
 from muster.memory.specs import Array, Column
@@ -34,12 +34,9 @@ class HeadPolicy:
     raises = MASKED_RAISES
 
     def __init__(self, head: Head, setting: PolicySetting) -> None:
-        if len(setting.action_specs) != 1:
-            raise BadOption(f"{type(head).__name__} chooses one action, but the action space has several parts")
-        ((self._action_key, self._spec),) = setting.action_specs.items()
+        self._action_key, self._spec, self._width = head.fit(setting.action_specs, setting.masks)
         self.head, self.name, self.path = head, head.name, "module"
-        self._width = head.bind(self._spec)
-        self._mask = head.mask = next(iter(setting.masks), None) if head.takes_mask else None
+        self._mask = head.mask
         self._obs_keys = tuple(key for key in setting.obs_specs if self._mask is None or key != self._mask.key)
         self._batch_dims, self._batched = len(setting.batch_shape), bool(setting.batch_shape)
         self._deterministic, self._device = setting.deterministic, setting.device

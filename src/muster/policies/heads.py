@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from torch.distributions import constraints
 
 from muster.errors import BadOption
 from muster.keys import Key
-from muster.memory.specs import ArraySpec, choices_of
+from muster.memory.specs import ArraySpec, Specs, choices_of
 from muster.policies import sampling
 from muster.policies.sampling import ActionMask, ActionRows, Emit
 
@@ -68,6 +68,17 @@ class Head(nn.Module):
     def mode(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> torch.Tensor:
         """Return the action without randomness."""
         return self.distribution(obs, action_mask=action_mask).mode
+
+    def fit(self, action_specs: Specs, masks: Sequence[ActionMask]) -> tuple[Key, ArraySpec, int]:
+        """Bind the head to the one action of an environment, and to its mask.
+
+        Returns the action's key and spec, and the result of ``bind``.
+        """
+        if len(action_specs) != 1:
+            raise BadOption(f"{type(self).__name__} chooses one action, but the action space has several parts")
+        ((key, spec),) = action_specs.items()
+        self.mask = next(iter(masks), None) if self.takes_mask else None
+        return key, spec, self.bind(spec)
 
     def bind(self, spec: ArraySpec) -> int:
         """Set shape and bounds from the action space (``BadOption`` if the head is for another kind of space).
