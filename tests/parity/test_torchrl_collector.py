@@ -47,6 +47,7 @@ from muster.compat.torchrl import Collector
 from tests.tools import Stopper
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 Make = Callable[..., Any]  # one of the two Collectors
 
 
@@ -328,11 +329,18 @@ def test_batches_are_equal(name):
     both(batches(env, policy, frames_per_batch=10 * n))
 
 
-@pytest.mark.parametrize("device", ["device", "storing_device"])
+@pytest.mark.parametrize(
+    ("device", "on"),
+    [
+        ("device", "cpu"),
+        ("storing_device", "cpu"),
+        *(pytest.param(name, "cuda", marks=CUDA) for name in ("device", "storing_device", "policy_device")),
+    ],
+)
 @pytest.mark.parametrize("name", [name for name in ENVS if name != "without a device"])
-def test_batches_on_a_device_are_equal(name, device):
+def test_batches_on_a_device_are_equal(name, device, on):
     env, policy, n = ENVS[name]
-    both(batches(env, policy, count=2, frames_per_batch=7 * n, **{device: "cpu"}))
+    both(batches(env, policy, count=2, frames_per_batch=7 * n, **{device: on}))
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -249,7 +249,13 @@ def test_environments_on_the_device(kind, stream):
     with (
         torch.cuda.stream(on),
         collector(
-            kind, make, policies.categorical(net), num_envs=None, frames_per_batch=256 * 128, max_frames_per_traj=60
+            kind,
+            make,
+            policies.categorical(net),
+            num_envs=None,
+            frames_per_batch=256 * 128,
+            max_frames_per_traj=60,
+            storing_device=DEVICE,  # the rows of several workers are on the host
         ) as running,
     ):
         kept = [running.next() for _ in range(3)]
@@ -271,6 +277,38 @@ def test_environments_on_the_device(kind, stream):
         logits = net(whole["observation"])
         log_probs = logits.log_softmax(-1).gather(-1, whole["action"][..., None])[..., 0]
         assert torch.allclose(log_probs, whole["action_log_prob"], atol=1e-4)
+
+
+class Remembering(nn.Module):
+    """A recurrent actor-critic: the state counts the steps of an episode, and is the value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.ones(1))
+
+    def forward(self, obs: torch.Tensor, state: torch.Tensor | None) -> Any:
+        state = obs.new_zeros((*obs.shape[:-1], 1), dtype=torch.float32) if state is None else state
+        state = state + self.one
+        return (state[..., 0] % 2).long(), {"state_value": state}, state
+
+
+@pytest.mark.parametrize("kind", ["in process", "processes", "threads"])
+def test_a_recurrent_policy_begins_anew_with_each_episode(kind):
+    for batch in batches(kind, partial(CountingEnv, 5), Remembering(), policy_device=DEVICE):
+        since = batch["observation"][..., -1]
+        assert torch.equal(batch["state_value"][..., 0], since.float() + 1)
+        assert torch.equal(batch["action"], (since + 1).long() % 2)
+
+
+def test_values_after_the_last_rows():
+    make, policy = partial(CountingEnv, 5), Remembering()
+    found = []
+    for device in (None, DEVICE):
+        with Collector(make, copy.deepcopy(policy), num_envs=2, seed=0, policy_device=device) as running:
+            _, stats = running.collect_batch(n_step=16, bootstrap="truncations")
+        found.append(stats.last_value_est)
+    assert found[0].any()
+    assert torch.equal(found[0], found[1].cpu())
 
 
 @pytest.mark.parametrize("envs", ["host", "device"])

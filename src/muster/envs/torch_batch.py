@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,7 +132,7 @@ class TorchEnvs(EnvBatch):
         if seeds is not None:
             given["seed"] = checks.batch_seed(seeds)
         index = list(which)
-        with _no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             targets = [torch.as_tensor(arrays[key])[row] for key in self.observation_specs]
             if len(index) == self.num_envs:
                 leaves = self._reset(given)
@@ -190,7 +189,7 @@ class TorchEnvs(EnvBatch):
         on = self._on
 
         def step(t: int) -> None:
-            with _no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 obs, reward, ended, cut, info = self._step([rows[t].to(on, copy=True) for rows in actions], t)
                 done = ended | cut
                 last, unknown = self._last(obs, done, info) if self._self_resetting else (obs, None)
@@ -198,8 +197,8 @@ class TorchEnvs(EnvBatch):
                     rows[t].copy_(leaf)
                 for rows, leaf in zip(observations, obs, strict=True):
                     rows[t + 1].copy_(leaf)
-                if valid is not None and unknown is not None:
-                    valid[t].copy_(~unknown)
+                if valid is not None:
+                    valid[t].fill_(True) if unknown is None else valid[t].copy_(~unknown)
                 waiting = None if self._self_resetting else done
                 if self._limit is not None:
                     self._count += 1
@@ -230,8 +229,8 @@ class TorchEnvs(EnvBatch):
         flags = self._column(terminated, "terminated"), self._column(truncated, "truncated")
         return leaves, self._column(reward, "reward"), *flags, info
 
-    def _last(self, obs: Leaves, done: torch.Tensor, info: Any) -> tuple[Leaves, torch.Tensor]:
-        """Return the true last observations if ``done``, else ``obs``, and the mask of unknown ones (NaN or 0)."""
+    def _last(self, obs: Leaves, done: torch.Tensor, info: Any) -> tuple[Leaves, torch.Tensor | None]:
+        """Return the true last observations if ``done``, else ``obs``; and the mask of unknown ones (NaN or 0)."""
         name = next((name for name in FINAL if isinstance(info, Mapping) and info.get(name) is not None), None)
         if name is None:
             last, unknown = obs, done
@@ -240,7 +239,7 @@ class TorchEnvs(EnvBatch):
             last = [_where(done, end, leaf) for end, leaf in zip(final, obs, strict=True)]
             given = info.get(f"_{name}")
             if not torch.is_tensor(given):
-                return last, torch.zeros_like(done)
+                return last, None
             unknown = done & ~self._column(given, f"info['_{name}']")
         blank = [float("nan") if leaf.is_floating_point() else 0 for leaf in last]
         return [leaf.masked_fill(_like(unknown, leaf), x) for leaf, x in zip(last, blank, strict=True)], unknown
@@ -364,13 +363,6 @@ def _partial_reset(env: Any) -> _Partial | None:
 def _is_from(obj: Any, *packages: str) -> bool:
     classes = (*type(obj).__mro__, *type(getattr(obj, "unwrapped", obj)).__mro__)
     return any(f"{cls.__module__}.".startswith(f"{name}.") for cls in classes for name in packages)
-
-
-@contextmanager
-def _no_grad() -> Iterator[None]:
-    """Disable gradients, but leave inference mode: environments keep their tensors, and change them later."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def _like(mask: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:

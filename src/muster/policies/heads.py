@@ -188,13 +188,16 @@ class Categorical(Head):
     def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
         assert self.nvec is not None and self.low is not None  # bound
         actions, log_probs = [], []
-        for logits, low in zip(torch.split(out, list(self.nvec), -1), self.low, strict=True):
+        variables = (out,) if len(self.nvec) == 1 else torch.split(out, list(self.nvec), -1)
+        for logits, low in zip(variables, self.low, strict=True):
             log_prob = logits.log_softmax(-1)
             # The Gumbel-max trick: ``torch.multinomial`` would synchronize, to check its input.
             noisy = log_prob if deterministic else log_prob - torch.empty_like(log_prob).exponential_().log()
             index = noisy.argmax(-1, keepdim=True)
-            actions.append(index + low)
+            actions.append(index + low if low else index)
             log_probs.append(log_prob.gather(-1, index))
+        if len(actions) == 1:  # each operation takes as long on a GPU as a small network's layer
+            return actions[0], log_probs[0].squeeze(-1)
         return torch.cat(actions, -1), torch.cat(log_probs, -1).sum(-1)
 
 
