@@ -12,6 +12,7 @@ from muster.episodes.record import NO_EPISODES, Episodes
 from muster.errors import BadCheckpoint
 from muster.memory.specs import OBJECT, Array
 
+MANY = 256  # environments from which on a loop over rows is faster than an operation along the columns
 MOST_REWARDS = 256  # rows of rewards that are kept to be added later: adding one by itself takes ten times as long
 
 
@@ -84,12 +85,24 @@ class TrajectoryClock:
 
     def fill_ids(self, ids: Array, done: Array) -> None:
         """Write the trajectory id of every row (``[T, B]`` int64), before ``advance``."""
+        if done.shape[1] >= MANY:
+            row = self._ids
+            for t, ended in enumerate(done):
+                ids[t] = row
+                row = row + self.total_envs * ended
+            return
         ids[...] = self._ids
         if len(done) > 1 and 1 in done.tobytes():
             ids[1:] += self.total_envs * np.cumsum(done[:-1], axis=0)
 
     def fill_step_counts(self, counts: Array, done: Array) -> None:
         """Write the steps taken before every row in its episode (``[T, B]`` int64), before ``advance``."""
+        if done.shape[1] >= MANY:
+            row = self.steps
+            for t, ended in enumerate(done):
+                counts[t] = row
+                row = (row + 1) * ~ended
+            return
         rows = np.arange(len(counts), dtype=np.int64)[:, None]
         began = np.broadcast_to(-self.steps, counts.shape).copy()
         np.copyto(began[1:], rows[1:], where=done[:-1])
@@ -106,8 +119,8 @@ class TrajectoryClock:
                 returns = self.returns
                 returns += np.add.reduce(reward, 0, np.float64)
             return NO_EPISODES
-        if T == 1:
-            return self._advance_one(reward[0], terminated[0], truncated[0], done[0])
+        if T == 1 or B >= MANY:
+            return self._advance_by_rows(reward, terminated, truncated, done)
         end = done.T.reshape(-1).nonzero()[0]  # from here on rows are numbered by environment, then time
         env, t = np.divmod(end, T)
         lane = np.arange(B) * T  # first row of each environment
@@ -134,16 +147,20 @@ class TrajectoryClock:
         self.returns[...] = np.where(goes_on, total[last], 0.0)
         return episodes
 
-    def _advance_one(self, reward: Array, terminated: Array, truncated: Array, done: Array) -> Episodes:
-        """Advance by a single row, ``[B]`` each, without the sums over pieces that several rows need."""
-        self._since += 1
-        steps, returns, env = self.steps, self.returns, done.nonzero()[0]
-        returns += reward
-        ended = Episodes(self._ids[env], self.env_ids[env], returns[env], steps[env], terminated[env], truncated[env])
-        self.episode[env] += 1
-        steps[env], returns[env] = 0, 0.0
+    def _advance_by_rows(self, reward: Array, terminated: Array, truncated: Array, done: Array) -> Episodes:
+        """Advance row by row, without the sums over pieces of episodes."""
+        begin, returns, parts = -self.steps, self.returns, []
+        for t, ended in enumerate(done):
+            returns += reward[t]
+            env = ended.nonzero()[0]
+            ids = self.env_ids[env] + self.total_envs * self.episode[env]
+            lengths = t + 1 - begin[env]
+            parts.append((ids, self.env_ids[env], returns[env], lengths, terminated[t, env], truncated[t, env]))
+            self.episode[env] += 1
+            begin[env], returns[env] = t + 1, 0.0
+        self.steps[...] = len(done) - begin
         self._number()
-        return ended
+        return Episodes(*(parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))))
 
     def _number(self) -> None:
         self._ids = self.env_ids + self.total_envs * self.episode
