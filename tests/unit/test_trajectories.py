@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.episodes.clock import MOST_REWARDS, TrajectoryClock
+from muster.episodes.clock import MANY, MOST_REWARDS, TrajectoryClock
 from muster.episodes.record import EpisodeRecord, Episodes, join_episodes
 from muster.errors import BadCheckpoint
 
@@ -58,9 +58,13 @@ def histories(draw):
     return B, draw(st.integers(0, 3)), rollouts
 
 
-@given(histories())
-def test_clock_equals_counting_by_hand(history):
+@pytest.mark.parametrize("times", [1, MANY], ids=["few", "many"])
+@given(history=histories())
+def test_clock_equals_counting_by_hand(times, history):
+    """Also for so many environments that the clock goes through them row by row."""
     B, first, rollouts = history
+    B *= times
+    rollouts = [(reset, *(np.tile(rows, times) for rows in columns)) for reset, *columns in rollouts]
     env_ids = list(range(first, first + B))
     clock, by_hand = TrajectoryClock(np.array(env_ids), first + B + 1), ByHand(env_ids, first + B + 1)
     for reset, reward, terminated, truncated in rollouts:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from muster.episodes.clock import AgentClock, TrajectoryClock
+from muster.episodes.clock import MANY, AgentClock, TrajectoryClock
 from muster.episodes.record import Episodes
 from muster.episodes.rules import Rule
 from muster.errors import BadEnvOutput, BadPolicyOutput
@@ -233,7 +233,7 @@ class Group:
         if lane.mirrored:
             lane.pull((self.env.reward_key, TERMINATED, TRUNCATED))
         reward, done, terminated, truncated, ids = views.flags if n == lane.T else [rows[:n] for rows in views.flags]
-        if 1 in terminated.tobytes() or 1 in truncated.tobytes():  # else it is False already
+        if self.B >= MANY or 1 in terminated.tobytes() or 1 in truncated.tobytes():  # else it is False already
             np.logical_or(terminated, truncated, out=done)
         late = None
         if not options.reset_when_done:

@@ -85,7 +85,7 @@ def first_bad_value(
     n = lane.done_steps
     made = None if late is None or not late.any() else ~late
     reward = lane.arrays[env.reward_key][:n]
-    if 0 in np.isfinite(reward).tobytes():
+    if not np.isfinite(reward).all():
         t, b = (int(i) for i in np.argwhere(~np.isfinite(reward))[0])
         return t, f"{env.name}[{b}].step (row {t} of the batch): reward is {reward[t, b]}", False
     for key, spec in env.action_specs.items():
