@@ -22,7 +22,7 @@ from muster.testing import OracleEnv
 from muster.workers.channel import Channel
 from tests.fakes import faults
 from tests.fakes.fault_runs import alive
-from tests.fakes.lost_nodes import NAME, status
+from tests.fakes.lost_nodes import NAME, NodeSignalled, status
 from tests.fakes.mounts import mount, own_mounts
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +45,15 @@ NODE_KINDS = [sync_nodes, async_nodes]
 def factories(path: Path, fault: Any = None) -> list[Any]:
     """Environments of two nodes, of which number 0 goes wrong."""
     return [partial(OracleEnv, path, 0, 1, fault), partial(OracleEnv, path, 1)]
+
+
+class MadeOnce(OracleEnv):
+    """Kills its node while it is made, except for the first time."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        if self.run:
+            NodeSignalled(signal.SIGKILL)(None)
 
 
 # --- processes --------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from tests.fakes.node_runs import (
     MARK,
     NODE_KINDS,
     KilledForMemory,
+    MadeOnce,
     async_nodes,
     births,
     came_by_themselves,
@@ -344,6 +346,13 @@ def test_a_node_that_dies_again_and_again_is_given_up(tmp_path, kind):
         collector.shutdown()
         stats, counts = collector.stats(), OracleEnv.read(path)
     assert stats.executed <= counts[:, 2].sum() <= stats.executed + stats.unseen
+
+
+def test_a_node_that_dies_before_it_has_made_its_environments_again_is_counted_too(tmp_path):
+    doomed = partial(MadeOnce, tmp_path / "counts", 0, 1, Fault(KILLS, at=5))
+    envs = [doomed, partial(OracleEnv, tmp_path / "counts", 1)]
+    with sync_nodes(envs, frames_per_batch=T, on_failure=Restart(max_restarts=10)) as collector:
+        assert_said(drain(collector, match="restart 3"), 0, "construct")
 
 
 def test_a_node_that_dies_too_often_within_a_minute_is_given_up(tmp_path):

@@ -147,7 +147,7 @@ class NodeProxy(Proxy):
             counts = self._pool.counters[number]
             counts.unseen += max(0, steps - counts.partial)
             counts.give_up("worker_died")
-        if self.infos is not None and self._state is WorkerState.DEAD:
+        if self._is_there and self._state is WorkerState.DEAD:
             self._prepare_successor()
         self._is_there = False
         return error
