@@ -31,7 +31,7 @@ from muster import (
 )
 from muster.errors import BadOption, BadWeights, CollectorBusy, CollectorClosed, EnvError, PolicyError, SlotsExhausted
 from muster.testing import ChainEnv, CountingEnv, FaultyEnv, SpaceEnv
-from muster.weights import NoSync, Pipe, SharedMemory, VanillaWeightUpdater, WeightUpdaterBase
+from muster.weights import NoSync, SharedMemory, VanillaWeightUpdater, WeightUpdaterBase
 from tests.fakes import on_nodes
 from tests.fakes.actors import Actor, Two
 from tests.fakes.buffers import Extends
@@ -618,7 +618,7 @@ def test_weight_updaters(kind, own):
             assert whole(kind, c)["weight"][0].unique().tolist() == [13.0]
 
 
-@pytest.mark.parametrize("scheme", ["shared", "pipe", "none", SharedMemory(), Pipe(), NoSync()], ids=str)
+@pytest.mark.parametrize("scheme", ["shared", "none", SharedMemory(), NoSync()], ids=str)
 @pytest.mark.parametrize("kind", [WITH_WORKERS[1], WITH_WORKERS[3], WITH_WORKERS[4]], ids=lambda k: k.name)
 def test_weight_sync_schemes(kind, scheme):
     with serial(kind, None, Actor(1.0), weight_sync_schemes={"policy": scheme}, track_policy_version=True) as c:

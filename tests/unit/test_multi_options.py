@@ -118,7 +118,7 @@ class Buffer(list):  # type: ignore[type-arg]
         (MultiAsyncCollector, {"return_same_td": True}, "return_same_td"),
         (MultiAsyncCollector, {"replay_buffer": Buffer(), "extend_buffer": False}, "extend_buffer=False"),
         *((cls, {"backend": "threads", "start_method": "spawn"}, "start_method is about processes") for cls in BOTH),
-        *((cls, {"weight_sync_schemes": {"critic": "pipe"}}, "model_id='critic' is not known here") for cls in BOTH),
+        *((cls, {"weight_sync_schemes": {"critic": "shared"}}, "model_id='critic' is not known here") for cls in BOTH),
         *((cls, {"weight_sync_schemes": {"policy": "fax"}}, "'fax' is no way to send weights") for cls in BOTH),
         *((cls, {"set_truncated": True, "trajs_per_batch": 1}, "set_truncated") for cls in BOTH),
     ],

@@ -30,7 +30,6 @@ from muster.weights import (
     MultiProcessWeightSyncScheme,
     NoSync,
     NoWeightSyncScheme,
-    Pipe,
     RayWeightSyncScheme,
     RPCWeightSyncScheme,
     SharedMemory,
@@ -44,7 +43,6 @@ from tests.tools import counting
 from tests.waits import open_files, wait_until
 
 PATIENCE = 60.0
-LOCAL = [SharedMemoryWeightSyncScheme, MultiProcessWeightSyncScheme]
 OF_NODES = [DistributedWeightSyncScheme, RPCWeightSyncScheme, RayWeightSyncScheme]
 
 
@@ -82,9 +80,9 @@ class Ends:
         return made, model
 
 
-@pytest.fixture(params=LOCAL, ids=["shared", "process"])
-def ends(request: Any) -> Iterator[Ends]:
-    made = Ends(request.param)
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    made = Ends(SharedMemoryWeightSyncScheme)
     yield made
     for scheme in made.all:
         scheme.shutdown()
@@ -547,7 +545,7 @@ def test_a_collector_that_is_forgotten_is_not_kept_by_its_scheme(ends):
     [
         (SharedMemoryWeightSyncScheme(), SharedMemory()),
         (SharedMemWeightSyncScheme(), SharedMemory()),
-        (MultiProcessWeightSyncScheme(), Pipe()),
+        (MultiProcessWeightSyncScheme(), SharedMemory()),
         (NoWeightSyncScheme(), NoSync()),
     ],
     ids=repr,
@@ -572,9 +570,9 @@ def test_schemes_for_nodes_name_their_collector(cls):
     [
         (None, None),
         ({}, None),
-        ({"policy": "pipe"}, "pipe"),
+        ({"policy": "none"}, "none"),
         ({"policy": "shared", "critic": SharedMemoryWeightSyncScheme()}, "shared"),
-        ({"policy": "pipe", "critic": Pipe()}, "pipe"),
+        ({"policy": "none", "critic": NoSync()}, "none"),
     ],
     ids=str,
 )
@@ -583,8 +581,8 @@ def test_one_way_for_all_models(given, expected):
 
 
 def test_two_ways_are_refused():
-    with pytest.raises(BadOption, match="'policy' has 'shared' and 'critic' has 'pipe', but .* together"):
-        one_transport({"policy": "shared", "critic": "pipe"})
+    with pytest.raises(BadOption, match="'policy' has 'shared' and 'critic' has 'none', but .* together"):
+        one_transport({"policy": "shared", "critic": "none"})
     with pytest.raises(BadOption, match="published together"):
         one_transport({"a": RayWeightSyncScheme(), "b": DistributedWeightSyncScheme()})
     assert one_transport({"a": (given := RayWeightSyncScheme()), "b": RayWeightSyncScheme()}) is given

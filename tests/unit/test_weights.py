@@ -20,9 +20,8 @@ from torch import nn
 
 from muster.errors import BadOption, BadWeights
 from muster.testing import CountingEnv
-from muster.utils.fences import is_ordered
-from muster.weights import NoSync, Pipe, SharedMemory, VanillaWeightUpdater, WeightUpdaterBase, choice
-from muster.weights.choice import default_transport, transport_for
+from muster.weights import NoSync, SharedMemory, VanillaWeightUpdater, WeightUpdaterBase
+from muster.weights.choice import transport_for
 from muster.weights.names import copy_tensor, modules_of, named_tensors, named_weights
 from muster.weights.publish import PolicyWeights
 from muster.weights.receive import Receivers
@@ -296,12 +295,12 @@ def constant(value: float) -> nn.Sequential:
     return module
 
 
-@pytest.fixture(params=["shared", "pipe"])
-def sent(request: Any) -> Any:
+@pytest.fixture
+def sent() -> Any:
     made: list[Any] = []
 
     def make(policy: Any, workers: int = 1, **options: Any) -> Any:
-        weights = PolicyWeights.of_workers(policy, workers, request.param, **options)
+        weights = PolicyWeights.of_workers(policy, workers, **options)
         made.append(weights)
         for number in range(0 if weights.lazy else workers):
             made.append(Worker(weights, policy, number))
@@ -438,7 +437,7 @@ def test_parts_that_wait_for_the_end_of_a_rollout_add_up(sent):
 
 def test_a_worker_that_did_not_read_has_caught_up_when_it_is_given_work():
     policy = nn.Linear(2000, 1000, bias=False)
-    weights = PolicyWeights.of_workers(policy, 1, "pipe")
+    weights = PolicyWeights.of_workers(policy, 1)
     ticket = weights.ticket(0)
     for value in (1.0, 2.0, 3.0):
         weights.publish({"weight": torch.full((1000, 2000), value)})
@@ -608,7 +607,12 @@ def test_what_a_parent_sends_goes_on_to_the_workers(sent):
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [("shared", SharedMemory()), ("pipe", Pipe()), ("none", NoSync()), (Pipe(deadline_s=3.0), Pipe(deadline_s=3.0))],
+    [
+        (None, SharedMemory()),
+        ("shared", SharedMemory()),
+        ("none", NoSync()),
+        (SharedMemory(deadline_s=3.0), SharedMemory(deadline_s=3.0)),
+    ],
     ids=stable,
 )
 def test_transports_by_name_and_by_object(given, expected):
@@ -616,18 +620,10 @@ def test_transports_by_name_and_by_object(given, expected):
 
 
 @pytest.mark.parametrize(
-    ("machine", "expected"), [("x86_64", SharedMemory()), ("AMD64", SharedMemory()), ("arm64", Pipe())]
-)
-def test_the_default_depends_on_the_processor(monkeypatch, machine, expected):
-    monkeypatch.setattr(choice, "IS_ORDERED", is_ordered(machine))
-    assert default_transport() == transport_for(None) == expected
-
-
-@pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("SharedMemWeightSyncScheme", SharedMemory()),
-        ("MultiProcessWeightSyncScheme", Pipe()),
+        ("MultiProcessWeightSyncScheme", SharedMemory()),
         ("NoWeightSyncScheme", NoSync()),
     ],
 )
@@ -637,7 +633,7 @@ def test_torchrls_schemes_are_known_by_name(name, expected):
     assert transport_for(type("Mine", (of_torchrl,), {})()) == expected
 
 
-@pytest.mark.parametrize("wrong", ["Shared", 3, SharedMemory, object(), {"policy": Pipe()}], ids=stable)
+@pytest.mark.parametrize("wrong", ["Shared", "pipe", 3, SharedMemory, object(), {"policy": NoSync()}], ids=stable)
 def test_other_schemes_are_refused(wrong):
     with pytest.raises(BadOption, match="is no way to send weights to workers on this machine: expected"):
         transport_for(wrong)

@@ -21,8 +21,7 @@ from muster.memory.slots import Layout, Slot
 from muster.memory.views import BatchView
 from muster.restore.pickling import loads
 from muster.weights.buffer import Buffer, Manifest
-from muster.weights.choice import default_transport
-from muster.weights.shared_memory import SharedMemoryPublisher
+from muster.weights.shared_memory import SharedMemory, SharedMemoryPublisher
 from muster.weights.transport import Publisher
 from muster.workers.channel import WakeUp
 from muster.workers.config import WorkerPlace
@@ -302,7 +301,7 @@ class NodeWeights:
         else:
             received = Buffer(block, manifest)
             if publisher is None:
-                publisher = default_transport().publisher(received.tensors, self.workers, received.version)
+                publisher = SharedMemory().publisher(received.tensors, self.workers, received.version)
                 self.publisher = publisher
                 self._made.callback(publisher.close)
             else:

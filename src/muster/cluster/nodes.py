@@ -152,9 +152,6 @@ class NodesPublisher:
         for node in receiving:
             self._nodes.publish(node, self._manifest, block)
 
-    def catch_up(self) -> None:
-        """Does nothing: sessions send the newest weights, also to nodes that have joined again."""
-
     def ticket(self, worker: int) -> Ticket:
         """Not available: workers take their weights from their node."""
         raise NotImplementedError

@@ -186,7 +186,7 @@ class CollectorOptions:
         track_policy_version: add ``collector/policy_version``, the version that chose the action. An object with
             ``version`` and ``increment_version()`` (TorchRL's ``PolicyVersion``) replaces Muster's version counter.
         weight_updater: an object with ``push_weights`` (TorchRL's ``WeightUpdaterBase``), or a function that makes one.
-        weight_sync_schemes: how weights reach the workers, by model id: "shared", "pipe", "none" or a scheme object
+        weight_sync_schemes: how weights reach the workers, by model id: "shared", "none" or a scheme object
             (docs/workers.md). None: the system's default. Only for collectors with workers.
         weight_recv_schemes: schemes by model id that receive weights from a parent; see ``register_scheme_receiver``.
         worker_idx: index of this collector among its parent's.

@@ -9,13 +9,7 @@ from __future__ import annotations
 import platform
 import threading
 
-
-def is_ordered(machine: str) -> bool:
-    """Return whether a processor with this name (``platform.machine()``) keeps the order of stores and of loads."""
-    return machine.lower() in ("x86_64", "amd64", "i386", "i686")
-
-
-IS_ORDERED = is_ordered(platform.machine())
+IS_ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")  # keeps the order of stores and of loads
 
 
 def fence() -> None:

@@ -1,6 +1,6 @@
 """Policy weights: publishing them in the learner, and taking them in workers.
 
-``SharedMemory``, ``Pipe`` and ``NoSync`` are the transports: ``weight_sync_schemes={"policy": Pipe()}``.
+``SharedMemory`` and ``NoSync`` are the transports: ``weight_sync_schemes={"policy": NoSync()}``.
 TorchRL's weight sync schemes, which also work without a collector, are defined in ``muster.compat.torchrl``.
 """
 
@@ -16,7 +16,6 @@ _HOMES = {
     "MultiProcessWeightSyncScheme": _SCHEMES,
     "NoSync": "muster.weights.transport",
     "NoWeightSyncScheme": _SCHEMES,
-    "Pipe": "muster.weights.pipe",
     "RPCWeightSyncScheme": _SCHEMES,
     "RayWeightSyncScheme": _SCHEMES,
     "RayWeightUpdater": _UPDATERS,
@@ -33,7 +32,6 @@ __all__ = list(_HOMES)
 if TYPE_CHECKING:
     from muster.compat.torchrl.updaters import *  # noqa: F403
     from muster.compat.torchrl.weight_update import *  # noqa: F403
-    from muster.weights.pipe import Pipe as Pipe
     from muster.weights.shared_memory import SharedMemory as SharedMemory
     from muster.weights.transport import NoSync as NoSync
 

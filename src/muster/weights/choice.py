@@ -6,19 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from muster.errors import BadOption
-from muster.utils.fences import IS_ORDERED
-from muster.weights.pipe import Pipe
 from muster.weights.shared_memory import SharedMemory
 from muster.weights.transport import NoSync, Transport
 
 # By name, and by class of TorchRL's schemes and of Muster's that are called the same.
-_TRANSPORTS: dict[str, type[SharedMemory | Pipe | NoSync]] = {
+_TRANSPORTS: dict[str, type[SharedMemory | NoSync]] = {
     "shared": SharedMemory,
-    "pipe": Pipe,
     "none": NoSync,
     "SharedMemoryWeightSyncScheme": SharedMemory,
     "SharedMemWeightSyncScheme": SharedMemory,
-    "MultiProcessWeightSyncScheme": Pipe,
+    "MultiProcessWeightSyncScheme": SharedMemory,
     "NoWeightSyncScheme": NoSync,
 }
 OF_NODES = {
@@ -28,22 +25,17 @@ OF_NODES = {
 }
 
 
-def default_transport() -> Transport:
-    """Shared memory where the processor allows it, else a pipe."""
-    return SharedMemory() if IS_ORDERED else Pipe()
-
-
 def transport_for(given: Any) -> Transport:
     """The transport for one value of ``weight_sync_schemes``.
 
     Args:
-        given: a transport, "shared", "pipe" or "none", a weight sync scheme for one machine (Muster's or TorchRL's);
-            None is the default.
+        given: a transport, "shared" or "none", a weight sync scheme for one machine (Muster's or TorchRL's);
+            None is shared memory.
 
     Raises:
         BadOption: anything else.
     """
-    meaning = default_transport() if given is None else _meaning(given)
+    meaning = SharedMemory() if given is None else _meaning(given)
     if isinstance(meaning, Transport) and not isinstance(meaning, type):
         return meaning
     if isinstance(meaning, str) and meaning in OF_NODES:
@@ -52,8 +44,8 @@ def transport_for(given: Any) -> Transport:
             f"here, or give SharedMemoryWeightSyncScheme or MultiProcessWeightSyncScheme"
         )
     raise BadOption(
-        f"{given!r} is no way to send weights to workers on this machine: expected muster.weights.SharedMemory(), "
-        f"Pipe() or NoSync(), or one of {', '.join(_TRANSPORTS)} (Muster's or TorchRL's)"
+        f"{given!r} is no way to send weights to workers on this machine: expected muster.weights.SharedMemory() "
+        f"or NoSync(), or one of {', '.join(_TRANSPORTS)} (Muster's or TorchRL's)"
     )
 
 

@@ -192,7 +192,7 @@ class PolicyWeights:
         self._open(self._transport, self.workers)
 
     def catch_up(self) -> None:
-        """Send what workers missed that did not read in time; before they are given work outside of ``acting()``."""
+        """Make visible what is waiting, before workers are given work outside of ``acting()``."""
         with self._lock:
             self._apply()
 
@@ -272,8 +272,6 @@ class PolicyWeights:
             if self._publisher is not None:
                 self._publisher.publish(self._tensors, update.version, update.workers)
             del self._updates[0]
-        if self._publisher is not None:
-            self._publisher.catch_up()
 
     def _increment(self) -> int | str:
         before = self.version

@@ -5,9 +5,9 @@ buffer that it is reading. A publish writes a buffer that no cell names, then se
 dies in the middle has changed nothing that is read. A worker marks the buffer of its first cell as the one that it
 reads, and looks whether the cell still names it. If so, the publisher writes elsewhere until the mark is gone, and the
 worker copies the weights right to where they act; else it starts again, and has changed nothing. A worker that dies
-while it reads keeps one buffer from being used, until its successor reads. This relies on stores of one processor being
-seen in order by the others, and loads being done in order, as x86 does (what libc and torch copy past the caches they
-fence themselves). A store and a load after it need a fence there, too. See ``default_transport`` for other processors.
+while it reads keeps one buffer from being used, until its successor reads. Other processors than x86 need a fence
+between the weights and the cell or mark that is stored after them (what libc and torch copy past the caches they fence
+themselves); a store and a load after it need one everywhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from muster.errors import CollectorTimeout
 from muster.memory.shared import Arena
 from muster.memory.specs import Array
-from muster.utils.fences import fence
+from muster.utils.fences import fence, keep_order
 from muster.weights.buffer import WRITING, Buffer, Manifest
 from muster.weights.transport import Ticket, chosen
 
@@ -87,11 +87,9 @@ class SharedMemoryPublisher:
 
     def _show(self, offset: int, workers: Collection[int]) -> None:
         self._published += 1
+        keep_order()  # who sees the cell sees the weights
         for worker in workers:
             self._cells[worker] = offset
-
-    def catch_up(self) -> None:
-        """Workers cannot miss anything."""
 
     def ticket(self, worker: int) -> Ticket:
         chosen([worker], self._workers)
@@ -140,7 +138,7 @@ class SharedMemorySubscriber:
             if time.monotonic() > until:
                 raise CollectorTimeout(
                     f"weights were replaced faster than they could be read, for {self._deadline_s} s on end. Publish "
-                    f"less often, or use weight_sync_schemes='pipe'."
+                    f"less often."
                 )
 
     def _read(self, offset: int, sequence: int, into: Weights) -> bool:
@@ -152,6 +150,7 @@ class SharedMemorySubscriber:
             if self._cells[self._worker] != offset or shared.sequence != sequence:
                 return False
             self.version = shared.read(into)
+            keep_order()  # the weights were read before the mark is gone
             return shared.sequence == sequence  # always, unless another worker has the same number
         finally:
             self._reading[self._worker] = _NOTHING

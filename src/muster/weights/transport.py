@@ -95,9 +95,6 @@ class Publisher(Protocol):
             SlotsExhausted: there is not enough memory. Nothing was published.
         """
 
-    def catch_up(self) -> None:
-        """Send weights again to workers that did not read in time; call this before a worker gets a request."""
-
     def ticket(self, worker: int) -> Ticket:
         """The ticket of a worker. A restarted worker gets the weights that were published last for its number."""
 
@@ -143,8 +140,6 @@ class NoPublisher:
 
     def publish(self, weights: Weights, version: int | str, workers: Collection[int] | None = None) -> None:
         chosen(workers, self._workers)
-
-    def catch_up(self) -> None: ...
 
     def ticket(self, worker: int) -> Ticket:
         chosen([worker], self._workers)

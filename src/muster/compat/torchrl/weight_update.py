@@ -18,7 +18,6 @@ import torch
 from muster.compat.torchrl.scheme_ends import ReceivingEnd, SendingEnd
 from muster.errors import BadOption, CollectorClosed
 from muster.weights.names import Weights, check_finite, named_weights, overwrite
-from muster.weights.pipe import Pipe
 from muster.weights.shared_memory import SharedMemory
 from muster.weights.transport import Transport
 
@@ -375,10 +374,10 @@ SharedMemWeightSyncScheme = SharedMemoryWeightSyncScheme
 
 
 class MultiProcessWeightSyncScheme(WeightSyncScheme):
-    """Sends weights as messages between processes."""
+    """The same: processes of one machine share memory."""
 
     backend = "process"
-    transport = Pipe()
+    transport = SharedMemory()
 
 
 class NoWeightSyncScheme(WeightSyncScheme):
