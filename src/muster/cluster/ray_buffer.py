@@ -214,7 +214,7 @@ def _is_ordinary(tensor: torch.Tensor) -> bool:
 
 def _tensor(memory: Array, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     if not memory.size:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.from_numpy(memory).view(dtype).view(shape)
 
 

@@ -161,7 +161,7 @@ class BatchViews:
         assert self._same is not None
         slot, memory, batch = self._same
         if memory.device.type != "cpu":
-            memory.copy_(torch.as_tensor(slot.block))
+            memory.copy_(slot.block if torch.is_tensor(slot.block) else torch.from_numpy(slot.block))
         view.refresh_objects(batch, slot)
         return batch
 
@@ -187,7 +187,7 @@ def final_observations(finals: Sequence[tuple[Array, Sequence[Final]]]) -> Tenso
                 if len(final.envs)
             }
             leaves["env"] = torch.from_numpy(env_ids[list(final.envs)])
-            leaves["row"] = torch.full((len(final.envs),), final.t, dtype=torch.int64)
+            leaves["row"] = torch.full_like(leaves["env"], final.t)
             parts.append(leaves)
     stacked = [TensorDict(leaves, batch_size=[len(leaves["env"])]) for leaves in parts if len(leaves["env"])]
     if not stacked:

@@ -133,7 +133,8 @@ class TorchEnvs(EnvBatch):
             given["seed"] = checks.batch_seed(seeds)
         index = list(which)
         with torch.inference_mode(False), torch.no_grad():
-            targets = [torch.as_tensor(arrays[key])[row] for key in self.observation_specs]
+            given_rows = (arrays[key][row] for key in self.observation_specs)
+            targets = [each if isinstance(each, torch.Tensor) else torch.from_numpy(each) for each in given_rows]
             if len(index) == self.num_envs:
                 leaves = self._reset(given)
                 if self._mask_untried and (self._limit is not None or not self._self_resetting):
@@ -141,7 +142,7 @@ class TorchEnvs(EnvBatch):
                 for target, leaf in zip(targets, leaves, strict=True):
                     target.copy_(leaf)
             else:
-                mask = torch.zeros(self.num_envs, dtype=torch.bool)
+                mask = torch.zeros(self.num_envs, dtype=torch.bool, device="cpu")
                 mask[index] = True
                 mask = mask.to(self._on)
                 leaves = self._reset_some(mask, given, index)

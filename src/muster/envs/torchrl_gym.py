@@ -76,9 +76,11 @@ def fast_step(env: EnvBase) -> Callable[[Any], Any] | None:
         obs, reward, terminated, truncated, _ = step(read(td.get(action_key).numpy()))
         plain = type(obs) is np.ndarray and obs.shape == shape and obs.dtype == dtype
         out = {key[0]: torch.from_numpy(obs.copy())} if plain else base.read_obs(obs)
-        out["reward"] = torch.tensor([float(reward)]) if isinstance(reward, float) else base.read_reward(reward)
+        out["reward"] = (
+            torch.tensor([float(reward)], device="cpu") if isinstance(reward, float) else base.read_reward(reward)
+        )
         ended, cut = as_flag(terminated, "terminated", "env"), as_flag(truncated, "truncated", "env")
-        flags = torch.tensor([[ended or cut], [ended], [cut]])
+        flags = torch.tensor([[ended or cut], [ended], [cut]], device="cpu")
         out["done"], out["terminated"], out["truncated"] = flags.unbind(0)
         return make_td(out, batch_size=torch.Size([]), device=base.device)
 

@@ -27,6 +27,7 @@ from torchrl.envs import EnvBase
 from muster.envs.spaces import draw
 from muster.errors import UnsupportedEnv
 from muster.keys import FLAGS, REWARD, TEAM_REWARD, Key, next_of
+from muster.memory.slots import numpy_dtype
 from muster.memory.specs import OBJECT, Array, ArraySpec, Specs
 
 Draw = Callable[[np.random.Generator, tuple[int, ...]], Array]
@@ -153,7 +154,7 @@ def _array_spec(spec: TensorSpec | None, dims: int) -> ArraySpec:
     if spec is None or spec.dtype is None or any(n < 0 for n in spec.shape):
         return ragged
     try:
-        dtype = torch.empty(0, dtype=spec.dtype).numpy().dtype
+        dtype = numpy_dtype(spec.dtype)
     except TypeError:  # a dtype that NumPy lacks, such as bfloat16
         return ragged
     shape = tuple(spec.shape[dims:])

@@ -297,7 +297,7 @@ class WholeEpisodes:
             "num_envs": self.num_envs,
             "time": torch.from_numpy(self._time.copy()),
             "dropped": dict(self.dropped),
-            "episodes": torch.tensor(columns, dtype=torch.int64).reshape(-1, 7),
+            "episodes": torch.tensor(columns, dtype=torch.int64, device="cpu").reshape(-1, 7),
             "asked": self._asked,
             "rows": to_plain(take(*_gathered(episodes))) if self.frames_held else None,
         }

@@ -141,7 +141,7 @@ class Lane:
                 if column.host:
                     pin = part.is_cuda  # copies take a tenth of the time
                     self.arrays[column.key] = torch.zeros(
-                        shape, dtype=torch_dtype(column.dtype), pin_memory=pin
+                        shape, dtype=torch_dtype(column.dtype), pin_memory=pin, device="cpu"
                     ).numpy()
             else:
                 self.arrays[column.key] = part.view(column.dtype).reshape(shape)
@@ -204,7 +204,7 @@ class Slot:
         elif memory not in ("heap", "pinned"):
             self.block = torch.zeros(layout.nbytes, dtype=torch.uint8, device=memory)
         elif memory == "pinned":
-            self.block = torch.zeros(layout.nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+            self.block = torch.zeros(layout.nbytes, dtype=torch.uint8, pin_memory=True, device="cpu").numpy()
         else:
             self.block = _aligned(layout.nbytes)
         self.state = SlotState.FREE
@@ -362,3 +362,9 @@ def _aligned(nbytes: int) -> Array:
 def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     """Return the torch dtype with the same memory format."""
     return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """Return the NumPy dtype with the same memory format. Raises ``TypeError`` if there is none, as for bfloat16."""
+    found: np.dtype[Any] = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+    return found

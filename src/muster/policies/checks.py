@@ -10,6 +10,7 @@ import torch
 
 from muster.errors import BadEnvOutput, BadOption, BadPolicyOutput, PolicyError
 from muster.keys import Key, dotted
+from muster.memory.slots import numpy_dtype
 from muster.memory.specs import ArraySpec, Column, Specs
 from muster.policies.sampling import ActionMask
 
@@ -63,7 +64,7 @@ def column_of(key: Key, value: torch.Tensor, lead: tuple[int, ...], policy: str,
             f"policy {policy} returned {dotted(key)} with shape {tuple(value.shape)}, expected it to begin with "
             f"{lead}, one entry per environment"
         )
-    dtype = torch.empty(0, dtype=value.dtype).numpy().dtype
+    dtype = numpy_dtype(value.dtype)
     return Column(key, tuple(value.shape[len(lead) :]), dtype, carry=carry)
 
 

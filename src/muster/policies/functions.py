@@ -241,7 +241,7 @@ class FunctionPolicy:
                 f"policy {self.name} returned the policy_version {_kind(value)} of shape {tuple(version.shape)} and "
                 f"dtype {version.dtype}, expected an integer, or integers of shape {self._lead}"
             )
-        return torch.as_tensor(version).to(torch.int64).expand(self._lead)
+        return torch.as_tensor(version, device=getattr(version, "device", "cpu")).to(torch.int64).expand(self._lead)
 
     def _refuse_keys(self, expected: Any, got: Any) -> NoReturn:
         raise BadPolicyOutput(

@@ -63,8 +63,8 @@ class HeadPolicy:
         self._emitter(rows, 0, rng)(0, _host(out).reshape(B, -1))
         action, log_prob = rows.action[0], rows.log_prob_array[0]
         action, log_prob = (a.reshape((*lead, *a.shape[1:])) for a in (action, log_prob))
-        extras = {LOG_PROB: torch.as_tensor(log_prob)} if self.head.has_log_prob else {}
-        return Outputs({self._action_key: torch.as_tensor(action)}, extras)
+        extras = {LOG_PROB: torch.from_numpy(log_prob)} if self.head.has_log_prob else {}
+        return Outputs({self._action_key: torch.from_numpy(action)}, extras)
 
     @property
     def draws_globally(self) -> bool:

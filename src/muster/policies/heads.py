@@ -333,7 +333,7 @@ class TanhGaussian(Head):
                 "tanh_gaussian: the action space is unbounded, there is no interval to squash to. Use gaussian(net), "
                 "or bound the space (gymnasium.wrappers.RescaleAction)."
             )
-        low, high = (torch.as_tensor(np.broadcast_to(bound, spec.shape).copy()) for bound in (spec.low, spec.high))
+        low, high = (torch.from_numpy(np.broadcast_to(bound, spec.shape).copy()) for bound in (spec.low, spec.high))
         self.middle = ((low + high) / 2).to(self.middle)
         self.halfwidth = ((high - low) / 2).to(self.halfwidth)
         return 2 * n

@@ -146,7 +146,7 @@ class RewardScaler(nn.Module):
             found.append(now[number])
             if done:
                 del now[number]
-        self.returns.update(torch.tensor(found, dtype=torch.float64))
+        self.returns.update(torch.tensor(found, dtype=torch.float64, device="cpu"))
         self.open = now
 
     def get_extra_state(self) -> dict[int, float]:

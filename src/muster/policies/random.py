@@ -66,7 +66,11 @@ class RandomPolicy:
                 drawn[mask.action] = chosen.to(action.dtype).reshape(action.shape)
             else:
                 drawn[mask.action] = mask.draw(rows.numpy(), uniform).astype(action.dtype).reshape(np.shape(action))
-        tensors = {key: torch.as_tensor(a) for key, a in drawn.items() if a.dtype != OBJECT}
+        tensors = {
+            key: a if torch.is_tensor(a) else torch.from_numpy(np.asarray(a))
+            for key, a in drawn.items()
+            if a.dtype != OBJECT
+        }
         return Outputs(tensors, objects={key: a for key, a in drawn.items() if a.dtype == OBJECT})
 
     def columns(self) -> Sequence[Column]:

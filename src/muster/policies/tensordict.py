@@ -78,7 +78,11 @@ class TensorDictPolicy:
             for key in self._obs_keys
         }
         if self._wants_init:
-            begins = obs[IS_INIT].reshape(self._lead) if IS_INIT in obs else torch.ones(self._lead, dtype=torch.bool)
+            begins = (
+                obs[IS_INIT].reshape(self._lead)
+                if IS_INIT in obs
+                else torch.ones(self._lead, dtype=torch.bool, device="cpu")
+            )
             inputs[IS_INIT] = begins.unsqueeze(-1).to(self._home, copy=True)
         carrier = self._carrier(inputs)
         before = torch.get_rng_state()

@@ -230,7 +230,7 @@ def _normal(random: bool, *, summed: bool) -> Sampler:
 
 
 def _tanh_normal(random: bool, low: Any, high: Any, preimage: bool) -> Sampler:
-    low, high = torch.as_tensor(low), torch.as_tensor(high)
+    low, high = (torch.as_tensor(bound, device="cpu") for bound in (low, high))
     trivial = bool((low == -1).all() and (high == 1).all())
     middle, half = (high + low) / 2, (high - low) / 2
 

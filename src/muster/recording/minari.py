@@ -177,9 +177,9 @@ def _batch(data: Any) -> TensorDict:
     )
     ends = {TERMINATED: terminated, TRUNCATED: truncated, DONE: terminated | truncated}
     leaves |= {next_of(key): value for key, value in ends.items()}
-    leaves |= {key: torch.zeros(length, 1, dtype=torch.bool) for key in ends}  # no row begins after an end
+    leaves |= {key: torch.zeros_like(terminated) for key in ends}  # no row begins after an end
     leaves[REWARD] = torch.from_numpy(np.array(data.rewards, np.float32))[:, None]
-    leaves[TRAJ_IDS] = torch.full((length,), int(data.id))
+    leaves[TRAJ_IDS] = torch.full((length,), int(data.id), device="cpu")
     return TensorDict(nested(leaves), batch_size=[length], names=["time"])
 
 

@@ -278,7 +278,7 @@ class _Pending:
         self._chunk_bytes = chunk_bytes
         # Pages of an empty tensor take no memory until they are written.
         self._buffers = {
-            key: torch.empty((self.capacity, *self._permute(t).shape), dtype=t.dtype)
+            key: torch.empty((self.capacity, *self._permute(t).shape), dtype=t.dtype, device="cpu")
             for key, t in first.tensors.items()
         }
         self._lines: dict[Key, list[str]] = {key: [] for key in first.objects}

@@ -121,7 +121,7 @@ class Player:
             for key in (flag, next_of(flag)):
                 data[key][...] = self._lane.arrays[key][...] = False
         for key, array in self.crash_report.actions.items():
-            data[key][0] = torch.as_tensor(array[row]) if torch.is_tensor(data[key]) else array[row]
+            data[key][0] = torch.as_tensor(array[row], device="cpu") if torch.is_tensor(data[key]) else array[row]
         self.batch.start(self._lane)(0)
         for key in self.batch.observation_specs:
             data[key][0] = data[key][1]

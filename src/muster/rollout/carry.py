@@ -60,7 +60,7 @@ class Carry(dict[Key, Any]):
         row = self[key][0]
         if isinstance(row, np.ndarray) and row.dtype == object:
             return row  # type: ignore[return-value]
-        tensor = torch.as_tensor(row)
+        tensor = row if isinstance(row, torch.Tensor) else torch.from_numpy(row)
         return tensor.reshape((*self._batch_shape, *tensor.shape[1:]))
 
     def _zeros(self, spec: ArraySpec) -> Any:

@@ -113,7 +113,11 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def from_bytes(content: bytes) -> torch.Tensor:
     """Return a copy of ``content``, ``[bytes]`` uint8."""
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        if content
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
 
 
 def _checksum(tensor: torch.Tensor) -> str:

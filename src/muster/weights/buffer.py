@@ -122,5 +122,5 @@ def _copy(source: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) 
 def _view(memory: Array, entry: Entry) -> torch.Tensor:
     nbytes = math.prod(entry.shape) * entry.dtype.itemsize
     if nbytes == 0:
-        return torch.empty(entry.shape, dtype=entry.dtype)
+        return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
     return torch.from_numpy(memory[entry.offset : entry.offset + nbytes]).view(entry.dtype).view(entry.shape)

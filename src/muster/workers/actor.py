@@ -200,7 +200,7 @@ class Actor:
         """Fill in the values of next observations of a group."""
         info, rng = self._infos[group], self._rngs[group]
         lead, some = info.batch_shape, np.arange(info.num_envs) % len(made.t)
-        seen = {key: torch.as_tensor(rows[some]).reshape((*lead, *rows.shape[1:])) for key, rows in made.rows.items()}
+        seen = {key: torch.from_numpy(rows[some]).reshape((*lead, *rows.shape[1:])) for key, rows in made.rows.items()}
         policy = self._policy_for(lead, lambda: seen, rng)
 
         @contextmanager

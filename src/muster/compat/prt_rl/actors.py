@@ -25,7 +25,7 @@ from muster.rng import GroupRng
 from muster.rollout.acting import call_policy
 
 Tensors = dict[str, torch.Tensor]
-NOTHING = torch.empty(0, 0)
+NOTHING = torch.empty(0, 0, device="cpu")
 TAKEN = frozenset({"state", "next_state", "reward", "done", "last_value_est"})
 
 

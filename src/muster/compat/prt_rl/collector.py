@@ -118,8 +118,8 @@ class Collector:
         while not chosen.complete:
             parts.append(self._roll(policy, ROWS, chosen)[1])
             chosen.before += len(parts[-1]["state"])
-        rows = torch.cat([torch.arange(s.begin, s.end) for s in chosen.segments])
-        envs = torch.cat([torch.full((s.end - s.begin,), s.env) for s in chosen.segments])
+        rows = torch.cat([torch.arange(s.begin, s.end, device="cpu") for s in chosen.segments])
+        envs = torch.cat([torch.full((s.end - s.begin,), s.env, device="cpu") for s in chosen.segments])
         return self._logged({name: torch.cat([part[name] for part in parts])[rows, envs] for name in parts[0]})
 
     def get_metric_tracker(self) -> MetricsTracker:

@@ -13,7 +13,7 @@ from muster.envs.checks import call
 from muster.envs.stacked import StackedEnvs
 from muster.errors import BadEnvOutput, UnsupportedEnv
 from muster.keys import OBSERVATION, REWARD, Key, next_of
-from muster.memory.slots import Lane, torch_dtype
+from muster.memory.slots import Lane, numpy_dtype, torch_dtype
 from muster.memory.specs import Array, ArraySpec
 from muster.protocols import EnvBatch, Step
 from muster.rng import GroupRng
@@ -73,7 +73,7 @@ class PrtEnvs(EnvBatch):
         if self.observation_specs:
             return
         self._first = state = self._reset_all()
-        dtype = torch.empty(0, dtype=state.dtype).numpy().dtype
+        dtype = numpy_dtype(state.dtype)
         self.observation_specs = {OBSERVATION: ArraySpec(tuple(state.shape[1:]), dtype)}
         self.state_device = state.device
 
@@ -122,7 +122,7 @@ class PrtEnvs(EnvBatch):
                 rewards[t].copy_(reward)
             else:
                 self._store_reward(lane, t, reward)
-            flags = torch.as_tensor(done).reshape(-1).tolist()
+            flags = torch.as_tensor(done, device="cpu").reshape(-1).tolist()
             if len(flags) != B:
                 raise BadEnvOutput(f"{self.name}.step returned {len(flags)} done flags for {B} environments")
             finished = [i for i, over in enumerate(flags) if over]
@@ -141,7 +141,7 @@ class PrtEnvs(EnvBatch):
 
     def _store_reward(self, lane: Lane, t: int, reward: Any) -> None:
         """Store rewards, which must be like the first; if not ``[N, 1]`` float32, in addition to the column of sums."""
-        B, reward = self.num_envs, torch.as_tensor(reward)
+        B, reward = self.num_envs, torch.as_tensor(reward, device="cpu")
         reward = reward.reshape(-1, 1) if reward.ndim < 2 else reward
         kind = tuple(reward.shape), reward.dtype
         if self._reward_kind is None and len(reward) == B:
@@ -154,7 +154,7 @@ class PrtEnvs(EnvBatch):
         lane.tensors[REWARD][t] = reward.reshape(B, -1).sum(1)
         if not self._plain_rewards:
             if REWARD not in lane.cache:
-                lane.cache[REWARD] = torch.zeros((lane.T, *reward.shape), dtype=reward.dtype)
+                lane.cache[REWARD] = torch.zeros((lane.T, *reward.shape), dtype=reward.dtype, device="cpu")
             lane.cache[REWARD][t] = reward
 
     def _reset_all(self) -> torch.Tensor:

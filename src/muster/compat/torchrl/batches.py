@@ -48,7 +48,7 @@ def add_next_states(batch: TensorDictBase, last: Mapping[Key, torch.Tensor | Non
     for key, after in last.items():
         if (state := batch.get(key, None)) is not None:
             following = state.roll(-1, dim)
-            following.select(dim, -1).copy_(torch.zeros(()) if after is None else after)
+            following.select(dim, -1).copy_(torch.zeros((), device="cpu") if after is None else after)
             batch.set(next_of(key), following)
 
 

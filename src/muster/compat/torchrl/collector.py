@@ -182,7 +182,7 @@ class Collector(
             obs_dtype="env",  # a network of another dtype fails in TorchRL, too
             # Environments and policies may keep their tensors.
             execution=Execution(inference_mode=False, own_rng=False),
-            seed=None if native else int(torch.randint(1 << 31, ())),
+            seed=None if native else int(torch.randint(1 << 31, (), device="cpu")),
             num_threads=None,
         )
 
@@ -236,7 +236,7 @@ class Collector(
         if index is None:
             self._flush_trajectory_assembly()
         else:
-            mask = torch.zeros(self._batch_shape, dtype=torch.bool)
+            mask = torch.zeros(self._batch_shape, dtype=torch.bool, device="cpu")
             mask[index] = True
             chosen = mask.reshape(-1).nonzero().squeeze(-1).tolist()
         with _original_errors():
@@ -356,7 +356,9 @@ class Collector(
             with torch.random.fork_rng(devices=[]):
                 self._engine.source.layout("policy")
         plain = [c for c in self._acting.columns() if c.is_tensor and c.key != IS_INIT]
-        return {c.key: torch.zeros((*self._batch_shape, *c.shape), dtype=torch_dtype(c.dtype)) for c in plain}
+        return {
+            c.key: torch.zeros((*self._batch_shape, *c.shape), dtype=torch_dtype(c.dtype), device="cpu") for c in plain
+        }
 
     def _collect(self) -> Any:
         engine = self._engine

@@ -13,7 +13,7 @@ from torchrl.modules import RandomPolicy, set_exploration_modules_spec_from_env
 
 from muster.keys import FLAGS, IS_INIT, Key, next_of
 from muster.memory.cells import assemble
-from muster.memory.slots import torch_dtype
+from muster.memory.slots import numpy_dtype, torch_dtype
 from muster.memory.specs import ArraySpec
 from muster.policies.adapt import takes_tensordict
 from muster.policies.tensordict_program import as_key
@@ -56,7 +56,7 @@ def take_actions_as_they_are(group: Group, policy: Any, device: torch.device | N
     for key, spec in specs.items():
         action = (td if out is None else out).get(key, None) if spec.is_tensor else None
         if isinstance(action, torch.Tensor) and action.shape[:dims] == group.batch_shape:
-            shape, dtype = tuple(action.shape[dims:]), torch.empty(0, dtype=action.dtype).numpy().dtype
+            shape, dtype = tuple(action.shape[dims:]), numpy_dtype(action.dtype)
             if (shape, dtype) != (spec.shape, spec.dtype):
                 specs[key] = ArraySpec(shape, dtype, inner=spec.inner)
     group.env.action_specs = specs
@@ -209,7 +209,7 @@ def first_input(group: Group, policy: Any, device: torch.device | None) -> Any:
     leaves = {k: v if torch.is_tensor(v) else v.reshape(group.batch_shape) for k, v in group.observations().items()}
     td = assemble(leaves, group.batch_shape, None, inner).clone()
     for flag in group.env.flags:
-        td.set(flag, torch.zeros((*group.batch_shape, 1), dtype=torch.bool))
+        td.set(flag, torch.zeros((*group.batch_shape, 1), dtype=torch.bool, device="cpu"))
     if IS_INIT not in specs and IS_INIT in map(as_key, getattr(policy, "in_keys", ())):
-        td.set(IS_INIT, torch.ones((*group.batch_shape, 1), dtype=torch.bool))
+        td.set(IS_INIT, torch.ones((*group.batch_shape, 1), dtype=torch.bool, device="cpu"))
     return td if device is None else td.to(device)
