@@ -7,7 +7,7 @@
     sender    sends the worker's ticket, with its descriptors; then a note for each new version
     receiver  takes the weights, and sends their version back
 
-The weights themselves go through the transport of the ticket.
+The weights themselves go through shared memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from collections.abc import Collection
 
 from muster.errors import BadOption, CollectorClosed, CollectorTimeout
 from muster.weights.names import Weights
-from muster.weights.transport import Publisher, Subscriber, Transport, chosen
+from muster.weights.shared_memory import SharedMemory
+from muster.weights.transport import Publisher, Subscriber, chosen
 from muster.workers.channel import Channel
 
 
@@ -34,16 +35,15 @@ class SendingEnd:
     Args:
         weights: first weights.
         workers: number of receivers, which are numbered from 0.
-        transport: transport of the weights.
         deadline_s: timeout of ``wait``, and for a receiver to send its number, in seconds.
 
     Attributes:
         path: path of the socket. Receivers that connect wait until ``serve`` is called.
     """
 
-    def __init__(self, weights: Weights, workers: int, transport: Transport, deadline_s: float) -> None:
+    def __init__(self, weights: Weights, workers: int, deadline_s: float) -> None:
         self._workers, self._deadline_s = workers, deadline_s
-        self._publisher = transport.publisher(weights, workers)
+        self._publisher = SharedMemory().publisher(weights, workers)
         self._readers: dict[int, _Reader] = {}
         self._state = threading.Lock()
         self._is_serving = False

@@ -18,8 +18,6 @@ import torch
 from muster.compat.torchrl.scheme_ends import ReceivingEnd, SendingEnd
 from muster.errors import BadOption, CollectorClosed
 from muster.weights.names import Weights, check_finite, named_weights, overwrite
-from muster.weights.shared_memory import SharedMemory
-from muster.weights.transport import Transport
 
 __all__ = [
     "DistributedWeightSyncScheme",
@@ -76,7 +74,6 @@ class WeightSyncScheme:
     """
 
     backend: ClassVar[str] = ""
-    transport: ClassVar[Transport | None] = None
     _by_backend: ClassVar[dict[str, type[WeightSyncScheme]]] = {}
 
     model_id = "policy"
@@ -159,11 +156,11 @@ class WeightSyncScheme:
             raise BadOption(
                 "init_on_sender needs the first weights: give a model, weights=, params_map= or a context, and one only"
             )
-        if self.transport is None:
+        if not self.backend:
             raise BadOption(f"{self} cannot send by itself: take a subclass of WeightSyncScheme")
         count = _count(num_workers, devices, context)
         first = _by_worker(model if weights is None else weights)
-        self._sender = SendingEnd(next(iter(first.values())), count, self.transport, self.deadline_s)
+        self._sender = SendingEnd(next(iter(first.values())), count, self.deadline_s)
         for worker, own in first.items():
             if worker is not None:
                 self._sender.publish(own, 0, [worker])
@@ -367,17 +364,15 @@ class SharedMemoryWeightSyncScheme(WeightSyncScheme):
     """Sends weights through shared memory."""
 
     backend = "shared"
-    transport = SharedMemory()
 
 
 SharedMemWeightSyncScheme = SharedMemoryWeightSyncScheme
 
 
-class MultiProcessWeightSyncScheme(WeightSyncScheme):
+class MultiProcessWeightSyncScheme(SharedMemoryWeightSyncScheme):
     """The same: processes of one machine share memory."""
 
     backend = "process"
-    transport = SharedMemory()
 
 
 class NoWeightSyncScheme(WeightSyncScheme):
