@@ -49,9 +49,9 @@ def histories(draw):
     B = draw(st.integers(1, 4))
     rollouts = []
     for _ in range(draw(st.integers(1, 4))):
-        T = draw(st.integers(1, 6))
+        T = draw(st.integers(0, 6))
         flags = st.lists(st.sampled_from([0, 0, 0, 1, 2, 3]), min_size=T * B, max_size=T * B)
-        kinds = np.array(draw(flags)).reshape(T, B)
+        kinds = np.array(draw(flags), int).reshape(T, B)
         rewards = draw(st.lists(st.integers(-5, 5), min_size=T * B, max_size=T * B))
         reset = draw(st.lists(st.integers(0, B - 1), unique=True))
         rollouts.append((reset, np.array(rewards, np.float32).reshape(T, B), kinds & 1 > 0, kinds & 2 > 0))

@@ -111,7 +111,7 @@ class TrajectoryClock:
     def advance(self, reward: Array, terminated: Array, truncated: Array, done: Array) -> Episodes:
         """Advance to the end of the rows (``[T, B]`` each). Return the episodes that ended, in order."""
         T, B = reward.shape
-        if (T == 1 or B < MANY) and 1 not in done.tobytes():
+        if (T <= 1 or B < MANY) and 1 not in done.tobytes():
             self._since += T
             if T == 1 and len(self._rewards) < MOST_REWARDS:
                 self._rewards.append((reward.tobytes(), reward.dtype))
