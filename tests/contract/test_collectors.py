@@ -313,6 +313,16 @@ def test_the_users_head_has_the_distribution_from_which_copies_drew(kind):
     torch.testing.assert_close(log_prob, batch["action_log_prob"])
 
 
+def test_what_is_collected_in_inference_mode_can_be_trained_on(kind):
+    net = nn.Linear(2, 1)
+    with make(kind, counting(3)) as c:
+        with torch.inference_mode():
+            batch = c.rollout()
+        assert not any(leaf.is_inference() for leaf in batch.values(True, True))
+        net(batch["observation"]).sum().backward()
+    assert net.weight.grad is not None
+
+
 def test_final_observations_are_those_of_the_last_batch(kind):
     with make(kind, counting(3), compact_obs=True) as c:
         (batch,) = [c.next() for _ in range(2)][1:]

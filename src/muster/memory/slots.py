@@ -306,6 +306,9 @@ class SlotRing:
         The arrays are made once per slot, which saves a tenth of the time of a batch of one step. Only the end of the
         last part is noticed at once: if the user holds others for longer, ``take`` finds out when they are dropped.
         """
+        if torch.is_inference_mode_enabled():  # tensors made in it would remain inference tensors
+            with torch.inference_mode(False):
+                return self.lend_parts(slot)
         *others, last = slot.parts
         return [*map(torch.from_numpy, others), self._lend(slot, last)]
 
