@@ -369,7 +369,7 @@ class SharedMemoryWeightSyncScheme(WeightSyncScheme):
 SharedMemWeightSyncScheme = SharedMemoryWeightSyncScheme
 
 
-class MultiProcessWeightSyncScheme(SharedMemoryWeightSyncScheme):
+class MultiProcessWeightSyncScheme(WeightSyncScheme):
     """The same: processes of one machine share memory."""
 
     backend = "process"

@@ -11,7 +11,7 @@ from torchrl.collectors import BaseCollector, WeightUpdaterBase
 
 from muster.collectors.weight_methods import WeightMethods
 from muster.compat.torchrl import updaters
-from muster.compat.torchrl.weight_update import SharedMemoryWeightSyncScheme, WeightSyncScheme
+from muster.compat.torchrl.weight_update import MultiProcessWeightSyncScheme, SharedMemoryWeightSyncScheme, WeightSyncScheme
 from muster.weights.publish import PolicyWeights
 from muster.weights.receive import Receivers
 
@@ -85,4 +85,5 @@ class TorchRLWeights:
 
 def is_for_workers(scheme: Any) -> bool:
     """Return whether a scheme only names the transport of a collector with workers."""
-    return isinstance(scheme, SharedMemoryWeightSyncScheme) and not scheme.initialized_on_sender
+    local = SharedMemoryWeightSyncScheme, MultiProcessWeightSyncScheme
+    return isinstance(scheme, local) and not scheme.initialized_on_sender
