@@ -11,7 +11,7 @@ from torchrl.collectors import BaseCollector, WeightUpdaterBase
 
 from muster.collectors.weight_methods import WeightMethods
 from muster.compat.torchrl import updaters
-from muster.compat.torchrl.weight_update import MultiProcessWeightSyncScheme, SharedMemoryWeightSyncScheme, WeightSyncScheme
+from muster.compat.torchrl.weight_update import WeightSyncScheme
 from muster.weights.publish import PolicyWeights
 from muster.weights.receive import Receivers
 
@@ -85,5 +85,5 @@ class TorchRLWeights:
 
 def is_for_workers(scheme: Any) -> bool:
     """Return whether a scheme only names the transport of a collector with workers."""
-    local = SharedMemoryWeightSyncScheme, MultiProcessWeightSyncScheme
-    return isinstance(scheme, local) and not scheme.initialized_on_sender
+    is_local = isinstance(scheme, WeightSyncScheme) and scheme.backend in ("shared", "process")
+    return is_local and not scheme.initialized_on_sender
