@@ -22,7 +22,7 @@ EXCEPTIONS = ROOT / "docs" / "decisions" / "size-exceptions.md"
 
 LIMITS = {"file lines": 500, "function lines": 60, "public methods": 12, "inheritance depth": 1}
 
-MOST_LINES = 50_408
+MOST_LINES = 50_442
 
 # Lines by folder. A group of several folders has one budget; "." is the modules beside the folders.
 BUDGETS = {

@@ -24,7 +24,7 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 from muster.restore.checkpoint import load, save
 from muster.restore.snapshot import restore, take
-from muster.testing import ChainEnv, CountingEnv
+from muster.testing import ChainEnv, CountingEnv, TorchCartPole
 
 CLASSIC = ["CartPole-v1", "Pendulum-v1", "Acrobot-v1", "MountainCar-v0", "MountainCarContinuous-v0"]
 MUJOCO = ["HalfCheetah-v5", "Hopper-v5", "Ant-v5", "Humanoid-v5"] if importlib.util.find_spec("mujoco") else []
@@ -373,6 +373,42 @@ def test_tensors_that_share_memory_still_do():
     env.whole += 1
     assert env.row.tolist() == [5, 6, 7, 8]
     assert env.transposed[0].tolist() == [1, 5, 9]
+
+
+def test_tensors_and_generators_of_torch_are_plain(tmp_path):
+    saved, fresh = TorchCartPole(3), TorchCartPole(3)
+    saved.reset(seed=0)
+    saved.shown = [saved.state, torch.ones(2, dtype=torch.bool), torch.empty(0)]
+    save(tmp_path / "state", {"env": take(saved)})
+    snapshot = load(tmp_path / "state")["env"]
+    assert snapshot["way"] == "plain"
+    assert restore(fresh, snapshot, False) is None
+    assert fresh.shown[0] is fresh.state
+    for _ in range(60):  # several episodes
+        expected, got = (env.step(torch.ones(3, dtype=torch.int64)) for env in (saved, fresh))
+        assert all(map(torch.equal, expected[:4], got[:4]))
+    assert saved.state.untyped_storage().data_ptr() != fresh.state.untyped_storage().data_ptr()
+    assert take(saved)["way"] == take(fresh)["way"] == "plain", "again"
+
+
+def share() -> dict[str, Any]:
+    array, tensor, other = np.zeros(2), torch.zeros(2), torch.zeros(2)
+    return {
+        "two tensors": [other, other[:1]],
+        "an array": [array, torch.from_numpy(array)],
+        "a tensor and its array": [tensor, tensor.numpy()],
+        "trained": torch.zeros(2, requires_grad=True),
+        "half": torch.zeros(2, dtype=torch.bfloat16),
+        "transposed": torch.zeros(2, 3).T,
+        "conjugated": torch.zeros(2, dtype=torch.complex64).conj(),
+    }
+
+
+@pytest.mark.parametrize("name", share())
+def test_other_tensors_are_not_plain(name):
+    env = CountingEnv()
+    env.held = share()[name]
+    assert take(env)["way"] != "plain"
 
 
 def test_one_object_in_two_places_is_one_object_again():

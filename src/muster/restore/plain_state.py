@@ -1,22 +1,29 @@
 """Attributes of environments as plain data, restored without a pickle.
 
-Plain data are numbers, text, bytes, arrays, NumPy generators, and tuples, lists, dicts and deques of these. An object
-that occurs twice is restored as one object. Spaces, types and enum members are facts of the construction: the live
-object keeps its own, which must be equal to the saved one; only the random state of a space is restored.
+Plain data are numbers, text, bytes, arrays, tensors, generators of NumPy and torch, and tuples, lists, dicts and deques
+of these. An object that occurs twice is restored as one object. Spaces, types, devices and enum members are facts of
+the construction: the live object keeps its own, which must be equal to the saved one; only the random state of a space
+is restored.
 """
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gymnasium.spaces import Discrete, Space
 
 from muster.restore.action_log import GENERATORS, generator_of
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from muster.utils import lazy_torch as torch
 
 SCALARS = (type(None), bool, int, float, str, bytes)
 
@@ -63,7 +70,8 @@ class Encoder:
             return ["scalar", np.array(value)]
         if attribute and isinstance(value, Space) and SPACE_GENERATOR is not None:
             return ["space", _facts(value), [self._item(vars(s).get(SPACE_GENERATOR)) for s in _tree(value)]]
-        if attribute and isinstance(value, (type, Enum, np.dtype)):
+        of_torch = (torch.device, torch.dtype) if "torch" in sys.modules else ()  # else no object is one
+        if attribute and isinstance(value, (type, Enum, np.dtype, *of_torch)):
             return ["fact", _facts(value)]
         self._seen[id(value)] = len(self._alive)
         self._alive.append(value)
@@ -80,6 +88,10 @@ class Encoder:
             seeds = getattr(bits, "seed_seq", None)  # the state of ``spawn``
             if type(bits).__name__ in GENERATORS and type(seeds) is np.random.SeedSequence:
                 return ["generator", type(bits).__name__, bits.state, seeds.state]
+        if of_torch and kind is torch.Generator:
+            return ["torch generator", str(value.device), value.get_state().numpy()]
+        if of_torch and kind is torch.Tensor:
+            return ["tensor", str(value.device), self._copy_of_tensor(value)]
         raise NotPlain
 
     def _item(self, value: Any) -> Any:
@@ -95,6 +107,21 @@ class Encoder:
             raise NotPlain
         self._owners[id(owner)] = owner
         return array.copy()
+
+    def _copy_of_tensor(self, tensor: torch.Tensor) -> Any:
+        """Copy a contiguous tensor of numbers. Raises ``NotPlain`` for others, and for memory that something shares."""
+        strided = tensor.layout is torch.strided and tensor.is_contiguous() and tensor.device.type in ("cpu", "cuda")
+        if not strided or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
+            raise NotPlain
+        storage = tensor.untyped_storage()
+        place = storage.data_ptr()
+        if not storage.resizable() or (place and place in self._owners):  # not resizable: the memory of an array
+            raise NotPlain
+        self._owners[place] = tensor
+        try:
+            return tensor.clone().cpu().numpy()  # of a clone: ``numpy`` makes memory not resizable
+        except TypeError as error:  # NumPy has no such dtype
+            raise NotPlain from error
 
 
 class Decoder:
@@ -129,6 +156,13 @@ class Decoder:
                 return array[()]
             case ["array", array]:
                 self._made.append(made := array.copy())
+                return made
+            case ["tensor", device, array]:
+                self._made.append(made := torch.from_numpy(array).clone().to(device))
+                return made
+            case ["torch generator", device, state]:
+                self._made.append(made := torch.Generator(device))
+                made.set_state(torch.from_numpy(state.copy()))
                 return made
             case ["generator", _, state, seeds]:
                 self._made.append(made := generator_of(state, seeds))

@@ -26,7 +26,7 @@ Snapshot = dict[str, Any]  # plain data: see ``muster.restore.checkpoint``
 
 LINKS = ("env", "_env", "base_env", "envs")  # attributes that hold further layers
 PAIRS = (("get_state", "set_state"), ("state_dict", "load_state_dict"), ("clone_state", "restore_state"))
-CONSTRUCTION = {"env_fns", *vars(EzPickle())}  # attributes with arguments of constructors
+CONSTRUCTION = {"env_fns", "metadata", *vars(EzPickle())}  # attributes that constructors set, and nothing changes
 
 
 def _random_attributes() -> set[str]:
