@@ -645,7 +645,8 @@ def test_an_empty_random_policy(make):
 
 @program
 def test_environments_from_functions_with_keywords(make):
-    collector = make(GymEnv, None, frames_per_batch=10, create_env_kwargs={"env_name": "CartPole-v1"})
+    # The environments are not seeded; no episode of CartPole ends so soon.
+    collector = make(GymEnv, None, frames_per_batch=5, create_env_kwargs={"env_name": "CartPole-v1"})
     return [collector.next().exclude("observation", "next"), collector.getattr_env("batch_size")]
 
 

@@ -205,5 +205,5 @@ def test_what_gymnasium_keeps_is_found_where_it_is():
     from muster.restore.snapshot import CONSTRUCTION, RANDOM
 
     assert {"_np_random", "_np_random_seed"} == RANDOM
-    assert {"env_fns", "_ezpickle_args", "_ezpickle_kwargs"} == CONSTRUCTION
+    assert {"env_fns", "metadata", "_ezpickle_args", "_ezpickle_kwargs"} == CONSTRUCTION
     assert plain_state.SPACE_GENERATOR == "_np_random"
