@@ -11,7 +11,7 @@ import torch
 from muster.collectors.options import CollectorOptions
 from muster.errors import BadOption
 from muster.keys import Key
-from muster.memory.slots import Layout, Slot, SlotRing, SlotState
+from muster.memory.slots import Layout, Slot, SlotRing, SlotState, as_tensor
 from muster.memory.specs import OBJECT, Array
 from muster.memory.views import BatchView
 from muster.rollout.marks import Final
@@ -161,7 +161,7 @@ class BatchViews:
         assert self._same is not None
         slot, memory, batch = self._same
         if memory.device.type != "cpu":
-            memory.copy_(slot.block if torch.is_tensor(slot.block) else torch.from_numpy(slot.block))
+            memory.copy_(as_tensor(slot.block))
         view.refresh_objects(batch, slot)
         return batch
 

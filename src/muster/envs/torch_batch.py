@@ -24,7 +24,7 @@ from muster.envs.spaces import SpaceCodec, action_codec, action_masks, observati
 from muster.envs.vector import autoreset_mode
 from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv, UnsupportedSpace
 from muster.keys import IS_INIT, NEXT_OBS_VALID, REWARD, TERMINATED, TRUNCATED, Key, dotted, next_of
-from muster.memory.slots import Lane, torch_dtype
+from muster.memory.slots import Lane, as_tensor, torch_dtype
 from muster.memory.specs import ArraySpec, choices_of
 from muster.protocols import EnvBatch, Step
 from muster.rng import GroupRng
@@ -133,8 +133,7 @@ class TorchEnvs(EnvBatch):
             given["seed"] = checks.batch_seed(seeds)
         index = list(which)
         with torch.inference_mode(False), torch.no_grad():
-            given_rows = (arrays[key][row] for key in self.observation_specs)
-            targets = [each if isinstance(each, torch.Tensor) else torch.from_numpy(each) for each in given_rows]
+            targets = [as_tensor(arrays[key][row]) for key in self.observation_specs]
             if len(index) == self.num_envs:
                 leaves = self._reset(given)
                 if self._mask_untried and (self._limit is not None or not self._self_resetting):

@@ -367,6 +367,11 @@ def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
+def as_tensor(rows: Any) -> torch.Tensor:
+    """Return a tensor over an array's memory, on the host whatever torch's default device is; a tensor as it is."""
+    return rows if isinstance(rows, torch.Tensor) else torch.from_numpy(np.asarray(rows))
+
+
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """Return the NumPy dtype with the same memory format. Raises ``TypeError`` if there is none, as for bfloat16."""
     found: np.dtype[Any] = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype

@@ -16,7 +16,7 @@ import torch
 
 from muster.errors import BadOption, BadPolicyOutput
 from muster.keys import ACTION, OBSERVATION, POLICY_VERSION, RESERVED, STATE, Key, dotted, nested
-from muster.memory.slots import Lane
+from muster.memory.slots import Lane, as_tensor
 from muster.memory.specs import Array, ArraySpec, Column
 from muster.policies.checks import PolicySetting, action_problem, column_of, frozen_check
 from muster.policies.executor import Program, plan
@@ -241,7 +241,7 @@ class FunctionPolicy:
                 f"policy {self.name} returned the policy_version {_kind(value)} of shape {tuple(version.shape)} and "
                 f"dtype {version.dtype}, expected an integer, or integers of shape {self._lead}"
             )
-        return torch.as_tensor(version, device=getattr(version, "device", "cpu")).to(torch.int64).expand(self._lead)
+        return as_tensor(version).to(torch.int64).expand(self._lead)
 
     def _refuse_keys(self, expected: Any, got: Any) -> NoReturn:
         raise BadPolicyOutput(

@@ -9,7 +9,7 @@ import numpy as np
 
 from muster.errors import MusterError
 from muster.keys import IS_INIT, Key
-from muster.memory.slots import Lane
+from muster.memory.slots import Lane, as_tensor
 from muster.memory.specs import OBJECT, Array, Column
 from muster.policies.sampling import ActionMask
 from muster.protocols import Act, Outputs
@@ -66,11 +66,7 @@ class RandomPolicy:
                 drawn[mask.action] = chosen.to(action.dtype).reshape(action.shape)
             else:
                 drawn[mask.action] = mask.draw(rows.numpy(), uniform).astype(action.dtype).reshape(np.shape(action))
-        tensors = {
-            key: a if torch.is_tensor(a) else torch.from_numpy(np.asarray(a))
-            for key, a in drawn.items()
-            if a.dtype != OBJECT
-        }
+        tensors = {key: as_tensor(a) for key, a in drawn.items() if a.dtype != OBJECT}
         return Outputs(tensors, objects={key: a for key, a in drawn.items() if a.dtype == OBJECT})
 
     def columns(self) -> Sequence[Column]:

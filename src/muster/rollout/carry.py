@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from muster.keys import IS_INIT, Key
-from muster.memory.slots import torch_dtype
+from muster.memory.slots import as_tensor, torch_dtype
 from muster.memory.specs import ArraySpec, Column
 from muster.protocols import EnvBatch, carried_specs
 
@@ -60,7 +60,7 @@ class Carry(dict[Key, Any]):
         row = self[key][0]
         if isinstance(row, np.ndarray) and row.dtype == object:
             return row  # type: ignore[return-value]
-        tensor = row if isinstance(row, torch.Tensor) else torch.from_numpy(row)
+        tensor = as_tensor(row)
         return tensor.reshape((*self._batch_shape, *tensor.shape[1:]))
 
     def _zeros(self, spec: ArraySpec) -> Any:

@@ -137,8 +137,8 @@ class SharedMemorySubscriber:
                 return self.version
             if time.monotonic() > until:
                 raise CollectorTimeout(
-                    f"weights were replaced faster than they could be read, for {self._deadline_s} s on end. Publish "
-                    f"less often."
+                    f"weights were replaced faster than they could be read, for {self._deadline_s} s on end. "
+                    f"Publish less often."
                 )
 
     def _read(self, offset: int, sequence: int, into: Weights) -> bool:
