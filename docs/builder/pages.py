@@ -24,7 +24,7 @@ SHOWN = {
 }
 OTHERS_NAMES = {"torchrl", "sb3", "cleanrl", "tianshou", "prt_rl", "rlpyt", "changelog"}  # `Collector` may be theirs
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
-DECISIONS = "\n```{toctree}\n:hidden:\n:glob:\n\n0*\nsize-exceptions\n```\n"
+DECISIONS = "\n```{toctree}\n:hidden:\n:glob:\n\n0*\n```\n"
 
 
 def read(app: Sphinx, docname: str, source: list[str]) -> None:
