@@ -43,6 +43,10 @@ class NoWorkerIndex(BadOption, RuntimeError):
     """``worker_idx`` was read, but never set."""
 
 
+class NoReplayBuffer(BadOption, RuntimeError):
+    """``start()`` was called without a replay buffer."""
+
+
 class BaseCollector(CollectMethods, WeightMethods, ABC):
     """Base of all collectors. Subclasses choose where environments run and how rollouts become batches.
 
@@ -110,7 +114,7 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         """Collect an extra batch without postproc and buffer; it does not count towards ``total_frames``."""
         self._check_amount()
         with self._exclusively():
-            return self._engine.rollout()
+            return self._on_demand.rollout()
 
     def __len__(self) -> int:
         """Return the number of batches up to ``total_frames``.
@@ -161,11 +165,11 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         ``stats()`` and the properties never raise it. After that ``start()`` continues.
 
         Raises:
-            BadOption: there is no replay buffer.
+            BadOption: there is no replay buffer. The error is a ``RuntimeError``, too.
         """
         self._check_open()
         if self.options.replay_buffer is None:
-            raise BadOption("start() collects into a replay buffer, and none was given: pass replay_buffer=")
+            raise NoReplayBuffer("start() collects into a replay buffer, and none was given: pass replay_buffer=")
         if self.is_running():
             return
         self._go_into_background()
@@ -308,13 +312,15 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         with self._exclusively():
             return resume.state_of(self)
 
-    def load_state_dict(self, state_dict: Any, *, trust: bool = False) -> resume.ResumeReport:
+    def load_state_dict(self, state_dict: Any, *, trust: bool = False, strict: bool = True) -> resume.ResumeReport:
         """Restore the state from ``state_dict()``, also in another process, and continue from there.
 
         Args:
             state_dict: the state, or the path of a file written by ``muster.save_state`` or ``autosave``. The collector
                 must have been made in the same way.
             trust: unpickle environments. Use it only for states that you have written: a pickle can run any code.
+            strict: False: weights of the policy that the state does not have keep their values, and weights that the
+                policy does not have are ignored; the report names both.
 
         Returns:
             a report of what was restored. Environments that were not restored start new episodes, whose first row has
@@ -327,7 +333,7 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         with self._exclusively():
             if self._engine.pipeline.recorder is not None:
                 self._engine.pipeline.recorder.resume()
-            return resume.load(self, state_dict, trust=trust)
+            return resume.load(self, state_dict, trust=trust, strict=strict)
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -402,6 +408,7 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
 
     def _before_batch(self) -> None:
         """Run before each batch, when the user is done with the previous one."""
+        self._on_demand.give_up_call()
         if self._saving is not None and time.monotonic() - self._saved_at >= self._saving.every:
             resume.autosave(self, self._saving.folder)
             self._saved_at = time.monotonic()

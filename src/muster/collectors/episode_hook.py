@@ -12,8 +12,9 @@ import torch
 from muster.episodes.segment import ENDED, Pieces, find_pieces, split, time_last
 from muster.episodes.whole import Envs, WholeEpisodes
 from muster.errors import HookError, text_of
-from muster.keys import TRAJ_IDS, VALID, Key, dotted
+from muster.keys import NEXT_VALUE, TRAJ_IDS, VALID, Key, dotted
 from muster.rollout.hooks import call_hook
+from muster.utils.interrupts import allowed
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -93,7 +94,8 @@ class EpisodeHook:
         return WholeEpisodes(num_envs=self._num_envs, rule=None, done_key=self._done_key, from_resets=from_resets)
 
     def _call(self, episode: TensorDict) -> Any:
-        return call_hook("on_episode_done", self._function, episode, KEPT)
+        with allowed():
+            return call_hook("on_episode_done", self._function, episode, KEPT)
 
     def _checked(self, returned: Any, length: int) -> Columns:
         """Return the function's result as tensors ``[length, ...]``."""
@@ -123,8 +125,11 @@ class EpisodeHook:
 
 
 def _with_all_steps(batch: TensorDict) -> TensorDict:
-    """Return the batch with time last, and with rows beyond ``frames_per_batch``: their episodes need them."""
-    all_steps: TensorDict = time_last(batch).exclude(VALID)
+    """Return the batch with time last, and with rows beyond ``frames_per_batch``: their episodes need them.
+
+    Without the columns that only some calls add: an episode can have rows of several calls.
+    """
+    all_steps: TensorDict = time_last(batch).exclude(VALID, NEXT_VALUE)
     return all_steps
 
 

@@ -16,7 +16,6 @@ from muster.errors import MusterError, WorkerDied
 from muster.memory.slots import Slot
 from muster.observing.stats import InferenceStats, WorkerStats
 from muster.utils.forks import Owner
-from muster.utils.interrupts import allowed
 from muster.workers.counters import FrameCounters
 from muster.workers.lives import Proxy, Watcher
 from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult, WorkerStatus
@@ -53,8 +52,7 @@ class LocalWorker:
 
     def call(self, request: Request) -> list[Any]:
         try:
-            with allowed():
-                return [request.run(self.worker)]
+            return [request.run(self.worker)]
         except BaseException as error:
             phase_ended_by(error, self.worker.progress)
             raise

@@ -107,7 +107,9 @@ class UnderWay:
     def steps_seen(self, cells: Any) -> int:
         """Return the number of steps in the lane of the current rollout, counted from its first row."""
         at_work = self.at_work(cells)
-        return 0 if at_work is None else steps_made(cells, at_work.lane, reward_key(at_work.lane))
+        if at_work is None:
+            return 0
+        return steps_made(cells, at_work.lane, reward_key(at_work.lane), at_work.request.rule)
 
     def signs(self, cells: Any) -> tuple[Any, ...]:
         """Return values that change while the worker makes progress."""
