@@ -13,6 +13,7 @@ from muster.envs.checks import FIX, Casts
 from muster.envs.spaces import SpaceCodec, action_codec, action_masks, observation_codec
 from muster.errors import BadEnvOutput, EnvError, UnsupportedEnv, described, shown, text_of
 from muster.keys import REWARD, Key, dotted, next_of
+from muster.memory.objects import copied_cells
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
 from muster.protocols import ALL, EnvBatch, Step
@@ -211,7 +212,9 @@ class StackedEnvs(EnvBatch):
         try:
             leaves = [obs] if self.observations.single else self.observations.flatten(obs)
             for (key, spec), leaf in zip(self.observations.specs.items(), leaves, strict=True):
-                if spec.is_tensor and (problem := self.casts.problem(leaf, spec, dotted(key))):
+                if not spec.is_tensor:
+                    leaf = checks.stored_copy(leaf, dotted(key))
+                elif problem := self.casts.problem(leaf, spec, dotted(key)):
                     raise BadEnvOutput(f"{dotted(key)} is {problem}, but its space says {spec}")
                 arrays[key][at] = leaf
         except BadEnvOutput as error:
@@ -224,11 +227,14 @@ class StackedEnvs(EnvBatch):
             rows = lane.arrays[keys[0]]
             if specs[0].dtype.kind in "iu" and not specs[0].shape:
                 return lambda t: rows[t].tolist()
-            return lambda t: rows[t].copy()
-        arrays = [lane.arrays[key] for key in keys]
+            return (lambda t: rows[t].copy()) if specs[0].is_tensor else (lambda t: copied_cells(rows[t]))
+        copiers = [
+            (lane.arrays[key], np.copy if spec.is_tensor else copied_cells)
+            for key, spec in zip(keys, specs, strict=True)
+        ]
 
         def composite(t: int) -> list[Any]:
-            copies = [array[t].copy() for array in arrays]
+            copies = [copy(array[t]) for array, copy in copiers]
             return [self.actions.build([leaf[b] for leaf in copies]) for b in range(self.num_envs)]
 
         return composite

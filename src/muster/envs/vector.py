@@ -20,6 +20,7 @@ from muster.envs.checks import FIX, Casts
 from muster.envs.spaces import SpaceCodec, action_codec, action_masks, observation_codec
 from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv
 from muster.keys import NEXT_OBS_VALID, REWARD, Key, dotted, mask_of, next_of
+from muster.memory.objects import copied_cells
 from muster.memory.slots import Lane
 from muster.memory.specs import Array, ArraySpec
 from muster.protocols import ALL, EnvBatch, Step
@@ -51,7 +52,7 @@ class VectorEnvBatch(EnvBatch):
         self.casts: Casts = Casts(self.name)
         self.executed_in_row = 0
         self._masks = self._known or self.mode is AutoresetMode.SAME_STEP or self.num_envs == 1  # else ``_try_mask``
-        # SAME_STEP: environments that have reset themselves and await ``reset``, and rows with first observations.
+        # SAME_STEP: environments that have reset themselves and await ``reset``, and copies of their first observations.
         self._fresh: tuple[list[int], list[Array]] = [], []
         self.keeps_infos, self._reset_info = False, dict[str, Any]()
         self._infos_of: Callable[[Any], Any] = getattr(env, "muster_infos", lambda info: info)
@@ -66,8 +67,9 @@ class VectorEnvBatch(EnvBatch):
         now = seeds is not None or self.reset_options
         waiting = [] if now else sorted(set(which).intersection(fresh))
         if waiting:
+            places = [fresh.index(i) for i in waiting]
             for target, leaf in zip(targets, first, strict=True):
-                target[waiting] = leaf[waiting]
+                target[waiting] = leaf[places]
         rest = [i for i in which if i not in waiting] if len(waiting) < len(which) else []
         self.new_infos = []
         if not rest:
@@ -82,12 +84,14 @@ class VectorEnvBatch(EnvBatch):
 
     def start(self, lane: Lane) -> Step:
         obs_arrays = [lane.arrays[key] for key in self.observation_specs]
-        act_arrays = [lane.arrays[key] for key in self.action_specs]
+        actions = [
+            (lane.arrays[key], np.copy if spec.is_tensor else copied_cells) for key, spec in self.action_specs.items()
+        ]
         rewards, terminated, truncated = (lane.arrays[key] for key in (REWARD, TERMINATED, TRUNCATED))
         known = lane.arrays.get(NEXT_OBS_VALID)
 
         def step(t: int) -> Sequence[int] | None:
-            action = self.actions.build([array[t].copy() for array in act_arrays])
+            action = self.actions.build([copy(array[t]) for array, copy in actions])  # the environment may keep it
             got = checks.call(self.env, "step", self.name, action)
             self.executed_in_row = self.num_envs
             obs, reward, ended, cut, info = checks.step_values(got, f"{self.name}.step")
@@ -101,7 +105,7 @@ class VectorEnvBatch(EnvBatch):
             if self.keeps_infos:
                 self._take_infos(info, finished)
             if finished and self.mode is AutoresetMode.SAME_STEP:
-                self._fresh = finished, leaves
+                self._fresh = finished, [leaf[finished] for leaf in leaves]
                 rows = [array[t + 1] for array in obs_arrays]
                 for i in finished:
                     self._take_final(i, info, rows, known, t)
@@ -140,9 +144,10 @@ class VectorEnvBatch(EnvBatch):
         if final is not None and final[i] is not None:
             leaves = [final[i]] if self.observations.single else self.observations.flatten(final[i])
             for (key, spec), row, leaf in zip(self.observations.specs.items(), rows, leaves, strict=True):
+                who, what = f"{self.name}[{i}]", f"final_obs {dotted(key)}"
                 if spec.is_tensor:
-                    self.casts.check(leaf, spec, f"final_obs {dotted(key)}", f"{self.name}[{i}]")
-                row[i] = leaf
+                    self.casts.check(leaf, spec, what, who)
+                row[i] = leaf if spec.is_tensor else checks.stored_copy(leaf, f"{who}: {what}")
             return
         if known is None:
             raise BadEnvOutput(f"{self.name}[{i}]: an episode ended in SAME_STEP mode without info['final_obs']. {FIX}")
@@ -205,7 +210,7 @@ class VectorEnvBatch(EnvBatch):
             if spec.is_tensor:
                 self.casts.check(leaves[n], spec, dotted(key), who)
             else:
-                leaves[n] = _object_row(leaves[n], self.num_envs)
+                leaves[n] = _object_row(leaves[n], self.num_envs, f"{who}: {dotted(key)}")
         return leaves
 
     def _column(self, value: Any, name: str, kinds: str) -> Array:
@@ -260,8 +265,9 @@ def _is_ale(env: Any) -> bool:
     return type(env).__module__.startswith("ale_py")
 
 
-def _object_row(value: Any, B: int) -> Array:
+def _object_row(value: Any, B: int, what: str) -> Array:
+    """Return copies of the objects of a batched leaf, ``[B]``."""
     row = np.empty(B, object)
     for i, item in enumerate(value):
-        row[i] = item
+        row[i] = checks.stored_copy(item, what)
     return row
