@@ -116,6 +116,15 @@ def stored_copy(value: Any, what: str) -> Any:
         raise BadEnvOutput(f"{what} is {error}") from error
 
 
+def kept_info(info: Any) -> Any:
+    """Return an info with copies of its dicts, lists and arrays: environments may share them, and change them later."""
+    if isinstance(info, dict):
+        return {name: kept_info(value) for name, value in info.items()}
+    if isinstance(info, np.ndarray):
+        return info.copy()
+    return [kept_info(value) for value in info] if isinstance(info, list) else info
+
+
 def as_flag(value: Any, name: str, who: str) -> bool:
     """Convert True, False, 0, 1, or a zero-dimensional array of those to a bool; else raise ``BadEnvOutput``."""
     if isinstance(value, (bool, np.bool_)) or (isinstance(value, (int, np.integer)) and value in (0, 1)):

@@ -68,7 +68,9 @@ class StackedEnvs(EnvBatch):
         for n, i in enumerate(which):
             who, seed = f"{self.name}[{i}]", None if seeds is None else seeds[n]
             got = checks.call(self.envs[i], "reset", who, index=i, seed=seed, **options)
-            obs, self._told[i] = checks.reset_pair(got, who)
+            obs, info = checks.reset_pair(got, who)
+            if self.keeps_infos:
+                self._told[i] = checks.kept_info(info)
             if plain and type(obs) is np.ndarray and obs.shape == shape and obs.dtype == dtype:
                 arrays[key][row, i] = obs
             else:
@@ -295,7 +297,8 @@ def _keeping_info(step: Callable[[Any], Any], i: int, told: list[Any]) -> Callab
 
     def keeping(action: Any) -> Any:
         got = step(action)
-        told[i] = got[4] if isinstance(got, tuple) and len(got) == 5 else None  # the caller reports the problem
+        # None: the caller reports the problem.
+        told[i] = checks.kept_info(got[4]) if isinstance(got, tuple) and len(got) == 5 else None
         return got
 
     return keeping

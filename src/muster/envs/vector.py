@@ -131,8 +131,9 @@ class VectorEnvBatch(EnvBatch):
         """Set ``EnvBatch.new_infos``. SAME_STEP: for finished environments, ``final_info`` has the step's infos."""
         told = self._infos_of(info)
         self.new_infos = [(told, ALL)]
-        if finished and self.mode is AutoresetMode.SAME_STEP:
-            final = info.get("final_info", {})
+        if finished and self.mode is AutoresetMode.SAME_STEP and isinstance(info, Mapping):
+            final = info.get("final_info")
+            final = {} if final is None else final
             if isinstance(final, Mapping):  # wrappers of the batch add the step's statistics outside of it
                 final = {**{name: info[name] for name in STATISTICS if name in info}, **final}
                 told = {name: value for name, value in told.items() if name not in STATISTICS}

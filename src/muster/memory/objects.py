@@ -31,6 +31,8 @@ def copied(value: Any) -> Any:
         return value.copy()
     if kind is tuple:
         return tuple([copied(part) for part in value])
+    if kind is dict:
+        return {name: copied(part) for name, part in value.items()}
     if isinstance(value, tuple) and hasattr(kind, "_make"):  # a ``GraphInstance``, most often
         return kind._make([copied(part) for part in value])
     if isinstance(value, NUMBERS):
