@@ -336,6 +336,7 @@ class OneEnv:
 
             def gather(t: int) -> Any:
                 given = {key: rows[t + later] for key, (rows, later) in leaves.items()}
+                given = {key: v if torch.is_tensor(v) else copied_cells(v) for key, v in given.items()}
                 td = assemble({**given, **flags}, specs.lead, None, inner).clone()
                 return td if self._device is None else td.to(self._device)
 

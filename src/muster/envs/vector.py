@@ -17,6 +17,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 
 from muster.envs import checks
 from muster.envs.checks import FIX, Casts
+from muster.envs.own_memory import with_own_memory
 from muster.envs.spaces import SpaceCodec, action_codec, action_masks, observation_codec
 from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv
 from muster.keys import NEXT_OBS_VALID, REWARD, Key, dotted, mask_of, next_of
@@ -41,6 +42,8 @@ class VectorEnvBatch(EnvBatch):
         self.mode = self._mode(env)
         exact = isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)) or _is_ale(env.unwrapped)
         self._known = exact or bool(getattr(env.unwrapped, "muster_exact", False))
+        if self.mode is AutoresetMode.SAME_STEP and isinstance(env.unwrapped, SyncVectorEnv):
+            with_own_memory(env.unwrapped)
         self.final_obs_certain = self.mode is not AutoresetMode.SAME_STEP or self._known
         self.observations: SpaceCodec = observation_codec(env.single_observation_space)
         self.actions: SpaceCodec = action_codec(env.single_action_space)

@@ -108,6 +108,21 @@ def stacked_objects(cells: Array) -> Any:
     return NonTensorStack(*[stacked_objects(_part(cells, i)) for i in range(len(cells))])
 
 
+def objects_of(stack: Any) -> Array:
+    """Return the objects of a stack of ``NonTensorData``, not copied, ``[*batch_size]``; its ``clone`` shares them."""
+    cells = np.empty(tuple(stack.batch_size), OBJECT)
+    if isinstance(stack, NonTensorData):
+        for place in range(cells.size):
+            cells.flat[place] = stack.data
+        return cells
+    for i, part in enumerate(stack.unbind(0)):
+        if cells.ndim == 1:
+            cells[i] = part.data
+        else:
+            cells[i] = objects_of(part)
+    return cells
+
+
 def _part(value: Any, i: int) -> Any:
     return value[i] if torch.is_tensor(value) else value[i : i + 1].reshape(value.shape[1:])
 
