@@ -47,6 +47,7 @@ class InputRows:
         self.columns = {key: lane.tensors[key].data for key in keys}
         kind = _DeviceCopies if lane.mirrored else _HostCopies
         self._copies = [kind(lane, key, column) for key, column in self.columns.items()]
+        self._first, self._last = 0, -2  # rows that the policy has read one after another
 
     def rows(self, key: Key) -> Sequence[torch.Tensor] | torch.Tensor:
         """Return the rows of a column for the policy, ``[*batch_shape, *shape]`` each; see ``Lane.rows``."""
@@ -64,6 +65,8 @@ class InputRows:
             return self._watched_one(act, every[0])
 
         def act_and_compare(t: int) -> None:
+            if t != self._last:
+                self._go_on(t)
             for copies in every:
                 copies.keep(t)
             try:
@@ -82,6 +85,10 @@ class InputRows:
         rows, kept, most, column = copies.arrays, copies.kept, copies.most, copies.column
 
         def act_and_compare(t: int) -> None:
+            if t == self._last + 1:
+                self._last = t
+            elif t != self._last:
+                self._go_on(t)
             row, last = rows[t], rows[t - 1]
             kept[t] = before = row.tobytes()
             kept[t - 1] = last_before = last.tobytes()
@@ -98,10 +105,15 @@ class InputRows:
 
         return act_and_compare
 
+    def _go_on(self, t: int) -> None:
+        """Note that row ``t`` is next: after the last one, or the first of other steps, of which no copies are kept."""
+        if t != self._last + 1:
+            self._first = max(0, t - 1)
+        self._last = t
+
     def _restore(self, t: int) -> list[tuple[int, Key]]:
         """Restore the rows that differ from their copies, and return them."""
-        first = max(0, min(self._lane.acts_from, t) - 1)  # of the rows that were copied in this rollout
-        return sorted((row, copies.key) for copies in self._copies for row in copies.restore(first, t))
+        return sorted((row, copies.key) for copies in self._copies for row in copies.restore(self._first, t))
 
     def _refuse(self, t: int) -> None:
         found = self._restore(t)
