@@ -16,6 +16,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from muster.envs import checks
+from muster.envs.cartpole_vector import has_masks, with_masks
 from muster.envs.checks import FIX, Casts
 from muster.envs.own_memory import with_own_memory
 from muster.envs.spaces import SpaceCodec, action_codec, action_masks, observation_codec
@@ -35,12 +36,12 @@ class VectorEnvBatch(EnvBatch):
     """Implements ``EnvBatch`` for a ``VectorEnv`` with a declared autoreset mode; owns (and closes) it."""
 
     def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
-        self.env = env
+        self.env = env = with_masks(env)
         self.num_envs = env.num_envs
         self.batch_shape = (env.num_envs,)
         self.name = checks.env_name(env)
         self.mode = self._mode(env)
-        exact = isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)) or _is_ale(env.unwrapped)
+        exact = isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)) or _is_ale(env.unwrapped) or has_masks(env)
         self._known = exact or bool(getattr(env.unwrapped, "muster_exact", False))
         if self.mode is AutoresetMode.SAME_STEP and isinstance(env.unwrapped, SyncVectorEnv):
             with_own_memory(env.unwrapped)
