@@ -87,13 +87,13 @@ def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
     for path in wanted.keys() - specs.keys():
         known: Seen = {**STATISTICS, **seen} if path else seen
         within = {leaf: spec for leaf, spec in known.items() if leaf[: len(path)] == path}
-        for leaf, spec in within.items():
-            if isinstance(spec, NotStored) and (spec.changes or leaf == path):
-                raise BadOption(
-                    f"info: {env.name}: {_shown(leaf)} {spec.why}. Leave it out, or give the space of its values: "
-                    f"info={{{_shown(leaf)}: spaces.Box(...)}}"
-                )
         found = {leaf: spec for leaf, spec in within.items() if isinstance(spec, ArraySpec)}
+        for leaf, spec in within.items():
+            if isinstance(spec, NotStored) and (spec.changes or (path and not found)):
+                raise BadOption(
+                    f"info: {env.name}: {_shown(leaf)} {spec.why}. Leave it out, let the environment always return a "
+                    f"number, array or text, or give the space of its values: info={{{_shown(leaf)}: spaces.Box(...)}}"
+                )
         if not found:
             raise BadOption(
                 f"info: {env.name}: no number, array or text {_shown(path) if path else 'at all'} was in the infos of "
