@@ -1,4 +1,4 @@
-"""Policies that change what they read: noticed in every call, named, and the rows are as the environments wrote them."""
+"""Policies that change what they read: noticed in every call, named, and all rows are as environments wrote them."""
 
 from __future__ import annotations
 
@@ -347,7 +347,7 @@ def test_rows_of_any_size_are_restored(width: int) -> None:
 
 @pytest.mark.parametrize("width", [1, LARGE_BYTES // 4, LARGE_BYTES // 4 + 1])
 def test_numpys_writes_into_large_rows_are_noticed_in_some_calls(width: int) -> None:
-    lane, inputs = lane_of(width, 3 * SAMPLED)
+    _, inputs = lane_of(width, 3 * SAMPLED)
     rows, noticed = inputs.rows(OBSERVATION), []
 
     def meddle(t: int) -> None:

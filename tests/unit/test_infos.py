@@ -255,9 +255,10 @@ def odd(more: Any, mode: Any = AutoresetMode.NEXT_STEP, since: int = 0) -> Any:
 @pytest.mark.parametrize("mode", AutoresetMode, ids=str)
 @pytest.mark.parametrize("kind", ODD)
 def test_fields_that_nobody_asked_for_are_no_error(kind: str, mode: Any) -> None:
-    expected = collect(vector(mode), frames_per_batch=24, seed=0, info=["t", "place"])
-    assert_same(collect(odd(ODD[kind], mode), frames_per_batch=24, seed=0, info=["t", "place"]), expected)
-    assert_same(collect(odd(ODD[kind], mode, since=3), frames_per_batch=24, seed=0, info={"t": None, "place": None}), expected)
+    options = {"frames_per_batch": 24, "seed": 0, "info": ["t", "place"]}
+    expected = collect(vector(mode), **options)
+    assert_same(collect(odd(ODD[kind], mode), **options), expected)
+    assert_same(collect(odd(ODD[kind], mode, since=3), **options), expected)
 
 
 @pytest.mark.parametrize("kind", ODD)

@@ -289,9 +289,7 @@ def assert_cartpole(batch: Any, limit: int = 500) -> None:
     [
         lambda env: env,
         gymnasium.wrappers.vector.RecordEpisodeStatistics,
-        lambda env: gymnasium.wrappers.vector.ClipReward(
-            gymnasium.wrappers.vector.RecordEpisodeStatistics(env), -1, 1
-        ),
+        lambda env: gymnasium.wrappers.vector.ClipReward(gymnasium.wrappers.vector.RecordEpisodeStatistics(env), -1, 1),
     ],
     ids=["bare", "wrapped", "wrapped twice"],
 )

@@ -229,14 +229,14 @@ class StackedEnvs(EnvBatch):
             rows = lane.arrays[keys[0]]
             if specs[0].dtype.kind in "iu" and not specs[0].shape:
                 return lambda t: rows[t].tolist()
-            return (lambda t: rows[t].copy()) if specs[0].is_tensor else (lambda t: copied_cells(rows[t]))
-        copiers = [
-            (lane.arrays[key], np.copy if spec.is_tensor else copied_cells)
-            for key, spec in zip(keys, specs, strict=True)
-        ]
+            if specs[0].is_tensor:
+                return lambda t: rows[t].copy()
+            return lambda t: copied_cells(rows[t])  # type: ignore[return-value]
+        copiers: list[Callable[[Any], Array]] = [np.copy if spec.is_tensor else copied_cells for spec in specs]
+        columns = [lane.arrays[key] for key in keys]
 
         def composite(t: int) -> list[Any]:
-            copies = [copy(array[t]) for array, copy in copiers]
+            copies = [copy(column[t]) for copy, column in zip(copiers, columns, strict=True)]
             return [self.actions.build([leaf[b] for leaf in copies]) for b in range(self.num_envs)]
 
         return composite

@@ -56,7 +56,7 @@ class VectorEnvBatch(EnvBatch):
         self.casts: Casts = Casts(self.name)
         self.executed_in_row = 0
         self._masks = self._known or self.mode is AutoresetMode.SAME_STEP or self.num_envs == 1  # else ``_try_mask``
-        # SAME_STEP: environments that have reset themselves and await ``reset``, and copies of their first observations.
+        # SAME_STEP: environments that have reset themselves and await ``reset``, and their first observations: copies.
         self._fresh: tuple[list[int], list[Array]] = [], []
         self.keeps_infos, self._reset_info = False, dict[str, Any]()
         self._infos_of: Callable[[Any], Any] = getattr(env, "muster_infos", lambda info: info)

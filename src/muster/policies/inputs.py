@@ -81,7 +81,7 @@ class InputRows:
         return act_and_compare
 
     def _watched_one(self, act: Act, copies: _HostCopies) -> Act:
-        """The same for one column of small rows, without a function call for each part, which saves half of the time."""
+        """The same for one column of small rows, without a call for each part, which takes half of the time."""
         rows, kept, most, column = copies.arrays, copies.kept, copies.most, copies.column
 
         def act_and_compare(t: int) -> None:

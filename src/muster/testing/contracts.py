@@ -46,16 +46,10 @@ class EnvContract:
         raise NotImplementedError("return a new environment")
 
     @passes_on(CollectorOptions)
-    def collect(
-        self, batches: int = 2, *, seed: int = 0, make: Callable[[], Any] | None = None, **options: Any
-    ) -> TensorDict:
-        """Collect ``batches`` batches and concatenate them in time, ``[B, batches * steps]``.
-
-        ``make`` returns the environments; None: ``make_env`` does.
-        """
-        with self._collector(seed=seed, make=make, **options) as collector:
-            parts = [collector.rollout().clone() for _ in range(batches)]
-        return torch.cat(parts, parts[0].names.index("time"))
+    def collect(self, batches: int = 2, *, seed: int = 0, **options: Any) -> TensorDict:
+        """Collect ``batches`` batches and concatenate them in time, ``[B, batches * steps]``."""
+        with self._collector(seed=seed, **options) as collector:
+            return _joined(collector, batches)
 
     def test_next_observation_is_the_observation_of_the_next_row_unless_the_episode_ended(self) -> None:
         batch = self._collect_with_infos(self.make_env)
@@ -141,11 +135,13 @@ class EnvContract:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*info .* is ignored", UserWarning)  # it comes later
             try:
-                return self.collect(make=make, info=True)
+                collector = self._collector(make, info=True)
             except BadOption:  # there are none
-                return self.collect(make=make)
+                collector = self._collector(make)
+            with collector:
+                return _joined(collector, 2)
 
-    def _collector(self, *, make: Callable[[], Any] | None = None, **options: Any) -> Collector:
+    def _collector(self, make: Callable[[], Any] | None = None, **options: Any) -> Collector:
         given = {"num_envs": self.num_envs, "frames_per_batch": self._frames(), "validate": "full", "seed": 0}
         return Collector(make or self.make_env, None, **{**given, **options})
 
@@ -167,6 +163,11 @@ class EnvContract:
         keys = _columns(a)
         assert keys == _columns(b), "the columns are the same"
         return {key for key in keys if not _equal(a.get(key), b.get(key))}
+
+
+def _joined(collector: Collector, batches: int) -> TensorDict:
+    parts = [collector.rollout().clone() for _ in range(batches)]
+    return torch.cat(parts, parts[0].names.index("time"))
 
 
 def _ended(batch: TensorDict) -> torch.Tensor:

@@ -97,7 +97,8 @@ def refilled(memory: Any, value: Any) -> Any:
     if isinstance(value, tuple):
         olds = memory if isinstance(memory, tuple) and len(memory) == len(value) else [None] * len(value)
         parts = [refilled(old, part) for old, part in zip(olds, value, strict=True)]
-        return type(value)._make(parts) if hasattr(type(value), "_make") else tuple(parts)
+        kind: Any = type(value)
+        return kind._make(parts) if hasattr(kind, "_make") else tuple(parts)
     if type(value) is dict:
         parts_by_name = {name: copied(part) for name, part in value.items()}
         if type(memory) is dict:

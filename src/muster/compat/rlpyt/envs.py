@@ -210,6 +210,6 @@ class RlpytEnvs(EnvBatch):
 
 
 def _read_only(array: Array) -> Array:
-    view = array.view()
+    view: Array = array.view()
     view.flags.writeable = False
     return view
