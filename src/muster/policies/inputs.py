@@ -13,6 +13,7 @@ Objects and recurrent states are handed to policies as copies, with which they m
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from muster.errors import BadPolicyOutput
 from muster.keys import Key, dotted, next_of
 from muster.memory.slots import MAX_ROW_VIEWS, Lane
 from muster.protocols import Act
+from muster.utils.private_names import usable
 
 KEPT_BYTES = 1 << 20  # of the copies of a column
 LARGE_BYTES = 1 << 16
@@ -82,7 +84,7 @@ class InputRows:
 
     def _watched_one(self, act: Act, copies: _HostCopies) -> Act:
         """The same for one column of small rows, without a call for each part, which takes half of the time."""
-        rows, kept, most, column = copies.arrays, copies.kept, copies.most, copies.column
+        rows, kept, most, counter = copies.arrays, copies.kept, copies.most, copies.counter
 
         def act_and_compare(t: int) -> None:
             if t == self._last + 1:
@@ -100,7 +102,7 @@ class InputRows:
                 self._restore(t)
                 raise
             changed = row.tobytes() != before or last.tobytes() != last_before
-            if changed or column._version != copies.version:
+            if changed or counter._version != copies.seen:
                 self._refuse(t)
 
         return act_and_compare
@@ -162,11 +164,12 @@ class _HostCopies:
         arrays: the rows, as arrays.
         kept: bytes of the rows, by row; of the last ``most``.
         are_small: the rows are small enough to compare them in every call.
-        version: number of the writes into ``column`` that torch has counted and that were looked at.
+        counter: counts the writes into the column, see ``_counter``; ``seen``: number that was looked at.
     """
 
     def __init__(self, lane: Lane, key: Key, column: torch.Tensor) -> None:
-        self.key, self.column, self.version = key, column, column._version
+        self.key, self.counter = key, _counter(column)
+        self.seen = self.counter._version
         array = lane.arrays[key]
         self.arrays = list(array) if len(array) <= MAX_ROW_VIEWS else array
         self.kept: list[bytes | None] = [None] * len(array)
@@ -182,7 +185,7 @@ class _HostCopies:
             self.kept[t - self.most] = None
 
     def are_suspect(self, t: int) -> bool:
-        if self.column._version != self.version:
+        if self.counter._version != self.seen:
             return True
         if not self.are_small:
             return t % SAMPLED == 0 and self._is_changed(t)
@@ -195,7 +198,7 @@ class _HostCopies:
             before, array = self.kept[row], self.arrays[row]
             assert before is not None
             array[...] = np.frombuffer(before, array.dtype).reshape(array.shape)
-        self.version = self.column._version
+        self.seen = self.counter._version
         return found
 
     def _is_changed(self, row: int) -> bool:
@@ -207,23 +210,28 @@ class _DeviceCopies:
     """A copy of the last row of a column on a device. Nothing is compared there: the host would have to wait."""
 
     def __init__(self, lane: Lane, key: Key, column: torch.Tensor) -> None:
-        self.key, self.column, self.version = key, column, column._version
-        self._rows = lane.tensors[key]
+        self.key, self._counter = key, _counter(column)
+        self._seen, self._rows = self._counter._version, lane.tensors[key]
         self._kept = torch.empty_like(self._rows[0])
 
     def keep(self, t: int) -> None:
         self._kept.copy_(self._rows[t])
 
     def are_suspect(self, t: int) -> bool:
-        return self.column._version != self.version
+        return bool(self._counter._version != self._seen)
 
     def restore(self, first: int, t: int) -> list[int]:
         """Restore row ``t`` if there was a write, and return its number."""
         if not self.are_suspect(t):
             return []
         self._rows[t].copy_(self._kept)
-        self.version = self.column._version
+        self._seen = self._counter._version
         return [t]
+
+
+def _counter(column: torch.Tensor) -> Any:
+    """Return an object whose ``_version`` grows with each of torch's writes into a column, or always is 0."""
+    return column if usable("torch", (column, ("_version",))) else SimpleNamespace(_version=0)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
