@@ -207,6 +207,22 @@ def test_objects_that_cannot_be_copied_are_refused_by_name() -> None:
         assert collector.stats().in_flight == 1
 
 
+@pytest.mark.parametrize("wrap", [lambda env: env, Awaited], ids=["stacked", "coroutines"])
+def test_environments_that_empty_their_reset_options(wrap: Any) -> None:
+    class Popping(CountingEnv):
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            start = (options or {}).pop("start", [0])
+            obs, info = super().reset(seed=seed)
+            return obs + start.pop(), info
+
+    given = {"start": [5]}
+    with Collector(lambda: wrap(Popping()), None, num_envs=2, frames_per_batch=4) as collector:
+        collector.rollout()
+        collector.reset(options=given)
+        assert collector.rollout()["observation"][:, 0, 1].tolist() == [5, 5]
+    assert given == {"start": [5]}
+
+
 # --- environments that change their actions -------------------------------------------------------------
 
 

@@ -117,7 +117,7 @@ def stored_copy(value: Any, what: str) -> Any:
 
 
 def kept_info(info: Any) -> Any:
-    """Return an info with copies of its dicts, lists and arrays: environments may share them, and change them later."""
+    """Return infos, or options, with copies of their dicts, lists and arrays: environments may change them later."""
     if isinstance(info, dict):
         return {name: kept_info(value) for name, value in info.items()}
     if isinstance(info, np.ndarray):

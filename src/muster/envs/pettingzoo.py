@@ -118,7 +118,8 @@ class ParallelEnvs(EnvBatch):
     def reset(self, arrays: Mapping[Key, Array], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         options, self.reset_options = self.reset_options or {}, None
         for n, b in enumerate(which):
-            obs, infos = self._reset(b, seed=None if seeds is None else int(seeds[n]), **options)
+            seed = None if seeds is None else int(seeds[n])
+            obs, infos = self._reset(b, seed=seed, **checks.kept_info(options))
             self._acting[b], self._left[b] = list(self.envs[b].agents), {}
             if self.keeps_infos:
                 self._told[b] = checks.kept_info(infos)

@@ -67,7 +67,7 @@ class StackedEnvs(EnvBatch):
         options, self.reset_options = self.reset_options or {}, None
         for n, i in enumerate(which):
             who, seed = f"{self.name}[{i}]", None if seeds is None else seeds[n]
-            got = checks.call(self.envs[i], "reset", who, index=i, seed=seed, **options)
+            got = checks.call(self.envs[i], "reset", who, index=i, seed=seed, **checks.kept_info(options))
             obs, info = checks.reset_pair(got, who)
             if self.keeps_infos:
                 self._told[i] = checks.kept_info(info)
