@@ -227,7 +227,7 @@ def test_a_policy_that_changes_its_input_is_named_and_no_row_is_lost(policy: str
         assert_accounted(collector)
     check(batch, "parts" in policy)
     if "recurrent" in policy:  # the states that it changes in place are copies
-        state = batch["memory" if "memory" in set(batch.keys()) else "state"]
+        state = batch["memory" if "memory" in set(batch.keys()) else "recurrent_state"]
         assert state[..., 0].tolist() == [[t % 5 for t in range(T)]] * B
 
 
