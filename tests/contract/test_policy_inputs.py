@@ -366,6 +366,26 @@ def test_numpys_writes_into_large_rows_are_noticed_in_some_calls(width: int) -> 
     assert noticed == list(range(0, 3 * SAMPLED, 1 if is_small else SAMPLED))
 
 
+def test_the_row_before_the_first_one_is_restored_too() -> None:
+    lane, inputs = lane_of(1, 8)
+    rows, expected = inputs.rows(OBSERVATION), lane.arrays[OBSERVATION].copy()
+    act = inputs.watched(lambda t: rows[t - 1].add_(1))
+    with pytest.raises(BadPolicyOutput, match="at row 5 of the batch .the input of row 4, which it has kept"):
+        act(5)
+    assert (lane.arrays[OBSERVATION] == expected).all()
+
+
+def test_what_environments_write_is_not_counted() -> None:
+    lane, inputs = lane_of(1, 8)
+    act = inputs.watched(lambda t: None)
+    (copies,) = inputs._copies
+    for t in range(8):
+        lane.tensors[OBSERVATION][t].fill_(t)
+        act(t)
+        lane.tensors[OBSERVATION][t + 1].fill_(9)
+        assert copies.counter._version == copies.seen == 0
+
+
 def test_copies_of_many_rows_are_dropped() -> None:
     width = LARGE_BYTES // 4
     lane, inputs = lane_of(width, 3 * KEPT_BYTES // LARGE_BYTES)

@@ -436,6 +436,7 @@ def test_text_is_kept_where_an_environment_goes_on_after_a_lost_life() -> None:
         first, second = collector.rollout(), collector.rollout()
     assert [row[:2] for row in first["info", "stage"]] == [["begin", "on"]] * 2
     assert [row[:2] for row in second["info", "stage"]] == [["on", "on"]] * 2
+    assert first["next", "observation"][:, 1].tolist() == second["observation"][:, 0].tolist() == [[9, 2]] * 2
 
 
 # --- policies that keep and change objects ----------------------------------------------------------------
@@ -521,5 +522,41 @@ def test_final_infos_and_observations_of_vector_environments() -> None:
                 assert info["final_info"]["stage"][i] == "end"
                 assert info["final_info"]["place"][i].tolist() == [length, length]
                 assert info["t"][i] == 0
+    finally:
+        envs.close()
+
+
+class OneMemory(CountingEnv):
+    """All environments of the class observe in the same array, which a failing step has written into."""
+
+    memory = np.zeros(2, np.float32)
+
+    def __init__(self, length: int, fails_at: int) -> None:
+        super().__init__(length)
+        self.fails_at = fails_at
+
+    def _observe(self) -> Any:
+        self.memory[:] = self.length, self.t
+        return self.memory
+
+    def step(self, action: int) -> Any:
+        returned = super().step(action)
+        if self.t == self.fails_at:
+            self.memory[:] = -1
+            raise ArithmeticError
+        return returned
+
+
+def test_observations_of_vector_environments_in_memory_that_they_share() -> None:
+    lengths = [partial(OneMemory, 5, 0), partial(OneMemory, 9, 3)]
+    envs = VectorEnv(lengths, num_workers=1, on_failure="restart", autoreset_mode=AutoresetMode.SAME_STEP)
+    try:
+        obs, _ = envs.reset(seed=0)
+        assert obs.tolist() == [[5, 0], [9, 0]]
+        for t in (1, 2):
+            assert envs.step(np.zeros(2, np.int64))[0].tolist() == [[5, t], [9, t]]
+        obs, _, _, truncated, info = envs.step(np.zeros(2, np.int64))
+        assert (obs.tolist(), truncated.tolist()) == ([[5, 3], [9, 0]], [False, True])
+        assert info["final_obs"][1].tolist() == [9, 2], "the last one that it returned"
     finally:
         envs.close()

@@ -117,6 +117,18 @@ def test_an_agent_that_changes_its_input_is_named(part: int) -> None:
         sampler(CpuResetCollector, [Counting(3), Counting(4)], 5, Meddling(2)).obtain_samples(0)
 
 
+def test_an_agent_may_change_what_it_gets_after_the_last_row() -> None:
+    class Meddling(Agent):
+        def step(self, observation: Any, *rest: Any) -> Any:
+            returned = super().step(observation, *rest)
+            if not observation.any():  # all environments wait
+                observation.fill_(7)
+            return returned
+
+    samples, _ = sampler(CpuWaitResetCollector, [Counting(2), Counting(2)], 5, Meddling(2)).obtain_samples(0)
+    assert times(samples) == [[0, 1, 0, 0, 0]] * 2
+
+
 def test_records_cannot_write_into_observations() -> None:
     class Scaling(TrajInfo):
         def step(self, observation: Any, *rest: Any) -> None:

@@ -328,7 +328,17 @@ def test_gymnasiums_vectorized_cartpole_is_cut_and_reset_alone():
     assert second["observation"][1, 0].abs().max() <= 0.05
 
 
-def test_reset_options_and_seeds_of_gymnasiums_vectorized_cartpole():
+def test_gymnasiums_vectorized_cartpole_has_its_own_limit():
+    batch = collect(vectorized(max_episode_steps=9), frames_per_batch=300, seed=0)
+    assert_cartpole(batch, limit=9)
+    ids, counts = batch["collector", "traj_ids"].unique(return_counts=True)
+    truncated = batch["next", "truncated"]
+    ended = ids[torch.isin(ids, batch["collector", "traj_ids"][truncated[..., 0]])]
+    assert counts[torch.isin(ids, ended)].tolist() == [9] * len(ended)
+    assert truncated.sum() > 9
+
+
+def test_reset_options_of_gymnasiums_vectorized_cartpole():
     with Collector(vectorized(), None, frames_per_batch=30, seed=0) as collector:
         collector.rollout()
         collector.reset(options={"low": 0.01, "high": 0.02})
