@@ -329,12 +329,12 @@ def test_gymnasiums_vectorized_cartpole_is_cut_and_reset_alone():
 
 
 def test_gymnasiums_vectorized_cartpole_has_its_own_limit():
-    batch = collect(vectorized(max_episode_steps=9), frames_per_batch=300, seed=0)
-    assert_cartpole(batch, limit=9)
+    batch = collect(vectorized(max_episode_steps=20), frames_per_batch=900, seed=0)
+    assert_cartpole(batch, limit=20)
     ids, counts = batch["collector", "traj_ids"].unique(return_counts=True)
     truncated = batch["next", "truncated"]
     ended = ids[torch.isin(ids, batch["collector", "traj_ids"][truncated[..., 0]])]
-    assert counts[torch.isin(ids, ended)].tolist() == [9] * len(ended)
+    assert counts[torch.isin(ids, ended)].tolist() == [20] * len(ended)
     assert truncated.sum() > 9
 
 
