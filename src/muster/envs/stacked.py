@@ -232,7 +232,7 @@ class StackedEnvs(EnvBatch):
             if specs[0].is_tensor:
                 return lambda t: rows[t].copy()
             return lambda t: copied_cells(rows[t])  # type: ignore[return-value]
-        copiers: list[Callable[[Any], Array]] = [np.copy if spec.is_tensor else copied_cells for spec in specs]
+        copiers: list[Callable[[Any], Array]] = [np.ndarray.copy if spec.is_tensor else copied_cells for spec in specs]
         columns = [lane.arrays[key] for key in keys]
 
         def composite(t: int) -> list[Any]:

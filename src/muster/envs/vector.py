@@ -88,8 +88,9 @@ class VectorEnvBatch(EnvBatch):
 
     def start(self, lane: Lane) -> Step:
         obs_arrays = [lane.arrays[key] for key in self.observation_specs]
-        actions = [
-            (lane.arrays[key], np.copy if spec.is_tensor else copied_cells) for key, spec in self.action_specs.items()
+        specs = self.action_specs.items()
+        actions: list[tuple[Array, Callable[[Any], Array]]] = [
+            (lane.arrays[key], np.ndarray.copy if spec.is_tensor else copied_cells) for key, spec in specs
         ]
         rewards, terminated, truncated = (lane.arrays[key] for key in (REWARD, TERMINATED, TRUNCATED))
         known = lane.arrays.get(NEXT_OBS_VALID)
