@@ -12,6 +12,7 @@ from muster.collectors.options import CollectorOptions
 from muster.episodes.plain import Place
 from muster.errors import BadOption
 from muster.keys import Key
+from muster.memory.objects import copied_cells
 from muster.memory.slots import Layout, Slot, SlotRing, SlotState, as_tensor
 from muster.memory.specs import OBJECT, Array
 from muster.memory.views import BatchView
@@ -210,13 +211,15 @@ def final_observations(finals: Sequence[tuple[Array, Sequence[Final]]]) -> Tenso
         the observations, ``env`` (global number) and ``row`` (time step in the batch): of the last step of every
         episode that ended in the batch, and of the batch's last row.
     """
-    from tensordict import NonTensorStack, TensorDict
+    from tensordict import TensorDict
+
+    from muster.memory.cells import stacked_objects
 
     parts: list[dict[Any, Any]] = []
     for env_ids, of_group in finals:
         for final in of_group:
             leaves: dict[Any, Any] = {
-                key: NonTensorStack.from_list(leaf.tolist()) if leaf.dtype == OBJECT else torch.from_numpy(leaf)
+                key: stacked_objects(copied_cells(leaf)) if leaf.dtype == OBJECT else torch.from_numpy(leaf)
                 for key, leaf in final.leaves.items()
                 if len(final.envs)
             }

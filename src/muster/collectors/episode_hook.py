@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from muster.episodes.segment import ENDED, Pieces, find_pieces, split, time_last
+from muster.episodes.segment import ENDED, find_pieces, split, take, time_last
 from muster.episodes.whole import Envs, WholeEpisodes
 from muster.errors import HookError, text_of
 from muster.keys import NEXT_VALUE, TRAJ_IDS, VALID, Key, dotted
@@ -71,7 +71,8 @@ class EpisodeHook:
         """Show the episodes of a batch, ``[frames]`` or ``[n, longest]``, in its order, and add their columns to it."""
         pieces = find_pieces(batch, self._done_key)
         if batch is not self._under_way:
-            self._left, self._made, self._under_way = deque(_cut(batch, pieces)), [], batch
+            episodes = split(take(batch, pieces.rows), pieces.length.tolist())  # copies: what the hook does to them
+            self._left, self._made, self._under_way = deque(episodes), [], batch
         while self._left:
             self._made.append(self._checked(self._call(self._left[0]), len(self._left[0])))
             self._left.popleft()
@@ -131,16 +132,6 @@ def _with_all_steps(batch: TensorDict) -> TensorDict:
     """
     all_steps: TensorDict = time_last(batch).exclude(VALID, NEXT_VALUE)
     return all_steps
-
-
-def _cut(batch: TensorDict, pieces: Pieces) -> Iterator[TensorDict]:
-    """Yield the episodes of a batch ``[frames]`` or ``[n, longest]``, as views."""
-    lengths = pieces.length.tolist()
-    if batch.ndim == 1:
-        yield from split(batch, lengths)
-        return
-    for row, length in zip((pieces.rows[pieces.first] // batch.shape[-1]).tolist(), lengths, strict=True):
-        yield batch[row][:length]
 
 
 def _text(kinds: Mapping[Key, tuple[Any, ...]]) -> str:

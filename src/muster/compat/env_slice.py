@@ -16,6 +16,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 
 from muster.envs import checks, coroutines
 from muster.errors import EnvError, UnsupportedEnv, described
+from muster.memory.objects import copied
 from muster.memory.specs import Array
 from muster.protocols import EnvBatch
 from muster.restore.pickling import dumps
@@ -29,6 +30,7 @@ LINE = 64  # bytes of a cache line
 HALVES = 2  # a step writes one half of the observations, and the last observations stay in the other
 
 Infos = list[tuple[int, dict[str, Any]]]  # of environments, by their number; one can have two
+PackedInfos = list[tuple[int, bytes]]  # the same, pickled at once: the environment may change them in its next call
 
 
 class VectorRows:
@@ -246,7 +248,7 @@ class EnvSlice(EnvBatch):
         Returns:
             pickle of the infos that are not empty, and of observations if they are not in shared memory; None: neither.
         """
-        infos: Infos = []
+        infos: PackedInfos = []
         cells, mode = self._cells, self._mode
         cells[PHASE] = Phase.STEP
         for i, action in enumerate(actions):
@@ -266,31 +268,30 @@ class EnvSlice(EnvBatch):
             if terminated or truncated:
                 if mode is AutoresetMode.SAME_STEP:
                     self._add(infos, i, {"final_obs": obs, "final_info": info})
-                    info = self._reset(i, {}, infos)
-                    obs = self._obs[i]
+                    self._add(infos, i, self._reset(i, {}, infos))
                     cells[PHASE] = Phase.STEP
-                else:
-                    self._due[i] = True
-            self._obs[i] = obs
+                    continue
+                self._due[i] = True
+            self._keep(i, "step", obs)
             self._add(infos, i, info)
         return self._write(half, infos)
 
     def truncate(self, half: int) -> bytes | None:
         """Truncate all episodes, whose environments were lost with the predecessor, instead of a step."""
-        infos: Infos = []
+        infos: PackedInfos = []
         for i in range(self.num_envs):
             self._truncate(i, infos)
         return self._write(half, infos)
 
     def reset_envs(self, half: int, arguments: Mapping[int, dict[str, Any]]) -> bytes | None:
         """Reset environments with these arguments, by index; see ``step`` for the result."""
-        infos: Infos = []
+        infos: PackedInfos = []
         for i, given in arguments.items():
             self._rewards[i], self._terminated[i], self._truncated[i] = 0.0, False, False
             self._add(infos, i, self._reset(i, given, infos))
         return self._write(half, infos)
 
-    def _reset(self, i: int, arguments: dict[str, Any], infos: Infos) -> dict[str, Any]:
+    def _reset(self, i: int, arguments: dict[str, Any], infos: PackedInfos) -> dict[str, Any]:
         """Reset an environment, keep its observation, and return the info."""
         self._cells[PHASE] = Phase.RESET
         self._cells[ACTING] = self._cells[STEPPING] = i
@@ -307,11 +308,19 @@ class EnvSlice(EnvBatch):
             except Exception as again:
                 raise self._error(i, "reset", again) from again
         self._next_seeds[i] = None
-        self._obs[i], self._due[i] = obs, False
+        self._keep(i, "reset", obs)
+        self._due[i] = False
         result: dict[str, Any] = info
         return result
 
-    def _truncate(self, i: int, infos: Infos) -> None:
+    def _keep(self, i: int, method: str, obs: Any) -> None:
+        """Copy an observation, whose memory the environment may use again, and others of this worker may share."""
+        try:
+            self._obs[i] = copied(obs)
+        except TypeError as error:
+            raise self._error(i, method, error) from error
+
+    def _truncate(self, i: int, infos: PackedInfos) -> None:
         """Truncate the episode of a new environment, whose predecessor was lost."""
         self._rewards[i], self._terminated[i], self._truncated[i] = 0.0, False, True
         self._due[i] = True
@@ -319,11 +328,11 @@ class EnvSlice(EnvBatch):
             self._add(infos, i, {"final_obs": self._obs[i], "final_info": {}})
             self._add(infos, i, self._reset(i, {}, infos))
 
-    def _add(self, infos: Infos, i: int, info: dict[str, Any]) -> None:
+    def _add(self, infos: PackedInfos, i: int, info: dict[str, Any]) -> None:
         if info:
-            infos.append((self._first + i, info))
+            infos.append((self._first + i, packed(info)))
 
-    def _write(self, half: int, infos: Infos) -> bytes | None:
+    def _write(self, half: int, infos: PackedInfos) -> bytes | None:
         if self._halves is None:
             return packed((infos, self._obs))
         concatenate(self._space, self._obs, self._halves[half])
@@ -331,7 +340,7 @@ class EnvSlice(EnvBatch):
 
     # --- failures ---------------------------------------------------------------------------------
 
-    def _replace(self, i: int, method: str, error: Exception, infos: Infos) -> None:
+    def _replace(self, i: int, method: str, error: Exception, infos: PackedInfos) -> None:
         """Make an environment again, after it raised an error; or raise that."""
         failure = self._error(i, method, error)
         if not self._replaces:

@@ -198,7 +198,8 @@ class VectorWorkers:
             self._handles[n].record.fruitless = 0
             if answer is None:
                 continue
-            infos, obs = pickle.loads(answer)
+            packed_infos, obs = pickle.loads(answer)
+            infos = [(i, pickle.loads(info)) for i, info in packed_infos]
             self.infos += infos
             if obs is not None:
                 self._objects[self._parts[n].start : self._parts[n].stop] = obs

@@ -118,8 +118,11 @@ class ParallelEnvs(EnvBatch):
     def reset(self, arrays: Mapping[Key, Array], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         options, self.reset_options = self.reset_options or {}, None
         for n, b in enumerate(which):
-            obs, infos = self._reset(b, seed=None if seeds is None else int(seeds[n]), **options)
-            self._acting[b], self._left[b], self._told[b] = list(self.envs[b].agents), {}, infos
+            seed = None if seeds is None else int(seeds[n])
+            obs, infos = self._reset(b, seed=seed, **checks.kept_info(options))
+            self._acting[b], self._left[b] = list(self.envs[b].agents), {}
+            if self.keeps_infos:
+                self._told[b] = checks.kept_info(infos)
             self._write(arrays, row, b, obs, infos, "reset")
 
     def start(self, lane: Lane) -> Step:
@@ -134,12 +137,14 @@ class ParallelEnvs(EnvBatch):
                 self.executed_in_row = b
                 got = self._call(b, "step", self._action(arrays, t, b))
                 self.executed_in_row = b + 1
-                obs, reward, ended, cut, self._told[b] = self._checked(got, b)
+                obs, reward, ended, cut, infos = self._checked(got, b)
+                if self.keeps_infos:
+                    self._told[b] = checks.kept_info(infos)
                 total[t, b] = self._put_rewards(rewards, t, b, reward)
                 still = [a for a in self.envs[b].agents if not (ended.get(a) or cut.get(a))]
                 self._left[b] |= {a: (ended[a], cut[a]) for a in self._acting[b] if a not in still}
                 self._acting[b] = still
-                self._write(arrays, t + 1, b, obs, self._told[b], "step")
+                self._write(arrays, t + 1, b, obs, infos, "step")
                 if not still:
                     by_end = all(left[0] for left in self._left[b].values())
                     terminated[t, b], truncated[t, b] = by_end, not by_end

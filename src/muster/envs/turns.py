@@ -179,7 +179,8 @@ class TurnEnvs(EnvBatch):
         options, self.reset_options = self.reset_options or {}, None
         for n, b in enumerate(which):
             self._cut(b)
-            self._call(b, "reset", seed=None if seeds is None else int(seeds[n]), **options)
+            seed = None if seeds is None else int(seeds[n])
+            self._call(b, "reset", seed=seed, **checks.kept_info(options))
             self._next_turn(b)
             self._show(arrays, row, b)
 

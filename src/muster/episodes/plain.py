@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from muster.errors import BadOption
+from muster.memory.objects import copied
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -21,7 +22,7 @@ def is_tensordict(item: Any) -> bool:
 
 
 def to_plain(node: TensorDict) -> dict[str, Any]:
-    """Return the same tensors, not copied, with all that is needed to rebuild the ``TensorDict``."""
+    """Return the same tensors, and copies of objects, with all that is needed to rebuild the ``TensorDict``."""
     from tensordict import LazyStackedTensorDict, is_non_tensor, is_tensor_collection
 
     if isinstance(node, LazyStackedTensorDict):
@@ -67,7 +68,7 @@ def from_plain(plain: dict[str, Any]) -> TensorDict:
 
 
 def _objects(value: Any) -> Any:
-    return [_objects(part) for part in value.unbind(0)] if value.ndim else value.data
+    return [_objects(part) for part in value.unbind(0)] if value.ndim else copied(value.data)
 
 
 def _stack(objects: Any, ndim: int) -> Any:

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from muster.memory.specs import choices_of
 from muster.policies.checks import PolicySetting
 from muster.policies.functions import takes_state
 from muster.policies.heads import Head
+from muster.policies.inputs import unchanged_inputs
 from muster.policies.sampling import ActionMask
 
 OTHERS = "others"
@@ -126,6 +127,11 @@ class PerAgent(nn.Module):
 
     def _call(self, name: str, leaves: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         policy = self._policy(name)
+        check_unchanged: Callable[[], None] | None = None
+        if policy is not None and all(value.device.type == "cpu" for value in leaves.values()):
+            # Changes would be harmless here. But the same policy may not make them elsewhere.
+            given, check_unchanged = unchanged_inputs({(key,): value for key, value in leaves.items()}, f"of {name!r}")
+            leaves = {key: value for (key,), value in given.items()}
         obs = next(iter(leaves.values())) if len(leaves) == 1 else leaves
         out: Any
         if policy is None:
@@ -135,6 +141,8 @@ class PerAgent(nn.Module):
             out = action, {LOG_PROB[0]: policy.distribution(obs).log_prob(action)} if policy.has_log_prob else {}
         else:
             out = policy(obs)
+        if check_unchanged is not None:
+            check_unchanged()
         action, extras = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
         if not isinstance(extras, Mapping):
             raise BadPolicyOutput(f"the policy of {name!r} returned {type(out).__name__}, expected (action, extras)")

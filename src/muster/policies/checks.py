@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,21 +66,3 @@ def column_of(key: Key, value: torch.Tensor, lead: tuple[int, ...], policy: str,
         )
     dtype = numpy_dtype(value.dtype)
     return Column(key, tuple(value.shape[len(lead) :]), dtype, carry=carry)
-
-
-def frozen_check(obs: Mapping[Key, torch.Tensor], policy: str) -> Callable[[], None]:
-    """Copy ``obs``; the returned function raises if the policy has changed it in place since."""
-    before = {key: value.clone() for key, value in obs.items() if torch.is_tensor(value)}
-
-    def check() -> None:
-        for key, value in before.items():
-            if not torch.equal(
-                torch.nan_to_num(obs[key]) if value.is_floating_point() else obs[key],
-                torch.nan_to_num(value) if value.is_floating_point() else value,
-            ):
-                raise BadPolicyOutput(
-                    f"policy {policy} changed its input {dotted(key)} in place. That memory is the batch itself: "
-                    f"use operations that return a new tensor (no inplace=True in the first layer, no `obs -= ...`)"
-                )
-
-    return check

@@ -16,10 +16,12 @@ import torch
 
 from muster.errors import BadOption, BadPolicyOutput
 from muster.keys import ACTION, OBSERVATION, POLICY_VERSION, RESERVED, STATE, Key, dotted, nested
+from muster.memory.objects import copied_cells
 from muster.memory.slots import Lane, as_tensor
-from muster.memory.specs import Array, ArraySpec, Column
-from muster.policies.checks import PolicySetting, action_problem, column_of, frozen_check
+from muster.memory.specs import Column
+from muster.policies.checks import PolicySetting, action_problem, column_of
 from muster.policies.executor import Program, plan
+from muster.policies.inputs import InputRows, unchanged_inputs
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
 from muster.utils.attributes import name_of
@@ -47,6 +49,7 @@ class FunctionPolicy:
         if self.takes_state and STATE[0] in {key[0] for key in obs_specs}:
             raise BadOption(f"the observation has the key {STATE[0]!r}, where a batch keeps the state of a policy")
         self._taken = RESERVED | {key[0] for key in obs_specs} | (set(STATE) if self.takes_state else set())
+        self._object_keys = [key for key, spec in obs_specs.items() if not spec.is_tensor]
         self._lead = setting.batch_shape
         self._device, self._on_device = setting.device, setting.rows_device is not None
         self._columns: list[Column] = []
@@ -59,9 +62,9 @@ class FunctionPolicy:
 
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
         obs = {key: obs[key] for key in self._obs_specs}
-        unchanged = frozen_check(obs, self.name)
-        action, extras, state = self._call(obs, None)
-        unchanged()
+        given, check_unchanged = unchanged_inputs(obs, self.name)
+        action, extras, state = self._call(given, None)
+        check_unchanged()
         outputs = Outputs(
             {key: self._action(key, action[key]) for key in self._action_specs},
             {key: self._tensor(key, value) for key, value in extras.items()},
@@ -101,7 +104,8 @@ class FunctionPolicy:
             return _make_numpy_act(self._program, lane)
         if self._plain:
             return self._make_plain_act(lane)
-        rows = {k: _rows(lane, k, s) for k, s in self._obs_specs.items()}
+        inputs = InputRows(lane, [key for key, spec in self._obs_specs.items() if spec.is_tensor], self.name)
+        rows = {k: inputs.rows(k) if s.is_tensor else lane.np_rows(k) for k, s in self._obs_specs.items()}
         action_rows = {k: lane.rows(k) for k in self._action_specs}
         extra_rows = [(c.key, lane.rows(c.key)) for c in self._columns if not c.carry]
         state_rows = [(c.key, lane.rows(c.key)) for c in self._columns if c.carry]
@@ -119,11 +123,12 @@ class FunctionPolicy:
             for key, row in state_rows:
                 self._store(key, row[t + 1], new_state[key])
 
-        return act
+        return act if self._device is not None else inputs.watched(act)  # a copy is moved to a device
 
     def _make_plain_act(self, lane: Lane) -> Act:
         """The fastest ``act``, for one tensor as input, and one action and perhaps extras as output."""
-        fn, rows, check, store = self._program or self.fn, lane.rows(OBSERVATION), self._action, self._store
+        inputs = InputRows(lane, [OBSERVATION], self.name)
+        fn, rows, check, store = self._program or self.fn, inputs.rows(OBSERVATION), self._action, self._store
         action_rows = lane.rows(ACTION)
         extra_rows = [
             (c.key, c.key[-1], lane.rows(c.key), lane.rows(c.key)[0].shape, lane.tensors[c.key].dtype)
@@ -151,10 +156,12 @@ class FunctionPolicy:
                 action = check(ACTION, action)
             action_rows[t].copy_(action)
 
-        return act
+        return act if self._program is not None else inputs.watched(act)  # a program writes into no input
 
-    def _call(self, obs: Mapping[Key, Any], state: Leaves | None) -> tuple[Leaves, Leaves, Leaves]:
-        """Call the function: action leaves, extras, state leaves."""
+    def _call(self, obs: Leaves, state: Leaves | None) -> tuple[Leaves, Leaves, Leaves]:
+        """Call the function: action leaves, extras, state leaves. ``obs`` and ``state`` belong to the call."""
+        for key in self._object_keys:
+            obs[key] = copied_cells(obs[key])
         if self._device is not None:
             obs = {k: v.to(self._device, non_blocking=True) if torch.is_tensor(v) else v for k, v in obs.items()}
             state = {k: v.to(self._device) for k, v in state.items()} if state else state
@@ -267,10 +274,6 @@ def takes_state(fn: Callable[..., Any]) -> bool:
         return False
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return len(positional) >= 2 and positional[1].name in STATE_NAMES
-
-
-def _rows(lane: Lane, key: Key, spec: ArraySpec) -> Sequence[Any] | Array | torch.Tensor:
-    return lane.rows(key) if spec.is_tensor else lane.np_rows(key)
 
 
 def _take_apart(state: Any, key: Key, out: Leaves) -> Any:

@@ -18,6 +18,7 @@ from muster.envs.previous import with_previous
 from muster.errors import BadOption
 from muster.keys import ACTION_MASK, STEP_COUNT, TRUNCATED, dotted, next_of
 from muster.memory.slots import Lane, Layout, Slot
+from muster.memory.specs import ArraySpec
 from muster.policies.random import RandomPolicy
 from muster.policies.sampling import masks_of
 from muster.protocols import EnvBatch, Policy, acting_shape
@@ -119,7 +120,7 @@ def _infos_of(built: BuiltEnv, factory: Any, kwargs: Mapping[str, Any] | None, o
         env.reset(lane.arrays, 0, range(env.num_envs), range(env.num_envs) if steps else None)
         look_at(env, seen)
         if steps:
-            if ACTION_MASK in seen and not env.action_masks:  # the action must be allowed
+            if isinstance(seen.get(ACTION_MASK), ArraySpec) and not env.action_masks:  # the action must be allowed
                 env = with_infos(env, [ACTION_MASK], lambda: seen)
                 lane = _one_row(env)
                 env.reset(lane.arrays, 0, range(env.num_envs), range(env.num_envs))
