@@ -64,7 +64,9 @@ class EnvBatch(Protocol):
         info_specs: columns of infos; written and carried as observations are, and hidden from policies.
         action_specs: the policy's actions.
         action_masks: key of the action mask by key of the action, for discrete actions. A mask is an observation or an
-            info with an entry for each choice (those of several variables one after another); 0: not allowed.
+            info with an entry for each choice (those of several variables one after another), or for each combination
+            of choices; 0: not allowed. Collectors refuse masks that do not fit (``policies.sampling.check_masks``).
+        samples_allowed: ``sample`` draws actions that are allowed in the current state (TorchRL's ``rand_action``).
         step_specs: other results of a step, stored below ``next``, for instance rewards per agent.
         flags: the flags among done, terminated and truncated in the user's batch; Muster stores all three.
         reward_key: column of the reward that episode records sum up, ``[B]``. ``TEAM_REWARD`` is hidden from the
@@ -104,6 +106,7 @@ class EnvBatch(Protocol):
     info_specs: Specs = {}  # noqa: RUF012
     action_specs: Specs
     action_masks: Mapping[Key, Key] = MappingProxyType({})
+    samples_allowed: bool = False
     step_specs: Specs = {}  # noqa: RUF012 (a default, never changed)
     flags: tuple[Key, ...] = FLAGS
     reward_key: Key = REWARD

@@ -15,7 +15,7 @@ from muster.memory.slots import Lane, torch_dtype
 from muster.memory.specs import Array, Column
 from muster.policies.checks import MASKED_RAISES, PolicySetting, frozen_check
 from muster.policies.executor import Program, plan
-from muster.policies.heads import Head, allowed_only
+from muster.policies.heads import Head
 from muster.policies.sampling import ActionRows, Emit
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
@@ -104,8 +104,8 @@ class HeadPolicy:
 
         def act(t: int) -> None:
             out = compute(self._input([leaf[t] for leaf in tensors])).reshape(B, -1).float()
-            allowed = out if masks is None else allowed_only(out, masks[t])
-            action, log_prob = head.draw(allowed, deterministic=deterministic)
+            mask = None if masks is None else masks[t]
+            action, log_prob = head.draw(out, deterministic=deterministic, action_mask=mask)
             actions[t].copy_(action.reshape(actions[t].shape))
             if log_probs is not None and log_prob is not None:
                 log_probs[t].copy_(log_prob)
@@ -115,9 +115,8 @@ class HeadPolicy:
     def _drawn(self, out: torch.Tensor, like: torch.Tensor, obs: Mapping[Key, torch.Tensor]) -> Outputs:
         lead = tuple(like.shape[: self._batch_dims])
         flat = out.reshape(math.prod(lead), -1).float()
-        if self._mask is not None:
-            flat = allowed_only(flat, obs[self._mask.key])
-        action, log_prob = self.head.draw(flat, deterministic=self._deterministic)
+        mask = None if self._mask is None else obs[self._mask.key]
+        action, log_prob = self.head.draw(flat, deterministic=self._deterministic, action_mask=mask)
         action = action.reshape((*lead, *self._spec.shape)).to(torch_dtype(self._spec.dtype))
         extras = {} if log_prob is None else {LOG_PROB: log_prob.reshape(lead)}
         return Outputs({self._action_key: action}, extras)
