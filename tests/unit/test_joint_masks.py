@@ -292,7 +292,7 @@ def test_a_head_draws_with_the_renormalised_probabilities(path):
             actions, extras = head(many)
             log_prob = extras["action_log_prob"]
         else:
-            flat, drawn = head.draw(net(many["position"]), deterministic=False, action_mask=many["action_mask"])
+            flat, drawn = head.draw(head.restrict(net(many["position"]), many["action_mask"]), deterministic=False)
             actions, log_prob = flat.reshape(n, 2), drawn
         assert torch.allclose(log_prob, head.distribution(many).log_prob(actions), atol=1e-5)
     found = torch.zeros(NVEC).index_put_(tuple(actions.T), torch.ones(len(actions)), accumulate=True) / len(actions)
@@ -313,7 +313,7 @@ def test_the_best_allowed_combination_is_drawn_on_a_device():
     head = policies.categorical(net)
     head.fit(*fitted(Board(start=2)))
     obs, mask = torch.rand(50, 2), torch.from_numpy(np.stack([allowed_at(t) for t in range(50)]))
-    action, log_prob = head.draw(net(obs), deterministic=True, action_mask=mask)
+    action, log_prob = head.draw(head.restrict(net(obs), mask), deterministic=True)
     table = expected_log_probs(net, obs, mask)
     number = table.flatten(-2).argmax(-1)
     assert torch.equal(action, torch.stack([number // 4, number % 4], -1) + 2)
@@ -336,6 +336,22 @@ def test_three_variables_and_sampled_shapes():
     assert torch.allclose(log_probs.exp(), expected.exp(), atol=1e-5)
     assert distribution.sample((7,)).shape == (7, 5, 3)
     assert (log_probs.exp().sum(1) - 1).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(("shape", "joint"), [((2, 2), True), ((1, 4), False)])
+def test_two_variables_of_two_choices_have_the_mask_that_its_shape_says(shape, joint):
+    head = policies.categorical(nn.Linear(2, 4), nvec=(2, 2))
+    obs = torch.rand(200, 2)
+    mask = torch.tensor([1, 0, 0, 1]).reshape(shape).expand(200, *shape)
+    for action in (head(obs, action_mask=mask)[0], head.distribution(obs, action_mask=mask).sample()):
+        found = {tuple(row) for row in action.tolist()}
+        assert found == ({(0, 0), (1, 1)} if joint else {(0, 1)})
+    head.mask = ActionMask("env", ("action",), ("action_mask",), (2, 2), (0, 0), joint)
+    head.low, flat = (0, 0), mask.reshape(200, 4)  # of a bound head, it is known
+    assert torch.equal(head.mode(obs, action_mask=flat), head.mode(obs, action_mask=mask))
+    drawn, log_prob = head.draw(head.restrict(head.net(obs), flat), deterministic=True)
+    assert torch.equal(drawn, head.mode(obs, action_mask=mask))
+    assert torch.allclose(log_prob, head.distribution(obs, action_mask=mask).log_prob(drawn), atol=1e-5)
 
 
 def test_a_loss_has_finite_gradients_also_at_blank_rows():
@@ -701,7 +717,7 @@ def test_a_head_for_a_team_renormalises_for_each_agent():
         each.append(joint.gather(1, (action[:, agent, 0] * 3 + action[:, agent, 1])[:, None])[:, 0])
     expected = torch.stack(each).sum(0)
     assert torch.allclose(distribution.log_prob(action), expected, atol=1e-5)
-    drawn, log_prob = head.draw(head.net(obs), deterministic=True, action_mask=mask)
+    drawn, log_prob = head.draw(head.restrict(head.net(obs), mask), deterministic=True)
     assert torch.equal(drawn.reshape(6, 2, 2), distribution.mode)
     assert torch.allclose(log_prob, distribution.log_prob(distribution.mode), atol=1e-5)
 

@@ -22,6 +22,7 @@ from muster.policies.head_policy import HeadPolicy
 from muster.policies.heads import Head
 from muster.policies.random import RandomPolicy
 from muster.policies.sampling import all_masks_of, check_masks, masks_of
+from muster.policies.states import BATCH_DIM
 from muster.protocols import EnvBatch, Policy
 from muster.utils.attributes import name_of
 from muster.utils.event_loop import CoroutineCall, CoroutineRunner, is_coroutine_function
@@ -92,6 +93,7 @@ class AwaitedPolicy:
     def __init__(self, policy: Any, timeouts: Mapping[str, float | None]) -> None:
         self.__name__, self.__wrapped__ = name_of(policy), _function(policy)
         self._policy, self.coroutines = policy, CoroutineRunner()
+        setattr(self, BATCH_DIM, getattr(policy, BATCH_DIM, None))
         self.coroutines.timeouts = timeouts
 
     def __call__(self, *args: Any) -> Any:

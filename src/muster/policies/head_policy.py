@@ -13,7 +13,7 @@ from muster.errors import BadPolicyOutput
 from muster.keys import LOG_PROB, Key, nested
 from muster.memory.slots import Lane, torch_dtype
 from muster.memory.specs import Array, Column
-from muster.policies.checks import MASKED_RAISES, PolicySetting, frozen_check
+from muster.policies.checks import MASKED_RAISES, PolicySetting, called_first, frozen_check
 from muster.policies.executor import Program, plan
 from muster.policies.heads import Head
 from muster.policies.sampling import ActionRows, Emit
@@ -49,9 +49,10 @@ class HeadPolicy:
         unchanged = frozen_check(obs, self.head.name)
         leaves = [obs[key] for key in self._obs_keys]
         x = self._input(leaves)
-        out = self.head.net(x)
-        unchanged()
         lead = tuple(leaves[0].shape[: self._batch_dims])
+        seen = dict(zip(self._obs_keys, leaves, strict=True))
+        out = called_first(lambda: self.head.net(x), seen, lead, self.head.name)
+        unchanged()
         B = math.prod(lead)
         self._check(out, lead)
         self._plan(x)
@@ -104,8 +105,9 @@ class HeadPolicy:
 
         def act(t: int) -> None:
             out = compute(self._input([leaf[t] for leaf in tensors])).reshape(B, -1).float()
-            mask = None if masks is None else masks[t]
-            action, log_prob = head.draw(out, deterministic=deterministic, action_mask=mask)
+            if masks is not None:
+                out = head.restrict(out, masks[t])
+            action, log_prob = head.draw(out, deterministic=deterministic)
             actions[t].copy_(action.reshape(actions[t].shape))
             if log_probs is not None and log_prob is not None:
                 log_probs[t].copy_(log_prob)
@@ -115,8 +117,9 @@ class HeadPolicy:
     def _drawn(self, out: torch.Tensor, like: torch.Tensor, obs: Mapping[Key, torch.Tensor]) -> Outputs:
         lead = tuple(like.shape[: self._batch_dims])
         flat = out.reshape(math.prod(lead), -1).float()
-        mask = None if self._mask is None else obs[self._mask.key]
-        action, log_prob = self.head.draw(flat, deterministic=self._deterministic, action_mask=mask)
+        if self._mask is not None:
+            flat = self.head.restrict(flat, obs[self._mask.key])
+        action, log_prob = self.head.draw(flat, deterministic=self._deterministic)
         action = action.reshape((*lead, *self._spec.shape)).to(torch_dtype(self._spec.dtype))
         extras = {} if log_prob is None else {LOG_PROB: log_prob.reshape(lead)}
         return Outputs({self._action_key: action}, extras)

@@ -43,6 +43,7 @@ class Head(nn.Module):
     has_log_prob = True
     takes_mask = False
     mask: ActionMask | None = None
+    nvec: tuple[int, ...] | None = None  # choices of each variable; None: the outputs of the network are choices
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -97,11 +98,19 @@ class Head(nn.Module):
         """Return the function that writes the network's output into rows from ``first`` on; ``rng=None``: the mode."""
         raise NotImplementedError
 
-    def draw(self, out: torch.Tensor, *, deterministic: bool, action_mask: torch.Tensor | None = None) -> Drawn:
+    def restrict(self, out: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
+        """Return the network's output with the lowest value for what a mask does not allow.
+
+        Raises:
+            BadOption: the size of the mask does not fit.
+        """
+        return allowed_only(out, action_mask)
+
+    def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
         """Draw actions from the network's output ``[B, width]`` (float32), on its device and without synchronizing.
 
         The distribution is that of ``emitter``, but noise is torch's, drawn row by row, and the network's output is not
-        checked to be finite, because that would synchronize. ``action_mask``: rows of ``mask``, if there is one.
+        checked to be finite, because that would synchronize. If there is a mask, ``out`` is the result of ``restrict``.
         """
         raise NotImplementedError
 
@@ -130,21 +139,25 @@ class Head(nn.Module):
         out: torch.Tensor = self.net(obs)
         return out, action_mask
 
-    def _is_joint(self, out: torch.Tensor, action_mask: torch.Tensor, nvec: tuple[int, ...] | None) -> bool:
-        """Return whether a mask has an entry for each combination of choices, not for each output of the network."""
+    def _is_joint(self, out: torch.Tensor, action_mask: torch.Tensor) -> bool:
+        """Return whether a mask has an entry for each combination of choices, not for each output of the network.
+
+        Raises:
+            BadOption: its size is neither.
+        """
         lead = out.ndim - 1
         shape = tuple(action_mask.shape[lead:])
         known = self.mask
-        if known is not None and known.agents > 1:
-            shape = shape[1:]
-        nvec = (out.shape[-1],) if nvec is None else nvec
-        own = nvec if known is None else known.own_nvec
+        own = (out.shape[-1],) if self.nvec is None else self.nvec
+        if known is not None:
+            own = known.own_nvec
+            shape = shape[known.agents > 1 :]
         try:
             if action_mask.shape[:lead] != out.shape[:-1]:
                 raise ValueError(
                     f"shape {tuple(action_mask.shape)} is for other rows than the output {tuple(out.shape)}"
                 )
-            if known is not None and math.prod(shape) in (sum(own), math.prod(own)) and sum(own) == math.prod(own):
+            if known is not None and math.prod(shape) == sum(own) == math.prod(own):
                 return known.joint
             return is_joint_mask(own, shape)
         except ValueError as error:
@@ -159,10 +172,8 @@ class Head(nn.Module):
         return D.Independent(D.Normal(self._shaped(mean), self._shaped(log_std.exp())), dims)
 
 
-def allowed_only(out: torch.Tensor, action_mask: torch.Tensor | None) -> torch.Tensor:
+def allowed_only(out: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
     """Return the network's output with the lowest value for what the mask does not allow."""
-    if action_mask is None:
-        return out
     # Not -inf: a blank row of a batch allows nothing, and must not make a loss NaN.
     return out.masked_fill(action_mask.reshape(out.shape) == 0, torch.finfo(out.dtype).min)
 
@@ -190,15 +201,21 @@ class Categorical(Head):
 
     def distribution(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> D.Distribution:
         logits, action_mask = self._output_and_mask(obs, action_mask)
-        joint = action_mask is not None and self._is_joint(logits, action_mask, self.nvec)
-        if action_mask is not None and joint and self.nvec is not None:
+        joint = action_mask is not None and self._is_joint(logits, action_mask)
+        if action_mask is not None:
+            logits = self.restrict(logits, action_mask)
+        if joint and self.nvec is not None:
             agents = 1 if self.mask is None else self.mask.agents
-            combined = allowed_only(joint_logits(logits, self.nvec, agents), action_mask)
-            return JointCategoricals(combined, self.nvec, self._first_choices, self._event_shape, agents)
-        logits = allowed_only(logits, action_mask)
+            return JointCategoricals(logits, self.nvec, self._first_choices, self._event_shape, agents)
         if self.nvec is None or (self.action_shape == () and self.low == (0,)):
             return D.Categorical(logits=logits)
         return Categoricals(logits, self.nvec, self._first_choices, self._event_shape)
+
+    def restrict(self, out: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
+        """See ``Head.restrict``; with a joint mask, the result has the logits of combinations of choices."""
+        if self._is_joint(out, action_mask) and self.nvec is not None:
+            out = joint_logits(out, self.nvec, 1 if self.mask is None else self.mask.agents)
+        return allowed_only(out, action_mask)
 
     @property
     def _first_choices(self) -> tuple[int, ...]:
@@ -226,13 +243,10 @@ class Categorical(Head):
         assert self.nvec is not None and self.low is not None  # bound
         return sampling.categorical(rows, first, nvec=self.nvec, low=np.array(self.low), rng=rng)
 
-    def draw(self, out: torch.Tensor, *, deterministic: bool, action_mask: torch.Tensor | None = None) -> Drawn:
+    def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
         assert self.nvec is not None and self.low is not None  # bound
-        joint = self.mask if action_mask is not None and self.mask is not None and self.mask.joint else None
-        drawn = self.nvec
-        if joint is not None:
-            out, drawn = joint_logits(out, self.nvec, joint.agents), joint.drawn
-        out = allowed_only(out, action_mask)
+        joint = self.mask if self.mask is not None and self.mask.joint else None
+        drawn = self.nvec if joint is None else joint.drawn
         indices, log_probs = [], []
         for logits in (out,) if len(drawn) == 1 else torch.split(out, list(drawn), -1):
             log_prob = logits.log_softmax(-1)
@@ -385,7 +399,7 @@ class Gaussian(Head):
         n = rows.matrix[0].shape[1]
         return sampling.gaussian(rows, first, log_std=np.broadcast_to(log_std, (n,)), rng=rng)
 
-    def draw(self, out: torch.Tensor, *, deterministic: bool, action_mask: torch.Tensor | None = None) -> Drawn:
+    def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
         return _draw_normal(*self._parameters_of(out), deterministic=deterministic)
 
     def _parameters_of(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -443,7 +457,7 @@ class TanhGaussian(Head):
         bounds = self.log_std_bounds
         return sampling.gaussian_by_state(rows, first, log_std_bounds=bounds, squash=(middle, half), rng=rng)
 
-    def draw(self, out: torch.Tensor, *, deterministic: bool, action_mask: torch.Tensor | None = None) -> Drawn:
+    def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
         u, log_prob = _draw_normal(*_mean_and_log_std(out, self.log_std_bounds), deterministic=deterministic)
         middle, half = self.middle.reshape(-1), self.halfwidth.reshape(-1)
         action = (middle + half * u.tanh()).clamp(middle - half, middle + half)  # rounding can exceed the bounds
@@ -494,9 +508,11 @@ class Deterministic(Head):
 
     def mode(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> torch.Tensor:
         out, action_mask = self._output_and_mask(obs, action_mask)
-        if action_mask is not None:
-            self._is_joint(out, action_mask, None)  # raises for another size
-        return self._shaped(self._action_of(allowed_only(out, action_mask)))
+        return self._shaped(self._action_of(out if action_mask is None else self.restrict(out, action_mask)))
+
+    def restrict(self, out: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
+        self._is_joint(out, action_mask)  # raises for another size
+        return allowed_only(out, action_mask)
 
     def bind(self, spec: ArraySpec) -> int:
         if spec.dtype.kind == "f":
@@ -510,8 +526,8 @@ class Deterministic(Head):
     def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
         return sampling.identity(rows) if self.low is None else sampling.greedy(rows, low=np.array([self.low]))
 
-    def draw(self, out: torch.Tensor, *, deterministic: bool, action_mask: torch.Tensor | None = None) -> Drawn:
-        return self._action_of(allowed_only(out, action_mask)), None
+    def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
+        return self._action_of(out), None
 
     def _action_of(self, out: torch.Tensor) -> torch.Tensor:
         return out if self.low is None else out.argmax(-1) + self.low
