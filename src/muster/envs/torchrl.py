@@ -53,6 +53,8 @@ class TorchRLEnvs(EnvBatch):
     nearest to the root is set. Flags further below are carried like observations.
     """
 
+    reset_options: dict[str, Any] | None = None  # TorchRL's ``reset(**kwargs)`` takes any, also a seed
+
     def __init__(self, envs: Sequence[EnvBase]) -> None:
         self.envs = list(envs)
         first = self.envs[0]
