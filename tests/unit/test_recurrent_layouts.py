@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -170,26 +171,35 @@ def function(policy: nn.Module) -> Callable[..., Any]:
 
 def test_a_function_is_asked_for_the_dimension_where_sizes_do_not_tell():
     for where in (0, 1):
-        act = function(Layers(2, where))
+        act = function(Layers(2, where, (3,)))
         with pytest.raises(
-            BadPolicyOutput, match=r"act returned recurrent_state with shape \(2, 2\).*batch_dim=0\), or b"
+            BadPolicyOutput, match=r"act returned recurrent_state with shape \(2, 2, 3\).*batch_dim=0\), or"
         ):
             collect(lengths(*ENDS), act, num_envs=2, frames_per_batch=12)
         state = collect(lengths(*ENDS), act, num_envs=3, frames_per_batch=18)["recurrent_state"]  # the sizes tell
-        assert state[:2, :, 0].tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5]]
+        assert state[:2, :, 0, 2].tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5]]
         said = policies.recurrent(act, batch_dim=where)
         assert said is act
         state = collect(lengths(*ENDS), said, num_envs=2, frames_per_batch=12)["recurrent_state"]
-        assert state[..., 1].tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5]]
+        assert state[..., 1, 2].tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5]]
+
+
+def test_two_dimensions_of_a_function_begin_with_environments():
+    act = function(Layers(2, 0))
+    state = collect(lengths(*ENDS), act, num_envs=2, frames_per_batch=12)["recurrent_state"]
+    assert state[..., 1].tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5]]
+    said = policies.recurrent(function(Layers(2, 1)), batch_dim=1)
+    state = collect(lengths(*ENDS), said, num_envs=2, frames_per_batch=12)["recurrent_state"]
+    assert state[..., 1].tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5]]
 
 
 def test_a_module_that_cannot_be_copied_is_asked():
-    policy = Layers()
-    policy.lock = __import__("threading").Lock()
+    policy = Layers(2, 1, (1,))
+    policy.lock = threading.Lock()
     with pytest.raises(BadPolicyOutput, match="batch_dim"):
         collect(lengths(*ENDS), policy, num_envs=2, frames_per_batch=12)
     state = collect(lengths(*ENDS), policies.recurrent(policy, batch_dim=1), num_envs=2, frames_per_batch=12)
-    assert state["recurrent_state"][1, :, 0].tolist() == [0, 1, 2, 3, 4, 5]
+    assert state["recurrent_state"][1, :, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_module_for_a_fixed_number_of_environments_is_asked():
@@ -199,7 +209,7 @@ def test_a_module_for_a_fixed_number_of_environments_is_asked():
             return super().forward(obs, state)
 
     with pytest.raises(BadPolicyOutput, match="batch_dim"):
-        collect(lengths(*ENDS), Fixed(), num_envs=2, frames_per_batch=12)
+        collect(lengths(*ENDS), Fixed(2, 1, (1,)), num_envs=2, frames_per_batch=12)
 
 
 def test_the_dimension_can_be_a_later_one_or_one_for_each_tensor():

@@ -1,8 +1,8 @@
 """The layout of recurrent states: which dimension of each tensor counts environments.
 
 The sizes tell if the first or the second dimension has as many entries as there are environments, but not both. If both
-have, a copy of a module is called with one environment more, and the dimension that grows is the one. Otherwise
-``recurrent`` has to say it.
+have, a copy of a module is called with one environment more, and the dimension that grows is the one. A function is not
+called for that: a tensor with two dimensions begins with environments, and for others ``recurrent`` has to say it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ BATCH_DIM = "state_batch_dim"
 def recurrent(policy: P, *, batch_dim: Any) -> P:
     """Say which dimension of a policy's recurrent state counts environments.
 
-    It is only necessary where the sizes do not tell: if a policy is a function, and the first and the second dimension
-    of the state have as many entries as there are environments; or if it is a later dimension.
+    It is only necessary where the sizes do not tell: if a policy is a function (or a module that cannot be copied), and
+    the first two of at least three dimensions have as many entries as there are environments; or if it is a later one.
 
     ::
 
@@ -99,6 +99,8 @@ def state_dims(
         grown = _with_one_more(policy, call)
         for key in unclear:
             found = None if grown is None else _grown_dim(state[key], grown.get(key), B)
+            if found is None and state[key].ndim == 2:
+                found = 0  # [B, hidden], as of nn.GRUCell
             if found is None:
                 raise BadPolicyOutput(_unclear(name, key, state[key], B))
             dims[key] = found
