@@ -17,9 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster import Collector, Evaluator
-from muster.episodes.rules import FirstDone, RuleName, make_rule, part_of
+from muster.episodes.rules import AtMost, FirstDone, RuleName, make_rule, part_of
 from muster.errors import UnsupportedEnv
+from muster.evaluation.result import EvaluatedEpisode
 from muster.evaluation.run import Plan
+from muster.evaluation.video import Tape
 from muster.testing import CountingEnv, TorchCartPole
 from tests.unit.test_envpool_async import pools
 
@@ -218,29 +220,34 @@ def test_groups_that_are_stepped_apart_do_what_one_group_does(lengths, groups, r
         assert "overrun" not in done.discarded
 
 
+def assert_same_choice(rule: Any, parts: Sequence[Any], sides: Sequence[Sequence[int]]) -> None:
+    for part, side in zip(parts, sides, strict=True):
+        assert [part.awaits(place) for place in range(len(side))] == [rule.awaits(i) for i in side]
+
+
 @pytest.mark.parametrize("name", RULES)
+@settings(max_examples=100)
 @given(
-    lengths=st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_size=2, max_size=6),
+    lengths=st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=2, max_size=5),
     episodes=st.integers(1, 14),
+    most=st.one_of(st.none(), st.integers(1, 9)),
     data=st.data(),
 )
-def test_a_part_decides_as_the_rule_does_while_it_is_certain(name, lengths, episodes, data):
+def test_a_part_decides_as_the_rule_does_while_it_is_certain(name, lengths, episodes, most, data):
     n = len(lengths)
     rule = make_rule(name, episodes, n)
+    rule = rule if most is None else AtMost(rule, most, n)
     cycles = [itertools.cycle(each) for each in lengths]
     left = [next(cycle) for cycle in cycles]
     cut = data.draw(st.integers(1, n - 1))
     sides = [[*range(cut)], [*range(cut, n)]]
     while not rule.complete:
         certain, parts = rule.certain_steps, [part_of(rule, side) for side in sides]
+        assert_same_choice(rule, parts, sides)
         steps = data.draw(st.integers(1, 9)) if certain is None else max(1, certain)
         for _ in range(steps):
-            going = [i for i in range(n) if rule.awaits(i)]
-            for part, side in zip(parts, sides, strict=True):
-                if certain != 0:
-                    assert [i for place, i in enumerate(side) if part.awaits(place)] == [i for i in side if i in going]
             ended = []
-            for i in going:
+            for i in [i for i in range(n) if rule.awaits(i)]:
                 left[i] -= 1
                 if left[i] == 0:
                     ended.append(i)
@@ -250,8 +257,51 @@ def test_a_part_decides_as_the_rule_does_while_it_is_certain(name, lengths, epis
                 part.ended([place for place, i in enumerate(side) if i in ended])
                 if certain == 0:
                     assert not any(part.awaits(place) for place, i in enumerate(side) if i in ended)
+            if certain != 0:
+                assert_same_choice(rule, parts, sides)
             if rule.complete:
+                assert certain == 0 or all(part.complete for part in parts)
                 break
+
+
+@pytest.mark.parametrize(
+    ("name", "episodes", "num_envs", "certain"),
+    [
+        ("per_env", 7, 3, None),
+        ("fair", 6, 3, None),
+        ("fair", 7, 3, 2),
+        ("fair", 2, 3, 0),
+        ("last_even", 3, 3, None),
+        ("last_even", 5, 3, 0),
+        ("last_even", 9, 3, 2),
+        ("first_done", 7, 3, 2),
+        ("first_done", 6, 3, 1),
+        ("first_done", 3, 3, 0),
+    ],
+)
+def test_a_rule_is_certain_for_as_many_steps_as_short_episodes_allow(name, episodes, num_envs, certain):
+    assert make_rule(name, episodes, num_envs).certain_steps == certain
+    assert AtMost(make_rule("per_env", 100, num_envs), 7, num_envs).certain_steps == 6 // num_envs
+
+
+def test_nothing_is_awaited_after_the_most_episodes():
+    rule = AtMost(make_rule("per_env", 10, 2), 3, 2)
+    assert rule.ended([0, 1]) == [0, 1]
+    assert rule.awaits(1)
+    assert rule.ended([0, 1]) == [0]
+    assert (rule.complete, rule.awaits(0), rule.awaits(1)) == (True, False, False)
+
+
+def test_the_actions_of_an_episode_are_found_in_rollouts_of_any_length():
+    actions, begins = np.arange(2 * 12).reshape(12, 2), [0, 5, 6, 7]
+    ends = [*begins[1:], 12]
+    padded = [np.pad(actions[b:e], ((0, 0 if e < 12 else 3), (0, 0))) for b, e in zip(begins, ends, strict=True)]
+    tape = Tape("env", [], 2, [{("action",): rows} for rows in padded], begins)
+    for begin, length in itertools.product(range(12), range(1, 13)):
+        if begin + length <= 12:
+            episode = EvaluatedEpisode(1, 0, 0, begin, 0.0, length, True, False, 1)
+            found = tape.actions(episode)[("action",)]
+            assert found.tolist() == actions[begin : begin + length, 1:].tolist()
 
 
 def test_a_first_done_rule_is_certain_as_long_as_it_cannot_be_complete():

@@ -308,6 +308,16 @@ def fitted(env: Any) -> tuple[Any, Any]:
     return batch.action_specs, masks_of(batch)
 
 
+def test_a_head_counts_from_the_first_choice():
+    net = logits_net()
+    for policy in (None, policies.categorical(net)):
+        batch = collect(board(NVEC, "obs", 2), policy, num_envs=2, frames_per_batch=40, seed=0)
+        assert batch["action"].min() == 2
+        assert at_actions(batch["action_mask"], batch["action"] - 2).all()
+    table = expected_log_probs(net, batch["position"], batch["action_mask"])
+    assert torch.allclose(batch["action_log_prob"], at_actions(table, batch["action"] - 2), atol=1e-5)
+
+
 def test_the_best_allowed_combination_is_drawn_on_a_device():
     net = logits_net(2.0)
     head = policies.categorical(net)

@@ -193,6 +193,13 @@ def test_two_dimensions_of_a_function_begin_with_environments():
     assert state[..., 1].tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5]]
 
 
+def test_the_states_of_one_environment_need_no_dimension():
+    for where in (0, 1):
+        act = function(Layers(1, where, (3,)))
+        state = collect(lengths(*ENDS), act, num_envs=1, frames_per_batch=4)["recurrent_state"]
+        assert state[0, :, 0].tolist() == [[0] * 3, [1] * 3] * 2
+
+
 def test_a_module_that_cannot_be_copied_is_asked():
     policy = Layers(2, 1, (1,))
     policy.lock = threading.Lock()
