@@ -1,4 +1,4 @@
-"""The program of docs/save_and_continue.md, interrupted at random moments: its data and weights are those of one run."""
+"""The program of docs/save_and_continue.md, interrupted at random moments: it uses the data that one run uses."""
 
 from __future__ import annotations
 

@@ -152,6 +152,42 @@ def test_random_actions_are_those_of_a_collector_with_this_seed():
     assert got["action"].tolist() == expected["action"].tolist()
 
 
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("head", [False, True])
+def test_clients_can_send_action_masks(joint, head):
+    action = spaces.MultiDiscrete([2, 3])
+    shape = (2, 3) if joint else (5,)
+    space = spaces.Dict(action_mask=spaces.MultiBinary(shape), position=spaces.Box(0, 9, (2,), np.float32))
+    wire = WireFormat(observation_codec(space), "observation")
+    policy = policies.categorical(torch.nn.Linear(2, 5)) if head else None
+
+    def mask(t: int) -> Any:
+        return ((np.arange(np.prod(shape)) + t) % 2).reshape(shape).astype(np.int8)
+
+    class Masked(CountingEnv):
+        def seen(self, obs: Any) -> Any:
+            return np.frombuffer(wire.encode({"action_mask": mask(self.t), "position": obs}), np.uint8)
+
+        def reset(self, **options: Any) -> Any:
+            obs, info = super().reset(**options)
+            return self.seen(obs), info
+
+        def step(self, action: Any) -> Any:
+            obs, *rest = super().step(0)
+            return self.seen(obs), *rest
+
+    options = {"observation_space": space, "action_space": action, "frames_per_batch": 40, "total_frames": 40}
+    decode = partial(struct.unpack, "<2q")
+    with serving(policy, **options) as server, playing(server.address, Masked(3), decode=decode):
+        (batch,) = server
+    first, second = batch["action"].unbind(-1)
+    flat = batch["action_mask"].flatten(1)
+    if joint:
+        assert flat.gather(1, (first * 3 + second)[:, None]).all()
+    else:
+        assert flat.gather(1, torch.stack([first, 2 + second], 1)).all()
+
+
 def test_parts_of_observations_and_actions_keep_their_values():
     space = spaces.Dict(
         image=spaces.Box(0, 255, (2, 3), np.uint8),

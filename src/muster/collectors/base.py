@@ -28,6 +28,7 @@ from muster.errors import BadOption, CollectorBusy, CollectorClosed, CollectorTi
 from muster.observing.profiling import ProfileConfig
 from muster.policies.agents import heads_of
 from muster.policies.sampling import masks_of
+from muster.protocols import check_reset_kwargs
 from muster.utils.attributes import resolve
 from muster.utils.forks import Owner
 from muster.utils.tracebacks import trimmed
@@ -133,8 +134,13 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
 
         Args:
             index: numbers of environments, or a bool array over all of them; None: all.
-            **kwargs: arguments of the environments' own reset, used once (Gymnasium: ``options={...}``).
+            **kwargs: arguments of the environments' own reset, used once (Gymnasium: ``options={...}``). Seeds are
+                set by ``set_seed``.
+
+        Raises:
+            BadOption: a seed, or an environment that does not exist. Nothing was done.
         """
+        check_reset_kwargs(kwargs)
         with self._exclusively():
             self._engine.reset(index, kwargs)
 

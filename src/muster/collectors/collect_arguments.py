@@ -12,6 +12,7 @@ import numpy as np
 from muster.episodes.rules import RuleName, check_rule
 from muster.episodes.summary import CollectStats
 from muster.errors import BadOption
+from muster.protocols import check_reset_kwargs
 from muster.rollout.bootstrap import Bootstrap
 from muster.rollout.hooks import check_pause
 from muster.utils.integers import integer
@@ -79,6 +80,7 @@ class CollectArguments:
             raise BadOption("collect(n_episode=...) has whole episodes only: bootstrap is for n_step")
         if self.bootstrap and self.random:
             raise BadOption("collect(random=True) asks no policy, so there are no values: leave bootstrap out")
+        check_reset_kwargs(self.reset_kwargs)
         if self.reset_kwargs and not (self.reset_before_collect or self.n_episode):
             raise BadOption(
                 "collect: reset_kwargs are for the resets before collecting: give reset_before_collect=True"

@@ -45,7 +45,7 @@ class CollectMethods:
             render: call the environments' ``render`` after every step, and then wait this number of seconds.
             no_grad: False: call your module or function with gradients enabled; the batch has none.
             reset_before_collect: reset all environments first.
-            reset_kwargs: arguments of the environments' own reset before collecting.
+            reset_kwargs: arguments of the environments' own reset before collecting, without a seed: see ``set_seed``.
             rule: which episodes count: "per_env" (default), "last_even", "fair", or "first_done", which favours short
                 ones. See docs/collect.md.
             surplus: use of the other collected steps. "discard": count them as discarded. "keep": keep them for the

@@ -25,6 +25,7 @@ from muster.collectors.signatures import takes
 from muster.envs.build import is_environment
 from muster.errors import BadOption
 from muster.memory.shared import Arena
+from muster.policies.sampling import check_masks
 from muster.restore.pickling import dumps
 from muster.weights.choice import one_transport
 from muster.weights.publish import PolicyWeights
@@ -159,7 +160,10 @@ class MultiCollector(BaseCollector):
             workers = NodePool(self._nodes, config, self.options.layout, apart=apart)
         workers.start()
         importlib.import_module("tensordict")  # for batches; takes seconds, while the workers start
-        return workers, workers.built()
+        infos = workers.built()
+        for info in infos:
+            check_masks(info)  # a server would find it when it acts
+        return workers, infos
 
     def _materialise(self, count: int) -> None:
         """Initialise lazy layers: a call in one worker determines the weights; all workers then start with these."""

@@ -11,11 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
+
 from muster.envs.client_link import LARGEST_REWARD, PROTOCOL, ClientLost, Connection, WireFormat
 from muster.envs.spaces import action_codec, observation_codec
 from muster.envs.stacked import StackedEnvs
 from muster.errors import BadOption, CollectorClosed
-from muster.keys import NEXT_OBS_VALID
+from muster.keys import ACTION_MASK, NEXT_OBS_VALID
 from muster.memory.slots import Lane
 from muster.protocols import Step
 from muster.utils.addresses import host_and_port, is_loopback, listening
@@ -221,7 +223,7 @@ class ClientEnv:
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         clients = self._clients
         if clients.laying_out:
-            return clients.observations.decode(bytes(clients.observations.nbytes)), {}
+            return _allowing_all(clients.observations.decode(bytes(clients.observations.nbytes))), {}
         if self._playing:
             self._end_episode()
         while self._first is None:
@@ -293,6 +295,16 @@ class ClientEnv:
         if self._connection is not None:
             self._clients.end(self._connection, lost)
         self._connection = None
+
+
+def _allowing_all(blank: Any) -> Any:
+    """Return a blank observation with ones in its action mask, since a policy cannot act where nothing is allowed."""
+
+    def ones(mask: Any) -> Any:
+        return {name: ones(part) for name, part in mask.items()} if isinstance(mask, Mapping) else np.ones_like(mask)
+
+    (name,) = ACTION_MASK
+    return {**blank, name: ones(blank[name])} if isinstance(blank, Mapping) and name in blank else blank
 
 
 class ClientEnvs(StackedEnvs):

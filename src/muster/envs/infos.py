@@ -13,7 +13,7 @@ from muster.envs.checks import NUMBERS, described_value
 from muster.envs.spaces import action_masks, leaf_spec
 from muster.envs.wrapped import WrappedEnvs
 from muster.errors import BadEnvOutput, BadOption, EnvError
-from muster.keys import ACTION_MASK, INFO, Key, mask_of
+from muster.keys import INFO, Key, mask_of
 from muster.memory.slots import Lane
 from muster.memory.specs import OBJECT, Array, ArraySpec
 from muster.protocols import ALL, EnvBatch
@@ -235,7 +235,7 @@ class _WithInfos(WrappedEnvs):
         super().__init__(inner)
         specs = {key: spec for each in fields for key, spec in each.stored().items()}
         known = {each.path for each in fields} if watched else None
-        masks = inner.action_masks or action_masks(specs, inner.action_specs, (INFO, *ACTION_MASK))
+        masks = inner.action_masks or action_masks(specs, inner.action_specs, (INFO,))
         self.__dict__.update(info_specs=specs, action_masks=masks, _fields=fields, _known=known, begun={})
 
     def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:

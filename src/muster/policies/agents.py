@@ -158,7 +158,7 @@ class PerAgent(nn.Module):
     def _draw(self, leaves: dict[str, Any]) -> torch.Tensor:
         like = next(iter(leaves.values()))
         assert self._random is not None  # bound
-        uniform = torch.rand((len(like), len(self._random.nvec)), dtype=torch.float64, device=like.device)
+        uniform = torch.rand((len(like), len(self._random.drawn)), dtype=torch.float64, device=like.device)
         everything = uniform.new_ones((len(like), sum(self._random.nvec)))
         allowed = everything if self._mask is None else leaves[self._mask.key[0]]
         return self._random.draw_on_device(allowed, uniform).reshape(-1, *self._shape)
@@ -175,7 +175,9 @@ class PerAgent(nn.Module):
     def _check(self, leaves: dict[str, Any]) -> None:
         if self._mask is not None and self._mask.key[0] in leaves:
             rows = leaves[self._mask.key[0]]
-            if not (rows != 0).any(-1).all() and (refused := self._mask.refused(rows.cpu().numpy())) is not None:
+            blank = not (rows != 0).flatten(1).any(-1).all()
+            suspect = blank or len(self._mask.drawn) > 1
+            if suspect and (refused := self._mask.refused(rows.cpu().numpy())) is not None:
                 raise refused
 
 

@@ -2,7 +2,9 @@
 
 A policy has a state if its second parameter is called ``state`` (or ``hidden``, ``carry``):
 ``f(obs, state) -> (action, state)`` or ``(action, extras, state)``. ``state`` is None in the first call, later a
-tensor ``[B, ...]`` or a tuple or dict of them, zero for environments at the start of an episode.
+tensor or a tuple or dict of them as the policy returned it, zero for environments at the start of an episode. Its
+first or second dimension (as in ``nn.GRU``) counts environments, or the one that ``recurrent`` names. Columns of a
+batch always begin with environments.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from muster.keys import ACTION, OBSERVATION, POLICY_VERSION, RESERVED, STATE, Ke
 from muster.memory.objects import copied_cells
 from muster.memory.slots import Lane, as_tensor
 from muster.memory.specs import Column
-from muster.policies.checks import PolicySetting, action_problem, column_of
+from muster.policies.checks import PolicySetting, action_problem, called_first, column_of
 from muster.policies.executor import Program, plan
 from muster.policies.inputs import InputRows, unchanged_inputs
+from muster.policies.states import StateDims, state_dims
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
 from muster.utils.attributes import name_of
@@ -59,16 +62,19 @@ class FunctionPolicy:
         self._executor = setting.executor
         self._program: Program | None = None
         self._state_shape: Any = None  # the state's nesting, with keys in place of tensors
+        self._state_dims: StateDims = {}  # dimensions of environments that are not the first one
 
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
         obs = {key: obs[key] for key in self._obs_specs}
         given, check_unchanged = unchanged_inputs(obs, self.name)
-        action, extras, state = self._call(given, None)
+        action, extras, state = called_first(lambda: self._call(given, None), obs, self._lead, self.name)
         check_unchanged()
+        tensors = {key: self._tensor(key, value) for key, value in state.items()}
+        self._state_dims = state_dims(self.fn, tensors, self._lead, self.name, lambda fn: self._state_of(fn, given))
         outputs = Outputs(
             {key: self._action(key, action[key]) for key in self._action_specs},
             {key: self._tensor(key, value) for key, value in extras.items()},
-            {key: self._tensor(key, value) for key, value in state.items()},
+            {key: tensor.movedim(self._state_dims.get(key, 0), 0) for key, tensor in tensors.items()},
         )
         self._columns = [column_of(key, value, self._lead, self.name) for key, value in outputs.extras.items()]
         self._columns += [
@@ -108,20 +114,23 @@ class FunctionPolicy:
         rows = {k: inputs.rows(k) if s.is_tensor else lane.np_rows(k) for k, s in self._obs_specs.items()}
         action_rows = {k: lane.rows(k) for k in self._action_specs}
         extra_rows = [(c.key, lane.rows(c.key)) for c in self._columns if not c.carry]
-        state_rows = [(c.key, lane.rows(c.key)) for c in self._columns if c.carry]
+        state_rows = [(c.key, lane.rows(c.key), self._state_dims.get(c.key, 0)) for c in self._columns if c.carry]
         keys = {c.key for c in self._columns}
 
         def act(t: int) -> None:
-            state = {key: row[t].clone() for key, row in state_rows} if state_rows else None  # fn may change these
-            action, extra, new_state = self._call({k: row[t] for k, row in rows.items()}, state)
+            state: Leaves = {  # clones, since fn may change them; contiguous, for cuDNN
+                key: _as_returned(row[t], dim).clone(memory_format=torch.contiguous_format)
+                for key, row, dim in state_rows
+            }
+            action, extra, new_state = self._call({k: row[t] for k, row in rows.items()}, state or None)
             for key, row in action_rows.items():
                 row[t].copy_(self._action(key, action[key]))
             if extra.keys() | new_state.keys() != keys:
                 self._refuse_keys(keys, extra.keys() | new_state.keys())
             for key, row in extra_rows:
                 self._store(key, row[t], extra[key])
-            for key, row in state_rows:
-                self._store(key, row[t + 1], new_state[key])
+            for key, row, dim in state_rows:
+                self._store(key, _as_returned(row[t + 1], dim), new_state[key])
 
         return act if self._device is not None else inputs.watched(act)  # a copy is moved to a device
 
@@ -217,6 +226,15 @@ class FunctionPolicy:
             raise BadPolicyOutput(f"policy {self.name} returned {dotted(key)} {problem}")
         return tensor
 
+    def _state_of(self, fn: Callable[..., Any], obs: Mapping[Key, Any]) -> Leaves:
+        """Return the state after a call of ``fn``, a copy of the policy, for one environment more than there are."""
+        more = {key: torch.cat([v, v[:1]]) if torch.is_tensor(v) else np.append(v, v[:1]) for key, v in obs.items()}
+        own, shape, self.fn = self.fn, self._state_shape, fn
+        try:
+            return {key: self._tensor(key, value) for key, value in self._call(more, None)[2].items()}
+        finally:
+            self.fn, self._state_shape = own, shape
+
     def _store(self, key: Key, row: torch.Tensor, value: Any) -> None:
         tensor = self._tensor(key, value)
         if tensor.shape != row.shape or (tensor.is_floating_point() and not row.is_floating_point()):
@@ -274,6 +292,11 @@ def takes_state(fn: Callable[..., Any]) -> bool:
         return False
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return len(positional) >= 2 and positional[1].name in STATE_NAMES
+
+
+def _as_returned(row: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return a view of a row of states, ``[B, *shape]``, in which ``dim`` is the dimension of environments."""
+    return row.movedim(0, dim) if dim else row
 
 
 def _take_apart(state: Any, key: Key, out: Leaves) -> Any:

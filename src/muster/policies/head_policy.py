@@ -13,9 +13,9 @@ from muster.errors import BadPolicyOutput
 from muster.keys import LOG_PROB, Key, nested
 from muster.memory.slots import Lane, torch_dtype
 from muster.memory.specs import Array, Column
-from muster.policies.checks import MASKED_RAISES, PolicySetting
+from muster.policies.checks import MASKED_RAISES, PolicySetting, called_first
 from muster.policies.executor import Program, plan
-from muster.policies.heads import Head, allowed_only
+from muster.policies.heads import Head
 from muster.policies.inputs import InputRows, unchanged_inputs
 from muster.policies.sampling import ActionRows, Emit
 from muster.protocols import Act, Outputs
@@ -48,11 +48,11 @@ class HeadPolicy:
     @torch.no_grad()
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
         given, check_unchanged = unchanged_inputs({key: obs[key] for key in self._obs_keys}, self.head.name)
-        out = self.head.net(self._input(list(given.values())))
-        check_unchanged()
         leaves = [obs[key] for key in self._obs_keys]
-        x = self._input(leaves)
         lead = tuple(leaves[0].shape[: self._batch_dims])
+        out = called_first(lambda: self.head.net(self._input(list(given.values()))), given, lead, self.head.name)
+        check_unchanged()
+        x = self._input(leaves)
         B = math.prod(lead)
         self._check(out, lead)
         self._plan(x)
@@ -107,8 +107,9 @@ class HeadPolicy:
 
         def act(t: int) -> None:
             out = compute(self._input([leaf[t] for leaf in tensors])).reshape(B, -1).float()
-            allowed = out if masks is None else allowed_only(out, masks[t])
-            action, log_prob = head.draw(allowed, deterministic=deterministic)
+            if masks is not None:
+                out = head.restrict(out, masks[t])
+            action, log_prob = head.draw(out, deterministic=deterministic)
             actions[t].copy_(action.reshape(actions[t].shape))
             if log_probs is not None and log_prob is not None:
                 log_probs[t].copy_(log_prob)
@@ -119,7 +120,7 @@ class HeadPolicy:
         lead = tuple(like.shape[: self._batch_dims])
         flat = out.reshape(math.prod(lead), -1).float()
         if self._mask is not None:
-            flat = allowed_only(flat, obs[self._mask.key])
+            flat = self.head.restrict(flat, obs[self._mask.key])
         action, log_prob = self.head.draw(flat, deterministic=self._deterministic)
         action = action.reshape((*lead, *self._spec.shape)).to(torch_dtype(self._spec.dtype))
         extras = {} if log_prob is None else {LOG_PROB: log_prob.reshape(lead)}

@@ -7,7 +7,9 @@
     log_prob = actor.distribution(obs).log_prob(batch["action"])  # in the loss
 
 ``categorical`` and ``deterministic`` choose among the actions that an action mask allows. The mask is the leaf
-``action_mask`` of the observation, which the network does not get, or the argument ``action_mask``.
+``action_mask`` of the observation, which the network does not get, or the argument ``action_mask``. With a mask of the
+combinations of several variables, the distribution of ``categorical`` is the product of its variables, renormalised
+over the allowed combinations.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ from torch import nn
 from torch.distributions import constraints
 
 from muster.errors import BadOption
-from muster.keys import Key
-from muster.memory.specs import ArraySpec, Specs, choices_of
+from muster.keys import ACTION_MASK, Key
+from muster.memory.specs import ArraySpec, Specs, choices_of, is_joint_mask
 from muster.policies import sampling
-from muster.policies.sampling import ActionMask, ActionRows, Emit
+from muster.policies.sampling import ActionMask, ActionRows, Emit, split_index
 
 LOG_STD_BOUNDS = (-20.0, 2.0)
 
@@ -41,6 +43,7 @@ class Head(nn.Module):
     has_log_prob = True
     takes_mask = False
     mask: ActionMask | None = None
+    nvec: tuple[int, ...] | None = None  # choices of each variable; None: the outputs of the network are choices
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -60,8 +63,12 @@ class Head(nn.Module):
 
         Args:
             obs: observation, ``[*batch, *shape]``, or a dict or TensorDict of its leaves.
-            action_mask: ``[*batch, n]``, an entry for each output of the network; 0 or False: not allowed. None: the
-                leaf ``action_mask`` of ``obs``, if there is one. Not for continuous actions.
+            action_mask: ``[*batch, n]``, an entry for each output of the network, or ``[*batch, *nvec]``, one for each
+                combination of choices; 0 or False: not allowed. None: the leaf ``action_mask`` of ``obs``, if there is
+                one. Not for continuous actions.
+
+        Raises:
+            BadOption: the size of the mask does not fit.
         """
         raise NotImplementedError
 
@@ -91,11 +98,19 @@ class Head(nn.Module):
         """Return the function that writes the network's output into rows from ``first`` on; ``rng=None``: the mode."""
         raise NotImplementedError
 
+    def restrict(self, out: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
+        """Return the network's output with the lowest value for what a mask does not allow.
+
+        Raises:
+            BadOption: the size of the mask does not fit.
+        """
+        return allowed_only(out, action_mask)
+
     def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
         """Draw actions from the network's output ``[B, width]`` (float32), on its device and without synchronizing.
 
         The distribution is that of ``emitter``, but noise is torch's, drawn row by row, and the network's output is not
-        checked to be finite, because that would synchronize.
+        checked to be finite, because that would synchronize. If there is a mask, ``out`` is the result of ``restrict``.
         """
         raise NotImplementedError
 
@@ -117,12 +132,36 @@ class Head(nn.Module):
         if action_mask is not None:
             raise BadOption(f"{self.name}: action masks are for discrete actions. Use categorical(net).")
 
-    def _masked(self, obs: Any, action_mask: torch.Tensor | None) -> torch.Tensor:
-        """Return the network's output for ``obs`` without its mask, with the lowest value for what is not allowed."""
+    def _output_and_mask(self, obs: Any, action_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the network's output for ``obs`` without its mask, and the mask."""
         if action_mask is None:
-            obs, action_mask = _without_mask(obs, ("action_mask",) if self.mask is None else self.mask.key)
+            obs, action_mask = _without_mask(obs, ACTION_MASK if self.mask is None else self.mask.key)
         out: torch.Tensor = self.net(obs)
-        return out if action_mask is None else allowed_only(out, action_mask)
+        return out, action_mask
+
+    def _is_joint(self, out: torch.Tensor, action_mask: torch.Tensor) -> bool:
+        """Return whether a mask has an entry for each combination of choices, not for each output of the network.
+
+        Raises:
+            BadOption: its size is neither.
+        """
+        lead = out.ndim - 1
+        shape = tuple(action_mask.shape[lead:])
+        known = self.mask
+        own = (out.shape[-1],) if self.nvec is None else self.nvec
+        if known is not None:
+            own = known.own_nvec
+            shape = shape[known.agents > 1 :]
+        try:
+            if action_mask.shape[:lead] != out.shape[:-1]:
+                raise ValueError(
+                    f"shape {tuple(action_mask.shape)} is for other rows than the output {tuple(out.shape)}"
+                )
+            if known is not None and math.prod(shape) == sum(own) == math.prod(own):
+                return known.joint
+            return is_joint_mask(own, shape)
+        except ValueError as error:
+            raise BadOption(f"{self.name}: the action mask with {error}") from None
 
     def _shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """Reshape ``[*batch, n]`` to ``[*batch, *action_shape]``."""
@@ -161,11 +200,30 @@ class Categorical(Head):
         self.low: tuple[int, ...] | None = None
 
     def distribution(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> D.Distribution:
-        logits = self._masked(obs, action_mask)
+        logits, action_mask = self._output_and_mask(obs, action_mask)
+        joint = action_mask is not None and self._is_joint(logits, action_mask)
+        if action_mask is not None:
+            logits = self.restrict(logits, action_mask)
+        if joint and self.nvec is not None:
+            agents = 1 if self.mask is None else self.mask.agents
+            return JointCategoricals(logits, self.nvec, self._first_choices, self._event_shape, agents)
         if self.nvec is None or (self.action_shape == () and self.low == (0,)):
             return D.Categorical(logits=logits)
-        shape = (len(self.nvec),) if self.action_shape is None else self.action_shape
-        return Categoricals(logits, self.nvec, self.low or (0,) * len(self.nvec), shape)
+        return Categoricals(logits, self.nvec, self._first_choices, self._event_shape)
+
+    def restrict(self, out: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
+        """See ``Head.restrict``; with a joint mask, the result has the logits of combinations of choices."""
+        if self._is_joint(out, action_mask) and self.nvec is not None:
+            out = joint_logits(out, self.nvec, 1 if self.mask is None else self.mask.agents)
+        return allowed_only(out, action_mask)
+
+    @property
+    def _first_choices(self) -> tuple[int, ...]:
+        return self.low or (0,) * len(self.nvec or ())
+
+    @property
+    def _event_shape(self) -> tuple[int, ...]:
+        return (len(self.nvec or ()),) if self.action_shape is None else self.action_shape
 
     def bind(self, spec: ArraySpec) -> int:
         choices, low = _choices(self, spec, "gaussian(net) or tanh_gaussian(net)")
@@ -187,18 +245,20 @@ class Categorical(Head):
 
     def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
         assert self.nvec is not None and self.low is not None  # bound
-        actions, log_probs = [], []
-        variables = (out,) if len(self.nvec) == 1 else torch.split(out, list(self.nvec), -1)
-        for logits, low in zip(variables, self.low, strict=True):
+        joint = self.mask if self.mask is not None and self.mask.joint else None
+        drawn = self.nvec if joint is None else joint.drawn
+        indices, log_probs = [], []
+        for logits in (out,) if len(drawn) == 1 else torch.split(out, list(drawn), -1):
             log_prob = logits.log_softmax(-1)
             # The Gumbel-max trick: ``torch.multinomial`` would synchronize, to check its input.
             noisy = log_prob if deterministic else log_prob - torch.empty_like(log_prob).exponential_().log()
             index = noisy.argmax(-1, keepdim=True)
-            actions.append(index + low if low else index)
+            indices += [index] if joint is None else split_index(index, joint.own_nvec)
             log_probs.append(log_prob.gather(-1, index))
-        if len(actions) == 1:  # each operation takes as long on a GPU as a small network's layer
-            return actions[0], log_probs[0].squeeze(-1)
-        return torch.cat(actions, -1), torch.cat(log_probs, -1).sum(-1)
+        actions = [index + low if low else index for index, low in zip(indices, self.low, strict=True)]
+        # each operation takes as long on a GPU as a small network's layer
+        action = actions[0] if len(actions) == 1 else torch.cat(actions, -1)
+        return action, log_probs[0].squeeze(-1) if len(log_probs) == 1 else torch.cat(log_probs, -1).sum(-1)
 
 
 class Categoricals(D.Distribution):
@@ -232,6 +292,60 @@ class Categoricals(D.Distribution):
     def _action(self, parts: list[torch.Tensor]) -> torch.Tensor:
         stacked = torch.stack(parts, -1) + self.low
         return stacked.reshape((*stacked.shape[:-1], *self.event_shape))
+
+
+def joint_logits(logits: torch.Tensor, nvec: tuple[int, ...], agents: int = 1) -> torch.Tensor:
+    """Return the logit of each combination of choices, ``[*batch, prod(nvec)]``, from those of the variables.
+
+    With several agents, of each one's combinations, one agent after another; ``nvec`` are the variables of all.
+    """
+    lead, own = logits.shape[:-1], nvec[: len(nvec) // agents]
+    first, *others = torch.split(logits.reshape(*lead, agents, -1), list(own), -1)
+    joint = first
+    for part in others:
+        joint = (joint.unsqueeze(-1) + part.unsqueeze(-2)).flatten(-2)
+    return joint.flatten(-2)
+
+
+class JointCategoricals(D.Distribution):
+    """A categorical distribution of combinations of choices, as one action of shape ``shape``; see ``Categoricals``.
+
+    ``logits`` are those of combinations, in C order; of several agents with equal spaces, one after another.
+    """
+
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  as in torch
+
+    def __init__(
+        self, logits: torch.Tensor, nvec: tuple[int, ...], low: tuple[int, ...], shape: tuple[int, ...], agents: int
+    ) -> None:
+        self._nvec = nvec[: len(nvec) // agents]
+        self.combinations = D.Categorical(logits=logits.reshape(*logits.shape[:-1], agents, -1))  # [*batch, agents]
+        self.low = torch.tensor(low, device=logits.device)
+        super().__init__(logits.shape[:-1], torch.Size(shape), validate_args=False)
+
+    def sample(self, sample_shape: Any = ()) -> torch.Tensor:
+        return self._action(self.combinations.sample(torch.Size(sample_shape)))  # type: ignore[no-untyped-call]
+
+    @property
+    def mode(self) -> torch.Tensor:
+        return self._action(self.combinations.mode)
+
+    def log_prob(self, value: torch.Tensor) -> torch.Tensor:
+        lead = value.shape[: value.ndim - len(self.event_shape)]
+        choices = (value.reshape(*lead, -1) - self.low).reshape(*lead, -1, len(self._nvec)).unbind(-1)
+        number = choices[0]
+        for choice, n in zip(choices[1:], self._nvec[1:], strict=True):
+            number = number * n + choice
+        log_prob: torch.Tensor = self.combinations.log_prob(number)  # type: ignore[no-untyped-call]
+        return log_prob.sum(-1)
+
+    def entropy(self) -> torch.Tensor:
+        entropy: torch.Tensor = self.combinations.entropy()  # type: ignore[no-untyped-call]
+        return entropy.sum(-1)
+
+    def _action(self, number: torch.Tensor) -> torch.Tensor:
+        choices = torch.stack(split_index(number, self._nvec), -1).flatten(-2) + self.low
+        return choices.reshape((*choices.shape[:-1], *self.event_shape))
 
 
 def gaussian(net: nn.Module, *, log_std: float | torch.Tensor | None = 0.0) -> Gaussian:
@@ -393,7 +507,12 @@ class Deterministic(Head):
         return self.mode(obs, action_mask=action_mask), {}
 
     def mode(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> torch.Tensor:
-        return self._shaped(self._action_of(self._masked(obs, action_mask)))
+        out, action_mask = self._output_and_mask(obs, action_mask)
+        return self._shaped(self._action_of(out if action_mask is None else self.restrict(out, action_mask)))
+
+    def restrict(self, out: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
+        self._is_joint(out, action_mask)  # raises for another size
+        return allowed_only(out, action_mask)
 
     def bind(self, spec: ArraySpec) -> int:
         if spec.dtype.kind == "f":

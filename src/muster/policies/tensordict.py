@@ -22,8 +22,9 @@ from muster.memory.cells import assemble, is_uneven, take
 from muster.memory.objects import copied_cells
 from muster.memory.slots import Lane
 from muster.memory.specs import OBJECT, Array, ArraySpec, Column
-from muster.policies.checks import PolicySetting, action_problem, column_of
+from muster.policies.checks import PolicySetting, action_problem, called_first, column_of
 from muster.policies.inputs import InputRows, unchanged_inputs
+from muster.policies.states import begins_with_environments
 from muster.policies.tensordict_program import TensorDictProgram, Values, as_key, fuse
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
@@ -89,9 +90,10 @@ class TensorDictPolicy:
             inputs[IS_INIT] = begins.unsqueeze(-1).to(self._home, copy=True)
         carrier = self._carrier(inputs)
         before = torch.get_rng_state()
-        out = self._call(carrier)
+        out = called_first(lambda: self._call(carrier), {k: obs[k] for k in self._obs_keys}, self._lead, self.name)
         check_unchanged()
         outputs = self._outputs(out, inputs)
+        self._check_states(outputs.state, inputs)
         self._columns = [column_of(key, value, self._lead, self.name) for key, value in outputs.extras.items()]
         self._columns += [column_of(k, v, self._lead, self.name, carry=True) for k, v in outputs.state.items()]
         self._object_outputs = list(outputs.objects)
@@ -230,6 +232,28 @@ class TensorDictPolicy:
             else:
                 outputs.objects[key] = self._required_cells(out, key)
         return outputs
+
+    def _check_states(self, state: Values, inputs: Values) -> None:
+        """Raise ``BadPolicyOutput`` for a state whose second dimension counts environments, as that of nn.GRU."""
+
+        def state_of(module: Any) -> Values:
+            """Return the states after a call of a copy of the module, for one environment more than there are."""
+            more = {key: torch.cat([value, value[:1]]) for key, value in inputs.items()}
+            own, lead, self.module, self._lead = self.module, self._lead, module, (self._lead[0] + 1,)
+            try:
+                out = self._call(self._carrier(more))
+            finally:
+                self.module, self._lead = own, lead
+            return {key: out.get(next_of(key)) for key in state}
+
+        for key, value in state.items():
+            if not begins_with_environments(self.module, key, value, self._lead, state_of):
+                raise BadPolicyOutput(
+                    f"policy {self.name} returned {dotted(next_of(key))} with shape {tuple(value.shape)}, in which the "
+                    f"first dimension does not count environments. States in a TensorDict begin with its batch size: "
+                    f"use torchrl.modules.GRUModule or LSTMModule, or move the dimension (nn.GRU: h.movedim(1, 0)). If "
+                    f"it does, say it with policies.recurrent(policy, batch_dim=0)"
+                )
 
     def _value(self, out: Any, key: Key) -> Any:
         """The output, a tensor or any other object; None if its shape differs between environments or parts."""

@@ -389,10 +389,14 @@ class Group:
         return stop
 
     def _unwanted(self, which: Sequence[int]) -> list[int]:
-        """Return those of ``which`` that need no steps."""
-        if self.rule is None or not self.env.bypasses:
+        """Return those of ``which`` that need no steps: all, after the last episode that the rule needs."""
+        if self.rule is None:
             return []
-        return [i for i in which if self.rule.complete or not self.rule.awaits(i)]
+        if self.rule.complete:
+            return list(which)
+        if not self.env.bypasses:
+            return []
+        return [i for i in which if not self.rule.awaits(i)]
 
     def _begin(self, *, early: bool = False) -> None:
         """Execute the resets that are due before a lane's first row."""

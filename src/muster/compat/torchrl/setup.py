@@ -84,6 +84,7 @@ def make_engine(
     with ExitStack() as made:
         groups = make_groups(env, options, policy, device, made)
         for group in groups:
+            group.env.action_masks = {}  # TorchRL reads masks by its own means only, such as ActionMask
             group.begin()
         if isinstance(env, EnvBase):
             take_actions_as_they_are(groups[0], policy, device, needs_trial(policy, env, buffers))
