@@ -457,6 +457,40 @@ def test_weights_are_those_of_the_moment_of_the_call(workers: int) -> None:
     assert policy.action.item() == 1
 
 
+class Shifted(nn.Module):
+    """The action is the sum of two weights, of which one is beside the network."""
+
+    def __init__(self, action: int, shift: int) -> None:
+        super().__init__()
+        self.net, self.shift = Constant(action), nn.Parameter(torch.tensor(float(shift)))
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        return self.net(obs) + self.shift.detach().long()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_part_of_the_policy_stands_for_all_of_it_and_other_parts_are_refused(num_workers: int) -> None:
+    policy = Shifted(0, 7)
+    env = functools.partial(Matching, 4)
+    with Evaluator(env, policy, episodes=1, num_workers=num_workers) as evaluator:
+        assert evaluator.evaluate().mean == 0
+        set_action(policy.net, 3)
+        policy.shift.data.fill_(-2.0)
+        for source in (
+            None,
+            policy,
+            policy.net,
+            Shifted(0, 1),
+            Shifted(2, -1).state_dict(),
+            {"net": Constant(1), "shift": torch.tensor(0.0)},
+        ):
+            assert evaluator.evaluate(source).mean == 2
+        for part in (Constant(1), Constant(1).state_dict(), {"net": {"action": torch.tensor(1.0)}}):
+            with pytest.raises(BadWeights, match=r"missing \['shift'\].*Call evaluate\(\) to evaluate the policy that"):
+                evaluator.evaluate(part)
+        assert evaluator.evaluate().mean == 2
+
+
 LIVE = Constant(1)
 
 
@@ -634,7 +668,7 @@ def test_impossible_options_are_refused_by_name(options: dict[str, Any], message
 def test_options_that_evaluations_have_no_use_for_are_refused() -> None:
     with pytest.raises(UnknownOption, match="did you mean 'max_frames_per_traj'"):
         Evaluator(counting(3), max_frames_per_trajectory=3)
-    for name in ("frames_per_batch", "backend", "replay_buffer", "policy_factory"):
+    for name in ("frames_per_batch", "backend", "replay_buffer"):
         with pytest.raises(UnknownOption, match=f"unknown option '{name}'"):
             Evaluator(counting(3), **{name: 8})
     with pytest.raises(BadOption, match="lives in this process"):

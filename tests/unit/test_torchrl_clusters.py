@@ -239,6 +239,20 @@ def test_actions_have_the_shape_and_dtype_of_the_policy(made_by: str) -> None:
         assert (collector.next()["action"] == 2).all()
 
 
+class Moded(Constant):
+    """Acts 1 in training mode, and 0 in evaluation mode."""
+
+    def forward(self, td: Any) -> Any:
+        return td.set("action", torch.full((*td.shape, 1), int(self.training), dtype=torch.int8))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_policy_acts_in_the_mode_that_it_has_as_in_torchrl(training: bool) -> None:
+    options: dict[str, Any] = {"launcher": "mp", "tcp_port": str(free_port())}
+    with ours.DistributedCollector([CountingEnv], Moded().train(training), frames_per_batch=8, **options) as collector:
+        assert (collector.next()["action"] == int(training)).all()
+
+
 # --- what is translated, and what is refused --------------------------------------------------------
 
 

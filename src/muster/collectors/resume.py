@@ -115,7 +115,8 @@ def _load(collector: BaseCollector, state: Any, trust: bool, notes: list[str]) -
     notes = [*notes, *(str(note) for note in state["notes"])]
     engine.source.abandon("loaded")
     engine.load_state_dict(state["engine"])
-    failed = _load_groups(engine, state, trust)
+    with collector._weights.in_mode():  # restoring a group may call the policy
+        failed = _load_groups(engine, state, trust)
     if state["policy_state_dict"] is not None:  # after the groups, whose loading may call the policy
         collector._weights.policy.load_state_dict(state["policy_state_dict"], strict=False)  # ``_check`` has compared
     elif not state["policy_is_module"]:

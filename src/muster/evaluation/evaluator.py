@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import replace
@@ -38,20 +38,27 @@ from muster.errors import (
     UnsupportedEnv,
     WorkerDied,
     WorkerHung,
-    described,
 )
 from muster.evaluation.result import Evaluation, EvaluatorStats
 from muster.evaluation.run import Plan, Run
 from muster.evaluation.video import Tape
 from muster.keys import AGENT, TRAJ_IDS
-from muster.restore.pickling import dumps, loads
+from muster.restore.pickling import MAKE_POLICY, dumps, loads
 from muster.rng import GroupRng
 from muster.utils.attributes import name_of
 from muster.utils.forks import Owner
 from muster.utils.integers import integer
 from muster.utils.interrupts import postponed
 from muster.utils.tracebacks import trimmed
-from muster.weights.names import Weights, modules_of, named_tensors, named_weights, weight_bearer
+from muster.weights.coverage import taken
+from muster.weights.names import (
+    Weights,
+    acting_modules,
+    each_once,
+    named_tensors,
+    named_weights,
+    weight_bearer,
+)
 from muster.workers.requests import Call
 from muster.workers.worker import env_attributes
 
@@ -66,9 +73,12 @@ ATTEMPTS = 3
 ROWS = 32  # time steps per rollout: few, to end soon after the last episode on a device; enough for a small overhead
 PASSED_ON = (
     *("device", "env_device", "policy_device", "execution", "compile_policy", "cudagraph_policy"),
-    *("inference", "start_method", "num_sub_threads", "timeouts"),
+    *("inference", "start_method", "num_sub_threads", "timeouts", "policy_factory"),
     *("max_frames_per_traj", "obs_dtype", "prev_action_reward", "traj_done_key", "validate"),
     *("crash_dir", "trust_policy"),
+)
+OF_EVALUATOR = (
+    "Call evaluate() to evaluate the policy that the evaluator was made with, or give the weights of all of it"
 )
 WhenBusy = Literal["queue", "skip", "raise"]
 OnFailure = Literal["raise", "restart"]
@@ -101,7 +111,8 @@ class Evaluator:
 
     Args:
         create_env_fn: see ``Collector``. With workers, environment objects are refused.
-        policy: see ``Collector``. ``evaluate()`` copies its weights by default.
+        policy: see ``Collector``. ``evaluate()`` copies its weights by default. Without workers ``policy_factory`` is
+            called twice, for this policy and for the copy that acts.
         episodes: number of episodes. None: all that end before another limit is reached.
         max_frames: maximum number of environment steps, over all environments; the evaluation ends if it does not allow
             another step of those that are still stepped. Episodes open at this point are ``unfinished``.
@@ -162,11 +173,16 @@ class Evaluator:
         self.plan = Plan(episodes, max_frames, max_T, max_trajectories, rule)
         self.num_workers, self.on_failure, self.when_busy = num_workers, on_failure, when_busy
         self.seed, self.reseed = seed, reseed
-        if not options.get("execution", Execution()).own_rng:
+        execution = options.get("execution", Execution())
+        if not execution.own_rng:
             raise BadOption("Execution(own_rng=False): an evaluation always draws from generators of its own")
         self._served = options.get("inference", "worker") != "worker"
-        self._policy = policy
+        factory = self._factory = options.pop("policy_factory", None)
+        if factory is not None and policy is not None:
+            raise BadOption("policy_factory cannot be used with policy: give one of them")
+        policy = self._policy = policy if factory is None else factory()
         options |= {"exploration_type": exploration_type, "num_envs": num_envs}
+        options |= {"execution": replace(execution, policy_mode="eval")}
         options |= {} if create_env_kwargs is None else {"create_env_kwargs": create_env_kwargs}
         several, factories = isinstance(create_env_fn, (list, tuple)), factories_of(create_env_fn)
         self._factories = factories if several else factories * max(1, num_workers)
@@ -176,7 +192,7 @@ class Evaluator:
         self._unused: list[Any] = []  # environments that take no part
         self._leave_out_groups()
         self.plan.check(self._num_envs)
-        self._own = _private_copy(policy)
+        self._own = _private_copy(policy) if factory is None else factory()
         self._shared = num_workers == 0 and _share_modules(self._own, policy)  # it could not be copied
         self._collector: BaseCollector | None = None
         self._seeded = False  # see ``Run``
@@ -317,9 +333,18 @@ class Evaluator:
                 f"the policy ({name_of(self._policy)}) could not be copied, so weights given to it would be yours: "
                 f"evaluate() without any, or make the policy a module"
             )
-        weights = None if self._shared else _weights_of(self._policy if source is None else source, copied=copied)
+        weights = None if self._shared else self._weights_of(source, copied=copied)
         self._number += 1
         return weights, self._number
+
+    def _weights_of(self, source: Any, *, copied: bool) -> Weights | None:
+        """Return weights for the whole policy, ``copied`` or shared; None if it has none."""
+        own = weight_bearer(self._policy)
+        if own is None:
+            return None if source is None else named_weights(source)  # which do not fit
+        each_once(own)  # raises for lazy layers
+        weights = taken(source, own, own, None, OF_EVALUATOR).weights
+        return {name: tensor.detach().clone() for name, tensor in weights.items()} if copied else weights
 
     def _waiting(self) -> int:
         return sum(not future.done() for future in [*self._triggered])
@@ -412,6 +437,7 @@ class Evaluator:
             undisturbed = nullcontext() if self.num_workers else GroupRng(0).as_global()  # environments may draw
             with undisturbed, warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "frames_per_batch=")
+                warnings.filterwarnings("ignore", "the policy has layers of the class")  # is meant: no noise
                 self._collector = self._make()
                 if (found := self._collector._engine.num_envs) != self._num_envs:  # a factory makes several
                     self._num_envs = found
@@ -437,7 +463,8 @@ class Evaluator:
             "layout": "time_major",
         }
         if self.num_workers:
-            return MultiSyncCollector(sources, self._own, num_workers=self.num_workers, **options)
+            policy = {"policy": self._own} if self._factory is None else {"policy_factory": self._factory}
+            return MultiSyncCollector(sources, num_workers=self.num_workers, **policy, **options)
         return Collector(sources if self._stacked else sources[0], self._own, **options)
 
     def _close(self, *, objects: bool = True) -> None:
@@ -505,10 +532,12 @@ def _private_copy(policy: Any) -> Any:
         return None
     named_tensors(policy)  # raises for lazy layers
     try:
-        own = copy.deepcopy(policy) if isinstance(policy, torch.nn.Module) else loads(dumps(policy, "policy"), "policy")
-    except (RuntimeError, TypeError) as error:
-        raise BadWeights(f"the policy cannot be copied: {described(error)}") from error
-    for module in modules_of(own):
+        own = copy.deepcopy(policy) if isinstance(policy, torch.nn.Module) else None
+    except (RuntimeError, TypeError):
+        own = None
+    if own is None:
+        own = loads(dumps(policy, "policy", MAKE_POLICY), "policy")
+    for module in acting_modules(own):
         if not _share_modules(module, policy):
             module.eval()
     return own
@@ -516,17 +545,5 @@ def _private_copy(policy: Any) -> Any:
 
 def _share_modules(policy: Any, other: Any) -> bool:
     """Return whether the two share a module."""
-    others = {id(module) for module in modules_of(other)}
-    return any(id(module) in others for module in modules_of(policy))
-
-
-def _weights_of(source: Any, *, copied: bool) -> Weights | None:
-    """Return the weights of a policy, module, TensorDict or dict by name, ``copied`` or shared; None if it has none."""
-    plain = isinstance(source, (torch.nn.Module, Mapping)) or hasattr(source, "flatten_keys")
-    bearer = source if plain else weight_bearer(source)
-    if bearer is None:
-        return None
-    if isinstance(bearer, torch.nn.Module):
-        named_tensors(bearer)  # raises for lazy layers
-    weights = named_weights(bearer)
-    return {name: tensor.clone() for name, tensor in weights.items()} if copied else weights
+    others = {id(module) for module in acting_modules(other)}
+    return any(id(module) in others for module in acting_modules(policy))

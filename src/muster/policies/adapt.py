@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from muster.errors import BadOption
+from muster.errors import BadOption, described
 from muster.policies.agents import PerAgent
 from muster.policies.checks import MASKED_RAISES, PolicySetting
 from muster.policies.functions import FunctionPolicy
@@ -118,7 +118,14 @@ def place(policy: Any, device: torch.device | None) -> tuple[Any, torch.device |
     first = next(iter(policy.parameters()), None)
     if device is None or first is None or first.device == device:
         return policy, device if first is None else first.device
-    return copy.deepcopy(policy).to(device), device
+    try:
+        copied = copy.deepcopy(policy)
+    except Exception as error:
+        raise BadOption(
+            f"policy_device={str(device)!r}: the policy is on {first.device}, and cannot be copied: copy.deepcopy "
+            f"raised {described(error)}. Move it yourself before: policy.to({str(device)!r})"
+        ) from error
+    return copied.to(device), device
 
 
 def observed_dtype(wanted: torch.dtype | Literal["env"] | None, policy: Any) -> np.dtype[Any] | None:

@@ -3,6 +3,7 @@
 ::
 
     Collector(env, {"player_0": learner, "player_1": opponent}, ...)  # or {"player_0": learner, "others": opponent}
+    collector.update_policy_weights_(model_id="player_0")  # what the optimizer has changed in the learner
     collector.update_policy_weights_(learner, model_id="player_1")  # the opponent becomes a copy of the learner
 """
 

@@ -42,7 +42,7 @@ class HeadPolicy:
         self._batch_dims, self._batched = len(setting.batch_shape), bool(setting.batch_shape)
         self._deterministic, self._device = setting.deterministic, setting.device
         self._on_device = setting.rows_device is not None
-        self._executor = setting.executor and len(self._obs_keys) == 1
+        self._executor = setting.executor and len(self._obs_keys) == 1 and isinstance(head.net, torch.nn.Module)
         self._program: Program | None = None
 
     @torch.no_grad()
@@ -154,9 +154,10 @@ class HeadPolicy:
             got = f"{out.dtype} tensor" if isinstance(out, torch.Tensor) else type(out).__name__
             raise BadPolicyOutput(f"{self.head.name}: the network returned a {got}, expected one tensor of floats.")
         if tuple(out.shape[: len(lead)]) != lead or out.numel() != math.prod(lead) * self._width:
+            returned = math.prod(out.shape[len(lead) :]) if tuple(out.shape[: len(lead)]) == lead else None
             raise BadPolicyOutput(
                 f"{self.head.name}: the network returned shape {tuple(out.shape)}, expected {(*lead, self._width)}: "
-                f"{self.head.needs(self._spec)}. Change the last layer to return {self._width} values."
+                f"{self.head.needs(self._spec)}. {self.head.remedy(self._width, returned)}"
             )
 
 

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributions import constraints
 
 from muster.errors import BadOption
-from muster.keys import ACTION_MASK, Key
+from muster.keys import ACTION_MASK, Key, dotted
 from muster.memory.specs import ArraySpec, Specs, choices_of, is_joint_mask
 from muster.policies import sampling
 from muster.policies.sampling import ActionMask, ActionRows, Emit, split_index
@@ -47,6 +47,9 @@ class Head(nn.Module):
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
+        if isinstance(net, type) or not callable(net):
+            given = f"the class {net.__name__}" if isinstance(net, type) else f"of type {type(net).__name__}"
+            raise BadOption(f"{self.name}: the network is {given}. Pass an nn.Module.")
         self.net = net
         self.action_shape: tuple[int, ...] | None = None  # of one environment; None until bound
 
@@ -82,7 +85,10 @@ class Head(nn.Module):
         Returns the action's key and spec, and the result of ``bind``.
         """
         if len(action_specs) != 1:
-            raise BadOption(f"{type(self).__name__} chooses one action, but the action space has several parts")
+            raise BadOption(
+                f"{self.name}: chooses one action, but the action space has the parts "
+                f"{list(map(dotted, action_specs))}. Use a function or a TensorDict module that returns all of them."
+            )
         ((key, spec),) = action_specs.items()
         self.mask = next(iter(masks), None) if self.takes_mask else None
         return key, spec, self.bind(spec)
@@ -118,13 +124,18 @@ class Head(nn.Module):
         """The reason for the required size of the network's output, for messages."""
         return f"the action space has {spec}"
 
-    def _refuse(self, spec: ArraySpec, takes: str, instead: str) -> BadOption:
+    def remedy(self, width: int, returned: int | None) -> str:
+        """What to do about a network that must return ``width`` values, and returned another number (None: unknown)."""
+        return f"Change the last layer to return {_values(width)}."
+
+    def _refuse(self, spec: ArraySpec, takes: str, instead: str | None = None) -> BadOption:
+        instead = _suitable(spec) if instead is None else instead
         return BadOption(f"{self.name}: for {takes}, but the action space has {spec}. Use {instead}.")
 
     def _bind_floats(self, spec: ArraySpec) -> int:
         """Set the shape from a continuous space; returns the number of its entries."""
         if spec.dtype.kind != "f":
-            raise self._refuse(spec, "floating-point actions (Box)", "categorical(net)")
+            raise self._refuse(spec, "floating-point actions (Box)")
         self.action_shape = spec.shape
         return math.prod(spec.shape)
 
@@ -226,10 +237,11 @@ class Categorical(Head):
         return (len(self.nvec or ()),) if self.action_shape is None else self.action_shape
 
     def bind(self, spec: ArraySpec) -> int:
-        choices, low = _choices(self, spec, "gaussian(net) or tanh_gaussian(net)")
+        choices, low = _choices(self, spec)
         if self.nvec is not None and self.nvec != choices:
             raise BadOption(
-                f"categorical: nvec={self.nvec}, but the action space has {choices} choices. Leave nvec out."
+                f"categorical: nvec={self.nvec}, but the action space has {choices} choices. Leave nvec out, and let "
+                f"the network return {_values(sum(choices))}."
             )
         self.nvec, self.low, self.action_shape = choices, low, spec.shape
         return sum(choices)
@@ -352,10 +364,10 @@ def gaussian(net: nn.Module, *, log_std: float | torch.Tensor | None = 0.0) -> G
     """A normal distribution over Box actions; not clipped to the space's bounds.
 
     Args:
-        net: returns the mean ``[*batch, n]``.
+        net: returns the mean ``[*batch, n]``; with ``log_std=None`` mean and log_std, concatenated: ``[*batch, 2 n]``.
         log_std: a number is the initial value of a learned parameter of the head, one per action and the same in
-            all states; a Parameter or tensor ``[n]`` is used directly. None: ``net`` returns mean and log_std
-            concatenated; log_std is clamped to [-20, 2].
+            all states; a Parameter or tensor ``[n]`` is used directly. None: ``net`` returns it; it is clamped to
+            [-20, 2].
 
     Raises:
         BadOption: ``net`` does not show the number of actions; pass ``log_std=torch.zeros(n)``.
@@ -370,6 +382,12 @@ class Gaussian(Head):
 
     def __init__(self, net: nn.Module, log_std: float | torch.Tensor | None) -> None:
         super().__init__(net)
+        if not isinstance(log_std, (int, float, torch.Tensor, type(None))):
+            raise BadOption(
+                f"gaussian: log_std is {type(log_std).__name__}, expected a number, a tensor, or None if the network "
+                f"returns it. Pass torch.as_tensor(log_std)."
+            )
+        self._counted = isinstance(log_std, (int, float))  # the number of actions is that of a layer of ``net``
         if isinstance(log_std, (int, float)):
             log_std = nn.Parameter(torch.full((_outputs(net),), float(log_std)))
         if isinstance(log_std, nn.Parameter):
@@ -385,12 +403,35 @@ class Gaussian(Head):
         n = self._bind_floats(spec)
         if self.log_std is None:
             return 2 * n
-        if self.log_std.numel() not in (1, n):
+        if (entries := self.log_std.numel()) not in (1, n):
+            if self._counted:
+                raise BadOption(
+                    f"gaussian: the last linear layer of the network returns {_values(entries)}, but an action has "
+                    f"{n}. {self.remedy(n, entries)} If the network returns {_values(n)} all the same, pass "
+                    f"log_std=torch.zeros({n}), or torch.nn.Parameter(torch.zeros({n})) to learn it."
+                )
             raise BadOption(
-                f"gaussian: log_std has {self.log_std.numel()} entries, but the action space has {n}. "
-                f"Pass log_std=torch.zeros({n})."
+                f"gaussian: log_std has {_values(entries)}, but an action has {n}. Pass log_std=torch.zeros({n}) with "
+                f"a network that returns {_values(n)}, or log_std=None with one that returns {2 * n} (mean and "
+                f"log_std)."
             )
         return n
+
+    def needs(self, spec: ArraySpec) -> str:
+        n = math.prod(spec.shape)
+        return f"the mean of {_values(n)}" if self.log_std is not None else f"mean and log_std of {_values(n)}"
+
+    def remedy(self, width: int, returned: int | None) -> str:
+        if self.log_std is None:
+            alone = f" Or pass log_std=torch.zeros({returned}) if it returns the mean only."
+            fits = returned is not None and width == 2 * returned
+            return f"Change the last layer to return {width} values (mean and log_std).{alone if fits else ''}"
+        if returned == 2 * width:
+            return (
+                f"Pass log_std=None if the network returns mean and log_std; else change the last layer to return "
+                f"{_values(width)}."
+            )
+        return f"Change the last layer to return {_values(width)}, or {2 * width} (mean and log_std) with log_std=None."
 
     def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
         if self.log_std is None:
@@ -442,15 +483,24 @@ class TanhGaussian(Head):
 
     def bind(self, spec: ArraySpec) -> int:
         n = self._bind_floats(spec)
-        if spec.low is None or spec.high is None or not np.isfinite([*spec.low.flat, *spec.high.flat]).all():
+        if not _is_bounded(spec):
             raise BadOption(
-                "tanh_gaussian: the action space is unbounded, there is no interval to squash to. Use gaussian(net), "
-                "or bound the space (gymnasium.wrappers.RescaleAction)."
+                f"tanh_gaussian: the action space is unbounded, there is no interval to squash to. Use gaussian(net, "
+                f"log_std=None), with a network that returns {2 * n} values, or an environment whose actions have "
+                f"bounds."
             )
+        assert spec.low is not None  # bounded
+        assert spec.high is not None
         low, high = (torch.from_numpy(np.broadcast_to(bound, spec.shape).copy()) for bound in (spec.low, spec.high))
         self.middle = ((low + high) / 2).to(self.middle)
         self.halfwidth = ((high - low) / 2).to(self.halfwidth)
         return 2 * n
+
+    def needs(self, spec: ArraySpec) -> str:
+        return f"mean and log_std of {_values(math.prod(spec.shape))}"
+
+    def remedy(self, width: int, returned: int | None) -> str:
+        return f"Change the last layer to return {width} values (mean and log_std)."
 
     def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
         middle, half = (x.to("cpu", torch.float32).numpy().reshape(-1) for x in (self.middle, self.halfwidth))
@@ -517,9 +567,9 @@ class Deterministic(Head):
     def bind(self, spec: ArraySpec) -> int:
         if spec.dtype.kind == "f":
             return self._bind_floats(spec)
-        choices, low = _choices(self, spec, "a Discrete or Box space")
+        choices, low = _choices(self, spec)
         if spec.shape != ():
-            raise self._refuse(spec, "Discrete and Box spaces", "categorical(net) with deterministic=True")
+            raise self._refuse(spec, "Discrete and Box spaces", f"{_suitable(spec)} and exploration_type='mode'")
         self.low = low[0]
         return choices[0]
 
@@ -548,17 +598,38 @@ def _mean_and_log_std(out: torch.Tensor, bounds: tuple[float, float]) -> tuple[t
     return mean, log_std.clamp(*bounds)
 
 
-def _choices(head: Head, spec: ArraySpec, instead: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _choices(head: Head, spec: ArraySpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Number of choices and first choice of each variable of an integer space."""
-    if spec.dtype.kind not in "iub" or spec.low is None or spec.high is None:
-        raise head._refuse(spec, "integers with bounds (Discrete, MultiDiscrete, MultiBinary)", instead)
+    if spec.dtype.kind not in "iub" or not _is_bounded(spec):
+        raise head._refuse(spec, "integers with bounds (Discrete, MultiDiscrete, MultiBinary)")
     if spec.one_hot:
-        raise head._refuse(
-            spec,
-            "numbered choices",
-            "an environment without one-hot actions: GymEnv(..., categorical_action_encoding=True)",
-        )
+        raise head._refuse(spec, "numbered choices")
     return choices_of(spec)
+
+
+def _suitable(spec: ArraySpec) -> str:
+    """What to use for an action space, and what the network must return."""
+    if spec.dtype.kind not in "iubf":
+        return "a function that returns actions"
+    if spec.one_hot:
+        return "an environment without one-hot actions: GymEnv(..., categorical_action_encoding=True)"
+    if spec.dtype.kind != "f":
+        if not _is_bounded(spec):
+            return "an environment whose actions have bounds"
+        return f"categorical(net), with a network that returns {_values(sum(choices_of(spec)[0]))}"
+    n = math.prod(spec.shape)
+    squashed = f", or tanh_gaussian(net), with one that returns {2 * n}" if _is_bounded(spec) else ""
+    return f"gaussian(net), with a network that returns {_values(n)}{squashed}"
+
+
+def _values(n: int) -> str:
+    return "1 value" if n == 1 else f"{n} values"
+
+
+def _is_bounded(spec: ArraySpec) -> bool:
+    if spec.low is None or spec.high is None:
+        return False
+    return bool(np.isfinite([*np.ravel(spec.low), *np.ravel(spec.high)]).all())
 
 
 def _without_mask(obs: Any, path: Key) -> tuple[Any, torch.Tensor | None]:
@@ -582,10 +653,12 @@ def _taken_out(obs: Any, path: Key) -> tuple[Any, torch.Tensor | None]:
 
 def _outputs(net: nn.Module) -> int:
     """The output size of the last linear layer."""
-    sizes = [layer.out_features for layer in net.modules() if isinstance(layer, nn.Linear)]
+    layers = net.modules() if isinstance(net, nn.Module) else ()
+    sizes = [layer.out_features for layer in layers if isinstance(layer, nn.Linear)]
     if not sizes or isinstance(sizes[-1], nn.parameter.UninitializedParameter) or sizes[-1] == 0:
         raise BadOption(
-            f"gaussian: cannot see from {type(net).__name__} how many actions it returns. "
-            f"Pass log_std=torch.zeros(n), or torch.nn.Parameter(torch.zeros(n)) to learn it."
+            f"gaussian: cannot see from {type(net).__name__} how many actions it returns. For n actions pass "
+            f"log_std=torch.zeros(n), or torch.nn.Parameter(torch.zeros(n)) to learn it; or log_std=None if the "
+            f"network returns mean and log_std."
         )
     return int(sizes[-1])

@@ -32,6 +32,8 @@ from muster.workers.config import TIMEOUTS
 
 if TYPE_CHECKING:
     import torch
+
+    from muster.policies.modes import PolicyMode
 else:
     from muster.utils import lazy_torch as torch
 
@@ -56,6 +58,9 @@ class WorkerOptions:
     obs_dtype: np.dtype[Any] | None = None  # of stored floating-point observations; None: that of the environments
     info: Any = False  # infos to store; False: none
     timeouts: Mapping[str, float | None] = field(default_factory=dict)  # by phase, for coroutines
+    policy_mode: PolicyMode = "eval"
+    # ids of modules that threads may share with the user: those that a function of an importable file uses by name
+    users_modules: frozenset[int] = frozenset()
 
     @property
     def deadlines(self) -> dict[str, float | None]:

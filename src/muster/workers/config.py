@@ -13,6 +13,7 @@ from muster.restore.pickling import loads
 from muster.weights.transport import Ticket
 
 if TYPE_CHECKING:
+    from muster.workers.build import WorkerOptions
     from muster.workers.inference import ServerConfig
     from muster.workers.requests import LayOut
 
@@ -133,7 +134,14 @@ class PoolConfig:
         return timeout_of(self.timeouts, phase)
 
 
-def made_policy(policy: bytes, *, is_factory: bool) -> Any:
-    """Unpickle the policy of a worker or server, or unpickle its factory and call it."""
+def made_policy(policy: bytes, options: WorkerOptions, *, is_factory: bool) -> Any:
+    """Unpickle the policy of a worker or server, or unpickle its factory and call it, and set its mode."""
     made = loads(policy, "policy_factory" if is_factory else "policy")
-    return made() if is_factory else made
+    if is_factory:
+        made = made()
+    if made is not None and options.policy_mode == "eval":
+        from muster.policies.modes import set_eval
+        from muster.weights.names import acting_modules
+
+        set_eval(acting_modules(made), besides=options.users_modules)
+    return made

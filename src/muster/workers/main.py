@@ -171,7 +171,7 @@ class WorkerMain:
         config = self.config
         self.options: WorkerOptions = unpickled(config.options, "the options")
         served = config.served_by is not None
-        self._policy = None if served else made_policy(config.policy, is_factory=config.is_factory)
+        self._policy = None if served else made_policy(config.policy, self.options, is_factory=config.is_factory)
         numbered = zip(config.groups, config.factories, strict=True)
         factories = [unpickled(factory, f"create_env_fn[{number}]") for number, factory in numbered]
         self.built = build_envs(factories, unpickled(config.kwargs, "create_env_kwargs"), self.options, self.made)

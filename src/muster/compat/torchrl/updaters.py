@@ -155,7 +155,9 @@ class VanillaWeightUpdater(WeightUpdaterBase):
     def from_policy(cls, policy: Any) -> VanillaWeightUpdater:
         from tensordict import TensorDict
 
-        return cls(policy_weights=TensorDict.from_module(policy).lock_())
+        weights = TensorDict.from_module(policy)
+        unsaved = {name for name, _ in policy.named_buffers()} - policy.state_dict().keys()  # are no weights
+        return cls(policy_weights=weights.exclude(*(tuple(name.split(".")) for name in unsaved)).lock_())
 
     def _get_server_weights(self) -> Any:
         return None if self.weight_getter is None else self.weight_getter()

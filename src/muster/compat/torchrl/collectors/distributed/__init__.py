@@ -19,6 +19,7 @@ from torchrl.envs import EnvBase
 import muster.collectors.clusters as clusters
 from muster.cluster.submitit import DEFAULT_SLURM_CONF
 from muster.cluster.submitit_delayed import submitit_delayed_launcher
+from muster.collectors.options import Execution
 from muster.collectors.signatures import OF_TORCHRL, passes_on
 from muster.compat.torchrl.policies import ActedOn, CopiedEnv
 from muster.errors import BadOption
@@ -198,7 +199,8 @@ def _translated(create_env_fn: Any, frames_per_batch: int, options: dict[str, An
         alike = {*of_node} if isinstance(of_node, (list, tuple)) else {of_node}
         if len(alike) == 1 and alike != {1} and not (told.get("trajs_per_batch") or told.get("split_trajs")):
             told["postproc"] = partial(_one_row_per_node, nodes, told.get("postproc"))
-    return {"obs_dtype": "env", **told, "frames_per_batch": frames}
+    as_torchrl = {"obs_dtype": "env", "execution": Execution(policy_mode="as_given")}
+    return {**as_torchrl, **told, "frames_per_batch": frames}
 
 
 def _one_row_per_node(nodes: int, postproc: Any, batch: Any) -> Any:
