@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from muster.collectors.base import BaseCollector
+    from muster.collectors.engine import CollectedRollout
     from muster.keys import Key
     from muster.memory.specs import Array
 
@@ -390,19 +391,20 @@ class Evaluator:
             kwargs = keywords_of(self._options.get("create_env_kwargs"), len(self._factories))
             tape = Tape(info.name, list(zip(self._factories, kwargs, strict=True)), info.num_envs)
         while not run.stopped_by:
-            batch = self._rollout(collector, run, apart=apart)
+            rollout = self._rollout(collector, run, apart=apart)
+            batch = rollout.batch
             rewards = np.full((len(batch), num_envs), np.nan)
             if info.reward_key in batch.keys(True):
                 rewards = _rows(batch, info.reward_key, num_envs)[..., 0]
             if tape is not None:
                 tape.begins.append(run.t)
                 tape.rollouts.append({key: _rows(batch, key, num_envs).copy() for key in info.action_specs})
-            run.add(collector.episodes, rewards, _rows(batch, TRAJ_IDS, num_envs))
+            run.add(rollout.episodes, rewards, _rows(batch, TRAJ_IDS, num_envs))
             if progress is not None and progress(len(run.records), run.frames) is False:
                 run.stopped_by = run.stopped_by or "progress"
         return run.result(info.name, time.perf_counter() - began, tape)
 
-    def _rollout(self, collector: BaseCollector, run: Run, *, apart: bool) -> TensorDict:
+    def _rollout(self, collector: BaseCollector, run: Run, *, apart: bool) -> CollectedRollout:
         """Collect the next time steps. A rollout ends with the last episode that counts, if a group can know it."""
         counters = collector._engine.source.pool.counters
 
@@ -410,7 +412,7 @@ class Evaluator:
             return part_of(run.rule, counters[group].env_ids.tolist()) if apart else copy.deepcopy(run.rule)
 
         with collector._exclusively(), postponed():
-            return collector._engine.collect(None, rows=run.rows(ROWS, apart=apart), rule=rule)[0]
+            return collector._engine.collect(None, rows=run.rows(ROWS, apart=apart), rule=rule)
 
     def _leave_out_groups(self) -> None:
         """Leave out environments that take no part, which then need not be made. All groups keep the same size."""
