@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tianshou
 import torch
-from tianshou.data import Batch, CachedReplayBuffer, PrioritizedReplayBuffer, ReplayBufferManager, to_numpy
+from tianshou.data import (
+    Batch,
+    CachedReplayBuffer,
+    PrioritizedReplayBuffer,
+    ReplayBuffer,
+    ReplayBufferManager,
+    to_numpy,
+)
 from tianshou.data.batch import create_value
 from tianshou.data.collector import EpisodeRolloutHookMerged as TianshouMerged
 from tianshou.data.collector import get_stddev_from_dist
 
 from muster.compat.base import GroupRunner, borrowed
-from muster.compat.tianshou.envs import Row, VectorEnvs, batch_of, stacked
+from muster.compat.tianshou.envs import NUMBERS, Row, VectorEnvs, batch_of, stacked
 from muster.compat.tianshou.policies import TianshouActor
 from muster.episodes.rules import Rule
 from muster.errors import BadOption
@@ -98,6 +106,7 @@ class Sampling(GroupRunner):
         self.most_rows = max(1, min(LANE_ROWS, LANE_BYTES // max(row_bytes, 1)))
         self.going: Going
         self.last: Lane
+        self.stored = Structure(None)  # of the last rows that were added to a buffer
 
     def begin(self, obs: Array, infos: Any) -> None:
         self.envs.begin(obs, infos)
@@ -105,36 +114,77 @@ class Sampling(GroupRunner):
         self.group.reset()
         self.group.begin()
 
-    def make(self, rows: int, rule: Rule | None, watch: Callable[[Lane, int], object] | None) -> Lane:
-        """Collect ``rows`` rows, fewer if the rule is complete, into ``last``; their number is its ``done_steps``."""
-        self.last = self.lane(self.actor, rows)
-        self.envs.rows.clear()
+    def make(
+        self,
+        rows: int,
+        rule: Rule | None,
+        watch: Callable[[Lane, int], object] | None,
+        on_row: Callable[[Lane, int], object] | None = None,
+    ) -> Lane:
+        """Collect ``rows`` rows, fewer if the rule is complete, into ``last``; their number is its ``done_steps``.
+
+        Args:
+            watch: called after each row, and after the resets that are due in it.
+            on_row: called after each row, before these resets.
+
+        Raises:
+            Exception: what the environments, the policy or ``on_row`` have raised, as it is. After an error of the
+                environments all of them are reset before the next row, except after ``StopIteration`` in a reset.
+        """
+        envs, lane = self.envs, self.lane(self.actor, rows)
+        self.last = lane
+        envs.rows.clear()
+        envs.on_row, envs.failure, envs.lost = on_row, None, False
         try:
-            self.run(self.actor, self.last, rule=rule, watch=watch)
-        except BaseException:
-            self.group.leave(self.last)
-            raise
-        return self.last
+            self.run(self.actor, lane, rule=rule, watch=watch)
+        except BaseException as error:
+            self.group.leave(lane)
+            if envs.failure is None or not isinstance(error, Exception):
+                raise
+        if envs.lost:
+            self.lose()
+        envs.check()
+        return lane
 
-    def pieces(self, lane: Lane) -> Iterator[tuple[int, int]]:
-        """Split the lane's rows into pieces in which the policy's entries have one structure: mostly one piece."""
-        begin, before = 0, None
-        for t in range(lane.done_steps):
-            structure = _structure(self.envs.rows[t].policy)
-            if t and structure != before:
-                yield begin, t
-                begin = t
-            before = structure
+    def lose(self) -> None:
+        """Reset all environments before the next row: their states are unknown."""
+        self.envs.forget()
+        self.group.reset()
+
+    def pieces(self, lane: Lane, buffer: Any) -> Iterator[tuple[int, int, bool]]:
+        """Split the lane's rows into pieces of one structure, which can be stored if the first of them can.
+
+        Returns:
+            first row and end of each piece, mostly one, and whether its structure is new to the buffer.
+        """
+        begin, is_new = 0, not self.stored.is_of(buffer)
+        if is_new:
+            self.stored = Structure(buffer)
+        for t, row in enumerate(self.envs.rows[: lane.done_steps]):
+            if self.stored.fits(row):
+                continue
+            if t > begin:
+                yield begin, t, is_new
+            begin, is_new = t, True
+            self.stored = Structure(buffer)
+            self.stored.fits(row)
         if begin < lane.done_steps:
-            yield begin, lane.done_steps
+            yield begin, lane.done_steps, is_new
 
-    def taken(self, lane: Lane, begin: int, end: int, *, lent: bool = False) -> Taken:
-        """Return the steps of rows ``begin`` to ``end``; ``lent``: they may be views of the lane."""
+    def taken(self, lane: Lane, begin: int, end: int, *, lent: bool = False, before_resets: bool = False) -> Taken:
+        """Return the steps of rows ``begin`` to ``end``.
+
+        Args:
+            lent: they may be views of the lane.
+            before_resets: the environments that ended in these rows were not reset yet.
+        """
         rows, arrays, B = self.envs.rows[begin:end], lane.arrays, lane.B
         env = _joined([row.ids for row in rows])
         ends = [0, *itertools.accumulate(len(row.ids) for row in rows)]
         whole = ends[-1] == B * len(rows)
         columns = [arrays[key] for key in STORED]
+        if before_resets:
+            columns[1] = arrays[OBSERVATION][1:]
         if whole:
             parts = [array[begin:end].reshape(-1, *array.shape[2:]) for array in columns]
             obs, obs_next, terminated, truncated = parts if lent else [part.copy() for part in parts]
@@ -155,8 +205,46 @@ class Sampling(GroupRunner):
         return Taken(env, ends, batch)
 
 
-def _structure(tree: Any) -> Any:
-    return [(key, _structure(value)) for key, value in tree.__dict__.items()] if isinstance(tree, Batch) else type(tree)
+class Structure:
+    """The types, dtypes and shapes of some rows for a buffer. Infos may come and go, each with one type and shape."""
+
+    def __init__(self, buffer: Any) -> None:
+        self._buffer = None if buffer is None else weakref.ref(buffer)
+        self._arrays: Any = None
+        self._infos: dict[tuple[str, ...], Any] = {}
+
+    def is_of(self, buffer: Any) -> bool:
+        return self._buffer is not None and self._buffer() is buffer
+
+    def fits(self, row: Row) -> bool:
+        """Add a row, and return True; False if it differs from the rows before."""
+        act, rew = row.act, row.rew
+        arrays = act.dtype, act.shape[1:], rew.dtype.kind in NUMBERS, rew.shape[1:], _kind(row.policy)
+        if self._arrays not in (None, arrays):
+            return False
+        self._arrays = arrays
+        return all(self._info_fits(info, ()) for info in row.infos or ())
+
+    def _info_fits(self, info: dict[str, Any], path: tuple[str, ...]) -> bool:
+        known = self._infos
+        for key, value in info.items():
+            at = *path, key
+            kind = dict if isinstance(value, dict) else _kind(value, whole=True)
+            if known.setdefault(at, kind) != kind:
+                return False
+            if kind is dict and not self._info_fits(value, at):
+                return False
+        return True
+
+
+def _kind(tree: Any, *, whole: bool = False) -> Any:
+    """Return type, dtype and shape (without the first dimension, unless ``whole``) of the leaves of a tree."""
+    if isinstance(tree, Batch):
+        return [(key, _kind(value, whole=whole)) for key, value in tree.__dict__.items()]
+    if isinstance(tree, list | tuple):
+        return type(tree), [_kind(value, whole=True) for value in tree]
+    shape = getattr(tree, "shape", ())
+    return type(tree), getattr(tree, "dtype", None), shape if whole else shape[1:]
 
 
 def _joined(parts: Sequence[Any]) -> Any:
@@ -185,24 +273,36 @@ def _infos(rows: Sequence[Row], env: Array) -> Any:
     return Batch(np.array(infos, object))
 
 
+def is_tianshous(buffer: Any) -> bool:
+    """Whether rows can be added some time after they were made: the class does nothing else in its ``add``."""
+    return type(buffer).add in (*ADDS, ReplayBuffer.add, CachedReplayBuffer.add) and "add" not in vars(buffer)
+
+
 def takes_many(buffer: Any) -> bool:
     """Whether one ``add`` may get several steps per environment; classes with another ``add`` get single rows."""
     own = isinstance(buffer, ReplayBufferManager) and type(buffer).add in ADDS
     return own and tianshou.__version__ == TESTED
 
 
-def add(buffer: Any, taken: Taken) -> None:
+def add(
+    buffer: Any, taken: Taken, *, is_new: bool = False, added: Callable[[Array], object] = lambda done: None
+) -> None:
     """Add steps, with the same result as adding every row separately.
 
-    Parts of several rows are so long that no ring overwrites itself; the first row is a part, because it allocates the
-    buffer.
+    Parts of several rows are so long that no ring overwrites itself. The first row is a part if it allocates memory of
+    the buffer, and if its structure is new to it: the buffer may refuse that.
+
+    Args:
+        added: called after each part with its done flags.
     """
     most = max(1, int(np.diff(buffer.subbuffer_edges).min())) if takes_many(buffer) else 1
     row, last = 0, len(taken.ends) - 1
     while row < last:
-        after = min(last, row + (most if hasattr(buffer, "obs") else 1))
+        alone = not hasattr(buffer, "obs") or (is_new and row == 0)
+        after = min(last, row + (1 if alone else most))
         part = slice(taken.ends[row], taken.ends[after])
         buffer.add(taken.batch[part], buffer_ids=taken.env[part])
+        added(taken.batch.done[part])
         row = after
 
 
@@ -217,13 +317,14 @@ class Collection:
 
     Attributes:
         stats: a new ``CollectStats``; see ``close``.
-        steps, episodes: numbers so far.
+        steps, episodes: numbers of those that are in the buffer.
     """
 
     def __init__(self, owner: Any, sampling: Sampling, *, by_row: bool, adds_entries: bool) -> None:
         self.owner, self.sampling, self.by_row, self.adds_entries = owner, sampling, by_row, adds_entries
         self.stats, self.steps, self.episodes = owner.collect_stats_class(), 0, 0
         self._ended: list[Ended] = []
+        self._in_buffer: list[tuple[Ended, int, int]] = []  # with the first and last place of each in the buffer
         self._deviations: list[Array] = []
 
     def make(self, rows: int, rule: Rule | None = None, enough: Callable[[], bool] | None = None) -> None:
@@ -231,13 +332,14 @@ class Collection:
         sampling = self.sampling
 
         def watch(lane: Lane, t: int) -> None:
-            if self.by_row:
-                self._add_row(lane, t)
+            if sampling.envs.failure is None:
+                self._end_episodes()
             if enough is not None:
                 lane.stopped = enough()
 
         try:
-            sampling.make(rows, rule, watch if self.by_row or enough is not None else None)
+            watches = self.by_row or enough is not None
+            sampling.make(rows, rule, watch if watches else None, self._add_row if self.by_row else None)
         finally:
             if not self.by_row:
                 self._add_all(sampling.last)
@@ -245,19 +347,25 @@ class Collection:
 
     def _add_all(self, lane: Lane) -> None:
         sampling, buffer = self.sampling, self.owner.buffer
-        for begin, end in sampling.pieces(lane):
+        pieces: list[tuple[Taken, bool]] = []
+        for begin, end, is_new in sampling.pieces(lane, buffer):
             taken = sampling.taken(lane, begin, end, lent=takes_many(buffer))
-            sampling.going, ended = sampling.going.after(taken)
-            with torch.no_grad():
-                add(buffer, taken)
-            self._count(taken, ended)
+            pieces.append((taken, is_new))
+            sampling.going, ended = sampling.going.after(taken)  # of all rows, also if one cannot be added
             self._ended += ended
             dists = [row.actions.dist for row in sampling.envs.rows[begin:end] if row.actions.dist is not None]
             self._deviations += [np.atleast_2d(to_numpy(get_stddev_from_dist(dist))) for dist in dists]
+        try:
+            with torch.no_grad():
+                for taken, is_new in pieces:
+                    add(buffer, taken, is_new=is_new, added=self._count)
+        except BaseException:
+            sampling.stored = Structure(None)
+            raise
 
-    def _count(self, taken: Taken, ended: Sequence[Ended]) -> None:
-        self.steps += len(taken.env)
-        self.episodes += len(ended)
+    def _count(self, done: Array) -> None:
+        self.steps += len(done)
+        self.episodes += int(np.sum(done))
 
     def close(self) -> Any:
         """Return the statistics, complete except for times and summaries."""
@@ -271,8 +379,9 @@ class Collection:
         return self.stats
 
     def _add_row(self, lane: Lane, t: int) -> None:
+        """Call the hook with a complete row, then add it."""
         owner, row = self.owner, self.sampling.envs.rows[t]
-        actions, taken = row.actions, self.sampling.taken(lane, t, t + 1)
+        actions, taken = row.actions, self.sampling.taken(lane, t, t + 1, before_resets=True)
         step, done = taken.batch, taken.batch.done
         step.dist = actions.dist if np.array_equal(row.ids, actions.ids) else None
         chosen = Batch(
@@ -282,16 +391,25 @@ class Collection:
             dist=actions.dist,
             hidden_state=actions.state,
         )
-        owner.run_on_step_hook(chosen, step)
-        self.sampling.going, ended = self.sampling.going.after(taken._replace(batch=Batch(rew=step.rew, done=done)))
-        self._count(taken, ended)
+        rew = step.rew
+        try:
+            owner.run_on_step_hook(chosen, step)
+            rew = step.rew
+        finally:  # the episodes go on, also if this row is lost
+            self.sampling.going, ended = self.sampling.going.after(taken._replace(batch=Batch(rew=rew, done=done)))
         self.stats.update_at_step_batch(step)
         step.pop("dist")
         places, _, _, starts = owner.buffer.add(step, buffer_ids=taken.env)
+        self._count(done)
         _add_entries(owner.buffer, step, places)
         for episode in ended:
             k = int(np.searchsorted(taken.env, episode.env))
-            self._end(episode, int(starts[k]), int(places[k]))
+            self._in_buffer.append((episode, int(starts[k]), int(places[k])))
+
+    def _end_episodes(self) -> None:
+        ended, self._in_buffer = self._in_buffer, []
+        for episode, first, last in ended:
+            self._end(episode, first, last)
 
     def _end(self, episode: Ended, first: int, last: int) -> None:
         """Process an ended episode, which is in the buffer from position ``first`` to ``last``."""
