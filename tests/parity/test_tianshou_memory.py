@@ -26,6 +26,7 @@ from tianshou.env import DummyVectorEnv, ShmemVectorEnv, SubprocVectorEnv
 from tianshou.env.venv_wrappers import VectorEnvWrapper
 
 from muster.compat.tianshou import AsyncCollector, Collector
+from tests.fakes.ray_cluster import needs_ray, ray_cluster  # noqa: F401 (a fixture)
 from tests.parity.test_tianshou_async import one_by_one, scripted
 from tests.parity.tianshou_envs import plain
 from tests.parity.tianshou_tools import assert_same
@@ -226,6 +227,18 @@ def test_so_it_is_with_environments_in_processes(venv: str, obs: str) -> None:
     ours = program(venv, obs, "array", spoils=True, by_row=False)
     expected = program("wrapped", obs, "array", spoils=False, by_row=False)
     assert_same(ours, expected)
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.parametrize("venv", ["ray"])
+def test_so_it_is_on_ray(venv: str, ray_cluster: Any) -> None:  # noqa: F811
+    from tianshou.env import RayVectorEnv
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(VENVS, venv, (Collector, RayVectorEnv))
+        ours = program(venv, "dict", "array", spoils=True, by_row=False)
+    assert_same(ours, program("wrapped", "dict", "array", spoils=False, by_row=False))
 
 
 @pytest.mark.parametrize("buffer", [lambda: CachedReplayBuffer(ReplayBuffer(60), 3, 20), lambda: ReplayBuffer(60)])

@@ -98,7 +98,7 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
             obs, infos = self.env.reset(**(gym_reset_kwargs or {}))
         except Exception as error:
             if sampling is not None and not isinstance(error, StopIteration):
-                sampling.lose()
+                sampling.lose(range(self.env_num))
             raise
         infos = np.array(listed(infos))
         if sampling is None or not sampling.envs.takes(obs):

@@ -71,8 +71,9 @@ class VectorEnvs(EnvBatch):
         on_row: called with the lane and each complete row, before any reset. Its error becomes ``failure``.
         failure: error of the vector environment, or of ``on_row``, as it was raised. After an error in a reset or in
             ``on_row`` the row is complete, and ``check`` raises the error before the next one.
-        lost: the failure was in a reset, so the states of the environments are unknown. ``StopIteration`` is no
-            failure: with it, vector environments say that they have no more episodes.
+        unreset: environments that the failure has left without a reset which they need: all after an error in a reset,
+            which leaves their states unknown. None after ``StopIteration`` in a reset, with which vector environments
+            say that they have no more episodes.
     """
 
     bypasses = True
@@ -91,7 +92,7 @@ class VectorEnvs(EnvBatch):
         self.render: float | None = None
         self.on_row: Callable[[Lane, int], object] | None = None
         self.failure: Exception | None = None
-        self.lost = False
+        self.unreset: list[int] = []
         self._repeats = not self.spec.is_tensor  # observations of environments without a result
         self._sent: Any = None  # the actions under way, and the policy's entries for them
         self._finished: dict[int, Any] = {}  # last observations of environments that are to be reset
@@ -118,9 +119,10 @@ class VectorEnvs(EnvBatch):
         if self.failure is not None:
             raise self.failure
 
-    def forget(self) -> None:
-        """Reset all environments in the next ``reset``, whatever is known of them."""
-        self._obs_ahead = {}
+    def forget(self, which: Sequence[int]) -> None:
+        """Have the next ``reset`` reset these environments, even if it was done ahead."""
+        for i in which:
+            self._obs_ahead.pop(i, None)
 
     def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         self._reset_finished()
@@ -255,18 +257,20 @@ class VectorEnvs(EnvBatch):
     def _reset_finished(self) -> None:
         """Reset the environments that ended in the last row, and keep their first observations.
 
-        After an error, or if there is a failure already, they continue from their last observations.
+        After an error, or if there is a failure already, they have their last observations until the next reset.
         """
         if not self._finished:
             return
         finished, self._finished = self._finished, {}
-        which = list(finished)
+        which = self.unreset = list(finished)
         if self.failure is None:
             try:
                 self._reset_ahead(which)
+                self.unreset = []
                 return
             except Exception as error:  # noqa: BLE001 (raised by ``check``)
-                self.failure, self.lost = error, not isinstance(error, StopIteration)
+                self.failure = error
+                self.unreset = [] if isinstance(error, StopIteration) else self._all.tolist()
         self._obs_ahead.update(finished)
         self.begun += which
 

@@ -134,22 +134,22 @@ class Sampling(GroupRunner):
         envs, lane = self.envs, self.lane(self.actor, rows)
         self.last = lane
         envs.rows.clear()
-        envs.on_row, envs.failure, envs.lost = on_row, None, False
+        envs.on_row, envs.failure, envs.unreset = on_row, None, []
         try:
             self.run(self.actor, lane, rule=rule, watch=watch)
         except BaseException as error:
             self.group.leave(lane)
             if envs.failure is None or not isinstance(error, Exception):
                 raise
-        if envs.lost:
-            self.lose()
+        if envs.unreset:
+            self.lose(envs.unreset)
         envs.check()
         return lane
 
-    def lose(self) -> None:
-        """Reset all environments before the next row: their states are unknown."""
-        self.envs.forget()
-        self.group.reset()
+    def lose(self, which: Sequence[int]) -> None:
+        """Reset these environments before the next row: their episodes have ended, or their states are unknown."""
+        self.envs.forget(which)
+        self.group.reset(which)
 
     def pieces(self, lane: Lane, buffer: Any) -> Iterator[tuple[int, int, bool]]:
         """Split the lane's rows into pieces of one structure, which can be stored if the first of them can.
