@@ -13,21 +13,23 @@ Tianshou's own, so that the import of everything around a collector can be chang
 
 from __future__ import annotations
 
-from tianshou.data import BaseCollector, CollectStats, CollectStatsBase, SequenceSummaryStats
-from tianshou.data.collector import (
+from muster.compat.tianshou.collector import AsyncCollector, Collector
+from muster.compat.tianshou.names import (
+    BaseCollector,
     CollectActionBatchProtocol,
+    CollectStats,
+    CollectStatsBase,
     CollectStepBatchProtocol,
     EpisodeBatchProtocol,
     EpisodeRolloutHook,
     EpisodeRolloutHookMCReturn,
     EpisodeRolloutHookProtocol,
+    SequenceSummaryStats,
     StepHook,
     StepHookAddActionDistribution,
     StepHookProtocol,
     get_stddev_from_dist,
 )
-
-from muster.compat.tianshou.collector import AsyncCollector, Collector
 from muster.compat.tianshou.steps import EpisodeRolloutHookMerged
 
 __all__ = [

@@ -432,4 +432,5 @@ def noted(error: Exception, note: str) -> None:
     """Add a note to an error of the user's code, which is raised as it is; only once, if it is raised again."""
     with suppress(Exception):  # its class may do anything
         if note not in getattr(error, "__notes__", ()):
-            BaseException.add_note(error, note)
+            add_note: Any = vars(BaseException)["add_note"]  # Tianshou needs Python 3.11
+            add_note(error, note)
