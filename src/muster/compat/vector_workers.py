@@ -194,7 +194,7 @@ class VectorWorkers:
 
     def receive_reset(self, timeout: float | None = None) -> None:
         """Take the results of the reset that was sent; see ``receive``."""
-        self._check_open()
+        self.check_open()
         self._take(self._receive(AsyncState.WAITING_RESET, timeout))
         if self._is_complete:
             self._lost.clear()
@@ -220,7 +220,7 @@ class VectorWorkers:
         Raises:
             CallTimeout: the results have not arrived in time; all environments have to be reset.
         """
-        self._check_open()
+        self.check_open()
         self._take(self._receive(AsyncState.WAITING_STEP, timeout))
         for n, cause in self._lost.items():
             self.infos += [(i, {"muster": {"error": cause}}) for i in self._parts[n]]
@@ -274,7 +274,7 @@ class VectorWorkers:
         Raises:
             CallTimeout: the results have not arrived in time, and are discarded.
         """
-        self._check_open()
+        self.check_open()
         results: dict[int, Any] = {}
         for n, answer in self._receive(AsyncState.WAITING_CALL, timeout).items():
             own = [i for i in self._called if i in self._parts[n]]
@@ -326,11 +326,11 @@ class VectorWorkers:
 
     def check_idle(self, call: str) -> None:
         """Raise an error if this call is not possible now: this is closed, or another call is under way."""
-        self._check_open()
+        self.check_open()
         if self.state is not AsyncState.DEFAULT:
             raise CallPending(call, self.state)
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         self._owner.check()
         if self._closed:
             raise EnvsClosed("This vector environment was closed.")

@@ -195,9 +195,10 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
             seeds = [None if seed is None else int(seed) + i for i in range(self.num_envs)]
         else:
             seeds = seed
-        self._workers.check_idle("reset_async")
+        self._workers.check_open()
         if len(seeds) != self.num_envs:
             raise ValueError(f"{len(seeds)} seeds were given for {self.num_envs} environments.")
+        self._workers.check_idle("reset_async")
         which = list(range(self.num_envs))
         if options is not None and "reset_mask" in options:
             which = np.flatnonzero(self._checked(options.pop("reset_mask"))).tolist()
