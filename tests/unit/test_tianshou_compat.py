@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 
@@ -17,7 +18,7 @@ from tianshou.utils.net.common import Net
 
 from muster.compat import tianshou as compat
 from muster.compat.tianshou import Collector, EpisodeRolloutHookMerged, steps
-from muster.errors import BadOption
+from muster.errors import BadOption, UnsupportedEnv
 from tests.parity.tianshou_envs import POLICIES, Counting
 from tests.parity.tianshou_tools import Program, assert_same, collects, play
 
@@ -53,6 +54,12 @@ def test_one_environment_is_wrapped() -> None:
     assert (collector.env_num, collector.buffer.maxsize) == (1, 10_000)
     collector.reset()
     assert collector.collect(n_episode=2).lens.tolist() == [3, 3]
+
+
+def test_a_vector_environment_of_gymnasium_is_refused() -> None:
+    envs = gymnasium.vector.SyncVectorEnv([lambda: Counting(3)] * 2)
+    with pytest.raises(UnsupportedEnv, match="SyncVectorEnv is a vector environment of Gymnasium: pass one of Tian"):
+        Collector(POLICIES["values"](Counting(3).action_space), envs)
 
 
 @pytest.mark.parametrize(

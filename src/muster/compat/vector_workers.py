@@ -357,9 +357,10 @@ class VectorWorkers:
         """Return the results of the call that was sent, by worker."""
         if self.state is not state:
             raise NoCallPending(state)
+        deadline = None if timeout is None else time.monotonic() + timeout
         self.state = AsyncState.DEFAULT
         try:
-            return self._results(self._calls, timeout)
+            return self._results(self._calls, deadline)
         except _TimeIsUp:
             error = CallTimeout(self._late(state, timeout))
             self._failed(state, error)
@@ -448,11 +449,10 @@ class VectorWorkers:
         for n, call in calls.items():
             self._ensure(n)
             self._post(n, call)
-        return self._results(calls, None)
+        return self._results(calls)
 
-    def _results(self, calls: Mapping[int, Any], timeout: float | None) -> dict[int, Any]:
+    def _results(self, calls: Mapping[int, Any], deadline: float | None = None) -> dict[int, Any]:
         """Return the results of calls, by worker. The successor of a lost worker gets its call again."""
-        deadline = None if timeout is None else time.monotonic() + timeout
         results = {}
         for n, call in calls.items():
             try:

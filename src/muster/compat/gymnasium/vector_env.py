@@ -292,7 +292,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
         """The seeds of the environments' random number generators."""
         return self.get_attr("np_random_seed")
 
-    def call(self, name: str, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method of each environment, and return the results; or return an attribute that is not callable."""
         self.call_async(name, *args, **kwargs)
         return self.call_wait()

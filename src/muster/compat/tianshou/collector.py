@@ -8,6 +8,7 @@ from types import GenericAlias, TracebackType
 from typing import Any
 
 import numpy as np
+from gymnasium.vector import VectorEnv
 from tianshou.config import ENABLE_VALIDATION
 from tianshou.data import AsyncCollector as TianshouAsyncCollector
 from tianshou.data import CachedReplayBuffer, CollectStats, ReplayBufferManager
@@ -20,7 +21,7 @@ from muster.compat.tianshou.envs import AsyncVectorEnvs, VectorEnvs, drain, list
 from muster.compat.tianshou.policies import TianshouActor
 from muster.compat.tianshou.steps import Collection, Sampling, is_tianshous
 from muster.episodes.rules import LastEven
-from muster.errors import BadOption
+from muster.errors import BadOption, UnsupportedEnv
 from muster.utils.tracebacks import trimmed
 
 ROWS_FOR_EPISODES = 64  # at a time: the number for a number of episodes is not known before
@@ -44,6 +45,7 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
 
     Raises:
         BadOption: the buffer has too few sub-buffers for the environments.
+        UnsupportedEnv: ``env`` is a vector environment of Gymnasium.
     """
 
     __class_getitem__: Any = classmethod(GenericAlias)  # Collector[CollectStats](...), as in Tianshou
@@ -60,6 +62,11 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
         raise_on_nan_in_buffer: bool = ENABLE_VALIDATION,
         collect_stats_class: Any = CollectStats,
     ) -> None:
+        if isinstance(env, VectorEnv):
+            raise UnsupportedEnv(
+                f"{type(env).__name__} is a vector environment of Gymnasium: pass one of Tianshou's, such as "
+                f"DummyVectorEnv(env_fns) or SubprocVectorEnv(env_fns)"
+            )
         if not hasattr(env, "__len__"):
             warnings.warn("A single environment was given; it is wrapped in a DummyVectorEnv.", stacklevel=2)
             env = DummyVectorEnv([lambda one=env: one])

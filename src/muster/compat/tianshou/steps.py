@@ -13,6 +13,7 @@ import torch
 from tianshou.data import (
     Batch,
     CachedReplayBuffer,
+    HERReplayBuffer,
     PrioritizedReplayBuffer,
     ReplayBuffer,
     ReplayBufferManager,
@@ -105,7 +106,7 @@ class Sampling(GroupRunner):
         row_bytes = Layout(1, envs.num_envs, lane_columns(envs, (), OPTIONS)).nbytes
         self.most_rows = max(1, min(LANE_ROWS, LANE_BYTES // max(row_bytes, 1)))
         self.going: Going
-        self.last: Lane
+        self.last: Lane | None = None
         self.stored = Structure(None)  # of the last rows that were added to a buffer
 
     def begin(self, obs: Array, infos: Any) -> None:
@@ -131,9 +132,9 @@ class Sampling(GroupRunner):
             Exception: what the environments, the policy or ``on_row`` have raised, as it is. After an error of the
                 environments all of them are reset before the next row, except after ``StopIteration`` in a reset.
         """
-        envs, lane = self.envs, self.lane(self.actor, rows)
-        self.last = lane
+        envs, self.last = self.envs, None
         envs.rows.clear()
+        lane = self.last = self.lane(self.actor, rows)
         envs.on_row, envs.failure, envs.unreset = on_row, None, []
         try:
             self.run(self.actor, lane, rule=rule, watch=watch)
@@ -143,7 +144,10 @@ class Sampling(GroupRunner):
                 raise
         if envs.unreset:
             self.lose(envs.unreset)
-        envs.check()
+        try:
+            envs.check()
+        finally:
+            envs.failure = None  # its traceback refers to the lane
         return lane
 
     def lose(self, which: Sequence[int]) -> None:
@@ -274,8 +278,9 @@ def _infos(rows: Sequence[Row], env: Array) -> Any:
 
 
 def is_tianshous(buffer: Any) -> bool:
-    """Whether rows can be added some time after they were made: the class does nothing else in its ``add``."""
-    return type(buffer).add in (*ADDS, ReplayBuffer.add, CachedReplayBuffer.add) and "add" not in vars(buffer)
+    """Whether rows can be added some time after they were made: ``add`` is one of Tianshou's, and does nothing else."""
+    known = *ADDS, ReplayBuffer.add, CachedReplayBuffer.add, HERReplayBuffer.add
+    return getattr(type(buffer), "add", None) in known and "add" not in getattr(buffer, "__dict__", {})
 
 
 def takes_many(buffer: Any) -> bool:
@@ -341,7 +346,7 @@ class Collection:
             watches = self.by_row or enough is not None
             sampling.make(rows, rule, watch if watches else None, self._add_row if self.by_row else None)
         finally:
-            if not self.by_row:
+            if sampling.last is not None and not self.by_row:
                 self._add_all(sampling.last)
             sampling.going.forget(sampling.group.pending)
 
