@@ -231,6 +231,23 @@ def test_so_it_is_with_the_async_collector(place: str, at: int, kind: str) -> No
     assert ours.counters[0] == ours.buffer["length"]
 
 
+def test_the_episode_hook_is_not_called_for_an_episode_after_which_the_reset_failed() -> None:
+    seen = []
+    for module in (compat, data):
+        bombs: dict[str, Callable[[], None]] = {}
+        venv = DummyVectorEnv([lambda n=n, bombs=bombs: Env(n, bombs) for n in LENGTHS])
+        collector = module.Collector(Acting(ACTIONS["discrete"](), "array"), venv, VectorReplayBuffer(60, 3))
+        collector.policy.bombs = {}
+        notes: list[Any] = []
+        collector.set_on_episode_done_hook(lambda episode, notes=notes: notes.append(len(episode)))
+        collector.reset()
+        bombs["reset"] = Bomb(RuntimeError("broken"), 2)
+        with pytest.raises(RuntimeError, match="broken"):
+            collector.collect(n_step=60)
+        seen.append((list(notes), len(collector.buffer), int(collector.buffer.done.sum())))
+    assert seen[0] == seen[1] == ([2], 9, 2)
+
+
 def test_the_error_says_where_it_was_raised() -> None:
     for place, at, note in (
         ("step", 2, "Environment 1 of DummyVectorEnv raised this in step"),

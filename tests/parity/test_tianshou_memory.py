@@ -258,6 +258,31 @@ def test_a_dict_space_in_shared_memory_has_the_observation_of_its_own_step() -> 
     assert set(times.tolist()) == {0, 1, 2, 3, 4}
 
 
+def test_first_observations_wait_for_their_call_as_they_were() -> None:
+    """Environment 2 ends first and is not needed any more. It was reset when the policy fails, and starts later."""
+
+    class Failing(Acting):
+        def forward(self, batch: Any, state: Any = None, **kwargs: Any) -> Any:
+            if self.calls == 3:
+                self.calls += 1
+                raise RuntimeError("broken")
+            return super().forward(batch, state, **kwargs)
+
+    for obs in ("array", "dict"):
+        venv = DummyVectorEnv([partial(Env, n, obs, spoils=True) for n in LENGTHS])
+        kept = Kept(spoils=True)
+        policy = Failing("bare", spoils=True)
+        collector = Collector(policy, spoiling(VectorEnvWrapper(venv), kept), VectorReplayBuffer(90, 3))
+        collector.reset()
+        with pytest.raises(RuntimeError, match="broken"):
+            collector.collect(n_episode=3)
+        kept.spoil()
+        collector.collect(n_step=3)
+        stored = collector.buffer[:].obs if obs == "array" else collector.buffer[:].obs.e
+        assert stored[:, 0].tolist() == [3] * 4 + [5] * 4 + [2] * 3
+        assert stored[:, 1].tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 0, 1, 0]
+
+
 def test_environments_that_share_one_info_do_not_share_rows() -> None:
     class Sharing(Env):
         INFO: dict[str, Any] = {}  # noqa: RUF012
