@@ -104,6 +104,10 @@ class Gated(CountingEnv):
         self.wait()
         return np.zeros(1 << 20)
 
+    def take(self, data: Any) -> int:
+        self.wait()
+        return len(data)
+
 
 class Closing(CountingEnv):
     """Writes a file when it is closed."""

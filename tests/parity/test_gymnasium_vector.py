@@ -320,7 +320,7 @@ def gate(tmp_path: Any) -> Any:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a start method")
 @pytest.mark.parametrize("timeout", [0, 0.05])
-@pytest.mark.parametrize("call", ["reset", "step", "call", "large"])
+@pytest.mark.parametrize("call", ["reset", "step", "call", "large", "take"])
 def test_a_timeout_raises_and_what_comes_next_is_right(call: str, timeout: float, gate: Any) -> None:
     envs = VectorEnv([partial(Gated, str(gate))] * 3, num_workers=2)
     gate.touch()
@@ -332,12 +332,15 @@ def test_a_timeout_raises_and_what_comes_next_is_right(call: str, timeout: float
         "step": lambda: envs.step_async(np.zeros(3, int)),
         "call": lambda: envs.call_async("wait"),
         "large": lambda: envs.call_async("large"),  # the result has no room in shared memory
+        "take": lambda: envs.call_async("take", bytes(1 << 20)),  # the argument has none
     }
     begin[call]()
-    waited = "call" if call == "large" else call
+    waited = call if call in ("reset", "step") else "call"
+    before = time.monotonic()
     with pytest.raises(multiprocessing.TimeoutError, match=f"`{waited}_wait` has timed out after {timeout}") as caught:
         getattr(envs, f"{waited}_wait")(timeout)
     assert isinstance(caught.value, CollectorTimeout)
+    assert time.monotonic() - before < 5
     with pytest.raises(NoAsyncCallError):
         getattr(envs, f"{waited}_wait")()
     gate.touch()

@@ -247,7 +247,6 @@ class EnvSlice(EnvBatch):
         self._halves = None if rows.obs is None else [part_of(half, begin, end) for half in rows.obs]
         if last is not None:
             self._obs = list(last)
-            self._due = [True] * self.num_envs
         self._next_seeds = list(seeds)
         for i, values in pickle.loads(attributes).items():
             for name, value in values.items():
