@@ -6,6 +6,7 @@ collection of finite environments. What is counted and what comes afterwards is 
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import pytest
 pytest.importorskip("tianshou")
 
 from tianshou import data
-from tianshou.data import CachedReplayBuffer, CollectStats, ReplayBuffer, VectorReplayBuffer
+from tianshou.data import Batch, CachedReplayBuffer, CollectStats, ReplayBuffer, VectorReplayBuffer
 from tianshou.env import BaseVectorEnv, DummyVectorEnv, SubprocVectorEnv
 from tianshou.env.venv_wrappers import VectorEnvWrapper
 
@@ -527,3 +528,88 @@ def test_interrupts_leave_whole_rows(place: str, at: int) -> None:
     assert found.collector.collect(n_step=6).n_collected_steps == 6
     for worker, part in zip(found.collector.env.workers, found.collector.buffer.buffers, strict=True):
         assert part.obs[part._insertion_idx - 2 : part._insertion_idx, 1].tolist()[0] < worker.env.length
+
+
+# --- values of any kind ---------------------------------------------------------------------------
+
+VALUES: list[Callable[[random.Random], Any]] = [
+    lambda rng: rng.randint(0, 5),
+    lambda rng: rng.random(),
+    lambda rng: None,
+    lambda rng: f"word {rng.randint(0, 3)}",
+    lambda rng: [1, 2],
+    lambda rng: [1, 2, 3],
+    lambda rng: np.array([rng.random(), 1.0]),
+    lambda rng: np.float32(rng.random()),
+    lambda rng: np.int64(3),
+    lambda rng: {"deep": rng.randint(0, 3)},
+    lambda rng: True,
+    lambda rng: np.array(2),
+    lambda rng: np.arange(3),
+]
+
+
+class Anything(Counting):
+    """Infos with entries that come and go, and sometimes change their kind."""
+
+    def __init__(self, length: int, rng: random.Random, missing: float, changing: float) -> None:
+        super().__init__(length)
+        self.rng, self.missing, self.changing = rng, missing, changing
+        self.kinds = {name: rng.choice(VALUES) for name in "abc"}
+
+    def step(self, action: Any) -> Any:
+        obs, _, terminated, truncated, _ = super().step(action)
+        return obs, self.rng.choice([0, 1.5, 2]), terminated, truncated, self._info()
+
+    def _info(self) -> dict[str, Any]:
+        info = {}
+        for name, kind in self.kinds.items():
+            if self.rng.random() >= self.missing:
+                info[name] = (self.rng.choice(VALUES) if self.rng.random() < self.changing else kind)(self.rng)
+        return info
+
+
+class Fickle(Counter):
+    """Entries and actions whose dtype and shape change sometimes."""
+
+    def __init__(self, rng: random.Random, changing: float) -> None:
+        super().__init__(ACTIONS["discrete"](), "none")
+        self.rng, self.changing = rng, changing
+
+    def forward(self, batch: Any, state: Any = None, **kwargs: Any) -> Any:
+        n, changes = len(batch.obs), lambda: self.rng.random() < self.changing
+        result = Batch(act=np.zeros(n, np.int32 if changes() else int))
+        if not changes():
+            result.policy = Batch(value=np.full((n, 2), 1) if changes() else np.full(n, self.rng.random()))
+        return result
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_values_of_any_kind_are_stored_or_refused_as_by_tianshou(seed: int) -> None:
+    found = []
+    for module in (compat, data):
+        rng = random.Random(seed)
+        n = rng.randint(1, 3)
+        missing, changing, fickle = rng.choice([0, 0.3]), rng.choice([0, 0.05, 0.3]), rng.choice([0, 0, 0.1])
+        buffers = [
+            lambda n=n: VectorReplayBuffer(60 * n, n),
+            lambda n=n: VectorReplayBuffer(7 * n, n),
+            lambda n=n: CachedReplayBuffer(ReplayBuffer(40), n, 12),
+        ]
+        envs = [Anything(2 + i, random.Random(seed * 10 + i), missing, changing) for i in range(n)]
+        buffer = rng.choice(buffers)()
+        collector = module.Collector(
+            Fickle(random.Random(seed), fickle), DummyVectorEnv([lambda env=env: env for env in envs]), buffer
+        )
+        collector.reset()
+        results: list[Any] = []
+        try:
+            for _ in range(4):
+                call = rng.choice([{"n_step": rng.randint(1, 12)}, {"n_episode": rng.randint(1, 5)}])
+                results.append(int(collector.collect(**call).n_collected_steps))
+        except (TypeError, ValueError) as error:  # the refused row has what was stored of it first
+            parts = contents(buffer)["parts"]
+            found.append((results, type(error).__name__, parts))
+        else:
+            found.append((results, "", contents(buffer)))
+    assert_same(*found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from tianshou.data.collector import EpisodeRolloutHookMerged as TianshouMerged
 from tianshou.data.collector import get_stddev_from_dist
 
 from muster.compat.base import GroupRunner, borrowed
-from muster.compat.tianshou.envs import NUMBERS, Row, VectorEnvs, batch_of, stacked
+from muster.compat.tianshou.envs import NUMBERS, PLAIN, Row, VectorEnvs, batch_of, stacked
 from muster.compat.tianshou.policies import TianshouActor
 from muster.episodes.rules import Rule
 from muster.errors import BadOption
@@ -38,6 +37,8 @@ TESTED = "2.0.1"
 """Of Tianshou: whose ``add`` takes several steps of one environment in one call, which is not documented."""
 
 ADDS = ReplayBufferManager.add, PrioritizedReplayBuffer.add
+
+REAL = "biuf"  # kinds of dtypes whose values NumPy casts to one another
 
 KEYS = frozenset({"obs", "act", "rew", "terminated", "truncated", "done", "obs_next", "info", "policy"})
 """Entries of a step that every buffer stores."""
@@ -93,7 +94,7 @@ class Going(NamedTuple):
 
 LANE_BYTES, LANE_ROWS = 1 << 26, 512  # limits of the memory between the environments and the buffer
 
-STORED = OBSERVATION, next_of(OBSERVATION), next_of(TERMINATED), next_of(TRUNCATED)
+FLAGS = next_of(TERMINATED), next_of(TRUNCATED)
 OPTIONS = borrowed(validate="off")  # Tianshou accepts any reward
 
 
@@ -107,7 +108,6 @@ class Sampling(GroupRunner):
         self.most_rows = max(1, min(LANE_ROWS, LANE_BYTES // max(row_bytes, 1)))
         self.going: Going
         self.last: Lane | None = None
-        self.stored = Structure(None)  # of the last rows that were added to a buffer
 
     def begin(self, obs: Array, infos: Any) -> None:
         self.envs.begin(obs, infos)
@@ -155,70 +155,71 @@ class Sampling(GroupRunner):
         self.envs.forget(which)
         self.group.reset(which)
 
-    def pieces(self, lane: Lane, buffer: Any) -> Iterator[tuple[int, int, bool]]:
-        """Split the lane's rows into pieces of one structure, which can be stored if the first of them can.
+    def pieces(self, lane: Lane) -> Iterator[tuple[int, int]]:
+        """Split the lane's rows into pieces of one structure: mostly one piece. Yields first row and end of each.
 
-        Returns:
-            first row and end of each piece, mostly one, and whether its structure is new to the buffer.
+        A row in which the environments' infos differ in structure is a piece.
         """
-        begin, is_new = 0, not self.stored.is_of(buffer)
-        if is_new:
-            self.stored = Structure(buffer)
+        begin, structure = 0, Structure()
         for t, row in enumerate(self.envs.rows[: lane.done_steps]):
-            if self.stored.fits(row):
+            if structure.fits(row):
                 continue
             if t > begin:
-                yield begin, t, is_new
-            begin, is_new = t, True
-            self.stored = Structure(buffer)
-            self.stored.fits(row)
+                yield begin, t
+            begin, structure = t, Structure()
+            if not structure.fits(row):
+                yield t, t + 1
+                begin, structure = t + 1, Structure()
         if begin < lane.done_steps:
-            yield begin, lane.done_steps, is_new
+            yield begin, lane.done_steps
+
+    def rewarded(self, lane: Lane, begin: int, end: int) -> Taken:
+        """Return rewards and flags of rows ``begin`` to ``end``."""
+        rows = self.envs.rows[begin:end]
+        env = _joined([row.ids for row in rows])
+        ends = [0, *itertools.accumulate(len(row.ids) for row in rows)]
+        cells: Any = slice(begin, end)
+        if ends[-1] != lane.B * len(rows):
+            cells = begin + np.repeat(np.arange(len(rows)), np.diff(ends)), env
+        terminated, truncated = (lane.arrays[key][cells].flatten() for key in FLAGS)
+        flags = {"terminated": terminated, "truncated": truncated, "done": terminated | truncated}
+        return Taken(env, ends, batch_of(rew=_joined([row.rew for row in rows]), **flags))
 
     def taken(self, lane: Lane, begin: int, end: int, *, lent: bool = False, before_resets: bool = False) -> Taken:
         """Return the steps of rows ``begin`` to ``end``.
 
         Args:
-            lent: they may be views of the lane.
+            lent: observations may be views of the lane.
             before_resets: the environments that ended in these rows were not reset yet.
         """
-        rows, arrays, B = self.envs.rows[begin:end], lane.arrays, lane.B
-        env = _joined([row.ids for row in rows])
-        ends = [0, *itertools.accumulate(len(row.ids) for row in rows)]
-        whole = ends[-1] == B * len(rows)
-        columns = [arrays[key] for key in STORED]
-        if before_resets:
-            columns[1] = arrays[OBSERVATION][1:]
-        if whole:
-            parts = [array[begin:end].reshape(-1, *array.shape[2:]) for array in columns]
-            obs, obs_next, terminated, truncated = parts if lent else [part.copy() for part in parts]
+        rows = self.envs.rows[begin:end]
+        env, ends, results = self.rewarded(lane, begin, end)
+        now = lane.arrays[OBSERVATION]
+        after = now[1:] if before_resets else lane.arrays[next_of(OBSERVATION)]
+        if ends[-1] == lane.B * len(rows):
+            obs, obs_next = (array[begin:end].reshape(-1, *array.shape[2:]) for array in (now, after))
+            if not lent:
+                obs, obs_next = obs.copy(), obs_next.copy()
         else:
             t = begin + np.repeat(np.arange(len(rows)), np.diff(ends))
-            obs, obs_next, terminated, truncated = (array[t, env] for array in columns)
+            obs, obs_next = now[t, env], after[t, env]
         batch = batch_of(
             obs=stacked(obs),
             act=_joined([row.act for row in rows]),
             policy=_joined([row.policy for row in rows]),
             obs_next=stacked(obs_next),
-            rew=_joined([row.rew for row in rows]),
-            terminated=terminated,
-            truncated=truncated,
-            done=terminated | truncated,
+            **results.__dict__,
             info=_infos(rows, env),
         )
         return Taken(env, ends, batch)
 
 
 class Structure:
-    """The types, dtypes and shapes of some rows for a buffer. Infos may come and go, each with one type and shape."""
+    """The types, dtypes and shapes of some rows. Infos may come and go, each with one type and shape."""
 
-    def __init__(self, buffer: Any) -> None:
-        self._buffer = None if buffer is None else weakref.ref(buffer)
+    def __init__(self) -> None:
         self._arrays: Any = None
-        self._infos: dict[tuple[str, ...], Any] = {}
-
-    def is_of(self, buffer: Any) -> bool:
-        return self._buffer is not None and self._buffer() is buffer
+        self._infos: dict[str, Any] = {}
 
     def fits(self, row: Row) -> bool:
         """Add a row, and return True; False if it differs from the rows before."""
@@ -227,28 +228,34 @@ class Structure:
         if self._arrays not in (None, arrays):
             return False
         self._arrays = arrays
-        return all(self._info_fits(info, ()) for info in row.infos or ())
+        return row.infos is None or all(_info_fits(info, self._infos) for info in row.infos)
 
-    def _info_fits(self, info: dict[str, Any], path: tuple[str, ...]) -> bool:
-        known = self._infos
-        for key, value in info.items():
-            at = *path, key
-            kind = dict if isinstance(value, dict) else _kind(value, whole=True)
-            if known.setdefault(at, kind) != kind:
+
+def _info_fits(info: dict[str, Any], known: dict[str, Any]) -> bool:
+    """Add the kinds of an info's entries to the ``known`` ones, and return True; False if one differs."""
+    for key, value in info.items():
+        if isinstance(value, dict):
+            deeper = known.setdefault(key, {})
+            if type(deeper) is not dict or not _info_fits(value, deeper):
                 return False
-            if kind is dict and not self._info_fits(value, at):
-                return False
-        return True
+            continue
+        kind = _kind(value, whole=True)
+        if known.setdefault(key, kind) != kind:
+            return False
+    return True
 
 
 def _kind(tree: Any, *, whole: bool = False) -> Any:
     """Return type, dtype and shape (without the first dimension, unless ``whole``) of the leaves of a tree."""
-    if isinstance(tree, Batch):
+    kind = type(tree)
+    if kind in PLAIN:
+        return kind
+    if kind is Batch:
         return [(key, _kind(value, whole=whole)) for key, value in tree.__dict__.items()]
-    if isinstance(tree, list | tuple):
-        return type(tree), [_kind(value, whole=True) for value in tree]
+    if issubclass(kind, list | tuple):
+        return kind, [_kind(value, whole=True) for value in tree]
     shape = getattr(tree, "shape", ())
-    return type(tree), getattr(tree, "dtype", None), shape if whole else shape[1:]
+    return kind, getattr(tree, "dtype", None), shape if whole else shape[1:]
 
 
 def _joined(parts: Sequence[Any]) -> Any:
@@ -289,13 +296,11 @@ def takes_many(buffer: Any) -> bool:
     return own and tianshou.__version__ == TESTED
 
 
-def add(
-    buffer: Any, taken: Taken, *, is_new: bool = False, added: Callable[[Array], object] = lambda done: None
-) -> None:
+def add(buffer: Any, taken: Taken, added: Callable[[Array], object] = lambda done: None) -> None:
     """Add steps, with the same result as adding every row separately.
 
-    Parts of several rows are so long that no ring overwrites itself. The first row is a part if it allocates memory of
-    the buffer, and if its structure is new to it: the buffer may refuse that.
+    Parts of several rows are so long that no ring overwrites itself; the first row is a part, because it allocates the
+    buffer.
 
     Args:
         added: called after each part with its done flags.
@@ -303,12 +308,35 @@ def add(
     most = max(1, int(np.diff(buffer.subbuffer_edges).min())) if takes_many(buffer) else 1
     row, last = 0, len(taken.ends) - 1
     while row < last:
-        alone = not hasattr(buffer, "obs") or (is_new and row == 0)
-        after = min(last, row + (1 if alone else most))
+        after = min(last, row + (most if hasattr(buffer, "obs") else 1))
         part = slice(taken.ends[row], taken.ends[after])
         buffer.add(taken.batch[part], buffer_ids=taken.env[part])
         added(taken.batch.done[part])
         row = after
+
+
+def has_columns(buffer: Any, batch: Any) -> bool:
+    """Whether the buffer stores all entries as they are. Else it may make columns, refuse rows, or broadcast values.
+
+    Observations are not compared: they are always of one shape.
+    """
+    if not hasattr(buffer, "obs"):
+        return False
+    entries = "act", "rew", "policy", "info"
+    return all(_alike(getattr(buffer, entry, None), batch[entry]) for entry in entries)
+
+
+def _alike(column: Any, values: Any) -> bool:
+    if isinstance(values, Batch):
+        own = values.__dict__
+        if not own:
+            return True
+        return isinstance(column, Batch) and all(_alike(column.__dict__.get(key), own[key]) for key in own)
+    if type(column) is not type(values) or column.shape[1:] != values.shape[1:]:
+        return False
+    if column.dtype == values.dtype:
+        return True
+    return isinstance(values, np.ndarray) and column.dtype.kind in REAL and values.dtype.kind in REAL
 
 
 class Collection:
@@ -351,22 +379,34 @@ class Collection:
             sampling.going.forget(sampling.group.pending)
 
     def _add_all(self, lane: Lane) -> None:
-        sampling, buffer = self.sampling, self.owner.buffer
-        pieces: list[tuple[Taken, bool]] = []
-        for begin, end, is_new in sampling.pieces(lane, buffer):
-            taken = sampling.taken(lane, begin, end, lent=takes_many(buffer))
-            pieces.append((taken, is_new))
-            sampling.going, ended = sampling.going.after(taken)  # of all rows, also if one cannot be added
+        sampling = self.sampling
+        pieces = list(sampling.pieces(lane))
+        for begin, end in pieces:  # all rows, also if one cannot be added
+            sampling.going, ended = sampling.going.after(sampling.rewarded(lane, begin, end))
             self._ended += ended
-            dists = [row.actions.dist for row in sampling.envs.rows[begin:end] if row.actions.dist is not None]
-            self._deviations += [np.atleast_2d(to_numpy(get_stddev_from_dist(dist))) for dist in dists]
+        with torch.no_grad():
+            for begin, end in pieces:
+                self._add_piece(lane, begin, end)
+        dists = [row.actions.dist for row in sampling.envs.rows[: lane.done_steps] if row.actions.dist is not None]
+        self._deviations += [np.atleast_2d(to_numpy(get_stddev_from_dist(dist))) for dist in dists]
+
+    def _add_piece(self, lane: Lane, begin: int, end: int) -> None:
+        """Add rows of one structure: all at once if the buffer has columns for them, maybe after the first row."""
+        for t in range(begin, end):
+            rest = self._with_columns(lane, t, end) if t <= begin + 1 else None
+            if rest is not None:
+                add(self.owner.buffer, rest, self._count)
+                return
+            add(self.owner.buffer, self.sampling.taken(lane, t, t + 1), self._count)
+
+    def _with_columns(self, lane: Lane, begin: int, end: int) -> Taken | None:
+        """Return these rows; None if the buffer has no columns for them, or if they do not fit into one Batch."""
+        buffer = self.owner.buffer
         try:
-            with torch.no_grad():
-                for taken, is_new in pieces:
-                    add(buffer, taken, is_new=is_new, added=self._count)
-        except BaseException:
-            sampling.stored = Structure(None)
-            raise
+            taken = self.sampling.taken(lane, begin, end, lent=takes_many(buffer))
+        except (TypeError, ValueError):  # of Tianshou's Batch: adding the rows one by one raises it for the right one
+            return None
+        return taken if has_columns(buffer, taken.batch) else None
 
     def _count(self, done: Array) -> None:
         self.steps += len(done)
