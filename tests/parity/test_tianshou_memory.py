@@ -283,6 +283,33 @@ def test_first_observations_wait_for_their_call_as_they_were() -> None:
         assert stored[:, 1].tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 0, 1, 0]
 
 
+@pytest.mark.parametrize("venv", ["direct", "async"])
+def test_what_a_hook_was_given_stays_as_it_was(venv: str) -> None:
+    """Over several calls, which write into the same lanes."""
+    kept: list[Any] = []
+    seen: list[Any] = []
+
+    def hook(action: Any, step: Any) -> None:
+        kept.append((action, step))
+        seen.append(deepcopy((plain(action), plain(step))))
+
+    collector_class, venv_class = VENVS[venv]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        envs = (scripted(one_by_one) if venv == "async" else venv_class)(
+            [partial(Env, n, "mixed", spoils=True) for n in LENGTHS]
+        )
+        collector = collector_class(Acting("batch", spoils=False), envs, raise_on_nan_in_buffer=False)
+    collector.set_on_step_hook(hook)
+    collector.reset()
+    for call in CALLS:
+        collector.collect(**call)
+    for (action, step), expected in zip(kept, seen, strict=True):
+        step.pop("dist", None)
+        expected[1].pop("dist")
+        assert_same((plain(action), plain(step)), expected)
+
+
 def test_environments_that_share_one_info_do_not_share_rows() -> None:
     class Sharing(Env):
         INFO: dict[str, Any] = {}  # noqa: RUF012

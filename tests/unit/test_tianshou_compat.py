@@ -113,6 +113,22 @@ def test_a_long_call_is_made_in_pieces(rows: int, monkeypatch: pytest.MonkeyPatc
     assert_same(play(compat, program), whole)
 
 
+def test_the_rows_of_a_call_are_added_at_once_but_for_the_first_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def counting(buffer: Any, taken: Any, added: Any) -> None:
+        calls.append(len(taken.ends) - 1)
+        original(buffer, taken, added)
+
+    original = steps.add
+    monkeypatch.setattr(steps, "add", counting)
+    collector = made(policy="array", buffer=VectorReplayBuffer(400, 2))
+    collector.reset()
+    for _ in range(2):
+        collector.collect(n_step=60)
+    assert calls == [1, 29, 30]
+
+
 def test_a_policy_whose_entries_change_within_a_call_is_stored_as_tianshou_does() -> None:
     class Fickle(type(POLICIES["array"](Counting(3).action_space))):  # type: ignore[misc]
         calls = 0

@@ -392,21 +392,13 @@ class Collection:
 
     def _add_piece(self, lane: Lane, begin: int, end: int) -> None:
         """Add rows of one structure: all at once if the buffer has columns for them, maybe after the first row."""
+        buffer, sampling = self.owner.buffer, self.sampling
         for t in range(begin, end):
-            rest = self._with_columns(lane, t, end) if t <= begin + 1 else None
-            if rest is not None:
-                add(self.owner.buffer, rest, self._count)
+            rest = sampling.taken(lane, t, end, lent=takes_many(buffer)) if t <= begin + 1 else None
+            if rest is not None and has_columns(buffer, rest.batch):
+                add(buffer, rest, self._count)
                 return
-            add(self.owner.buffer, self.sampling.taken(lane, t, t + 1), self._count)
-
-    def _with_columns(self, lane: Lane, begin: int, end: int) -> Taken | None:
-        """Return these rows; None if the buffer has no columns for them, or if they do not fit into one Batch."""
-        buffer = self.owner.buffer
-        try:
-            taken = self.sampling.taken(lane, begin, end, lent=takes_many(buffer))
-        except (TypeError, ValueError):  # of Tianshou's Batch: adding the rows one by one raises it for the right one
-            return None
-        return taken if has_columns(buffer, taken.batch) else None
+            add(buffer, sampling.taken(lane, t, t + 1), self._count)
 
     def _count(self, done: Array) -> None:
         self.steps += len(done)
