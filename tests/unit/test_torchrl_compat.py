@@ -74,6 +74,15 @@ def test_a_gymnasium_environment_with_a_function_on_observations(source):
     assert column(batch, "next", "truncated") == [False, True, False, True, False, True, False]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+def test_faster_functions_on_observations_without_cuda():
+    options = {"compile_policy": {"backend": "eager", "warmup": 2}, "cudagraph_policy": {"warmup": 3}}
+    collector = Collector(CountingEnv(3), lambda obs: obs[..., 1].long() % 2, frames_per_batch=7, **options)
+    assert column(collector.next(), "collector", "traj_ids") == [0, 0, 0, 1, 1, 1, 2]
+    with pytest.raises(TypeError, match="nothing"):
+        Collector(CountingEnv(3), None, frames_per_batch=7, cudagraph_policy={"nothing": 1})
+
+
 def test_a_vector_environment_with_a_head():
     env = gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="sync")
     collector = Collector(env, policies.categorical(torch.nn.Linear(4, 2)), frames_per_batch=30)
