@@ -27,7 +27,7 @@ from torchrl.testing.mocking_classes import CountingEnv
 
 import muster
 import muster.compat.torchrl.collectors.distributed as ours
-from muster.errors import BadOption, CollectorClosed
+from muster.errors import BadOption, BadWeights, CollectorClosed
 from tests.fakes.pendulum import env_maker, linear
 from tests.fakes.ray_cluster import needs_ray, ray_cluster
 
@@ -237,6 +237,31 @@ def test_actions_have_the_shape_and_dtype_of_the_policy(made_by: str) -> None:
         assert (first["action"] == 1).all()
         collector.next()
         assert (collector.next()["action"] == 2).all()
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_weights_may_be_nested_dicts(name: str) -> None:
+    def nested(value: float) -> dict[str, Any]:
+        td: TensorDict = TensorDict.from_module(linear()).data * 0 + value
+        return td.to_dict()
+
+    options: dict[str, Any] = {"launcher": "mp"}
+    options |= {"update_interval": 100} if name == "DistributedSyncCollector" else {"sync": True}
+    with getattr(ours, name)([env_maker] * 2, linear(), frames_per_batch=4, **options) as collector:
+        ways = (
+            lambda: collector.update_policy_weights_(nested(0.0)),
+            lambda: collector.update_policy_weights_(weights=nested(1.0)),
+            lambda: collector.update_policy_weights_(weights_dict={"policy": nested(0.0)}),
+            lambda: collector.receive_weights(nested(1.0)),
+            lambda: collector.receive_weights(weights=nested(0.0)),
+        )
+        for number, publish in enumerate(ways):
+            publish()
+            batch = collector.next()
+            expected = (batch["observation"].sum(-1, keepdim=True) + 1) * (number % 2)
+            torch.testing.assert_close(batch["action"], expected)
+        with pytest.raises(BadWeights, match="named differently"):
+            collector.update_policy_weights_({"module": {"weight": torch.zeros(1, 3)}})
 
 
 # --- what is translated, and what is refused --------------------------------------------------------

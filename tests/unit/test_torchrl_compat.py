@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium
@@ -29,9 +30,10 @@ from torchrl.modules import LSTMModule
 
 from muster import policies
 from muster.compat.torchrl import Collector, VanillaWeightUpdater
+from muster.compat.torchrl.nested import flattened
 from muster.compat.torchrl.numbering import Numbering
 from muster.compat.torchrl.weight_update import MultiProcessWeightSyncScheme
-from muster.errors import BadOption, CollectorClosed
+from muster.errors import BadOption, BadWeights, CollectorClosed
 from muster.testing import CountingEnv
 from tests.tools import Stopper, assert_same, column, counting
 
@@ -205,25 +207,81 @@ def test_warnings_are_silenced_by_the_environment_variable():
 # --- weights ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["module", "net", "state_dict", "tensordict", "keyword"])
-def test_weights_come_in_any_form(form):
-    policy, new = linear(1.0), linear(2.0)
+def deep(value: float = 0.0) -> TensorDictModule:
+    """A policy with modules in modules, one of them without weights."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh(), torch.nn.Linear(2, 1))
+    for parameter in net.parameters():
+        torch.nn.init.constant_(parameter, value)
+    return TensorDictModule(net, in_keys=["observation"], out_keys=["action"])
+
+
+FORMS: dict[str, Callable[[TensorDictModule], Any]] = {
+    "module": lambda new: new,
+    "net": lambda new: new.module,
+    "state dict": lambda new: new.state_dict(),
+    "TensorDict": lambda new: TensorDict.from_module(new).data,
+    "nested dict": lambda new: TensorDict.from_module(new).data.to_dict(),
+    "nested dict of parameters": lambda new: TensorDict.from_module(new).to_dict(),
+    "dict of TensorDicts": lambda new: dict(TensorDict.from_module(new).data.items()),
+    "dict by paths": lambda new: dict(TensorDict.from_module(new).data.items(True, True)),
+    "dict of dicts of names": lambda new: {"module": new.module.state_dict()},
+    "arrays": lambda new: {name: weight.numpy() for name, weight in new.state_dict().items()},
+    "nested dict of the net": lambda new: TensorDict.from_module(new.module).data.to_dict(),
+}
+
+
+@pytest.mark.parametrize("way", ["positional", "keyword", "by model"])
+@pytest.mark.parametrize("method", ["update_policy_weights_", "receive_weights"])
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_come_in_any_form(form, method, way):
+    policy, given = deep(1.0), FORMS[form](deep(2.0))
     collector = Collector(pendulum(), policy, frames_per_batch=5, track_policy_version=True)
-    given = {
-        "module": new,
-        "net": new.module,
-        "state_dict": new.state_dict(),
-        "tensordict": TensorDict.from_module(new).data,
-        "keyword": new,
-    }[form]
-    if form == "keyword":
-        collector.update_policy_weights_(policy=given)
+    keyword = "policy" if isinstance(given, torch.nn.Module) else "weights"
+    if way == "by model":
+        if method == "receive_weights":
+            pytest.skip("has no such argument")
+        collector.update_policy_weights_(weights_dict={"policy": given})
+    elif way == "keyword":
+        getattr(collector, method)(**{keyword: given})
     else:
-        collector.update_policy_weights_(given)
-    batch = collector.next()
-    expected = new.module(batch["observation"]).clamp(-2, 2)
-    torch.testing.assert_close(batch["action"].clamp(-2, 2), expected)
+        getattr(collector, method)(given)
+    assert all((parameter == 2.0).all() for parameter in policy.parameters())
+    assert collector.next()["policy_version"].unique().tolist() == [1]
     assert collector.policy_version == 1
+
+
+@pytest.mark.parametrize("method", ["update_policy_weights_", "receive_weights"])
+@pytest.mark.parametrize("wrong", ["missing", "unknown", "shape", "not finite", "not a tensor", "twice"])
+def test_nested_weights_that_do_not_fit_change_nothing(wrong, method):
+    policy, given = deep(1.0), TensorDict.from_module(deep(2.0)).data.to_dict()
+    layer = given["module"]["2"]
+    if wrong == "missing":
+        del layer["bias"]
+    elif wrong == "unknown":
+        given["module"]["3"] = {"weight": torch.ones(1)}
+    elif wrong == "shape":
+        layer["weight"] = torch.ones(2, 1)
+    elif wrong == "not finite":
+        layer["bias"] = torch.full((1,), torch.inf)
+    elif wrong == "not a tensor":
+        layer["bias"] = "zero"
+    collector = Collector(pendulum(), policy, frames_per_batch=5)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (BadWeights, or TorchRL's own)
+        if wrong == "twice":
+            getattr(collector, method)(given, weights=given)
+        else:
+            getattr(collector, method)(given)
+    assert isinstance(caught.value, BadWeights) == (wrong != "twice")
+    assert all((parameter == 1.0).all() for parameter in policy.parameters())
+
+
+def test_what_is_no_dict_is_not_flattened():
+    td = TensorDict.from_module(deep())
+    module = deep()
+    assert flattened(td) is td
+    assert flattened(module) is module
+    assert flattened(None) is None
+    assert list(flattened({"a": {"b.c": 1, ("d", "e"): {"f": 2}}, "g": {}})) == ["a.b.c", "a.d.e.f"]
 
 
 def test_weights_by_model_act_without_schemes():
@@ -248,6 +306,8 @@ def test_schemes_and_updaters_of_this_package_fit():
     collector = Collector(pendulum(), policy, frames_per_batch=5, weight_updater=updater)
     collector.update_policy_weights_(given + 1)
     assert (policy.module.weight == 3).all()
+    collector.update_policy_weights_((given + 2).to_dict())
+    assert (policy.module.weight == 4).all()
 
 
 def test_a_weight_updater_updates():

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from muster.compat.torchrl.nested import flattened
 from muster.compat.torchrl.scheme_ends import ReceivingEnd, SendingEnd
 from muster.errors import BadOption, CollectorClosed
 from muster.weights.names import Weights, check_finite, named_weights, overwrite
@@ -252,7 +253,7 @@ class WeightSyncScheme:
         """
         if self.model is None or not inplace:
             raise BadOption("apply_weights() writes into the model of a receiver: call init_on_receiver(...) before")
-        overwrite(named_weights(self.model), named_weights(weights))
+        overwrite(named_weights(flattened(self.model)), named_weights(flattened(weights)))
 
     # --- both ---------------------------------------------------------------------------------------
 
@@ -349,7 +350,7 @@ class WeightSyncScheme:
             context = self.context
             # TorchRL's workers set `model` to the acting policy, which may change between rollouts only.
             model = self.model if context is None else context.get_model(self.model_id)
-            weights = named_weights(model)
+            weights = named_weights(flattened(model))
             version = end.take(weights)
             if version is None:
                 return None
@@ -478,7 +479,7 @@ def _of_context(context: Any, model_id: str) -> tuple[Any, Any]:
 def _by_worker(given: Any) -> dict[int | None, Weights]:
     """Return checked weights by number of the receiver; None stands for all receivers."""
     differ = type(given) is dict and bool(given) and all(isinstance(key, int) for key in given)
-    named = {worker: named_weights(own) for worker, own in (given if differ else {None: given}).items()}
+    named = {worker: named_weights(flattened(own)) for worker, own in (given if differ else {None: given}).items()}
     for own in named.values():
         check_finite(own)
     return named

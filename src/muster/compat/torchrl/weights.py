@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torchrl.weight_update
@@ -11,6 +11,7 @@ from torchrl.collectors import BaseCollector, WeightUpdaterBase
 
 from muster.collectors.weight_methods import WeightMethods
 from muster.compat.torchrl import updaters
+from muster.compat.torchrl.nested import flattened
 from muster.compat.torchrl.weight_update import WeightSyncScheme
 from muster.weights.publish import PolicyWeights
 from muster.weights.receive import Receivers
@@ -34,7 +35,8 @@ class TorchRLWeights:
         """Use new weights from the next batch on.
 
         Args:
-            policy_or_weights: a TensorDict, module or state dict. None: the policy that the collector was made with.
+            policy_or_weights: a TensorDict, a module, or a dict of tensors: a state dict, or nested as a TensorDict is.
+                None: the policy that the collector was made with.
             worker_ids: passed to weight updaters and schemes.
             **kwargs: ``weights``, ``policy``, ``model_id``, ``weights_dict``, as in TorchRL. Without schemes, TorchRL
                 ignores ``weights_dict``; here its entry "policy" is used.
@@ -53,7 +55,22 @@ class TorchRLWeights:
             self._weights.publish_all([])
 
     register_scheme_receiver = WeightMethods.register_scheme_receiver
-    receive_weights = WeightMethods.receive_weights
+
+    def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
+        """Use the weights that the registered schemes have received, or, without schemes, the given weights.
+
+        Args:
+            policy_or_weights: see ``update_policy_weights_``. None: copy them from the policy that the collector was
+                made with.
+            weights: the same as a keyword.
+            policy: the same as a keyword.
+
+        Raises:
+            ValueError: weights were given although schemes are registered, or twice.
+            BadWeights: the weights do not fit, or are not finite. Nothing was changed.
+        """
+        given, named = flattened(policy_or_weights), flattened(weights)
+        WeightMethods.receive_weights(cast(Any, self), given, weights=named, policy=policy)
 
     def increment_version(self) -> None:
         """Increment the version, with ``track_policy_version``."""
@@ -80,7 +97,7 @@ class TorchRLWeights:
             raise RuntimeError(
                 "Collector cannot update policy weights without explicit weights or an original policy module."
             )
-        self._weights.publish(policy_or_weights)
+        self._weights.publish(flattened(policy_or_weights))
 
 
 def is_for_workers(scheme: Any) -> bool:

@@ -20,6 +20,7 @@ import muster.collectors.clusters as clusters
 from muster.cluster.submitit import DEFAULT_SLURM_CONF
 from muster.cluster.submitit_delayed import submitit_delayed_launcher
 from muster.collectors.signatures import OF_TORCHRL, passes_on
+from muster.compat.torchrl.nested import flattened
 from muster.compat.torchrl.policies import ActedOn, CopiedEnv
 from muster.errors import BadOption
 from muster.utils.integers import integer
@@ -76,9 +77,20 @@ class _OverNodes:
             self.update_policy_weights_()
 
     def update_policy_weights_(self, policy_or_weights: Any = None, **options: Any) -> None:
+        """Publish weights as ``muster.Collector.update_policy_weights_``. Dicts may be nested, as TensorDicts are."""
         if policy_or_weights is None and not {"weights", "policy", "weights_dict"} & options.keys():
             policy_or_weights = self._kept_policy
-        super().update_policy_weights_(policy_or_weights, **options)  # type: ignore[misc]
+        if options.get("weights") is not None:
+            options["weights"] = flattened(options["weights"])
+        if options.get("weights_dict") is not None:
+            options["weights_dict"] = {name: flattened(own) for name, own in options["weights_dict"].items()}
+        super().update_policy_weights_(flattened(policy_or_weights), **options)  # type: ignore[misc]
+
+    def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
+        """Use weights as ``muster.Collector.receive_weights``. Dicts may be nested, as TensorDicts are."""
+        super().receive_weights(  # type: ignore[misc]
+            flattened(policy_or_weights), weights=flattened(weights), policy=policy
+        )
 
 
 class DistributedCollector(_OverNodes, clusters.DistributedCollector):
