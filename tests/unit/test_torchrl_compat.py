@@ -30,8 +30,8 @@ from torchrl.modules import LSTMModule
 
 from muster import policies
 from muster.compat.torchrl import Collector, VanillaWeightUpdater
-from muster.compat.torchrl.nested import flattened
 from muster.compat.torchrl.numbering import Numbering
+from muster.compat.torchrl.weight_names import flattened
 from muster.compat.torchrl.weight_update import MultiProcessWeightSyncScheme
 from muster.errors import BadOption, BadWeights, CollectorClosed
 from muster.testing import CountingEnv

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from muster.compat.torchrl.nested import flattened
+from muster.compat.torchrl.weight_names import flattened
 from muster.errors import BadOption, BadWeights
 from muster.utils.attributes import optional
 from muster.weights.names import named_weights, overwrite

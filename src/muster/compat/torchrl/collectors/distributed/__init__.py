@@ -20,8 +20,8 @@ import muster.collectors.clusters as clusters
 from muster.cluster.submitit import DEFAULT_SLURM_CONF
 from muster.cluster.submitit_delayed import submitit_delayed_launcher
 from muster.collectors.signatures import OF_TORCHRL, passes_on
-from muster.compat.torchrl.nested import flattened
 from muster.compat.torchrl.policies import ActedOn, CopiedEnv
+from muster.compat.torchrl.weight_names import flattened
 from muster.errors import BadOption
 from muster.utils.integers import integer
 
