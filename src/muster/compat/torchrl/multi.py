@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -27,7 +28,7 @@ from torchrl.envs import EnvBase
 
 from muster.compat.torchrl.collector import Collector
 from muster.compat.torchrl.setup import SELECTORS
-from muster.compat.torchrl.worker_calls import WorkerCalls
+from muster.compat.torchrl.worker_calls import LOOK_S, WorkerCalls
 from muster.compat.torchrl.worker_errors import ErrorFolder, WatchedClass, WatchedFunction, raise_original
 from muster.utils.tracebacks import trimmed
 
@@ -140,6 +141,9 @@ class AsyncCollector(MultiAsyncCollector, torchrl.collectors.AsyncCollector):  #
 class Evaluator(torchrl.collectors.Evaluator):  # type: ignore[misc]
     """TorchRL 0.14's ``Evaluator``, which documents the arguments; collects with ``Collector`` of this package.
 
+    An error of the environment or the policy is raised by ``evaluate``, and after ``trigger_eval`` by ``wait`` and
+    ``poll``.
+
     Args:
         *args: TorchRL's arguments.
         collector_cls: another class, or the name of a class in ``muster.compat.torchrl.collectors``.
@@ -156,9 +160,52 @@ class Evaluator(torchrl.collectors.Evaluator):  # type: ignore[misc]
             from muster.compat.torchrl import collectors
 
             collector_cls = getattr(collectors, collector_cls)
-        if options.get("backend") == "process" or options.get("weight_sync_schemes") is not None:
-            collector_kwargs = {"collector_class": Collector} | (collector_kwargs or {})
-        super().__init__(*args, collector_cls=collector_cls or Collector, collector_kwargs=collector_kwargs, **options)
+        self._errors = ErrorFolder()
+        self._in_process = options.get("backend") == "process" or options.get("weight_sync_schemes") is not None
+        given = dict(collector_kwargs or {})
+        if self._in_process:
+            given["collector_class"] = WatchedClass(given.get("collector_class") or Collector, self._errors.path)
+        chosen = WatchedClass(collector_cls or Collector, self._errors.path)
+        super().__init__(*args, collector_cls=chosen, collector_kwargs=given, **options)
+
+    def evaluate(self, *args: Any, **options: Any) -> dict[str, Any]:
+        """Evaluate as TorchRL. An error of the environment or the policy is raised as it was raised."""
+        try:
+            return dict(super().evaluate(*args, **options))
+        except Exception:
+            if self._in_process:
+                self._raise_reported()
+            raise
+
+    def poll(self, timeout: float = 0) -> dict[str, Any] | None:
+        """Return a result, or None as TorchRL. Raises the error that has ended the evaluation."""
+        result: dict[str, Any] | None = super().poll(timeout)
+        if result is None:
+            self._raise_reported()
+        return result
+
+    def wait(self, timeout: float | None = None) -> dict[str, Any] | None:
+        """Wait for a result as TorchRL. Raises the error that has ended the evaluation."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            rest = LOOK_S if until is None else max(0.0, min(LOOK_S, until - time.monotonic()))
+            result: dict[str, Any] | None = super().wait(rest)
+            if result is not None:
+                return result
+            self._raise_reported()
+            if until is not None and time.monotonic() >= until:
+                return None
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """End the evaluation as TorchRL."""
+        super().shutdown(timeout)
+        self._errors.close()
+
+    def _raise_reported(self) -> None:
+        reported = self._errors.first()
+        if reported is not None:
+            with trimmed:
+                raise_original(reported[1])
 
 
 def _function(entry: Any) -> Any:

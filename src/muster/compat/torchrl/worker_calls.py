@@ -25,7 +25,7 @@ from muster.weights.names import check_finite, copy_tensor, named_weights
 from muster.workers.failures import Where, died
 
 EXIT_S = 2.0  # time that a worker takes to exit after its connection was closed
-LOOK_S = 0.2  # interval of looks at workers that have to acknowledge weights
+LOOK_S = 0.2  # interval of looks at workers while waiting for something else
 _END = object()
 
 
@@ -36,6 +36,7 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
         procs: the processes of the workers. After the death of one, those of which the state is still known.
     """
 
+    procs: list[Any]
     _is_made = False  # the constructor has ended
     _ended = False  # shutdown() was called
     _is_free = False  # start() was called: workers collect without requests
