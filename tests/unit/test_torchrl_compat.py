@@ -172,8 +172,32 @@ def test_a_closed_collector_says_so():
     collector.shutdown()
     assert batch["observation"].isfinite().all()
     assert collector.env.is_closed
-    for call in (collector.next, collector.rollout, collector.reset, collector.fake_tensordict):
+    calls = (collector.next, collector.rollout, collector.reset, collector.fake_tensordict, lambda: list(collector))
+    for call in (*calls, *calls):
         with pytest.raises(CollectorClosed, match="shut down"):
+            call()
+
+
+def test_a_collector_is_closed_after_an_error_and_after_its_end():
+    def fail(td: Any) -> Any:
+        if calls:
+            raise ZeroDivisionError("of the policy")
+        calls.append(1)
+        return td.set("action", torch.zeros(*td.shape, 1))
+
+    calls: list[int] = []
+    collector = Collector(pendulum(), fail, frames_per_batch=5, trust_policy=True)
+    with pytest.raises(ZeroDivisionError):
+        collector.next()
+    with pytest.raises(CollectorClosed):
+        collector.next()
+    ended = Collector(pendulum(), linear(), frames_per_batch=5, total_frames=5)
+    assert len(list(ended)) == 1
+    assert ended.next() is None
+    assert list(ended) == []
+    ended.shutdown()
+    for call in (ended.next, lambda: list(ended)):
+        with pytest.raises(CollectorClosed):
             call()
 
 

@@ -213,6 +213,7 @@ class Collector(
 
     def iterator(self) -> Iterator[Any]:
         """Yield batches until ``total_frames``; None if the replay buffer got the batch. See ``iter(collector)``."""
+        self._check_open()
         while self._frames < self.total_frames:
             self._check_open()
             self._iter += 1
@@ -229,6 +230,11 @@ class Collector(
                     )
                     batch = None
             yield batch
+
+    def next(self) -> Any:
+        """Return the next batch; None after ``total_frames``."""
+        self._check_open()
+        return super().next()
 
     def rollout(self) -> Any:
         """Collect a batch ``[*env batch, T]`` without postprocessing; None if its steps are in the replay buffer."""

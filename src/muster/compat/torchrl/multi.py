@@ -22,12 +22,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torchrl.collectors
+import torchrl.weight_update
 from torchrl._comm.backends import _get_service_backend, normalize_service_backend
 from torchrl.envs import EnvBase
 
 from muster.compat.torchrl.collector import Collector
 from muster.compat.torchrl.setup import SELECTORS
+from muster.compat.torchrl.weight_update import NoWeightSyncScheme
 from muster.compat.torchrl.worker_calls import LOOK_S, WorkerCalls
 from muster.compat.torchrl.worker_errors import ErrorFolder, WatchedClass, WatchedFunction, raise_original
 from muster.utils.tracebacks import trimmed
@@ -58,6 +61,7 @@ class MultiCollector(WorkerCalls, metaclass=_ByArgument):
         num_workers: number of workers, if ``create_env_fn`` is one entry. None: one.
         collector_class: class of the workers' collectors: ``Collector`` of this package, or a subclass.
         init_fn: TorchRL's argument.
+        weight_sync_schemes: TorchRL's argument. A policy that is a module always has a scheme: TorchRL's default.
         **kwargs: TorchRL's arguments.
 
     Raises:
@@ -75,6 +79,7 @@ class MultiCollector(WorkerCalls, metaclass=_ByArgument):
         num_workers: int | None = None,
         collector_class: Any = None,
         init_fn: Any = None,
+        weight_sync_schemes: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         self._errors = ErrorFolder()
@@ -91,10 +96,13 @@ class MultiCollector(WorkerCalls, metaclass=_ByArgument):
                     num_workers=num_workers,
                     collector_class=WatchedClass(made_by, self._errors.path),
                     init_fn=None if init_fn is None else WatchedFunction(init_fn, self._errors.path),
+                    weight_sync_schemes=_for_meta_policies(weight_sync_schemes, policy, kwargs.get("policy_factory")),
                     **kwargs,
                 )
             except Exception as error:
                 failure = self._failure(error)
+                if hasattr(self, "procs"):  # TorchRL leaves them running after some errors
+                    self.shutdown(raise_on_error=False)
                 self._errors.close()
                 if failure is not None:
                     raise_original(failure)
@@ -117,7 +125,7 @@ class MultiCollector(WorkerCalls, metaclass=_ByArgument):
         """
         failure = self._end()
         super().shutdown(timeout=timeout, close_env=close_env, raise_on_error=raise_on_error)
-        for scheme in (self._weight_sync_schemes or {}).values():
+        for scheme in (getattr(self, "_weight_sync_schemes", None) or {}).values():
             scheme.shutdown()
         if failure is not None and raise_on_error:
             with trimmed:
@@ -206,6 +214,22 @@ class Evaluator(torchrl.collectors.Evaluator):  # type: ignore[misc]
         if reported is not None:
             with trimmed:
                 raise_original(reported[1])
+
+
+def _for_meta_policies(schemes: dict[str, Any] | None, policy: Any, factory: Any) -> dict[str, Any] | None:
+    """Return the weight sync schemes with one for a policy that TorchRL sends without its weights.
+
+    It does so with every module, as soon as there is a scheme, also if that is for another model or sends nothing.
+    """
+    if not schemes:
+        return schemes
+    sending = {
+        model_id: NoWeightSyncScheme() if type(scheme) is torchrl.weight_update.NoWeightSyncScheme else scheme
+        for model_id, scheme in schemes.items()
+    }
+    if isinstance(policy, torch.nn.Module) and factory is None:
+        sending.setdefault("policy", torchrl.weight_update.SharedMemWeightSyncScheme())
+    return sending
 
 
 def _function(entry: Any) -> Any:

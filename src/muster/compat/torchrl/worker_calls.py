@@ -7,7 +7,7 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import connection
 from signal import SIGTERM
 from typing import Any, Literal
@@ -16,10 +16,11 @@ import torch
 import torchrl.collectors
 from tensordict import TensorDict
 from torchrl.collectors._constants import WEIGHT_SYNC_TIMEOUT
+from torchrl.weight_update import MultiProcessWeightSyncScheme
 
 from muster.compat.torchrl.weight_names import by_name, fitted, is_tensordict, unsaved_buffers
 from muster.compat.torchrl.worker_errors import ErrorFolder, raise_original
-from muster.errors import BadWeights, CollectorClosed, CollectorTimeout, MusterError
+from muster.errors import BadOption, BadWeights, CollectorClosed, CollectorTimeout, MusterError
 from muster.utils.tracebacks import trimmed
 from muster.weights.names import check_finite, copy_tensor, named_weights
 from muster.workers.failures import Where, died
@@ -164,6 +165,11 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
         if model_id not in self._weight_sync_schemes:
             return given  # TorchRL raises KeyError
         if type(given) is dict and given and all(isinstance(worker, int) for worker in given):
+            if isinstance(self._weight_sync_schemes[model_id], MultiProcessWeightSyncScheme):
+                raise BadOption(
+                    "weights were given by worker, and TorchRL's MultiProcessWeightSyncScheme sends the same weights "
+                    "to all workers: use SharedMemWeightSyncScheme(per_worker_weights=True)"
+                )
             return {worker: self._fitted_to(own, self._model(model_id, worker)) for worker, own in given.items()}
         whole = self._fitted_to(given, self._model(model_id, None))
         is_module = isinstance(given, torch.nn.Module) and not is_tensordict(given)
@@ -299,7 +305,7 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
     def _look(self, error: BaseException | None) -> MusterError | None:
         processes = list(getattr(self, "procs", ()))
         if isinstance(error, (EOFError, OSError)) or isinstance(getattr(error, "__cause__", None), EOFError):
-            connection.wait([process.sentinel for process in processes if is_known(process)], timeout=EXIT_S)
+            _join_ended([process for process in processes if is_known(process)])
         reported = self._errors.first()
         if reported is not None:
             pid, found = reported
@@ -327,6 +333,14 @@ def is_known(process: Any) -> bool:
 def exit_code(process: Any) -> int | None:
     """Return the exit code of a process; None if it runs, or is not known any more."""
     return process.exitcode if is_known(process) else None
+
+
+def _join_ended(processes: Sequence[Any]) -> None:
+    """Wait until a process has exited, of which one has closed its connection, and its exit code is known."""
+    ended = connection.wait([process.sentinel for process in processes], timeout=EXIT_S)
+    for process in processes:
+        if process.sentinel in ended:
+            process.join(EXIT_S)  # the kernel closes files before it tells the exit code
 
 
 def _guarded(name: str) -> Callable[..., Any]:

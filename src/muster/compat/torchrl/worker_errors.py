@@ -81,6 +81,7 @@ class WatchedClass:
         # TorchRL's worker takes an EOFError or BrokenPipeError, of a simulator's pipe for instance, for the end of its
         # own pipe. So errors of the collection are written before it sees them.
         collector.iterator = report.watched(collector.iterator)
+        collector.register_scheme_receiver = report.reported(collector.register_scheme_receiver, "construct")
         if multiprocessing.parent_process() is not None:
             Finalize(None, report.at_exit, exitpriority=FIRST)
         return collector
@@ -98,8 +99,7 @@ class WatchedFunction:
         self._function, self._folder = function, folder
 
     def __call__(self) -> Any:
-        with Report(self._folder, None).errors("construct"):
-            return self._function()
+        return Report(self._folder, None).reported(self._function, "construct")()
 
 
 class Report:
@@ -122,6 +122,15 @@ class Report:
         except BaseException as error:
             self.write(error, phase)
             raise
+
+    def reported(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        """Return a function that writes errors of a phase."""
+
+        def reported(*args: Any, **options: Any) -> Any:
+            with self.errors(phase):
+                return function(*args, **options)
+
+        return reported
 
     def watched(self, iterator: Callable[[], Iterator[Any]]) -> Callable[[], Iterator[Any]]:
         """Return a function whose iterators write errors."""
