@@ -207,30 +207,33 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
     def _acknowledged(self, queues: Mapping[int, Any]) -> Iterator[None]:
         """Return a context in which one of TorchRL's schemes waits for workers to take weights, which has no limit.
 
+        A thread ends the wait if a worker has exited, or after ``WEIGHT_SYNC_TIMEOUT``, with an acknowledgment in every
+        queue: a worker that exits also ends the receiving threads of the others.
+
         Args:
-            queues: the scheme's queues of acknowledgments, by worker. Those of workers from which none will come get
-                one here.
+            queues: the scheme's queues of acknowledgments, by worker.
 
         Raises:
             EOFError: a worker has exited.
-            CollectorTimeout: a worker has not taken the weights in time.
+            CollectorTimeout: a worker has not taken the weights in time. The collector was shut down.
         """
         if not queues:
             yield
             return
-        done, exited, late = threading.Event(), set[int](), set[int]()
+        done, exited, late = threading.Event(), threading.Event(), threading.Event()
 
         def watch() -> None:
             until = time.monotonic() + WEIGHT_SYNC_TIMEOUT
             while not done.wait(LOOK_S):
-                for worker in queues.keys() - exited - late:
-                    if exit_code(self.procs[worker]) is not None:
-                        exited.add(worker)
-                    elif time.monotonic() > until:
-                        late.add(worker)
-                    else:
-                        continue
-                    queues[worker].put("updated")
+                if any(exit_code(process) is not None for process in self.procs):
+                    exited.set()
+                elif time.monotonic() > until:
+                    late.set()
+                else:
+                    continue
+                for queue in queues.values():
+                    queue.put("updated")
+                return
 
         watcher = threading.Thread(target=watch, name="muster-acknowledged", daemon=True)
         watcher.start()
@@ -239,14 +242,14 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
         finally:
             done.set()
             watcher.join()
-        if exited:
-            raise EOFError(f"workers {sorted(exited)} have exited")
-        if late:
+        if exited.is_set():
+            raise EOFError("a worker has exited")
+        if late.is_set():
             self.shutdown(raise_on_error=False)
             raise CollectorTimeout(
-                f"workers {sorted(late)} have not taken their weights within {WEIGHT_SYNC_TIMEOUT:g} s, so the "
-                f"collector was shut down. Standard error has the warnings of the weight sync scheme. If weights take "
-                f"longer, set the environment variable TORCHRL_WEIGHT_SYNC_TIMEOUT."
+                f"not all workers have taken their weights within {WEIGHT_SYNC_TIMEOUT:g} s, so the collector was shut "
+                f"down. Standard error has the warnings of the weight sync scheme. If weights take longer, set the "
+                f"environment variable TORCHRL_WEIGHT_SYNC_TIMEOUT."
             )
 
     # --- workers ----------------------------------------------------------------------------------
