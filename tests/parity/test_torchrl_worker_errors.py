@@ -73,7 +73,7 @@ def iterate(opened: Any) -> None:
 PLACES: dict[str, tuple[Callable[[str], dict[str, Any]], Callable[[Any], Any], str]] = {
     "step": (lambda how: {"envs": failing("step", how, 7)}, iterate, "step"),
     "reset": (lambda how: {"envs": failing("reset", how, 3)}, iterate, "reset"),
-    "first reset": (lambda how: {"envs": failing("reset", how)}, iterate, "reset"),
+    "first reset": (lambda how: {"envs": failing("reset", how)}, iterate, "construct"),
     "make": (lambda how: {"envs": [workers.counting, partial(workers.fail, how)]}, iterate, "construct"),
     "policy": (lambda how: {"policy": FailingPolicy(how, 9)}, iterate, "policy"),
     "policy_factory": (
@@ -95,10 +95,6 @@ PLACES: dict[str, tuple[Callable[[str], dict[str, Any]], Callable[[Any], Any], s
 def test_errors_of_workers_are_the_originals(place: str, how: str, name: str) -> None:
     """Of the type that was raised, with the worker, the place and the traceback in the error that is their cause."""
     options, use, phase = PLACES[place]
-    if phase in ("construct", "call") and how in ("eof", "pipe") and place in ("set_seed",):
-        pytest.skip("TorchRL's worker takes it for the end of its connection")
-    if name == "MultiSyncCollector" and place == "set_seed" and how == "own":
-        how = "value"
 
     def run() -> None:
         with collector(name, **options(how)) as opened:
@@ -121,9 +117,9 @@ def test_errors_of_workers_are_the_originals(place: str, how: str, name: str) ->
     if place != "init_fn":  # it does not know which worker it is in
         assert f"worker {cause.worker} (pid " in str(cause)
     assert "torchrl_workers.py" in str(cause), "the traceback in the worker"
-    if phase in ("step", "reset"):
+    if "step" in place or "reset" in place:
         assert isinstance(cause, EnvError)
-        assert f"Failing.{phase}" in str(cause)
+        assert ("Failing.step" if "step" in place else "Failing.reset") in str(cause)
     if how == "own":
         assert isinstance(error, workers.Diverged)
         assert (str(error), error.code) == ("simulator diverged", 7)
@@ -139,6 +135,20 @@ def test_an_error_of_this_process_is_raised_as_it_is() -> None:
     with collector(postproc=postproc) as opened, pytest.raises(ValueError, match="of the main process") as caught:
         opened.next()
     assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize("how", ["value", "eof"])
+def test_an_error_that_a_worker_survives_is_not_its_end(how: str) -> None:
+    with collector(envs=failing("reset", how, 2), frames_per_batch=4) as opened:
+        next(batches := iter(opened))
+        with pytest.raises(TYPES[how], match="of the test") as caught:
+            opened.map_fn("reset")
+        assert caught.value.__cause__ is None, "TorchRL has pickled it"
+        assert next(batches).shape == (2, 2)
+        opened.procs[1].kill()
+        opened.procs[1].join(60)
+        with pytest.raises(WorkerDied, match="Worker 1 .* SIGKILL"):
+            next(batches)
 
 
 def test_errors_of_muster_say_where_they_were_raised() -> None:
@@ -237,10 +247,10 @@ def test_an_update_does_not_wait_for_a_worker_that_has_failed(name: str, scheme:
     given = {} if options == {} else {"weight_sync_schemes": {"policy": options.MultiProcessWeightSyncScheme()}}
     with collector(name, envs=failing("step", "value", 5), **given) as opened:
         batches = iter(opened)
-        if name == "MultiAsyncCollector":
-            next(batches)
-            wait_until(lambda: worker_calls.exit_code(opened.procs[1]) is not None)
         with pytest.raises(ValueError, match="of the test") as caught:
+            if name == "MultiAsyncCollector":
+                next(batches)
+                wait_until(lambda: worker_calls.exit_code(opened.procs[1]) is not None)
             for _ in range(100):
                 opened.update_policy_weights_(weights(1.0))
                 next(batches)

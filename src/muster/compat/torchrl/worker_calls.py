@@ -312,9 +312,15 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
         reported = self._errors.first()
         if reported is not None:
             pid, found = reported
+            worker = next((n for n, each in enumerate(processes) if is_known(each) and each.pid == pid), None)
             if found.worker is None:
-                found.worker = next((n for n, each in enumerate(processes) if is_known(each) and each.pid == pid), None)
-            return found
+                found.worker = worker
+            if worker is None or not self._is_made:
+                return found
+            processes[worker].join(EXIT_S)
+            code = exit_code(processes[worker])
+            if code is not None and (code >= 0 or code == -SIGTERM):
+                return found  # else the worker has survived the error, which TorchRL has sent
         codes = {worker: exit_code(process) for worker, process in enumerate(processes)}
         dead = [worker for worker, code in codes.items() if code is not None]
         if not dead:

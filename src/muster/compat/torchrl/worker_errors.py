@@ -5,8 +5,9 @@ exited. Here a worker also writes its first error into a file, before it exits:
 
 1. ``ErrorFolder`` makes the folder of the files, in the main process.
 2. TorchRL gets a ``WatchedClass`` as ``collector_class``, and each of its workers makes its collector with it.
-3. The worker writes the error: with its place, as other workers of Muster send theirs.
-4. When TorchRL notices the end of a worker, ``ErrorFolder.first`` returns the error.
+3. The worker writes the errors that its collector raises, with their place, as other workers of Muster send theirs. The
+   last one stays: TorchRL's worker survives some, and sends them itself.
+4. When TorchRL notices the end of a worker, ``ErrorFolder.first`` returns its error.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ import cloudpickle
 from muster.errors import MusterError, RemoteError
 from muster.workers.failures import MAX_PICKLE_BYTES, SentError, pack
 
+PHASES = {  # methods that TorchRL's worker calls, besides the iterator, and the phases of their errors
+    "register_scheme_receiver": "construct",
+    "reset": "reset",
+    **dict.fromkeys(("set_seed", "state_dict", "load_state_dict"), "call"),
+}
 FIRST = 100  # priority of a function at the exit of a process: before those that wait for threads
 
 
@@ -44,7 +50,7 @@ class ErrorFolder:
         self._end = weakref.finalize(self, _remove, os.getpid(), self.path)
 
     def first(self) -> tuple[int, MusterError] | None:
-        """Return the process id and the error of the worker that was the first to raise; None if none has raised.
+        """Return the process id and the last error of the worker that was the first to raise; None if none has raised.
 
         The original exception is the error's ``__cause__``; None if it is an error of Muster's.
         """
@@ -79,9 +85,10 @@ class WatchedClass:
         with report.errors("construct"):
             collector = self.collector_class(*args, **options)
         # TorchRL's worker takes an EOFError or BrokenPipeError, of a simulator's pipe for instance, for the end of its
-        # own pipe. So errors of the collection are written before it sees them.
+        # own pipe. So errors of the collector are written before it sees them.
         collector.iterator = report.watched(collector.iterator)
-        collector.register_scheme_receiver = report.reported(collector.register_scheme_receiver, "construct")
+        for method, phase in PHASES.items():
+            setattr(collector, method, report.reported(getattr(collector, method), phase))
         if multiprocessing.parent_process() is not None:
             Finalize(None, report.at_exit, exitpriority=FIRST)
         return collector
@@ -103,7 +110,7 @@ class WatchedFunction:
 
 
 class Report:
-    """The first error of this process, written into the folder.
+    """The last error of this process, written into the folder.
 
     Args:
         folder: path of the folder.
@@ -112,7 +119,7 @@ class Report:
 
     def __init__(self, folder: str, worker: int | None) -> None:
         self._folder, self._worker = Path(folder), worker
-        self._written = False
+        self._written: BaseException | None = None
 
     @contextlib.contextmanager
     def errors(self, phase: str) -> Iterator[None]:
@@ -148,10 +155,10 @@ class Report:
             self.write(error, "call")
 
     def write(self, error: BaseException, phase: str) -> None:
-        """Write an error of a phase, unless one was written before. Ctrl-C is not an error."""
-        if self._written or isinstance(error, (GeneratorExit, KeyboardInterrupt)):
+        """Write an error of a phase, unless it was written before. Ctrl-C is not an error."""
+        if error is self._written or isinstance(error, (GeneratorExit, KeyboardInterrupt)):
             return
-        self._written = True
+        self._written = error
         sent = _located(error, phase, self._worker)
         content = pickle.dumps((sent, None if sent.pickled is not None else _parts(error)))
         complete, name = self._folder / str(os.getpid()), f"{os.getpid()}.part"
