@@ -86,6 +86,7 @@ class WeightSyncScheme:
     initialized_on_receiver = synchronized_on_receiver = synchronized_on_sender = False
     _context: weakref.ref[Any] | None = None
     _source: Any = None  # the sender's model
+    _constants: frozenset[str] = frozenset()  # names of non-persistent buffers: in no state dict, and never published
     _unsent: bytes | None = None  # tensors that only a receiver needs whose module has no memory yet
     _path: str | None = None
     _pid = 0
@@ -163,9 +164,15 @@ class WeightSyncScheme:
         if not self.backend:
             raise BadOption(f"{self} cannot send by itself: take a subclass of WeightSyncScheme")
         count = _count(num_workers, devices, context)
+        given = model if weights is None else weights
+        modules = [
+            each for each in (given.values() if _differ(given) else [given]) if isinstance(each, torch.nn.Module)
+        ]
+        buffers = [unsaved_buffers(module) for module in modules]
+        self._constants = frozenset(name for each in buffers for name in each)
+        self._unsent = _packed(buffers[0]) if buffers else None  # a worker that makes its policy does not need them
         self._source = model
-        self._unsent = _packed(self._constants())
-        first = self._by_worker(model if weights is None else weights)
+        first = self._by_worker(given)
         self._sender = SendingEnd(next(iter(first.values())), count, self.deadline_s)
         for worker, own in first.items():
             if worker is not None:
@@ -349,17 +356,11 @@ class WeightSyncScheme:
             if self.sync:
                 sender.wait(receivers)
 
-    def _constants(self) -> Weights:
-        """Return the sender's tensors that are never published: non-persistent buffers, which no state dict has."""
-        return unsaved_buffers(self._source) if isinstance(self._source, torch.nn.Module) else {}
-
     def _by_worker(self, given: Any) -> dict[int | None, Weights]:
         """Return checked weights by number of the receiver; None stands for all receivers."""
-        differ = type(given) is dict and bool(given) and all(isinstance(key, int) for key in given)
-        constants = self._constants().keys()
         named = {}
-        for worker, own in (given if differ else {None: given}).items():
-            named[worker] = {name: tensor for name, tensor in by_name(own).items() if name not in constants}
+        for worker, own in (given if _differ(given) else {None: given}).items():
+            named[worker] = {name: tensor for name, tensor in by_name(own).items() if name not in self._constants}
             check_finite(named[worker])
         return named
 
@@ -499,6 +500,11 @@ def _of_context(context: Any, model_id: str) -> tuple[Any, Any]:
     if all(factory is factories[0] for factory in factories):
         return None, factories[0]()
     return None, {worker: factory() for worker, factory in enumerate(factories)}
+
+
+def _differ(given: Any) -> bool:
+    """Return whether these are weights by number of the receiver."""
+    return type(given) is dict and bool(given) and all(isinstance(key, int) for key in given)
 
 
 def _materialise(model: Any, packed: bytes | None) -> None:

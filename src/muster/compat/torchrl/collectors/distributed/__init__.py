@@ -204,7 +204,7 @@ def _translated(create_env_fn: Any, frames_per_batch: int, options: dict[str, An
     told |= {name: _one(name, value) for name, value in told.items() if name in _PER_NODE}
     of_nodes = told.get("collector_kwargs")
     several = isinstance(of_nodes, (list, tuple))
-    every = [_with_effect(given) for given in (of_nodes if several else [of_nodes])]
+    every = [_with_effect(given) for given in (of_nodes if isinstance(of_nodes, (list, tuple)) else [of_nodes])]
     if isinstance(told.get("tcp_port"), str):
         told["tcp_port"] = int(told["tcp_port"])
     frames = integer("frames_per_batch", frames_per_batch)
