@@ -137,6 +137,17 @@ def test_batches_are_equal(name: str) -> None:
     both(program)
 
 
+def test_cat_is_the_first_dimension() -> None:
+    """TorchRL's documentation has ``cat_results="cat"``, and TorchRL takes 0."""
+    found = []
+    for source, cat in zip(SOURCES, (0, "cat"), strict=True):
+        collector = made(source, envs=[workers.two_counting] * 2, policy=workers.ones, cat_results=cat, total_frames=8)
+        found.append([batch.exclude(IDS) for batch in collector])
+        collector.shutdown()
+    assert found[1][0].shape == (4, 2)
+    assert_equal(found[1], found[0])
+
+
 def test_a_program_that_looks_into_workers(tmp_path: Any) -> None:
     def program(source: Any) -> Any:
         policy = Weighted(1.0)

@@ -259,7 +259,7 @@ def test_an_update_does_not_wait_for_a_worker_that_has_failed(name: str, scheme:
 
 @pytest.mark.slow
 def test_an_update_that_a_worker_does_not_take_in_time(monkeypatch: Any) -> None:
-    monkeypatch.setattr(worker_calls, "WEIGHT_SYNC_TIMEOUT", 0.5)
+    monkeypatch.setattr(worker_calls, "WEIGHTS_S", 0.5)
     with collector() as opened:
         next(iter(opened))
         os.kill(opened.procs[1].pid, signal.SIGSTOP)

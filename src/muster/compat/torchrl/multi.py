@@ -61,6 +61,7 @@ class MultiCollector(WorkerCalls, metaclass=_ByArgument):
         num_workers: number of workers, if ``create_env_fn`` is one entry. None: one.
         collector_class: class of the workers' collectors: ``Collector`` of this package, or a subclass.
         init_fn: TorchRL's argument.
+        cat_results: TorchRL's argument. "cat", which its documentation has, is 0: the first dimension.
         weight_sync_schemes: TorchRL's argument. A policy that is a module always has a scheme: TorchRL's default.
         **kwargs: TorchRL's arguments.
 
@@ -80,6 +81,7 @@ class MultiCollector(WorkerCalls, metaclass=_ByArgument):
         collector_class: Any = None,
         init_fn: Any = None,
         weight_sync_schemes: dict[str, Any] | None = None,
+        cat_results: Any = None,
         **kwargs: Any,
     ) -> None:
         self._errors = ErrorFolder()
@@ -96,6 +98,7 @@ class MultiCollector(WorkerCalls, metaclass=_ByArgument):
                     num_workers=num_workers,
                     collector_class=WatchedClass(made_by, self._errors.path),
                     init_fn=None if init_fn is None else WatchedFunction(init_fn, self._errors.path),
+                    cat_results=0 if isinstance(cat_results, str) and cat_results == "cat" else cat_results,
                     weight_sync_schemes=_for_meta_policies(weight_sync_schemes, policy, kwargs.get("policy_factory")),
                     **kwargs,
                 )

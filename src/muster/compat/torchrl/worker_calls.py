@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 import threading
 import time
@@ -15,7 +16,6 @@ from typing import Any, Literal
 import torch
 import torchrl.collectors
 from tensordict import TensorDict
-from torchrl.collectors._constants import WEIGHT_SYNC_TIMEOUT
 from torchrl.weight_update import MultiProcessWeightSyncScheme
 
 from muster.compat.torchrl.weight_names import by_name, fitted, is_tensordict, unsaved_buffers
@@ -26,6 +26,7 @@ from muster.weights.names import check_finite, copy_tensor, named_weights
 from muster.workers.failures import Where, died
 
 EXIT_S = 2.0  # time that a worker takes to exit after its connection was closed
+WEIGHTS_S = float(os.environ.get("TORCHRL_WEIGHT_SYNC_TIMEOUT", 120.0))  # TorchRL's limit for the first weights
 LOOK_S = 0.2  # interval of looks at workers while waiting for something else
 _END = object()
 
@@ -207,7 +208,7 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
     def _acknowledged(self, queues: Mapping[int, Any]) -> Iterator[None]:
         """Return a context in which one of TorchRL's schemes waits for workers to take weights, which has no limit.
 
-        A thread ends the wait if a worker has exited, or after ``WEIGHT_SYNC_TIMEOUT``, with an acknowledgment in every
+        A thread ends the wait if a worker has exited, or after ``WEIGHTS_S``, with an acknowledgment in every
         queue: a worker that exits also ends the receiving threads of the others.
 
         Args:
@@ -223,7 +224,7 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
         done, exited, late = threading.Event(), threading.Event(), threading.Event()
 
         def watch() -> None:
-            until = time.monotonic() + WEIGHT_SYNC_TIMEOUT
+            until = time.monotonic() + WEIGHTS_S
             while not done.wait(LOOK_S):
                 if any(exit_code(process) is not None for process in self.procs):
                     exited.set()
@@ -247,7 +248,7 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
         if late.is_set():
             self.shutdown(raise_on_error=False)
             raise CollectorTimeout(
-                f"not all workers have taken their weights within {WEIGHT_SYNC_TIMEOUT:g} s, so the collector was shut "
+                f"not all workers have taken their weights within {WEIGHTS_S:g} s, so the collector was shut "
                 f"down. Standard error has the warnings of the weight sync scheme. If weights take longer, set the "
                 f"environment variable TORCHRL_WEIGHT_SYNC_TIMEOUT."
             )
