@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
+from muster.compat.torchrl.weight_names import flattened
 from muster.errors import BadOption, BadWeights
 from muster.utils.attributes import optional
 from muster.weights.names import named_weights, overwrite
@@ -167,7 +168,7 @@ class VanillaWeightUpdater(WeightUpdaterBase):
 
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
         if server_weights is not None:
-            overwrite(named_weights(self.policy_weights), named_weights(server_weights))
+            overwrite(named_weights(self.policy_weights), named_weights(flattened(server_weights)))
 
 
 class RayWeightUpdater(WeightUpdaterBase):
