@@ -26,6 +26,7 @@ from muster.envs.build import is_environment
 from muster.errors import BadOption
 from muster.memory.shared import Arena
 from muster.restore.pickling import dumps
+from muster.restore.registered import check_id, ids_of_this_process
 from muster.weights.choice import one_transport
 from muster.weights.publish import PolicyWeights
 from muster.weights.transport import Ticket
@@ -214,6 +215,9 @@ class MultiCollector(BaseCollector):
         policy = dumps(options.policy_factory, "policy_factory") if makes_policy else dumps(self.policy, "policy")
         given = dumps if not threads else lambda value, what: value
         if not threads:
+            for number, factory in enumerate(factories):
+                if isinstance(factory, str):
+                    check_id(factory, f"create_env_fn[{number}]")
             indices = reversed(range(len(factories)))
             once = {id(factories[i]): dumps(factories[i], f"create_env_fn[{i}]") for i in indices}
             factories = [once[id(factory)] for factory in factories]
@@ -251,6 +255,7 @@ class MultiCollector(BaseCollector):
             None if options.restart is None else options.restart.max_restarts,
             options.start_method,
             options.cpu_affinity,
+            None if threads else ids_of_this_process(),
         )
 
     def _server_config(self, server: CentralInference, told: WorkerOptions) -> ServerConfig:

@@ -18,6 +18,7 @@ from muster.compat.env_slice import EnvSlice, Exchange, Infos, VectorRows, execu
 from muster.errors import BadOption, CollectorClosed, EnvError, MusterError, WorkerDied, WorkerHung
 from muster.restore.crash_report import EnvFactory
 from muster.restore.pickling import dumps
+from muster.restore.registered import ids_of_this_process
 from muster.rollout.columns import RolloutOptions
 from muster.rollout.progress import ALL_ORDERS, STEPPING
 from muster.utils.cpus import usable_cores
@@ -450,5 +451,6 @@ def _config(
         timeouts,
         MAX_RESTARTS,
         start_method,
+        registered=ids_of_this_process(),
     )
     return config, parts

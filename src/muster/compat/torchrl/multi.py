@@ -17,6 +17,7 @@ from torchrl._comm.backends import _get_service_backend, normalize_service_backe
 
 from muster.compat.torchrl.collector import Collector
 from muster.compat.torchrl.setup import SELECTORS
+from muster.compat.torchrl.worker_ids import with_ids
 
 _DISPATCH: Any = type(torchrl.collectors.Collector)  # its metaclass, which selects the class for a backend
 
@@ -40,13 +41,14 @@ class MultiCollector(torchrl.collectors.MultiCollector, metaclass=_ByArgument): 
     Args:
         *args: TorchRL's arguments.
         collector_class: class of the workers' collectors: ``Collector`` of this package, or a subclass.
+        init_fn: TorchRL's argument.
         **kwargs: TorchRL's arguments.
     """
 
     __signature__ = inspect.signature(torchrl.collectors.MultiCollector.__init__)
 
-    def __init__(self, *args: Any, collector_class: Any = None, **kwargs: Any) -> None:
-        super().__init__(*args, collector_class=collector_class or Collector, **kwargs)
+    def __init__(self, *args: Any, collector_class: Any = None, init_fn: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, collector_class=collector_class or Collector, init_fn=with_ids(init_fn), **kwargs)
         atexit.register(_shutdown, weakref.ref(self))  # else Python's exit and the workers wait for each other
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
@@ -89,8 +91,11 @@ class Evaluator(torchrl.collectors.Evaluator):  # type: ignore[misc]
             from muster.compat.torchrl import collectors
 
             collector_cls = getattr(collectors, collector_cls)
-        if options.get("backend") == "process" or options.get("weight_sync_schemes") is not None:
+        in_process = options.get("backend") == "process" or options.get("weight_sync_schemes") is not None
+        if in_process:
             collector_kwargs = {"collector_class": Collector} | (collector_kwargs or {})
+        if in_process or options.get("backend") == "ray":
+            options["init_fn"] = with_ids(options.get("init_fn"))
         super().__init__(*args, collector_cls=collector_cls or Collector, collector_kwargs=collector_kwargs, **options)
 
 
