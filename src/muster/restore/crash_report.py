@@ -242,7 +242,7 @@ _PARTS: dict[str, Callable[[Any], bool]] = {  # conditions on some of these fiel
 
 
 def _ids_for(source: Any) -> tuple[dict[str, Any], SentIds | None]:
-    """Return the ids that a replay needs: that of ``source`` as plain data, if its class is Gymnasium's; else all ids."""
+    """Return the id that a replay needs as plain data, if ``source`` is one of a class of Gymnasium's; else all ids."""
     spec = plain_spec(source) if isinstance(source, str) and ":" not in source else {}
     return (spec, None) if spec else ({}, ids_of_this_process(MOST_ID_BYTES))
 

@@ -68,9 +68,8 @@ def ids_of_this_process(most_bytes: int | None = None) -> SentIds:
     for env_id, spec in _registered():
         packed[env_id] = _packed_or_unusable(spec)
         if most_bytes is not None and len(packed[env_id]) > most_bytes:
-            packed[env_id] = _packed(
-                _unusable(spec.id, f"The pickle of {env_id!r} has more than {most_bytes:,} bytes.")
-            )
+            reason = f"The pickle of {env_id!r} has more than {most_bytes:,} bytes."
+            packed[env_id] = _packed(_unusable(spec.id, reason))
     return SentIds(packed)
 
 
