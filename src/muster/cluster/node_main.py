@@ -20,6 +20,7 @@ from muster.errors import MusterError, WorkerError, described
 from muster.memory.slots import Layout, Slot
 from muster.memory.views import BatchView
 from muster.restore.pickling import loads
+from muster.restore.registered import installed
 from muster.weights.buffer import Buffer, Manifest
 from muster.weights.shared_memory import SharedMemory, SharedMemoryPublisher
 from muster.weights.transport import Publisher
@@ -183,7 +184,8 @@ class NodeMain:
         """Start the workers, and send a description of the groups that they have made."""
         config, weights = self._setup.config, self._weights.publisher
         ticket = None if weights is None else weights.ticket
-        supervisor = Supervisor(config, ticket, self._made, light=not has_fork_server(), caller=self)
+        with installed(config.registered):
+            supervisor = Supervisor(config, ticket, self._made, light=not has_fork_server(), caller=self)
         self._supervisor = supervisor
         if self._setup.buffer is not None:
             self._sink = Sink(self._setup.buffer, self._setup.layout)

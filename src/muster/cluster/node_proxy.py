@@ -16,6 +16,7 @@ from muster.cluster.session import BEAT_S, Session
 from muster.memory.slots import Slot
 from muster.memory.specs import Array
 from muster.observing.stats import WorkerStats
+from muster.restore.registered import with_later_ids
 from muster.utils.interrupts import postponed
 from muster.workers.config import WorkerPlace
 from muster.workers.counters import FrameCounters, NodeCounts
@@ -179,7 +180,8 @@ class NodeProxy(Proxy):
         config = self.setup.config
         restarts = [told.restarts for told in self.told.workers] or [w.generation for w in config.workers]
         workers = [replace(w, generation=n + 1) for w, n in zip(config.workers, restarts, strict=True)]
-        self.setup = replace(self.setup, config=replace(config, workers=workers))
+        registered = config.registered and with_later_ids(config.registered)
+        self.setup = replace(self.setup, config=replace(config, workers=workers, registered=registered))
 
     # --- Proxy -----------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from muster.memory.shared import Arena
 from muster.policies.modes import warn_of_noise
 from muster.policies.sampling import check_masks
 from muster.restore.pickling import MAKE_KWARGS, MAKE_OPTION, MAKE_POLICY, dumps
+from muster.restore.registered import check_id, ids_of_this_process
 from muster.weights.choice import one_transport
 from muster.weights.names import acting_modules
 from muster.weights.publish import PolicyWeights
@@ -225,6 +226,9 @@ class MultiCollector(BaseCollector):
         origins: list[Any] = list(origins_of(factories, options))
         given = dumps if not threads else lambda value, what, remedy: value
         if not threads:
+            for number, factory in enumerate(factories):
+                if isinstance(factory, str):
+                    check_id(factory, f"create_env_fn[{number}]")
             indices = reversed(range(len(factories)))
             once = {id(factories[i]): dumps(factories[i], f"create_env_fn[{i}]") for i in indices}
             factories = [once[id(factory)] for factory in factories]
@@ -262,6 +266,7 @@ class MultiCollector(BaseCollector):
             None if options.restart is None else options.restart.max_restarts,
             options.start_method,
             options.cpu_affinity,
+            None if threads else ids_of_this_process(),
         )
 
     def _pickled_policy(self) -> bytes:

@@ -16,6 +16,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from muster.envs import checks, coroutines
+from muster.envs.build import advice_for
 from muster.errors import EnvError, UnsupportedEnv, described
 from muster.memory.objects import copied
 from muster.memory.specs import Array
@@ -395,7 +396,9 @@ class EnvSlice(EnvBatch):
         try:
             env = self._env_fns[i]()
         except Exception as error:
-            raise EnvError(f"environment {self._first + i}: {name} raised {described(error)}", env_index=i) from error
+            raise EnvError(
+                f"environment {self._first + i}: {name} raised {described(error)}{advice_for(error)}", env_index=i
+            ) from error
         if coroutines.takes(env):
             raise UnsupportedEnv(
                 f"{name} returned {type(env).__name__}, whose methods are coroutine functions. Vector environments "

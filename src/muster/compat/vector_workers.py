@@ -29,6 +29,7 @@ from muster.errors import (
 )
 from muster.restore.crash_report import EnvFactory
 from muster.restore.pickling import dumps
+from muster.restore.registered import ids_of_this_process
 from muster.rollout.columns import RolloutOptions
 from muster.rollout.progress import ALL_ORDERS, STEPPING
 from muster.utils.cpus import usable_cores
@@ -594,5 +595,6 @@ def _config(
         timeouts,
         MAX_RESTARTS,
         start_method,
+        registered=ids_of_this_process(),
     )
     return config, parts

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from muster.errors import BadOption
 from muster.memory.specs import Array
 from muster.restore.pickling import loads
+from muster.restore.registered import SentIds
 from muster.weights.transport import Ticket
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class WorkerConfig:
     generation: int = 0  # number of earlier starts of the worker
     place: WorkerPlace | None = None  # place among all workers; None until all workers have made their groups
     node: str = ""  # number and host of the worker's node, for messages; empty on this machine
+    registered: SentIds | None = None  # ids of the program's registry; None: the worker is in a process that has them
     # ticket for the weights, whose descriptors are sent with it; None: the worker does not subscribe
     ticket: Ticket | None = None
 
@@ -117,6 +119,7 @@ class PoolConfig:
     max_restarts: int | None
     start_method: str | None
     cpu_affinity: Literal["auto"] | Sequence[Sequence[int]] | None = None
+    registered: SentIds | None = None  # ids of the program's registry; None: all workers are threads of the program
     node: str = ""  # number and host of the node, for messages; empty on this machine
 
     @property

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from muster.memory.slots import Slot
+from muster.restore.registered import with_later_ids
 from muster.rollout.progress import STOP, Phase
 from muster.utils.interrupts import postponed
 from muster.workers.config import WorkerConfig, WorkerPlace
@@ -89,7 +90,8 @@ class WorkerProxy(Proxy):
         self._check_next(WorkerState.RUNNING)
         is_successor = self._state is WorkerState.DEAD
         if is_successor:
-            self.config = replace(self.config, generation=self.config.generation + 1)
+            registered = self.config.registered and with_later_ids(self.config.registered)
+            self.config = replace(self.config, generation=self.config.generation + 1, registered=registered)
         self.infos = self.failure = self.unwritten = self._answer = self._awaited = None
         for requested in self.under_way.outstanding.values():
             requested.entered = False

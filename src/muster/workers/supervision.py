@@ -95,10 +95,11 @@ class Supervisor(Watcher):
         self._listening: tuple[int, select.poll, dict[Any, WorkerProxy]] | None = None
         affinity, numbers = config.cpu_affinity, [worker.index for worker in config.workers]
         cpus = [()] * len(numbers) if affinity is None else pinned(affinity, numbers)
-        self.handles = [
-            WorkerProxy(replace(worker, policy=config.policy, node=config.node, cpus=own), self)
+        configs = [
+            replace(worker, policy=config.policy, node=config.node, cpus=own, registered=config.registered)
             for worker, own in zip(config.workers, cpus, strict=True)
         ]
+        self.handles = [WorkerProxy(worker, self) for worker in configs]
         made.callback(self.end)
 
     def built(self) -> list[GroupInfo]:

@@ -33,6 +33,7 @@ from muster.compat.torchrl.setup import SELECTORS
 from muster.compat.torchrl.weight_update import NoWeightSyncScheme
 from muster.compat.torchrl.worker_calls import LOOK_S, WorkerCalls
 from muster.compat.torchrl.worker_errors import ErrorFolder, WatchedClass, WatchedFunction, raise_original
+from muster.compat.torchrl.worker_ids import with_ids
 from muster.utils.tracebacks import trimmed
 
 _DISPATCH: Any = type(torchrl.collectors.Collector)  # its metaclass, which selects the class for a backend
@@ -97,7 +98,7 @@ class MultiCollector(WorkerCalls, metaclass=_ByArgument):
                     policy,
                     num_workers=num_workers,
                     collector_class=WatchedClass(made_by, self._errors.path),
-                    init_fn=None if init_fn is None else WatchedFunction(init_fn, self._errors.path),
+                    init_fn=WatchedFunction(with_ids(init_fn), self._errors.path),
                     cat_results=0 if isinstance(cat_results, str) and cat_results == "cat" else cat_results,
                     weight_sync_schemes=_for_meta_policies(weight_sync_schemes, policy, kwargs.get("policy_factory")),
                     **kwargs,
@@ -176,6 +177,8 @@ class Evaluator(torchrl.collectors.Evaluator):  # type: ignore[misc]
         given = dict(collector_kwargs or {})
         if self._in_process:
             given["collector_class"] = WatchedClass(given.get("collector_class") or Collector, self._errors.path)
+        if self._in_process or options.get("backend") == "ray":
+            options["init_fn"] = with_ids(options.get("init_fn"))
         chosen = WatchedClass(collector_cls or Collector, self._errors.path)
         super().__init__(*args, collector_cls=chosen, collector_kwargs=given, **options)
 
