@@ -178,6 +178,8 @@ class WorkerPool:
     @property
     def has_bad_news(self) -> bool:
         """Whether an untaken result has an error: requests lost with it are resubmitted only after it was raised."""
+        if self._watch is not None and self._watch.has_bad_news:
+            return True
         untaken = [*self._results, *(result for handle in self.handles for result in handle.under_way.results)]
         return any(result.error is not None for result in untaken)
 
@@ -186,7 +188,9 @@ class WorkerPool:
         """Whether there are requests whose results were not taken."""
         # Most results are taken in the order of the workers: begin with those that come next.
         later, earlier = self.handles[self._turn :], self.handles[: self._turn]
-        return bool(self._results) or any(handle.under_way.outstanding for part in (later, earlier) for handle in part)
+        if self._results or any(handle.under_way.outstanding for part in (later, earlier) for handle in part):
+            return True
+        return self._watch is not None and self._watch.has_lost  # of workers that could not be started
 
     @property
     def untaken(self) -> int:
@@ -330,7 +334,14 @@ def give_warnings(pool: WorkerPool) -> None:
 
 
 def start_dead(pool: WorkerPool, *, absent: bool) -> None:
-    """Start dead workers that no supervisor will restart: the absent ones if ``absent``, otherwise all others."""
+    """Start dead workers that no supervisor will restart: the absent ones if ``absent``, otherwise all others.
+
+    Raises the reason if a worker that is not absent cannot be started.
+    """
     for handle in pool.handles:
-        if handle.absent is absent and not (handle.alive or handle.reviving or pool.is_dropped(handle)):
-            handle.start()
+        if handle.absent is not absent or handle.alive or handle.reviving or pool.is_dropped(handle):
+            continue
+        assert pool._watch is not None  # else the only worker is this thread, which is alive
+        pool._watch.begin(handle)
+        if not (absent or handle.alive or handle.reviving or pool.is_dropped(handle)):
+            pool._watch.raise_once(handle)

@@ -53,7 +53,7 @@ class Supervisor(Watcher):
         made: exit stack; its callbacks close everything that the supervisor makes.
         light: with an inference server, start worker processes that have not imported torch.
         caller: node that owns the pool. While the pool waits for workers, and ``fileno()`` of the node is readable, its
-            ``hear()`` handles its messages; an exception ends the wait.
+            ``hear()`` handles its messages; an exception ends the wait. ``attends()`` is called in every wait.
 
     Attributes:
         launch: starts a process or thread with a name; returns it, the parent's end of its channel, and its status
@@ -131,7 +131,8 @@ class Supervisor(Watcher):
         return pool
 
     def end(self) -> None:
-        """Kill all workers that still run, and close the server."""
+        """Kill all workers that still run, and close the server. None can be started any more."""
+        self.is_closed = True
         for handle in self.handles:
             handle.end()
         if self.server is not None:
@@ -157,8 +158,10 @@ class Supervisor(Watcher):
             ready = poller.poll(0 if in_threads is not None and in_threads.unattended else due * 1000)
         if in_threads is not None and ready:  # do not clear a wake-up rung after the poll
             in_threads.clear()
-        if self._caller is not None and ready:
-            self._caller.hear()
+        if self._caller is not None:
+            self._caller.attends()
+            if ready:
+                self._caller.hear()
         with nullcontext([fd for fd, _ in ready]) if in_threads is None else in_threads.senders() as senders:
             # Others are the caller, and threads that were given up.
             for handle in dict.fromkeys(of[sender] for sender in senders if sender in of):
@@ -252,6 +255,7 @@ class Supervisor(Watcher):
         if now < self._look_at:
             return
         self._look_at = now + SAMPLED_EVERY / 2
+        self._begin_stranded()
         for handle in self.handles:
             record = handle.record
             if not handle.awaited or self._is_served(handle):
