@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from muster.errors import MusterError
+from muster.errors import MusterError, described
 from muster.observing.stats import InferenceStats
 from muster.restore.pickling import unpickled
 from muster.rollout.acting import OWN, policy_error
+from muster.utils.exits import EndingThread
 from muster.utils.interrupts import allowed
 from muster.weights.transport import Ticket
 from muster.workers.actor import Actor, ServedRollout
@@ -96,7 +97,8 @@ class InferenceServer:
         self._calls: list[tuple[Future[Any], Callable[[], Any]]] = []  # for the thread to make
         self._stats = InferenceStats()
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="muster-inference", daemon=True)
+        self._ended_by: BaseException | None = None  # error that has ended the thread
+        self._thread = EndingThread(self._run, "muster-inference", self._ask_to_end)
 
     # --- called by the collector ------------------------------------------------------------------
 
@@ -167,7 +169,10 @@ class InferenceServer:
         if deadline is not None and seconds > deadline:
             raise server_hung(self._thread.ident, seconds=seconds, deadline=deadline)
         if not self._thread.is_alive():
-            raise MusterError("The inference server of this collector has ended; make another collector.")
+            why = "" if self._ended_by is None else f" because of {described(self._ended_by)}"
+            raise MusterError(
+                f"The inference server of this collector has ended{why}. Make another collector."
+            ) from self._ended_by
 
     def _look(self) -> bool:
         """Restart the deadline of the call: a coroutine has one of its own. Return whether the server is closing."""
@@ -186,11 +191,15 @@ class InferenceServer:
                 self._rollouts.pop(number, None)
         self.mailbox.wake_up.ring()
 
+    def _ask_to_end(self) -> None:
+        self._closing = True
+        self.mailbox.wake_up.ring()
+
     def close(self) -> None:
         """End the thread and release its resources. May be called again."""
         self._closing = True
         if self._thread.is_alive():
-            self.mailbox.wake_up.ring()
+            self._ask_to_end()
             self._thread.join(1.0)
         if not self._thread.is_alive():  # else the policy does not return, and still uses them
             self._weights.close()
@@ -199,6 +208,12 @@ class InferenceServer:
     # --- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._act_until_closing()
+        except BaseException as error:  # noqa: BLE001 (``check`` raises it to the user)
+            self._ended_by = error
+
+    def _act_until_closing(self) -> None:
         while not self._closing:
             while self._calls:
                 future, function = self._calls.pop(0)
