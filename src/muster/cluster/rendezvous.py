@@ -102,7 +102,11 @@ class Rendezvous:
         self._listener = _listen(self.host, tcp_port)
         port = self._listener.getsockname()[1]
         self.address = f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
-        threading.Thread(target=self._accept, name="muster-rendezvous", daemon=True).start()
+        try:
+            threading.Thread(target=self._accept, name="muster-rendezvous", daemon=True).start()
+        except RuntimeError:  # the system allows no more threads
+            self._listener.close()
+            raise
 
     def admit(self, node: int, epoch: int) -> None:
         """Let a node join with this epoch, and with no other epoch."""

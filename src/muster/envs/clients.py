@@ -77,7 +77,13 @@ class Clients:
         self._listener = listening(address, "address")
         self._listener.settimeout(LOOK_S)
         self.address = f"{f'[{host}]' if ':' in host else host}:{self._listener.getsockname()[1]}"
-        EndingThread(self._accept, "muster-serve", self.close).start()  # environments wait for clients, without a deadline
+        # At the end of a program it closes: environments wait for their clients without a deadline.
+        listening_thread = EndingThread(self._accept, "muster-serve", self.close)
+        try:
+            listening_thread.start()
+        except RuntimeError:  # the system allows no more threads
+            self._listener.close()
+            raise
 
     @property
     def connected(self) -> int:

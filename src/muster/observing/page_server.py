@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
@@ -117,29 +117,42 @@ class Films:
         """Kill the process that makes a film. May be called again."""
         self._closed = True
         if (process := self._process) is not None:
-            process.kill()
+            _kill(process)
 
     def _made(self, command: list[str]) -> tuple[dict[str, Any], bytes]:
         try:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # to end what the environment has started: it may hold the pipe
             )
         except OSError as error:
             return {"error": f"The film cannot be made: {error.strerror}."}, b""
         self._process = process
         if self._closed:
-            process.kill()
+            _kill(process)
         try:
             output, _ = process.communicate(timeout=_FILM_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, _ = process.communicate()
+        except subprocess.TimeoutExpired as late:
+            output = late.output or b""
+        _kill(process)
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
         self._process = None
         line, _, content = output.partition(b"\n")
         try:
             return json.loads(line), content
         except ValueError:
             return {"error": f"The film was not made within 300 s, or its process died ({process.returncode})."}, b""
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and its group. May be called again."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 class PageServer(ThreadingHTTPServer):

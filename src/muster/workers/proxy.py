@@ -47,8 +47,12 @@ class WorkerProcess:
         """Return the descriptors that become readable on a message or at the end of the process."""
         return [fd for fd in (self.channel.fileno(), self.child.fileno()) if fd >= 0]
 
-    def send(self, message: Any, fds: Sequence[int] = (), timeout: float | None = SEND_S) -> None:
-        """Send a message; if the process has ended, the next wait detects that."""
+    def send(self, message: Any, fds: Sequence[int] = (), timeout: float = SEND_S) -> None:
+        """Send a message; if the process has ended, the next wait detects that.
+
+        Raises:
+            TimeoutError: it has not read the message within ``timeout`` seconds.
+        """
         with suppress(EOFError):
             self.channel.send(message, fds, timeout)
 
@@ -189,7 +193,7 @@ class WorkerProxy(Proxy):
 
     def _ask_to_close(self) -> None:
         with suppress(TimeoutError):
-            self.send(Tell(WorkerMain.close), timeout=1.0)
+            self.process.send(Tell(WorkerMain.close), timeout=1.0)
         if self.under_way:
             self.process.child.send_signal(signal.SIGTERM)  # in the middle of a rollout
 
@@ -206,9 +210,14 @@ class WorkerProxy(Proxy):
         finally:
             self.end()
 
-    def send(self, message: Any, fds: Sequence[int] = (), timeout: float | None = SEND_S) -> None:
-        """Send a message; if the process has ended, the next wait detects that."""
-        self.process.send(message, fds, timeout)
+    def send(self, message: Any) -> None:
+        """Send a message; if the process has ended, the next wait detects that. One that does not read is lost here."""
+        try:
+            self.process.channel.send(message, (), SEND_S)
+        except EOFError:
+            pass
+        except TimeoutError:
+            self._supervisor.hangs(self, SEND_S)
 
     # --- parts ------------------------------------------------------------------------------------
 

@@ -301,6 +301,10 @@ class Supervisor(Watcher):
             at_work = self._at_work(handle)
         self._lose(handle, error, "worker_died", at_work)
 
+    def hangs(self, handle: WorkerProxy, seconds: float) -> None:
+        """Handle a worker that has not read a message for so many seconds."""
+        self._hung(handle, handle.phase.name.lower(), seconds, seconds)
+
     def _hung(self, handle: WorkerProxy, phase: str, seconds: float, deadline: float) -> None:
         where, at_work, stopped = self._where(handle), self._at_work(handle), handle.process.child.is_stopped()
         stack = "" if stopped else handle.process.stack()
