@@ -7,6 +7,7 @@ written to standard error, and the seconds from the end of its main thread's wor
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
+import tensordict
 import torch
 from torch import nn
 
@@ -62,7 +64,7 @@ class Spins(Blocks):
 
 def net() -> nn.Module:
     """In which the thread that acts is nearly always."""
-    return nn.Sequential(nn.Linear(4, 1500), nn.ReLU(), nn.Linear(1500, 1500), nn.ReLU(), nn.Linear(1500, 2))
+    return nn.Sequential(nn.Linear(4, 800), nn.ReLU(), nn.Linear(800, 800), nn.ReLU(), nn.Linear(800, 2))
 
 
 def options(**more: Any) -> dict[str, Any]:
@@ -193,6 +195,15 @@ def report_of(pid: int, files: list[Path]) -> tuple[int | None, str, float]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    imported = (
+        muster.Collector,
+        muster.DistributedCollector,
+        muster.Evaluator,
+        muster.serve,
+        muster.policies,
+        tensordict,
+    )
+    gc.freeze()
     reports = {}
     for program in sys.argv[2:]:
         name, _, how = program.partition("/")

@@ -132,12 +132,12 @@ class NodePool(Watcher):
 
     def came(self, result: RolloutResult) -> None:
         """Take a result that belongs to no request."""
-        self._lost.append(result)
+        self.lost.append(result)
 
     def wait(self, timeout: float | None, *, revives: bool = True) -> None:
         """See ``Watcher``."""
         if revives:
-            if self._lost:
+            if self.lost:
                 return
             self._revive_due()
         with allowed():
@@ -167,7 +167,7 @@ class NodePool(Watcher):
                 return
             counts.info = info
         proxy.join()
-        self._lost.append(news(proxy.groups[0]))
+        self.lost.append(news(proxy.groups[0]))
 
     def _lose(self, proxy: NodeProxy) -> None:
         """Handle a lost node: its requests go to its successor, to other nodes, or back to the schedule."""

@@ -264,7 +264,7 @@ class NodeProxy(Proxy):
     def _wait_for_close(self) -> None:
         config, is_closing = self.setup.config, self._state is WorkerState.CLOSING
         seconds = config.timeout("close")
-        deadline = None if seconds is None else time.monotonic() + seconds * len(config.workers) + CLOSE_S
+        deadline = None if seconds is None else self._closing_since + seconds + CLOSE_S
         while is_closing and self._answer is None and not self.session.lost:
             left = BEAT_S if deadline is None else min(BEAT_S, deadline - time.monotonic())
             if left < 0:

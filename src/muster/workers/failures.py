@@ -202,7 +202,8 @@ def not_started(where: Where, error: Exception, *, again: bool) -> WorkerNotStar
     Args:
         again: the next call of the collector starts it again.
     """
-    reason = text_of(error) if isinstance(error, MusterError) else described(error)
+    seen = error.__cause__ if type(error) is MusterError and error.__cause__ is not None else error  # of ``launch``
+    reason = text_of(seen) if isinstance(seen, (MusterError, OSError)) else described(seen)
     sentences = [f"{_capital(where)} could not be started: {reason.rstrip('.')}.", _remedy(error)]
     if again:
         sentences.append("The next call tries again.")

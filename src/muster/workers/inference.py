@@ -21,6 +21,7 @@ from muster.restore.pickling import unpickled
 from muster.rollout.acting import OWN, policy_error
 from muster.utils.exits import EndingThread
 from muster.utils.interrupts import allowed
+from muster.utils.locks import while_held
 from muster.weights.transport import Ticket
 from muster.workers.actor import Actor, ServedRollout
 from muster.workers.config import PoolConfig, made_policy
@@ -124,8 +125,7 @@ class InferenceServer:
 
     def settle(self) -> None:
         """Make the user's random streams the global ones again, after a batch or an error."""
-        with self._between_calls():
-            self.actor.settle()
+        self._between_calls(self.actor.settle)
 
     def ask(self, method: str, *args: Any, group: int | None = None) -> Any:
         """Call a method of the actor in the thread; ``group`` selects the server where there are several."""
@@ -147,16 +147,10 @@ class InferenceServer:
         """Return whether a worker waits for the server."""
         return bool(self.mailbox.question(worker))
 
-    @contextmanager
-    def _between_calls(self) -> Iterator[None]:
-        """Enter between two calls of the policy, or after a timeout if a call hangs."""
+    def _between_calls(self, function: Callable[[], Any]) -> None:
+        """Call a function between two calls of the policy, or after a timeout if a call hangs."""
         longest = min(LOST_S, LOST_S if self._deadline_s is None else self._deadline_s)
-        between = self._acting.acquire(timeout=max(0.0, longest - self.acting_for()))
-        try:
-            yield
-        finally:
-            if between:
-                self._acting.release()
+        while_held(self._acting, max(0.0, longest - self.acting_for()), lambda held: function())
 
     def acting_for(self) -> float:
         """Return the seconds since the start of the present call of the policy; 0 between calls."""
@@ -184,8 +178,7 @@ class InferenceServer:
 
     def lost(self, worker: int, groups: Sequence[int]) -> None:
         """Remove a lost worker with these groups."""
-        with self._between_calls():  # its lane may be reused after this
-            self.mailbox.reset(worker)
+        self._between_calls(lambda: self.mailbox.reset(worker))  # its lane may be reused after this
         for number, rollout in list(self._rollouts.items()):
             if rollout.group in groups:
                 self._rollouts.pop(number, None)

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 from muster.errors import BadOption, CollectorTimeout, MusterError
 from muster.utils.interrupts import allowed
+from muster.utils.locks import while_held
 from muster.workers.channel import Channel, StatusPage
 from muster.workers.forkserver import LIGHT, PRELOADED, STATUS_BYTES, ForkRequest, serve
 from muster.workers.lifelines import hung_up, kill_group, tie_life
@@ -216,12 +217,17 @@ class _ForkServer:
     @classmethod
     def fork_shared(cls, order: ForkRequest, fds: list[int], light: bool) -> int:
         """Fork a worker from the shared server for ``light``, and return its pid. Starts the server if necessary."""
-        with cls.lock:
+
+        def forked(held: bool) -> int:
+            if not held:  # another thread is launching
+                raise TimeoutError
             if light in cls.shared:
                 with contextlib.suppress(EOFError):  # the server was killed since the last launch
                     return cls.shared[light].fork(order, fds)
             cls.shared[light] = cls.start()
             return cls.shared[light].fork(order, fds)
+
+        return while_held(cls.lock, 2 * START_S, forked)
 
     def fork(self, order: ForkRequest, fds: list[int]) -> int:
         """Start a worker, and return its pid.

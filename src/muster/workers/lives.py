@@ -114,6 +114,7 @@ class Proxy(ABC):
         self._awaited: int | None = None  # number of the answer that a caller waits for
         self._answer: Answer | None = None  # the answer with this number
         self._posted_to = 0  # ``starts`` when the newest request was sent
+        self._closing_since = 0.0  # time at which it was asked to close
 
     @property
     def state(self) -> WorkerState:
@@ -196,9 +197,11 @@ class Proxy(ABC):
     def close(self, *, wait: bool = True) -> None:
         """Close the environments and end the worker, by force if necessary. May be called again.
 
-        Without ``wait``, only start to close. Raises the error of an environment; the worker has ended nevertheless.
+        Without ``wait``, only start to close: many workers close at the same time, and share one deadline. Raises the
+        error of an environment; the worker has ended nevertheless.
         """
         if self._state is WorkerState.RUNNING and self.alive:
+            self._closing_since = time.monotonic()
             self.state = WorkerState.CLOSING
             self._awaited, self._answer = CLOSED, None
             self._ask_to_close()
@@ -284,7 +287,7 @@ class Watcher(ABC):
         self.handles: Sequence[Any] = ()  # proxies of all workers, or of all nodes
         self.counters: Sequence[FrameCounters] = ()  # of the groups; empty before there is a pool
         self.elastic, self.config = elastic, config
-        self._lost: list[RolloutResult] = []
+        self.lost: list[RolloutResult] = []  # results of requests of lost workers, until ``take_lost``
         self._due: list[Any] = []  # proxies whose restart is planned
         self._begun = time.monotonic()
         self._missed = ""  # what was logged last as missing
@@ -350,19 +353,9 @@ class Watcher(ABC):
             if handle.stranded and handle not in self._due:
                 self.begin(handle)
 
-    @property
-    def has_lost(self) -> bool:
-        """Whether ``take_lost`` would return results."""
-        return bool(self._lost)
-
-    @property
-    def has_bad_news(self) -> bool:
-        """Whether ``take_lost`` would return results with an error."""
-        return any(result.error is not None for result in self._lost)
-
     def take_lost(self) -> list[RolloutResult]:
         """Return the results made for requests of lost workers since the last call."""
-        lost, self._lost = self._lost, []
+        lost, self.lost = self.lost, []
         return lost
 
     def wait_for(self, handle: Any, ready: Callable[[], bool], asked: int | None = None) -> None:
@@ -415,7 +408,7 @@ class Watcher(ABC):
         """Keep the requests of a lost worker for a successor, or return them as lost or dropped results."""
         if not self.counters:
             return  # it was never part of the worker pool
-        record, lost = handle.record, self._lost
+        record, lost = handle.record, self.lost
         episodes = {number: self.counters[number].next_episodes() for number in handle.groups}
         if handle.place is not None:
             handle.place = replace(handle.place, episodes=episodes)
@@ -470,7 +463,7 @@ class Watcher(ABC):
 
     def raise_once(self, handle: Any) -> None:
         """Raise the cause of a loss, and remove it from the results so that it is raised once."""
-        for result in self._lost:
+        for result in self.lost:
             if result.error is handle.cause:
                 result.error = None
         assert handle.cause is not None

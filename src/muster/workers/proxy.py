@@ -101,6 +101,7 @@ class WorkerProxy(Proxy):
         config = self.config
         if is_successor:
             config = replace(config, generation=config.generation + 1)
+            self.process.close()  # it is closed, unless an exception has come in between
         process = WorkerProcess(*self._supervisor.launch(f"muster-worker-{self.index}", not config.generation))
         try:
             self._send_config(process, config)
@@ -152,10 +153,16 @@ class WorkerProxy(Proxy):
         try:
             self._supervisor.ends(self)
         finally:  # also after Ctrl-C
-            self.state = WorkerState.DEAD if self._state is WorkerState.RUNNING else WorkerState.CLOSED
-            self.process.close()
-            if self._supervisor.server is not None:
-                self._supervisor.server.lost(self.index, self.groups)
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Kill the process if it runs, and release its resources; nothing more is added to the counters."""
+        if not self.alive:
+            return
+        self.state = WorkerState.DEAD if self._state is WorkerState.RUNNING else WorkerState.CLOSED
+        self.process.close()
+        if self._supervisor.server is not None:
+            self._supervisor.server.lost(self.index, self.groups)
 
     # --- methods of Proxy -------------------------------------------------------------------------
 
@@ -199,7 +206,7 @@ class WorkerProxy(Proxy):
 
     def _wait_for_close(self) -> None:
         close_s = self._supervisor.config.timeout("close")
-        deadline = None if close_s is None else time.monotonic() + close_s
+        deadline = None if close_s is None else self._closing_since + close_s
         try:
             while self._answer is None:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())

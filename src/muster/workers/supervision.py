@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import select
 import time
+import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from muster.errors import BadEnvOutput, EnvError, MusterError, WorkerError
+from muster.errors import BadEnvOutput, EnvError, MusterError, WorkerError, described
 from muster.memory.shared import Arena
 from muster.rollout.progress import Phase
 from muster.utils.cpus import pinned
@@ -149,7 +150,7 @@ class Supervisor(Watcher):
     def wait(self, timeout: float | None, *, revives: bool = True) -> None:
         """See ``Watcher``. Also detects hanging workers."""
         if revives:
-            if self._lost:
+            if self.lost:
                 return
             self._revive_due()
         poller, of = self._listen()
@@ -205,8 +206,9 @@ class Supervisor(Watcher):
         Returns the first error for which the worker has to be ended. Requests with such errors are under way again.
         """
         first = None
-        fresh, handle.under_way.fresh = handle.under_way.fresh, []
-        for result in fresh:
+        fresh = handle.under_way.fresh
+        while fresh:
+            result = fresh[0]
             if result.clock is not None and not result.unfinished:
                 self.counters[result.group].clock = result.clock
             if result.error is None and not result.lost and not self._is_written(handle, result):
@@ -230,6 +232,7 @@ class Supervisor(Watcher):
                     for earlier in handle.under_way.results:  # in order: only the last one has a partial lane
                         self.counters[earlier.group].add(earlier)
                     handle.under_way.take_back(result)
+            del fresh[0]  # only now, in case that a signal handler has raised
         return first
 
     def _is_written(self, handle: WorkerProxy, result: RolloutResult) -> bool:
@@ -244,7 +247,9 @@ class Supervisor(Watcher):
 
     def _explain(self, handle: WorkerProxy, result: RolloutResult) -> None:
         """Replace the ``SentError`` in a result by the exception, with a crash report if one can be made."""
-        result.error = error = result.error.error()
+        if isinstance(result.error, failures.SentError):
+            result.error = result.error.error()
+        error = result.error
         lane = handle.under_way.outstanding[result.number].lane
         _add_crash_report(error, partial(self.notes.failed, result, lane, error, error.env_index))
         if self.server is not None:
@@ -258,6 +263,8 @@ class Supervisor(Watcher):
         self._begin_stranded()
         for handle in self.handles:
             record = handle.record
+            if handle.under_way.fresh:  # a signal handler has raised before they were processed
+                self._take_note(handle)
             if not handle.awaited or self._is_served(handle):
                 record.signs = ()
                 continue
@@ -342,6 +349,7 @@ class Supervisor(Watcher):
         try:
             handle.end()
         finally:  # also after Ctrl-C, or its requests would be lost
+            handle.abandon()
             for number in handle.groups if self.counters else ():
                 self.counters[number].give_up(reason)
             self._pass_on(handle, error)
@@ -377,7 +385,13 @@ def _halt(handle: WorkerProxy) -> None:
 
 def _add_crash_report(error: Exception, save: Callable[[], Replay] | None) -> None:
     """Write a crash report, and add its path and the command that replays it to the error."""
-    if save is not None and isinstance(error, MusterError):
+    if save is None or not isinstance(error, MusterError):
+        return
+    try:
         error.crash_report, command = save()
-        if command:
-            error.args = (f"{error}\n\nTo see it happen again under a debugger: {command}",)
+    except Exception as problem:  # noqa: BLE001 (no descriptors or memory, most often; it must not hide the failure)
+        with suppress(Warning):  # filters may turn it into an exception
+            warnings.warn(f"No crash report was written: {described(problem)}", stacklevel=2)
+        return
+    if command:
+        error.args = (f"{error}\n\nTo see it happen again under a debugger: {command}",)
