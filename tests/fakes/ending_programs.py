@@ -7,6 +7,7 @@ written to standard error, and the seconds from the end of its main thread's wor
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -62,17 +63,28 @@ class Spins(Blocks):
     how = "loop"
 
 
-def net() -> nn.Module:
+class Wide(nn.Sequential):
     """In which the thread that acts is nearly always."""
-    return nn.Sequential(nn.Linear(4, 800), nn.ReLU(), nn.Linear(800, 800), nn.ReLU(), nn.Linear(800, 2))
+
+    calls = 0
+
+    def forward(self, observation: Any) -> Any:
+        Wide.calls += 1
+        return super().forward(observation)
+
+
+def net() -> nn.Module:
+    return Wide(nn.Linear(4, 800), nn.ReLU(), nn.Linear(800, 800), nn.ReLU(), nn.Linear(800, 2))
 
 
 def options(**more: Any) -> dict[str, Any]:
     return {"frames_per_batch": 64, "seed": 0, **more}
 
 
-def in_background(kind: Any, env: Any = "CartPole-v1", *, policy: Any = ..., frames: int = 64, **more: Any) -> Any:
-    buffer = LastBatches()
+def in_background(
+    kind: Any, env: Any = "CartPole-v1", *, policy: Any = ..., frames: int = 64, buffer: Any = None, **more: Any
+) -> Any:
+    buffer = buffer or LastBatches()
     policy = muster.policies.categorical(net()) if policy is ... else policy
     collector = kind(env, policy, **options(replay_buffer=buffer, **more))
     collector.start()
@@ -91,6 +103,29 @@ def in_process() -> None:
     in_background(muster.Collector, num_envs=32)
 
 
+class Slow(LastBatches):
+    """Takes its time, and says at the end of the program if it was interrupted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = self.ended = 0
+        atexit.register(self.check)
+
+    def extend(self, batch: Any) -> None:
+        self.begun += 1
+        super().extend(batch)
+        threading.Event().wait(0.4)
+        self.ended += 1
+
+    def check(self) -> None:
+        if self.begun != self.ended:
+            print("a batch was interrupted", file=sys.stderr)
+
+
+def completes_its_batch() -> None:
+    in_background(muster.Collector, CountingEnv, policy=None, buffer=Slow())
+
+
 def dropped() -> None:
     """Nothing refers to the collector any more."""
     in_background(muster.Collector, num_envs=32)
@@ -98,9 +133,9 @@ def dropped() -> None:
 
 
 def long_batch() -> None:
-    """A batch that takes hours: it is interrupted between two lines of Python."""
-    collector = in_background(muster.Collector, num_envs=32, frames_per_batch=32_000_000, frames=0)
-    wait_until(lambda: collector._groups[0].clock.env_ids is not None)
+    """A batch that takes a minute: it is interrupted between two lines of Python."""
+    in_background(muster.Collector, num_envs=32, frames_per_batch=1_600_000, frames=0)
+    wait_until(lambda: Wide.calls > 20)
 
 
 def blocked_in_a_lock() -> None:

@@ -152,6 +152,7 @@ def refusals(collector: Any, batches: list[Any], count: int = 5) -> list[Excepti
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_thread_that_lacks_descriptors_says_so(tmp_path, kind):
     fails = Fault(faults.Raising(ValueError), at=T + 3)
+    before = set(threading.enumerate())
     collector, batches = make(kind, tmp_path / "counts", "restart", fails, backend="threads"), []
     collect(collector, batches, 1)
     with descriptors_left(0), warnings.catch_warnings():
@@ -161,6 +162,8 @@ def test_a_thread_that_lacks_descriptors_says_so(tmp_path, kind):
         assert type(error) in (WorkerNotStarted, EnvError)
         assert "open files" in str(error)
     assert collect(collector, batches, 6) == []
+    workers = [thread for thread in threading.enumerate() if thread.name.startswith("muster-worker-")]
+    assert len(set(workers) - before) == 2, "those that could not be told what they are have ended"
     check_accounts(collector, batches, tmp_path / "counts")
 
 
@@ -284,6 +287,20 @@ def test_a_fork_server_that_dies_every_time_is_the_error_until_it_does_not(tmp_p
         assert type(error) is WorkerNotStarted
         assert "The fork server ended before it had started muster-worker-" in str(error)
     assert collect(collector, batches, 2) == []
+    check_accounts(collector, batches, tmp_path / "counts")
+
+
+def test_a_start_that_fails_for_a_moment_is_no_error_with_restarts(tmp_path, monkeypatch):
+    collector, batches = make(MultiSyncCollector, tmp_path / "counts", **BACKENDS["served"]), []
+    collect(collector, batches, 1)
+    launch.shutdown_forkserver()
+    interpreter = sys.executable
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    mends = threading.Timer(0.2, setattr, (sys, "executable", interpreter))
+    with at_stage("launch.py:_python:call", mends.start) as started:
+        assert collect(collector, batches, 2) == []
+    assert started.reached
+    mends.join()
     check_accounts(collector, batches, tmp_path / "counts")
 
 
@@ -484,6 +501,7 @@ def test_without_processes_and_threads_every_call_says_so_and_with_them_it_goes_
     assert said["longest"] < AT_ONCE_S
     assert said["exact"]
     assert said["batches"] == 4
+    assert len(said["errors"]) == (7 if program.startswith("processes") else 4)
     for kind, text in said["errors"][1:]:  # the first one may be its death
         assert kind == "WorkerNotStarted"
         assert "(`ulimit -u`, pids.max of the control group)" in text
