@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from muster.memory.slots import Slot
 from muster.rollout.progress import STOP, Phase
-from muster.utils.interrupts import postponed
+from muster.utils.interrupts import allowed, postponed
 from muster.workers.config import WorkerConfig, WorkerPlace
 from muster.workers.failures import Where
 from muster.workers.lives import Proxy, WorkerState
@@ -234,7 +234,8 @@ class WorkerProxy(Proxy):
         fds = [*([] if config.in_thread else [process.status_page.fd]), self._supervisor.arena.fd]
         fds += server.mailbox.fds_for(self.index) if server is not None else [] if ticket is None else ticket.fds
         try:
-            process.send(replace(config, place=self.place, ticket=ticket), fds)
+            with allowed():  # a process that does not read delays Ctrl-C otherwise
+                process.send(replace(config, place=self.place, ticket=ticket), fds)
         finally:
             if ticket is not None:
                 ticket.close()
