@@ -478,7 +478,7 @@ class VectorWorkers:
         handle = self._handles[n]
         while self.rows is not None and (not handle.alive or handle.starts != self._opened[n]):
             if not handle.alive and not handle.reviving:
-                handle.start()
+                self._workers.begin_or_raise(handle)
             with suppress(Restarted):
                 self._workers.wait_for(handle, partial(getattr, handle, "alive"))
             is_successor = self._opened[n] is not None

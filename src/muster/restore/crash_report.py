@@ -32,6 +32,7 @@ from muster.restore.registered import (
     sent_spec,
 )
 from muster.utils.attributes import installed
+from muster.utils.whole_files import write_whole
 
 FORMAT = 2
 MOST_FILES = 32  # per collector
@@ -197,7 +198,7 @@ class CrashDirectory:
         try:
             self._make()
             path = cast(Path, self.path) / Path(name).name
-            path.write_bytes(content)
+            write_whole(path, [content], mode=0o600)
         except OSError as error:
             warnings.warn(f"No crash report was written: {described(error)}", stacklevel=2)
             return None

@@ -49,7 +49,10 @@ class Terminated(BaseException):
 
 def main(channel: Channel) -> None:
     """Run a worker process; the target of ``launch``."""
-    config, (fd, arena, *fds) = channel.receive()
+    try:
+        config, (fd, arena, *fds) = channel.receive()
+    except EOFError:  # the parent has given up this start, or has exited
+        return
     status_page = StatusPage.attach(fd)
     status_page.arm()
     worker = WorkerMain(channel, config, Progress(status_page.cells), Arena.attach(arena), fds)

@@ -72,7 +72,12 @@ class UnderWay:
         self.fresh.append(result)
 
     def take(self) -> RolloutResult | None:
-        """Remove and return the result of the oldest request that has one; None if there is none."""
+        """Remove and return the result of the oldest request that has one; None if there is none.
+
+        None also while the supervisor has not processed all that have arrived: it was interrupted.
+        """
+        if self.fresh:
+            return None
         for number, requested in self.outstanding.items():
             if requested.result is not None:
                 del self.outstanding[number]
