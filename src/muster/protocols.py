@@ -131,12 +131,12 @@ class EnvBatch(Protocol):
     @property
     def reset_options(self) -> dict[str, Any] | None:
         """See the attributes of this class."""
-        return self.__dict__.get("_reset_options")
+        return self.__dict__.get("reset_options")
 
     @reset_options.setter
     def reset_options(self, options: dict[str, Any] | None) -> None:
         check_reset_kwargs(options)
-        self.__dict__["_reset_options"] = options
+        self.__dict__["reset_options"] = options
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         """Draw random actions, ``[*shape, *leaf shape]`` per leaf; tensors on a device."""

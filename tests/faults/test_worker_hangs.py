@@ -218,7 +218,7 @@ def test_a_hang_while_weights_are_taken_says_so(tmp_path):
 
     policy = faults.FaultyPolicy(str(tmp_path / "never"), None, at=1 << 60)
     scheme = faults.FaultyScheme(SharedMemory(), str(tmp_path / "mark"), faults.waits, at=4)
-    timeouts = {**deadlines(60.0), "weights": 4 * DEADLINE_S}  # the successor takes weights, too
+    timeouts = {**deadlines(60.0), "weights": 10 * DEADLINE_S}  # the successor takes weights, too
     got = run(tmp_path, None, policy=policy, weight_sync_schemes={"policy": scheme}, timeouts=timeouts)
     got.check()
     assert_said(got.error, "weights", faults.waits)

@@ -418,12 +418,9 @@ class VectorWorkers:
             return self.rows.exchanges[n].result()
         self._serving[n] = False
         handle = self._handles[n]
-        if deadline is not None:  # a result that is too large for the shared memory, or an error
-            ready = partial(_answered_or_late, handle, deadline)
-            self._workers.wait_for(handle, ready, handle._posted_to)
-            if handle._answer is None:
-                raise _TimeIsUp
-        return handle.answer()
+        if deadline is not None and not handle.is_answered(deadline):
+            raise _TimeIsUp
+        return handle.answer()  # a result that is too large for the shared memory, or an error
 
     def _wait(self, deadline: float | None = None) -> None:
         """Wait until all workers that serve calls in shared memory have a result, or are lost."""
@@ -530,10 +527,6 @@ def method_of(context: str) -> Literal["forkserver", "spawn"] | None:
 
 class _TimeIsUp(Exception):
     """The deadline of a call has passed."""
-
-
-def _answered_or_late(handle: WorkerProxy, deadline: float) -> bool:
-    return handle._answer is not None or time.monotonic() >= deadline
 
 
 class _Caller(Mailbox):

@@ -86,7 +86,7 @@ class Head(nn.Module):
         """
         if len(action_specs) != 1:
             raise BadOption(
-                f"{self.name}: chooses one action, but the action space has the parts "
+                f"{self.name}: chooses one action, but the action space has several parts: "
                 f"{list(map(dotted, action_specs))}. Use a function or a TensorDict module that returns all of them."
             )
         ((key, spec),) = action_specs.items()

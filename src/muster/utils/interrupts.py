@@ -211,9 +211,8 @@ def here() -> Signals:
 
 def checkpoint() -> None:
     """Let a noted Ctrl-C take effect here; see ``here``."""
-    state = here()
-    if state.noted:
-        state.deliver()
+    if _interrupts.noted:
+        here().deliver()
 
 
 def _note_main_thread() -> None:

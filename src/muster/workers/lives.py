@@ -256,6 +256,18 @@ class Proxy(ABC):
             self._awaited = None
             raise
 
+    def is_answered(self, until: float) -> bool:
+        """Wait for the answer to the last message until this time (``time.monotonic()``). Return whether it is there.
+
+        Raises ``Restarted`` if the message went to a predecessor.
+        """
+
+        def ready() -> bool:
+            return self._answer is not None or time.monotonic() >= until
+
+        self._watcher.wait_for(self, ready, self._posted_to)
+        return self._answer is not None
+
     def answer(self) -> Any:
         """Wait for the answer to the last message. Raises ``Restarted`` if it went to a predecessor."""
         try:

@@ -241,8 +241,8 @@ class Sync(Schedule):
                 self.pool.counters[group].in_flight += part["frames"]
 
     def _prepare(self, policy: str, version: int | str | None) -> None:
-        laid_out = all(bundle.laid_out for bundle in self.bundles)
-        if laid_out and (local := self.pool.local) is not None and local.prepared(policy):
+        local = self.pool.local
+        if local is not None and self.bundles[0].laid_out and local.prepared(policy):  # its groups share one bundle
             return
         if not self._is_prepared(self.bundles, policy):
             self.abandon("policy_changed")

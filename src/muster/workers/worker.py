@@ -96,7 +96,10 @@ class Worker:
 
     def prepared(self, name: str) -> bool:
         """Return whether ``laid_out`` is still valid for rollouts of this policy."""
-        return self.policies[name] is self.acting and not any(group.resumed for group in self.groups)
+        for group in self.groups:
+            if group.resumed:
+                return False
+        return self.policies[name] is self.acting
 
     def layouts(self, columns: LayOut) -> list[Layout]:
         """Return the layouts of the next rollouts, one for each group.
