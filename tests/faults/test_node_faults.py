@@ -268,7 +268,7 @@ def test_a_node_whose_own_thread_hangs_says_so(tmp_path):
     ) as caught:
         run(tmp_path, None, sync_nodes, timeouts={**deadlines(2.0), "join": 100.0, "heartbeat": 30.0}, **options)
     assert "in __call__" in str(caught.value)
-    assert float(re.search(r"returned for ([0-9.]+) s", str(caught.value))[1]) > 2
+    assert float(re.search(r"returned for ([0-9.]+) s", str(caught.value))[1]) >= 2  # rounded
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])

@@ -850,7 +850,7 @@ def test_ids_are_sent_only_once_they_are_there_and_gymnasiums_own_change_nothing
     before = dict(registry)
     sent = ids_of_this_process()
     assert with_later_ids(sent) is sent
-    assert sum(map(len, sent.packed.values())) < 40_000
+    assert sum(map(len, sent.packed.values())) < 500 * len(sent.packed)  # bytes; about 60 ids are Gymnasium's own
     with installed(sent):
         assert all(registry[env_id] is spec for env_id, spec in before.items())
     with installed(None):

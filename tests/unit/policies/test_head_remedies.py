@@ -131,7 +131,7 @@ def test_a_deterministic_head_for_several_choices() -> None:
 
 def test_a_space_of_several_parts() -> None:
     space = gymnasium.spaces.Dict({"gas": gymnasium.spaces.Box(0, 1, (1,)), "gear": gymnasium.spaces.Discrete(3)})
-    with pytest.raises(BadOption, match=r"parts \['action.gas', 'action.gear'\]. Use a function or a TensorDict"):
+    with pytest.raises(BadOption, match=r"parts: \['action.gas', 'action.gear'\]. Use a function or a TensorDict"):
         collect(policies.categorical(nn.Linear(4, 3)), space)
     net = nn.Linear(4, 4)
 
