@@ -316,4 +316,4 @@ AnyOrder.TestCase.settings = settings(
     derandomize=not given,
     suppress_health_check=[*HealthCheck],
 )
-test_any_order_of_calls_and_troubles = pytest.mark.slow(AnyOrder.TestCase)
+test_any_order_of_calls_and_troubles = pytest.mark.slow(pytest.mark.timeout(5 * (given or 50))(AnyOrder.TestCase))
