@@ -318,10 +318,7 @@ def test_a_copy_of_a_batch_is_saved_with_its_numbers_and_nothing_else(name, tmp_
     assert saved(column.clone()) < column.numel() * column.element_size() + 2 * ENTRY_BYTES
     batch.memmap(tmp_path)
     assert sum(file.stat().st_size for file in tmp_path.rglob("*.memmap")) == size
-    file = io.BytesIO()
-    torch.save(batch.clone(), file)
-    file.seek(0)
-    assert_same(torch.load(file, weights_only=False), batch)
+    assert_same(pickle.loads(pickle.dumps(batch.clone())), batch)
 
 
 @pytest.mark.parametrize("name", ONE_GROUP)

@@ -12,6 +12,7 @@ import numpy as np
 
 from muster.errors import BadOption
 from muster.memory.specs import Array
+from muster.observing.plot import plot_returns, png_of
 
 if TYPE_CHECKING:
     from muster.evaluation.video import Tape
@@ -147,6 +148,23 @@ class Evaluation:
             return -math.inf, math.inf
         half = student_quantile(level, n - 1) * self.std / math.sqrt(n)
         return self.mean - half, self.mean + half
+
+    def plot(self) -> Any:
+        """Draw the returns with the 95 % interval of their mean, and each return over the length of its episode.
+
+        Needs matplotlib: ``pip install 'muster-rl[plot]'``.
+
+        Returns:
+            a ``matplotlib.figure.Figure``, which notebooks show; ``savefig(path)`` writes it.
+
+        Raises:
+            BadOption: matplotlib is not installed.
+        """
+        truncated = np.array([record.truncated for record in self.records], bool)
+        return plot_returns(self.returns, self.lengths, truncated, self.confidence_interval(), str(self))
+
+    def _repr_png_(self) -> bytes | None:
+        return png_of(self.plot)
 
     def video(self, which: str | int, folder: str | Path = "videos", *, fps: float | None = None) -> Path:
         """Repeat an episode in an environment that renders, and write an mp4 file. Needs ``muster-rl[video]``.
