@@ -23,6 +23,7 @@ from muster.recording.writer import Recorder
 from muster.rollout.columns import Validate
 from muster.utils.addresses import host_and_port
 from muster.utils.integers import integer
+from muster.utils.whole_files import check_folder
 from muster.workers.config import check_timeouts
 
 Device = torch.device | str | int | None
@@ -78,6 +79,7 @@ class Autosave(Details):
     def __post_init__(self) -> None:
         if not self.every > 0:
             raise BadOption(f"every={self.every!r}: expected seconds, more than 0")
+        check_folder(self.folder)
 
 
 @dataclass(frozen=True, repr=False)

@@ -13,7 +13,7 @@ from typing import Any
 
 from muster.errors import BadOption
 from muster.observing.plot import plot_spans, png_of
-from muster.utils.whole_files import write_whole
+from muster.utils.whole_files import make_folder, write_whole
 
 MOST_DRAWN = 5_000  # spans of a picture
 Span = tuple[str, int, int, int]  # name, begin and end in ns, track
@@ -76,7 +76,11 @@ class Timeline:
             self.dropped = 0
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a Chrome trace (JSON) as a whole or not at all. Folders are created."""
+        """Write a Chrome trace (JSON) as a whole or not at all. Folders are created.
+
+        Raises:
+            FileError: it cannot be written.
+        """
         with self._lock:
             spans = _outer_first(self._spans)
             dropped = self.dropped
@@ -92,7 +96,7 @@ class Timeline:
         metadata = {"clock": clock, "dropped_spans": dropped}
         trace = {"traceEvents": events, "displayTimeUnit": "ns", "metadata": metadata}
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         write_whole(path, [json.dumps(trace).encode()])
 
     def plot(self) -> Any:

@@ -90,7 +90,7 @@ class WatchedRun:
         self.due = True
         page = None if address is None else PageAddress(address)
         try:
-            self.directory = Path(directory).resolve()
+            self.directory = Path(os.path.realpath(directory))
             self._file = SnapshotFile(self.directory, {**about, "every_s": every_s, "pid": os.getpid()})
             with ExitStack() as made:
                 made.callback(self._file.close)

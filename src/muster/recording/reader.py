@@ -26,7 +26,7 @@ from muster.recording.chunks import (
     DamagedChunk,
     chunk_name,
     is_locked,
-    open_regular,
+    open_part,
     read_chunk,
 )
 from muster.recording.episodes import IS_INIT, Episode, find_episodes
@@ -59,7 +59,7 @@ def load(directory: str | os.PathLike[str], *, skip_damaged: bool = False) -> Re
         BadRecording: there is no recording, or a part of it is damaged. A last chunk that is truncated by a crash, or
             whose header is damaged, is not an error: see ``Recording.lost``.
     """
-    root = Path(directory).resolve()
+    root = Path(os.path.realpath(directory))
     if str(directory).startswith(MINARI) or (root / "data" / "metadata.json").exists():
         from muster.recording.minari import load_minari
 
@@ -271,7 +271,7 @@ class Recording:
 
     def _columns(self, chunk: Chunk, keys: Iterable[Key]) -> dict[Key, Any]:
         """Map the leaves of all batches of a chunk. The first time, their checksums are verified."""
-        file, _ = open_regular(chunk.path)
+        file = open_part(chunk.path)
         columns: dict[Key, Any] = {}
         try:
             with file, opened(file, chunk.path) as stored:
@@ -373,7 +373,7 @@ def _stack(value: Any, size: tuple[int, ...]) -> Any:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    file, _ = open_regular(path)
+    file = open_part(path)
     with file:
         text = file.read()
     with suppress(Damaged):

@@ -24,6 +24,7 @@ from muster.keys import Key
 from muster.memory.specs import Array
 from muster.restore.pickling import dumps, loads
 from muster.utils.attributes import installed
+from muster.utils.whole_files import make_folder, write_whole
 
 FORMAT = 2
 MOST_FILES = 32  # per collector
@@ -181,7 +182,7 @@ class CrashDirectory:
         try:
             self._make()
             path = cast(Path, self.path) / Path(name).name
-            path.write_bytes(content)
+            write_whole(path, [content], mode=0o600)
         except OSError as error:
             warnings.warn(f"No crash report was written: {described(error)}", stacklevel=2)
             return None
@@ -190,7 +191,7 @@ class CrashDirectory:
     def _make(self) -> None:
         if self.path is None:
             self.path = Path(tempfile.mkdtemp(prefix="muster-crash-"))
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
 
 
 def versions() -> dict[str, str]:
