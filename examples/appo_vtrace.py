@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> float:
         for number, batch in enumerate(collector, 1):
             optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - (number - 1) / updates)
             update(batch, actor, critic, optimizer)
-            collector.update_policy_weights_(actor)
+            collector.update_policy_weights_()
             returns += [episode.episode_return for episode in collector.episodes]
             if number % 8 == 0 or number == updates:
                 print(

@@ -70,7 +70,7 @@ def train(file: Path, updates: int) -> str:
             print(f"resumed after update {done}", flush=True)
         for number in range(done + 1, updates + 1):
             update(collector.next(), actor, critic, optimizer)
-            collector.update_policy_weights_(actor)
+            collector.update_policy_weights_()
             state = {"collector": collector.state_dict(), "networks": networks.state_dict()}
             save_state(file, {**state, "optimizer": optimizer.state_dict(), "updates": number})
             print(f"update {number}: mean return {collector.stats().return_mean or 0:.1f}", flush=True)

@@ -103,7 +103,7 @@ def train(seed: int, total_frames: int, *, log_every: int = 4) -> tuple[nn.Modul
         for i, batch in enumerate(collector):
             optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - i / updates)
             update(batch, actor, critic, optimizer)
-            collector.update_policy_weights_(actor)
+            collector.update_policy_weights_()
             returns += [episode.episode_return for episode in collector.episodes]
             if (i + 1) % log_every == 0 or i + 1 == updates:
                 print(

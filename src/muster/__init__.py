@@ -29,7 +29,7 @@ _NAMES = {  # by module
     "muster.cluster.ray_buffer": ("RayBuffer",),
     "muster.collectors": ("AsyncCollector", "Collector", "MultiAsyncCollector", "MultiSyncCollector"),
     "muster.collectors.clusters": ("DistributedCollector", "RPCCollector", "RayCollector"),
-    "muster.collectors.collect_methods": ("Collected",),
+    "muster.collectors.collect_arguments": ("Collected",),
     "muster.collectors.multi_options": ("CentralInference", "Restart"),
     "muster.collectors.options": ("Autosave", "Execution", "Trajectories", "Watch"),
     "muster.collectors.resume": ("ResumeReport",),
@@ -44,6 +44,7 @@ _NAMES = {  # by module
     "muster.recording": ("Recorder", "Recording", "load"),
     "muster.restore.checkpoint": ("load_state", "save_state"),
     "muster.tuning": ("Tuning", "tune"),
+    "muster.utils.interrupts": ("delayed_interrupt",),
 }
 _OWN_NAMES = {"load_state": "load", "save_state": "save"}  # in their modules
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
     from muster.collectors.clusters import DistributedCollector as DistributedCollector
     from muster.collectors.clusters import RayCollector as RayCollector
     from muster.collectors.clusters import RPCCollector as RPCCollector
-    from muster.collectors.collect_methods import Collected as Collected
+    from muster.collectors.collect_arguments import Collected as Collected
     from muster.collectors.multi_options import CentralInference as CentralInference
     from muster.collectors.multi_options import Restart as Restart
     from muster.collectors.options import Autosave as Autosave
@@ -90,6 +91,7 @@ if TYPE_CHECKING:
     from muster.restore.checkpoint import save as save_state  # noqa: F401
     from muster.tuning import Tuning as Tuning
     from muster.tuning import tune as tune
+    from muster.utils.interrupts import delayed_interrupt as delayed_interrupt
 
 
 def __getattr__(name: str) -> Any:

@@ -91,6 +91,13 @@ class WorkerDied(MusterError, RuntimeError):
     exitcode: int | None = None
 
 
+class WorkerNotStarted(WorkerDied, OSError):
+    """A worker could not be started: descriptors, processes or memory are used up, or what starts it was killed.
+
+    The system's error is ``__cause__``. The next call tries again.
+    """
+
+
 class WorkerHung(MusterError, TimeoutError):
     """A worker made no progress within its deadline; the message has its stack."""
 

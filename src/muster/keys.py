@@ -25,6 +25,7 @@ AGENT: Key = ("collector", "agent")  # who acted, where agents take turns
 RESUMED: Key = ("collector", "resumed")
 TEAM_REWARD: Key = ("collector", "team_reward")  # hidden: sum of several rewards, for episode records
 IS_INIT: Key = ("is_init",)
+NEXT_VALUE: Key = ("next", "state_value")  # with ``collect(bootstrap=)``: values of next observations
 INFO = "info"  # the first name of columns of infos
 TRAJ_DONE: Key = ("next", "traj_done")  # the environment's own episode is over, not only the agent's
 

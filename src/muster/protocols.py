@@ -64,7 +64,9 @@ class EnvBatch(Protocol):
         info_specs: columns of infos; written and carried as observations are, and hidden from policies.
         action_specs: the policy's actions.
         action_masks: key of the action mask by key of the action, for discrete actions. A mask is an observation or an
-            info with an entry for each choice (those of several variables one after another); 0: not allowed.
+            info with an entry for each choice (those of several variables one after another), or for each combination
+            of choices; 0: not allowed. Collectors refuse masks that do not fit (``policies.sampling.check_masks``).
+        samples_allowed: ``sample`` draws actions that are allowed in the current state (TorchRL's ``rand_action``).
         step_specs: other results of a step, stored below ``next``, for instance rewards per agent.
         flags: the flags among done, terminated and truncated in the user's batch; Muster stores all three.
         reward_key: column of the reward that episode records sum up, ``[B]``. ``TEAM_REWARD`` is hidden from the
@@ -79,7 +81,8 @@ class EnvBatch(Protocol):
         max_steps: limit of steps per episode, set before the first reset of environments that write ``next``.
         agents: names of agents that take turns. Each row is then a turn of one of them, whose number is in the column
             ``AGENT``, and each agent has its own episodes (see ``envs/turns.py``). Empty: agents do not take turns.
-        reset_options: keyword arguments for the environments' own reset, passed once, at the next reset.
+        reset_options: keyword arguments for the environments' own reset, passed once, at the next reset. Setting them
+            raises ``BadOption`` for a seed (see ``check_reset_kwargs``).
         bypasses: the batch can leave environments out of a step; see ``bypass``.
         late: number of steps to make before the next row can be complete, where agents take turns.
         lives_lost: environments that the last step ended, but whose own episode continues; see ``track_lives``.
@@ -104,6 +107,7 @@ class EnvBatch(Protocol):
     info_specs: Specs = {}  # noqa: RUF012
     action_specs: Specs
     action_masks: Mapping[Key, Key] = MappingProxyType({})
+    samples_allowed: bool = False
     step_specs: Specs = {}  # noqa: RUF012 (a default, never changed)
     flags: tuple[Key, ...] = FLAGS
     reward_key: Key = REWARD
@@ -114,7 +118,6 @@ class EnvBatch(Protocol):
     writes_next: bool = False
     max_steps: int | None = None
     agents: tuple[str, ...] = ()
-    reset_options: dict[str, Any] | None = None
     bypasses: bool = False
     lives_lost: Collection[int] = ()
     late: int = 0
@@ -124,6 +127,16 @@ class EnvBatch(Protocol):
     casts: Casts | None = None
     keeps_infos: bool | None = None
     new_infos: Sequence[tuple[Any, Any]] = ()
+
+    @property
+    def reset_options(self) -> dict[str, Any] | None:
+        """See the attributes of this class."""
+        return self.__dict__.get("reset_options")
+
+    @reset_options.setter
+    def reset_options(self, options: dict[str, Any] | None) -> None:
+        check_reset_kwargs(options)
+        self.__dict__["reset_options"] = options
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         """Draw random actions, ``[*shape, *leaf shape]`` per leaf; tensors on a device."""
@@ -197,6 +210,17 @@ class EnvBatch(Protocol):
     def close(self) -> None:
         """Close the environments, if the adapter owns them."""
         return
+
+
+def check_reset_kwargs(kwargs: Mapping[str, Any] | None) -> None:
+    """Raise ``BadOption`` for a seed among the keyword arguments of resets: seeds of environments are Muster's."""
+    if kwargs and "seed" in kwargs:
+        seed = kwargs["seed"]
+        raise BadOption(
+            f"seed={seed!r} was given as an argument of the environments' reset, which gets its seeds from the "
+            f"collector. Call collector.set_seed({seed!r}) instead: environment i is then reset with seed {seed!r} + i "
+            f"(static_seed=True: all with the same)"
+        )
 
 
 def acting_shape(env: Any, batch_shape: tuple[int, ...]) -> tuple[int, ...]:

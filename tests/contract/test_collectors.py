@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,7 +34,7 @@ from muster.errors import BadOption, BadWeights, CollectorBusy, CollectorClosed,
 from muster.testing import ChainEnv, CountingEnv, FaultyEnv, SpaceEnv
 from muster.weights import NoSync, SharedMemory, VanillaWeightUpdater, WeightUpdaterBase
 from tests.fakes import on_nodes
-from tests.fakes.actors import Actor, Two
+from tests.fakes.actors import Actor, Moody, Two
 from tests.fakes.buffers import Extends
 from tests.tools import assert_accounted, assert_chain, assert_same, column, counting
 
@@ -517,6 +518,8 @@ FORMS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "module": lambda: ((Two(2.0, 5.0),), {}),
     "TensorDict": lambda: ((TensorDict.from_module(Two(2.0, 5.0)),), {}),
     "dict": lambda: ((Two(2.0, 5.0).state_dict(),), {}),
+    "nested dict": lambda: ((TensorDict.from_module(Two(2.0, 5.0)).data.to_dict(),), {}),
+    "dict of modules": lambda: ((), {"weights": dict(Two(2.0, 5.0).named_children())}),
     "weights=": lambda: ((), {"weights": Two(2.0, 5.0).state_dict()}),
     "policy=": lambda: ((), {"policy": Two(2.0, 5.0)}),
     "weights_dict": lambda: ((), {"weights_dict": {"actor": Actor(2.0), "policy.critic": Actor(5.0).state_dict()}}),
@@ -578,6 +581,45 @@ def test_nothing_given_is_what_the_optimizer_has_changed(kind, shared):
         assert shared.rollout()["weight"].unique().tolist() == [3.0], "workers have copies"
     policy.actor.weight.data.fill_(1.0)
     shared.update_policy_weights_()
+
+
+def test_a_part_of_the_policy_stands_for_all_of_it(shared):
+    policy = shared.policy
+    policy.actor.weight.data.fill_(2.0)
+    policy.critic.weight.data.fill_(7.0)
+    shared.update_policy_weights_(policy.actor)
+    batch, before = shared.rollout(), shared.policy_version
+    assert (batch["weight"].unique().tolist(), batch["value"].unique().tolist()) == ([2.0], [7.0])
+    for part in ({"actor": {"weight": torch.ones(1)}}, {"actor": Actor(3.0)}, Actor(3.0)):
+        with pytest.raises(BadWeights, match="missing .'critic.weight'.|fit several parts"):
+            shared.update_policy_weights_(part)
+    batch = shared.rollout()
+    assert (batch["weight"].unique().tolist(), batch["value"].unique().tolist()) == ([2.0], [7.0])
+    assert shared.policy_version == before
+    policy.actor.weight.data.fill_(1.0)
+    policy.critic.weight.data.fill_(0.0)
+    shared.update_policy_weights_()
+
+
+def test_collecting_changes_neither_the_mode_nor_the_statistics_of_the_policy(kind):
+    """It acts in evaluation mode, wherever it acts, and the statistics that training finds are published."""
+    policy = Moody()
+    modes, untrained = policy.modes(), deepcopy(policy)
+    with make(kind, None, policy, track_policy_version=True) as c:
+        batches = [c.next(), c.next()]
+        policy.norm(torch.randn(64, 3, generator=torch.Generator().manual_seed(0)) * 3 + 1)  # as in training
+        state = deepcopy(policy.state_dict())
+        assert not torch.equal(state["norm.running_mean"], untrained.norm.running_mean)
+        c.update_policy_weights_(policy.norm)
+        while (batches[-1][VERSION] == 0).all():
+            batches.append(c.next())
+        batches.append(c.next())
+    for batch in batches:
+        old = (batch[VERSION] == 0).unsqueeze(-1)
+        expected = torch.where(old, untrained.evaluated(batch["observation"]), policy.evaluated(batch["observation"]))
+        torch.testing.assert_close(batch["seen"], expected)
+    assert policy.modes() == modes
+    assert all(torch.equal(tensor, state[name]) for name, tensor in policy.state_dict().items())
 
 
 def test_every_row_says_which_weights_acted(kind):
@@ -657,10 +699,21 @@ def test_weights_for_some_workers(kind):
         assert of_group == ([1.0, 1.0, 2.0] if kind.name == "sync-2" else [1.0, 2.0, 1.0])
         with pytest.raises(BadOption, match="worker"):
             c.update_policy_weights_(Actor(2.0), worker_ids=[7])
+        with pytest.raises(BadOption, match="worker_ids=device.type='meta'.: the policies of all workers are on cpu"):
+            c.update_policy_weights_(Actor(2.0), worker_ids=torch.device("meta"))
+        with pytest.raises(BadOption, match="worker_ids has 'cpu': expected numbers of workers, or devices"):
+            c.update_policy_weights_(Actor(2.0), worker_ids="cpu")
         c.update_policy_weights_(Actor(5.0), worker_ids=0)
         assert c.rollout()["weight"][0].unique().tolist() == [5.0]
+        everyone = range(len(c.stats().workers))
+        with pytest.raises(BadOption, match="worker_ids=device.type='cpu', index=1.: the policies of all workers"):
+            c.update_policy_weights_(Actor(2.0), worker_ids=[torch.device("cpu", 1)])
+        for version, ids in enumerate((torch.device("cpu"), [torch.device("cpu", 0), 0], everyone), 3):
+            c.update_policy_weights_(Actor(float(version)), worker_ids=ids)
+            batch = c.rollout()
+            assert (batch["weight"].unique().tolist(), batch[VERSION].unique().tolist()) == ([version], [version])
         c.update_policy_weights_()
-        assert c.rollout()[VERSION].unique().tolist() == [3]
+        assert c.rollout()[VERSION].unique().tolist() == [6]
 
 
 def test_collector_has_no_workers_to_choose_from():

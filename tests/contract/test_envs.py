@@ -132,6 +132,11 @@ class TestCartPoleVector(OfVectors):
         return gymnasium.make_vec("CartPole-v1", num_envs=3, vectorization_mode="sync")
 
 
+class TestCartPoleVectorized(TestCartPoleVector):
+    def make_env(self) -> Any:
+        return gymnasium.make_vec("CartPole-v1", num_envs=3)
+
+
 # --- the contract finds environments that break it -------------------------------------------------
 
 

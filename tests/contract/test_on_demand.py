@@ -7,11 +7,14 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import gymnasium
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import muster
+from muster import Collector, MultiSyncCollector
 from muster.errors import BadOption, CollectorClosed, EnvError
 from muster.testing import ChainEnv
 from tests.contract.test_collectors import IDS, KINDS, VALID, B, Kind, make, reference
@@ -506,3 +509,37 @@ def test_bootstrap_needs_values(kind):
             c.collect(n_step=kind.frames, bootstrap=True)
         assert c.collect(n_step=kind.frames).n_collected_steps >= kind.frames
         assert_accounted(c)
+
+
+class Drawing(gymnasium.Env[Any, Any]):
+    """Draws from its generator in every step and reset, so that one more of either changes all that follows."""
+
+    observation_space = gymnasium.spaces.Box(0, 1, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return self.np_random.random(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        return self.np_random.random(1, np.float32), 0.0, bool(self.np_random.random() < 0.2), False, {}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("surplus", ["discard", "keep"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_what_follows_a_call_for_episodes_does_not_depend_on_where_environments_run(groups, surplus, rule):
+    def data(cls: Any, *, resets: bool, **where: Any) -> Any:
+        options = {"num_envs": 2, "frames_per_batch": 8 * groups, "seed": 0, **where}
+        with cls([Drawing] * groups, None, **options) as collector:
+            calls = [collector.collect_batch(n_episode=3, surplus=surplus, rule=rule).batch]
+            if resets:
+                collector.reset([0])
+            calls += [collector.collect_batch(n_step=8).batch, collector.collect_batch(n_episode=2).batch]
+            stats = collector.stats()
+            return [batch["observation"].flatten().tolist() for batch in calls], stats.executed, stats.discarded
+
+    for resets in (False, True):
+        expected = data(Collector, resets=resets)
+        assert data(MultiSyncCollector, resets=resets, backend="threads", num_workers=1) == expected
+        assert data(MultiSyncCollector, resets=resets, backend="threads", num_workers=groups) == expected

@@ -76,6 +76,11 @@ async def hang(env: FaultyEnv) -> None:
     await asyncio.Event().wait()
 
 
+async def stop_the_loop(env: FaultyEnv) -> None:
+    asyncio.get_running_loop().stop()
+    await asyncio.Event().wait()
+
+
 async def refuse_to_end(env: FaultyEnv) -> None:
     """Ignores its cancellation; the second one ends it."""
     try:

@@ -73,8 +73,14 @@ class WaitsForTheEnd:
 
 def wait_for_the_end(pid: str) -> None:
     """Wait until a process has ended."""
-    stat = Path(f"/proc/{pid}/stat")
-    wait_until(lambda: not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX")
+
+    def has_ended() -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        except OSError:  # there is no such process, or not any more
+            return True
+
+    wait_until(has_ended)
 
 
 def exits_at_once(_: object) -> NoReturn:

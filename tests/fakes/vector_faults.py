@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -74,3 +76,100 @@ class Counted(CountingEnv):
 
 def Wrapped() -> Any:  # noqa: N802
     return gymnasium.wrappers.TimeLimit(Counted(), 100)
+
+
+class Gated(CountingEnv):
+    """A step, a reset after the first one, and ``wait`` take until a file exists."""
+
+    def __init__(self, gate: str) -> None:
+        super().__init__(9)
+        self.gate = gate
+
+    def reset(self, **options: Any) -> Any:
+        if self.seeds:
+            self.wait()
+        return super().reset(**options)
+
+    def step(self, action: Any) -> Any:
+        self.wait()
+        return super().step(action)
+
+    def wait(self) -> int:
+        pause = threading.Event()
+        while not os.path.exists(self.gate):
+            pause.wait(0.005)
+        return self.t
+
+    def large(self) -> Any:
+        self.wait()
+        return np.zeros(1 << 20)
+
+    def take(self, data: Any) -> int:
+        self.wait()
+        return len(data)
+
+
+class Closing(CountingEnv):
+    """Writes a file when it is closed."""
+
+    def __init__(self, mark: str) -> None:
+        super().__init__(9)
+        self.mark = mark
+
+    def close(self) -> None:
+        Path(self.mark).touch()
+
+
+class Drawing(gymnasium.Env[Any, Any]):
+    """Observes numbers of the global generators: some in each step, as many more as the action says."""
+
+    action_space = gymnasium.spaces.Discrete(9)
+
+    def __init__(self, length: int = 4, *, from_torch: bool = False) -> None:
+        self.observation_space = gymnasium.spaces.Box(-99, 99, (2 + from_torch,), np.float64)
+        self.length, self.t, self.torch = length, 0, None
+        if from_torch:
+            import torch
+
+            self.torch = torch
+        self.made = np.random.rand()
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t = 0
+        return self._observe(), {"x": random.random()}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        np.random.rand(int(action))
+        return self._observe(), random.gauss(0, 1), self.t >= self.length, False, {}
+
+    def draw(self) -> float:
+        return random.random() + np.random.randn()
+
+    def _observe(self) -> Any:
+        more = [] if self.torch is None else [self.torch.randn(()).item()]
+        return np.array([np.random.randn(), random.random(), *more])
+
+
+class Locking(CountingEnv):
+    """Has an attribute that cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__(9)
+        self.lock = threading.Lock()
+
+    def is_locked(self) -> bool:
+        return self.lock.locked()
+
+
+class Rendering(CountingEnv):
+    """Counts its frames."""
+
+    def __init__(self, mode: str | None) -> None:
+        super().__init__(9)
+        self.render_mode, self.rendered = mode, 0
+
+    def render(self) -> Any:
+        self.rendered += 1
+        return np.full((4, 4, 3), self.rendered, np.uint8)

@@ -14,8 +14,9 @@ import torch
 from tensordict.nn import TensorDictModule
 
 import muster
-from muster import Collector, MultiAsyncCollector, MultiSyncCollector
+from muster import Collector, MultiAsyncCollector, MultiSyncCollector, delayed_interrupt
 from muster.testing import CountingEnv, OracleEnv, check_stream
+from muster.utils import interrupts
 from muster.utils.interrupts import allowed, postponed
 
 ROOT = Path(muster.__file__).parent
@@ -156,22 +157,26 @@ REACHED, GO_ON = [], threading.Event()
 
 
 class Presses(CountingEnv):
-    """And calls of a policy or hook, of which one presses Ctrl-C; nothing that comes after that is to be reached.
+    """And calls of a policy or hook, of which one presses Ctrl-C.
 
     Args:
         where: "step", "reset" or "call".
-        at: which of them.
+        at: which of them; 0: none.
+        times: how often it presses.
+        then: called after that.
     """
 
-    def __init__(self, where, at=1):
+    def __init__(self, where, at=1, times=1, then=lambda: None):
         super().__init__()
-        self.where, self.left = where, at
+        self.where, self.left, self.times, self.then = where, at, times, then
 
     def come_to(self, where):
         if where == self.where:
             self.left -= 1
             if not self.left:
-                press()
+                for _ in range(self.times):
+                    press()
+                self.then()
                 REACHED.append(where)
 
     def step(self, action):
@@ -190,30 +195,137 @@ class Presses(CountingEnv):
         return None
 
 
-def acting(at):
-    return TensorDictModule(Presses("call", at), ["observation"], ["action", "state_value"])
+def acting(at, **options):
+    return TensorDictModule(Presses("call", at, **options), ["observation"], ["action", "state_value"])
 
 
-WRITTEN = {
-    "step": ({"create_env_fn": partial(Presses, "step", 3)}, iterated),
-    "reset": ({"create_env_fn": partial(Presses, "reset", 3)}, iterated),
-    "policy": ({"policy": acting(5)}, iterated),
-    "policy, called once for its columns": ({"policy": acting(1)}, iterated),
-    "policy, asked for values": ({"policy": acting(7)}, partial(on_demand, bootstrap=True)),
-    "hook": ({"post_collect_hook": Presses("call")}, iterated),
+HOOKS = {
+    "post_collect_hook": {"post_collect_hook": Presses("call")},
+    "postproc": {"postproc": Presses("call")},
+    "on_batch": {"on_batch": Presses("call")},
+    "on_episode_done": {"on_episode_done": Presses("call")},
 }
 
 
-@pytest.mark.parametrize("what", WRITTEN)
-def test_what_the_user_has_written_is_interrupted_at_once(what):
-    options, ask = WRITTEN[what]
+@pytest.mark.parametrize("what", HOOKS)
+def test_hooks_are_interrupted_at_once(what):
     REACHED.clear()
-    given = {"create_env_fn": partial(CountingEnv, 4), "policy": None, "frames_per_batch": 6} | options
-    with Collector(**given) as collector:
+    with Collector(partial(CountingEnv, 4), None, frames_per_batch=6, **HOOKS[what]) as collector:
+        with pytest.raises(KeyboardInterrupt):
+            collector.next()
+        assert REACHED == []
+        assert collector.next().numel() == 6
+
+
+IN_ROWS = {
+    "step": (lambda at, **how: {"create_env_fn": partial(Presses, "step", at, **how)}, 3, iterated),
+    "reset": (lambda at, **how: {"create_env_fn": partial(Presses, "reset", at, **how)}, 2, iterated),
+    "first reset": (lambda at, **how: {"create_env_fn": partial(Presses, "reset", at, **how)}, 1, iterated),
+    "policy": (lambda at, **how: {"policy": acting(at, **how)}, 5, iterated),
+    "policy, called once for its columns": (lambda at, **how: {"policy": acting(at, **how)}, 1, iterated),
+    "policy, asked for values": (
+        lambda at, **how: {"policy": acting(at, **how)},
+        7,
+        partial(on_demand, bootstrap=True),
+    ),
+}
+
+
+def in_rows(what, at, **how):
+    options, _, ask = IN_ROWS[what]
+    given = {"create_env_fn": partial(CountingEnv, 4), "policy": None, "frames_per_batch": 6, "seed": 0}
+    return Collector(**given | options(at, **how)), ask
+
+
+@pytest.mark.parametrize("what", IN_ROWS)
+def test_a_row_that_is_being_made_is_completed_first(what):
+    twin, ask = in_rows(what, 0)
+    with twin:
+        expected = [ask(twin).clone() for _ in range(3)]
+    REACHED.clear()
+    collector, ask = in_rows(what, IN_ROWS[what][1])
+    with collector:
+        with pytest.raises(KeyboardInterrupt):
+            ask(collector)
+        assert len(REACHED) == 1
+        assert all((ask(collector) == batch).all() for batch in expected)
+        stats = collector.stats()
+        assert (stats.executed, stats.discarded) == (18, {})
+
+
+@pytest.mark.parametrize("what", IN_ROWS)
+def test_a_second_one_does_not_wait_for_the_row(what):
+    REACHED.clear()
+    collector, ask = in_rows(what, IN_ROWS[what][1], times=2)
+    with collector:
         with pytest.raises(KeyboardInterrupt):
             ask(collector)
         assert REACHED == []
         assert ask(collector).numel() == 6
+
+
+@pytest.mark.parametrize("what", ["step", "policy"])
+def test_a_row_that_is_never_completed_delays_it_for_some_seconds_only(what, monkeypatch):
+    monkeypatch.setattr(interrupts, "GRACE_S", 0.1)
+    REACHED.clear()
+    never = threading.Event()
+    collector, ask = in_rows(what, IN_ROWS[what][1], then=partial(never.wait, 60))
+    with collector:
+        with pytest.raises(KeyboardInterrupt):
+            ask(collector)
+        assert REACHED == []
+        assert ask(collector).numel() == 6
+
+
+def test_in_a_context_of_the_user_it_waits_for_the_next_call(monkeypatch):
+    monkeypatch.setattr(interrupts, "GRACE_S", 0.0)  # of Muster's own contexts
+    done = []
+    with Collector(partial(CountingEnv, 4), None, frames_per_batch=6) as collector, delayed_interrupt():
+        with pytest.raises(KeyboardInterrupt):
+            for _ in collector:
+                press()
+                done.append("the batch is used")
+        assert done == ["the batch is used"]
+        assert collector.stats().executed == 6, "nothing more was collected"
+        assert collector.next().numel() == 6
+        press()
+        with pytest.raises(KeyboardInterrupt):
+            collector.collect(n_step=6)
+        press()
+        with pytest.raises(KeyboardInterrupt):
+            collector.rollout()
+
+
+def test_what_is_left_of_a_context_of_the_user_is_raised_at_its_end():
+    done = []
+    with pytest.raises(KeyboardInterrupt), delayed_interrupt():
+        press()
+        done.append(1)
+    assert done == [1]
+
+
+class Nested(CountingEnv):
+    """Collects with another collector in its third step, in which Ctrl-C is pressed."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def step(self, action):
+        self.calls += 1
+        with Collector(partial(Presses, "step", int(self.calls == 3) * 2), None, frames_per_batch=4) as inner:
+            REACHED.append(inner.next().numel())
+        return super().step(action)
+
+
+def test_a_collector_in_an_environment_leaves_it_to_the_one_around_it():
+    REACHED.clear()
+    with Collector(Nested, None, frames_per_batch=6) as collector:
+        with pytest.raises(KeyboardInterrupt):
+            collector.next()
+        assert REACHED == [4, 4, "step", 4]
+        assert collector.next().numel() == 6
+        assert collector.stats().executed == 6
 
 
 class HangsOnServer:

@@ -23,7 +23,7 @@ import torch
 from muster import MultiSyncCollector, Restart
 from muster.cluster.launchers import MpLauncher
 from muster.cluster.rendezvous import write_token
-from muster.errors import CollectorTimeout, WorkerDied
+from muster.errors import CollectorTimeout, WorkerDied, WorkerHung
 from muster.testing import Fault, OracleEnv, check_stream
 from tests.fakes import faults
 from tests.fakes.fault_runs import MODES, T, alive, all_gone, deadlines, run
@@ -41,7 +41,7 @@ from tests.fakes.node_runs import (
     node_pids,
     sync_nodes,
 )
-from tests.waits import free_port, wait_until
+from tests.waits import descriptors_left, free_port, wait_until
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="kills processes, and looks into /proc"),
@@ -246,6 +246,52 @@ def until_run(collector, batches, env, run, within_s=30.0):
     while not any((b["observation"][..., 0].eq(env) & b["observation"][..., 1].eq(run)).any() for b in batches[-1:]):
         assert time.monotonic() < deadline, "it has not come back"
         batches.append(collector.next().clone())
+
+
+class HangsOnNodes:
+    """Makes a policy; the thread that calls it on a node does not come back."""
+
+    def __init__(self):
+        self.main = os.getpid()
+
+    def __call__(self):
+        if os.getpid() != self.main:
+            threading.Event().wait()  # HERE
+        return Wide(1)
+
+
+def test_a_node_whose_own_thread_hangs_says_so(tmp_path):
+    """It goes on to send signs of life, from another thread."""
+    options = {"collector_kwargs": {"inference": "server"}, "policy_factory": HangsOnNodes(), "policy": None}
+    with pytest.raises(
+        WorkerHung, match=r"The main thread of node [01] \(\S+\) has not returned for .* its deadline"
+    ) as caught:
+        run(tmp_path, None, sync_nodes, timeouts={**deadlines(2.0), "join": 100.0, "heartbeat": 30.0}, **options)
+    assert "in __call__" in str(caught.value)
+    assert float(re.search(r"returned for ([0-9.]+) s", str(caught.value))[1]) > 2
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_a_node_that_cannot_be_started_again_says_so_until_it_can(tmp_path, on_failure):
+    """The main process has no descriptors for its launcher."""
+    path = tmp_path / "counts"
+    with sync_nodes(factories(path), frames_per_batch=T, on_failure=on_failure, seed=1) as collector:
+        batches = [collector.next().clone()]
+        pid = node_pids()[0]
+        with descriptors_left(3):
+            os.kill(pid, signal.SIGKILL)
+            assert all_gone([pid])
+            for turn in range(3):
+                begun = time.monotonic()
+                with pytest.raises(WorkerDied) as caught:
+                    while True:
+                        batches.append(collector.next().clone())
+                assert time.monotonic() - begun < 30
+                assert (on_failure == "raise" and not turn) or "cannot be started" in str(caught.value)
+        batches += [collector.next().clone() for _ in range(2)]
+        stats = collector.stats()
+    assert stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+    assert sum(check_stream(batches).values()) == stats.frames
 
 
 # --- what follows -----------------------------------------------------------------------------------

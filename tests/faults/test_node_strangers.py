@@ -11,6 +11,7 @@ import pickle
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -329,6 +330,40 @@ class TestStrangersAtTheMainProcess:
             closing(found.channel)
             assert found.node == 2
         assert "the last one, from 127.0.0.1:" in rendezvous.refused()
+
+    def test_that_are_slow_are_ended_for_others(self, rendezvous, closing, monkeypatch):
+        """Long before their own deadline, however often they say a little."""
+        monkeypatch.setattr(rendezvous_module, "STRANGERS", 2)
+        monkeypatch.setattr(rendezvous_module, "ANSWER_S", 1000.0)
+        host, _, port = rendezvous.address.rpartition(":")
+        with contextlib.ExitStack() as open_:
+            for _ in range(2):
+                slow = open_.enter_context(socket.create_connection((host, int(port)), DEADLINE_S))
+                slow.sendall(b"m")
+            rendezvous.admit(2, 0)
+            begun = time.monotonic()
+            found = Member(rendezvous.address, TOKEN).join()
+            closing(found.channel)
+            assert found.node == 2
+            assert time.monotonic() - begun < DEADLINE_S
+
+    def test_do_not_stop_it_when_there_are_no_threads(self, rendezvous, closing, monkeypatch):
+        """The system refuses the first three threads; the node tries again."""
+        refused = []
+        start = threading.Thread.start
+
+        def refusing(thread):
+            if thread.name == "muster-joining" and len(refused) < 3:
+                refused.append(thread)
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", refusing)
+        rendezvous.admit(2, 0)
+        found = Member(rendezvous.address, TOKEN).join()
+        closing(found.channel)
+        assert (found.node, len(refused)) == (2, 3)
+        assert rendezvous.stuck() == ""
 
     def test_are_attended_to_a_few_at_a_time(self, rendezvous, monkeypatch):
         monkeypatch.setattr(rendezvous_module, "STRANGERS", 2)

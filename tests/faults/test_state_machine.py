@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+import muster
 from muster import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector, Restart
 from muster.errors import EnvError, WorkerDied
 from muster.testing import OracleEnv
@@ -43,16 +44,33 @@ def orders(path: Path) -> np.ndarray:
         return np.frombuffer(mmap.mmap(file.fileno(), 0), np.int64)
 
 
+class Shared:
+    """What environments share with the test: no part of their state."""
+
+    def __init__(self, orders: np.ndarray) -> None:
+        self.orders = orders
+        self.counts: Any = None
+
+
 class ObedientEnv(OracleEnv):
     """Fails in its next step if it is told to."""
 
     def __init__(self, folder: Path, first: int) -> None:
+        self.shared = Shared(orders(folder / "orders"))
         super().__init__(folder / "counts", first, ENVS)
-        self._orders = orders(folder / "orders")
+
+    @property
+    def _cells(self) -> Any:
+        return self.shared.counts
+
+    @_cells.setter
+    def _cells(self, counts: Any) -> None:
+        self.shared.counts = counts
 
     def step(self, action: Any) -> Any:
-        order = int(self._orders[self.number])
-        self._orders[self.number] = 0
+        orders = self.shared.orders
+        order = int(orders[self.number])
+        orders[self.number] = 0
         if order == RAISE:
             raise RuntimeError("as ordered")
         if order == EXIT:
@@ -61,8 +79,12 @@ class ObedientEnv(OracleEnv):
             signal.raise_signal(signal.SIGINT)
         return super().step(action)
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a snapshot repeats the actions")
+    def get_state(self) -> dict[str, Any]:
+        return {"now": self._now, "run": self.run}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._now = state["now"]
+        self.run = state["run"]
 
 
 KINDS: dict[str, Callable[..., Any]] = {
@@ -96,8 +118,9 @@ class AnyOrder(RuleBasedStateMachine):
         self.is_raised = kind == "in process" or on_failure == "raise"
         self.in_processes = kind not in ("in process", "threads")
         self.here = kind == "in process"
+        self.make = lambda policy: KINDS[kind](factories, policy, **given)
         self.policy = Adds()
-        self.collector = KINDS[kind](factories, self.policy, **given)
+        self.collector = self.make(self.policy)
         self.kind, self.path = kind, path
         self.troubles = self.kills = self.errors = self.frames = 0
         self.is_exact = True  # the environments' own counts include nothing that a restored state has repeated
@@ -158,6 +181,32 @@ class AnyOrder(RuleBasedStateMachine):
         self.attempt(load)
         self.is_exact = False
 
+    @rule(ahead=st.integers(1, 3))
+    def go_on_elsewhere(self, ahead: int) -> None:
+        """Save, load into a new collector, and use that from now on: it delivers what this one would have."""
+        states: list[Any] = []
+        self.attempt(lambda: states.append(self.collector.state_dict()))
+        if not states:
+            return
+        muster.save_state(self.path / "state", states[0])
+        policy = Adds()
+        other = self.make(policy)
+        report = other.load_state_dict(self.path / "state", trust=True)
+        assert_accounted(other)
+        old, self.collector, self.policy = self.collector, other, policy
+        self.is_exact = False
+        try:
+            if report.exact:
+                self.orders[:] = 0  # or one of the two collectors would have the trouble
+                followed = [old.next().clone() for _ in range(ahead)]
+                following = [other.next() for _ in range(ahead)]
+                self.compare(followed, following)
+                for batch in following:
+                    self.check(batch)
+        finally:
+            self.attempt(old.shutdown)
+            old.shutdown()
+
     @rule()
     def pause(self) -> None:
         with self.collector.pause():
@@ -195,6 +244,25 @@ class AnyOrder(RuleBasedStateMachine):
         self.errors += 1
         assert self.errors <= self.troubles, f"nothing has happened that explains this: {error!r}"
         assert self.is_raised or isinstance(error, KeyboardInterrupt), error
+
+    def compare(self, followed: list[Any], following: list[Any]) -> None:
+        """Their batches are equal; where groups do not wait for each other, the rows of each group."""
+        if "async" not in self.kind:
+            for expected, found in zip(followed, following, strict=True):
+                assert set(found.keys(True, True)) == set(expected.keys(True, True))
+                assert (found == expected).all()
+            return
+        by_env: list[dict[int, list[Any]]] = [{}, {}]
+        for of_one, batches in zip(by_env, (followed, following), strict=True):
+            for batch in batches:
+                rows = batch.reshape(-1)
+                columns = zip(rows["observation"].tolist(), rows["action"].tolist(), strict=True)
+                ids = rows["collector", "traj_ids"].flatten().tolist()
+                for number, (obs, action) in zip(ids, columns, strict=True):
+                    of_one.setdefault(obs[0], []).append((number, obs, action))
+        for env in by_env[0].keys() & by_env[1].keys():
+            both = min(len(of_one[env]) for of_one in by_env)
+            assert by_env[0][env][:both] == by_env[1][env][:both]
 
     def check(self, batch: Any) -> None:
         """Every row follows from itself, and comes once; not in order, since kept episodes come with a later call."""

@@ -14,11 +14,12 @@ import pytest
 from gymnasium.vector import AutoresetMode
 
 from muster.compat.gymnasium import VectorEnv
-from muster.errors import BadOption, EnvError, MusterError, WorkerDied, WorkerHung
+from muster.errors import BadOption, EnvError, MusterError, WorkerDied, WorkerHung, WorkerNotStarted
 from muster.testing import CountingEnv
 from tests.fakes import faults
 from tests.fakes.fault_runs import all_gone
 from tests.fakes.vector_faults import AT, AlwaysDies, AlwaysFails, FailsOnce, Locked
+from tests.waits import descriptors_left
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills processes")
 
@@ -193,6 +194,28 @@ def test_restarts_have_a_budget(make: Any) -> None:
     envs.reset()
     with pytest.raises((EnvError, WorkerDied), match="broken|exit code 5"):
         steps(envs, 40)
+    envs.close()
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_workers_that_cannot_be_started_say_so_until_they_can(tmp_path: Any, on_failure: Any) -> None:
+    envs = made(tmp_path, faults.nothing, on_failure=on_failure)
+    envs.reset(seed=0)
+    steps(envs, 2)
+    pids = [handle.process.child.pid for handle in envs._workers._handles]
+    with descriptors_left(3):
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        assert all_gone(pids)
+        with pytest.raises(WorkerDied):
+            steps(envs, 1)
+        for _ in range(3):
+            with pytest.raises(WorkerNotStarted, match=r"could not be started: .*`ulimit -n 4096`"):
+                envs.reset(seed=0)
+            with pytest.raises(MusterError, match="call reset"):
+                steps(envs, 1)
+    envs.reset(seed=0)
+    assert steps(envs, 5)[-1][0][:, 1].tolist() == [5] * 4
     envs.close()
 
 

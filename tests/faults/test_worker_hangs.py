@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from functools import partial
 from itertools import product
 
@@ -20,7 +21,7 @@ from muster import MultiSyncCollector, Restart
 from muster.errors import WorkerHung
 from muster.testing import Fault, OracleEnv, check_stream
 from tests.fakes import faults
-from tests.fakes.fault_runs import FRAMES, KINDS, MODES, T, deadlines, run
+from tests.fakes.fault_runs import FRAMES, KINDS, MODES, T, alive, deadlines, run
 from tests.fakes.node_runs import NODE_KINDS, sync_nodes
 from tests.waits import without_delays
 
@@ -75,6 +76,18 @@ def test_a_hang_while_environments_are_made_ends_the_construction(tmp_path, way,
     with pytest.raises(WorkerHung) as caught:
         run(tmp_path, Fault(WAYS[way], "construct"), backend=backend, timeouts={"construct": 2 * DEADLINE_S})
     assert_said(caught.value, "construct", WAYS[way])
+
+
+def test_workers_that_hang_in_close_share_one_deadline(tmp_path):
+    path = tmp_path / "counts"
+    factories = [partial(OracleEnv, path, number, 1, Fault(faults.waits, "close")) for number in range(4)]
+    timeouts = {**deadlines(60.0), "close": 4.0}
+    collector = MultiSyncCollector(factories, None, frames_per_batch=4 * T, timeouts=timeouts)
+    pids = [worker.pid for worker in collector.stats().workers]
+    begun = time.monotonic()
+    collector.shutdown()
+    assert 4.0 <= time.monotonic() - begun < 12.0
+    assert not any(map(alive, pids))
 
 
 @pytest.mark.parametrize(("way", "backend"), BACKENDS)
@@ -205,7 +218,7 @@ def test_a_hang_while_weights_are_taken_says_so(tmp_path):
 
     policy = faults.FaultyPolicy(str(tmp_path / "never"), None, at=1 << 60)
     scheme = faults.FaultyScheme(SharedMemory(), str(tmp_path / "mark"), faults.waits, at=4)
-    timeouts = {**deadlines(60.0), "weights": 4 * DEADLINE_S}  # the successor takes weights, too
+    timeouts = {**deadlines(60.0), "weights": 10 * DEADLINE_S}  # the successor takes weights, too
     got = run(tmp_path, None, policy=policy, weight_sync_schemes={"policy": scheme}, timeouts=timeouts)
     got.check()
     assert_said(got.error, "weights", faults.waits)

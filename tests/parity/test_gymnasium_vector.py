@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import multiprocessing
+import random
 import sys
+import time
+import warnings
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -14,13 +19,14 @@ import pytest
 import torch
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
 from muster.compat.gymnasium import VectorEnv
-from muster.errors import BadOption, CollectorClosed, EnvError, MusterError
+from muster.errors import BadOption, CollectorClosed, CollectorTimeout, EnvError, MusterError
 from muster.testing import CountingEnv, InfoEnv, SpaceEnv
 from tests.fakes.fault_runs import all_gone
+from tests.fakes.vector_faults import Closing, Drawing, Gated
 from tests.waits import open_files
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="worker processes")
@@ -182,6 +188,338 @@ def test_wrappers_of_gymnasium_work() -> None:
             infos.get("episode", {}).pop("_t", None)
         assert_equal(got, expected)
     ours.close()
+
+
+# --- AsyncVectorEnv ---------------------------------------------------------------------------------
+
+
+def test_every_public_member_of_async_vector_env_is_there_or_says_why_not() -> None:
+    envs = VectorEnv([lambda: CountingEnv(3)] * 2, num_workers=2)
+    theirs = {name for name in {*dir(AsyncVectorEnv), *AsyncVectorEnv.__annotations__} if not name.startswith("_")}
+    absent = {"processes", "parent_pipes", "error_queue"}
+    assert absent < theirs
+    assert {name for name in theirs if not hasattr(envs, name)} == absent
+    for name in (*absent, "envs"):
+        with pytest.raises(AttributeError, match=f"VectorEnv.{name} is not available: "):
+            getattr(envs, name)
+    with pytest.raises(AttributeError, match="'VectorEnv' object has no attribute 'no_such_name'"):
+        _ = envs.no_such_name
+    assert (envs.shared_memory, envs.daemon, envs.context, envs.worker, envs.max_concurrency) == (
+        True,
+        True,
+        None,
+        None,
+        None,
+    )
+    assert len(envs.env_fns) == 2
+    options = inspect.signature(AsyncVectorEnv.__init__).parameters
+    found = inspect.signature(VectorEnv.__init__).parameters
+    assert {*options} <= {*found}
+    assert all(found[name].default == options[name].default for name in options)
+    for method in ("reset_async", "reset_wait", "step_async", "step_wait", "call_async", "call_wait", "close_extras"):
+        ours, expected = (inspect.signature(getattr(kind, method)).parameters for kind in (VectorEnv, AsyncVectorEnv))
+        assert [(p.name, p.kind, p.default) for p in ours.values()] == [
+            (p.name, p.kind, p.default) for p in expected.values()
+        ]
+    envs.close()
+
+
+@pytest.mark.parametrize("space", ["image", "dict", "tuple", "text"])
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_without_shared_memory_it_is_the_same(space: str, shared_memory: bool) -> None:
+    actions = SPACES["discrete" if space == "text" else space]
+    fns = [lambda: SpaceEnv(deepcopy(SPACES[space]), actions)] * 3
+    ours, theirs = VectorEnv(fns, num_workers=2, shared_memory=shared_memory), SyncVectorEnv(fns)
+    assert type(ours.observations) is type(theirs._observations)  # before the first reset, too
+    assert_equal(ours.reset(seed=5), theirs.reset(seed=5))
+    theirs.action_space.seed(1)
+    for _ in range(5):
+        action = theirs.action_space.sample()
+        assert_equal(ours.step(action), theirs.step(action))
+        assert_equal(ours.observations, theirs._observations)
+    assert (ours._workers.rows.obs is None) == (not shared_memory or space == "text")
+    ours.close()
+
+
+def test_calls_are_sent_and_waited_for() -> None:
+    ours, theirs = (kind([partial(InfoEnv, n) for n in (1, 2, 5)], **options) for kind, options in both_kinds())
+    for envs in (ours, theirs):
+        envs.reset_async(seed=3, options={"a": 1})
+    assert_equal(ours.reset_wait(), theirs.reset_wait())
+    for _ in range(7):
+        for envs in (ours, theirs):
+            envs.step_async(np.zeros(3, int))
+        assert_equal(ours.step_wait(), theirs.step_wait())
+    for envs in (ours, theirs):
+        envs.call_async("get_wrapper_attr", "t")
+    assert ours.call_wait() == theirs.call_wait()
+    for envs in (ours, theirs):
+        envs.reset_async(seed=[1, None, 2])
+    assert_equal(ours.reset_wait(timeout=60), theirs.reset_wait(timeout=60))
+    for envs in (ours, theirs):
+        envs.close()
+
+
+def both_kinds() -> list[Any]:
+    return [(VectorEnv, {"num_workers": 2}), (AsyncVectorEnv, {})]
+
+
+BEGIN: dict[str, Any] = {
+    "reset": lambda envs: envs.reset_async(),
+    "step": lambda envs: envs.step_async(np.zeros(2, int)),
+    "call": lambda envs: envs.call_async("spec"),
+}
+REFUSED: dict[str, Any] = {
+    "reset": lambda envs: envs.reset(),
+    "reset_async": lambda envs: envs.reset_async(options={"reset_mask": None}),  # a wrong mask is found later
+    "step": lambda envs: envs.step(np.zeros(2, int)),
+    "step_async": lambda envs: envs.step_async(np.zeros(2, int)),
+    "call": lambda envs: envs.call("spec"),
+    "get_attr": lambda envs: envs.get_attr("spec"),
+    "render": lambda envs: envs.render(),
+    "set_attr": lambda envs: envs.set_attr("length", 3),
+}
+
+
+@pytest.mark.parametrize("pending", BEGIN)
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
+def test_calls_in_a_wrong_order_raise_what_async_vector_env_raises(pending: str, mode: Any) -> None:
+    for kind, options in both_kinds():
+        envs = kind([lambda: CountingEnv(9)] * 2, autoreset_mode=mode, **options)
+        envs.reset()
+        for name in BEGIN:
+            with pytest.raises(NoAsyncCallError, match=f"`{name}_wait` without any prior call to `{name}_async`") as no:
+                getattr(envs, f"{name}_wait")()
+            assert no.value.name == name
+        BEGIN[pending](envs)
+        for call in REFUSED.values():
+            with pytest.raises(AlreadyPendingCallError, match=f"pending call to `{pending}` to complete") as raised:
+                call(envs)
+            assert raised.value.name == pending
+        for name in {*BEGIN} - {pending}:
+            with pytest.raises(NoAsyncCallError, match=f"`{name}_wait` without"):
+                getattr(envs, f"{name}_wait")()
+        getattr(envs, f"{pending}_wait")()
+        assert envs.step(np.zeros(2, int))[0][:, 1].tolist() == [2 if pending == "step" else 1] * 2
+        envs.close()
+        for call in (
+            *BEGIN.values(),
+            *REFUSED.values(),
+            *(lambda envs, n=n: getattr(envs, f"{n}_wait")() for n in BEGIN),
+        ):
+            with pytest.raises(ClosedEnvironmentError):
+                call(envs)
+
+
+@pytest.fixture
+def gate(tmp_path: Any) -> Any:
+    """The file for which ``Gated`` environments wait. At the end it is there, so that nothing waits."""
+    yield tmp_path / "gate"
+    (tmp_path / "gate").touch()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a start method")
+@pytest.mark.parametrize("timeout", [0, 0.05])
+@pytest.mark.parametrize("call", ["reset", "step", "call", "large", "take"])
+def test_a_timeout_raises_and_what_comes_next_is_right(call: str, timeout: float, gate: Any) -> None:
+    envs = VectorEnv([partial(Gated, str(gate))] * 3, num_workers=2)
+    gate.touch()
+    envs.reset(seed=3)
+    envs.step(np.zeros(3, int))
+    gate.unlink()
+    begin: dict[str, Any] = {
+        "reset": lambda: envs.reset_async(seed=7),
+        "step": lambda: envs.step_async(np.zeros(3, int)),
+        "call": lambda: envs.call_async("wait"),
+        "large": lambda: envs.call_async("large"),  # the result has no room in shared memory
+        "take": lambda: envs.call_async("take", bytes(1 << 20)),  # the argument has none
+    }
+    begin[call]()
+    waited = call if call in ("reset", "step") else "call"
+    before = time.monotonic()
+    with pytest.raises(multiprocessing.TimeoutError, match=f"`{waited}_wait` has timed out after {timeout}") as caught:
+        getattr(envs, f"{waited}_wait")(timeout)
+    assert isinstance(caught.value, CollectorTimeout)
+    assert time.monotonic() - before < 5
+    with pytest.raises(NoAsyncCallError):
+        getattr(envs, f"{waited}_wait")()
+    gate.touch()
+    if waited == "call":
+        assert envs.get_attr("t") == (1, 1, 1)
+        assert envs.step(np.zeros(3, int))[0][:, 1].tolist() == [2, 2, 2]
+    else:
+        with pytest.raises(MusterError, match="After CallTimeout .* call reset"):
+            envs.step(np.zeros(3, int))
+        with pytest.raises(MusterError, match="After CallTimeout .* call reset"):
+            envs.reset(options={"reset_mask": np.array([True, False, False])})
+    assert envs.reset(seed=[4, 5, 6])[0][:, 1].tolist() == [0, 0, 0]
+    assert [seeds[-1] for seeds in envs.get_attr("seeds")] == [4, 5, 6]
+    begin[call]()
+    getattr(envs, f"{waited}_wait")(timeout=60)
+    assert envs.reset()[0][:, 1].tolist() == [0, 0, 0]
+    assert envs.step(np.zeros(3, int))[0][:, 1].tolist() == [1, 1, 1]
+    envs.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a start method")
+@pytest.mark.parametrize("options", [{"terminate": True}, {"timeout": 0}, {"timeout": 0.05}])
+@pytest.mark.parametrize("pending", ["reset", "step", "call"])
+def test_close_with_a_pending_call_warns_and_kills_after_the_timeout(pending: str, options: Any, gate: Any) -> None:
+    envs = VectorEnv([partial(Gated, str(gate))] * 2, num_workers=2, timeouts={"close": 60.0})
+    gate.touch()
+    envs.reset()
+    gate.unlink()
+    pids = [handle.process.child.pid for handle in envs._workers._handles]
+    begin = {**BEGIN, "call": lambda envs: envs.call_async("wait")}[pending]
+    begin(envs)
+    before = time.monotonic()
+    with pytest.warns(UserWarning, match=f"Calling `close` while waiting for a pending call to `{pending}`") as warned:
+        envs.close(**options)
+    assert warned[0].filename == __file__
+    assert time.monotonic() - before < 30  # far less than the deadline for closing
+    assert all_gone(pids, 10)
+    envs.close()
+    with pytest.raises(ClosedEnvironmentError):
+        envs.reset()
+
+
+@pytest.mark.parametrize(("options", "closed"), [({}, True), ({"timeout": 60}, True), ({"terminate": True}, False)])
+def test_environments_are_closed_unless_the_workers_are_terminated(options: Any, closed: bool, tmp_path: Any) -> None:
+    marks = [tmp_path / str(i) for i in range(2)]
+    envs = VectorEnv([partial(Closing, str(mark)) for mark in marks], num_workers=2)
+    envs.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        envs.close(**options)
+    assert [mark.exists() for mark in marks] == [closed] * 2
+    if not options.get("terminate"):
+        marks[0].unlink()
+        envs = VectorEnv([partial(Closing, str(mark)) for mark in marks], num_workers=1)
+        envs.reset()
+        envs.step_async(np.zeros(2, int))
+        with pytest.warns(UserWarning, match="pending call to `step`"):
+            envs.close(**options)
+        assert marks[0].exists()
+
+
+def test_an_error_is_raised_by_the_wait() -> None:
+    envs = VectorEnv([lambda: CountingEnv(9)] * 2, num_workers=2)
+    envs.reset()
+    envs.call_async("no_such_name")
+    with pytest.raises(EnvError, match="no_such_name") as caught:
+        envs.call_wait()
+    assert isinstance(caught.value.__cause__, AttributeError)
+    assert envs.step(np.zeros(2, int))[0][:, 1].tolist() == [1, 1]  # a call is no step
+    envs.close()
+
+
+@pytest.mark.parametrize("name", ["reset", "step", "close", "_setattr", "_check_spaces"])
+def test_call_refuses_what_has_a_method_of_its_own(name: str) -> None:
+    envs = VectorEnv([lambda: CountingEnv(3)] * 2, num_workers=1)
+    with pytest.raises(ValueError, match=f"Trying to call function `{name}` with `call`, use `{name}` directly"):
+        envs.call(name)
+    envs.reset()
+    envs.close()
+
+
+def test_a_step_before_any_reset_is_one_as_in_sync_vector_env() -> None:
+    results = []
+    for make in (partial(VectorEnv, num_workers=2), SyncVectorEnv):
+        envs = make([lambda: CountingEnv(3)] * 2)
+        results.append(envs.step(np.zeros(2, int)))
+        envs.close()
+    assert_equal(*results)
+    envs = VectorEnv([cart_pole] * 2, num_workers=1)
+    with pytest.raises(EnvError, match="ResetNeeded"):
+        envs.step(np.zeros(2, int))
+    envs.close()
+
+
+def test_options_of_async_vector_env_are_refused_only_if_they_cannot_be() -> None:
+    fns = [lambda: CountingEnv(3)] * 4
+    with pytest.raises(BadOption, match="worker= is not possible"):
+        VectorEnv(fns, worker=lambda *args: None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cannot find context for 'threads'"):
+        VectorEnv(fns, context="threads")  # type: ignore[arg-type]
+    with pytest.raises(BadOption, match="context='spawn' and start_method='forkserver' differ"):
+        VectorEnv(fns, context="spawn", start_method="forkserver")
+    for wrong in (0, 1.5, True, "2"):
+        with pytest.raises(ValueError, match="max_concurrency"):
+            VectorEnv(fns, max_concurrency=wrong)  # type: ignore[arg-type]
+    with pytest.raises(BadOption, match="num_workers=3 and max_concurrency=2"):
+        VectorEnv(fns, num_workers=3, max_concurrency=2)
+    for options, workers in (
+        ({"max_concurrency": 1}, 1),
+        ({"max_concurrency": 3, "num_workers": 3}, 3),
+        ({"context": "fork", "daemon": False, "num_workers": 1, "worker": None}, 1),
+    ):
+        envs = VectorEnv(fns, **options)
+        assert envs.daemon == options.get("daemon", True)
+        assert len(envs._workers._handles) == workers
+        envs.reset()
+        assert envs.step(np.zeros(4, int))[1].tolist() == [1] * 4
+        envs.close()
+
+
+# --- global generators --------------------------------------------------------------------------------
+
+
+def drawn(envs: Any, seed: Any, *, by_call: bool = True) -> list[Any]:
+    found = [envs.reset(seed=seed)]
+    for t in range(9):
+        found.append(envs.step(np.arange(envs.num_envs) * t % 3))
+        if by_call and t == 4:
+            found.append(envs.call("draw"))
+    return found
+
+
+@pytest.mark.parametrize(("mode", "from_torch"), [(AutoresetMode.NEXT_STEP, False), (AutoresetMode.SAME_STEP, True)])
+def test_environments_that_draw_from_global_generators_are_reproducible(mode: Any, from_torch: bool) -> None:
+    runs = []
+    for workers in (1, 2, 4):
+        fns = [partial(Drawing, n, from_torch=from_torch) for n in (3, 4, 5, 2)]
+        envs = VectorEnv(fns, num_workers=workers, autoreset_mode=mode)
+        assert len(set(envs.get_attr("made"))) == 4
+        runs += [drawn(envs, 0), drawn(envs, 0)]
+        other = drawn(envs, 100)
+        envs.close()
+    for run in runs[1:]:
+        assert_equal(run, runs[0])
+    first = runs[0][0][0]
+    assert len({*first.ravel().tolist()}) == first.size
+    assert not np.isin(other[0][0], first).any()
+
+
+def test_a_reset_of_one_environment_with_a_seed_leaves_the_streams_of_others() -> None:
+    runs = []
+    for number in (1, 2):
+        envs = VectorEnv([Drawing] * 3, num_workers=1, autoreset_mode=AutoresetMode.DISABLED)
+        first = envs.reset(seed=0)
+        envs.step(np.zeros(3, int))
+        mask = np.arange(3) == number
+        again = envs.reset(seed=[0, 1, 2], options={"reset_mask": mask})
+        assert_equal(again[0][number], first[0][number])
+        runs.append(envs.step(np.zeros(3, int))[0])
+        envs.close()
+    np.testing.assert_array_equal(runs[0][0], runs[1][0])
+    assert not np.isin(runs[0][1:], runs[1][1:]).any()
+
+
+def test_streams_without_a_seed_differ_between_environments_and_runs() -> None:
+    seen = []
+    for workers in (1, 2):
+        envs = VectorEnv([Drawing] * 2, num_workers=workers)
+        seen += drawn(envs, None)[0][0].ravel().tolist()
+        envs.close()
+    assert len(set(seen)) == 8
+
+
+def test_the_callers_generators_are_not_touched() -> None:
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    envs = VectorEnv([Drawing] * 2, num_workers=2)
+    drawn(envs, 0)
+    envs.close()
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
 
 
 # --- misuse, and the end ----------------------------------------------------------------------------

@@ -383,6 +383,21 @@ def test_what_a_policy_returns_with_a_graph_can_be_learned_from(kind: str) -> No
     assert again.collect_experience(policy, 3)["log_prob"].requires_grad
 
 
+def test_a_policy_may_use_the_memory_of_its_outputs_again() -> None:
+    memory = torch.zeros(1, 1)
+
+    class Reusing(Linear):
+        def act(self, obs: torch.Tensor, deterministic: bool = False) -> Any:
+            action, out = super().act(obs)
+            return action, {"log_prob": memory.detach().copy_(out["log_prob"])}
+
+    policy = Reusing()
+    found = Collector(Counting([9])).collect_experience(policy, 5)
+    assert found["log_prob"].requires_grad
+    assert torch.allclose(found["log_prob"], policy.layer(found["state"]))
+    assert len(found["log_prob"].unique()) == 5
+
+
 def test_policies_may_take_turns_and_change_what_they_return() -> None:
     collector, calls = Collector(Counting([4])), []
 

@@ -102,6 +102,42 @@ def test_every_cell_is_what_one_environment_alone_would_give(
         assert sorted(info.Length for info in infos) == sorted(n for _, ended in references for n in ended[itr])
 
 
+@pytest.mark.parametrize("part", [0, 1, 2], ids=["observation", "prev_action", "prev_reward"])
+def test_an_agent_that_changes_its_input_is_named(part: int) -> None:
+    class Meddling(Agent):
+        def step(self, *inputs: Any) -> Any:
+            returned = super().step(*inputs)
+            if len(self.inputs) > 2:
+                inputs[part].fill_(3)
+            return returned
+
+    name = ("observation", "prev_action", "prev_reward")[part]
+    pattern = f"policy Meddling changed its input {name} in place at row 2 of the batch"
+    with pytest.raises(BadPolicyOutput, match=pattern):
+        sampler(CpuResetCollector, [Counting(3), Counting(4)], 5, Meddling(2)).obtain_samples(0)
+
+
+def test_an_agent_may_change_what_it_gets_after_the_last_row() -> None:
+    class Meddling(Agent):
+        def step(self, observation: Any, *rest: Any) -> Any:
+            returned = super().step(observation, *rest)
+            if not observation.any():  # all environments wait
+                observation.fill_(7)
+            return returned
+
+    samples, _ = sampler(CpuWaitResetCollector, [Counting(2), Counting(2)], 5, Meddling(2)).obtain_samples(0)
+    assert times(samples) == [[0, 1, 0, 0, 0]] * 2
+
+
+def test_records_cannot_write_into_observations() -> None:
+    class Scaling(TrajInfo):
+        def step(self, observation: Any, *rest: Any) -> None:
+            observation /= 2
+
+    with pytest.raises(MusterError, match=r"Scaling of Counting\[0\]: recording a step raised ValueError.*read-only"):
+        sampler(CpuResetCollector, [Counting(3)], 5, TrajInfoCls=Scaling).obtain_samples(0)
+
+
 def test_waiting_resets_happen_in_reset_if_needed() -> None:
     env = Counting(2)
     run = sampler(CpuWaitResetCollector, [env], 3)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import sys
+import warnings
+from collections import OrderedDict
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -13,10 +16,11 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
+from gymnasium.error import NoAsyncCallError
 
-from muster.errors import EnvError, UnsupportedEnv
+from muster.errors import BadOption, EnvError, UnsupportedEnv
 from muster.testing import CountingEnv, InfoEnv, SpaceEnv
-from tests.fakes.vector_faults import Wrapped
+from tests.fakes.vector_faults import Drawing, Locking, Rendering, Wrapped
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="worker processes")
 
@@ -106,6 +110,127 @@ def test_calls_and_attributes() -> None:
     assert envs.render().shape == (8, 8, 3)
     envs.close()
     envs.close()
+
+
+def test_every_public_member_is_there() -> None:
+    ours, subproc, dummy = compat.VecEnv([Wrapped] * 2, num_workers=1), vec_env.SubprocVecEnv, vec_env.DummyVecEnv
+    absent = {
+        "remotes",  # and others of the implementation
+        "work_remotes",
+        "processes",
+    }
+    theirs = subproc([Wrapped] * 2, start_method="fork")
+    members = {name for name in dir(theirs) if not name.startswith("_")}
+    assert {name for name in members if not hasattr(ours, name)} == absent
+    assert {name for name in dir(dummy) if not name.startswith("_")} <= set(dir(ours))
+    for name in (
+        "step_async",
+        "step_wait",
+        "reset",
+        "close",
+        "seed",
+        "set_options",
+        "has_attr",
+        "get_attr",
+        "set_attr",
+    ):
+        found, expected = (list(inspect.signature(getattr(env, name)).parameters) for env in (ours, theirs))
+        assert found == expected
+    for name in ("env_method", "env_is_wrapped", "get_images", "render", "getattr_depth_check"):
+        found, expected = (list(inspect.signature(getattr(env, name)).parameters) for env in (ours, theirs))
+        assert found == expected
+    assert (ours.metadata, ours.render_mode) == (theirs.metadata, theirs.render_mode)
+    assert (ours.closed, ours.waiting) == (theirs.closed, theirs.waiting) == (False, False)
+    ours.reset(), theirs.reset()
+    for env in (ours, theirs):
+        env.step_async(np.zeros(2, int))
+    assert ours.waiting
+    assert theirs.waiting
+    assert [env.getattr_depth_check("reset", already_found=True).endswith("VecEnv") for env in (ours, theirs)] == [
+        True,
+        True,
+    ]
+    assert_equal(ours.step_wait()[0], theirs.step_wait()[0])
+    assert not ours.waiting
+    assert ours.seed(5) == theirs.seed(5)
+    assert (ours.unwrapped, theirs.unwrapped) == (ours, theirs)
+    for env in (ours, theirs):
+        env.close()
+        env.close()
+        assert env.closed
+
+
+@pytest.mark.parametrize("mode", [None, "rgb_array", "ansi"])
+def test_rendering_and_its_warnings_are_those_of_subproc_vec_env(mode: Any) -> None:
+    said = []
+    for make in (partial(compat.VecEnv, num_workers=1), partial(vec_env.SubprocVecEnv, start_method="fork")):
+        envs = make([partial(Rendering, mode)] * 3)
+        envs.reset()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            frames = [envs.render(), envs.render("rgb_array"), envs.get_images()]
+        said.append((envs.metadata, frames, [str(warning.message) for warning in caught], envs.get_attr("rendered")))
+        envs.close()
+    assert said[0][2:] == said[1][2:]
+    assert_equal(said[0][:2], said[1][:2])
+
+
+def test_dicts_are_ordered_as_their_space() -> None:
+    space = spaces.Dict(OrderedDict([("z", BOX), ("a", spaces.Discrete(3)), ("m", BOX)]))
+    makers = [lambda: in_spaces(space, spaces.Discrete(2))] * 2
+    ours, theirs = compat.VecEnv(makers, num_workers=2), vec_env.DummyVecEnv(makers)
+    ours.seed(3), theirs.seed(3)
+    results = [(ours.reset(), theirs.reset())]
+    results += [(ours.step(actions)[0], theirs.step(actions)[0]) for actions in (np.zeros(2, int),) * 3]
+    for found, expected in results:
+        assert type(found) is type(expected) is OrderedDict
+        assert list(found) == list(expected) == list(space.spaces)
+        assert_equal(found, expected)
+        found["z"][:] = 7
+    assert not (ours.step(np.zeros(2, int))[0]["z"] == 7).any()
+    ours.close()
+
+
+def test_a_reset_cancels_a_step_as_the_interface_says() -> None:
+    envs = compat.VecEnv([lambda: CountingEnv(9)] * 3, num_workers=2)
+    envs.reset()
+    envs.step_async(np.zeros(3, int))
+    assert envs.waiting
+    assert envs.reset()[:, 1].tolist() == [0, 0, 0]
+    assert not envs.waiting
+    with pytest.raises(NoAsyncCallError):
+        envs.step_wait()
+    assert envs.step(np.zeros(3, int))[0][:, 1].tolist() == [1, 1, 1]
+    envs.close()
+
+
+def test_attributes_that_cannot_be_pickled_are_there() -> None:
+    envs = compat.VecEnv([Locking] * 2, num_workers=2)
+    assert envs.has_attr("lock")
+    assert not envs.has_attr("no_such_name")
+    assert envs.env_method("is_locked") == [False, False]
+    with pytest.raises(BadOption, match="what the environments returned"):
+        envs.get_attr("lock")
+    envs.reset()
+    envs.close()
+
+
+def test_environments_that_draw_from_global_generators_are_reproducible() -> None:
+    runs = []
+    for workers in (1, 2, 2):
+        envs = compat.VecEnv([Drawing] * 3, num_workers=workers)
+        for _ in range(2):
+            envs.seed(4)
+            runs.append([envs.reset(), *(envs.step(np.zeros(3, int)) for _ in range(7))])
+        envs.close()
+    for run in runs[1:]:
+        assert_equal(run, runs[0])
+    assert len({*runs[0][0].ravel().tolist()}) == 6
+
+
+def test_the_start_methods_are_those_of_multiprocessing() -> None:
+    with pytest.raises(ValueError, match="cannot find context for 'illegal_method'"):
+        compat.VecEnv([Wrapped], start_method="illegal_method")
 
 
 def test_unsupported_observations_are_refused() -> None:

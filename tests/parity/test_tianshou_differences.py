@@ -19,7 +19,7 @@ from tianshou.data import Batch, CachedReplayBuffer, ReplayBuffer, VectorReplayB
 from tianshou.env import DummyVectorEnv
 
 from muster.compat import tianshou as compat
-from muster.errors import BadOption, EnvError
+from muster.errors import BadOption
 from tests.parity.tianshou_envs import ACTIONS, POLICIES, Counter, Counting
 from tests.parity.tianshou_tools import Program, assert_same, collects, play
 
@@ -192,7 +192,7 @@ def test_after_an_error_of_an_environment_all_begin_anew(by_step: bool) -> None:
         collector.reset()
         with pytest.raises(RuntimeError, match="broken") as error:
             collector.collect(n_step=20)
-        assert isinstance(error.value, EnvError) == (module is compat)
+        assert type(error.value) is RuntimeError  # the environment's own in both
         before = len(collector.buffer)
         collector.collect(n_step=4)
         rows = collector.buffer[[4, 5]]

@@ -18,6 +18,7 @@ pytest.importorskip("torchrl")
 import torchrl.collectors
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_leaf_nontensor, is_non_tensor
 from tensordict.nn import (
+    CudaGraphModule,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
@@ -626,9 +627,86 @@ def test_a_lazy_policy(make):
     return batches(pendulum, lazy, frames_per_batch=10)(make)
 
 
-@program
-def test_a_compiled_policy(make):
-    return batches(pendulum, lambda env: linear(), frames_per_batch=10, compile_policy={"backend": "eager"})(make)
+EAGER = {"backend": "eager"}
+FASTER: dict[str, dict[str, Any]] = {
+    "compiled": {"compile_policy": EAGER},
+    "compiled after three calls": {"compile_policy": {**EAGER, "warmup": 3}},
+    "compiled at once": {"compile_policy": {**EAGER, "warmup": 0, "dynamic": False}},
+    "graphs": {"cudagraph_policy": True},
+    "graphs, no keywords": {"cudagraph_policy": {}},
+    "graphs after three calls": {"cudagraph_policy": {"warmup": 3}},
+    "both": {"compile_policy": EAGER, "cudagraph_policy": {"warmup": 1}},
+    "both make graphs": {"compile_policy": {**EAGER, "mode": "reduce-overhead"}, "cudagraph_policy": True},
+    "unknown to torch.compile": {"compile_policy": {"nothing": 1}},
+    "unknown to graphs": {"cudagraph_policy": {"nothing": 1}},
+    "a keyword of TorchRL's own": {"cudagraph_policy": {"in_keys": []}},
+    "no warm-up of graphs": {"cudagraph_policy": {"warmup": 0}},
+    "no such backend": {"compile_policy": {"backend": "nothing"}},
+    "no synchronization": {"no_cuda_sync": True, "device": "cpu", "cudagraph_policy": True},
+}
+POLICIES: dict[str, Callable[[Any], Any]] = {
+    "module": lambda env: linear(),
+    "by name": lambda env: ByName(True),
+    "function": lambda env: lambda td: td.set("action", td["observation"][..., :1] / 8),
+    "counts its calls": lambda env: Counting(),
+    "random": lambda env: None,
+    "a graph": lambda env: CudaGraphModule(linear()),
+    "a graph of a function": lambda env: CudaGraphModule(lambda td: td.set("action", td["observation"][..., :1])),
+}
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="graphs are made, and cannot contain what acts here")
+
+
+@NO_CUDA
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", FASTER)
+def test_options_for_a_faster_policy_do_on_the_cpu_what_they_do_in_torchrl(name, policy):
+    """Without CUDA, TorchRL's graphs call the policy; its options are checked."""
+    program = batches(pendulum, POLICIES[policy], count=2, frames_per_batch=5, **FASTER[name])
+    both(lambda make: outcome(lambda: program(make)))
+
+
+def test_the_machine_without_cuda_is_warned_of():
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    for make in (torchrl.collectors.Collector, Collector):
+        with pytest.warns(UserWarning, match="without CUDA device"):
+            make(pendulum(), linear(), frames_per_batch=5, cudagraph_policy=True).shutdown()
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 4])
+def test_a_policy_is_compiled_after_so_many_calls(warmup):
+    def backend(graph, inputs):
+        compiled.append(calls[0])
+        return graph.forward
+
+    class Counted(TensorDictModule):
+        @torch.compiler.disable
+        def count(self):
+            calls[0] += 1
+
+        def forward(self, td):
+            self.count()
+            return super().forward(td)
+
+    found = []
+    for make in (torchrl.collectors.Collector, Collector):
+        torch.compiler.reset()
+        calls, compiled = [0], list[int]()
+        policy = Counted(torch.nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
+        collector = make(pendulum(), policy, frames_per_batch=8, compile_policy={"backend": backend, "warmup": warmup})
+        collector.next()
+        found.append(compiled[0])
+    assert found[1] == found[0]
+
+
+def test_a_compiled_policy_gets_new_weights():
+    @both
+    def _(make):
+        policy = linear()
+        collector = make(pendulum(), policy, frames_per_batch=5, compile_policy=EAGER)
+        first = collector.next()
+        collector.update_policy_weights_(TensorDict.from_module(policy).data * 0 + 1)
+        return [first, collector.next(), type(collector.policy).__name__]
 
 
 @program

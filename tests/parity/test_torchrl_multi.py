@@ -27,6 +27,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 import muster.compat.torchrl.collectors
 from muster.compat.torchrl import weight_update
+from muster.errors import BadOption, BadWeights
 from tests.parity import torchrl_workers as workers
 from tests.parity.test_torchrl_collector import assert_equal
 from tests.parity.torchrl_workers import ENVS, IDS, Weighted
@@ -134,6 +135,17 @@ def test_batches_are_equal(name: str) -> None:
             collector.shutdown()
 
     both(program)
+
+
+def test_cat_is_the_first_dimension() -> None:
+    """TorchRL's documentation has ``cat_results="cat"``, and TorchRL takes 0."""
+    found = []
+    for source, cat in zip(SOURCES, (0, "cat"), strict=True):
+        collector = made(source, envs=[workers.two_counting] * 2, policy=workers.ones, cat_results=cat, total_frames=8)
+        found.append([batch.exclude(IDS) for batch in collector])
+        collector.shutdown()
+    assert found[1][0].shape == (4, 2)
+    assert_equal(found[1], found[0])
 
 
 def test_a_program_that_looks_into_workers(tmp_path: Any) -> None:
@@ -382,6 +394,218 @@ def test_weights_of_each_worker(ours: bool) -> None:
     finally:
         collector.shutdown()
     assert found == [[0.0, 1.0], [5.0, 1.0], [6.0, 7.0]]
+
+
+# --- weights in every form --------------------------------------------------------------------------
+
+
+def tensors(policy: Any) -> Any:
+    return TensorDict.from_module(policy).data
+
+
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "module": lambda new: new,
+    "module inside": lambda new: new.inner,
+    "state dict": lambda new: new.state_dict(),
+    "state dict of the module inside": lambda new: new.inner.state_dict(),
+    "TensorDict": tensors,
+    "TensorDict of parameters": TensorDict.from_module,
+    "nested dict": lambda new: tensors(new).to_dict(),
+    "nested dict of the module inside": lambda new: tensors(new.inner).to_dict(),
+    "dict by paths": lambda new: dict(tensors(new).items(True, True)),
+    "arrays": lambda new: {name: tensor.numpy() for name, tensor in new.state_dict().items()},
+}
+SCHEMES: dict[str, Callable[[], dict[str, Any]]] = {
+    "default": dict,
+    **{
+        f"{package} {name}": lambda schemes=schemes, name=name: {  # type: ignore[misc]
+            "weight_sync_schemes": {"policy": getattr(schemes, name)()}
+        }
+        for package, schemes in (("torchrl", torchrl.weight_update), ("muster", weight_update))
+        for name in ("SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme")
+    },
+}
+WAYS: dict[str, Callable[[Any, Any], None]] = {
+    "positional": lambda c, new: c.update_policy_weights_(new),
+    "keyword": lambda c, new: c.update_policy_weights_(
+        **{"policy" if isinstance(new, torch.nn.Module) else "weights": new}
+    ),
+    "by model": lambda c, new: c.update_policy_weights_(weights_dict={"policy": new}),
+    "model_id": lambda c, new: c.update_policy_weights_(new, model_id="policy"),
+    "received": lambda c, new: c.receive_weights(new),
+    "received keyword": lambda c, new: c.receive_weights(
+        **{"policy" if isinstance(new, torch.nn.Module) else "weights": new}
+    ),
+}
+
+
+def acted(batches: Iterator[Any]) -> tuple[float, float]:
+    """With which weights, and with which buffer that is not saved."""
+    batch = next(batches)
+    (weight,), (fixed,) = batch["weight"].unique().tolist(), batch["fixed"].unique().tolist()
+    return weight, fixed
+
+
+@pytest.mark.parametrize(
+    "scheme", [name if name == "default" else pytest.param(name, marks=pytest.mark.slow) for name in SCHEMES]
+)
+def test_weights_come_to_workers_in_any_form(scheme: str) -> None:
+    """As to ``Collector``. TorchRL takes modules and TensorDicts, and nothing by keyword in ``receive_weights``."""
+    options = {"policy": workers.Deep(0.0), "total_frames": -1, "track_policy_version": True, **SCHEMES[scheme]()}
+    collector = made(muster.compat.torchrl.collectors, **options)
+    try:
+        batches, value, before = iter(collector), 0.0, 0.5
+        assert acted(batches) == (value, before)
+        for way, publish in WAYS.items():
+            for form, given in FORMS.items():
+                value += 1.0
+                publish(collector, given(workers.Deep(value)))
+                weight, fixed = acted(batches)
+                assert weight == value, (way, form)
+                assert fixed in (before, value + 0.5), (way, form)
+                before = fixed
+        assert next(batches)["policy_version"].unique().tolist() == [len(WAYS) * len(FORMS)]
+    finally:
+        collector.shutdown()
+
+
+WRONG_WEIGHTS: dict[str, Callable[[], Any]] = {
+    "nothing": dict,
+    "a name is missing": lambda: {"inner": {"0": {"weight": torch.ones(2, 2)}}},
+    "an unknown name": lambda: {**workers.Deep(1.0).state_dict(), "other": torch.ones(1)},
+    "another shape": lambda: {**workers.Deep(1.0).state_dict(), "inner.0.bias": torch.ones(3)},
+    "another dtype": lambda: {**workers.Deep(1.0).state_dict(), "inner.0.bias": torch.ones(2, dtype=torch.float64)},
+    "not finite": lambda: {**workers.Deep(1.0).state_dict(), "inner.0.bias": torch.full((2,), torch.nan)},
+    "a module of another kind": lambda: torch.nn.Linear(3, 3),
+    "a number": lambda: 3,
+    "no tensors": lambda: {"inner.0.bias": "ones"},
+}
+
+
+@pytest.mark.parametrize(
+    "scheme", [name if name == "default" else pytest.param(name, marks=pytest.mark.slow) for name in SCHEMES]
+)
+def test_weights_that_do_not_fit_change_nothing_in_workers(scheme: str) -> None:
+    """TorchRL takes some of them, and waits for ever after others."""
+    policy = workers.Deep(0.0)
+    options = {"policy": policy, "total_frames": -1, **SCHEMES[scheme]()}
+    collector = made(muster.compat.torchrl.collectors, **options)
+    try:
+        batches = iter(collector)
+        for name, give in WRONG_WEIGHTS.items():
+            for way in ("positional", "by model", "received"):
+                with pytest.raises(BadWeights):
+                    WAYS[way](collector, give())
+                assert acted(batches) == (0.0, 0.5), (name, way)
+        for way in (
+            lambda: collector.update_policy_weights_(weights_dict={"policy": tensors(policy), "critic": policy}),
+        ):
+            with pytest.raises(KeyError, match="critic"):
+                way()
+        with pytest.raises(ValueError, match="policy_or_weights"):
+            collector.update_policy_weights_(policy, weights=tensors(policy))
+        with pytest.raises(ValueError, match="more than once"):
+            collector.receive_weights(policy, weights=tensors(policy))
+        with torch.no_grad():
+            policy.inner[0].bias.fill_(torch.inf)
+        with pytest.raises(BadWeights, match="not finite"):
+            collector.update_policy_weights_()
+    finally:
+        collector.shutdown()
+
+
+@pytest.mark.parametrize("ours", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_weights_of_each_worker_in_any_form(ours: bool) -> None:
+    schemes = weight_update if ours else torchrl.weight_update
+    factories = [partial(workers.Deep, float(worker)) for worker in range(2)]
+    scheme = schemes.SharedMemWeightSyncScheme(per_worker_weights=True)
+    options: dict[str, Any] = {"policy_factory": factories, "weight_sync_schemes": {"policy": scheme}}
+    collector = made(muster.compat.torchrl.collectors, total_frames=-1, **options)
+    try:
+        batches, expected = iter(collector), [0.0, 1.0]
+        for number, give in enumerate(FORMS.values()):
+            expected[number % 2] = 2.0 + number
+            collector.update_policy_weights_({number % 2: give(workers.Deep(2.0 + number))})
+            assert [part.unique().item() for part in next(batches)["weight"]] == expected
+        with pytest.raises(BadWeights, match=r"shape \(3,\)"):
+            collector.update_policy_weights_({1: WRONG_WEIGHTS["another shape"]()})
+        assert [part.unique().item() for part in next(batches)["weight"]] == expected
+    finally:
+        collector.shutdown()
+
+
+def test_torchrls_scheme_with_messages_has_the_same_weights_for_all() -> None:
+    """With weights by worker its receiving threads fail, and TorchRL waits for ever."""
+    scheme = torchrl.weight_update.MultiProcessWeightSyncScheme()
+    collector = made(muster.compat.torchrl.collectors, weight_sync_schemes={"policy": scheme})
+    try:
+        with pytest.raises(BadOption, match="SharedMemWeightSyncScheme"):
+            collector.update_policy_weights_({0: tensors(Weighted(1.0))})
+    finally:
+        collector.shutdown()
+
+
+class Two(Weighted):
+    """Has a module that is a model of its own."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(value)
+        self.critic = torch.nn.Linear(1, 1)
+
+
+NO_NEWS: dict[str, Callable[[], dict[str, Any]]] = {
+    "muster's": lambda: {"policy": weight_update.NoWeightSyncScheme()},
+    "muster's by name": lambda: {"policy": weight_update.WeightSyncScheme.from_backend("direct")},
+    "torchrl's": lambda: {"policy": torchrl.weight_update.NoWeightSyncScheme()},
+}
+
+
+@pytest.mark.parametrize("name", NO_NEWS)
+def test_workers_keep_their_first_weights(name: str) -> None:
+    """In TorchRL they die: the policy is sent without weights."""
+    policy = workers.Deep(2.0)
+    options = {"policy": policy, "weight_sync_schemes": NO_NEWS[name](), "total_frames": -1}
+    collector = made(muster.compat.torchrl.collectors, **options)
+    try:
+        batches = iter(collector)
+        assert acted(batches) == (2.0, 2.5)
+        collector.update_policy_weights_(workers.Deep(3.0))
+        with torch.no_grad():
+            policy.inner[0].bias.fill_(3.0)
+        collector.update_policy_weights_()
+        assert acted(batches) == (2.0, 2.5)
+    finally:
+        collector.shutdown()
+
+
+def test_a_scheme_for_another_model_leaves_the_policy_its_weights() -> None:
+    """In TorchRL the workers die."""
+    scheme = torchrl.weight_update.SharedMemWeightSyncScheme()
+    options: dict[str, Any] = {"policy": Two(2.0), "weight_sync_schemes": {"policy.critic": scheme}}
+    collector = made(muster.compat.torchrl.collectors, total_frames=-1, **options)
+    try:
+        batches = iter(collector)
+        assert next(batches)["weight"].unique().tolist() == [2.0]
+        collector.update_policy_weights_(tensors(Two(3.0)))
+        assert next(batches)["weight"].unique().tolist() == [3.0]
+    finally:
+        collector.shutdown()
+
+
+def test_an_updater_of_this_package_takes_every_form() -> None:
+    """The program of TorchRL's documentation, with more forms."""
+    policy = workers.Deep(0.0)
+    updater = partial(
+        muster.compat.torchrl.collectors.VanillaWeightUpdater, policy_weights=TensorDict.from_module(policy).lock_()
+    )
+    collector = made(muster.compat.torchrl.collectors, policy=policy, weight_updater=updater, total_frames=-1)
+    try:
+        batches = iter(collector)
+        for number, form in enumerate(("TensorDict", "TensorDict of parameters", "nested dict", "dict by paths")):
+            collector.update_policy_weights_(FORMS[form](workers.Deep(1.0 + number)))
+            assert acted(batches) == (1.0 + number, 1.5 + number)
+    finally:
+        collector.shutdown()
 
 
 @pytest.mark.parametrize("backend", ["thread", pytest.param("process", marks=pytest.mark.slow)])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 from functools import partial
 from typing import Any
 
@@ -29,6 +32,75 @@ def heterogeneous() -> Any:
 
 def broken() -> Any:
     raise OSError("no such simulator")
+
+
+class Diverged(Exception):
+    """Pickled as it is, it cannot be unpickled: its constructor takes other arguments than those it passes on."""
+
+    def __init__(self, simulator: str, code: int) -> None:
+        super().__init__(f"{simulator} diverged")
+        self.code = code
+
+
+def fail(how: str) -> Any:
+    """Raise, or end this process."""
+    if how == "own":
+        raise Diverged("simulator", 7)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "exit":
+        os._exit(7)
+    raise {"value": ValueError, "eof": EOFError, "pipe": BrokenPipeError, "system exit": SystemExit}[how]("of the test")
+
+
+class Failing(mocks.CountingEnv):
+    """Fails in a method, in that number of its calls."""
+
+    def __init__(self, method: str, how: str, call: int = 1) -> None:
+        super().__init__(max_steps=2)
+        self.method, self.how, self.left = method, how, call
+
+    def fail_in(self, method: str) -> None:
+        if method == self.method:
+            self.left -= 1
+            if not self.left:
+                fail(self.how)
+
+    def _step(self, tensordict: Any) -> Any:
+        self.fail_in("step")
+        return super()._step(tensordict)
+
+    def _reset(self, tensordict: Any = None, **options: Any) -> Any:
+        self.fail_in("reset")
+        return super()._reset(tensordict, **options)
+
+    def _set_seed(self, seed: Any) -> None:
+        self.fail_in("set_seed")
+        super()._set_seed(seed)
+
+
+class FailingPolicy(nn.Module):
+    """Acts as ``WithoutKeys``, and fails in that number of its calls, in workers only."""
+
+    def __init__(self, how: str, call: int) -> None:
+        super().__init__()
+        self.how, self.left = how, call
+
+    def forward(self, tensordict: Any) -> Any:
+        self.left -= multiprocessing.parent_process() is not None
+        if not self.left:
+            fail(self.how)
+        return tensordict.set("action", torch.ones_like(tensordict["observation"]))
+
+
+class FailingHook:
+    """Fails when it is called."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __call__(self, batch: Any = None) -> None:
+        fail(self.how)
 
 
 ENVS = [partial(counting, 3), partial(counting, 4)]  # one for each of two workers
@@ -77,8 +149,36 @@ class NotWrapped(nn.Module):
         return one
 
 
+class Deep(TensorDictModuleBase):
+    """Says with which weights and buffers it acted: all have the same value but for ``fixed``, which is not saved."""
+
+    in_keys = ["observation"]  # noqa: RUF012
+    out_keys = ["action", "weight", "fixed"]  # noqa: RUF012
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.BatchNorm1d(2, affine=False))
+        self.register_buffer("fixed", torch.full((1,), value + 0.5), persistent=False)
+        with torch.no_grad():
+            for tensor in self.state_dict(keep_vars=True).values():
+                tensor.fill_(value)
+
+    def forward(self, td: Any) -> Any:
+        count = td["observation"]
+        values = torch.cat([tensor.flatten().float() for tensor in self.state_dict().values()])
+        assert (values == values[0]).all(), "torn weights"
+        td["weight"] = values[0].expand(count.shape).clone()
+        td["fixed"] = self.fixed.expand(count.shape).clone()
+        return td.set("action", torch.ones_like(count))
+
+
 def weighted(value: float) -> Any:
     return Weighted(value)
+
+
+def right(obs: torch.Tensor) -> torch.Tensor:
+    """A policy on observations, for CartPole."""
+    return (obs[..., 2] > 0).long()
 
 
 def acting(env: Any = None) -> Any:

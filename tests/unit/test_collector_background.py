@@ -14,7 +14,7 @@ from torch import nn
 
 from muster import Collector, Execution
 from muster.collectors import background
-from muster.errors import CollectorBusy, CollectorTimeout, EnvError
+from muster.errors import BadOption, CollectorBusy, CollectorTimeout, EnvError
 from muster.testing import CountingEnv, FaultyEnv
 from tests.fakes.buffers import PATIENCE, Extends
 from tests.tools import assert_accounted, column, counting
@@ -389,3 +389,11 @@ def test_the_users_gradients_and_threads_are_left_alone():
         gate.allow(1)
         buffer.until(2)
     assert not any(grad for grad, _ in seen)
+
+
+def test_start_needs_a_buffer():
+    with Collector(CountingEnv, None, frames_per_batch=6) as collector:
+        with pytest.raises(RuntimeError, match="pass replay_buffer=") as raised:  # seed 000: a RuntimeError
+            collector.start()
+        assert isinstance(raised.value, BadOption)
+        assert collector.next().numel() == 6

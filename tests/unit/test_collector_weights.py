@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import queue
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,10 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from muster import Collector
+from muster import Collector, MultiSyncCollector, policies
 from muster.errors import BadOption, BadWeights
 from muster.testing import CountingEnv
+from tests.fakes.buffers import Extends
 from tests.tools import column, counting, joined
 
 PATIENCE = 60.0
@@ -156,6 +158,109 @@ def test_unknown_models_are_refused(unknown):
 def test_what_has_no_weights_is_no_model():
     with collector(Two()) as c, pytest.raises(BadOption, match="which has no weights"):
         c.update_policy_weights_(Actor(), model_id="policy.training")
+
+
+@pytest.mark.parametrize("method", [Collector.update_policy_weights_, Collector.receive_weights])
+def test_a_part_of_the_weights_is_refused_in_every_entry(method):
+    policy = Two(1.0, 4.0)
+    with collector(policy) as c:
+        for given in ({"actor": {"weight": torch.ones(2)}}, TensorDict({"actor": {"weight": torch.ones(2)}})):
+            for keywords in ({}, {"weights": given}):
+                with pytest.raises(BadWeights, match=r"missing \['critic.weight'\], unknown nothing"):
+                    method(c, *([] if keywords else [given]), **keywords)
+        with pytest.raises(BadWeights, match=r"missing \['critic.weight'\]"):
+            c.update_policy_weights_(weights_dict={"policy": {"actor": Actor(2.0)}})
+        assert (shown(c), shown(c, "value")) == ([1.0], [4.0])
+        assert c.policy_version == 0
+
+
+NESTED: dict[str, Any] = {
+    "to_dict": lambda: TensorDict.from_module(Two(2.0, 3.0)).data.to_dict(),
+    "modules": lambda: dict(Two(2.0, 3.0).named_children()),
+    "tuples": lambda: {("actor", "weight"): torch.full((2,), 2.0), ("critic", "weight"): torch.full((2,), 3.0)},
+}
+
+
+@pytest.mark.parametrize("form", NESTED)
+@pytest.mark.parametrize("method", [Collector.update_policy_weights_, Collector.receive_weights])
+@pytest.mark.parametrize("keyword", [None, "weights", "policy"])
+def test_nested_dicts(form, method, keyword):
+    with collector(Two()) as c:
+        weights = NESTED[form]()
+        method(c, *([weights] if keyword is None else []), **({} if keyword is None else {keyword: weights}))
+        assert (shown(c), shown(c, "value"), c.policy_version) == ([2.0], [3.0], 1)
+        c.update_policy_weights_(weights_dict={"policy": NESTED[form]()})
+        assert c.policy_version == 2
+
+
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
+def test_a_model_without_weights_is_taken_from_the_policy(cls):
+    policy = Two(1.0, 4.0)
+    options = {"backend": "threads"} if cls is MultiSyncCollector else {}
+    with cls([counting(3)], policy, frames_per_batch=4, **options) as c:
+        policy.actor.weight.data.fill_(2.0)
+        policy.critic.weight.data.fill_(5.0)
+        c.update_policy_weights_(model_id="critic")
+        c.update_policy_weights_(weights_dict={"policy.critic": None})
+        expected = ([1.0], [5.0]) if options else ([2.0], [5.0])
+        assert (shown(c), shown(c, "value"), c.policy_version) == (*expected, 2)
+        c.update_policy_weights_(weights_dict={"actor": policy.actor})
+        assert (shown(c), shown(c, "value")) == ([2.0], [5.0])
+
+
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
+def test_a_diverged_policy_is_refused_without_arguments_too(cls):
+    policy = Two(1.0, 4.0)
+    options = {"backend": "threads"} if cls is MultiSyncCollector else {}
+    with cls([counting(3)], policy, frames_per_batch=4, **options) as c:
+        policy.critic.weight.data[0] = torch.nan
+        for arguments in ((), (policy,), (policy.actor,)):
+            with pytest.raises(BadWeights, match="critic.weight is not finite: training has diverged"):
+                c.update_policy_weights_(*arguments)
+        assert c.policy_version == 0
+
+
+@pytest.mark.parametrize("backend", ["processes", "threads"])
+@pytest.mark.parametrize("inference", ["worker", "server"])
+def test_the_own_parameters_of_a_head_that_a_function_makes_arrive(backend, inference):
+    """README's idiom, with ``policy_factory``: the network stands for the head."""
+    with MultiSyncCollector(
+        ["Pendulum-v1"] * 2,
+        policy_factory=partial(policies.gaussian, nn.Linear(3, 1)),
+        num_envs=2,
+        frames_per_batch=64,
+        seed=0,
+        backend=backend,
+        inference=inference,
+    ) as c:
+        assert c.next()["action"].std() > 0.5
+        head = c.policy
+        with torch.no_grad():
+            head.log_std.fill_(-9.0)
+            head.net.weight.zero_()
+            head.net.bias.fill_(0.5)
+        c.update_policy_weights_(head.net)
+        torch.testing.assert_close(c.next()["action"], torch.full((2, 2, 16, 1), 0.5), atol=0.01, rtol=0)
+        with pytest.raises(
+            BadWeights, match=r"those of net, which is only a part of the policy: missing \['log_std'\]"
+        ):
+            c.update_policy_weights_(copy.deepcopy(head.net))
+
+
+def test_a_part_stands_for_all_in_the_background():
+    buffer, head = Extends(), policies.gaussian(nn.Linear(3, 1))
+    options: dict[str, Any] = {"replay_buffer": buffer, "track_policy_version": True, "seed": 0}
+    with Collector("Pendulum-v1", head, num_envs=2, frames_per_batch=16, **options) as c:
+        c.start()
+        buffer.until(1)
+        with torch.no_grad():
+            head.log_std.fill_(-9.0)
+            head.net.weight.zero_()
+            head.net.bias.fill_(0.5)
+        c.update_policy_weights_(head.net)
+        buffer.until_true(lambda: bool((buffer.batches[-1][VERSION] == 1).all()))
+        c.async_shutdown()
+    torch.testing.assert_close(buffer.batches[-1]["action"], torch.full((2, 8, 1), 0.5), atol=0.01, rtol=0)
 
 
 # --- versions --------------------------------------------------------------------------------------

@@ -310,6 +310,15 @@ def test_a_coroutine_that_blocks_the_loop_is_named_with_its_line() -> None:
         fakes.RELEASED.set()
 
 
+def test_a_coroutine_that_stops_the_loop_is_an_error_and_the_next_call_has_another_loop() -> None:
+    make, _ = faulty(fakes.stop_the_loop, None)
+    with Collector(make, zeros, num_envs=2, frames_per_batch=12, timeouts={"step": None}) as c:
+        with pytest.raises(EnvError, match="its coroutine was cancelled"):
+            c.rollout()
+        assert c.rollout().shape == (2, 6)
+        assert_accounted(c)
+
+
 def test_ctrl_c_cancels_the_coroutines_and_the_next_call_goes_on() -> None:
     make, made = faulty(fakes.press, fakes.hang, None)
     with Collector(make, zeros, num_envs=3, frames_per_batch=12) as c:

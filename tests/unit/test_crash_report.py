@@ -453,6 +453,21 @@ def test_what_has_no_generator_has_no_state() -> None:
 # --- files -----------------------------------------------------------------------------------------
 
 
+def test_a_file_from_another_machine_is_the_owners_whatever_the_umask(tmp_path: Path) -> None:
+    directory = CrashDirectory(tmp_path)
+    (tmp_path / "old.crash").touch(0o644)
+    before = os.umask(0)
+    try:
+        found = [directory.put(name, b"content") for name in ("../new.crash", "old.crash")]
+    finally:
+        os.umask(before)
+    assert found == [tmp_path / "new.crash", tmp_path / "old.crash"]
+    for path in found:
+        assert path is not None
+        assert path.read_bytes() == b"content"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
 def test_a_file_is_the_owners_and_all_of_it_comes_back(tmp_path: Path) -> None:
     rig = Rig(cartpoles(2), "CartPole-v1", num_envs=2, T=5, max_frames_per_traj=4)
     crash_report = rig.run(2, index=1)

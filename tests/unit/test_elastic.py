@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 import warnings
 from contextlib import suppress
 from functools import partial
@@ -258,6 +259,24 @@ class TestWaiting:
             contributed(collector, batches, 1)
             assert collector.stats().restarts == 0
 
+    def test_when_no_node_is_left_that_is_raised_at_the_deadline_every_time(self):
+        carrier = GatedCarrier(2, 0)
+        with elastic(carrier, timeouts={"join": 1.0}, on_failure="restart") as collector:
+            next(iter(collector))
+            carrier.take(0)
+            for _ in range(2):
+                begun = time.monotonic()
+                with pytest.raises(WorkerDied, match="has not come within 1 s"):
+                    for _ in collector:
+                        pass
+                assert time.monotonic() - begun < 20
+            carrier.gates[1].set()
+            batches = next_batches(collector, WorkerDied)
+            assert nodes_of(collector) == {1}
+            carrier.gates[0].set()
+            contributed(collector, batches, 0)
+        assert is_exact(collector.stats())
+
     def test_a_node_that_does_not_come_in_time_is_dropped(self):
         carrier = GatedCarrier(2, 0)
         with elastic(carrier, timeouts={"join": 0.5}, on_failure="drop") as collector:
@@ -300,6 +319,15 @@ class TestWaiting:
         carrier = GatedCarrier(4, 3)
         with elastic(carrier, timeouts={"close": None}) as collector:  # which would wait for ever
             next(iter(collector))
+
+
+def next_batches(collector, error):
+    """An iterator, after its first batch; errors before that are those of nodes that were called earlier."""
+    while True:
+        with suppress(error):
+            batches = iter(collector)
+            next(batches)
+            return batches
 
 
 def next_batch(collector):

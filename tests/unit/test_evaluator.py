@@ -172,7 +172,9 @@ def by_seed(evaluation: Evaluation) -> list[tuple[int | None, float, int]]:
 
 
 def assert_accounted(evaluation: Evaluation) -> None:
-    """Every step up to the end is in a record, unfinished or uncounted."""
+    """Every step up to the end is in a record, unfinished or uncounted, and every episode was started."""
+    left_out = len(evaluation.uncounted)
+    assert evaluation.started >= len(evaluation.records) + len(evaluation.unfinished) + left_out
     unfinished = sum(episode.steps for episode in evaluation.unfinished)
     uncounted = evaluation.discarded.get("uncounted", 0)
     assert evaluation.frames == evaluation.frames_counted + unfinished + uncounted
@@ -186,10 +188,9 @@ def test_every_environment_contributes_a_share_that_is_fixed_in_advance() -> Non
     ends = [(r.begin + r.length, r.env_id, r.episode, r.length) for r in done.records]
     assert ends == [(2, 0, 0, 2), (3, 2, 0, 3), (4, 0, 1, 2), (5, 1, 0, 5), (6, 0, 2, 2), (6, 2, 1, 3), (10, 1, 1, 5)]
     assert [r.episode_return for r in done.records] == [3, 6, 3, 15, 3, 6, 15]
-    assert [(r.env_id, r.begin) for r in done.uncounted] == [(0, 6), (2, 6), (0, 8)]
     assert (done.complete, done.biased, done.stopped_by, done.unfinished) == (True, False, "episodes", ())
-    assert (done.frames, done.frames_counted) == (30, 22)
-    assert done.discarded == {"uncounted": 8, "overrun": 66}  # rollouts have 32 steps
+    assert (done.frames, done.frames_counted, done.started) == (22, 22, 7)
+    assert (done.uncounted, done.discarded) == ((), {})
     assert (done.mean, done.median, done.length_mean) == (51 / 7, 6, 22 / 7)
     assert_accounted(done)
 
@@ -209,8 +210,8 @@ def test_max_frames_is_never_passed() -> None:
     done = evaluated(lengths(2, 5, 3), episodes=7, max_frames=17, max_T=9)
     assert (done.frames, done.stopped_by, done.complete) == (15, "max_frames", False)
     done = evaluated(lengths(40, 45), episodes=2, max_frames=100)  # in the second rollout
-    assert (done.frames, done.stopped_by, done.complete) == (90, "episodes", True)
-    assert done.discarded == {"uncounted": 5, "overrun": 2 * (64 - 45)}
+    assert (done.frames, done.stopped_by, done.complete) == (85, "episodes", True)
+    assert done.discarded == {}
 
 
 @given(
@@ -228,6 +229,7 @@ def test_counting_over_rollouts_equals_counting_step_by_step(
     judge = make_rule(rule, episodes, n)
     wanted = [judge.awaits(i) for i in range(n)]
     run = Run(Plan(episodes, None, max_T, max_trajectories, rule), n, seed=0, seeded=True, version=0)
+    ids = np.arange(n) + n * np.zeros((T, 1), int)
     cycles = [itertools.cycle(size) for size in sizes]
     length, steps, number = [next(c) for c in cycles], [0] * n, [0] * n
     expected: list[tuple[int, int]] = []
@@ -253,12 +255,14 @@ def test_counting_over_rollouts_equals_counting_step_by_step(
     for begin in itertools.count(0, T):
         if run.stopped_by:
             break
-        found = [(e, i, k) for i, of_env in enumerate(ends) for k, e in enumerate(of_env) if begin < e <= begin + T]
+        rows = run.rows(T, apart=False)
+        assert rows == min(T, max_T - begin)
+        found = [(e, i, k) for i, of_env in enumerate(ends) for k, e in enumerate(of_env) if begin < e <= begin + rows]
         records = [
             EpisodeRecord(0, i, 0.0, ends[i][k] - (ends[i][k - 1] if k else 0), True, False)
             for _, i, k in sorted(found, key=lambda entry: (-entry[1], entry[0]))
         ]
-        run.add(records, np.ones((T, n), np.float32), T)
+        run.add(records, np.ones((rows, n), np.float32), ids[:rows])
     assert (run.stopped_by, run.t) == (stopped, t)
     assert [(r.env_id, r.episode) for r in run.records] == expected
     assert [(r.env_id, r.episode) for r in run.uncounted] == left_out
@@ -453,6 +457,40 @@ def test_weights_are_those_of_the_moment_of_the_call(workers: int) -> None:
     assert policy.action.item() == 1
 
 
+class Shifted(nn.Module):
+    """The action is the sum of two weights, of which one is beside the network."""
+
+    def __init__(self, action: int, shift: int) -> None:
+        super().__init__()
+        self.net, self.shift = Constant(action), nn.Parameter(torch.tensor(float(shift)))
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        return self.net(obs) + self.shift.detach().long()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_part_of_the_policy_stands_for_all_of_it_and_other_parts_are_refused(num_workers: int) -> None:
+    policy = Shifted(0, 7)
+    env = functools.partial(Matching, 4)
+    with Evaluator(env, policy, episodes=1, num_workers=num_workers) as evaluator:
+        assert evaluator.evaluate().mean == 0
+        set_action(policy.net, 3)
+        policy.shift.data.fill_(-2.0)
+        for source in (
+            None,
+            policy,
+            policy.net,
+            Shifted(0, 1),
+            Shifted(2, -1).state_dict(),
+            {"net": Constant(1), "shift": torch.tensor(0.0)},
+        ):
+            assert evaluator.evaluate(source).mean == 2
+        for part in (Constant(1), Constant(1).state_dict(), {"net": {"action": torch.tensor(1.0)}}):
+            with pytest.raises(BadWeights, match=r"missing \['shift'\].*Call evaluate\(\) to evaluate the policy that"):
+                evaluator.evaluate(part)
+        assert evaluator.evaluate().mean == 2
+
+
 LIVE = Constant(1)
 
 
@@ -505,7 +543,7 @@ def test_triggers_queue_up_and_each_has_the_weights_of_its_moment(pipe: str) -> 
         assert evaluator.evaluate().version == 4
         stats = evaluator.stats()
         assert (stats.evaluations, stats.episodes, stats.waiting, stats.version) == (4, 8, 0, 4)
-        assert stats.frames == 4 * 32
+        assert stats.frames == 4 * 2 * 4
 
 
 def test_who_is_busy_can_also_skip_or_refuse(pipe: str) -> None:
@@ -630,7 +668,7 @@ def test_impossible_options_are_refused_by_name(options: dict[str, Any], message
 def test_options_that_evaluations_have_no_use_for_are_refused() -> None:
     with pytest.raises(UnknownOption, match="did you mean 'max_frames_per_traj'"):
         Evaluator(counting(3), max_frames_per_trajectory=3)
-    for name in ("frames_per_batch", "backend", "replay_buffer", "policy_factory"):
+    for name in ("frames_per_batch", "backend", "replay_buffer"):
         with pytest.raises(UnknownOption, match=f"unknown option '{name}'"):
             Evaluator(counting(3), **{name: 8})
     with pytest.raises(BadOption, match="lives in this process"):

@@ -10,8 +10,8 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from muster import Collector, Execution
-from muster.errors import BadOption, BadPolicyOutput
+from muster import Collector, Execution, policies
+from muster.errors import BadOption, BadPolicyOutput, PolicyError
 from muster.testing import CountingEnv, SpaceEnv
 from tests.tools import collect, column, counting, joined, recorded
 
@@ -148,7 +148,59 @@ def test_extras_are_those_of_the_step_and_not_a_shared_tensor():
 @pytest.mark.parametrize("name", ["action", "next", "done", "collector", "observation", 3])
 def test_extras_cannot_take_the_names_of_the_batch(name):
     with pytest.raises(BadPolicyOutput, match="which the batch uses"):
-        collect(CountingEnv, lambda obs: (0, {name: torch.tensor(1.0)}), frames_per_batch=3)
+        collect(counting(), lambda obs: (0, {name: torch.tensor(1.0)}), frames_per_batch=3)
+
+
+# --- no batch dimension ----------------------------------------------------------------------------
+
+
+class SecondOfBatch(nn.Module):
+    """Expects ``[B, 2]``."""
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        return (obs[:, 1] > 0).long()
+
+
+def fails_without_a_batch(kind: str) -> Any:
+    if kind == "function":
+        return lambda obs: (obs[:, 1] > 0).long()
+    if kind == "state":
+        return lambda obs, state: ((obs[:, 1] > 0).long(), torch.zeros(len(obs)))
+    if kind == "module":
+        return SecondOfBatch()
+    if kind == "head":
+        batched = nn.Sequential(nn.Flatten(1), nn.BatchNorm1d(2), nn.Linear(2, 2))
+        return policies.categorical(batched)
+    if kind == "td function":
+        return lambda td: td.set("action", (td["observation"][:, 1] > 0).long())
+    from tensordict.nn import TensorDictModule
+
+    return TensorDictModule(SecondOfBatch(), ["observation"], ["action"])
+
+
+@pytest.mark.parametrize("kind", ["function", "state", "module", "head", "td function", "td module"])
+def test_a_policy_that_misses_the_batch_dimension_is_told_of_num_envs(kind):
+    options = {"frames_per_batch": 4, "obs_dtype": torch.float32}
+    with pytest.raises(
+        PolicyError, match=r"observation: \(2,\)\. Without num_envs=.*num_envs=1\. No environment"
+    ) as info:
+        collect(counting(), fails_without_a_batch(kind), **options)
+    assert isinstance(info.value.__cause__, (IndexError, RuntimeError, ValueError))
+    policy = fails_without_a_batch(kind)
+    policy = policy.eval() if isinstance(policy, nn.Module) else policy
+    assert collect(counting(), policy, num_envs=1, **options)["action"].shape == (1, 4)
+
+
+def test_with_a_batch_dimension_or_another_cause_nothing_is_said_of_num_envs():
+    for policy, options in ((lambda obs: obs[:, 7], {"num_envs": 2}), (nn.Linear(2, 2).double(), {"obs_dtype": "env"})):
+        with pytest.raises(PolicyError) as info:
+            collect(counting(), policy, frames_per_batch=4, **options)
+        assert "num_envs" not in str(info.value)
+
+
+def test_an_action_with_a_batch_dimension_too_many_names_num_envs():
+    with pytest.raises(BadPolicyOutput, match=r"with shape \(1,\), expected \(\)\. Without num_envs="):
+        collect(counting(), lambda obs: torch.zeros(1, dtype=torch.long), frames_per_batch=4)
 
 
 # --- recurrent state -------------------------------------------------------------------------------
@@ -213,7 +265,7 @@ def test_a_recurrent_policy_must_return_its_state():
         return torch.tensor(0)
 
     with pytest.raises(BadPolicyOutput, match=r"takes a state, so it must return \(action, state\)"):
-        collect(CountingEnv, policy, frames_per_batch=3)
+        collect(counting(), policy, frames_per_batch=3)
 
 
 @pytest.mark.parametrize("later", [torch.zeros(3), (torch.zeros(1), torch.zeros(1)), None], ids=str)
@@ -234,13 +286,13 @@ def test_changing_the_observation_in_place_is_refused():
         return torch.tensor(0)
 
     with pytest.raises(BadPolicyOutput, match="changed its input observation in place"):
-        collect(CountingEnv, policy, frames_per_batch=3)
+        collect(counting(), policy, frames_per_batch=3)
 
 
 def test_in_place_layers_are_refused_and_harmless_ones_are_not():
     inplace = nn.Sequential(nn.Threshold(0.5, -1.0, inplace=True), nn.Linear(2, 1))
     with pytest.raises(BadPolicyOutput, match="in place"):
-        collect(CountingEnv, lambda obs: inplace(obs)[0].long() * 0, frames_per_batch=3)
+        collect(counting(), lambda obs: inplace(obs)[0].long() * 0, frames_per_batch=3)
     later = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))
     assert len(collect(counting(), lambda obs: later(obs)[0].long() * 0, frames_per_batch=3)) == 3
 

@@ -17,7 +17,7 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from muster import CentralInference, MultiAsyncCollector, MultiSyncCollector
+from muster import CentralInference, Execution, MultiAsyncCollector, MultiSyncCollector
 from muster.errors import BadOption, BadPolicyOutput, PolicyError, UnsupportedEnv
 from muster.policies import categorical
 from muster.testing import CountingEnv, SpaceEnv, TorchCartPole
@@ -335,16 +335,19 @@ def test_lazy_layers_get_their_weights_before_anybody_acts():
         assert not torch.equal(weight, policy[0].weight)
 
 
-def test_a_policy_is_in_the_mode_that_it_was_given_in():
+def test_a_policy_acts_in_evaluation_mode_or_in_the_mode_that_it_was_given_in():
     class Mode(Parity):
         def seen(self, obs: Any) -> Any:
             return self.training
 
     for training in (True, False):
-        CALLS.clear()
-        with MultiSyncCollector([counting()] * 2, Mode().train(training), frames_per_batch=8, **THREADS) as c:
-            c.next()
-        assert set(CALLS) == {training}
+        for mode, expected in (("eval", False), ("as_given", training)):
+            CALLS.clear()
+            policy, options = Mode().train(training), {"execution": Execution(policy_mode=mode), **THREADS}
+            with MultiSyncCollector([counting()] * 2, policy, frames_per_batch=8, **options) as c:
+                c.next()
+            assert set(CALLS) == {expected}
+            assert policy.training is training
 
 
 def test_compiling_is_done_on_the_server():

@@ -19,7 +19,7 @@ from muster import Collector, DistributedCollector, MultiSyncCollector
 from muster.envs.envpool import EnvPoolVectorEnv
 from muster.envs.infos import with_infos
 from muster.envs.stacked import StackedEnvs
-from muster.errors import BadOption, EnvError
+from muster.errors import BadEnvOutput, BadOption, EnvError
 from muster.memory.slots import Layout, Slot
 from muster.recording import Recorder, load
 from muster.rollout.columns import RolloutOptions, lane_columns
@@ -205,6 +205,129 @@ def test_a_failing_environment_is_named_where_one_more_cannot_be_made() -> None:
     with pytest.raises(EnvError, match="the port is taken"):
         Collector(once, None, frames_per_batch=4, info=True)
     assert made[0].closed == 1
+
+
+# --- infos of batches that are not one for each environment ---------------------------------------------
+
+ODD: dict[str, Any] = {  # of two environments
+    "scalar": {"odd": 7},
+    "array of no dimension": {"odd": np.array(7)},
+    "text": {"odd": "ab"},
+    "object": {"odd": object()},
+    "list of another length": {"odd": [1, 2, 3]},
+    "rows of different lengths": {"odd": [[1], [2, 3]]},
+    "array of another length": {"odd": np.zeros(3)},
+    "mask of another length": {"odd": np.zeros(2), "_odd": np.ones(3, bool)},
+    "mask that is none": {"odd": np.zeros(2), "_odd": "yes"},
+    "mask of numbers": {"odd": np.zeros(2), "_odd": np.array([0.0, 1.0])},
+    "nested": {"odd": {"er": 7}},
+    "nested mask": {"odd": {"er": np.zeros(2)}, "_odd": np.ones(3, bool)},
+    "objects": {"odd": np.array([object(), object()])},
+    "dicts": {"odd": [{"a": 1}, {"a": 2}]},
+    "action_mask": {"action_mask": 7, "odd": 7},
+}
+
+
+class Odd(VectorWrapper):
+    """Adds something to the infos of a batch, from its step ``since`` on."""
+
+    def __init__(self, env: Any, more: Any, since: int = 0) -> None:
+        super().__init__(env)
+        self.more, self.left = more, since
+
+    def _with(self, info: Any) -> Any:
+        self.left -= 1
+        return info | self.more if self.left < 0 else info
+
+    def reset(self, **options: Any) -> Any:
+        obs, info = self.env.reset(**options)
+        return obs, self._with(info)
+
+    def step(self, actions: Any) -> Any:
+        *rest, info = self.env.step(actions)
+        return (*rest, self._with(info))
+
+
+def odd(more: Any, mode: Any = AutoresetMode.NEXT_STEP, since: int = 0) -> Any:
+    return lambda: Odd(vector(mode)(), more, since)
+
+
+@pytest.mark.parametrize("mode", AutoresetMode, ids=str)
+@pytest.mark.parametrize("kind", ODD)
+def test_fields_that_nobody_asked_for_are_no_error(kind: str, mode: Any) -> None:
+    options = {"frames_per_batch": 24, "seed": 0, "info": ["t", "place"]}
+    expected = collect(vector(mode), **options)
+    assert_same(collect(odd(ODD[kind], mode), **options), expected)
+    assert_same(collect(odd(ODD[kind], mode, since=3), **options), expected)
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_with_all_infos_odd_ones_are_left_out_with_a_warning(kind: str) -> None:
+    with pytest.warns(UserWarning, match=r"info .*odd.* is ignored: it (is|has) "):
+        batch = collect(odd(ODD[kind]), frames_per_batch=24, info=True)
+    assert "odd" not in set(batch["info"].keys())
+    assert batch["next", "info", "t"].max() == 4
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_an_odd_field_that_was_asked_for_is_named_in_a_typed_error(kind: str) -> None:
+    with pytest.raises(BadOption, match=r"info: SyncVectorEnv: .*odd.* (is|has) "):
+        Collector(odd(ODD[kind]), None, frames_per_batch=24, info=["t", "odd"])
+    name, space = (("odd", "er") if "nested" in kind else ("odd",)), spaces.Box(0, 9, (), np.float64)
+    given = {name[0]: spaces.Dict({name[1]: space})} if len(name) > 1 else {name[0]: space}
+    with Collector(odd(ODD[kind], since=3), None, frames_per_batch=24, info=given) as collector:
+        with pytest.raises(EnvError, match=r"SyncVectorEnv.*info .*odd.* (is|has) ") as caught:
+            collector.rollout()
+        assert "ValueError" not in str(caught.value)
+        assert collector.stats().in_flight == 2 * 2, "the rows before it are kept"
+        assert_accounted(collector)
+
+
+def test_text_of_the_whole_batch_is_no_text_of_its_environments() -> None:
+    with (
+        Collector(odd({"odd": "ab"}), None, frames_per_batch=24, info={"odd": spaces.Text(9)}) as collector,
+        pytest.raises(EnvError, match="info 'odd' is str 'ab', expected a value for each of 2 environments"),
+    ):
+        collector.rollout()
+
+
+def test_a_field_without_a_mask_is_of_all_environments() -> None:
+    batch = collect(odd({"odd": [5, 6], "_odd": None}), frames_per_batch=24, info=["odd"])
+    assert batch["info", "odd"].tolist() == [[5] * 12, [6] * 12]
+    assert batch["info", "_odd"].all()
+
+
+@pytest.mark.parametrize("info", [None, 3, [{}], [{}, {}, {}], "ab"], ids=str)
+def test_infos_that_are_no_infos(info: Any) -> None:
+    class NoInfos(VectorWrapper):
+        def step(self, actions: Any) -> Any:
+            return (*self.env.step(actions)[:4], info)
+
+    make = lambda: NoInfos(vector(AutoresetMode.SAME_STEP)())  # noqa: E731
+    with Collector(make, None, frames_per_batch=4, info={"t": spaces.Discrete(9)}) as collector:
+        with pytest.raises(BadEnvOutput, match="SyncVectorEnv.* returned the infos? "):
+            collector.rollout()
+        assert_accounted(collector)
+    with pytest.raises(BadEnvOutput, match="SyncVectorEnv.* returned the infos? "):
+        Collector(make, None, frames_per_batch=4, info=["t"])
+
+
+@pytest.mark.parametrize("info", [[], 3, "text"], ids=str)
+def test_infos_of_single_environments_that_are_no_dicts(info: Any) -> None:
+    class NoDict(CountingEnv):
+        def step(self, action: int) -> Any:
+            return (*super().step(action)[:4], info)
+
+    with pytest.raises(BadEnvOutput, match=r"NoDict\[0\] returned the info .*expected a dict"):
+        Collector(NoDict, None, frames_per_batch=4, info=["t"])
+
+
+def test_a_value_of_rows_of_different_lengths_is_named() -> None:
+    make = told(lambda t: {"x": [[1], [2, 3]] if t == 2 else np.zeros(2)})
+    with Collector(make, None, frames_per_batch=4, info=["x"]) as collector:
+        with pytest.raises(EnvError, match=r"info 'x' is list \[\[1\], \[2, 3\]\], expected shape \(2,\)"):
+            collector.rollout()
+        assert_accounted(collector)
 
 
 # --- other adapters --------------------------------------------------------------------------------

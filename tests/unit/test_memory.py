@@ -388,6 +388,27 @@ def test_return_same_td_gives_one_object_with_new_values():
         assert rewards == [[1, 2], [3, 1], [2, 3]]
 
 
+def test_what_is_added_to_the_same_batch_is_not_in_the_next_one():
+    """``collect`` marks valid cells, and the user may change what the batch consists of."""
+    options = {"num_envs": 3, "frames_per_batch": 6, "return_same_td": True}
+    with Collector(CountingEnv, None, **options) as collector, Collector(CountingEnv, None, **options) as plain:
+        batch = collector.collect_batch(n_step=4).batch
+        assert batch["collector", "valid"].sum() == 4
+        batch["advantage"] = torch.ones(3, 2)
+        batch["next", "reward"] = torch.full((3, 2, 1), 7.0)
+        batch.names = [None, None]
+        del batch["action"]
+        plain.next()
+        for _ in range(2):
+            assert collector.next() is batch
+            expected = plain.next()
+            assert set(batch.keys(True, True)) == set(expected.keys(True, True))
+            assert batch.names == expected.names
+            assert (batch.exclude("action") == expected.exclude("action")).all()
+        collector.collect(n_step=5)
+        assert batch["collector", "valid"].sum() == 5, "and not the 4 of before"
+
+
 def test_return_same_td_with_python_objects():
     env = SpaceEnv(spaces.Text(8), spaces.Discrete(2), length=100)
     with Collector(env, None, frames_per_batch=2, return_same_td=True) as collector:

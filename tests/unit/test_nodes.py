@@ -20,6 +20,7 @@ from muster.cluster.link import Block, LinkLost
 from muster.cluster.messages import WEIGHTS, NodeSetup
 from muster.cluster.node_main import NodeMain
 from muster.cluster.nodes import Nodes, NodesPublisher
+from muster.cluster.session import Outgoing, Session
 from muster.errors import EnvError, WorkerDied, WorkerError
 from muster.restore.crash_report import CrashReport
 from muster.testing import Fault, OracleEnv, check_stream
@@ -571,3 +572,36 @@ def gated(gate):
         except FileNotFoundError:
             wait_until(gate.exists)
     return gymnasium.make("CartPole-v1")
+
+
+class Unread:
+    """Implements ``Link`` as far as a session uses it that never gets to read."""
+
+    def __init__(self):
+        self.closed = False
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.mark.parametrize("lacks", ["sends", "receives"])
+def test_a_session_without_threads_is_lost_at_once(monkeypatch, lacks):
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == f"session-{lacks}":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    link, rung = Unread(), threading.Event()
+    if lacks == "sends":
+        with pytest.raises(RuntimeError, match="new thread"):
+            Session("session", lambda given_up: link, lambda: Outgoing("beat"), rung.set)
+        return
+    session = Session("session", lambda given_up: link, lambda: Outgoing("beat"), rung.set)
+    wait_until(lambda: session.lost)
+    assert session.lost == "RuntimeError: can't start new thread"
+    assert rung.is_set()
+    assert link.closed
+    session.finish("the end")

@@ -12,7 +12,7 @@ SOURCE = ROOT / "src" / "muster"
 DECISION = ROOT / "docs" / "decisions" / "0018-private-names.md"
 
 # Private names of Muster's own that one of its files uses on objects of another.
-FRIENDS = {"_actor", "_engine", "_on_demand", "_primed", "_weights"}
+FRIENDS = {"_actor", "_engine", "_exclusively", "_on_demand", "_primed", "_weights"}
 # Private names in texts that are keys, prefixes or fields of Muster's own.
 TEXTS = {"_max", "_mean", "_min", "_on_", "_out", "_sources", "_std"}
 

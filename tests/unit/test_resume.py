@@ -336,7 +336,7 @@ def test_steps_join_rollouts_of_before_and_after_the_load_of_a_part():
     with made() as first, made() as second:
         first.next()
         state = first.state_dict()
-        before = sum(result["frames"] for rollout in state["waiting"] for result in rollout["results"])
+        before = sum(result["frames"] for rollout in state["source"]["rollouts"] for result in rollout["results"])
         assert before
         assert set(second.load_state_dict(state).not_restored) == {0}
         batch = second.collect_batch(n_step=before + 4)[0]
@@ -593,10 +593,13 @@ def test_a_collector_whose_workers_wait_for_each_other_refuses_rollouts_that_wai
     with in_threads(MultiAsyncCollector) as c:
         c.next()
         state = c.state_dict()
-        assert state["waiting"]
+        assert state["source"]["rollouts"]
     with in_threads(MultiSyncCollector, frames_per_batch=8) as c:
         before = steps(c.rollout())
-        with pytest.raises(BadCheckpoint, match="rollouts that workers had made .*MultiSyncCollector .*Nothing was"):
+        with pytest.raises(
+            BadCheckpoint,
+            match="rollouts that were collected and not delivered yet, .*MultiSyncCollector .*Nothing was",
+        ):
             c.load_state_dict(state)
         assert steps(c.rollout()) == [t + 4 for t in before]
 
@@ -630,14 +633,18 @@ def test_a_batch_that_a_postproc_has_refused_is_not_delivered_yet():
 
 def test_a_step_that_a_buffer_has_refused_is_not_delivered_yet():
     class Refuses:
-        rows = 0
+        def __init__(self, refused: int | None) -> None:
+            self.steps: list[int] = []
+            self.refused = refused
 
         def add(self, row: Any) -> None:
-            self.rows += 1
-            if self.rows == 3:
+            if len(self.steps) == self.refused:
+                self.refused = None
                 raise ValueError("full")
+            self.steps.append(row["observation"][0, -1].item())
 
-    options = {"num_envs": 2, "frames_per_batch": 8, "extend_buffer": False, "replay_buffer": Refuses()}
+    buffer = Refuses(2)
+    options = {"num_envs": 2, "frames_per_batch": 8, "extend_buffer": False, "replay_buffer": buffer}
     with make(counting(30), None, **options) as c:
         with pytest.raises(ValueError, match="full"):
             c.next()
@@ -645,10 +652,100 @@ def test_a_step_that_a_buffer_has_refused_is_not_delivered_yet():
         state = c.state_dict()
         c.next()
         assert c.stats().in_flight == 0
-        assert c.stats().frames == 2 * (c.options.replay_buffer.rows - 1)
-    with make(counting(30), None, **{**options, "replay_buffer": Refuses()}) as c:
-        assert "not restored" in str(c.load_state_dict(state))
-        assert (c.stats().frames, c.stats().discarded, c.stats().in_flight) == (4, {"not_saved": 2}, 0)
+        assert c.stats().frames == 2 * len(buffer.steps) == 8
+    buffer = Refuses(None)
+    with make(counting(30), None, **{**options, "replay_buffer": buffer}) as c:
+        assert c.load_state_dict(state).exact
+        assert (c.stats().frames, c.stats().discarded, c.stats().in_flight) == (4, {}, 2)
+        c.next()
+        assert buffer.steps == [2, 3], "the refused one, and the last one of the batch"
+        assert (c.stats().frames, c.stats().discarded, c.stats().in_flight) == (8, {}, 0)
+
+
+class Labelled(gymnasium.Env[Any, Any]):
+    """Episodes of five steps, with a text in the infos."""
+
+    observation_space = gymnasium.spaces.Box(-1e9, 1e9, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(2, np.float32), {"text": "reset"}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        return np.full(2, self.t, np.float32), 1.0, self.t == 5, False, {"text": f"step {self.t}"}
+
+
+@pytest.mark.parametrize("storing_device", [None, "cpu"])
+@pytest.mark.parametrize(
+    "options", [{"trajs_per_batch": 1}, {"on_batch": lambda batch: None}], ids=["episodes", "hook"]
+)
+def test_rows_of_a_state_are_where_the_batches_are(tmp_path, storing_device, options):
+    given = {"frames_per_batch": 7, "storing_device": storing_device, "info": {"text": gymnasium.spaces.Text(9)}}
+    given |= options
+    with make(Labelled, None, **given) as first:
+        first.next()
+        muster.save_state(tmp_path / "state", first.state_dict())
+        expected = [first.next() for _ in range(3)]
+    with make(Labelled, None, **given) as second:
+        assert second.load_state_dict(tmp_path / "state").exact
+        for batch in expected:
+            found = second.next()
+            assert found.device == batch.device
+            assert found["next", "info", "text"] == batch["next", "info", "text"]
+            assert (found == batch).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"trajs_per_batch": 2}, {"extend_buffer": False}], ids=str)
+def test_records_of_episodes_are_those_of_the_batch_that_the_user_has(options):
+    class Buffer:
+        def add(self, row: Any) -> None: ...
+
+    given = {"num_envs": 2, "frames_per_batch": 16, **options}
+    if "extend_buffer" in options:
+        given["replay_buffer"] = Buffer()
+    with make(counting(3), None, **given) as c:
+        for _ in range(3):
+            batch = c.next()
+            if options == {"trajs_per_batch": 2}:
+                assert [record.traj_id for record in c.episodes] == batch["collector", "traj_ids"].unique().tolist()
+                assert [record.length for record in c.episodes] == [3, 3]
+            elif options:
+                assert len(c.episodes) in (4, 6), "of all its steps"
+        state, records = c.state_dict(), list(c.episodes)
+    with make(counting(3), None, **given) as c:
+        c.load_state_dict(state)
+        assert list(c.episodes) == records
+
+
+def test_weights_of_which_only_some_fit_are_loaded_where_that_is_asked_for():
+    class Net(nn.Module):
+        def __init__(self, other: str) -> None:
+            super().__init__()
+            self.both = nn.Linear(4, 2)
+            setattr(self, other, nn.Linear(1, 1))
+
+        def forward(self, obs: torch.Tensor) -> torch.Tensor:
+            return self.both(obs).argmax(-1)
+
+    old, new = Net("old"), Net("new")
+    kept = new.new.weight.clone()  # type: ignore[union-attr]
+    with Collector("CartPole-v1", old, frames_per_batch=4, seed=0) as c:
+        c.next()
+        state = c.state_dict()
+    with Collector("CartPole-v1", new, frames_per_batch=4, seed=0) as c:
+        before = new.both.weight.clone()
+        with pytest.raises(BadWeights, match="missing .'new.bias', 'new.weight'.*strict=False"):
+            c.load_state_dict(state)
+        assert torch.equal(new.both.weight, before), "nothing was changed"
+        report = c.load_state_dict(state, strict=False)
+        assert torch.equal(new.both.weight, old.both.weight)
+        assert torch.equal(new.new.weight, kept)  # type: ignore[union-attr]
+        assert not report.exact
+        assert "'new.weight'] of the policy are not in the state" in str(report)
+        assert "'old.weight'] of the state are not in the policy" in str(report)
 
 
 # --- files -----------------------------------------------------------------------------------------

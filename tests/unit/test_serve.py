@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from muster.envs.client_link import ClientLost, Connection, WireFormat
 from muster.envs.spaces import observation_codec
 from muster.errors import BadOption, CollectorClosed, UnknownOption, UnsupportedSpace
 from muster.testing import CountingEnv
+from muster.utils.strangers import MOST
 from tests.command_line import refused, run
 from tests.tools import assert_same, column, counting
 from tests.waits import free_port, wait_until
@@ -150,6 +151,42 @@ def test_random_actions_are_those_of_a_collector_with_this_seed():
     with Collector(counting(3), None, frames_per_batch=20, total_frames=20, seed=3) as collector:
         (expected,) = collector
     assert got["action"].tolist() == expected["action"].tolist()
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("head", [False, True])
+def test_clients_can_send_action_masks(joint, head):
+    action = spaces.MultiDiscrete([2, 3])
+    shape = (2, 3) if joint else (5,)
+    space = spaces.Dict(action_mask=spaces.MultiBinary(shape), position=spaces.Box(0, 9, (2,), np.float32))
+    wire = WireFormat(observation_codec(space), "observation")
+    policy = policies.categorical(torch.nn.Linear(2, 5)) if head else None
+
+    def mask(t: int) -> Any:
+        return ((np.arange(np.prod(shape)) + t) % 2).reshape(shape).astype(np.int8)
+
+    class Masked(CountingEnv):
+        def seen(self, obs: Any) -> Any:
+            return np.frombuffer(wire.encode({"action_mask": mask(self.t), "position": obs}), np.uint8)
+
+        def reset(self, **options: Any) -> Any:
+            obs, info = super().reset(**options)
+            return self.seen(obs), info
+
+        def step(self, action: Any) -> Any:
+            obs, *rest = super().step(0)
+            return self.seen(obs), *rest
+
+    options = {"observation_space": space, "action_space": action, "frames_per_batch": 40, "total_frames": 40}
+    decode = partial(struct.unpack, "<2q")
+    with serving(policy, **options) as server, playing(server.address, Masked(3), decode=decode):
+        (batch,) = server
+    first, second = batch["action"].unbind(-1)
+    flat = batch["action_mask"].flatten(1)
+    if joint:
+        assert flat.gather(1, (first * 3 + second)[:, None]).all()
+    else:
+        assert flat.gather(1, torch.stack([first, 2 + second], 1)).all()
 
 
 def test_parts_of_observations_and_actions_keep_their_values():
@@ -333,6 +370,53 @@ def test_a_client_too_many_is_told_so(monkeypatch, connected):
         with pytest.raises(ConnectionError, match="1 clients are connected, which is the maximum"):
             connected(server.address)
         hang_up(client)
+
+
+def silent(address: str, count: int, said: bytes = b"") -> list[socket.socket]:
+    """Connections that have begun a message, and do not end it."""
+    made = []
+    for _ in range(count):
+        made.append(socket.create_connection(address.rsplit(":", 1), 60))
+        made[-1].sendall(said)
+    return made
+
+
+@pytest.mark.parametrize("said", [b"", b"\x02"], ids=["silent", "slow"])
+def test_connections_that_say_nothing_keep_no_client_out(connected, said):
+    with serving(token="secret of mine") as server, ExitStack() as made:
+        for connection in silent(server.address, 2 * MOST, said):
+            made.enter_context(connection)
+        batch, client = request(server), Client(server.address, "secret of mine")
+        action: bytes | None = client.reset(obs(0))
+        for t in (1, 2, 3, 4, 5, 6):
+            assert action is not None
+            action = client.step(obs(t), t, False, False)
+        assert column(batch.result(60), "next", "reward") == [1, 2, 3, 4, 5, 6]
+        hang_up(client)
+
+
+def test_clients_that_wait_for_a_place_are_limited_and_the_others_are_told_at_once(monkeypatch, connected):
+    monkeypatch.setattr("muster.envs.clients.MOST_WAITING", 1)
+    monkeypatch.setattr("muster.envs.clients.HANDSHAKE_S", 60.0)
+    with serving() as server:
+        client = connected(server.address)
+        place: list[Client] = []
+
+        def wait() -> None:
+            with suppress(ConnectionError):
+                place.append(Client(server.address))
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        wait_until(lambda: server._clients._waiting == 1)
+        with pytest.raises(ConnectionError, match="1 clients are connected, which is the maximum"):
+            connected(server.address)
+        hang_up(client)
+        request(server)  # environments hear of lost clients while they are stepped
+        waiting.join(60)
+        assert not waiting.is_alive()
+        assert server.connected == 1
+        hang_up(place[0])
 
 
 BAD_STEPS: dict[str, Any] = {

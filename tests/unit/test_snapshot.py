@@ -580,6 +580,42 @@ def test_own_methods_are_used_together_with_the_wrappers_and_the_generators():
     assert_goes_on(partial(limited, OwnObject))
 
 
+class OnTensors(TorchCartPole):
+    """Has tensors and a generator of torch as attributes, and methods of its own for them."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+
+    def get_state(self) -> Any:
+        parts = {"state": self.state, "steps": self._steps, "generator": self._generator.get_state()}
+        return {name: part.numpy().copy() for name, part in parts.items()}
+
+    def set_state(self, state: Any) -> None:
+        self.state = torch.from_numpy(state["state"])  # the memory of the array, as on no other device
+        self._steps = torch.from_numpy(state["steps"])
+        self._generator.set_state(torch.from_numpy(state["generator"]))
+
+
+class ForgetsSteps(OnTensors):
+    def set_state(self, state: Any) -> None:
+        super().set_state(state | {"steps": np.zeros_like(state["steps"])})
+
+
+def test_own_methods_of_an_environment_on_tensors_are_plain_data(tmp_path):
+    env, other = OnTensors(), OnTensors()
+    env.reset(seed=1)
+    for _ in range(5):
+        env.step(torch.tensor([0, 1, 1]))
+    save(tmp_path / "state", take(env))
+    assert restore(other, load(tmp_path / "state"), False) is None
+    for _ in range(40):
+        ours = env.step(torch.tensor([1, 0, 1]))[:4]
+        theirs = other.step(torch.tensor([1, 0, 1]))[:4]
+        assert all(map(torch.equal, ours, theirs))
+    reason = restore(ForgetsSteps(), take(env) | {"layers": [f"{ForgetsSteps.__module__}.ForgetsSteps"]}, False)
+    assert "leave its attribute '_steps' out" in str(reason)
+
+
 def test_own_methods_that_leave_something_out_are_a_reason():
     reason = restore(Incomplete(), take(begun(Incomplete, 3)), True)
     assert "The own methods of tests.unit.test_snapshot.Incomplete for its state leave its attribute 't'" in str(reason)

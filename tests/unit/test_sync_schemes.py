@@ -144,6 +144,27 @@ def test_weights_without_a_module(ends, form):
         scheme.send()
 
 
+def nested(value: float) -> dict[str, Any]:
+    return {"0": layer(value).state_dict()}
+
+
+def test_weights_as_nested_dicts(ends):
+    scheme = ends.cls(sync=False)
+    ends.all.append(scheme)
+    scheme.init_on_sender(weights=nested(1.0), num_workers=1)
+    scheme.connect(weights=nested(2.0))
+    receiver, model = pickle.loads(pickle.dumps(scheme)), nested(-1.0)
+    ends.all.append(receiver)
+    receiver.init_on_receiver(model=model, worker_idx=0)
+    receiver.connect()
+    assert model["0"]["weight"].unique().tolist() == [2.0]
+    scheme.send({0: nested(3.0)})
+    assert receiver.receive() is not None
+    assert model["0"]["weight"].unique().tolist() == [3.0]
+    receiver.apply_weights(nested(4.0))
+    assert model["0"]["bias"].unique().tolist() == [4.0]
+
+
 def test_weights_of_each_receiver(ends):
     """``params_map``, a dict by number of the receiver, and a context whose workers make the policy."""
     scheme = ends.cls(sync=False, per_worker_weights=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 
@@ -17,7 +18,7 @@ from tianshou.utils.net.common import Net
 
 from muster.compat import tianshou as compat
 from muster.compat.tianshou import Collector, EpisodeRolloutHookMerged, steps
-from muster.errors import BadOption
+from muster.errors import BadOption, UnsupportedEnv
 from tests.parity.tianshou_envs import POLICIES, Counting
 from tests.parity.tianshou_tools import Program, assert_same, collects, play
 
@@ -53,6 +54,12 @@ def test_one_environment_is_wrapped() -> None:
     assert (collector.env_num, collector.buffer.maxsize) == (1, 10_000)
     collector.reset()
     assert collector.collect(n_episode=2).lens.tolist() == [3, 3]
+
+
+def test_a_vector_environment_of_gymnasium_is_refused() -> None:
+    envs = gymnasium.vector.SyncVectorEnv([lambda: Counting(3)] * 2)
+    with pytest.raises(UnsupportedEnv, match="SyncVectorEnv is a vector environment of Gymnasium: pass one of Tian"):
+        Collector(POLICIES["values"](Counting(3).action_space), envs)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +111,22 @@ def test_a_long_call_is_made_in_pieces(rows: int, monkeypatch: pytest.MonkeyPatc
     whole = play(compat, program)
     monkeypatch.setattr(steps, "LANE_ROWS", rows)
     assert_same(play(compat, program), whole)
+
+
+def test_the_rows_of_a_call_are_added_at_once_but_for_the_first_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def counting(buffer: Any, taken: Any, added: Any) -> None:
+        calls.append(len(taken.ends) - 1)
+        original(buffer, taken, added)
+
+    original = steps.add
+    monkeypatch.setattr(steps, "add", counting)
+    collector = made(policy="array", buffer=VectorReplayBuffer(400, 2))
+    collector.reset()
+    for _ in range(2):
+        collector.collect(n_step=60)
+    assert calls == [1, 29, 30]
 
 
 def test_a_policy_whose_entries_change_within_a_call_is_stored_as_tianshou_does() -> None:

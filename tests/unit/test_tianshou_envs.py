@@ -19,7 +19,7 @@ from tianshou.env.venv_wrappers import VectorEnvWrapper
 
 from muster.compat.tianshou import Collector
 from muster.compat.tianshou.policies import info_batch
-from muster.errors import BadEnvOutput, BadPolicyOutput, EnvError, PolicyError
+from muster.errors import BadEnvOutput, BadPolicyOutput
 from tests.parity.tianshou_envs import Counting
 
 
@@ -98,8 +98,10 @@ def test_steps_before_an_error_are_in_the_buffer_and_the_environments_begin_anew
     envs = [Env(9), Env(9, RuntimeError("broken"), at=3)]
     venv = DummyVectorEnv([lambda env=env: env for env in envs])
     made = collector(VectorEnvWrapper(venv) if wrapped else venv)
-    with pytest.raises(EnvError, match="step raised RuntimeError: broken"):
+    with pytest.raises(RuntimeError, match="^broken") as caught:
         made.collect(n_step=10)
+    assert type(caught.value) is RuntimeError
+    assert "raised this in step" in caught.value.__notes__[0]
     assert (made.collect_step, made.collect_episode) == (4, 0)
     assert counts(made) == counts(made, 1) == [0, 1]
     assert made.buffer.obs_next[:2, 1].tolist() == [1, 2]
@@ -115,15 +117,17 @@ def test_a_failing_reset_is_an_error_too() -> None:
             return super().reset(**kwargs)
 
     made = collector([Unwilling(2)])
-    with pytest.raises(EnvError, match="reset raised OSError: no more"):
+    with pytest.raises(OSError, match="^no more") as caught:
         made.collect(n_step=4)
-    assert counts(made) == [0]
+    assert "raised this in reset" in caught.value.__notes__[0]
+    assert counts(made) == [0, 1]  # the step that ended the episode is complete
 
 
 def test_after_an_error_of_the_policy_its_call_is_repeated() -> None:
     made = collector([Env(9)], Counter(ZeroDivisionError("by zero"), at=3))
-    with pytest.raises(PolicyError, match="Counter raised ZeroDivisionError at row 2"):
+    with pytest.raises(ZeroDivisionError, match="^by zero") as caught:
         made.collect(n_step=5)
+    assert "Counter raised this. No environment was stepped since" in caught.value.__notes__[0]
     assert counts(made) == [0, 1]
     made.collect(n_step=2)
     assert counts(made) == [0, 1, 2, 3]

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,13 @@ import torchrl.collectors.distributed as theirs
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.envs import SerialEnv
 from torchrl.testing.mocking_classes import CountingEnv
 
 import muster
 import muster.compat.torchrl.collectors.distributed as ours
-from muster.errors import BadOption, CollectorClosed
+from muster.errors import BadOption, BadWeights, CollectorClosed
 from tests.fakes.pendulum import env_maker, linear
 from tests.fakes.ray_cluster import needs_ray, ray_cluster
 
@@ -142,11 +145,12 @@ SHAPES = """
         return GymEnv("Pendulum-v1", device="cpu")
 
     if __name__ == "__main__":
-        module, name = sys.argv[1:]
+        module, name = sys.argv[1:3]
+        more = json.loads(sys.argv[3])
         policy = TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
         collector = getattr(importlib.import_module(module), name)(
             [env_maker] * 2, policy, frames_per_batch=20, total_frames=40, sync=True,
-            launcher="mp", max_frames_per_traj=5,
+            launcher="mp", max_frames_per_traj=5, **more,
         )
         found = []
         for batch in collector:
@@ -160,12 +164,28 @@ SHAPES = """
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["DistributedCollector", pytest.param("RPCCollector", marks=needs_rpc)])
-def test_batches_look_like_those_of_torchrl(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("DistributedCollector", {}),
+        pytest.param("RPCCollector", {}, marks=needs_rpc),
+        pytest.param("RPCCollector", {"trajs_per_batch": 2}, marks=needs_rpc),
+        pytest.param(
+            "RPCCollector", {"collector_kwargs": {"trajs_per_batch": 2, "traj_format": "cat"}}, marks=needs_rpc
+        ),
+    ],
+    ids=str,
+)
+def test_batches_look_like_those_of_torchrl(name: str, more: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "shapes.py").write_text(textwrap.dedent(SHAPES))
     command = [sys.executable, "-W", "ignore", str(tmp_path / "shapes.py")]
     runs = [
-        subprocess.Popen([*command, module, name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            [*command, module, name, json.dumps({**more, "tcp_port": str(free_port())})],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         for module in ("muster.compat.torchrl.collectors.distributed", "torchrl.collectors.distributed")
     ]
     try:
@@ -218,6 +238,16 @@ class Constant(TensorDictModuleBase):
         return td.set("action", self.weight.expand(td.shape).clone())
 
 
+class CountingPolicy(TensorDictModuleBase):
+    """Counts on in every ``CountingEnv``."""
+
+    in_keys = ["observation"]  # noqa: RUF012
+    out_keys = ["action"]  # noqa: RUF012
+
+    def forward(self, td: Any) -> Any:
+        return td.set("action", torch.ones_like(td["observation"], dtype=torch.int8))
+
+
 @pytest.mark.parametrize("made_by", ["policy", "factory", "factory beside the policy"])
 def test_actions_have_the_shape_and_dtype_of_the_policy(made_by: str) -> None:
     """As ``torchrl.testing``'s policies for a ``CountingEnv``, whose actions are ``[1]`` and int8."""
@@ -237,6 +267,159 @@ def test_actions_have_the_shape_and_dtype_of_the_policy(made_by: str) -> None:
         assert (first["action"] == 1).all()
         collector.next()
         assert (collector.next()["action"] == 2).all()
+
+
+class Moded(Constant):
+    """Acts 1 in training mode, and 0 in evaluation mode."""
+
+    def forward(self, td: Any) -> Any:
+        return td.set("action", torch.full((*td.shape, 1), int(self.training), dtype=torch.int8))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_policy_acts_in_the_mode_that_it_has_as_in_torchrl(training: bool) -> None:
+    options: dict[str, Any] = {"launcher": "mp", "tcp_port": str(free_port())}
+    with ours.DistributedCollector([CountingEnv], Moded().train(training), frames_per_batch=8, **options) as collector:
+        assert (collector.next()["action"] == int(training)).all()
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_weights_may_be_nested_dicts(name: str) -> None:
+    def nested(value: float) -> dict[str, Any]:
+        td: TensorDict = TensorDict.from_module(linear()).data * 0 + value
+        return td.to_dict()
+
+    options: dict[str, Any] = {"launcher": "mp"}
+    options |= {"update_interval": 100} if name == "DistributedSyncCollector" else {"sync": True}
+    with getattr(ours, name)([env_maker] * 2, linear(), frames_per_batch=4, **options) as collector:
+        ways = (
+            lambda: collector.update_policy_weights_(nested(0.0)),
+            lambda: collector.update_policy_weights_(weights=nested(1.0)),
+            lambda: collector.update_policy_weights_(weights_dict={"policy": nested(0.0)}),
+            lambda: collector.receive_weights(nested(1.0)),
+            lambda: collector.receive_weights(weights=nested(0.0)),
+        )
+        for number, publish in enumerate(ways):
+            publish()
+            batch = collector.next()
+            expected = (batch["observation"].sum(-1, keepdim=True) + 1) * (number % 2)
+            torch.testing.assert_close(batch["action"], expected)
+        with pytest.raises(BadWeights, match="named differently"):
+            collector.update_policy_weights_({"module": {"weight": torch.zeros(1, 3)}})
+
+
+# --- whole trajectories -----------------------------------------------------------------------------
+
+
+def short_and_long() -> list[Any]:
+    """Environments of two nodes, with episodes of three and of six steps."""
+    return [partial(CountingEnv, max_steps=length) for length in (2, 5)]
+
+
+@pytest.mark.parametrize("where", ["argument", "keyword of the nodes"])
+@pytest.mark.parametrize("layout", [None, "padded", "pad", "cat"])
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_whole_trajectories_are_padded_by_default(name: str, sync: bool, layout: str | None, where: str) -> None:
+    """As in TorchRL 0.14: so many of each node with ``sync``, and zeros behind them."""
+    if name == "DistributedSyncCollector" and not sync:
+        pytest.skip("it is always synchronous")
+    options: dict[str, Any] = {"launcher": "mp", "frames_per_batch": 24}
+    options |= {} if name == "DistributedSyncCollector" else {"sync": sync}
+    told: dict[str, Any] = {"trajs_per_batch": 2} | ({} if layout is None else {"traj_format": layout})
+    options |= told if where == "argument" else {"collector_kwargs": told}
+    with getattr(ours, name)(short_and_long(), policy=CountingPolicy(), **options) as collector:
+        batches = [collector.next() for _ in range(3)]
+    count = 4 if sync else 2
+    seen: list[int] = []
+    for batch in batches:
+        ids, done = batch["collector", "traj_ids"], batch["next", "done"][..., 0]
+        assert int(done.sum()) == count
+        if layout == "cat":
+            assert (batch.names, int(done[-1])) == (["time"], 1)
+            seen += ids[done].tolist()
+            continue
+        mask = batch["collector", "mask"]
+        assert batch.names == [None, "time"]
+        assert mask.shape == (count, int(mask.sum(1).max()))
+        assert {int(length) for length in mask.sum(1)} <= {3, 6}
+        for key in batch.keys(True, True):
+            assert not batch[key][~mask].any(), key
+        assert (ids == ids[:, :1]).logical_or(~mask).all()
+        seen += ids[:, 0].tolist()
+    assert len(set(seen)) == 3 * count
+
+
+def test_trajectories_of_musters_own_are_so_many_in_all() -> None:
+    wanted = muster.Trajectories(2, rule="per_env")
+    options: dict[str, Any] = {"launcher": "mp", "frames_per_batch": 24, "sync": True, "trajs_per_batch": wanted}
+    with ours.RPCCollector(short_and_long(), CountingPolicy(), **options) as collector:
+        assert sorted(collector.next()["collector", "mask"].sum(1).tolist()) == [3, 6]
+
+
+def test_trajectories_in_a_replay_buffer_are_not_padded() -> None:
+    buffer = ReplayBuffer(storage=LazyTensorStorage(200))
+    options: dict[str, Any] = {"launcher": "mp", "frames_per_batch": 24, "sync": True, "trajs_per_batch": 1}
+    options |= {"replay_buffer": buffer, "traj_format": "padded"}
+    with ours.DistributedCollector(short_and_long(), CountingPolicy(), **options) as collector:
+        assert collector.next() is None
+    stored = buffer[:]
+    assert ("collector", "mask") not in stored.keys(True)
+    assert int(stored["next", "done"].sum()) == 2
+    assert bool(stored["next", "done"][-1])
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("hook", ["none", "postproc", "on_episode_done"])
+def test_rpc_joins_the_batches_of_all_nodes(hook: str, batched: bool) -> None:
+    seen: list[Any] = []
+    options: dict[str, Any] = {"launcher": "mp", "frames_per_batch": 48, "sync": True}
+    options |= {} if hook == "none" else {hook: lambda batch: seen.append(batch.clone())}
+    envs = [partial(SerialEnv, 2, make) for make in short_and_long()] if batched else short_and_long()
+    with ours.RPCCollector(envs, CountingPolicy(), **options) as collector:
+        batch = collector.next()
+    assert (batch.shape, batch.names) == (((4, 12), [None, "time"]) if batched else ((48,), ["time"]))
+    rows = batch["observation"].reshape(2, -1)
+    assert (int(rows[0].max()), int(rows[1].max())) == (2, 5), "those of one node after those of the other"
+    if hook == "postproc":
+        assert (seen[0] == batch).all()
+    elif hook == "on_episode_done":
+        assert {episode.numel() for episode in seen} == {3, 6}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [{"split_trajs": True}, {"preemptive_threshold": 0.5}, {"extend_buffer": False}, {"compact_obs": True}],
+    ids=str,
+)
+def test_no_option_excludes_the_join_that_was_not_asked_for(options: dict[str, Any]) -> None:
+    told = dict(options)
+    if "extend_buffer" in told:
+        told["replay_buffer"] = ReplayBuffer(storage=LazyTensorStorage(200))
+    options = {"launcher": "mp", "frames_per_batch": 24, "sync": True}
+    with ours.RPCCollector(short_and_long(), CountingPolicy(), **options, **told) as collector:
+        batch = collector.next()
+    if "split_trajs" in told:
+        assert batch["collector", "mask"].sum() == 24
+    elif "extend_buffer" in told:
+        assert told["replay_buffer"][:].shape == (12, 2), "time steps of both nodes"
+    else:
+        assert (batch.shape, batch.names) == ((24,), ["time"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+@pytest.mark.parametrize("where", ["argument", "keyword of the nodes"])
+def test_options_for_a_faster_policy_on_nodes_without_cuda(where: str) -> None:
+    told: dict[str, Any] = {"cudagraph_policy": {"warmup": 3}, "compile_policy": {"backend": "eager", "warmup": 2}}
+    options: dict[str, Any] = {"launcher": "mp", "frames_per_batch": 8, "sync": True}
+    options |= told if where == "argument" else {"collector_kwargs": told}
+    with ours.DistributedCollector(short_and_long(), CountingPolicy(), **options) as collector:
+        assert collector.next().shape == (2, 4)
+    with pytest.raises(TypeError, match="nothing"):
+        ours.DistributedCollector(
+            short_and_long(), launcher="mp", frames_per_batch=8, collector_kwargs={"cudagraph_policy": {"nothing": 1}}
+        )
 
 
 # --- what is translated, and what is refused --------------------------------------------------------
@@ -259,12 +442,24 @@ def test_lists_with_equal_entries_are_one_for_all() -> None:
         ({"update_interval": 1, "update_after_each_batch": True}, "update_interval, update_after_each_batch"),
         ({"update_interval": 1, "max_weight_update_interval": 0}, "all say when to publish"),
         ({"frames_per_batch": 0}, "frames_per_batch=0"),
+        ({"trajs_per_batch": 0}, "trajs_per_batch=0"),
+        ({"trajs_per_batch": True}, "trajs_per_batch=True"),
+        ({"trajs_per_batch": 2, "traj_format": "cut"}, "traj_format='cut'"),
     ],
 )
 def test_what_nodes_cannot_do_is_refused(options: dict[str, Any], said: str) -> None:
     told = {"frames_per_batch": 20, "launcher": "mp", **options}
     with pytest.raises(BadOption, match=said):
         ours.DistributedCollector([env_maker] * 2, **told)
+
+
+def test_one_memory_and_joined_batches_exclude_each_other() -> None:
+    told: dict[str, Any] = {"frames_per_batch": 20, "launcher": "mp", "sync": True, "return_same_td": True}
+    with pytest.raises(BadOption, match=r"return_same_td .*RPCCollector\(sync=True\) copies"):
+        ours.RPCCollector([env_maker] * 2, **told)
+    with ours.RPCCollector([env_maker] * 2, cat_results="stack", **told) as collector:
+        assert collector.next() is collector.next()
+        assert collector.next().shape == (2, 10)
 
 
 def test_arguments_of_torchrl_that_exclude_each_other() -> None:

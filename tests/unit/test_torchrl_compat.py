@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium
@@ -30,8 +31,9 @@ from torchrl.modules import LSTMModule
 from muster import policies
 from muster.compat.torchrl import Collector, VanillaWeightUpdater
 from muster.compat.torchrl.numbering import Numbering
+from muster.compat.torchrl.weight_names import flattened
 from muster.compat.torchrl.weight_update import MultiProcessWeightSyncScheme
-from muster.errors import BadOption, CollectorClosed
+from muster.errors import BadOption, BadWeights, CollectorClosed
 from muster.testing import CountingEnv
 from tests.tools import Stopper, assert_same, column, counting
 
@@ -72,6 +74,15 @@ def test_a_gymnasium_environment_with_a_function_on_observations(source):
     assert column(batch, "collector", "traj_ids") == [0, 0, 1, 1, 2, 2, 3]
     assert column(batch, "step_count") == [0, 1, 0, 1, 0, 1, 0]
     assert column(batch, "next", "truncated") == [False, True, False, True, False, True, False]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
+def test_faster_functions_on_observations_without_cuda():
+    options = {"compile_policy": {"backend": "eager", "warmup": 2}, "cudagraph_policy": {"warmup": 3}}
+    collector = Collector(CountingEnv(3), lambda obs: obs[..., 1].long() % 2, frames_per_batch=7, **options)
+    assert column(collector.next(), "collector", "traj_ids") == [0, 0, 0, 1, 1, 1, 2]
+    with pytest.raises(TypeError, match="nothing"):
+        Collector(CountingEnv(3), None, frames_per_batch=7, cudagraph_policy={"nothing": 1})
 
 
 def test_a_vector_environment_with_a_head():
@@ -161,8 +172,32 @@ def test_a_closed_collector_says_so():
     collector.shutdown()
     assert batch["observation"].isfinite().all()
     assert collector.env.is_closed
-    for call in (collector.next, collector.rollout, collector.reset, collector.fake_tensordict):
+    calls = (collector.next, collector.rollout, collector.reset, collector.fake_tensordict, lambda: list(collector))
+    for call in (*calls, *calls):
         with pytest.raises(CollectorClosed, match="shut down"):
+            call()
+
+
+def test_a_collector_is_closed_after_an_error_and_after_its_end():
+    def fail(td: Any) -> Any:
+        if calls:
+            raise ZeroDivisionError("of the policy")
+        calls.append(1)
+        return td.set("action", torch.zeros(*td.shape, 1))
+
+    calls: list[int] = []
+    collector = Collector(pendulum(), fail, frames_per_batch=5, trust_policy=True)
+    with pytest.raises(ZeroDivisionError):
+        collector.next()
+    with pytest.raises(CollectorClosed):
+        collector.next()
+    ended = Collector(pendulum(), linear(), frames_per_batch=5, total_frames=5)
+    assert len(list(ended)) == 1
+    assert ended.next() is None
+    assert list(ended) == []
+    ended.shutdown()
+    for call in (ended.next, lambda: list(ended)):
+        with pytest.raises(CollectorClosed):
             call()
 
 
@@ -196,25 +231,81 @@ def test_warnings_are_silenced_by_the_environment_variable():
 # --- weights ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["module", "net", "state_dict", "tensordict", "keyword"])
-def test_weights_come_in_any_form(form):
-    policy, new = linear(1.0), linear(2.0)
+def deep(value: float = 0.0) -> TensorDictModule:
+    """A policy with modules in modules, one of them without weights."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh(), torch.nn.Linear(2, 1))
+    for parameter in net.parameters():
+        torch.nn.init.constant_(parameter, value)
+    return TensorDictModule(net, in_keys=["observation"], out_keys=["action"])
+
+
+FORMS: dict[str, Callable[[TensorDictModule], Any]] = {
+    "module": lambda new: new,
+    "net": lambda new: new.module,
+    "state dict": lambda new: new.state_dict(),
+    "TensorDict": lambda new: TensorDict.from_module(new).data,
+    "nested dict": lambda new: TensorDict.from_module(new).data.to_dict(),
+    "nested dict of parameters": lambda new: TensorDict.from_module(new).to_dict(),
+    "dict of TensorDicts": lambda new: dict(TensorDict.from_module(new).data.items()),
+    "dict by paths": lambda new: dict(TensorDict.from_module(new).data.items(True, True)),
+    "dict of dicts of names": lambda new: {"module": new.module.state_dict()},
+    "arrays": lambda new: {name: weight.numpy() for name, weight in new.state_dict().items()},
+    "nested dict of the net": lambda new: TensorDict.from_module(new.module).data.to_dict(),
+}
+
+
+@pytest.mark.parametrize("way", ["positional", "keyword", "by model"])
+@pytest.mark.parametrize("method", ["update_policy_weights_", "receive_weights"])
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_come_in_any_form(form, method, way):
+    policy, given = deep(1.0), FORMS[form](deep(2.0))
     collector = Collector(pendulum(), policy, frames_per_batch=5, track_policy_version=True)
-    given = {
-        "module": new,
-        "net": new.module,
-        "state_dict": new.state_dict(),
-        "tensordict": TensorDict.from_module(new).data,
-        "keyword": new,
-    }[form]
-    if form == "keyword":
-        collector.update_policy_weights_(policy=given)
+    keyword = "policy" if isinstance(given, torch.nn.Module) else "weights"
+    if way == "by model":
+        if method == "receive_weights":
+            pytest.skip("has no such argument")
+        collector.update_policy_weights_(weights_dict={"policy": given})
+    elif way == "keyword":
+        getattr(collector, method)(**{keyword: given})
     else:
-        collector.update_policy_weights_(given)
-    batch = collector.next()
-    expected = new.module(batch["observation"]).clamp(-2, 2)
-    torch.testing.assert_close(batch["action"].clamp(-2, 2), expected)
+        getattr(collector, method)(given)
+    assert all((parameter == 2.0).all() for parameter in policy.parameters())
+    assert collector.next()["policy_version"].unique().tolist() == [1]
     assert collector.policy_version == 1
+
+
+@pytest.mark.parametrize("method", ["update_policy_weights_", "receive_weights"])
+@pytest.mark.parametrize("wrong", ["missing", "unknown", "shape", "not finite", "not a tensor", "twice"])
+def test_nested_weights_that_do_not_fit_change_nothing(wrong, method):
+    policy, given = deep(1.0), TensorDict.from_module(deep(2.0)).data.to_dict()
+    layer = given["module"]["2"]
+    if wrong == "missing":
+        del layer["bias"]
+    elif wrong == "unknown":
+        given["module"]["3"] = {"weight": torch.ones(1)}
+    elif wrong == "shape":
+        layer["weight"] = torch.ones(2, 1)
+    elif wrong == "not finite":
+        layer["bias"] = torch.full((1,), torch.inf)
+    elif wrong == "not a tensor":
+        layer["bias"] = "zero"
+    collector = Collector(pendulum(), policy, frames_per_batch=5)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (BadWeights, or TorchRL's own)
+        if wrong == "twice":
+            getattr(collector, method)(given, weights=given)
+        else:
+            getattr(collector, method)(given)
+    assert isinstance(caught.value, BadWeights) == (wrong != "twice")
+    assert all((parameter == 1.0).all() for parameter in policy.parameters())
+
+
+def test_what_is_no_dict_is_not_flattened():
+    td = TensorDict.from_module(deep())
+    module = deep()
+    assert flattened(td) is td
+    assert flattened(module) is module
+    assert flattened(None) is None
+    assert list(flattened({"a": {"b.c": 1, ("d", "e"): {"f": 2}}, "g": {}})) == ["a.b.c", "a.d.e.f"]
 
 
 def test_weights_by_model_act_without_schemes():
@@ -239,6 +330,8 @@ def test_schemes_and_updaters_of_this_package_fit():
     collector = Collector(pendulum(), policy, frames_per_batch=5, weight_updater=updater)
     collector.update_policy_weights_(given + 1)
     assert (policy.module.weight == 3).all()
+    collector.update_policy_weights_((given + 2).to_dict())
+    assert (policy.module.weight == 4).all()
 
 
 def test_a_weight_updater_updates():

@@ -258,12 +258,91 @@ def test_an_environment_that_resets_others_too_is_found_out(mode, reuse):
         collector.rollout()
 
 
-def test_gymnasiums_vectorised_cartpole_ignores_the_mask_and_is_refused_with_a_way_out():
-    with pytest.raises(UnsupportedEnv, match="vectorization_mode='sync'"):
-        collect(lambda: gymnasium.make_vec("CartPole-v1", 3), None, frames_per_batch=300, seed=0)
-    stacked = lambda: gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="sync")  # noqa: E731
-    options = {"frames_per_batch": 300, "seed": 0}
-    assert_same(collect(stacked, **options), collect("CartPole-v1", num_envs=3, **options))
+def vectorized(wrap: Any = lambda env: env, num_envs: int = 3, **options: Any) -> Any:
+    """A factory of what ``gymnasium.make_vec`` returns for CartPole by default, which ignores ``reset_mask``."""
+    return lambda: wrap(gymnasium.make_vec("CartPole-v1", num_envs, **options))
+
+
+def assert_cartpole(batch: Any, limit: int = 500) -> None:
+    """Every row is a transition of the single environment, and rows follow each other."""
+    single = gymnasium.make("CartPole-v1").unwrapped
+    before, after, done = batch["observation"], batch["next", "observation"], batch["next", "done"][..., 0]
+    for b, t in np.ndindex(*batch.shape):
+        single.reset()
+        single.state = tuple(before[b, t].double().tolist())
+        obs, reward, terminated, _, _ = single.step(int(batch["action"][b, t]))
+        assert np.allclose(obs, after[b, t].numpy(), atol=1e-5)
+        assert batch["next", "reward"][b, t] == reward == 1
+        assert batch["next", "terminated"][b, t] == terminated
+    assert before[:, 1:][~done[:, :-1]].equal(after[:, :-1][~done[:, :-1]])
+    first = torch.cat([before[:, 0], before[:, 1:][done[:, :-1]]])
+    assert first.abs().max() <= 0.05
+    assert len(first.unique(dim=0)) == len(first)
+    ids, counts = batch["collector", "traj_ids"].unique(return_counts=True)
+    assert counts.max() <= limit
+    assert len(ids) == len(first)
+    assert done.sum() >= 5
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda env: env,
+        gymnasium.wrappers.vector.RecordEpisodeStatistics,
+        lambda env: gymnasium.wrappers.vector.ClipReward(gymnasium.wrappers.vector.RecordEpisodeStatistics(env), -1, 1),
+    ],
+    ids=["bare", "wrapped", "wrapped twice"],
+)
+def test_gymnasiums_vectorized_cartpole(wrap):
+    """It resets in the step after an end, whatever ``reset_mask`` says; that step is no row."""
+    batch = collect(vectorized(wrap), frames_per_batch=150, seed=0, batches=2, validate="full")
+    assert_cartpole(batch)
+    assert_same(batch, collect(vectorized(wrap), frames_per_batch=60, seed=0, batches=5))
+
+
+def test_gymnasiums_vectorized_cartpole_alone_is_the_same_environment():
+    """With one environment, all resets are of all: its own loop without the steps that are resets."""
+    env = vectorized(num_envs=1)()
+    batch = collect(vectorized(num_envs=1), frames_per_batch=90, seed=4)
+    obs, _ = env.reset(seed=4)
+    pending, rows = False, []
+    while len(rows) < 90:
+        after, _, terminated, _, _ = env.step(batch["action"][:, len(rows)].numpy())
+        if not pending:
+            rows.append(obs[0])
+        obs, pending = after, bool(terminated[0])
+    assert batch["observation"][0].equal(torch.from_numpy(np.stack(rows)))
+
+
+def test_gymnasiums_vectorized_cartpole_is_cut_and_reset_alone():
+    batch = collect(vectorized(), frames_per_batch=150, seed=0, max_frames_per_traj=7)
+    assert_cartpole(batch, limit=7)
+    with Collector(vectorized(), None, frames_per_batch=12, seed=0) as collector:
+        first = collector.rollout()
+        collector.reset(1)
+        second = collector.rollout()
+        assert_accounted(collector)
+    going_on = second["collector", "traj_ids"][:, 0] == first["collector", "traj_ids"][:, -1]
+    assert going_on.tolist() == [True, False, True]
+    assert second["observation"][[0, 2], 0].equal(first["next", "observation"][[0, 2], -1])
+    assert second["observation"][1, 0].abs().max() <= 0.05
+
+
+def test_gymnasiums_vectorized_cartpole_has_its_own_limit():
+    batch = collect(vectorized(max_episode_steps=20), frames_per_batch=900, seed=0)
+    assert_cartpole(batch, limit=20)
+    ids, counts = batch["collector", "traj_ids"].unique(return_counts=True)
+    truncated = batch["next", "truncated"]
+    ended = ids[torch.isin(ids, batch["collector", "traj_ids"][truncated[..., 0]])]
+    assert counts[torch.isin(ids, ended)].tolist() == [20] * len(ended)
+    assert truncated.sum() > 9
+
+
+def test_reset_options_of_gymnasiums_vectorized_cartpole():
+    with Collector(vectorized(), None, frames_per_batch=30, seed=0) as collector:
+        collector.rollout()
+        collector.reset(options={"low": 0.01, "high": 0.02})
+        assert (collector.rollout()["observation"][:, 0] >= 0.01).all()
 
 
 def test_unknown_last_observations_are_flagged_and_not_guessed():

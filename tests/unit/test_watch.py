@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gc
 import http.client
 import json
 import math
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from functools import partial
 
 import numpy as np
@@ -24,6 +28,7 @@ from muster import Collector, MultiSyncCollector, Watch, load
 from muster.episodes.curve import MOST_POINTS, WINDOW, EpisodeCurve, EpisodeTotals, running_means
 from muster.episodes.record import Episodes
 from muster.errors import BadOption
+from muster.observing import page_server, watching
 from muster.observing.page_server import TOKEN_VARIABLE, PageAddress, PageServer
 from muster.observing.plot import plot_run
 from muster.observing.snapshots import (
@@ -37,9 +42,10 @@ from muster.observing.snapshots import (
 )
 from muster.testing import CountingEnv
 from muster.utils.addresses import host_and_port, is_loopback
+from muster.utils.strangers import MOST
 from tests.command_line import refused, run
 from tests.tools import files_limited_to
-from tests.waits import wait_until
+from tests.waits import open_files, wait_until
 
 ENV = partial(CountingEnv, 3)  # returns of 6, lengths of 3
 OPTIONS = {"frames_per_batch": 12, "total_frames": 36, "seed": 0}
@@ -396,6 +402,47 @@ def test_the_page_of_a_killed_run_exits_and_the_run_stays_viewable(tmp_path):
     assert plot_run(history).axes
 
 
+@pytest.mark.parametrize("stage", ["begins", "serves", "stands still"])
+def test_a_page_that_is_killed_costs_the_collection_nothing(tmp_path, stage, monkeypatch):
+    monkeypatch.setattr(watching, "END_S", 2.0)
+    with Collector(ENV, None, watch=Watch(tmp_path), **OPTIONS) as collector:
+        process = collector._observers.watched._page
+        if stage != "begins":
+            port = int(collector.watch_url.rpartition(":")[2].strip("/"))
+            assert wait_until(lambda: fetched(port, "/")).status == 200
+        process.send_signal(signal.SIGSTOP if stage == "stands still" else signal.SIGKILL)
+        assert all(collector.next() is not None for _ in range(3))
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 20
+    assert process.poll() is not None
+    assert RunHistory.read(tmp_path).end is not None
+
+
+@pytest.mark.parametrize("lacks", ["processes", "threads"])
+def test_a_page_that_cannot_be_started_leaves_nothing(tmp_path, lacks, monkeypatch):
+    started = []
+    popen, start = subprocess.Popen, threading.Thread.start
+
+    def refuse(*args, **options):
+        if lacks == "processes":
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        started.append(popen(*args, **options))
+        return started[-1]
+
+    def refuse_thread(thread):
+        if lacks == "threads" and thread.name == "muster-watch":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(watching.subprocess, "Popen", refuse)
+    monkeypatch.setattr(threading.Thread, "start", refuse_thread)
+    before = open_files()
+    with pytest.raises((BadOption, RuntimeError), match="the page cannot be started: Resource|can't start new thread"):
+        Collector(ENV, None, watch=Watch(tmp_path), **OPTIONS)
+    assert [process.poll() is not None for process in started] == [True] * (lacks == "threads")
+    assert open_files() <= before
+
+
 @pytest.mark.parametrize("given_option", [1, "localhost", "a:b", ":80", "h:99999", Watch])
 def test_a_wrong_option_is_refused(given_option):
     with pytest.raises(BadOption, match="host:port"):
@@ -498,6 +545,55 @@ def test_beyond_loopback_there_is_no_page_without_the_token(tmp_path, serve):
     assert "HttpOnly" in cookie
     assert "SameSite=Strict" in cookie
     assert fetched(port, "/", Cookie=cookie.partition(";")[0]).status == 200
+
+
+def slow_connections(port, count, said=b"GET / HTTP/1.0\r\nX-Slow: "):
+    """Connections that have begun a request, and do not end it."""
+    made = []
+    for _ in range(count):
+        made.append(socket.create_connection(("127.0.0.1", port), 60))
+        made[-1].sendall(said)
+    return made
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "0.0.0.0:0"])
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.0\r\nX-Slow: "], ids=["silent", "slow"])
+def test_connections_that_ask_for_nothing_keep_no_viewer_out(tmp_path, serve, address, said):
+    port, token = serve(written(tmp_path, RUN), address)
+    with contextlib.ExitStack() as made:
+        for connection in slow_connections(port, 2 * MOST, said):
+            made.enter_context(connection)
+        assert fetched(port, "/", Cookie=f"muster_watch_{port}={token}").status == 200
+        assert fetched(port, f"/?token={token}").status == (303 if token else 200)
+
+
+def test_a_request_has_a_deadline_as_a_whole(tmp_path, serve, monkeypatch):
+    monkeypatch.setattr(page_server, "_ADMISSION_S", 0.5)
+    port, _ = serve(written(tmp_path, RUN))
+    viewer = fetched(port, "/events")
+    (slow,) = slow_connections(port, 1)
+    begun = time.monotonic()
+    with slow, contextlib.suppress(ConnectionError):
+        while not select.select([slow], [], [], 0.02)[0]:
+            assert time.monotonic() - begun < 60
+            slow.sendall(b"x")  # never silent for as long as the time limit of a read
+        assert slow.recv(1) == b""
+    clocks = (content for event, content in events(viewer) if event == "clock")
+    assert next(clocks) < next(clocks) < next(clocks), "one that was admitted goes on"
+    viewer.close()
+
+
+def test_viewers_have_places_and_one_too_many_is_told_so(tmp_path, serve, monkeypatch):
+    monkeypatch.setattr(page_server, "_MOST_VIEWERS", 2)
+    port, _ = serve(written(tmp_path, RUN))
+    viewers = [fetched(port, "/events") for _ in range(2)]
+    assert [next(events(viewer)) for viewer in viewers] == [("restart", None)] * 2
+    for _ in range(2):
+        answer = fetched(port, "/")
+        assert (answer.status, answer.text) == (503, "2 viewers see this page already. Close one of them.\n")
+    viewers[0].close()
+    wait_until(lambda: fetched(port, "/").status == 200)
+    viewers[1].close()
 
 
 def test_the_token_may_be_given_in_the_environment(monkeypatch):

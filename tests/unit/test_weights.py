@@ -19,12 +19,14 @@ from tensordict.nn import TensorDictModule, TensorDictParams
 from torch import nn
 
 from muster.errors import BadOption, BadWeights
+from muster.policies import tanh_gaussian
 from muster.testing import CountingEnv
 from muster.weights import NoSync, SharedMemory, VanillaWeightUpdater, WeightUpdaterBase
 from muster.weights.choice import transport_for
 from muster.weights.names import copy_tensor, modules_of, named_tensors, named_weights
 from muster.weights.publish import PolicyWeights
 from muster.weights.receive import Receivers
+from tests.fakes.actors import Two
 from tests.tools import stable
 
 
@@ -47,6 +49,7 @@ FORMS = {
     "tensordict": lambda m: TensorDict.from_module(m),
     "tensordict_params": lambda m: TensorDictParams(TensorDict.from_module(m)),
     "nested_tensordict": lambda m: TensorDict.from_module(m).detach().clone(),
+    "nested_dict": lambda m: TensorDict.from_module(m).data.to_dict(),
 }
 
 
@@ -165,15 +168,17 @@ def test_tied_weights_are_no_second_part():
     assert PolicyWeights(policy).publish(nn.Linear(2, 2)) == 1
 
 
-def test_a_part_of_the_original_is_the_same_part_of_the_copy():
+def test_a_model_of_the_original_is_the_same_part_of_the_copy():
     original = nn.ModuleDict({"actor": nn.Linear(2, 2), "critic": nn.Linear(2, 2)})
     acting = copy.deepcopy(original)
     weights = PolicyWeights(acting, original)
     nn.init.constant_(original["actor"].weight, 5.0)
     nn.init.constant_(original["critic"].weight, 6.0)
-    weights.publish(original["critic"])
+    weights.publish(original["critic"], model=original["critic"])
     assert bool((acting["critic"].weight == 6).all())
     assert not bool((acting["actor"].weight == 5).any())
+    weights.publish(original["critic"])
+    assert bool((acting["actor"].weight == 5).all())
     weights.publish(nn.Linear(2, 2), model=original["actor"])
     assert not bool((acting["actor"].weight == 5).any())
     with pytest.raises(BadWeights, match="fit several parts of the policy: actor, critic"):
@@ -335,12 +340,12 @@ def test_every_form_reaches_the_workers(sent, form):
     assert (worker.take(), worker.values) == (1, [2.0])
 
 
-def test_parts_are_published_by_identity_by_model_and_together(sent):
+def test_models_are_published_one_by_one_and_together(sent):
     policy = constant(1.0)
     weights, worker = sent(policy)
     nn.init.constant_(policy[0].weight, 5.0)
     nn.init.constant_(policy[1].weight, 6.0)
-    weights.publish(policy[1])
+    weights.publish(policy[1], model=policy[1])
     assert (worker.take(), worker.values) == (1, [1.0, 6.0])
     weights.publish(constant(7.0)[0], model=policy[0])
     assert (worker.take(), worker.policy[0].weight.unique().tolist()) == (2, [7.0])
@@ -568,6 +573,75 @@ def test_a_publish_without_memory_is_repeated_with_the_next():
     weights.close()
 
 
+@pytest.mark.parametrize("form", ["part", "half", "nested"])
+def test_a_scheme_brings_all_of_the_policy_too(sent, form):
+    policy = Two()
+    weights, worker = sent(policy)
+    worker.take()
+
+    class Scheme:
+        initialized_on_receiver = synchronized_on_receiver = True
+        context: Any = None
+
+        def init_on_receiver(self, **_: Any) -> None: ...
+
+        def connect(self, **_: Any) -> None: ...
+
+        def receive(self) -> None:
+            model = Two(2.0, 3.0)
+            given = {"part": model.actor, "half": {"actor": {"weight": torch.ones(1)}}, "nested": nested(model)}
+            self.context.update_policy_weights_(given[form])
+
+    class Parent:
+        def get_model(self, model_id: str) -> Any:
+            return policy
+
+    parent = Parent()
+    receivers = Receivers(weights, parent, 0)
+    receivers.register({"policy": Scheme()})
+    if form == "nested":
+        receivers.receive()
+        assert (worker.take(), worker.values) == (1, [2.0, 3.0])
+    else:
+        with pytest.raises(BadWeights, match="missing .'critic.weight'.|fit several parts"):
+            receivers.receive()
+        assert worker.take() is None
+    receivers.close()
+
+
+def nested(module: nn.Module) -> Any:
+    return TensorDict.from_module(module).data.to_dict()
+
+
+def test_a_scheme_writes_into_a_copy_also_of_a_policy_that_deepcopy_cannot_copy():
+    policy = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    policy.lock = threading.Lock()
+    weights = PolicyWeights.of_workers(policy, 1, only_weights=True)
+
+    class Scheme:
+        initialized_on_receiver = False
+
+        def init_on_receiver(self, *, model_id: str, context: Any, worker_idx: int | None) -> None:
+            self.context = context
+
+        def connect(self, *, worker_idx: int | None) -> None:
+            self.context.model.load_state_dict(constant(2.0).state_dict())
+
+        def receive(self) -> None: ...
+
+    class Parent:
+        def get_model(self, model_id: str) -> Any:
+            return policy
+
+    parent = Parent()
+    receivers = Receivers(weights, parent, 0)
+    receivers.register({"policy": Scheme()})
+    assert {float(v) for t in weights.policy.state_dict().values() for v in t.unique()} == {2.0}
+    assert not bool((policy[0].weight == 2).any())
+    receivers.close()
+    weights.close()
+
+
 def test_what_a_parent_sends_goes_on_to_the_workers(sent):
     """A collector that is a worker itself: its schemes receive, and its own workers get it."""
     policy = constant(1.0)
@@ -652,6 +726,21 @@ def test_an_updater_copies_into_the_policy(form):
     policy = net()
     vanilla(policy).push_weights(FORMS[form](filled(2.0)))
     assert all(bool((tensor == 2).all()) for tensor in policy.state_dict().values())
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
+def test_an_updater_of_a_head_takes_its_state_dict():
+    """The bounds of the environment are buffers that are not in it."""
+    policy, other = tanh_gaussian(nn.Linear(2, 2)), tanh_gaussian(nn.Linear(2, 2))
+    updater = VanillaWeightUpdater.from_policy(policy)
+    for source in (other.state_dict(), other, TensorDict.from_module(other.net).data.to_dict()):
+        nn.init.uniform_(other.net.weight)
+        if isinstance(source, dict) and "weight" in source:
+            with pytest.raises(BadWeights, match=r"missing \['net.bias', 'net.weight'\], unknown \['bias', 'weight'\]"):
+                updater.push_weights(source)
+            continue
+        updater.push_weights(source)
+        assert torch.equal(policy.net.weight, other.net.weight)
 
 
 def test_an_updater_made_from_a_policy_and_one_that_fetches_weights():

@@ -127,10 +127,12 @@ def _find_env(env: str) -> None:
     except gymnasium.error.Error as error:
         near = difflib.get_close_matches(name, list(gymnasium.registry), n=4, cutoff=0.6)
         hint = f" Similar: {', '.join(near)}." if near else ""
-        if isinstance(error, gymnasium.error.NamespaceNotFound):
+        if module:
+            hint += f" Importing {module!r} does not register it."
+        elif isinstance(error, (gymnasium.error.NamespaceNotFound, gymnasium.error.NameNotFound)):
             hint += (
-                f" If an installed package has it, name the package: muster collect PACKAGE:{name} --allow-import "
-                f"(ale_py for ALE)."
+                f" If a package or a module in this directory registers it, name that, too: PACKAGE:{name} "
+                f"--allow-import (ale_py for ALE)."
             )
         raise BadOption(f"There is no environment {name!r}.{hint}") from error
 

@@ -54,6 +54,8 @@ class Carrier:
             NotJoined: the node did not join in time.
             LinkLost: the node exited, or was given up. The text says which, and what to do.
         """
+        if self._closed:
+            raise LinkLost(f"Node {node} is not started: the collector is closed.")
         deadline = time.monotonic() + within_s
         self._end(node)
         self.rendezvous.admit(node, epoch)

@@ -6,6 +6,8 @@ import hashlib
 import hmac
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -20,12 +22,13 @@ from muster.errors import MusterError, WorkerError, described
 from muster.memory.slots import Layout, Slot
 from muster.memory.views import BatchView
 from muster.restore.pickling import loads
+from muster.restore.registered import installed
 from muster.weights.buffer import Buffer, Manifest
 from muster.weights.shared_memory import SharedMemory, SharedMemoryPublisher
 from muster.weights.transport import Publisher
 from muster.workers.channel import WakeUp
 from muster.workers.config import WorkerPlace
-from muster.workers.failures import send_error
+from muster.workers.failures import node_hung, send_error
 from muster.workers.launch import has_fork_server
 from muster.workers.messages import Answer, RolloutResult
 from muster.workers.pool import WorkerPool
@@ -80,7 +83,9 @@ class NodeMain:
         self._layouts: dict[int, Layout] = {}  # by group
         self._slots: dict[tuple[int, int], Slot] = {}  # by offset in the main process, and first lane there
         self._jobs: dict[int, _RunAtWork] = {}  # by request
-        self._end = Session("muster-node-main", lambda _: link, self._said, self._wake_up.ring)
+        self._thread, self._attended = threading.get_ident(), time.monotonic()
+        self._deadline_s: float | None = None  # of this thread, between two calls of ``attends``; None: no limit
+        self._end = Session("muster-node-main", lambda _: link, self._beat, self._wake_up.ring)
 
     def run(self) -> bool:
         """Run until the end of the session."""
@@ -102,6 +107,14 @@ class NodeMain:
         """
         self._end.put(lambda: self._said(block, tag, **report))
 
+    def _beat(self) -> Outgoing:
+        """Return a heartbeat, called by the thread that sends; or the failure that the node's own thread hangs."""
+        seconds, deadline = time.monotonic() - self._attended, self._deadline_s
+        if deadline is None or seconds <= deadline:
+            return self._said()
+        error = node_hung(self._node, self._thread, seconds=seconds, deadline=deadline)
+        return self._said(failure=send_error(error))
+
     def _said(self, block: Block | None = None, tag: int = 0, **report: Any) -> Outgoing:
         return Outgoing(self._told(**report), block, tag)
 
@@ -121,6 +134,10 @@ class NodeMain:
     def fileno(self) -> int:
         return self._wake_up.fileno()
 
+    def attends(self) -> None:
+        """Note that this thread does not hang."""
+        self._attended = time.monotonic()
+
     def hear(self) -> None:
         """Follow urgent messages; raise ``_Over`` if the link is lost."""
         self._wake_up.clear()
@@ -134,9 +151,11 @@ class NodeMain:
 
     def _attend(self) -> None:
         """Follow all messages in the inbox, then wait."""
+        self.attends()
         self.hear()
         try:
             while self._end.inbox:
+                self.attends()
                 message, block, tag = self._end.inbox.popleft()
                 if isinstance(message, Exception):
                     raise message
@@ -174,6 +193,10 @@ class NodeMain:
         self._setup = replace(setup, config=replace(setup.config, policy=policy, node=self._node))
         sys.path.extend(entry for entry in setup.path if entry not in sys.path)
         self._weights.workers = setup.config.count
+        # The longest of what this thread waits for without looking at its workers: a policy that is made, or is called
+        # by the inference server, and a replay buffer.
+        longest = [setup.config.timeout(phase) for phase in ("construct", "policy", "call")]
+        self._deadline_s = None if None in longest else max(longest)  # type: ignore[type-var]
 
     def take_weights(self, manifest: Manifest, block: Any, tag: int) -> None:
         """Publish weights to the workers. If the policy has weights, the first ones arrive before ``start``."""
@@ -183,7 +206,8 @@ class NodeMain:
         """Start the workers, and send a description of the groups that they have made."""
         config, weights = self._setup.config, self._weights.publisher
         ticket = None if weights is None else weights.ticket
-        supervisor = Supervisor(config, ticket, self._made, light=not has_fork_server(), caller=self)
+        with installed(config.registered):
+            supervisor = Supervisor(config, ticket, self._made, light=not has_fork_server(), caller=self)
         self._supervisor = supervisor
         if self._setup.buffer is not None:
             self._sink = Sink(self._setup.buffer, self._setup.layout)

@@ -93,7 +93,8 @@ class NodePool(Watcher):
         return pool
 
     def end(self) -> None:
-        """End the sessions; the nodes wait for the next ones."""
+        """End the sessions; the nodes wait for the next ones. No session is started any more."""
+        self.is_closed = True
         self.nodes.end_sessions()
 
     def _held(self) -> ExitStack:
@@ -116,7 +117,7 @@ class NodePool(Watcher):
             alive = [proxy for proxy in self.proxies if proxy.alive]
             for proxy in self.proxies:
                 if not proxy.alive and (not proxy.session.late or lack(alive) > 0):
-                    self._raise_once(proxy)
+                    self.raise_once(proxy)
 
     def missing(self) -> str:
         absent = [proxy for proxy in self.proxies if proxy.infos is None]
@@ -131,12 +132,12 @@ class NodePool(Watcher):
 
     def came(self, result: RolloutResult) -> None:
         """Take a result that belongs to no request."""
-        self._lost.append(result)
+        self.lost.append(result)
 
     def wait(self, timeout: float | None, *, revives: bool = True) -> None:
         """See ``Watcher``."""
         if revives:
-            if self._lost:
+            if self.lost:
                 return
             self._revive_due()
         with allowed():
@@ -152,6 +153,7 @@ class NodePool(Watcher):
                     self._lose(proxy)
                 if any(result.error is None and not result.lost for result in proxy.under_way.results):
                     proxy.record.fruitless = 0
+        self._begin_stranded()
 
     def _welcome(self, proxy: NodeProxy) -> None:
         """Use a node that has joined late, if it has as many environments as were expected."""
@@ -165,12 +167,18 @@ class NodePool(Watcher):
                 return
             counts.info = info
         proxy.join()
-        self._lost.append(news(proxy.groups[0]))
+        self.lost.append(news(proxy.groups[0]))
 
     def _lose(self, proxy: NodeProxy) -> None:
         """Handle a lost node: its requests go to its successor, to other nodes, or back to the schedule."""
         error = proxy.lose("")
         self._pass_on(proxy, error)
+
+    def _may_restart(self, proxy: NodeProxy) -> bool:
+        """See ``Watcher``. If no node is left, one that did not join in time is an error: it was waited for."""
+        if proxy.late and self.counters and all(other.absent for other in self.proxies):
+            return False
+        return super()._may_restart(proxy)
 
 
 class NodeServers:

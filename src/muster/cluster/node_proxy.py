@@ -16,6 +16,7 @@ from muster.cluster.session import BEAT_S, Session
 from muster.memory.slots import Slot
 from muster.memory.specs import Array
 from muster.observing.stats import WorkerStats
+from muster.restore.registered import with_later_ids
 from muster.utils.interrupts import postponed
 from muster.workers.config import WorkerPlace
 from muster.workers.counters import FrameCounters, NodeCounts
@@ -91,18 +92,24 @@ class NodeProxy(Proxy):
     def start(self) -> None:
         """Start a session. The node gets its place, and the requests that its predecessor had not completed."""
         self._owner.check()
-        self.state = WorkerState.JOINING
-        self.starts += 1
+        self._check_next(WorkerState.JOINING)
+        self.session = self._pool.nodes.session(self.index)
         self.infos = self.error = self._held = self._answer = None
         self.told = Told()
-        self.session = self._pool.nodes.session(self.index)
-        self.session.post(Tell(NodeMain.set_up, (self.setup,)), self._policy, next(self._tags))
-        self._pool.nodes.post_weights(self.index)
-        self.session.post(Tell(NodeMain.start))
-        if self.place is not None and not self._pool.elastic:
-            self._take_place(self.place)
-            self._held = self.under_way.requests()
-            self.release()
+        self.starts += 1
+        self.state = WorkerState.JOINING
+        try:
+            self.session.post(Tell(NodeMain.set_up, (self.setup,)), self._policy, next(self._tags))
+            self._pool.nodes.post_weights(self.index)
+            self.session.post(Tell(NodeMain.start))
+            if self.place is not None and not self._pool.elastic:
+                self._take_place(self.place)
+                self._held = self.under_way.requests()
+                self.release()
+        except BaseException:
+            self.session.lose("it was given up while it was started")
+            self.state = WorkerState.DEAD
+            raise
 
     def assign(self, place: WorkerPlace) -> None:
         """Send it its place. An absent node gets it when it joins, without an answer."""
@@ -179,7 +186,8 @@ class NodeProxy(Proxy):
         config = self.setup.config
         restarts = [told.restarts for told in self.told.workers] or [w.generation for w in config.workers]
         workers = [replace(w, generation=n + 1) for w, n in zip(config.workers, restarts, strict=True)]
-        self.setup = replace(self.setup, config=replace(config, workers=workers))
+        registered = config.registered and with_later_ids(config.registered)
+        self.setup = replace(self.setup, config=replace(config, workers=workers, registered=registered))
 
     # --- Proxy -----------------------------------------------------------------------------------
 
@@ -201,7 +209,7 @@ class NodeProxy(Proxy):
         if not held or self.reviving:
             return
         if not self.alive:
-            self.start()  # sends all open requests
+            self._pool.begin(self)  # sends all open requests
             return
         parts: list[LaneRun] = []
         expects: dict[int, Array] = {}
@@ -258,7 +266,7 @@ class NodeProxy(Proxy):
     def _wait_for_close(self) -> None:
         config, is_closing = self.setup.config, self._state is WorkerState.CLOSING
         seconds = config.timeout("close")
-        deadline = None if seconds is None else time.monotonic() + seconds * len(config.workers) + CLOSE_S
+        deadline = None if seconds is None else self._closing_since + seconds + CLOSE_S
         while is_closing and self._answer is None and not self.session.lost:
             left = BEAT_S if deadline is None else min(BEAT_S, deadline - time.monotonic())
             if left < 0:

@@ -109,9 +109,13 @@ class Nodes:
             threading.Thread(target=_end, args=(session, bye), daemon=True) for session in self._sessions.values()
         ]
         for thread in ending:
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # the system allows no more threads
+                thread.run()
         for thread in ending:
-            thread.join(3 * END_S)
+            if thread.ident is not None:
+                thread.join(3 * END_S)
 
     def close(self) -> None:
         """End all nodes. May be called again; does nothing in a fork of this process."""

@@ -3,7 +3,7 @@
 Both ends of every connection prove that they know the token (``Link``) before either acts on a message of the
 other. So an offer to a node comes from a process that knows the token, belongs to this connection alone, and cannot be
 repeated in another one. The connection then is the link of the session. A process that reaches the port without the
-token can keep nodes from joining, and nothing else.
+token can delay nodes that join, by more connections than ``STRANGERS`` in every ``KEEPS_S``, and nothing else.
 
 ::
 
@@ -15,6 +15,7 @@ token can keep nodes from joining, and nothing else.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -31,6 +32,7 @@ from muster.cluster.link import Link, LinkLost, WrongToken
 from muster.errors import BadOption
 from muster.utils.addresses import is_loopback
 from muster.utils.integers import integer
+from muster.utils.strangers import Strangers
 
 TOKEN_BYTES = 32
 SHORTEST_TOKEN = 16  # bytes
@@ -44,6 +46,7 @@ ACCEPT_MS = 1000  # after which the thread checks for closing, on systems where 
 BACKLOG = 512
 HIGHEST_PORT = 65535
 STRANGERS = 128  # connections at a time that have not yet proved that they know the token
+KEEPS_S = 0.5  # for which each of them keeps its place; nodes try again
 
 
 class Rendezvous:
@@ -90,7 +93,8 @@ class Rendezvous:
         self._open: dict[int, int] = {}  # by node, the epoch in which it may join
         self._offered: set[tuple[int, int] | None] = set()  # offers that a node has not accepted yet
         self._joined: dict[tuple[int, int], Link] = {}  # by node and epoch, until ``joined`` takes it
-        self._connections: dict[socket.socket, bool] = {}  # that no node has accepted; whether they know the token
+        self._connections: set[socket.socket] = set()  # that no node has accepted
+        self._strangers = Strangers(KEEPS_S)  # those of them that have not proved that they know the token
         self._refused, self._last_refused = 0, ""
         self._failing: tuple[float, OSError] | None = None  # since when no connection can be accepted, and why
         self._closed = False
@@ -98,7 +102,11 @@ class Rendezvous:
         self._listener = _listen(self.host, tcp_port)
         port = self._listener.getsockname()[1]
         self.address = f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
-        threading.Thread(target=self._accept, name="muster-rendezvous", daemon=True).start()
+        try:
+            threading.Thread(target=self._accept, name="muster-rendezvous", daemon=True).start()
+        except RuntimeError:  # the system allows no more threads
+            self._listener.close()
+            raise
 
     def admit(self, node: int, epoch: int) -> None:
         """Let a node join with this epoch, and with no other epoch."""
@@ -160,6 +168,7 @@ class Rendezvous:
         with contextlib.suppress(OSError, ValueError):  # it was closed
             poller.register(self._listener, select.POLLIN)
         while not self._closed:
+            self._strangers.end_late(2 * ANSWER_S)
             if not poller.poll(ACCEPT_MS):
                 self._failing = None
                 continue
@@ -172,33 +181,42 @@ class Rendezvous:
                 threading.Event().wait(POLL_S)
                 continue
             with self._changed:
-                self._failing = None
-                strangers = sum(not known for known in self._connections.values())
-                if self._closed or strangers >= STRANGERS:
+                if self._closed or not self._strangers.add(connection, STRANGERS):
                     connection.close()
                     continue
-                self._connections[connection] = False
+                self._connections.add(connection)
             arguments = (connection, f"from {who[0]}:{who[1]}")
-            threading.Thread(target=self._attend, args=arguments, name="muster-joining", daemon=True).start()
+            try:
+                threading.Thread(target=self._attend, args=arguments, name="muster-joining", daemon=True).start()
+            except RuntimeError as error:  # the system allows no more threads: the peer tries again
+                self._failing = self._failing or (time.monotonic(), OSError(errno.EAGAIN, str(error)))
+                self._forget(connection)
+                connection.close()
+            else:
+                self._failing = None
 
     def _attend(self, connection: socket.socket, where: str) -> None:
         """Serve one connection until it is the link of a session, or ends."""
+        is_known = False
         try:
             link = Link(connection, self.token, main=True, deadline_s=ANSWER_S)
-            with self._changed:
-                self._connections[connection] = True
+            is_known = True
             with contextlib.ExitStack() as unused:
                 unused.callback(link.close)
-                if self._offer(link):
+                if self._strangers.remove(connection) and self._offer(link):
                     unused.pop_all()
         except WrongToken:
             self._refuse(f"{where}, does not know the token of this collector.")
         except (LinkLost, ValueError, TypeError, KeyError) as error:
-            if not self._connections.get(connection):
+            if not is_known:
                 self._refuse(f"{where}, is no node: {error}")
         finally:
-            with self._changed:
-                self._connections.pop(connection, None)
+            self._forget(connection)
+
+    def _forget(self, connection: socket.socket) -> None:
+        self._strangers.remove(connection)
+        with self._changed:
+            self._connections.discard(connection)
 
     def _refuse(self, whom: str) -> None:
         with self._changed:

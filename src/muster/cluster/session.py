@@ -122,8 +122,8 @@ class Session:
             self._link = link
             if self.lost:
                 link.close()
-        self._receiver.start()
         try:
+            self._receiver.start()
             while not self.lost and (item := self._next()) is not None:
                 for tag, memory in item.expects.items():
                     link.expect(tag, memory)

@@ -13,7 +13,7 @@ from muster.collectors.collector import Collector
 from muster.collectors.multi_options import PoolOptions
 from muster.collectors.options import CollectorOptions
 from muster.collectors.setup import factories_of, keywords_of
-from muster.restore.pickling import dumps, loads
+from muster.restore.pickling import MAKE_POLICY, dumps, loads
 from muster.rng import GroupRng
 from muster.utils.cpus import read, usable_cores
 
@@ -76,7 +76,8 @@ def measure(create_env_fn: Any, policy: Any, options: CollectorOptions, seconds:
     given |= {"num_envs": None if options.num_envs is None else 1, "create_env_kwargs": kwargs}
     given |= {"num_threads": getattr(options, "num_sub_threads", None)}
     over = SimpleNamespace(collection_stopped=lambda: time.perf_counter() >= end)
-    copied = loads(dumps(policy, "policy"), "policy")
+    factory = options.policy_factory
+    copied = loads(dumps(policy, "policy", MAKE_POLICY), "policy") if factory is None else factory()
     with GroupRng(0).as_global(), Collector(factories[0], copied, interruptor=over, **given) as collector:
         env_batch = collector._engine.num_envs
 

@@ -9,13 +9,17 @@ from contextlib import contextmanager, suppress
 
 from muster.errors import CollectorTimeout, described
 from muster.rollout.group import Group
+from muster.utils.exits import GRACE_S, EndingThread
 from muster.utils.forks import Owner
 
 PATIENCE = 600.0  # timeout in seconds of a caller that waits for the end of a batch
 
 
 class Background:
-    """Calls ``step``, which collects a batch, in a daemon thread until it returns False, raises, or ``stop`` is called.
+    """Calls ``step``, which collects a batch, in a thread until it returns False, raises, or ``stop`` is called.
+
+    At the end of the program the thread ends after its current batch, or in the middle of a longer one; see
+    ``muster.utils.exits``.
 
     Attributes:
         error: exception raised by ``step``, until it is raised in another thread.
@@ -30,7 +34,7 @@ class Background:
         self._pauses = 0  # number of ``paused`` contexts
         self.error: BaseException | None = None
         self.ended_by = ""
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = EndingThread(self._run, name, self._end_with_program)
         for group in groups:
             group.in_background = self.here
         self._thread.start()
@@ -66,15 +70,23 @@ class Background:
 
     def stop(self, timeout: float | None) -> None:
         """End the thread after the current batch. ``CollectorTimeout`` if this takes longer; it still ends then."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
+        self._begin_to_stop()
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise CollectorTimeout(
                 f"the thread {self._thread.name} is still in the middle of a batch after {timeout} s. An environment "
                 f"or policy may hang; call async_shutdown again with a longer timeout, or none to wait."
             )
+
+    def _begin_to_stop(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
+    def _end_with_program(self) -> None:
+        """Wait for the current batch, for a moment: its workers and environments are ended after this."""
+        self._begin_to_stop()
+        self._thread.join(GRACE_S)
 
     def _run(self) -> None:
         more = True

@@ -28,6 +28,7 @@ from muster.errors import BadOption, CollectorBusy, CollectorClosed, CollectorTi
 from muster.observing.profiling import ProfileConfig
 from muster.policies.agents import heads_of
 from muster.policies.sampling import masks_of
+from muster.protocols import check_reset_kwargs
 from muster.utils.attributes import resolve
 from muster.utils.forks import Owner
 from muster.utils.tracebacks import trimmed
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
 
 class NoWorkerIndex(BadOption, RuntimeError):
     """``worker_idx`` was read, but never set."""
+
+
+class NoReplayBuffer(BadOption, RuntimeError):
+    """``start()`` was called without a replay buffer."""
 
 
 class BaseCollector(CollectMethods, WeightMethods, ABC):
@@ -110,7 +115,7 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         """Collect an extra batch without postproc and buffer; it does not count towards ``total_frames``."""
         self._check_amount()
         with self._exclusively():
-            return self._engine.rollout()
+            return self._on_demand.rollout()
 
     def __len__(self) -> int:
         """Return the number of batches up to ``total_frames``.
@@ -129,8 +134,13 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
 
         Args:
             index: numbers of environments, or a bool array over all of them; None: all.
-            **kwargs: arguments of the environments' own reset, used once (Gymnasium: ``options={...}``).
+            **kwargs: arguments of the environments' own reset, used once (Gymnasium: ``options={...}``). Seeds are
+                set by ``set_seed``.
+
+        Raises:
+            BadOption: a seed, or an environment that does not exist. Nothing was done.
         """
+        check_reset_kwargs(kwargs)
         with self._exclusively():
             self._engine.reset(index, kwargs)
 
@@ -161,11 +171,11 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         ``stats()`` and the properties never raise it. After that ``start()`` continues.
 
         Raises:
-            BadOption: there is no replay buffer.
+            BadOption: there is no replay buffer. The error is a ``RuntimeError``, too.
         """
         self._check_open()
         if self.options.replay_buffer is None:
-            raise BadOption("start() collects into a replay buffer, and none was given: pass replay_buffer=")
+            raise NoReplayBuffer("start() collects into a replay buffer, and none was given: pass replay_buffer=")
         if self.is_running():
             return
         self._go_into_background()
@@ -308,13 +318,15 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         with self._exclusively():
             return resume.state_of(self)
 
-    def load_state_dict(self, state_dict: Any, *, trust: bool = False) -> resume.ResumeReport:
+    def load_state_dict(self, state_dict: Any, *, trust: bool = False, strict: bool = True) -> resume.ResumeReport:
         """Restore the state from ``state_dict()``, also in another process, and continue from there.
 
         Args:
             state_dict: the state, or the path of a file written by ``muster.save_state`` or ``autosave``. The collector
                 must have been made in the same way.
             trust: unpickle environments. Use it only for states that you have written: a pickle can run any code.
+            strict: False: weights of the policy that the state does not have keep their values, and weights that the
+                policy does not have are ignored; the report names both.
 
         Returns:
             a report of what was restored. Environments that were not restored start new episodes, whose first row has
@@ -327,7 +339,7 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         with self._exclusively():
             if self._engine.pipeline.recorder is not None:
                 self._engine.pipeline.recorder.resume()
-            return resume.load(self, state_dict, trust=trust)
+            return resume.load(self, state_dict, trust=trust, strict=strict)
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -402,6 +414,7 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
 
     def _before_batch(self) -> None:
         """Run before each batch, when the user is done with the previous one."""
+        self._on_demand.give_up_call()
         if self._saving is not None and time.monotonic() - self._saved_at >= self._saving.every:
             resume.autosave(self, self._saving.folder)
             self._saved_at = time.monotonic()

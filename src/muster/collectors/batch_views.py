@@ -9,8 +9,10 @@ import numpy as np
 import torch
 
 from muster.collectors.options import CollectorOptions
+from muster.episodes.plain import Place
 from muster.errors import BadOption
 from muster.keys import Key
+from muster.memory.objects import copied_cells
 from muster.memory.slots import Layout, Slot, SlotRing, SlotState, as_tensor
 from muster.memory.specs import OBJECT, Array
 from muster.memory.views import BatchView
@@ -45,11 +47,15 @@ class BatchViews:
         self._views: dict[int, BatchView] = {}  # by the id of their layouts, which the views keep alive
         # Lent slots whose batch was not returned yet, by id. Their memory keeps the slots alive.
         self._prepared: dict[int, tuple[Any, TensorDict | None]] = {}
-        self._same: tuple[Slot, torch.Tensor, TensorDict] | None = None
+        self._same: _SameBatch | None = None
+
+    def place(self, rows: torch.device | None) -> Place:
+        """Return where batches are, if the rows are on the device ``rows`` (None: the host)."""
+        return Place(self._storing or rows or torch.device("cpu"), shown=self._storing is not None)
 
     @property
     def reused(self) -> Slot | None:
-        return self._same[0] if self._same else None
+        return self._same.slot if self._same else None
 
     def batch(self, filled: FilledSlot) -> TensorDict:
         """Return the batch in filled slots.
@@ -60,9 +66,9 @@ class BatchViews:
             return self._concatenated(filled, self._cat_dim)
         (ring, slot) = filled.slots[0]
         view = self._view_of(ring.layout)
-        self._same = None if self._same and self._same[0].layout is not slot.layout else self._same
-        if self._same:
-            return self._refresh(view)
+        if self._same is not None and self._same.slot.layout is slot.layout:
+            return self._same.refreshed(view)
+        self._same = None
         memory, made = self._lent(ring, slot, view)
         if made is None:
             if self._storing is not None and self._storing != memory.device:
@@ -70,7 +76,7 @@ class BatchViews:
             made = view.tensordict(memory, slot)
         del self._prepared[id(slot)]
         if self._options.return_same_td:
-            self._same = (slot, memory, made)
+            self._same = _SameBatch(slot, memory, made)
         return made
 
     def prepare(self, ring: SlotRing, slot: Slot) -> None:
@@ -156,13 +162,42 @@ class BatchViews:
             )
         return self._views[id(layout)]
 
-    def _refresh(self, view: BatchView) -> TensorDict:
-        """``return_same_td``: the slot was filled in place again, so only copies of its values are renewed."""
-        assert self._same is not None
-        slot, memory, batch = self._same
-        if memory.device.type != "cpu":
-            memory.copy_(as_tensor(slot.block))
-        view.refresh_objects(batch, slot)
+
+class _SameBatch:
+    """The batch of ``return_same_td``: one TensorDict over a slot that is filled in place again and again.
+
+    Args:
+        slot: the slot.
+        memory: its memory, or the copy on the storing device.
+        batch: the TensorDict.
+    """
+
+    def __init__(self, slot: Slot, memory: torch.Tensor, batch: TensorDict) -> None:
+        self.slot, self._memory, self._batch = slot, memory, batch
+        self._names = list(batch.names)
+        self._tensors: dict[Any, torch.Tensor] = {}
+        for key in batch.keys(True, True):
+            column = batch.get(key)
+            if isinstance(column, torch.Tensor):
+                self._tensors[key] = column
+
+    def refreshed(self, view: BatchView) -> TensorDict:
+        """Return the TensorDict as it was made, with the present values of the slot.
+
+        Columns that were added or replaced since (``collect`` adds some, a postproc or the user others) are those of an
+        earlier batch.
+        """
+        batch = self._batch
+        if self._memory.device.type != "cpu":
+            self._memory.copy_(as_tensor(self.slot.block))
+        for key in list(batch.keys(True, True)):
+            if key not in self._tensors and isinstance(batch.get(key), torch.Tensor):
+                batch.del_(key)
+        for key, tensor in self._tensors.items():
+            if batch.get(key, None) is not tensor:
+                batch.set(key, tensor)
+        batch.names = self._names
+        view.refresh_objects(batch, self.slot)
         return batch
 
 
@@ -176,13 +211,15 @@ def final_observations(finals: Sequence[tuple[Array, Sequence[Final]]]) -> Tenso
         the observations, ``env`` (global number) and ``row`` (time step in the batch): of the last step of every
         episode that ended in the batch, and of the batch's last row.
     """
-    from tensordict import NonTensorStack, TensorDict
+    from tensordict import TensorDict
+
+    from muster.memory.cells import stacked_objects
 
     parts: list[dict[Any, Any]] = []
     for env_ids, of_group in finals:
         for final in of_group:
             leaves: dict[Any, Any] = {
-                key: NonTensorStack.from_list(leaf.tolist()) if leaf.dtype == OBJECT else torch.from_numpy(leaf)
+                key: stacked_objects(copied_cells(leaf)) if leaf.dtype == OBJECT else torch.from_numpy(leaf)
                 for key, leaf in final.leaves.items()
                 if len(final.envs)
             }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import torch
 
@@ -13,6 +13,9 @@ from muster.collectors.options import CollectorOptions
 from muster.collectors.setup import in_this_thread, log_rollouts, make_groups, worker_options
 from muster.collectors.signatures import takes
 from muster.policies.adapt import place
+from muster.policies.modes import ActingMode, warn_of_noise
+from muster.restore.pickling import MAKE_POLICY, dumps, loads
+from muster.weights.names import acting_modules
 from muster.weights.publish import PolicyWeights
 from muster.workers.build import build_policy
 
@@ -25,7 +28,7 @@ class Collector(BaseCollector):
         with Collector("CartPole-v1", policy, num_envs=8, frames_per_batch=2048, total_frames=51_200) as collector:
             for batch in collector:  # TensorDict [8, 256]
                 loss = learn(batch)
-                collector.update_policy_weights_(net)
+                collector.update_policy_weights_()
 
     A batch has TorchRL's keys: ``observation`` (or the environment's own keys), ``action``, the policy's extras,
     ``done``, ``terminated``, ``truncated``, ``("next", ...)`` of these and ``reward``, and
@@ -50,7 +53,10 @@ class Collector(BaseCollector):
         made_policy = options.policy if options.policy_factory is None else options.policy_factory()
         self.policy, self._policy_device = place(made_policy, options.devices["policy_device"])
         original = made_policy if self.policy is not made_policy else None
-        self._weights = PolicyWeights(self.policy, original, options.version_counter)
+        acting, mode = acting_modules(self.policy), options.execution.policy_mode
+        warn_of_noise(acting, mode)
+        acts_in = ActingMode(acting, mode) if acting else None
+        self._weights = PolicyWeights(self.policy, original, options.version_counter, acts_in)
         groups = make_groups(options.create_env_fn, options, self.policy, self._policy_device, made)
         source, worker = in_this_thread(options, groups, self.policy, self._policy_device)
         if options.watching is not None and options.watching.films:
@@ -60,8 +66,29 @@ class Collector(BaseCollector):
 
     def _go_into_background(self) -> None:
         """Give the background thread its own copy of the weights, which training does not change."""
-        if isinstance(self.policy, torch.nn.Module) and self._weights.original is None:
-            own = copy.deepcopy(self.policy)
-            self._weights.original, self._weights.policy, self.policy = self.policy, own, own
+        if not isinstance(self.policy, torch.nn.Module):
+            self._weights.keep_modes()  # its modules are also used by the thread that trains
+        elif self._weights.original is None:
+            with self._weights.in_mode():  # the copy keeps the mode
+                own = self._copied()
+            self._weights.act_with(own)
+            self.policy = own
             options, group = worker_options(self.options, own), self._engine.groups[0]
             self._engine.policy = build_policy(own, options, group, self._policy_device)
+
+    def _copied(self) -> torch.nn.Module:
+        """A copy of the policy: as Python copies it, as ``policy_factory`` makes it, or as workers get it."""
+        factory = self.options.policy_factory
+        copied: torch.nn.Module | None = None
+        with suppress(Exception):  # of the user's code
+            copied = copy.deepcopy(self.policy)
+        if copied is None and factory is None:
+            copied = loads(dumps(self.policy, "policy", MAKE_POLICY), "policy")
+        if copied is not None:
+            return copied
+        assert factory is not None
+        copied = factory()
+        copied.load_state_dict(self.policy.state_dict())
+        for part, own in zip(copied.modules(), self.policy.modules(), strict=True):
+            part.training = own.training
+        return copied

@@ -5,21 +5,21 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
 
 from muster.collectors.batch_views import BatchViews
 from muster.collectors.contradictions import joins_time
 from muster.collectors.options import CollectorOptions
 from muster.collectors.pipeline import Pipeline, PipelineItem
 from muster.episodes.curve import EpisodeCurve
-from muster.episodes.record import NO_EPISODES, join_episodes
+from muster.episodes.plain import Place, to_plain
+from muster.episodes.record import NO_EPISODES, Episodes, join_episodes
+from muster.episodes.recount import Recount
 from muster.episodes.summary import EpisodeWindow
-from muster.episodes.whole import WholeEpisodes
 from muster.errors import BadOption
 from muster.keys import Key
 from muster.memory.slots import Layout
@@ -29,7 +29,7 @@ from muster.observing.timeline import Timeline
 from muster.protocols import Policy
 from muster.rollout.group import Group
 from muster.rollout.marks import Final
-from muster.utils.interrupts import allowed, postponed
+from muster.utils.interrupts import allowed, checkpoint, postponed
 from muster.utils.tracebacks import trimmed
 from muster.weights.publish import PolicyWeights
 from muster.workers.messages import RolloutResult
@@ -41,6 +41,86 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 OWN_TRACK = -1  # timeline track of spans outside of groups
+
+
+class CollectedRollout(NamedTuple):
+    """One rollout of every group, or of those that were ready first.
+
+    Attributes:
+        batch: the batch.
+        hidden: keys in it that only the pipeline uses.
+        frames: number of valid steps.
+        episodes: records of the episodes that ended.
+        env_ids: numbers of the environments.
+        results: results by group.
+    """
+
+    batch: TensorDict
+    hidden: list[Key]
+    frames: int
+    episodes: Episodes
+    env_ids: Array
+    results: list[RolloutResult]
+
+
+@dataclasses.dataclass
+class SteppedBatch:
+    """A batch of ``extend_buffer=False`` under way: each time step is written to the buffer before the next.
+
+    Attributes:
+        steps: number of collected time steps.
+        frames: number of valid steps in them.
+        episodes: records of the episodes that ended in them.
+        unwritten: the last time step, if it is not in the buffer yet.
+        frames_unwritten: number of its valid steps.
+    """
+
+    steps: int = 0
+    frames: int = 0
+    episodes: Episodes = dataclasses.field(default_factory=lambda: NO_EPISODES)
+    unwritten: TensorDict | None = None
+    frames_unwritten: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the batch as plain data."""
+        return {
+            "steps": self.steps,
+            "frames": self.frames,
+            "episodes": self.episodes.state_dict(),
+            "unwritten": None if self.unwritten is None else to_plain(self.unwritten.clone()),
+            "frames_unwritten": self.frames_unwritten,
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], place: Place) -> SteppedBatch:
+        """Restore ``state_dict()``."""
+        unwritten = None if state["unwritten"] is None else place.take(state["unwritten"])
+        return cls(
+            index(state["steps"]),
+            index(state["frames"]),
+            Episodes.from_state(state["episodes"]),
+            unwritten,
+            index(state["frames_unwritten"]),
+        )
+
+
+class FrameHolder(Protocol):
+    """Holds collected frames that are not delivered yet."""
+
+    @property
+    def frames_held(self) -> int:
+        """Number of these frames."""
+
+    @property
+    def frames_ready(self) -> int:
+        """Number of those that belong to complete batches."""
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """Number of frames that it will never deliver, by reason."""
+
+    def retire(self, envs: Sequence[int]) -> None:
+        """Stop waiting for environments that have no further rows."""
 
 
 class Engine:
@@ -57,7 +137,9 @@ class Engine:
         frames, batches: numbers of delivered frames and batches.
         counted: number of frames in batches that count towards ``total_frames``.
         env_ids: numbers of the environments in the last batch.
-        episodes: episodes that ended in the last batch.
+        episodes: episodes that ended in the last batch that was collected.
+        shown_episodes: episodes of the last batch that the user got.
+        recount: makes the records of the episodes in batches of whole episodes.
         lag: number of batches by the age of their weights in publications.
         in_batch: the batch of the last rollout is not complete.
         hidden: keys of the last batch that only the pipeline uses.
@@ -81,7 +163,10 @@ class Engine:
         self.num_envs = source.pool.num_envs
         self.rows = options.rows_per_batch(source.sharing)
         self.joins_time = joins_time(options, cat_dim, source.pool.counters[0].info.batch_shape)
-        self.pipeline = Pipeline(options, self.num_envs)
+        with_infos = options.info is not False
+        self.recount = Recount(self.num_envs, source.pool.counters[0].info.reward_key, with_infos=with_infos)
+        self.pipeline = Pipeline(options, self.num_envs, self.recount)
+        self._holders: list[FrameHolder] = [self.pipeline]
         self._is_direct = self.pipeline.is_direct and options.post_collect_hook is None
         self.views = BatchViews(options, stacked=stacked, cat_dim=cat_dim, hidden=self.pipeline.needs_flags)
         if local is None:
@@ -89,9 +174,7 @@ class Engine:
         self.timeline = Timeline()
         self.timeline.tracks[OWN_TRACK] = "collector"
         self.window, self.curve = EpisodeWindow(), EpisodeCurve()
-        self.undelivered = 0  # frames of an unfinished call of ``collect``
-        self.kept: WholeEpisodes | None = None  # episodes of ``collect(n_episode=...)``, after its first call
-        self.episodes = NO_EPISODES
+        self.episodes = self.shown_episodes = NO_EPISODES
         self.env_ids: Array = np.arange(self.num_envs)
         self.contributors: list[int] = []  # groups of the last batch
         self.frames = self.counted = self.batches = self.rollouts = 0
@@ -106,8 +189,13 @@ class Engine:
         self.in_batch = False
         self.is_closed = False
         self.hidden: list[Key] = []
-        self._step: tuple[TensorDict, int] | None = None  # a step that is not in the buffer yet, and its frames
+        self._stepped = SteppedBatch()
         self._unmade: tuple[object, FilledSlot] | None = None  # the request and slots of a batch that is not made yet
+
+    @property
+    def place(self) -> Place:
+        """Where the batches are."""
+        return self.views.place(self.source.pool.counters[0].info.device)
 
     @property
     def groups(self) -> list[Group]:
@@ -148,54 +236,40 @@ class Engine:
                         after()
             # In no ``with`` or ``try``: code that closes the generator could lose an interrupt.
             if pipeline.ready:
+                self.shown_episodes = pipeline.ready[0].episodes
                 yield pipeline.take()  # the pipeline has no reference to it while the next one is collected
 
     def put_batch(self) -> None:
         """Collect a batch, and put it through the hooks into the pipeline."""
         limit = self.options.frames
         if self.options.total_frames > 0:
-            limit = min(limit, self.options.total_frames - self.counted)
+            limit = min(limit, self.options.total_frames - self.counted + self._stepped.frames)
         if self.options.pre_collect_hook is not None:
             self.options.pre_collect_hook()
         if not self.options.extend_buffer:
-            self._put_steps(limit)
+            self._put_stepped(limit)
             return
         with postponed():
-            before = self.frames
-            batch, hidden = self.collect(limit)
-            frames = self.frames - before
+            checkpoint()
+            batch, hidden, frames, *_ = self.collect(limit)
             self.counted += frames
             if self._is_direct and not hidden:
-                self.pipeline.ready.append(PipelineItem(batch, (), frames))
+                self.pipeline.ready.append(PipelineItem(batch, (), frames, self.episodes))
                 return
             try:
                 if self.options.post_collect_hook is not None:
                     with allowed():
                         self.options.post_collect_hook(batch)
             finally:
-                self.pipeline.put(batch, hidden, self.env_ids, frames=frames)
+                self.pipeline.put(batch, hidden, self.env_ids, frames=frames, episodes=self.episodes)
 
-    def rollout(self) -> TensorDict:
-        """See ``Collector.rollout``."""
-        limit = self.options.frames
-        if not self.options.extend_buffer:
-            before = self.frames
-            try:
-                with postponed():
-                    steps = list(self._steps(limit))
-                joined: TensorDict = torch.cat(steps, steps[0].names.index("time"))
-            except BaseException:
-                self.discard("interrupted", self.frames - before)
-                raise
-            return joined
-        with postponed():
-            batch, hidden = self.collect(limit)
-            self.pipeline.skip(batch, self.env_ids)
-        return batch.exclude(*hidden) if hidden else batch
+    def hold_frames(self, holder: FrameHolder) -> None:
+        """Count the frames of this object as not delivered yet."""
+        self._holders.append(holder)
 
     def collect(
         self, limit: int | None, *, closes: bool = True, acting: str | None = None, **others: Any
-    ) -> tuple[TensorDict, list[Any]]:
+    ) -> CollectedRollout:
         """Collect one rollout of every group. To be called within ``postponed()``.
 
         Args:
@@ -203,11 +277,8 @@ class Engine:
             closes: the rollout ends a batch.
             acting: "policy" or "random"; None: as the options say.
             **others: see ``CollectRequest``.
-
-        Returns:
-            the batch, and the keys in it that only the pipeline uses.
         """
-        began, timeline = time.perf_counter_ns(), self.timeline
+        began, timeline, before = time.perf_counter_ns(), self.timeline, self.frames
         if timeline.running and self._ended_at:
             timeline.add("wait", self._ended_at, began, OWN_TRACK)
         self.acting = acting or self.acting
@@ -238,7 +309,8 @@ class Engine:
                     timeline.add(*span)
             timeline.add("collect", began, self._ended_at, OWN_TRACK)
         self.hidden = self.views.hidden_keys(filled.layout) if self.views.shows_hidden else []
-        return batch, self.hidden
+        frames = self.frames - before
+        return CollectedRollout(batch, self.hidden, frames, self.episodes, self.env_ids, self.results)
 
     def _note(self, results: list[RolloutResult]) -> None:
         """Count the rollouts of a batch, and the episodes that ended in them."""
@@ -277,6 +349,7 @@ class Engine:
         layout = dataclasses.replace(self.layout(), T=self.rows)
         return self.views.blank(layout, self.source.pool.counters[0].info.device)
 
+    @postponed()
     def reset(self, index: Sequence[int] | int | None, kwargs: dict[str, Any]) -> None:
         """See ``Collector.reset``."""
         given = np.arange(self.num_envs) if index is None else np.atleast_1d(np.asarray(index))
@@ -296,6 +369,7 @@ class Engine:
         if self.pipeline.episodes is not None:
             self.pipeline.episodes.flush(chosen)
 
+    @postponed()
     def set_seed(self, seed: int, *, static: bool) -> int:
         """See ``Collector.set_seed``."""
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
@@ -310,6 +384,24 @@ class Engine:
         self.source.pool.counters[0].discarded[reason] += frames
         self.frames -= frames
 
+    def lose(self, batch: TensorDict, env_ids: Array, frames: int, reason: str = "interrupted") -> None:
+        """Discard a collected batch that the pipeline does not have: its episodes will not be complete."""
+        self.pipeline.skip(batch, env_ids)
+        self.discard(reason, frames)
+
+    def end_batch(self) -> None:
+        """End a batch of several rollouts whose number was not known before."""
+        self.batches += 1
+        self.in_batch = False
+
+    def give_up_batch(self) -> None:
+        """No further rollouts belong to the batch of the last one."""
+        self.in_batch = False
+
+    def show(self, episodes: Episodes) -> None:
+        """Set the records of the episodes in the batch that the user gets."""
+        self.episodes = self.shown_episodes = episodes
+
     def stats(self) -> CollectorStats:
         counters = self.source.pool.counters
         env, policy, copied, total = (
@@ -317,7 +409,7 @@ class Engine:
             for part in ("env", "policy", "copy", "total")
         )
         workers = self.source.pool.worker_stats()
-        held = self.pipeline.frames_held + (0 if self.kept is None else self.kept.frames_held) + self.unsaved
+        held = self._frames_held
         frames = self.frames - held - sum(self._dropped().values())
         in_flight, discarded = self.source.in_flight + held + self.frames_unmade, self._discarded()
         if self.is_closed:  # nothing of it can be delivered any more
@@ -360,21 +452,27 @@ class Engine:
     @property
     def discarded_steps(self) -> int:
         """The sum of ``_discarded()``."""
-        steps = sum(self.pipeline.dropped.values())
-        if self.kept is not None:
-            steps += sum(self.kept.dropped.values())
+        steps = sum(self._dropped().values())
         for counts in self.source.pool.counters:
             steps += sum(counts.discarded.values())
         return steps
 
     def _dropped(self) -> Counter[str]:
         """Return those of ``_discarded()`` that the source has delivered."""
-        return Counter(self.pipeline.dropped) + (Counter() if self.kept is None else self.kept.dropped)
+        dropped = Counter[str]()
+        for holder in self._holders:
+            dropped.update(holder.dropped)
+        return dropped
 
     @property
-    def unsaved(self) -> int:
-        """Frames in flight that a state does not include: of an unfinished call, or refused by a buffer."""
-        return self.undelivered + (0 if self._step is None else self._step[1])
+    def _frames_held(self) -> int:
+        """Number of collected frames that are not delivered yet."""
+        return self._stepped.frames_unwritten + sum(holder.frames_held for holder in self._holders)
+
+    @property
+    def frames_ready(self) -> int:
+        """Number of collected frames in complete batches that are not delivered yet."""
+        return sum(holder.frames_ready for holder in self._holders)
 
     @property
     def frames_unmade(self) -> int:
@@ -382,22 +480,44 @@ class Engine:
         return 0 if self._unmade is None else self._unmade[1].frames
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counters and episode statistics as plain data."""
-        counted = {"frames": self.frames - self.unsaved, "counted": self.counted, "batches": self.batches}
-        return {**counted, "window": self.window.state_dict()}
+        """Return counters, episode statistics and the steps of the batch under way as plain data."""
+        return {
+            "frames": self.frames,
+            "counted": self.counted,
+            "batches": self.batches,
+            "in_batch": self.in_batch,
+            "acting": self.acting,
+            "stepped": self._stepped.state_dict(),
+            "episodes": self.shown_episodes.state_dict(),
+            "window": self.window.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict()``."""
-        self.frames, self.counted, self.batches = (index(state[name]) for name in ("frames", "counted", "batches"))
+        self.frames = index(state["frames"])
+        self.counted = index(state["counted"])
+        self.batches = index(state["batches"])
+        self.in_batch = bool(state["in_batch"])
+        self.acting = str(state["acting"])
         self.window.load_state_dict(state["window"])
-        self.episodes, self.in_batch, self._step = NO_EPISODES, False, None
+        self.episodes = self.shown_episodes = Episodes.from_state(state["episodes"])
+        self._stepped = SteppedBatch.from_state(state["stepped"], self.place)
         self._give_up_unmade()
+
+    def source_state(self) -> dict[str, Any]:
+        """Return the undelivered rollouts as plain data; see ``Schedule.state_dict``."""
+        if self.source.overlaps:
+            self.weights.catch_up()
+            return self.source.state_dict(None)
+        with self.weights.acting() as version:
+            return self.source.state_dict(version)
 
     def _next(self, request: CollectRequest) -> tuple[FilledSlot, TensorDict]:
         """Collect the next slots, and return them and their batch. If making it fails, an equal request tries again."""
         like = request.limit, request.rows, request.closes, request.bootstrap
         if self._unmade is not None and self._unmade[0] != like:
             self.source.pool.counters[0].discarded["interrupted"] += self._give_up_unmade()
+            self.reset(None, {})  # the rows that follow would continue episodes with a gap
         if self._unmade is None and self.source.overlaps:
             self.weights.catch_up()
             self._unmade = like, self.source.collect(request)
@@ -425,10 +545,8 @@ class Engine:
         for number, counts in enumerate(self.source.pool.counters):
             if counts.dropped and number not in self._retired:
                 self._retired.add(number)
-                if self.pipeline.episodes is not None:
-                    self.pipeline.episodes.retire(counts.env_ids)
-                if self.kept is not None:
-                    self.kept.flush(counts.env_ids.tolist())
+                for holder in self._holders:
+                    holder.retire(counts.env_ids.tolist())
 
     def _rate(self, frames: int, in_rollouts: float) -> float:
         """Return frames per second: of collecting time, or of the rollouts alone if they run in this thread."""
@@ -446,29 +564,34 @@ class Engine:
         left = self.options.total_frames - self.counted
         return None if self.options.total_frames < 0 else max(1, left // self.options.frames)
 
-    def _put_steps(self, limit: int) -> None:
-        """``extend_buffer=False``: collect each time step as a rollout, and write it to the buffer before the next."""
-        self._write_step()  # a step that the buffer has refused
-        steps = self._steps(limit)
-        while self._take_step(steps):
-            self._write_step()
-        self.pipeline.ready.append(None)
-
     @postponed()
-    def _take_step(self, steps: Iterator[TensorDict]) -> bool:
-        before = self.frames
-        if (step := next(steps, None)) is not None:
-            self.counted += self.frames - before
-            self._step = step.squeeze(step.names.index("time")), self.frames - before
-        return step is not None
+    def _put_stepped(self, limit: int) -> None:
+        """``extend_buffer=False``: collect each time step as a rollout, and write it to the buffer before the next."""
+        batch = self._stepped
+        self._write_step(batch)  # one that the buffer has refused
+        while (rollout := self.collect_step(batch.steps, limit)) is not None:
+            batch.unwritten = rollout.batch.squeeze(rollout.batch.names.index("time"))
+            batch.frames_unwritten = rollout.frames
+            batch.steps += 1
+            batch.frames += rollout.frames
+            batch.episodes = join_episodes([batch.episodes, rollout.episodes])
+            self.counted += rollout.frames
+            self._write_step(batch)
+        self.episodes = batch.episodes
+        self.pipeline.ready.append(PipelineItem(None, (), 0, batch.episodes))
+        self._stepped = SteppedBatch()
 
-    def _write_step(self) -> None:
-        if self._step is not None:
+    def _write_step(self, batch: SteppedBatch) -> None:
+        if batch.unwritten is not None:
             assert self.pipeline.sink is not None
-            self.pipeline.sink.buffer.add(self._step[0])
-        self._step = None
+            self.pipeline.sink.buffer.add(batch.unwritten)
+        batch.unwritten = None
+        batch.frames_unwritten = 0
 
-    def _steps(self, limit: int) -> Iterator[TensorDict]:
-        for begin in range(0, limit, self.num_envs):
-            end = begin + self.num_envs
-            yield self.collect(min(limit - begin, self.num_envs), closes=end >= limit)[0]
+    def collect_step(self, number: int, limit: int) -> CollectedRollout | None:
+        """Collect time step ``number`` of a batch of ``limit`` frames as a rollout; None after the last one."""
+        begin = number * self.num_envs
+        if begin >= limit:
+            return None
+        end = begin + self.num_envs
+        return self.collect(min(limit - begin, self.num_envs), closes=end >= limit)

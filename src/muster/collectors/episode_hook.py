@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from muster.episodes.segment import ENDED, Pieces, find_pieces, split, time_last
+from muster.episodes.segment import ENDED, find_pieces, split, take, time_last
 from muster.episodes.whole import Envs, WholeEpisodes
 from muster.errors import HookError, text_of
-from muster.keys import TRAJ_IDS, VALID, Key, dotted
+from muster.keys import NEXT_VALUE, TRAJ_IDS, VALID, Key, dotted
 from muster.rollout.hooks import call_hook
+from muster.utils.interrupts import allowed
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -70,7 +71,8 @@ class EpisodeHook:
         """Show the episodes of a batch, ``[frames]`` or ``[n, longest]``, in its order, and add their columns to it."""
         pieces = find_pieces(batch, self._done_key)
         if batch is not self._under_way:
-            self._left, self._made, self._under_way = deque(_cut(batch, pieces)), [], batch
+            episodes = split(take(batch, pieces.rows), pieces.length.tolist())  # copies: what the hook does to them
+            self._left, self._made, self._under_way = deque(episodes), [], batch
         while self._left:
             self._made.append(self._checked(self._call(self._left[0]), len(self._left[0])))
             self._left.popleft()
@@ -93,7 +95,8 @@ class EpisodeHook:
         return WholeEpisodes(num_envs=self._num_envs, rule=None, done_key=self._done_key, from_resets=from_resets)
 
     def _call(self, episode: TensorDict) -> Any:
-        return call_hook("on_episode_done", self._function, episode, KEPT)
+        with allowed():
+            return call_hook("on_episode_done", self._function, episode, KEPT)
 
     def _checked(self, returned: Any, length: int) -> Columns:
         """Return the function's result as tensors ``[length, ...]``."""
@@ -123,19 +126,12 @@ class EpisodeHook:
 
 
 def _with_all_steps(batch: TensorDict) -> TensorDict:
-    """Return the batch with time last, and with rows beyond ``frames_per_batch``: their episodes need them."""
-    all_steps: TensorDict = time_last(batch).exclude(VALID)
+    """Return the batch with time last, and with rows beyond ``frames_per_batch``: their episodes need them.
+
+    Without the columns that only some calls add: an episode can have rows of several calls.
+    """
+    all_steps: TensorDict = time_last(batch).exclude(VALID, NEXT_VALUE)
     return all_steps
-
-
-def _cut(batch: TensorDict, pieces: Pieces) -> Iterator[TensorDict]:
-    """Yield the episodes of a batch ``[frames]`` or ``[n, longest]``, as views."""
-    lengths = pieces.length.tolist()
-    if batch.ndim == 1:
-        yield from split(batch, lengths)
-        return
-    for row, length in zip((pieces.rows[pieces.first] // batch.shape[-1]).tolist(), lengths, strict=True):
-        yield batch[row][:length]
 
 
 def _text(kinds: Mapping[Key, tuple[Any, ...]]) -> str:

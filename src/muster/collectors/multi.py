@@ -25,8 +25,12 @@ from muster.collectors.signatures import takes
 from muster.envs.build import is_environment
 from muster.errors import BadOption
 from muster.memory.shared import Arena
-from muster.restore.pickling import dumps
+from muster.policies.modes import warn_of_noise
+from muster.policies.sampling import check_masks
+from muster.restore.pickling import MAKE_KWARGS, MAKE_OPTION, MAKE_POLICY, dumps
+from muster.restore.registered import check_id, ids_of_this_process
 from muster.weights.choice import one_transport
+from muster.weights.names import acting_modules
 from muster.weights.publish import PolicyWeights
 from muster.weights.transport import Ticket
 from muster.workers.build import WorkerOptions
@@ -51,6 +55,7 @@ class MultiCollector(BaseCollector):
     _lead = LEAD  # of these batches, how many may be undelivered per group
     _nodes: Nodes | None = None  # None: the workers are on this machine
     _factories: list[Any]  # of the environments of all groups
+    _sent: bytes  # see ``_pickled_policy``
 
     @takes(MultiOptions)
     def __init__(self, options: MultiOptions) -> None:
@@ -69,7 +74,9 @@ class MultiCollector(BaseCollector):
         self._nodes = nodes = self._make_nodes(made)
         if nodes is not None:
             transport, acting = nodes_transport(nodes, transport), nodes.count
-        self._weights = PolicyWeights.of_workers(policy, acting, transport, options.version_counter)
+        warn_of_noise(acting_modules(policy), options.execution.policy_mode)
+        self._sent = self._pickled_policy()  # first: its errors say which part cannot be sent
+        self._weights = PolicyWeights.of_workers(policy, acting, transport, options.version_counter, only_weights=True)
         made.callback(self._weights.close)
         for name in options.weight_sync_schemes or ():
             self._part(name)  # raises for an unknown part of the policy
@@ -77,6 +84,7 @@ class MultiCollector(BaseCollector):
             raise BadOption(f"cpu_affinity has CPUs for {len(affinity)} workers, and there are {count}: give all")
         if self._weights.lazy:
             self._materialise(count)
+            self._sent = self._pickled_policy()
         parts = [part.tolist() for part in np.array_split(np.arange(len(self._factories)), count)]
         workers, infos = self._start(self._config(parts, count), self._weights.ticket, made)
         pool = workers.pool(infos, self._place(infos))
@@ -159,7 +167,10 @@ class MultiCollector(BaseCollector):
             workers = NodePool(self._nodes, config, self.options.layout, apart=apart)
         workers.start()
         importlib.import_module("tensordict")  # for batches; takes seconds, while the workers start
-        return workers, workers.built()
+        infos = workers.built()
+        for info in infos:
+            check_masks(info)  # a server would find it when it acts
+        return workers, infos
 
     def _materialise(self, count: int) -> None:
         """Initialise lazy layers: a call in one worker determines the weights; all workers then start with these."""
@@ -206,27 +217,31 @@ class MultiCollector(BaseCollector):
         served = options.server is not None and self.policy is not None  # else actions are random
         served &= not self._weights.lazy
         told = worker_options(options, self.policy, shared_frames=not self._alone)
+        if threads or (served and self._nodes is None):
+            users = {id(module) for root in acting_modules(self.policy) for module in root.modules()}
+            told = dataclasses.replace(told, users_modules=frozenset(users))
         in_worker = None if threads else options.num_sub_threads
         told = dataclasses.replace(told, rollout=dataclasses.replace(told.rollout, num_threads=in_worker))
         factories, kwargs = self._factories, list(keywords_of(options.create_env_kwargs, len(self._factories)))
         origins: list[Any] = list(origins_of(factories, options))
-        makes_policy = options.policy_factory is not None
-        policy = dumps(options.policy_factory, "policy_factory") if makes_policy else dumps(self.policy, "policy")
-        given = dumps if not threads else lambda value, what: value
+        given = dumps if not threads else lambda value, what, remedy: value
         if not threads:
+            for number, factory in enumerate(factories):
+                if isinstance(factory, str):
+                    check_id(factory, f"create_env_fn[{number}]")
             indices = reversed(range(len(factories)))
             once = {id(factories[i]): dumps(factories[i], f"create_env_fn[{i}]") for i in indices}
             factories = [once[id(factory)] for factory in factories]
         turns = Turns() if threads and not self._alone else None
-        options_of_worker = given(_without_torch(told) if served else told, "the options")
+        options_of_worker = given(_without_torch(told) if served else told, "the options", MAKE_OPTION)
         workers = [
             WorkerConfig(
                 index,
                 groups,
                 [factories[number] for number in groups],
-                given([kwargs[number] for number in groups], "create_env_kwargs"),
+                given([kwargs[number] for number in groups], "create_env_kwargs", MAKE_KWARGS),
                 b"",
-                makes_policy,
+                options.policy_factory is not None,
                 options_of_worker,
                 policy_turns=turns,
                 served_by=count if served else None,
@@ -240,7 +255,7 @@ class MultiCollector(BaseCollector):
             origins = [dumps(origin, f"create_env_fn[{number}]") for number, origin in enumerate(origins)]
         return PoolConfig(
             workers,
-            policy,
+            self._sent,
             count,
             self._server_config(options.server, told) if served and options.server else None,
             [origins[number] for groups in parts for number in groups],
@@ -251,13 +266,19 @@ class MultiCollector(BaseCollector):
             None if options.restart is None else options.restart.max_restarts,
             options.start_method,
             options.cpu_affinity,
+            None if threads else ids_of_this_process(),
         )
+
+    def _pickled_policy(self) -> bytes:
+        """The policy, or the function that makes it, for workers and nodes."""
+        factory = self.options.policy_factory
+        return dumps(self.policy, "policy", MAKE_POLICY) if factory is None else dumps(factory, "policy_factory")
 
     def _server_config(self, server: CentralInference, told: WorkerOptions) -> ServerConfig:
         options, away = self.options, self._nodes is not None
         wait = 0.0 if self._alone and server.max_wait_s is None else server.max_wait_s
         return ServerConfig(
-            dumps(told, "the options") if away else told,
+            dumps(told, "the options", MAKE_OPTION) if away else told,
             server.alternating,
             server.max_batch,
             wait,

@@ -71,7 +71,7 @@ class Observers:
         due = self.watched is not None and self.watched.due
         if self._log is None and self._progress is None and not due:
             return
-        stats, ready = self._engine.stats(), self._engine.pipeline.frames_ready
+        stats, ready = self._engine.stats(), self._engine.frames_ready
         stats = replace(stats, frames=stats.frames + ready, in_flight=stats.in_flight - ready)
         if due and self.watched is not None:
             self.watched.wrote(stats, self._engine.curve.totals)

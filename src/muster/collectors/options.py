@@ -19,6 +19,7 @@ from muster.memory.views import Order
 from muster.observing.loggers import as_logger
 from muster.policies.adapt import STORED
 from muster.policies.agents import per_agent
+from muster.policies.modes import PolicyMode
 from muster.recording.writer import Recorder
 from muster.rollout.columns import Validate
 from muster.utils.addresses import host_and_port
@@ -109,10 +110,14 @@ class Watch(Details):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Execution(Details):
-    """How policies are called, and from which generators is drawn.
+    """How policies are called, and which random generators they use.
 
     Attributes:
         executor: run common networks without module dispatch where the outputs are equal.
+        policy_mode: mode of the policy's modules while they act. "eval": evaluation mode, in which dropout is off and
+            the statistics of batch normalisation do not change. "as_given": the modes that the modules have when the
+            collector is made, e.g. for ``NoisyLinear``, which explores in training mode only. The modules of your
+            policy have their own modes again after each rollout. See docs/guide.md.
         inference_mode: call the policy in ``torch.inference_mode`` (from its second call on), which is faster than
             ``no_grad``. Use False for a policy that keeps tensors for a later backward pass.
         own_rng: environments and policies draw from generators of their group. False: they draw from the process's
@@ -122,10 +127,12 @@ class Execution(Details):
     executor: bool = True
     inference_mode: bool = True
     own_rng: bool = True
+    policy_mode: PolicyMode = "eval"
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            check_bool(name, value)
+        for name in ("executor", "inference_mode", "own_rng"):
+            check_bool(name, getattr(self, name))
+        check_choice("policy_mode", self.policy_mode, ("eval", "as_given"))
 
 
 @dataclass(frozen=True)
@@ -205,7 +212,8 @@ class CollectorOptions:
         layout: order of dimensions: "batch_major" for ``[B, T]``, "time_major" for ``[T, B]``. Neither copies.
         validate: checks of every step. "off": shapes and dtypes. "fast": also finite rewards, and actions in range.
             "full": also that observations and actions lie in their spaces and have the dtypes of these.
-        execution: how policies are called, and from which generators is drawn; see ``muster.Execution``.
+        execution: how policies are called, in which mode, and which random generators they use; see
+            ``muster.Execution``.
         num_threads: number of torch's threads while collecting; your setting is restored between batches. 1 is fastest
             for small networks. None: your setting.
         max_decorrelation_steps: maximum number of random steps (at least 1) in each environment before the first batch,

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from muster.collectors.episode_hook import EpisodeHook
 from muster.collectors.options import CollectorOptions
 from muster.collectors.replay_buffer import ReplaySink
-from muster.episodes.plain import from_plain, to_plain
+from muster.episodes.plain import Place, is_tensordict, to_plain
+from muster.episodes.record import NO_EPISODES, Episodes
+from muster.episodes.recount import Recount
 from muster.episodes.segment import ENDED, split_trajectories
 from muster.episodes.whole import Envs, WholeEpisodes
 from muster.keys import TRAJ_DONE, Key
 from muster.recording.writer import Recorder
 from muster.rollout.hooks import call_hook
+from muster.utils.interrupts import allowed, postponed
 from muster.utils.tracebacks import trimmed
 
 if TYPE_CHECKING:
@@ -26,34 +30,64 @@ KEPT = "The batch is kept: the next call goes on with it."
 
 
 class PipelineItem:
-    """An item that passes through stages. After an error it continues with the stage that failed.
+    """An item that passes through stages. After an error or Ctrl-C it continues with the stage that failed.
+
+    Ctrl-C takes effect in the user's functions. Writing to a recording or a buffer is completed first.
+
+    Args:
+        made: the item before the first stage; None: its rows are in the buffer already.
 
     Attributes:
-        made: the item before the first stage.
         frames: number of its valid steps.
+        episodes: records of the episodes that ended in it.
     """
 
-    def __init__(self, made: TensorDict, stages: Iterable[Stage], frames: int) -> None:
-        self.made, self.frames, self._item = made, frames, made
+    def __init__(self, made: TensorDict | None, stages: Iterable[Stage], frames: int, episodes: Episodes) -> None:
+        self.frames = frames
+        self.episodes = episodes
+        self._made = made
+        self._item: Any = made
         self._stages: Any = deque(stages) if stages else ()
 
     def go_on(self) -> Any:
         """Run the remaining stages, and return the resulting item."""
         if self._stages:
-            with trimmed:
+            with trimmed, postponed():
                 while self._stages:
                     self._item = self._stages[0](self._item)
                     self._stages.popleft()
         return self._item
 
+    def state_dict(self, added: Callable[[Any], int]) -> dict[str, Any]:
+        """Return the item as it is after the last complete stage, as plain data that shares no memory with it.
+
+        If a postproc has made something else than a TensorDict of it, the state is that of before the first stage.
+
+        Args:
+            added: see ``ReplaySink.added``.
+        """
+        item: Any = self._item
+        left: int | None = len(self._stages)
+        if item is not None and not is_tensordict(item):
+            item = self._made
+            left = None
+        return {
+            "frames": self.frames,
+            "item": None if item is None else to_plain(item.clone()),
+            "left": left,
+            "added": added(item),
+            "episodes": self.episodes.state_dict(),
+        }
+
 
 class _Put(NamedTuple):
-    """A batch to be processed, with ``frames`` valid steps."""
+    """A batch to be processed, with ``frames`` valid steps, in which ``episodes`` ended."""
 
     batch: TensorDict
     hidden: Sequence[Key]
     envs: Envs
     frames: int
+    episodes: Episodes
 
 
 class Pipeline:
@@ -64,6 +98,7 @@ class Pipeline:
 
     Args:
         num_envs: number of environments over all groups.
+        recount: makes the records of the episodes in batches of whole episodes.
         pad_id: trajectory id of padding.
 
     Attributes:
@@ -72,12 +107,12 @@ class Pipeline:
         sink: writer to the replay buffer.
         recorder: writer to disk.
         writes: False: items are already in the replay buffer.
-        ready: items to yield before anything else is collected; None: the item is in a buffer already.
+        ready: items to yield before anything else is collected.
         needs_flags: uses ``("next", "done")``, which an environment may not show.
         is_direct: batches are yielded as they were collected.
     """
 
-    def __init__(self, options: CollectorOptions, num_envs: int, *, pad_id: int = -1) -> None:
+    def __init__(self, options: CollectorOptions, num_envs: int, recount: Recount, *, pad_id: int = -1) -> None:
         self._options, self._pad_id = options, pad_id
         done_key = ENDED if options.traj_done_key is None else TRAJ_DONE
         self.episodes = (
@@ -100,7 +135,8 @@ class Pipeline:
             self.sink = ReplaySink(options.replay_buffer, extend=options.extend_buffer)
         self.writes = self.sink is not None
         self.recorder = _recorder(options)
-        self.ready: list[PipelineItem | None] = []
+        self._recount = recount
+        self.ready: list[PipelineItem] = []
         self._put: deque[_Put] = deque()  # batches that were not processed yet
         self._unsorted = False  # there may be complete groups of episodes
         self._hidden: Sequence[Key] = ()  # keys of the last batch
@@ -111,7 +147,7 @@ class Pipeline:
     @property
     def frames_ready(self) -> int:
         """Number of frames in ``ready``."""
-        return sum(item.frames for item in self.ready if item is not None)
+        return sum(item.frames for item in self.ready)
 
     @property
     def frames_held(self) -> int:
@@ -129,54 +165,84 @@ class Pipeline:
         """Number of frames that no group of episodes will contain, by reason."""
         return self.episodes.dropped if self.episodes else {}
 
-    def put(self, batch: TensorDict, hidden: Sequence[Key], envs: Envs = None, *, frames: int = 0) -> None:
+    def retire(self, envs: Sequence[int]) -> None:
+        """Stop waiting for episodes of environments without further rows."""
+        if self.episodes is not None:
+            self.episodes.retire(envs)
+
+    def put(
+        self,
+        batch: TensorDict,
+        hidden: Sequence[Key],
+        envs: Envs = None,
+        *,
+        frames: int = 0,
+        episodes: Episodes = NO_EPISODES,
+    ) -> None:
         """Process a batch of ``frames`` steps, of ``envs`` (None: all). The results are appended to ``ready``.
 
         Args:
             hidden: keys to remove.
+            episodes: records of the episodes that ended in it.
 
         Raises:
             BadOption: no episode of an environment ends; see ``WholeEpisodes.check_ends``. The batch was processed.
         """
-        self._put.append(_Put(batch, hidden, envs, frames))
+        self._put.append(_Put(batch, hidden, envs, frames, episodes))
         self.go_on()
 
     def go_on(self) -> None:
         """Process the batches that were put."""
         while self._put:
-            batch, self._hidden, envs, frames = self._put[0]
+            batch, self._hidden, envs, frames, ended = self._put[0]
             if self.episodes is not None:
                 self.episodes.add(batch, envs)
                 self._unsorted = True
             else:
                 item = split_trajectories(batch, pad_id=self._pad_id) if self._options.split_trajs else batch
-                self._make_ready(item, self.watching(batch, envs, self._hidden), frames)
+                self._make_ready(item, self.watching(batch, envs, self._hidden), frames, ended)
             self._put.popleft()
         if self._unsorted:
             assert self.episodes is not None
             for group in self.episodes.groups():
-                self._make_ready(group.batch, self.showing, group.frames)
+                self._make_ready(group.batch, self.showing, group.frames, self._recount.of(group.batch))
             self._unsorted = False
             self.episodes.check_ends("trajs_per_batch", resets=self._options.reset_at_each_iter)
 
-    def _make_ready(self, item: TensorDict, first: Sequence[Stage], frames: int) -> None:
-        self.ready.append(self.begin(item.exclude(*self._hidden) if self._hidden else item, first, frames))
+    def _make_ready(self, item: TensorDict, first: Sequence[Stage], frames: int, episodes: Episodes) -> None:
+        shown = item.exclude(*self._hidden) if self._hidden else item
+        self.ready.append(self.begin(shown, first, frames, episodes))
 
     def take(self) -> Any:
         """Remove and return the next ready item, after all stages; None if it was written to a buffer."""
-        first = self.ready[0]
-        item = None if first is None else first.go_on()
+        item = self.ready[0].go_on()
         self.ready.pop(0)
         return None if self.sink is not None else item
 
-    def begin(self, item: TensorDict, first: Sequence[Stage] = (), frames: int = 0) -> PipelineItem:
+    def begin(self, item: TensorDict, first: Sequence[Stage], frames: int, episodes: Episodes) -> PipelineItem:
         """Make an item that passes through postproc, ``on_batch``, the recorder and the replay buffer.
 
         Args:
             first: earlier stages, from ``watching`` or ``showing``.
-            frames: number of valid steps in the item, if they are not counted elsewhere.
+            frames: number of valid steps in the item.
+            episodes: records of the episodes that ended in the item.
         """
-        return PipelineItem(item, [*first, *self._stages], frames)
+        return PipelineItem(item, [*first, *self._stages], frames, episodes)
+
+    def resumed(self, state: Mapping[str, Any], place: Place, *, whole: bool) -> PipelineItem:
+        """Restore the state of an item, which is a batch of whole episodes or not."""
+        item = None if state["item"] is None else place.take(state["item"])
+        first = self.showing if whole else []  # ``begin_anew`` has forgotten other episodes
+        stages = [*first, *self._stages]
+        left = len(stages) if state["left"] is None else min(index(state["left"]), len(stages))
+        if item is not None and state["added"] and self.sink is not None:
+            self.sink.continue_with(item, index(state["added"]))
+        episodes = Episodes.from_state(state["episodes"])
+        return PipelineItem(item, stages[len(stages) - left :], index(state["frames"]), episodes)
+
+    def state_of(self, item: PipelineItem) -> dict[str, Any]:
+        """Return the state of an item, for ``resumed``."""
+        return item.state_dict(self._added)
 
     def watching(self, batch: TensorDict, envs: Envs = None, hidden: Sequence[Key] = ()) -> list[Stage]:
         """Record rows that are delivered as they are. Return the stage that shows their ended episodes to the hook."""
@@ -204,28 +270,24 @@ class Pipeline:
     def state_dict(self) -> dict[str, Any]:
         """Return everything collected and not yielded, as plain data that shares no memory with it."""
         self.go_on()
-        ready = [
-            {"names": list(item.made.names), "frames": item.frames, "item": to_plain(item.made.clone())}
-            for item in self.ready
-            if item is not None
-        ]
+        ready = [self.state_of(item) for item in self.ready]
         return {"episodes": None if self.episodes is None else self.episodes.state_dict(), "ready": ready}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], place: Place) -> None:
         """Restore ``state_dict()``. ``on_episode_done`` is called for later episodes only."""
         if self.episodes is not None:
-            self.episodes.load_state_dict(state["episodes"])
+            self.episodes.load_state_dict(state["episodes"], place)
         if self.episode_hook is not None:
             self.episode_hook.begin_anew()
         self.ready, self._unsorted = [], False
         self._put.clear()
-        first = self.showing if self.episodes is not None else []  # ``begin_anew`` has forgotten other episodes
-        for plain in state["ready"]:
-            item = from_plain(plain["item"])
-            item.names = plain["names"]
-            self.ready.append(self.begin(item, first, plain["frames"]))
+        for saved in state["ready"]:
+            self.ready.append(self.resumed(saved, place, whole=self.episodes is not None))
 
     # --- parts ------------------------------------------------------------------------------------
+
+    def _added(self, item: Any) -> int:
+        return 0 if self.sink is None else self.sink.added(item)
 
     @property
     def _stages(self) -> list[Stage]:
@@ -234,7 +296,7 @@ class Pipeline:
         if options.postproc is not None:
             stages.append(partial(_process, options.postproc))
         if options.on_batch is not None:
-            stages.append(partial(_pass_to, partial(call_hook, "on_batch", options.on_batch, advice=KEPT)))
+            stages.append(partial(_show, options.on_batch))
         if self.recorder is not None:
             stages.append(partial(_pass_to, self.recorder.write))
         if self.sink is not None and self.writes:
@@ -243,8 +305,15 @@ class Pipeline:
 
 
 def _process(postproc: Stage, item: Any) -> Any:
-    processed = postproc(item)
+    with allowed():
+        processed = postproc(item)
     return item if processed is None else processed
+
+
+def _show(on_batch: Callable[[Any], object], item: Any) -> Any:
+    with allowed():
+        call_hook("on_batch", on_batch, item, advice=KEPT)
+    return item
 
 
 def _pass_to(function: Callable[[Any], Any], item: Any) -> Any:

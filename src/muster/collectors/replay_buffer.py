@@ -42,6 +42,7 @@ class ReplaySink:
         self._extends = extend and "extend" in methods
         self._stored: StoredItems | None = None
         self._left: tuple[TensorDict, deque[TensorDict]] | None = None  # a batch, and its transitions still to be added
+        self._added = 0  # number of its other transitions
 
     def write(self, batch: TensorDict) -> None:
         """Write ``[*lead, T]``.
@@ -61,13 +62,24 @@ class ReplaySink:
             self._extend(batch)
             return
         if self._left is None or self._left[0] is not batch:
-            ordered = time_last(batch)
-            rows = np.flatnonzero(written(ordered))
-            self._left = batch, deque(take(ordered, rows).unbind(0) if len(rows) else ())
+            self.continue_with(batch, 0)
+        assert self._left is not None
         while left := self._left[1]:
             self.buffer.add(left[0])
             left.popleft()
+            self._added += 1
         self._left = None
+
+    def added(self, batch: Any) -> int:
+        """Return the number of transitions of this batch that were added before an error of ``add``."""
+        return self._added if self._left is not None and self._left[0] is batch else 0
+
+    def continue_with(self, batch: TensorDict, added: int) -> None:
+        """Let ``write`` add only those transitions of this batch that come after the first ``added``."""
+        ordered = time_last(batch)
+        rows = np.flatnonzero(written(ordered))[added:]
+        self._left = batch, deque(take(ordered, rows).unbind(0) if len(rows) else ())
+        self._added = added
 
     def _extend(self, batch: TensorDict) -> None:
         if self._stored is None:

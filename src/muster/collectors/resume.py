@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from muster.errors import BadCheckpoint, BadWeights, MusterError, described
 from muster.restore import checkpoint
+from muster.utils.interrupts import postponed
 from muster.utils.whole_files import make_folder
 from muster.workers.requests import LoadState, MarkResumed, TakeState
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from muster.collectors.base import BaseCollector
     from muster.collectors.engine import Engine
 
-FORMAT = 6
+FORMAT = 7
 STATE_FILE = "collector.safetensors"
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, AssertionError)
 CUT_SHORT = "The state was saved after an error, in the middle of a batch."
@@ -57,43 +58,49 @@ class ResumeReport:
 def state_of(collector: BaseCollector) -> dict[str, Any]:
     """Return the state of a collector between two batches."""
     policy, engine = collector.policy, collector._engine
-    waiting = engine.source.waiting()  # first: workers finish their rollouts here
-    frames = sum(result["frames"] for rollout in waiting for result in rollout["results"])
+    source = engine.source_state()  # first: workers finish their rollouts here
+    frames = sum(result["frames"] for rollout in source["rollouts"] for result in rollout["results"])
     # Before the counters: both may join parts that could not be joined yet.
-    pipeline, on_demand = engine.pipeline.state_dict(), collector._on_demand.state_dict()
+    pipeline = engine.pipeline.state_dict()
+    on_demand, notes = collector._on_demand.state_dict()
+    unsaved = collector._on_demand.unsaved
     acting = _acting(collector)
     states = [state for worker in engine.source.pool.call(TakeState()) for state in worker]
     for state, counts in zip(states, engine.source.pool.counters, strict=True):
         state["group"] |= {"executed": counts.executed, "discarded": dict(counts.discarded)}
+    counters = engine.state_dict()
+    counters["frames"] -= unsaved
     return {
         "format": FORMAT,
         "policy_state_dict": copy.deepcopy(dict(acting.state_dict())) if isinstance(acting, torch.nn.Module) else None,
         "policy_is_module": isinstance(policy, torch.nn.Module) or policy is None,
         "env_state_dict": [state["envs"] for state in states],
         "groups": [state["group"] for state in states],
-        "engine": engine.state_dict(),
-        "waiting": waiting,
-        "in_flight": engine.source.in_flight - frames + engine.unsaved + engine.frames_unmade,
+        "engine": counters,
+        "source": source,
+        "in_flight": engine.source.in_flight - frames + unsaved + engine.frames_unmade,
         "policy_version": collector._weights.version,
         "pipeline": pipeline,
         "on_demand": on_demand,
+        "notes": notes,
         "options": _fingerprint(collector),
     }
 
 
-def load(collector: BaseCollector, state: Any, *, trust: bool) -> ResumeReport:
-    """Load a state into a collector that was made in the same way."""
+def load(collector: BaseCollector, state: Any, *, trust: bool, strict: bool = True) -> ResumeReport:
+    """Load a state into a collector that was made in the same way. See ``BaseCollector.load_state_dict``."""
     if isinstance(state, (str, os.PathLike)):
         path = Path(state)
         state = checkpoint.load(path / STATE_FILE if path.is_dir() else path)
     try:
-        _check(collector, state)
+        notes = _check(collector, state, strict)
     except MusterError:
         raise
     except MALFORMED as error:
         raise BadCheckpoint(f"the state is malformed ({described(error)}). Nothing was changed.") from error
     try:
-        return _load(collector, state, trust)
+        with postponed():  # loaded or not, and not by half
+            return _load(collector, state, trust, notes)
     except MALFORMED as error:
         if isinstance(error, MusterError) and not isinstance(error, BadCheckpoint):  # e.g. of an environment's reset
             raise
@@ -104,27 +111,27 @@ def load(collector: BaseCollector, state: Any, *, trust: bool) -> ResumeReport:
         ) from error
 
 
-def _load(collector: BaseCollector, state: Any, trust: bool) -> ResumeReport:
+def _load(collector: BaseCollector, state: Any, trust: bool, notes: list[str]) -> ResumeReport:
     engine, pool = collector._engine, collector._engine.source.pool
-    notes = []
+    notes = [*notes, *(str(note) for note in state["notes"])]
     engine.source.abandon("loaded")
     engine.load_state_dict(state["engine"])
-    failed = _load_groups(engine, state, trust)
+    with collector._weights.in_mode():  # restoring a group may call the policy
+        failed = _load_groups(engine, state, trust)
     if state["policy_state_dict"] is not None:  # after the groups, whose loading may call the policy
-        collector._weights.policy.load_state_dict(state["policy_state_dict"])
+        collector._weights.policy.load_state_dict(state["policy_state_dict"], strict=False)  # ``_check`` has compared
     elif not state["policy_is_module"]:
         notes.append("the policy is no module: whatever it keeps is not restored")
     restored = [int(i) for counts in pool.counters for i in counts.env_ids if int(i) not in failed]
     if failed:
         pool.call(MarkResumed())
     collector._weights.restore(state["policy_version"])
-    engine.source.restore(state["waiting"])
-    engine.pipeline.load_state_dict(state["pipeline"])
+    engine.source.load_state_dict(state["source"])
+    engine.pipeline.load_state_dict(state["pipeline"], engine.place)
     collector._on_demand.load_state_dict(state["on_demand"])
     if engine.pipeline.episodes is not None:
         engine.pipeline.episodes.flush(failed)
-    if engine.kept is not None:
-        engine.kept.flush(failed)
+    collector._on_demand.flush(list(failed))
     if state["in_flight"]:
         notes.append(f"{state['in_flight']} steps of a batch that an error had cut short are not restored")
         pool.counters[0].discarded["not_saved"] += state["in_flight"]
@@ -168,7 +175,8 @@ def _fingerprint(collector: BaseCollector) -> dict[str, Any]:
     }
 
 
-def _check(collector: BaseCollector, state: Any) -> None:
+def _check(collector: BaseCollector, state: Any, strict: bool) -> list[str]:
+    """Raise if the state does not fit, before anything is changed; return sentences on weights that differ."""
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise BadCheckpoint(
             f"this is no state of a collector: expected what state_dict() returned or muster.save_state() wrote, "
@@ -182,13 +190,12 @@ def _check(collector: BaseCollector, state: Any) -> None:
                 f"Make the collector in the same way. Nothing was changed."
             )
     source = collector._engine.source
-    bundles = [bundle.groups for bundle in source.bundles] if source.overlaps else []
-    if any(rollout["groups"] not in bundles for rollout in state["waiting"]):
+    if not source.can_load(state["source"]):
         raise BadCheckpoint(
-            f"the state has {len(state['waiting'])} rollouts that workers had made while the last batch was used, and "
+            f"the state has {len(state['source']['rollouts'])} rollouts that were collected and not delivered yet, and "
             f"{type(collector).__name__} cannot deliver them. Make the collector in the same way. Nothing was changed."
         )
-    _check_policy(_acting(collector), state["policy_state_dict"])
+    return _check_policy(_acting(collector), state["policy_state_dict"], strict)
 
 
 def _acting(collector: BaseCollector) -> Any:
@@ -196,8 +203,12 @@ def _acting(collector: BaseCollector) -> Any:
     return collector._weights.policy if isinstance(collector.policy, torch.nn.Module) else collector.policy
 
 
-def _check_policy(policy: Any, weights: dict[str, Any] | None) -> None:
-    """Raise before any change: a module's ``load_state_dict`` copies matching weights before it raises for others."""
+def _check_policy(policy: Any, weights: dict[str, Any] | None, strict: bool) -> list[str]:
+    """Raise before any change: a module's ``load_state_dict`` copies matching weights before it raises for others.
+
+    Returns:
+        sentences on weights that only the state or only the policy has, if not ``strict``.
+    """
     if (weights is not None) != isinstance(policy, torch.nn.Module):
         has = ("no weights", "the weights of a policy")
         raise BadCheckpoint(
@@ -205,14 +216,26 @@ def _check_policy(policy: Any, weights: dict[str, Any] | None) -> None:
             f"Nothing was changed."
         )
     if weights is None:
-        return
+        return []
     own = policy.state_dict(keep_vars=True)
-    if own.keys() != weights.keys():
-        missing, unknown = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
-        raise BadWeights(f"the state's weights do not fit: missing {missing}, unknown {unknown}. Nothing was changed.")
+    missing = sorted(own.keys() - weights.keys())
+    unknown = sorted(weights.keys() - own.keys())
+    if strict and (missing or unknown):
+        raise BadWeights(
+            f"the state's weights do not fit: missing {missing}, unknown {unknown}. Nothing was changed. Pass "
+            f"strict=False to load those that both have."
+        )
     for name, here in own.items():
+        if name not in weights:
+            continue
         if torch.is_tensor(here) and not is_lazy(here) and here.shape != weights[name].shape:
             raise BadWeights(
                 f"weight {name} has shape {tuple(weights[name].shape)} in the state, and {tuple(here.shape)} in the "
                 f"policy. Nothing was changed."
             )
+    notes = []
+    if missing:
+        notes.append(f"weights {missing} of the policy are not in the state, and keep their values")
+    if unknown:
+        notes.append(f"weights {unknown} of the state are not in the policy, and are ignored")
+    return notes

@@ -72,7 +72,7 @@ class PolicyServer(MultiCollector):
         """Not available. Raises ``BadOption``."""
         raise self._refusal("state_dict", "the state of a client cannot be saved; save that of the policy")
 
-    def load_state_dict(self, state_dict: Any, *, trust: bool = False) -> Any:
+    def load_state_dict(self, state_dict: Any, *, trust: bool = False, strict: bool = True) -> Any:
         """Not available. Raises ``BadOption``."""
         raise self._refusal("load_state_dict", "the state of a client cannot be restored; load that of the policy")
 

@@ -91,7 +91,7 @@ def worker_options(options: CollectorOptions, policy: Any, **others: Any) -> Wor
     rollout = {f.name: given[f.name] for f in dataclasses.fields(RolloutOptions) if f.name in given}
     given |= {"rollout": RolloutOptions(**rollout), "shared_frames": True}
     given |= {"obs_dtype": observed_dtype(options.obs_dtype, policy)} | others
-    return WorkerOptions(**{f.name: given[f.name] for f in dataclasses.fields(WorkerOptions)})
+    return WorkerOptions(**{f.name: given[f.name] for f in dataclasses.fields(WorkerOptions) if f.name in given})
 
 
 def marks_valid(options: CollectorOptions, sharing: int) -> bool:

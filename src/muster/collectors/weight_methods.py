@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from muster.errors import BadOption
 from muster.utils.tracebacks import trimmed
+from muster.weights.names import tensors_in
 
 if TYPE_CHECKING:
     from muster.collectors.options import CollectorOptions
@@ -20,6 +22,7 @@ class WeightMethods:
     """Mixin of collectors: policy weights and their version."""
 
     options: CollectorOptions
+    policy: Any
     _weights: PolicyWeights
     _receivers: Receivers
     _updater: Any
@@ -36,18 +39,27 @@ class WeightMethods:
     ) -> None:
         """Publish new weights for the next batch. May be called from any thread.
 
+        Without arguments it publishes the policy that the collector was made with, all its parameters and buffers: this
+        is what you need after an optimizer step. A module that is a part of this policy stands for all of it. Weights
+        from elsewhere (a copy, a ``state_dict``, a TensorDict) must cover all of it, or name their part with
+        ``model_id``. Buffers that are not in the ``state_dict`` are never published.
+
         Args:
-            policy_or_weights: the policy, its network, a copy of either, a TensorDict or dict of tensors. None: the
-                policy that the collector was made with, for an optimizer that changes it in place.
+            policy_or_weights: the policy, a part of it, a copy of the policy, a TensorDict, or a dict of tensors, which
+                may be nested. None: the policy that the collector was made with.
             weights, policy: the same as keywords. Only one of the three may be used.
-            worker_ids: numbers of the workers that get the weights; the others keep theirs. None: all. Passed on to the
-                ``weight_updater``, if there is one.
-            model_id: the model that the weights are for, see ``get_model``. None: "policy".
+            worker_ids: the workers that get the weights; the others keep theirs. A number, or the ``torch.device`` of
+                the workers' policies, or a list of these. None: all. Passed on to the ``weight_updater``, if there is
+                one.
+            model_id: the model that the weights are for, see ``get_model``; other models keep theirs. None: "policy".
+                Weights from elsewhere that a model was given stay in workers until the whole policy is published
+                without arguments, or the model itself.
             weights_dict: weights by model id, published together as one version.
 
         Raises:
-            BadWeights: the weights do not fit or are not finite. Nothing was changed.
-            BadOption: contradicting arguments, or an unknown model.
+            BadWeights: the weights do not fit, are those of a part only (the message names the others), or are not
+                finite. Nothing was changed.
+            BadOption: contradicting arguments, an unknown model, or no such worker.
             TypeError: ``worker_ids`` without workers or a ``weight_updater``.
         """
         given = _the_one(policy_or_weights, weights, policy)
@@ -69,14 +81,13 @@ class WeightMethods:
             if self._weights.workers is None:
                 self._weights.publish_all(sources)
             else:
-                several = worker_ids is None or isinstance(worker_ids, Collection)
-                self._weights.publish_all(sources or [(None, None)], workers=worker_ids if several else [worker_ids])
+                self._weights.publish_all(sources or [(None, None)], workers=self._workers_of(worker_ids))
 
     def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
         """Use the weights that the registered schemes have received, or, without schemes, the given weights.
 
         Args:
-            policy_or_weights, weights, policy: see ``update_policy_weights_``. None: copy them from the policy that the
+            policy_or_weights, weights, policy: see ``update_policy_weights_``. None: those of the policy that the
                 collector was made with.
 
         Raises:
@@ -129,6 +140,31 @@ class WeightMethods:
         """Increment the version, for weights that were changed in another way."""
         self._check_open()
         self._weights.publish_all([])
+
+    def _workers_of(self, worker_ids: Any) -> list[int] | None:
+        """The numbers of workers that were given by number and by the device of their policies; None: all."""
+        if worker_ids is None:
+            return None
+        several = isinstance(worker_ids, Collection) and not isinstance(worker_ids, str)
+        numbers: list[int] = []
+        for worker in worker_ids if several else [worker_ids]:
+            if isinstance(worker, torch.device):
+                numbers += self._workers_on(worker)
+            elif isinstance(worker, Integral) and not isinstance(worker, bool):
+                numbers.append(int(worker))
+            else:
+                raise BadOption(f"worker_ids has {worker!r}: expected numbers of workers, or devices")
+        return list(dict.fromkeys(numbers))
+
+    def _workers_on(self, device: torch.device) -> range:
+        """The workers whose policies are on a device: all, or none."""
+        acts_on = self.options.devices["policy_device"]
+        if acts_on is None:
+            first = next(iter(tensors_in(self.policy) if isinstance(self.policy, torch.nn.Module) else ()), None)
+            acts_on = torch.device("cpu") if first is None else first.device
+        if device.type != acts_on.type or device.index not in (None, acts_on.index or 0):
+            raise BadOption(f"worker_ids={device!r}: the policies of all workers are on {acts_on}")
+        return range(self._weights.workers or 0)
 
     def _part(self, model_id: str) -> torch.nn.Module | None:
         model = None if model_id == "policy" else self.get_model(model_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -15,10 +16,13 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from muster.envs import checks, coroutines
+from muster.envs.build import advice_for
 from muster.errors import EnvError, UnsupportedEnv, described
+from muster.memory.objects import copied
 from muster.memory.specs import Array
 from muster.protocols import EnvBatch
 from muster.restore.pickling import dumps
+from muster.rng import GroupRng, UserStreams
 from muster.rollout.progress import ACTING, ORDER, PHASE, STEPPING, STOP, Phase
 from muster.workers.build import seeds_of
 
@@ -29,6 +33,7 @@ LINE = 64  # bytes of a cache line
 HALVES = 2  # a step writes one half of the observations, and the last observations stay in the other
 
 Infos = list[tuple[int, dict[str, Any]]]  # of environments, by their number; one can have two
+PackedInfos = list[tuple[int, bytes]]  # the same, pickled at once: the environment may change them in its next call
 
 
 class VectorRows:
@@ -38,16 +43,19 @@ class VectorRows:
         space: observation space of one environment.
         num_envs: number of environments, N.
         workers: number of workers.
+        shared: False: no memory for observations, which travel as pickles.
         block: memory ``uint8 [nbytes]``. None: only compute ``nbytes``.
 
     Attributes:
         rewards, terminated, truncated: arrays ``[N]``.
         exchanges: memory for the calls of each worker.
-        obs: observations ``[N, ...]`` in the structure of ``space``, for each half. None: a part of the space has
-            Python objects as values, and observations travel as pickles.
+        obs: observations ``[N, ...]`` in the structure of ``space``, for each half. None: not ``shared``, or a part of
+            the space has Python objects as values, which travel as pickles.
     """
 
-    def __init__(self, space: spaces.Space[Any], num_envs: int, workers: int, block: Array | None = None) -> None:
+    def __init__(
+        self, space: spaces.Space[Any], num_envs: int, workers: int, shared: bool = True, block: Array | None = None
+    ) -> None:
         self._block, self.nbytes = block, 0
         self.rewards = self._array((num_envs,), np.float64)
         self.terminated = self._array((num_envs,), np.bool_)
@@ -55,7 +63,7 @@ class VectorRows:
         exchanges = [self._array((Exchange.NBYTES,), np.uint8) for _ in range(workers)]
         self.exchanges = [] if block is None else [Exchange(each) for each in exchanges]
         self.obs: list[Any] | None = None
-        if _has_arrays(space):
+        if shared and _has_arrays(space):
             self.obs = [create_empty_array(space, n=num_envs, fn=self._array) for _ in range(HALVES)]
 
     def _array(self, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -163,6 +171,9 @@ def open_rows(main: WorkerMain, *args: Any) -> None:
 class EnvSlice(EnvBatch):
     """The environments ``first``, ``first + 1``, ... of a vector environment. They are stepped one after another.
 
+    Each environment has global random streams of its own (``random``, NumPy's and torch's), which its seed determines:
+    what it draws depends neither on the other environments nor on the number of workers.
+
     Args:
         env_fns: functions that make the environments.
         mode: when an environment that has ended is reset.
@@ -177,6 +188,10 @@ class EnvSlice(EnvBatch):
         self._env_fns, self._first, self._mode, self._replaces = env_fns, first, mode, replaces
         self.num_envs = len(env_fns)
         self.batch_shape = (self.num_envs,)
+        self._streams = [GroupRng(None) for _ in env_fns]
+        self._drawing: int | None = None  # the environment whose streams are the global ones
+        self._replaced_streams: UserStreams | None = None  # those that they have replaced
+        self._has_torch = False  # torch was loaded by then
         self.envs: list[Any] = []
         try:
             for i in range(self.num_envs):
@@ -187,7 +202,7 @@ class EnvSlice(EnvBatch):
             raise
         self.name = type(self.envs[0]).__name__
         self._obs: list[Any] = [None] * self.num_envs
-        self._due = [True] * self.num_envs  # environments to be reset before the next step
+        self._due = [False] * self.num_envs  # environments to be reset before the next step
         self._seeds: list[int | None] = [None] * self.num_envs  # of the last reset with a seed
         self._next_seeds: list[int | None] = [None] * self.num_envs
         self._replaced = [0] * self.num_envs
@@ -206,6 +221,7 @@ class EnvSlice(EnvBatch):
         space: spaces.Space[Any],
         num_envs: int,
         workers: int,
+        shared: bool,
         offset: int,
         last: Sequence[Any] | None,
         seeds: Sequence[int | None],
@@ -217,6 +233,7 @@ class EnvSlice(EnvBatch):
             main: main loop of the worker.
             space: observation space of one environment.
             num_envs, workers: number of environments of all workers, and of workers.
+            shared: observations are in shared memory, if their space allows it.
             offset: offset of the shared memory in the arena.
             last: last observations of the worker's environments. None: it has no predecessor.
             seeds: seeds of the next reset, unless that has its own; None: no seed.
@@ -224,8 +241,8 @@ class EnvSlice(EnvBatch):
         """
         if hasattr(os, "SCHED_OTHER"):  # the caller waits: run at once, other than below an inference server
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-        nbytes = VectorRows(space, num_envs, workers).nbytes
-        rows = VectorRows(space, num_envs, workers, main.arena.view(offset, nbytes))
+        nbytes = VectorRows(space, num_envs, workers, shared).nbytes
+        rows = VectorRows(space, num_envs, workers, shared, main.arena.view(offset, nbytes))
         begin, end = self._first, self._first + self.num_envs
         self._space, self._cells, self.exchange = space, main.progress.cells, rows.exchanges[main.config.index]
         self._rewards, self._terminated = rows.rewards[begin:end], rows.terminated[begin:end]
@@ -246,7 +263,7 @@ class EnvSlice(EnvBatch):
         Returns:
             pickle of the infos that are not empty, and of observations if they are not in shared memory; None: neither.
         """
-        infos: Infos = []
+        infos: PackedInfos = []
         cells, mode = self._cells, self._mode
         cells[PHASE] = Phase.STEP
         for i, action in enumerate(actions):
@@ -256,6 +273,7 @@ class EnvSlice(EnvBatch):
                 self._add(infos, i, self._reset(i, {}, infos))
                 cells[PHASE] = Phase.STEP
                 continue
+            self._draw_from(i)
             try:
                 obs, reward, terminated, truncated, info = self.envs[i].step(action)
                 self._rewards[i], self._terminated[i], self._truncated[i] = reward, terminated, truncated
@@ -266,31 +284,30 @@ class EnvSlice(EnvBatch):
             if terminated or truncated:
                 if mode is AutoresetMode.SAME_STEP:
                     self._add(infos, i, {"final_obs": obs, "final_info": info})
-                    info = self._reset(i, {}, infos)
-                    obs = self._obs[i]
+                    self._add(infos, i, self._reset(i, {}, infos))
                     cells[PHASE] = Phase.STEP
-                else:
-                    self._due[i] = True
-            self._obs[i] = obs
+                    continue
+                self._due[i] = True
+            self._keep(i, "step", obs)
             self._add(infos, i, info)
         return self._write(half, infos)
 
     def truncate(self, half: int) -> bytes | None:
         """Truncate all episodes, whose environments were lost with the predecessor, instead of a step."""
-        infos: Infos = []
+        infos: PackedInfos = []
         for i in range(self.num_envs):
             self._truncate(i, infos)
         return self._write(half, infos)
 
     def reset_envs(self, half: int, arguments: Mapping[int, dict[str, Any]]) -> bytes | None:
         """Reset environments with these arguments, by index; see ``step`` for the result."""
-        infos: Infos = []
+        infos: PackedInfos = []
         for i, given in arguments.items():
             self._rewards[i], self._terminated[i], self._truncated[i] = 0.0, False, False
             self._add(infos, i, self._reset(i, given, infos))
         return self._write(half, infos)
 
-    def _reset(self, i: int, arguments: dict[str, Any], infos: Infos) -> dict[str, Any]:
+    def _reset(self, i: int, arguments: dict[str, Any], infos: PackedInfos) -> dict[str, Any]:
         """Reset an environment, keep its observation, and return the info."""
         self._cells[PHASE] = Phase.RESET
         self._cells[ACTING] = self._cells[STEPPING] = i
@@ -298,20 +315,30 @@ class EnvSlice(EnvBatch):
             self._seeds[i], self._replaced[i] = arguments["seed"], 0
         elif self._next_seeds[i] is not None:
             arguments = {**arguments, "seed": self._next_seeds[i]}
+        self._draw_from(i, arguments.get("seed"))
         try:
             obs, info = self.envs[i].reset(**arguments)
         except Exception as error:  # noqa: BLE001 (raised, unless the environment is replaced)
             self._replace(i, "reset", error, infos)
+            self._draw_from(i, self._next_seeds[i])
             try:
                 obs, info = self.envs[i].reset(**{**arguments, "seed": self._next_seeds[i]})
             except Exception as again:
                 raise self._error(i, "reset", again) from again
         self._next_seeds[i] = None
-        self._obs[i], self._due[i] = obs, False
+        self._keep(i, "reset", obs)
+        self._due[i] = False
         result: dict[str, Any] = info
         return result
 
-    def _truncate(self, i: int, infos: Infos) -> None:
+    def _keep(self, i: int, method: str, obs: Any) -> None:
+        """Copy an observation, whose memory the environment may use again, and others of this worker may share."""
+        try:
+            self._obs[i] = copied(obs)
+        except TypeError as error:
+            raise self._error(i, method, error) from error
+
+    def _truncate(self, i: int, infos: PackedInfos) -> None:
         """Truncate the episode of a new environment, whose predecessor was lost."""
         self._rewards[i], self._terminated[i], self._truncated[i] = 0.0, False, True
         self._due[i] = True
@@ -319,19 +346,32 @@ class EnvSlice(EnvBatch):
             self._add(infos, i, {"final_obs": self._obs[i], "final_info": {}})
             self._add(infos, i, self._reset(i, {}, infos))
 
-    def _add(self, infos: Infos, i: int, info: dict[str, Any]) -> None:
+    def _add(self, infos: PackedInfos, i: int, info: dict[str, Any]) -> None:
         if info:
-            infos.append((self._first + i, info))
+            infos.append((self._first + i, packed(info)))
 
-    def _write(self, half: int, infos: Infos) -> bytes | None:
+    def _write(self, half: int, infos: PackedInfos) -> bytes | None:
         if self._halves is None:
             return packed((infos, self._obs))
         concatenate(self._space, self._obs, self._halves[half])
         return packed((infos, None)) if infos else None
 
+    def _draw_from(self, i: int, seed: Any = None) -> None:
+        """Make the streams of an environment the global ones; with a ``seed``, from their beginning."""
+        has_torch = "torch" in sys.modules  # an environment may import it at any time
+        if self._drawing == i and seed is None and has_torch == self._has_torch:
+            return
+        if self._drawing is not None and self._replaced_streams is not None:
+            self._streams[self._drawing].remove(self._replaced_streams)
+            self._drawing = None
+        if isinstance(seed, (int, np.integer)) and seed >= 0:  # others are refused by the environment
+            self._streams[i] = GroupRng(int(seed))
+        self._replaced_streams = self._streams[i].install()
+        self._drawing, self._has_torch = i, has_torch
+
     # --- failures ---------------------------------------------------------------------------------
 
-    def _replace(self, i: int, method: str, error: Exception, infos: Infos) -> None:
+    def _replace(self, i: int, method: str, error: Exception, infos: PackedInfos) -> None:
         """Make an environment again, after it raised an error; or raise that."""
         failure = self._error(i, method, error)
         if not self._replaces:
@@ -352,10 +392,13 @@ class EnvSlice(EnvBatch):
 
     def _made(self, i: int) -> Any:
         name = f"env_fns[{self._first + i}]"
+        self._draw_from(i)
         try:
             env = self._env_fns[i]()
         except Exception as error:
-            raise EnvError(f"environment {self._first + i}: {name} raised {described(error)}", env_index=i) from error
+            raise EnvError(
+                f"environment {self._first + i}: {name} raised {described(error)}{advice_for(error)}", env_index=i
+            ) from error
         if coroutines.takes(env):
             raise UnsupportedEnv(
                 f"{name} returned {type(env).__name__}, whose methods are coroutine functions. Vector environments "
@@ -367,6 +410,7 @@ class EnvSlice(EnvBatch):
 
     def set_attribute(self, i: int, name: str, value: Any) -> None:
         """Set an attribute of an environment, and of its successors."""
+        self._draw_from(i)
         self.envs[i].set_wrapper_attr(name, value)
         self._attributes.setdefault(i, {})[name] = value
 
@@ -381,6 +425,7 @@ class EnvSlice(EnvBatch):
         self._cells[PHASE] = Phase.CALL
         results = []
         for i in which:
+            self._draw_from(i)
             try:
                 results.append(function(self.envs[i]))
             except Exception as error:

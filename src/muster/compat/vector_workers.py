@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
@@ -12,12 +14,22 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode
+from gymnasium.vector.async_vector_env import AsyncState
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
 from muster.compat.env_slice import EnvSlice, Exchange, Infos, VectorRows, execute, open_rows, serve
-from muster.errors import BadOption, CollectorClosed, EnvError, MusterError, WorkerDied, WorkerHung
+from muster.errors import (
+    BadOption,
+    CollectorClosed,
+    CollectorTimeout,
+    EnvError,
+    MusterError,
+    WorkerDied,
+    WorkerHung,
+)
 from muster.restore.crash_report import EnvFactory
 from muster.restore.pickling import dumps
+from muster.restore.registered import ids_of_this_process
 from muster.rollout.columns import RolloutOptions
 from muster.rollout.progress import ALL_ORDERS, STEPPING
 from muster.utils.cpus import usable_cores
@@ -44,18 +56,31 @@ class EnvsClosed(CollectorClosed, ClosedEnvironmentError):
     """A vector environment was closed."""
 
 
-class StepPending(BadOption, AlreadyPendingCallError):
-    """A call came between ``step_async`` and ``step_wait``."""
+class CallPending(BadOption, AlreadyPendingCallError):
+    """A call came while the results of another one were not taken yet."""
 
-    def __init__(self, message: str) -> None:
-        AlreadyPendingCallError.__init__(self, message, "step")
+    def __init__(self, call: str, pending: AsyncState) -> None:
+        message = (
+            f"Calling `{call}` while waiting for a pending call to `{pending.value}` to complete. Call "
+            f"{pending.value}_wait() first."
+        )
+        AlreadyPendingCallError.__init__(self, message, pending.value)
 
 
-class NoStepPending(BadOption, NoAsyncCallError):
-    """``step_wait`` without ``step_async``."""
+class NoCallPending(BadOption, NoAsyncCallError):
+    """The results of a call were requested that was not made."""
 
-    def __init__(self, message: str) -> None:
-        NoAsyncCallError.__init__(self, message, "step")
+    def __init__(self, awaited: AsyncState) -> None:
+        name = awaited.value
+        message = (
+            f"Calling `{name}_wait` without any prior call to `{name}_async`. There are no results without a {name}: "
+            f"call {name}_async(...) first."
+        )
+        NoAsyncCallError.__init__(self, message, name)
+
+
+class CallTimeout(CollectorTimeout, multiprocessing.TimeoutError):
+    """The results of a call did not arrive within the given time."""
 
 
 class VectorWorkers:
@@ -74,7 +99,7 @@ class VectorWorkers:
         infos: infos of the last step or reset, as pairs of a number of an environment and its info.
         rows: memory of rewards, flags and observations.
         failure: error after which all environments have to be reset.
-        pending: a step was sent, and its results were not taken.
+        state: the call that was sent and whose results were not taken. DEFAULT: none.
     """
 
     def __init__(
@@ -90,7 +115,10 @@ class VectorWorkers:
         config, self._parts = _config(env_fns, mode, num_workers, on_failure, timeouts or {}, start_method)
         self.num_envs = len(env_fns)
         self.infos: Infos = []
-        self.pending = False
+        self.state = AsyncState.DEFAULT
+        self._calls: dict[int, SliceCall] = {}  # the call that was sent, by worker
+        self._called: list[int] = []  # the environments that a function was sent to
+        self._is_complete = False  # the reset that was sent is one of all environments
         self._half = 0  # half of ``rows.obs`` with the latest observations
         self._objects: list[Any] = [None] * self.num_envs  # the latest observations, if not in ``rows``
         self.failure: BaseException | None = None
@@ -121,13 +149,14 @@ class VectorWorkers:
             self._made.close()
             raise
 
-    def open(self, space: spaces.Space[Any]) -> None:
-        """Make the shared memory, for observations in this space."""
-        self._space = space
+    def open(self, space: spaces.Space[Any], *, shared: bool = True) -> None:
+        """Make the shared memory, for observations in this space; not for the observations unless ``shared``."""
+        self._space, self._shared = space, shared
         self._batched = batch_space(space, self.num_envs)
-        arena, nbytes = self._workers.arena, VectorRows(space, self.num_envs, len(self._parts)).nbytes
-        self._offset = arena.allocate(nbytes)
-        self.rows = VectorRows(space, self.num_envs, len(self._parts), arena.view(self._offset, nbytes))
+        memory = space, self.num_envs, len(self._parts), shared
+        nbytes = VectorRows(*memory).nbytes
+        self._offset = self._workers.arena.allocate(nbytes)
+        self.rows = VectorRows(*memory, self._workers.arena.view(self._offset, nbytes))
         for n in range(len(self._parts)):
             self._ensure(n)
 
@@ -137,15 +166,20 @@ class VectorWorkers:
         if self.rows.obs is not None:
             return self.rows.obs[self._half]
         empty: Any = create_empty_array(self._space, n=self.num_envs)
+        if any(obs is None for obs in self._objects):  # before the first reset
+            return empty
         return concatenate(self._space, self._objects, empty)
 
     # --- steps and resets -------------------------------------------------------------------------
 
     def reset(self, arguments: Mapping[int, dict[str, Any]]) -> None:
         """Reset environments with these arguments, by number. Starts lost workers again."""
-        self._check_open()
-        if self.pending:
-            raise StepPending("reset was called during a step: call step_wait() first.")
+        self.send_reset(arguments)
+        self.receive_reset()
+
+    def send_reset(self, arguments: Mapping[int, dict[str, Any]]) -> None:
+        """Send a reset of environments; see ``reset``."""
+        self.check_idle("reset_async")
         complete = len(arguments) == self.num_envs
         if self.failure is not None and not complete:
             raise MusterError(self._refusal()) from self.failure
@@ -156,40 +190,48 @@ class VectorWorkers:
             own = {i - part.start: arguments[i] for i in part if i in arguments}
             calls[n] = EnvSlice.reset_envs, (self._half ^ 1, own)
         self.failure = None if complete else self.failure
-        self._take(self._guarded(calls))
-        if complete:
+        self._is_complete = complete
+        self._send(AsyncState.WAITING_RESET, calls)
+
+    def receive_reset(self, timeout: float | None = None) -> None:
+        """Take the results of the reset that was sent; see ``receive``."""
+        self.check_open()
+        self._take(self._receive(AsyncState.WAITING_RESET, timeout))
+        if self._is_complete:
             self._lost.clear()
 
     def send(self, actions: Any) -> None:
         """Send a step: an array ``[N, ...]``, or a list with an action for each environment."""
-        self._check_open()
-        if self.pending:
-            raise StepPending("step was called during a step: call step_wait() first.")
+        self.check_idle("step_async")
         if self.failure is not None:
             raise MusterError(self._refusal()) from self.failure
         if len(actions) != self.num_envs:
             raise ValueError(f"{len(actions)} actions were given for {self.num_envs} environments.")
-        self._calls: dict[int, SliceCall] = {}
-        try:
-            for n, part in enumerate(self._parts):
-                self._ensure(n)
-                self._calls[n] = EnvSlice.step, (self._half ^ 1, actions[part.start : part.stop])
-                self._post(n, self._calls[n])
-        except BaseException as error:  # some have got their actions
-            self.failure = error
-            raise
-        self.pending = True
+        calls: dict[int, SliceCall] = {}
+        for n, part in enumerate(self._parts):
+            calls[n] = EnvSlice.step, (self._half ^ 1, actions[part.start : part.stop])
+        self._send(AsyncState.WAITING_STEP, calls)
 
-    def receive(self) -> None:
-        """Take the results of the step that was sent."""
-        if not self.pending:
-            raise NoStepPending("step_wait was called without a step: call step_async(actions) first.")
-        self.pending = False
-        answers = self._guarded(self._calls, posted=True)
-        self._take(answers)
+    def receive(self, timeout: float | None = None) -> None:
+        """Take the results of the step that was sent.
+
+        Args:
+            timeout: seconds; None: the workers' own deadlines.
+
+        Raises:
+            CallTimeout: the results have not arrived in time; all environments have to be reset.
+        """
+        self.check_open()
+        self._take(self._receive(AsyncState.WAITING_STEP, timeout))
         for n, cause in self._lost.items():
             self.infos += [(i, {"muster": {"error": cause}}) for i in self._parts[n]]
         self._lost.clear()
+
+    def drop(self) -> None:
+        """Wait for the results of the call that was sent, if there is one, and discard them. Raises no error of it."""
+        if self.state is not AsyncState.DEFAULT:
+            with suppress(MusterError):
+                self._receive(self.state, None)
 
     def _take(self, answers: Mapping[int, bytes | None]) -> None:
         self._half ^= 1
@@ -198,7 +240,8 @@ class VectorWorkers:
             self._handles[n].record.fruitless = 0
             if answer is None:
                 continue
-            infos, obs = pickle.loads(answer)
+            packed_infos, obs = pickle.loads(answer)
+            infos = [(i, pickle.loads(info)) for i, info in packed_infos]
             self.infos += infos
             if obs is not None:
                 self._objects[self._parts[n].start : self._parts[n].stop] = obs
@@ -211,23 +254,38 @@ class VectorWorkers:
 
     def each(self, function: Callable[[Any], Any], which: Iterable[int] | None = None) -> list[Any]:
         """Return the results of a function that is called with each environment, or with those of these numbers."""
-        self._check_open()
-        if self.pending:
-            raise StepPending("The environments are in a step: call step_wait() first.")
-        which = list(range(self.num_envs) if which is None else which)
+        self.send_each(function, which)
+        return self.receive_each()
+
+    def send_each(self, function: Callable[[Any], Any], which: Iterable[int] | None = None) -> None:
+        """Send a function that is called with environments; see ``each``."""
+        self.check_idle("call_async")
+        self._called = list(range(self.num_envs) if which is None else which)
         calls: dict[int, SliceCall] = {}
         for n, part in enumerate(self._parts):
-            if own := [i - part.start for i in which if i in part]:
+            if own := [i - part.start for i in self._called if i in part]:
                 calls[n] = EnvSlice.each, (own, function)
+        self._send(AsyncState.WAITING_CALL, calls)
+
+    def receive_each(self, timeout: float | None = None) -> list[Any]:
+        """Return the results of the function that was sent.
+
+        Args:
+            timeout: seconds; None: the workers' own deadlines.
+
+        Raises:
+            CallTimeout: the results have not arrived in time, and are discarded.
+        """
+        self.check_open()
         results: dict[int, Any] = {}
-        for n, answer in self._all(calls).items():
-            own = [i for i in which if i in self._parts[n]]
+        for n, answer in self._receive(AsyncState.WAITING_CALL, timeout).items():
+            own = [i for i in self._called if i in self._parts[n]]
             results.update(zip(own, pickle.loads(answer), strict=True))
-        return [results[i] for i in which]
+        return [results[i] for i in self._called]
 
     def set_attribute(self, name: str, values: Mapping[int, Any]) -> None:
         """Set an attribute of environments, by number. The environments of a restarted worker get it, too."""
-        self._check_open()
+        self.check_idle("set_attr")
         for i, value in values.items():
             self._attributes.setdefault(i, {})[name] = value
         calls: dict[int, SliceCall] = {}
@@ -236,19 +294,45 @@ class VectorWorkers:
                 calls[n] = EnvSlice.set_attributes, (name, own)
         self._all(calls)
 
-    def close(self) -> None:
-        """Close the environments and end the workers, by force if necessary. May be called again."""
-        if not self._closed and self._owner.is_here():
-            self._closed = True
-            if self.rows is not None:
-                for n, handle in enumerate(self._handles):
-                    handle.stop(ALL_ORDERS)
-                    self.rows.exchanges[n].put_call(b"")
-                    if self._mailbox.question(n):
-                        self._mailbox.answer(n, self._mailbox.question(n))
-            self._made.close()
+    def close(self, timeout: float | None = None, *, terminate: bool = False) -> None:
+        """Close the environments and end the workers, by force if necessary. May be called again.
 
-    def _check_open(self) -> None:
+        Args:
+            timeout: seconds to wait for the call that was sent, if there is one. None: the deadline for closing.
+            terminate: kill the workers at once, without closing the environments.
+        """
+        if self._closed or not self._owner.is_here():
+            return
+        self._closed = True
+        try:
+            if timeout is not None and not terminate and self.state is not AsyncState.DEFAULT:
+                self._receive(self.state, timeout)
+        except CallTimeout:
+            terminate = True
+        except MusterError:
+            pass  # of a call whose results are not needed any more
+        finally:
+            self._end(terminate=terminate)
+
+    def _end(self, *, terminate: bool) -> None:
+        for handle in self._handles if terminate else ():
+            if handle.alive:
+                handle.kill()
+        if self.rows is not None:
+            for n, handle in enumerate(self._handles):
+                handle.stop(ALL_ORDERS)
+                self.rows.exchanges[n].put_call(b"")
+                if self._mailbox.question(n):
+                    self._mailbox.answer(n, self._mailbox.question(n))
+        self._made.close()
+
+    def check_idle(self, call: str) -> None:
+        """Raise an error if this call is not possible now: this is closed, or another call is under way."""
+        self.check_open()
+        if self.state is not AsyncState.DEFAULT:
+            raise CallPending(call, self.state)
+
+    def check_open(self) -> None:
         self._owner.check()
         if self._closed:
             raise EnvsClosed("This vector environment was closed.")
@@ -258,6 +342,42 @@ class VectorWorkers:
         return f"After {kind} in the last call the environments are not at the same step: call reset()."
 
     # --- messages ---------------------------------------------------------------------------------
+
+    def _send(self, state: AsyncState, calls: dict[int, SliceCall]) -> None:
+        """Send a call to each worker. After an error in a step or reset, all environments have to be reset."""
+        self._calls = calls
+        try:
+            for n, call in calls.items():
+                self._ensure(n)
+                self._post(n, call)
+        except BaseException as error:  # some have got their calls
+            self._failed(state, error)
+            raise
+        self.state = state
+
+    def _receive(self, state: AsyncState, timeout: float | None) -> dict[int, Any]:
+        """Return the results of the call that was sent, by worker."""
+        if self.state is not state:
+            raise NoCallPending(state)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        self.state = AsyncState.DEFAULT
+        try:
+            return self._results(self._calls, deadline)
+        except _TimeIsUp:
+            error = CallTimeout(self._late(state, timeout))
+            self._failed(state, error)
+            raise error from None
+        except BaseException as error:
+            self._failed(state, error)
+            raise
+
+    def _failed(self, state: AsyncState, error: BaseException) -> None:
+        if state is not AsyncState.WAITING_CALL:
+            self.failure = error
+
+    def _late(self, state: AsyncState, timeout: float | None) -> str:
+        remedy = "Its results are discarded." if state is AsyncState.WAITING_CALL else "Call reset() to go on."
+        return f"The call to `{state.value}_wait` has timed out after {timeout} second(s). {remedy}"
 
     def _post(self, n: int, call: SliceCall) -> None:
         """Send a call to a worker, through shared memory if it fits."""
@@ -292,14 +412,17 @@ class VectorWorkers:
         self._mailbox.expect(n, number)
         self._handles[n].send(Tell(serve, (number,), number))
 
-    def _result(self, n: int) -> Any:
+    def _result(self, n: int, deadline: float | None) -> Any:
         """Return the result of a call to a worker. Raises ``Restarted`` if the worker was lost."""
         if self._serving[n] and self._mailbox.question(n):
             return self.rows.exchanges[n].result()
         self._serving[n] = False
-        return self._handles[n].answer()
+        handle = self._handles[n]
+        if deadline is not None and not handle.is_answered(deadline):
+            raise _TimeIsUp
+        return handle.answer()  # a result that is too large for the shared memory, or an error
 
-    def _wait(self) -> None:
+    def _wait(self, deadline: float | None = None) -> None:
         """Wait until all workers that serve calls in shared memory have a result, or are lost."""
         group, look = range(len(self._parts)), self._mailbox.look
 
@@ -308,7 +431,10 @@ class VectorWorkers:
             return len(asking) == at_work
 
         while not ready():
-            self._mailbox.sleep(ready, LOOK_S)
+            seconds = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
+            if seconds <= 0:
+                raise _TimeIsUp
+            self._mailbox.sleep(ready, seconds)
             if not ready():
                 self._look()
 
@@ -317,26 +443,22 @@ class VectorWorkers:
         """Detect workers that have died or hang."""
         self._workers.wait(0.0, revives=False)
 
-    def _guarded(self, calls: Mapping[int, Any], *, posted: bool = False) -> dict[int, Any]:
-        """See ``_all``; after an error, all environments have to be reset."""
-        try:
-            return self._all(calls, posted=posted)
-        except BaseException as error:
-            self.failure = error
-            raise
-
-    def _all(self, calls: Mapping[int, Any], *, posted: bool = False) -> dict[int, Any]:
-        """Return the results of calls, by worker. The successor of a lost worker gets its call again."""
-        for n, call in {} if posted else calls.items():
+    def _all(self, calls: dict[int, SliceCall]) -> dict[int, Any]:
+        """Send a call to each worker, and return the results, by worker."""
+        for n, call in calls.items():
             self._ensure(n)
             self._post(n, call)
+        return self._results(calls)
+
+    def _results(self, calls: Mapping[int, Any], deadline: float | None = None) -> dict[int, Any]:
+        """Return the results of calls, by worker. The successor of a lost worker gets its call again."""
         results = {}
         for n, call in calls.items():
             try:
                 while n not in results:
-                    self._wait()
+                    self._wait(deadline)
                     try:
-                        results[n] = self._result(n)
+                        results[n] = self._result(n, deadline)
                     except Restarted:
                         self._ensure(n)
                         self._post(n, call)
@@ -353,7 +475,7 @@ class VectorWorkers:
         handle = self._handles[n]
         while self.rows is not None and (not handle.alive or handle.starts != self._opened[n]):
             if not handle.alive and not handle.reviving:
-                handle.start()
+                self._workers.begin_or_raise(handle)
             with suppress(Restarted):
                 self._workers.wait_for(handle, partial(getattr, handle, "alive"))
             is_successor = self._opened[n] is not None
@@ -376,7 +498,7 @@ class VectorWorkers:
                 for i, seed in zip(part, given, strict=True)
             ]
         attributes = dumps({i - part.start: self._attributes[i] for i in part if i in self._attributes}, "attributes")
-        memory = self._space, self.num_envs, len(self._parts), self._offset
+        memory = self._space, self.num_envs, len(self._parts), self._shared, self._offset
         self._handles[n].send(Tell(open_rows, (*memory, last, seeds, attributes), number))
 
     def _locate(self, n: int, error: MusterError) -> None:
@@ -389,6 +511,22 @@ class VectorWorkers:
         error.env_id = part.start + index
         remedy = "Call reset() to go on; with on_failure='restart', a failure truncates the episode instead."
         error.args = (f"{error}\n\nThe environment is number {error.env_id}. {remedy}",)
+
+
+def method_of(context: str) -> Literal["forkserver", "spawn"] | None:
+    """Return Muster's start method for one of ``multiprocessing``; None, as the system allows, for "fork"."""
+    known: dict[str, Literal["forkserver", "spawn"] | None] = {
+        "forkserver": "forkserver",
+        "spawn": "spawn",
+        "fork": None,
+    }
+    if context not in known:
+        raise BadOption(f"cannot find context for {context!r}: expected one of {sorted(known)}.")
+    return known[context]
+
+
+class _TimeIsUp(Exception):
+    """The deadline of a call has passed."""
 
 
 class _Caller(Mailbox):
@@ -450,5 +588,6 @@ def _config(
         timeouts,
         MAX_RESTARTS,
         start_method,
+        registered=ids_of_this_process(),
     )
     return config, parts

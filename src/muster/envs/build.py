@@ -93,7 +93,7 @@ def _make(factory: Callable[[], Any], num_envs: int | None, name: str, device: t
             except EnvError:  # complete
                 raise
             except Exception as error:
-                failed = EnvError(f"making env {i} from {name} raised {described(error)}")
+                failed = EnvError(f"making env {i} from {name} raised {described(error)}{advice_for(error)}")
                 failed.phase = "construct"
                 raise failed from error
         return _wrap(envs, num_envs, name, device)
@@ -101,6 +101,16 @@ def _make(factory: Callable[[], Any], num_envs: int | None, name: str, device: t
         for env in envs:
             getattr(env, "close", lambda: None)()
         raise
+
+
+def advice_for(error: Exception) -> str:
+    """Return what to do about an error of making an environment, if its id is not registered; else nothing."""
+    if not isinstance(error, (gymnasium.error.NameNotFound, gymnasium.error.NamespaceNotFound)):
+        return ""
+    return (
+        " Register it, or import the package that registers it, in the main program before the environments are made; "
+        "or name the package with the id, as in 'ale_py:ALE/Pong-v5'."
+    )
 
 
 def _wrap(envs: list[Any], num_envs: int | None, name: str, device: torch.device | None) -> BuiltEnv:

@@ -13,6 +13,7 @@ import numpy as np
 
 from muster.errors import BadEnvOutput, BadOption, EnvError, UnsupportedEnv, UnsupportedSpace, described, shown
 from muster.keys import dotted
+from muster.memory.objects import copied
 from muster.memory.specs import OBJECT, Array, ArraySpec, Specs
 
 NUMBERS = "biuf"  # kinds of dtypes
@@ -105,6 +106,23 @@ def leaf_problem(value: Any, spec: ArraySpec) -> str | None:
         if np.asarray(value).dtype.kind in kind:
             return None
     return f"{described_value(value)}"
+
+
+def stored_copy(value: Any, what: str) -> Any:
+    """Return the copy of an object leaf that a row keeps; ``BadEnvOutput`` if it cannot be copied."""
+    try:
+        return copied(value)
+    except TypeError as error:
+        raise BadEnvOutput(f"{what} is {error}") from error
+
+
+def kept_info(info: Any) -> Any:
+    """Return infos, or options, with copies of their dicts, lists and arrays: environments may change them later."""
+    if isinstance(info, dict):
+        return {name: kept_info(value) for name, value in info.items()}
+    if isinstance(info, np.ndarray):
+        return info.copy()
+    return [kept_info(value) for value in info] if isinstance(info, list) else info
 
 
 def as_flag(value: Any, name: str, who: str) -> bool:

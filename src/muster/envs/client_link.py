@@ -159,11 +159,11 @@ class Connection:
                         break
         self._socket.close()
 
-    def close(self) -> None:
+    def close(self, within_s: float = DRAIN_S) -> None:
         """Tell the client that the server closes, and end the connection. Wakes the thread that waits for it."""
         text = b'{"type": "close"}'
         with suppress(OSError):
-            if self._sending.acquire(timeout=DRAIN_S):  # held for longer if the client does not read
+            if self._sending.acquire(timeout=max(0.0, within_s)):  # held for longer if the client does not read
                 try:
                     self._socket.send(SIZES.pack(len(text), 0) + text, getattr(socket, "MSG_DONTWAIT", 0))
                 finally:

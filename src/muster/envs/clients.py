@@ -6,24 +6,29 @@ import hmac
 import os
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from muster.envs.client_link import LARGEST_REWARD, PROTOCOL, ClientLost, Connection, WireFormat
+import numpy as np
+
+from muster.envs.client_link import DRAIN_S, LARGEST_REWARD, PROTOCOL, ClientLost, Connection, WireFormat
 from muster.envs.spaces import action_codec, observation_codec
 from muster.envs.stacked import StackedEnvs
 from muster.errors import BadOption, CollectorClosed
-from muster.keys import NEXT_OBS_VALID
+from muster.keys import ACTION_MASK, NEXT_OBS_VALID
 from muster.memory.slots import Lane
 from muster.protocols import Step
 from muster.utils.addresses import host_and_port, is_loopback, listening
+from muster.utils.exits import EndingThread
+from muster.utils.strangers import Strangers
 
 TOKEN_VARIABLE = "MUSTER_SERVE_TOKEN"
 SHORTEST_TOKEN = 16  # of addresses beyond loopback
 HANDSHAKE_S = 10.0
-MOST_HANDSHAKES = 64  # at the same time
+MOST_WAITING = 64  # clients that wait for the place of another
 LOOK_S = 1.0  # interval at which the listening thread looks whether it has to end
 
 
@@ -68,13 +73,19 @@ class Clients:
         self._changed = threading.Condition()
         self._connected: list[Connection | None] = [None] * count  # by environment
         self._welcomed: set[Connection] = set()
-        self._handshakes = threading.BoundedSemaphore(MOST_HANDSHAKES)
+        self._strangers, self._waiting = Strangers(), 0  # number of admitted clients without a place
         host, _ = host_and_port(address)
         self._token = _checked_token(token, host)
         self._listener = listening(address, "address")
         self._listener.settimeout(LOOK_S)
         self.address = f"{f'[{host}]' if ':' in host else host}:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, name="muster-serve", daemon=True).start()
+        # At the end of a program it closes: environments wait for their clients without a deadline.
+        listening_thread = EndingThread(self._accept, "muster-serve", self.close)
+        try:
+            listening_thread.start()
+        except RuntimeError:  # the system allows no more threads
+            self._listener.close()
+            raise
 
     @property
     def connected(self) -> int:
@@ -136,9 +147,10 @@ class Clients:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        deadline = time.monotonic() + DRAIN_S  # of all of them: some may not read
         for connection in list(self._connected):
             if connection is not None:
-                connection.close()
+                connection.close(deadline - time.monotonic())
 
     # --- the listening thread, and one for each handshake -----------------------------------------
 
@@ -152,9 +164,11 @@ class Clients:
                 if not self.closed:
                     threading.Event().wait(LOOK_S)  # too many open files, most often
                 continue
-            if self._handshakes.acquire(blocking=False):
+            self._strangers.add(sock)
+            try:
                 threading.Thread(target=self._welcome, args=(sock,), name="muster-handshake", daemon=True).start()
-            else:
+            except RuntimeError:  # the system allows no more threads
+                self._strangers.remove(sock)
                 sock.close()
 
     def _welcome(self, sock: socket.socket) -> None:
@@ -163,13 +177,15 @@ class Clients:
             connection = Connection(sock)
             try:
                 self._check(connection.receive({"hello": 0}, HANDSHAKE_S)[0])
+                if not self._strangers.remove(sock):
+                    raise ClientLost("closed")
                 self._admit(connection)
             except ClientLost as lost:
                 self.end(connection, lost)
         except OSError:  # it has gone
             sock.close()
         finally:
-            self._handshakes.release()
+            self._strangers.remove(sock)
 
     def _check(self, hello: Mapping[str, Any]) -> None:
         given = hello.get("token", "")
@@ -186,7 +202,10 @@ class Clients:
 
     def _admit(self, connection: Connection) -> None:
         with self._changed:  # a client that was replaced by this one may not be missed yet
-            has_room = self._changed.wait_for(lambda: None in self._connected or self.closed, HANDSHAKE_S)
+            self._waiting += 1
+            within_s = HANDSHAKE_S if self._waiting <= MOST_WAITING else 0.0
+            has_room = self._changed.wait_for(lambda: None in self._connected or self.closed, within_s)
+            self._waiting -= 1
             if self.closed:
                 raise ClientLost("closed")
             if not has_room:
@@ -221,7 +240,7 @@ class ClientEnv:
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         clients = self._clients
         if clients.laying_out:
-            return clients.observations.decode(bytes(clients.observations.nbytes)), {}
+            return _allowing_all(clients.observations.decode(bytes(clients.observations.nbytes))), {}
         if self._playing:
             self._end_episode()
         while self._first is None:
@@ -293,6 +312,16 @@ class ClientEnv:
         if self._connection is not None:
             self._clients.end(self._connection, lost)
         self._connection = None
+
+
+def _allowing_all(blank: Any) -> Any:
+    """Return a blank observation with ones in its action mask, since a policy cannot act where nothing is allowed."""
+
+    def ones(mask: Any) -> Any:
+        return {name: ones(part) for name, part in mask.items()} if isinstance(mask, Mapping) else np.ones_like(mask)
+
+    (name,) = ACTION_MASK
+    return {**blank, name: ones(blank[name])} if isinstance(blank, Mapping) and name in blank else blank
 
 
 class ClientEnvs(StackedEnvs):

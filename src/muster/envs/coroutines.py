@@ -55,7 +55,7 @@ class CoroutineEnvs(WrappedEnvs):
     def reset(self, arrays: Mapping[Key, Array], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         options = self.reset_options or {}
         calls = [
-            self.awaited[i].begin("reset", seed=None if seeds is None else seeds[n], **options)
+            self.awaited[i].begin("reset", seed=None if seeds is None else seeds[n], **checks.kept_info(options))
             for n, i in enumerate(which)
         ]
         self._run(calls, "reset")

@@ -87,10 +87,11 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
             self._about.check_seed(seed, running=bool(self._newest))
         whole = mask is None or not self._newest
         rows = self._all if whole else np.flatnonzero(mask)
+        newest = [] if whole else [leaf.copy() for leaf in self._newest]  # the caller has the old arrays
         obs, info = self.pool.reset(rows.astype(np.int32))
         (leaves,) = self._in_order(rows, info, self._about.leaves(obs))
         if not whole:
-            begun, leaves = leaves, [leaf.copy() for leaf in self._newest]  # the caller has the old arrays
+            begun, leaves = leaves, newest
             for leaf, part in zip(leaves, begun, strict=True):
                 leaf[rows] = part
         self._newest = leaves

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from gymnasium import spaces
@@ -13,12 +13,12 @@ from muster.envs.checks import NUMBERS, described_value
 from muster.envs.spaces import action_masks, leaf_spec
 from muster.envs.wrapped import WrappedEnvs
 from muster.errors import BadEnvOutput, BadOption, EnvError
-from muster.keys import ACTION_MASK, INFO, Key, mask_of
+from muster.keys import INFO, Key, mask_of
 from muster.memory.slots import Lane
 from muster.memory.specs import OBJECT, Array, ArraySpec
 from muster.protocols import ALL, EnvBatch
 
-Seen = dict[Key, "ArraySpec | None"]  # specs by path of names; None: a kind of value that is not stored
+Seen = dict[Key, "ArraySpec | NotStored"]  # by path of names
 Cells = list[tuple["InfoField", Array, Array]]  # with values ``[rows, B, *shape]``, and flags of present values
 
 OF_ADAPTERS = {"final_obs", "final_info", "final_observation", "terminal_observation"}
@@ -26,6 +26,17 @@ FLAG, FLOAT, INTEGER = (ArraySpec((), np.dtype(kind)) for kind in (bool, np.floa
 # Fields of ``RecordEpisodeStatistics`` and SB3's ``Monitor``, which add them at the end of an episode only.
 STATISTICS: Seen = {("episode", "r"): FLOAT, ("episode", "l"): INTEGER, ("episode", "t"): FLOAT}
 FITTING = {"b": "b", "i": "iub", "u": "iub", "f": "iubf"}  # kinds of values by the kind of a column
+
+
+@dataclass(frozen=True)
+class NotStored:
+    """Why a field that was seen has no column: the end of "it ...". ``changes``: an error also for ``info=True``."""
+
+    why: str
+    changes: bool = False
+
+
+NO_VALUE = NotStored("is no number, array or text")
 
 
 def wanted_infos(info: Any) -> dict[Key, Any]:
@@ -75,7 +86,14 @@ def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
     seen = look() if len(specs) < len(wanted) else {}
     for path in wanted.keys() - specs.keys():
         known: Seen = {**STATISTICS, **seen} if path else seen
-        found = {leaf: spec for leaf, spec in known.items() if leaf[: len(path)] == path and spec is not None}
+        within = {leaf: spec for leaf, spec in known.items() if leaf[: len(path)] == path}
+        found = {leaf: spec for leaf, spec in within.items() if isinstance(spec, ArraySpec)}
+        for leaf, spec in within.items():
+            if isinstance(spec, NotStored) and (spec.changes or (path and not found)):
+                raise BadOption(
+                    f"info: {env.name}: {_shown(leaf)} {spec.why}. Leave it out, let the environment always return a "
+                    f"number, array or text, or give the space of its values: info={{{_shown(leaf)}: spaces.Box(...)}}"
+                )
         if not found:
             raise BadOption(
                 f"info: {env.name}: no number, array or text {_shown(path) if path else 'at all'} was in the infos of "
@@ -83,8 +101,9 @@ def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
                 f"info={{{_shown(path or ('success',))}: spaces.Discrete(2)}}, or remove it"
             )
         specs |= found
-    for path in [path for path, spec in seen.items() if spec is None and () in wanted]:
-        _warn_of(env, path, "it is no number, array or text")
+    for path, spec in seen.items() if () in wanted else ():
+        if isinstance(spec, NotStored):
+            _warn_of(env, path, f"it {spec.why}")
     if nested := [path for path in specs for i in range(1, len(path)) if path[:i] in specs]:
         raise BadOption(f"info: {env.name}: {nested[0][:-1]} is a dict, and also a value. Name one of them only")
     fields = [InfoField(path, specs[path]) for path in sorted(specs)]
@@ -92,23 +111,64 @@ def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
 
 
 def look_at(env: EnvBatch, seen: Seen) -> None:
-    """Add the specs of ``env.new_infos`` to ``seen``. Raises BadOption if the kind or shape of an info changes."""
-    found: list[tuple[Key, Any]] = []
+    """Add what ``env.new_infos`` shows to ``seen``. Raises ``BadEnvOutput`` if there are no dicts of infos."""
+    found: list[tuple[Key, ArraySpec | NotStored]] = []
     for told, _ in env.new_infos:
-        if isinstance(told, Mapping):
-            for path, (column, mask) in _leaves(told, many=True).items():
-                there = np.ones(env.num_envs, bool) if mask is True else mask
-                found += [(path, value) for value in np.asarray(column)[there][:1]]
-        else:
-            found += [(path, value) for info in told for path, (value, _) in _leaves(info or {}).items()]
-    for path, value in found:
-        spec = _spec_of(value)
-        before = seen.setdefault(path, spec)
-        if spec is None or before is None or str(spec) == str(before):
+        if not isinstance(told, Mapping):
+            for i in range(env.num_envs):
+                found += [(path, _spec_of(value)) for path, (value, _) in _leaves(_info_of(env, told, i)).items()]
             continue
-        if spec.shape != before.shape or not {spec.dtype.kind, before.dtype.kind} <= set("iuf"):
-            raise BadOption(f"info: {env.name}: {_shown(path)} has {before} at first, and then {spec}. Give its space")
-        seen[path] = ArraySpec(spec.shape, np.result_type(spec.dtype, before.dtype))
+        for path, (column, mask) in _leaves(told, many=True).items():
+            rows = _rows_of(column, mask, env.num_envs)
+            if isinstance(rows, str):
+                found.append((path, NotStored(rows)))
+            else:
+                values, there = rows
+                found += [(path, _spec_of(value)) for value in (values if there is True else values[there])[:1]]
+    for path, spec in found:
+        seen[path] = _joined(seen[path], spec) if path in seen else spec
+
+
+def _joined(before: ArraySpec | NotStored, spec: ArraySpec | NotStored) -> ArraySpec | NotStored:
+    """Return the spec of values of both; the first one, if one of them is not stored."""
+    if isinstance(before, NotStored) or isinstance(spec, NotStored) or str(spec) == str(before):
+        return before
+    if spec.shape != before.shape or not {spec.dtype.kind, before.dtype.kind} <= set("iuf"):
+        return NotStored(f"has {before} at first, and then {spec}", changes=True)
+    return ArraySpec(spec.shape, np.result_type(spec.dtype, before.dtype))
+
+
+def _info_of(env: Any, told: Any, i: int) -> dict[Any, Any]:
+    """Return the info of environment ``i`` in a list of infos, ``{}`` for None; ``BadEnvOutput`` if it is no dict."""
+    is_list = isinstance(told, (list, tuple)) or (isinstance(told, np.ndarray) and told.ndim > 0)
+    if not is_list or len(told) != env.num_envs:
+        raise BadEnvOutput(
+            f"{env.name} returned the infos {described_value(told)}, expected a dict of arrays, or a list with a dict "
+            f"for each of {env.num_envs} environments"
+        )
+    info = {} if told[i] is None else told[i]
+    if not isinstance(info, dict):
+        raise BadEnvOutput(f"{env.name}[{i}] returned the info {described_value(info)}, expected a dict")
+    return info
+
+
+def _rows_of(column: Any, mask: Any, num_envs: int) -> tuple[Array, Array | Literal[True]] | str:
+    """Return the values ``[B, ...]`` of a batch's field and the mask of environments that have one (True: all).
+
+    If they are not such arrays, return the problem, as the end of "it ...".
+    """
+    try:
+        values = np.asarray(column)
+    except (TypeError, ValueError, RuntimeError):  # rows of different lengths, for instance
+        values = np.empty(())
+    if values.shape[:1] != (num_envs,):
+        return f"is {described_value(column)}, expected a value for each of {num_envs} environments"
+    if mask is True:
+        return values, True
+    flags = np.asarray(mask)
+    if flags.shape != (num_envs,) or flags.dtype.kind != "b":
+        return f"has the mask {described_value(mask)}, expected a bool for each of {num_envs} environments"
+    return values, flags
 
 
 def _leaves(
@@ -119,7 +179,8 @@ def _leaves(
     for name, value in info.items():
         if value is None or not isinstance(name, str) or name[:1] in "_" or name in OF_ADAPTERS:
             continue
-        there = info.get(f"_{name}", mask) if many else True
+        own = info.get(f"_{name}") if many else True
+        there = mask if own is None else own
         if isinstance(value, dict):  # a check of other mappings takes ten times as long
             found.update(_leaves(value, (*path, name), there, many=many))
         else:
@@ -128,13 +189,13 @@ def _leaves(
     return found
 
 
-def _spec_of(value: Any) -> ArraySpec | None:
+def _spec_of(value: Any) -> ArraySpec | NotStored:
     if isinstance(value, str):
         return ArraySpec((), OBJECT)
     if not isinstance(value, (bool, int, float, np.generic, np.ndarray)):
-        return None
+        return NO_VALUE
     array = np.asarray(value)
-    return ArraySpec(array.shape, array.dtype) if array.dtype.kind in NUMBERS else None
+    return ArraySpec(array.shape, array.dtype) if array.dtype.kind in NUMBERS else NO_VALUE
 
 
 @dataclass(eq=False)
@@ -157,7 +218,10 @@ class InfoField:
         """Return whether ``value``, ``[*lead, *shape]``, can be stored."""
         if not self.spec.is_tensor:
             return isinstance(value, str)
-        array = np.asarray(value)
+        try:
+            array = np.asarray(value)
+        except (TypeError, ValueError, RuntimeError):  # rows of different lengths, for instance
+            return False
         fits = array.shape == (*lead, *self.spec.shape) and array.dtype.kind in FITTING[self.spec.dtype.kind]
         if fits and isinstance(value, (bool, int, float, np.generic)):
             self.fitting.add(type(value))
@@ -171,7 +235,7 @@ class _WithInfos(WrappedEnvs):
         super().__init__(inner)
         specs = {key: spec for each in fields for key, spec in each.stored().items()}
         known = {each.path for each in fields} if watched else None
-        masks = inner.action_masks or action_masks(specs, inner.action_specs, (INFO, *ACTION_MASK))
+        masks = inner.action_masks or action_masks(specs, inner.action_specs, (INFO,))
         self.__dict__.update(info_specs=specs, action_masks=masks, _fields=fields, _known=known, begun={})
 
     def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
@@ -220,9 +284,7 @@ class _WithInfos(WrappedEnvs):
                 self._put_many(each, values[row], flags[row], some, *leaves.get(each.path, (None, True)))
             return
         for i in range(self.num_envs) if some is ALL else some:
-            info = {} if told[i] is None else told[i]
-            if not isinstance(info, dict):
-                raise BadEnvOutput(f"{self.name}[{i}] returned the info {described_value(info)}, expected a dict")
+            info = _info_of(self, told, i)
             if self._known is not None:
                 self._warn_of_unknown(_leaves(info))
             for each, values, flags in cells:
@@ -244,7 +306,12 @@ class _WithInfos(WrappedEnvs):
         if column is None:
             values[some], flags[some] = each.blank, False
             return
-        column = np.asarray(column)
+        rows = _rows_of(column, mask, self.num_envs)
+        if isinstance(rows, str):
+            raise EnvError(
+                f"{self.name}: info {_shown(each.path)} {rows}. Let the environment return arrays, or do not ask for it"
+            )
+        column, mask = rows
         if column.dtype.kind in "OU":
             for i in range(self.num_envs) if some is ALL else some:
                 self._put_one(each, values, flags, i, column[i] if mask is True or mask[i] else None)

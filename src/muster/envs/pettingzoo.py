@@ -11,7 +11,7 @@ equal spaces form the group ``name``; any other agent is a group by itself. For 
     ("next", group, "reward")                     [k, 1] float32
     (group, "done" | "terminated" | "truncated")  [k, 1]: how the agent left; ``done`` is True while it is absent
     (group, "mask")                               [k]: the agent acts
-    (group, "action_mask")                        [k, n], from Dict observations or infos; True for an absent agent
+    (group, "action_mask")                        [k, *shape], from Dict observations or infos; True for absent agents
     "state"                                       the global state, if the environment has a ``state_space``
 
 An agent's last observation is in the row after its last step. Agents without an observation have zeros.
@@ -105,7 +105,9 @@ class ParallelEnvs(EnvBatch):
         checks.check_arrays(self.name, self.observation_specs, self.action_specs)
         self._acting: list[list[str]] = [[] for _ in envs]
         self._left: list[dict[str, tuple[bool, bool]]] = [{} for _ in envs]  # terminated, truncated
-        self.action_masks = {(team.name, "action"): team.keys["action_mask"] for team in self.teams if team.choices}
+        self.action_masks = {
+            (team.name, "action"): team.keys["action_mask"] for team in self.teams if team.mask_shape is not None
+        }
         self.keeps_infos = False
         self._told: list[Any] = [None] * self.num_envs  # infos by agent
         self.new_infos = [(self._told, ALL)]
@@ -118,8 +120,11 @@ class ParallelEnvs(EnvBatch):
     def reset(self, arrays: Mapping[Key, Array], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         options, self.reset_options = self.reset_options or {}, None
         for n, b in enumerate(which):
-            obs, infos = self._reset(b, seed=None if seeds is None else int(seeds[n]), **options)
-            self._acting[b], self._left[b], self._told[b] = list(self.envs[b].agents), {}, infos
+            seed = None if seeds is None else int(seeds[n])
+            obs, infos = self._reset(b, seed=seed, **checks.kept_info(options))
+            self._acting[b], self._left[b] = list(self.envs[b].agents), {}
+            if self.keeps_infos:
+                self._told[b] = checks.kept_info(infos)
             self._write(arrays, row, b, obs, infos, "reset")
 
     def start(self, lane: Lane) -> Step:
@@ -134,12 +139,14 @@ class ParallelEnvs(EnvBatch):
                 self.executed_in_row = b
                 got = self._call(b, "step", self._action(arrays, t, b))
                 self.executed_in_row = b + 1
-                obs, reward, ended, cut, self._told[b] = self._checked(got, b)
+                obs, reward, ended, cut, infos = self._checked(got, b)
+                if self.keeps_infos:
+                    self._told[b] = checks.kept_info(infos)
                 total[t, b] = self._put_rewards(rewards, t, b, reward)
                 still = [a for a in self.envs[b].agents if not (ended.get(a) or cut.get(a))]
                 self._left[b] |= {a: (ended[a], cut[a]) for a in self._acting[b] if a not in still}
                 self._acting[b] = still
-                self._write(arrays, t + 1, b, obs, self._told[b], "step")
+                self._write(arrays, t + 1, b, obs, infos, "step")
                 if not still:
                     by_end = all(left[0] for left in self._left[b].values())
                     terminated[t, b], truncated[t, b] = by_end, not by_end
@@ -204,7 +211,7 @@ class ParallelEnvs(EnvBatch):
                     leaves, legal = team.leaves(self.casts, seen, infos.get(agent), who)
                 for target, leaf in zip(targets, leaves, strict=True):
                     target[i] = leaf
-                if team.choices:
+                if team.mask_shape is not None:
                     arrays[team.keys["action_mask"]][row, b, i] = legal if here else True
         if self._state is not None:
             leaves = self._state.flatten(self._call(b, "state"))
@@ -249,8 +256,8 @@ class ParallelEnvs(EnvBatch):
             specs |= batched.specs
             specs |= {team.keys[flag[0]]: ArraySpec((k, 1), BOOL) for flag in FLAGS}
             specs[team.keys["mask"]] = ArraySpec((k,), BOOL)
-            if team.choices:
-                specs[team.keys["action_mask"]] = ArraySpec((k, team.choices), BOOL)
+            if team.mask_shape is not None:
+                specs[team.keys["action_mask"]] = ArraySpec((k, *team.mask_shape), BOOL)
         return specs
 
 

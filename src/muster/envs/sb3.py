@@ -16,6 +16,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, iterate
 
 from muster.envs.checks import the_only
+from muster.envs.own_memory import with_own_memory
 from muster.envs.spaces import observation_codec
 from muster.envs.vector import VectorEnvBatch
 from muster.errors import BadOption, UnsupportedEnv
@@ -65,6 +66,9 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
         strange = (layer for layer in _layers(env) if _name(type(layer)) not in RESET_ROWS)
         self._strange = next(strange, None)
         self.muster_exact = self._strange is None
+        base = _layers(env)[-1]
+        if _name(type(base)) == "dummy_vec_env.DummyVecEnv":
+            with_own_memory(base)
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Start new episodes.

@@ -88,14 +88,21 @@ def action_codec(space: spaces.Space[Any]) -> SpaceCodec:
     return SpaceCodec(space, ACTION)
 
 
-def action_masks(observed: Specs, actions: Specs, key: Key = ACTION_MASK) -> dict[Key, Key]:
-    """Return ``{action: key}`` if the leaf ``key`` is a mask of one discrete action (see ``EnvBatch.action_masks``)."""
-    (action, spec), *others = actions.items()
-    mask = observed.get(key)
-    if mask is None or others or not mask.is_tensor or spec.dtype.kind not in "iu" or spec.low is None:
-        return {}
-    choices = np.asarray(spec.high, np.float64) - np.asarray(spec.low, np.float64) + 1
-    return {action: key} if choices.sum() == np.prod(mask.shape) else {}
+def action_masks(observed: Specs, actions: Specs, root: Key = ()) -> dict[Key, Key]:
+    """Return the key of the action mask by key of the action, of the leaves called ``action_mask`` (below ``root``).
+
+    The mask ``("action_mask", *name)`` is that of the action ``("action", *name)``. A mask ``("action_mask",)`` of an
+    action with several parts is that of its only discrete part. A mask of no action is returned as one of the first
+    action. ``policies.sampling.check_masks`` raises if an action cannot have the mask.
+    """
+    n = len(root)
+    masks = [key for key in observed if key[: n + 1] == (*root, *ACTION_MASK) and not key[-1].startswith("_")]
+    found = {action: key for key in masks if (action := (*ACTION, *key[n + 1 :])) in actions}
+    discrete = [action for action, spec in actions.items() if spec.is_discrete]
+    for key in masks:
+        if key not in found.values():
+            found.setdefault(discrete[0] if len(discrete) == 1 else next(iter(actions)), key)
+    return found
 
 
 def leaf_spec(space: spaces.Space[Any]) -> ArraySpec:

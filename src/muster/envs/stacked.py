@@ -13,6 +13,7 @@ from muster.envs.checks import FIX, Casts
 from muster.envs.spaces import SpaceCodec, action_codec, action_masks, observation_codec
 from muster.errors import BadEnvOutput, EnvError, UnsupportedEnv, described, shown, text_of
 from muster.keys import REWARD, Key, dotted, next_of
+from muster.memory.objects import copied_cells
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
 from muster.protocols import ALL, EnvBatch, Step
@@ -66,8 +67,10 @@ class StackedEnvs(EnvBatch):
         options, self.reset_options = self.reset_options or {}, None
         for n, i in enumerate(which):
             who, seed = f"{self.name}[{i}]", None if seeds is None else seeds[n]
-            got = checks.call(self.envs[i], "reset", who, index=i, seed=seed, **options)
-            obs, self._told[i] = checks.reset_pair(got, who)
+            got = checks.call(self.envs[i], "reset", who, index=i, seed=seed, **checks.kept_info(options))
+            obs, info = checks.reset_pair(got, who)
+            if self.keeps_infos:
+                self._told[i] = checks.kept_info(info)
             if plain and type(obs) is np.ndarray and obs.shape == shape and obs.dtype == dtype:
                 arrays[key][row, i] = obs
             else:
@@ -211,7 +214,9 @@ class StackedEnvs(EnvBatch):
         try:
             leaves = [obs] if self.observations.single else self.observations.flatten(obs)
             for (key, spec), leaf in zip(self.observations.specs.items(), leaves, strict=True):
-                if spec.is_tensor and (problem := self.casts.problem(leaf, spec, dotted(key))):
+                if not spec.is_tensor:
+                    leaf = checks.stored_copy(leaf, dotted(key))
+                elif problem := self.casts.problem(leaf, spec, dotted(key)):
                     raise BadEnvOutput(f"{dotted(key)} is {problem}, but its space says {spec}")
                 arrays[key][at] = leaf
         except BadEnvOutput as error:
@@ -224,11 +229,14 @@ class StackedEnvs(EnvBatch):
             rows = lane.arrays[keys[0]]
             if specs[0].dtype.kind in "iu" and not specs[0].shape:
                 return lambda t: rows[t].tolist()
-            return lambda t: rows[t].copy()
-        arrays = [lane.arrays[key] for key in keys]
+            if specs[0].is_tensor:
+                return lambda t: rows[t].copy()
+            return lambda t: copied_cells(rows[t])  # type: ignore[return-value]
+        copiers: list[Callable[[Any], Array]] = [np.ndarray.copy if spec.is_tensor else copied_cells for spec in specs]
+        columns = [lane.arrays[key] for key in keys]
 
         def composite(t: int) -> list[Any]:
-            copies = [array[t].copy() for array in arrays]
+            copies = [copy(column[t]) for copy, column in zip(copiers, columns, strict=True)]
             return [self.actions.build([leaf[b] for leaf in copies]) for b in range(self.num_envs)]
 
         return composite
@@ -289,7 +297,8 @@ def _keeping_info(step: Callable[[Any], Any], i: int, told: list[Any]) -> Callab
 
     def keeping(action: Any) -> Any:
         got = step(action)
-        told[i] = got[4] if isinstance(got, tuple) and len(got) == 5 else None  # the caller reports the problem
+        # None: the caller reports the problem.
+        told[i] = checks.kept_info(got[4]) if isinstance(got, tuple) and len(got) == 5 else None
         return got
 
     return keeping

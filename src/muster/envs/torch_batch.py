@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from muster.envs.vector import autoreset_mode
 from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv, UnsupportedSpace
 from muster.keys import IS_INIT, NEXT_OBS_VALID, REWARD, TERMINATED, TRUNCATED, Key, dotted, next_of
 from muster.memory.slots import Lane, as_tensor, torch_dtype
-from muster.memory.specs import ArraySpec, choices_of
+from muster.memory.specs import ArraySpec, choices_of, is_joint_mask
 from muster.protocols import EnvBatch, Step
 from muster.rng import GroupRng
 
@@ -305,9 +306,14 @@ class TorchEnvs(EnvBatch):
         self._mask_untried = False
         self._generator.manual_seed(0)
         actions = [draw(self._generator).to(self._on) for draw in self._draws]
-        for action, key in self.action_masks.items():  # there is one action then
-            allowed = dict(zip(self.observation_specs, obs, strict=True))[key]
-            actions = [_first_allowed(self.action_specs[action], allowed).to(actions[0]).reshape(actions[0].shape)]
+        seen = dict(zip(self.observation_specs, obs, strict=True))
+        for place, (action, spec) in enumerate(self.action_specs.items()):
+            key = self.action_masks.get(action)
+            if key is None or not spec.is_discrete:
+                continue
+            with suppress(ValueError):  # a mask that does not fit, which policies refuse
+                allowed = _first_allowed(spec, seen[key], self.observation_specs[key].shape)
+                actions[place] = allowed.to(actions[place]).reshape(actions[place].shape)
         before, *_ = self._step(actions, 0)
         before = [leaf.clone() for leaf in before]
         mask = torch.arange(self.num_envs, device=self._on) == 0
@@ -407,11 +413,19 @@ def _drawing(spec: ArraySpec, B: int, on: torch.device) -> Draw:
     return floats
 
 
-def _first_allowed(spec: ArraySpec, mask: torch.Tensor) -> torch.Tensor:
-    """Return the first allowed choice of each variable, ``[B, variables]``."""
+def _first_allowed(spec: ArraySpec, mask: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the first allowed choice of each variable, ``[B, variables]``; ``shape``: of the mask of an environment.
+
+    Raises:
+        ValueError: the mask does not fit the action.
+    """
     nvec, low = choices_of(spec)
-    parts = torch.split(mask.reshape(len(mask), -1) != 0, list(nvec), 1)
-    return torch.stack([part.byte().argmax(1) + first for part, first in zip(parts, low, strict=True)], 1)
+    legal = mask.reshape(len(mask), -1) != 0
+    if is_joint_mask(nvec, shape):
+        chosen = list(torch.unravel_index(legal.byte().argmax(1), nvec))
+    else:
+        chosen = [part.byte().argmax(1) for part in torch.split(legal, list(nvec), 1)]
+    return torch.stack([choice + first for choice, first in zip(chosen, low, strict=True)], 1)
 
 
 def _single_space(env: Any, name: str, B: int) -> spaces.Space[Any]:

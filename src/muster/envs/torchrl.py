@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torchrl.envs import Compose, EnvBase, GymEnv, Transform, TransformedEnv
+from torchrl.envs import ActionMask, Compose, EnvBase, GymEnv, Transform, TransformedEnv
 
 from muster.envs.checks import check_distinct, close_all
+from muster.envs.spaces import action_masks
 from muster.envs.torchrl_gym import PlainGym, fast_step, is_plain_gym, plain_parts
 from muster.envs.torchrl_one import OneEnv
 from muster.envs.torchrl_specs import declared, drawers, masked
 from muster.errors import BadOption, UnsupportedEnv
-from muster.keys import Key
+from muster.keys import ACTION, Key
 from muster.memory.cells import take
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
@@ -52,6 +53,8 @@ class TorchRLEnvs(EnvBatch):
     nearest to the root is set. Flags further below are carried like observations.
     """
 
+    reset_options: dict[str, Any] | None = None  # TorchRL's ``reset(**kwargs)`` takes any, also a seed
+
     def __init__(self, envs: Sequence[EnvBase]) -> None:
         self.envs = list(envs)
         first = self.envs[0]
@@ -67,6 +70,8 @@ class TorchRLEnvs(EnvBatch):
         self.num_envs = sum(one.count for one in self._ones)
         self.batch_shape = specs.lead or None
         self.observation_specs, self.action_specs, self.step_specs = specs.observations, specs.actions, specs.steps
+        if [*specs.actions] == [ACTION]:  # masks of agents are those of the environment's action spec
+            self.action_masks = action_masks(specs.observations, specs.actions)
         self.bookkeeping = frozenset(
             key for key in specs.observations if key in specs.state_only or key in specs.done or key[-1] in COUNTERS
         )
@@ -157,6 +162,15 @@ class TorchRLEnvs(EnvBatch):
         return masked(env.full_action_spec) or any(
             f not in (EnvBase.rand_action, TransformedEnv.rand_action) for f in own
         )
+
+    @property
+    def samples_allowed(self) -> bool:  # type: ignore[override]
+        """Whether random actions are TorchRL's, by masks or in another way of the environment."""
+        return self._stateful() or any(isinstance(part, ActionMask) for part in self._transforms())
+
+    def _transforms(self) -> Iterator[Any]:
+        for env in _chain(self.envs[0]):
+            yield from env.transform.modules() if isinstance(env, TransformedEnv) else ()
 
     def _sample_stateful(self, shape: tuple[int, ...]) -> dict[Key, Array]:
         out = self._no_actions((int(np.prod(shape, dtype=int)) // self.num_envs, self.num_envs))

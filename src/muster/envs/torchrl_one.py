@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.batched_envs import BatchedEnvBase, ParallelEnv, SerialEnv
 
 from muster.envs.torchrl_specs import Declared, Nesting
 from muster.errors import BadEnvOutput, EnvError, described, text_of
 from muster.keys import FLAGS, NEXT_OBS_VALID, RESERVED, REWARD, Key, dotted, nested, next_of
-from muster.memory.cells import assemble, take
+from muster.memory.cells import assemble, stacked_objects, take
+from muster.memory.objects import copied_cells
 from muster.memory.slots import MAX_ROW_VIEWS, Lane, torch_dtype
 from muster.memory.specs import Specs
 from muster.utils.private_names import tensordict_maker
@@ -121,7 +121,7 @@ class OneEnv:
         for key, spec in self.specs.observations.items():
             target = arrays[key][row][self.columns]
             if not spec.is_tensor:
-                cells = take(td, key, self.specs.lead)
+                cells = self._cells(td, key, "reset")
                 if cells is None:
                     raise BadEnvOutput(f"{self.name}.reset: {dotted(key)} is missing. {FIX}")
                 for i in rows:
@@ -169,7 +169,7 @@ class OneEnv:
             if spec.is_tensor:
                 self._rows(lane.tensors[key])[t].copy_(td.get(_name(key)))
             else:
-                self._rows(lane.arrays[key])[t][...] = take(td, key, self.specs.lead)
+                self._rows(lane.arrays[key])[t][...] = self._cells(td, key, "rand_action")
 
     def _complete(self, after: Any) -> None:
         """Add missing done flags, and give all of them the shapes of their specs, as ``EnvBase.step`` does."""
@@ -225,12 +225,19 @@ class OneEnv:
             row[:] = total if i == 0 else row + total
 
     def _write_cells(self, key: Key, row: Any, after: Any, td: Any, method: str) -> None:
-        cells = take(after, key, self.specs.lead)
+        cells = self._cells(after, key, method)
         if cells is None and key in self.specs.state_only:
-            cells = take(td, key, self.specs.lead)
+            cells = self._cells(td, key, method)
         if cells is None:
             raise BadEnvOutput(f"{self.name}.{method}: {dotted(key)} is missing. {FIX}")
         row[...] = cells
+
+    def _cells(self, td: Any, key: Key, method: str) -> Any:
+        """Return copies of the objects of a leaf; None if it is missing."""
+        try:
+            return take(td, key, self.specs.lead)
+        except TypeError as error:
+            raise BadEnvOutput(f"{self.name}.{method}: {dotted(key)} is {error}. {FIX}") from error
 
     def _fitted(
         self, name: Any, td: Any, after: Any, shape: torch.Size, dtype: torch.dtype, method: str
@@ -329,6 +336,7 @@ class OneEnv:
 
             def gather(t: int) -> Any:
                 given = {key: rows[t + later] for key, (rows, later) in leaves.items()}
+                given = {key: v if torch.is_tensor(v) else copied_cells(v) for key, v in given.items()}
                 td = assemble({**given, **flags}, specs.lead, None, inner).clone()
                 return td if self._device is None else td.to(self._device)
 
@@ -354,7 +362,7 @@ class OneEnv:
     def _entry(self, value: Any) -> Any:
         if torch.is_tensor(value):
             return value.clone() if self._device is None else value.to(self._device, copy=True)
-        return NonTensorStack.from_list(value.tolist()) if value.ndim else NonTensorData(value.item())
+        return stacked_objects(copied_cells(value))
 
 
 class _InOwnDtype:

@@ -162,7 +162,13 @@ def _array_spec(spec: TensorSpec | None, dims: int) -> ArraySpec:
     if low is None or high is None:
         return ArraySpec(shape, dtype)
     low, high = (np.broadcast_to(bound, shape).astype(dtype) for bound in (low, high))
-    return ArraySpec(shape, dtype, low, high, one_hot=isinstance(spec, (OneHot, MultiOneHot)))
+    return ArraySpec(shape, dtype, low, high, one_hot=_one_hot_sizes(spec))
+
+
+def _one_hot_sizes(spec: TensorSpec) -> tuple[int, ...]:
+    if isinstance(spec, MultiOneHot):
+        return tuple(int(space.n) for space in spec.space)
+    return (int(spec.space.n),) if isinstance(spec, OneHot) else ()
 
 
 def _bounds(spec: TensorSpec, dims: int) -> tuple[Any, Any]:

@@ -4,7 +4,7 @@ A row is complete when its agent's next turn comes or its episode ends. Rows of 
 are complete; where agents alternate, that is the order of turns. The keys of a row are those of a single agent::
 
     "observation"                       what the agent observed; the keys of a Dict space
-    "action_mask"                       [n] bool, from Dict observations or infos, if the environment has masks
+    "action_mask"                       bool, from Dict observations or infos, if the environment has masks
     ("collector", "agent")              number of the agent in ``possible_agents``, int64
     "action"                            the agent's action
     ("next", "reward")                  sum of the rewards of the agent since this action, up to its next turn
@@ -30,7 +30,7 @@ from muster.envs.spaces import SpaceCodec, action_masks, observation_codec
 from muster.errors import BadEnvOutput, UnsupportedEnv, UnsupportedSpace
 from muster.keys import ACTION_MASK, AGENT, POLICY_VERSION, REWARD, TERMINATED, TRUNCATED, Key, dotted, next_of
 from muster.memory.slots import Lane
-from muster.memory.specs import Array, ArraySpec, Specs
+from muster.memory.specs import Array, ArraySpec, Specs, choices_of, is_joint_mask
 from muster.protocols import EnvBatch, Step
 from muster.rng import GroupRng
 
@@ -45,7 +45,10 @@ class AgentSpaces:
 
     Attributes:
         observation: of one agent, without its action mask.
-        choices: number of entries of an action mask; None: there are none.
+        mask_shape: shape of an action mask; None: there are none.
+
+    Raises:
+        UnsupportedSpace: the mask does not fit the action space.
     """
 
     def __init__(self, who: str, env: Any, agents: Sequence[str], infos: Mapping[str, Any], root: Key = ()) -> None:
@@ -55,21 +58,25 @@ class AgentSpaces:
             space = spaces.Dict({key: part for key, part in space.spaces.items() if key != MASK})
         self.observation = SpaceCodec(space, (*root, "observation")) if root else observation_codec(space)
         self.action = SpaceCodec(action_space, (*root, "action"))
-        self.choices: int | None = None
-        if self._mask_in_obs or any(MASK in (infos.get(agent) or {}) for agent in agents):
-            if not isinstance(action_space, spaces.Discrete):
+        self.mask_shape = self._find_mask(env, agents, infos)
+        if self.mask_shape is not None:
+            (action, *more) = self.action.specs.values()
+            if more or not action.is_discrete:
                 raise UnsupportedSpace(f"{who} has an action_mask, but its actions are {action_space}")
-            self.choices = int(action_space.n)
+            try:
+                is_joint_mask(choices_of(action)[0], self.mask_shape)
+            except ValueError as error:
+                raise UnsupportedSpace(f"{who}: the action mask {MASK!r} with {error}. Change the mask.") from None
 
     def leaves(self, casts: Casts, seen: Any, info: Any, who: str) -> tuple[list[Any], Array | bool]:
         """Return the checked leaves of an agent's observation, and its action mask (True: all are allowed)."""
         mask: Any = None
-        if self.choices is not None:
+        if self.mask_shape is not None:
             source = seen if self._mask_in_obs else info
             mask = source.get(MASK) if isinstance(source, Mapping) else None
-            if mask is not None and np.shape(mask) != (self.choices,):
+            if mask is not None and np.shape(mask) != self.mask_shape:
                 raise BadEnvOutput(
-                    f"{who}: its action_mask has shape {np.shape(mask)}, expected ({self.choices},). {FIX}"
+                    f"{who}: its action_mask has shape {np.shape(mask)}, expected {self.mask_shape}. {FIX}"
                 )
         if self._mask_in_obs and isinstance(seen, Mapping):
             seen = {key: value for key, value in seen.items() if key != MASK}
@@ -77,6 +84,14 @@ class AgentSpaces:
         for (key, spec), leaf in zip(self.observation.specs.items(), leaves, strict=True):
             casts.check(leaf, spec, dotted(key), who)
         return leaves, True if mask is None else np.array(mask, bool)
+
+    def _find_mask(self, env: Any, agents: Sequence[str], infos: Mapping[str, Any]) -> tuple[int, ...] | None:
+        """Return the shape of an agent's mask: that of its space, or of the first info that has one."""
+        if self._mask_in_obs:
+            space = env.observation_space(agents[0])[MASK]
+            return tuple(space.shape) if space.shape is not None else ()
+        masks = [info[MASK] for agent in agents if MASK in (info := infos.get(agent) or {})]
+        return np.shape(masks[0]) if masks else None
 
 
 def name_of_game(envs: Sequence[Any]) -> str:
@@ -155,8 +170,8 @@ class TurnEnvs(EnvBatch):
         self._actions = self._spaces.action
         self.action_specs: Specs = self._actions.specs
         specs: Specs = dict(self._spaces.observation.specs)
-        if self._spaces.choices is not None:
-            specs[ACTION_MASK] = ArraySpec((self._spaces.choices,), BOOL)
+        if self._spaces.mask_shape is not None:
+            specs[ACTION_MASK] = ArraySpec(self._spaces.mask_shape, BOOL)
         low, high = np.asarray(0), np.asarray(len(self.agents) - 1)
         self.observation_specs = {**specs, AGENT: ArraySpec((), INTEGER, low, high)}
         self.action_masks = action_masks(specs, self.action_specs)
@@ -179,7 +194,8 @@ class TurnEnvs(EnvBatch):
         options, self.reset_options = self.reset_options or {}, None
         for n, b in enumerate(which):
             self._cut(b)
-            self._call(b, "reset", seed=None if seeds is None else int(seeds[n]), **options)
+            seed = None if seeds is None else int(seeds[n])
+            self._call(b, "reset", seed=seed, **checks.kept_info(options))
             self._next_turn(b)
             self._show(arrays, row, b)
 

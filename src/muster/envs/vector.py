@@ -16,10 +16,13 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from muster.envs import checks
+from muster.envs.cartpole_vector import has_masks, with_masks
 from muster.envs.checks import FIX, Casts
+from muster.envs.own_memory import with_own_memory
 from muster.envs.spaces import SpaceCodec, action_codec, action_masks, observation_codec
 from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv
 from muster.keys import NEXT_OBS_VALID, REWARD, Key, dotted, mask_of, next_of
+from muster.memory.objects import copied_cells
 from muster.memory.slots import Lane
 from muster.memory.specs import Array, ArraySpec
 from muster.protocols import ALL, EnvBatch, Step
@@ -33,13 +36,15 @@ class VectorEnvBatch(EnvBatch):
     """Implements ``EnvBatch`` for a ``VectorEnv`` with a declared autoreset mode; owns (and closes) it."""
 
     def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
-        self.env = env
+        self.env = env = with_masks(env)
         self.num_envs = env.num_envs
         self.batch_shape = (env.num_envs,)
         self.name = checks.env_name(env)
         self.mode = self._mode(env)
-        exact = isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)) or _is_ale(env.unwrapped)
+        exact = isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)) or _is_ale(env.unwrapped) or has_masks(env)
         self._known = exact or bool(getattr(env.unwrapped, "muster_exact", False))
+        if self.mode is AutoresetMode.SAME_STEP and isinstance(env.unwrapped, SyncVectorEnv):
+            with_own_memory(env.unwrapped)
         self.final_obs_certain = self.mode is not AutoresetMode.SAME_STEP or self._known
         self.observations: SpaceCodec = observation_codec(env.single_observation_space)
         self.actions: SpaceCodec = action_codec(env.single_action_space)
@@ -51,7 +56,7 @@ class VectorEnvBatch(EnvBatch):
         self.casts: Casts = Casts(self.name)
         self.executed_in_row = 0
         self._masks = self._known or self.mode is AutoresetMode.SAME_STEP or self.num_envs == 1  # else ``_try_mask``
-        # SAME_STEP: environments that have reset themselves and await ``reset``, and rows with first observations.
+        # SAME_STEP: environments that have reset themselves and await ``reset``, and their first observations: copies.
         self._fresh: tuple[list[int], list[Array]] = [], []
         self.keeps_infos, self._reset_info = False, dict[str, Any]()
         self._infos_of: Callable[[Any], Any] = getattr(env, "muster_infos", lambda info: info)
@@ -66,8 +71,9 @@ class VectorEnvBatch(EnvBatch):
         now = seeds is not None or self.reset_options
         waiting = [] if now else sorted(set(which).intersection(fresh))
         if waiting:
+            places = [fresh.index(i) for i in waiting]
             for target, leaf in zip(targets, first, strict=True):
-                target[waiting] = leaf[waiting]
+                target[waiting] = leaf[places]
         rest = [i for i in which if i not in waiting] if len(waiting) < len(which) else []
         self.new_infos = []
         if not rest:
@@ -82,12 +88,15 @@ class VectorEnvBatch(EnvBatch):
 
     def start(self, lane: Lane) -> Step:
         obs_arrays = [lane.arrays[key] for key in self.observation_specs]
-        act_arrays = [lane.arrays[key] for key in self.action_specs]
+        specs = self.action_specs.items()
+        actions: list[tuple[Array, Callable[[Any], Array]]] = [
+            (lane.arrays[key], np.ndarray.copy if spec.is_tensor else copied_cells) for key, spec in specs
+        ]
         rewards, terminated, truncated = (lane.arrays[key] for key in (REWARD, TERMINATED, TRUNCATED))
         known = lane.arrays.get(NEXT_OBS_VALID)
 
         def step(t: int) -> Sequence[int] | None:
-            action = self.actions.build([array[t].copy() for array in act_arrays])
+            action = self.actions.build([copy(array[t]) for array, copy in actions])  # the environment may keep it
             got = checks.call(self.env, "step", self.name, action)
             self.executed_in_row = self.num_envs
             obs, reward, ended, cut, info = checks.step_values(got, f"{self.name}.step")
@@ -101,7 +110,7 @@ class VectorEnvBatch(EnvBatch):
             if self.keeps_infos:
                 self._take_infos(info, finished)
             if finished and self.mode is AutoresetMode.SAME_STEP:
-                self._fresh = finished, leaves
+                self._fresh = finished, [leaf[finished] for leaf in leaves]
                 rows = [array[t + 1] for array in obs_arrays]
                 for i in finished:
                     self._take_final(i, info, rows, known, t)
@@ -127,8 +136,9 @@ class VectorEnvBatch(EnvBatch):
         """Set ``EnvBatch.new_infos``. SAME_STEP: for finished environments, ``final_info`` has the step's infos."""
         told = self._infos_of(info)
         self.new_infos = [(told, ALL)]
-        if finished and self.mode is AutoresetMode.SAME_STEP:
-            final = info.get("final_info", {})
+        if finished and self.mode is AutoresetMode.SAME_STEP and isinstance(info, Mapping):
+            final = info.get("final_info")
+            final = {} if final is None else final
             if isinstance(final, Mapping):  # wrappers of the batch add the step's statistics outside of it
                 final = {**{name: info[name] for name in STATISTICS if name in info}, **final}
                 told = {name: value for name, value in told.items() if name not in STATISTICS}
@@ -140,9 +150,10 @@ class VectorEnvBatch(EnvBatch):
         if final is not None and final[i] is not None:
             leaves = [final[i]] if self.observations.single else self.observations.flatten(final[i])
             for (key, spec), row, leaf in zip(self.observations.specs.items(), rows, leaves, strict=True):
+                who, what = f"{self.name}[{i}]", f"final_obs {dotted(key)}"
                 if spec.is_tensor:
-                    self.casts.check(leaf, spec, f"final_obs {dotted(key)}", f"{self.name}[{i}]")
-                row[i] = leaf
+                    self.casts.check(leaf, spec, what, who)
+                row[i] = leaf if spec.is_tensor else checks.stored_copy(leaf, f"{who}: {what}")
             return
         if known is None:
             raise BadEnvOutput(f"{self.name}[{i}]: an episode ended in SAME_STEP mode without info['final_obs']. {FIX}")
@@ -205,7 +216,7 @@ class VectorEnvBatch(EnvBatch):
             if spec.is_tensor:
                 self.casts.check(leaves[n], spec, dotted(key), who)
             else:
-                leaves[n] = _object_row(leaves[n], self.num_envs)
+                leaves[n] = _object_row(leaves[n], self.num_envs, f"{who}: {dotted(key)}")
         return leaves
 
     def _column(self, value: Any, name: str, kinds: str) -> Array:
@@ -260,8 +271,9 @@ def _is_ale(env: Any) -> bool:
     return type(env).__module__.startswith("ale_py")
 
 
-def _object_row(value: Any, B: int) -> Array:
+def _object_row(value: Any, B: int, what: str) -> Array:
+    """Return copies of the objects of a batched leaf, ``[B]``."""
     row = np.empty(B, object)
     for i, item in enumerate(value):
-        row[i] = item
+        row[i] = checks.stored_copy(item, what)
     return row

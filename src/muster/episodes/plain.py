@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from muster.errors import BadOption
+from muster.memory.objects import copied
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
 
+def is_tensordict(item: Any) -> bool:
+    """Return whether ``to_plain`` takes this object."""
+    from tensordict import is_non_tensor, is_tensor_collection
+
+    return is_tensor_collection(item) and not is_non_tensor(item) and hasattr(item, "names")
+
+
 def to_plain(node: TensorDict) -> dict[str, Any]:
-    """Return the same tensors, not copied, with all that is needed to rebuild the ``TensorDict``."""
+    """Return the same tensors, and copies of objects, with all that is needed to rebuild the ``TensorDict``."""
     from tensordict import LazyStackedTensorDict, is_non_tensor, is_tensor_collection
 
     if isinstance(node, LazyStackedTensorDict):
@@ -24,7 +33,25 @@ def to_plain(node: TensorDict) -> dict[str, Any]:
             entries[name] = {"ndim": value.ndim, "objects": _objects(value)}
         else:
             entries[name] = to_plain(value) if is_tensor_collection(value) else value
-    return {"shape": list(node.batch_size), "entries": entries}
+    return {"shape": list(node.batch_size), "names": list(node.names), "entries": entries}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the batches of a collector are: rows of a state, which may come from a file, are brought there.
+
+    Attributes:
+        device: device of the tensors.
+        shown: the batches have this device as their attribute ``device``, not None.
+    """
+
+    device: torch.device
+    shown: bool
+
+    def take(self, plain: dict[str, Any]) -> TensorDict:
+        """Rebuild a ``TensorDict`` from the result of ``to_plain``. It shares tensors that are on this device."""
+        made: TensorDict = from_plain(plain).to(self.device)
+        return made if self.shown else made.clear_device_()
 
 
 def from_plain(plain: dict[str, Any]) -> TensorDict:
@@ -37,11 +64,11 @@ def from_plain(plain: dict[str, Any]) -> TensorDict:
             entries[name] = value
         else:
             entries[name] = from_plain(value) if "entries" in value else _stack(value["objects"], value["ndim"])
-    return TensorDict(entries, plain["shape"])
+    return TensorDict(entries, plain["shape"], names=plain["names"])
 
 
 def _objects(value: Any) -> Any:
-    return [_objects(part) for part in value.unbind(0)] if value.ndim else value.data
+    return [_objects(part) for part in value.unbind(0)] if value.ndim else copied(value.data)
 
 
 def _stack(objects: Any, ndim: int) -> Any:

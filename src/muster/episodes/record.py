@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, overload
 
 import numpy as np
+from typing_extensions import Self
 
 from muster.keys import Key, mask_of, nested
 from muster.memory.specs import OBJECT, Array
@@ -62,6 +63,21 @@ class Episodes(Sequence[EpisodeRecord]):
 
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    def state_dict(self) -> list[Any]:
+        """Return the columns as plain data that shares no memory with them."""
+        return [column.tolist() if column.dtype == OBJECT else column.copy() for column in self.columns()]
+
+    @classmethod
+    def from_state(cls, state: Sequence[Any]) -> Self:
+        """Restore ``state_dict()``."""
+        columns = list(state)
+        if len(columns) == len(NO_EPISODES.columns()) + 1:
+            infos = np.empty(len(columns[-1]), OBJECT)
+            for row, info in enumerate(columns[-1]):
+                infos[row] = info
+            columns[-1] = infos
+        return cls(*columns)
 
     def columns(self) -> tuple[Array, ...]:
         own = self.traj_id, self.env_id, self.episode_return, self.length, self.terminated, self.truncated

@@ -37,6 +37,20 @@ class Rule(Protocol):
     def complete(self) -> bool: ...
 
 
+class DivisibleRule(Rule, Protocol):
+    """A rule by which environments that are stepped apart can choose episodes without knowing of each other's ends.
+
+    They do so with a ``part`` of the rule, as long as ends of other environments cannot change it.
+    """
+
+    @property
+    def certain_steps(self) -> int | None:
+        """Number of time steps in which ``awaits`` can only change by an environment's own ends; None: always."""
+
+    def part(self, which: Sequence[int]) -> DivisibleRule:
+        """Return a rule that awaits these environments (renumbered from 0) as this one does for ``certain_steps``."""
+
+
 class PerEnv:
     """Takes a fixed number from each environment. If they cannot share equally, the first give one more."""
 
@@ -54,9 +68,18 @@ class PerEnv:
 
     def part(self, which: Sequence[int]) -> PerEnv:
         """Return the rule's remainder for some of the environments, renumbered from 0."""
-        made = PerEnv(0, len(which))
-        made._left = [self._left[i] for i in which]
+        return PerEnv.of([self._left[i] for i in which])
+
+    @classmethod
+    def of(cls, left: Sequence[int]) -> PerEnv:
+        """Make a rule that takes a number from each environment."""
+        made = cls(0, len(left))
+        made._left = list(left)
         return made
+
+    @property
+    def certain_steps(self) -> int | None:
+        return None
 
     def awaits(self, env_id: int) -> bool:
         return self._left[env_id] > 0
@@ -92,6 +115,19 @@ class Fair:
     def complete(self) -> bool:
         return self._further == 0 and max(self._left) <= 0
 
+    @property
+    def certain_steps(self) -> int | None:
+        if self._further == 0:
+            return None
+        # An environment needs a step at least for each episode of its share before it can give one of the rest.
+        return sorted(left for left in self._left if left >= 0)[self._further - 1]
+
+    def part(self, which: Sequence[int]) -> Fair:
+        made = Fair(0, len(which))
+        made._left = [self._left[i] for i in which]
+        made._further = len(which) if self._further else 0
+        return made
+
 
 class LastEven:
     """Takes the first ``episodes`` to start: an environment starts another one as long as no surplus results.
@@ -120,14 +156,26 @@ class LastEven:
     def complete(self) -> bool:
         return self._left == 0
 
+    @property
+    def certain_steps(self) -> int | None:
+        spare = self._left - len(self._running)  # so many ends do not stop an environment
+        return spare // len(self._running) if spare else None
+
+    def part(self, which: Sequence[int]) -> LastEven:
+        made = LastEven(0, len(which))
+        made._running = {place for place, i in enumerate(which) if i in self._running}
+        stops = self._left == len(self._running)
+        made._left = len(made._running) if stops else ENDLESS * len(which)
+        return made
+
 
 class FirstDone:
     """Takes the first to end (the lowest environment of simultaneous ends): fast, and biased towards short episodes."""
 
     biased = True
 
-    def __init__(self, episodes: int | None) -> None:
-        self._left = episodes
+    def __init__(self, episodes: int | None, num_envs: int) -> None:
+        self._left, self._num_envs = episodes, num_envs
 
     def ended(self, which: Sequence[int]) -> list[int]:
         counted = list(which[: self._left])
@@ -141,6 +189,39 @@ class FirstDone:
     @property
     def complete(self) -> bool:
         return self._left == 0
+
+    @property
+    def certain_steps(self) -> int | None:
+        return None if self._left is None else (self._left - 1) // self._num_envs
+
+    def part(self, which: Sequence[int]) -> FirstDone:
+        return FirstDone(None, len(which))
+
+
+class AtMost:
+    """Wraps a rule so that it is complete after a number of episodes; the first to end count."""
+
+    def __init__(self, rule: DivisibleRule, episodes: int, num_envs: int) -> None:
+        self._rule, self.biased = rule, rule.biased
+        self._first = FirstDone(episodes, num_envs)
+
+    def ended(self, which: Sequence[int]) -> list[int]:
+        return self._first.ended(self._rule.ended(which))
+
+    def awaits(self, env_id: int) -> bool:
+        return self._first.awaits(env_id) and self._rule.awaits(env_id)
+
+    @property
+    def complete(self) -> bool:
+        return self._first.complete or self._rule.complete
+
+    @property
+    def certain_steps(self) -> int | None:
+        both = self._rule.certain_steps, self._first.certain_steps
+        return min((steps for steps in both if steps is not None), default=None)
+
+    def part(self, which: Sequence[int]) -> DivisibleRule:
+        return self._rule.part(which)
 
 
 class NobodyLetGo:
@@ -160,11 +241,21 @@ class NobodyLetGo:
         return self._rule.complete
 
 
-def make_rule(name: RuleName, episodes: int | None, num_envs: int) -> Rule:
+def part_of(rule: DivisibleRule, which: Sequence[int]) -> DivisibleRule:
+    """Return a rule for some of the environments, which are stepped apart from the others, for their next steps.
+
+    If nothing is certain, it is for one step: no environment goes on after an end until ``rule`` has seen all ends.
+    """
+    if rule.certain_steps == 0:
+        return PerEnv.of([int(rule.awaits(i)) for i in which])
+    return rule.part(which)
+
+
+def make_rule(name: RuleName, episodes: int | None, num_envs: int) -> DivisibleRule:
     """Make a rule for ``episodes`` (None: all count as they end) of ``num_envs`` environments."""
     check_rule(name)
     if episodes is None or name == "first_done":
-        return FirstDone(episodes)
+        return FirstDone(episodes, num_envs)
     kinds: dict[str, type[Fair | LastEven | PerEnv]] = {"fair": Fair, "last_even": LastEven, "per_env": PerEnv}
     return kinds[name](episodes, num_envs)
 

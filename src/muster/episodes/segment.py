@@ -11,6 +11,7 @@ import torch
 
 from muster.errors import BadOption
 from muster.keys import AGENT, DONE, RESUMED, TRAJ_IDS, VALID, Key, dotted, next_of
+from muster.memory.objects import copied_cells
 from muster.memory.specs import Array
 from muster.utils.private_names import tensordict_maker
 
@@ -187,12 +188,16 @@ def _indexed(node: Any, index: tuple[torch.Tensor, ...], shape: tuple[int, ...],
     Args:
         are_all: they are all rows in order; a copy of a whole tensor takes less time.
     """
-    from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
+    from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
 
+    from muster.memory.cells import objects_of, stacked_objects
+
+    if isinstance(node, (NonTensorStack, NonTensorData)):
+        objects = copied_cells(objects_of(node)[tuple(each.cpu().numpy() for each in index)])
+        stack = stacked_objects(objects)
+        return stack if node.device is None else stack.to(node.device)
     if isinstance(node, LazyStackedTensorDict):
         return node[index].clone()
-    if isinstance(node, NonTensorData):
-        return node[index].maybe_to_stack()
     if are_all and isinstance(node, torch.Tensor):
         return node.clone(memory_format=torch.contiguous_format).flatten(0, len(index) - 1)
     if type(node) is not TensorDict:

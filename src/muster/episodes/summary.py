@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from operator import index
 from typing import Any
 
@@ -142,6 +142,18 @@ def stats_of_call(episodes: Episodes, steps: int, seconds: float, **others: Any)
         collect_speed=steps / seconds if seconds > 0 else 0.0,
         **others,
     )
+
+
+def stats_state(stats: CollectStats) -> dict[str, Any]:
+    """Return the statistics of a call as plain data."""
+    state = {field.name: getattr(stats, field.name) for field in fields(stats)}
+    del state["returns_stat"], state["lens_stat"]
+    return state
+
+
+def stats_of_state(state: Mapping[str, Any]) -> CollectStats:
+    """Return the statistics of ``stats_state``."""
+    return CollectStats._summarised(**state)
 
 
 def successes(episodes: Episodes) -> list[float]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from muster.episodes.kept import CopiedRows, Span, cut_out, gather
-from muster.episodes.plain import from_plain, to_plain
+from muster.episodes.plain import Place, to_plain
 from muster.episodes.rules import ENDLESS, StreamRule, check_stream_rule, make_queue
 from muster.episodes.segment import ENDED, NEVER, Pieces, find_pieces, padded, take, time_last
 from muster.errors import BadOption
@@ -302,9 +302,12 @@ class WholeEpisodes:
             "rows": to_plain(take(*_gathered(episodes))) if self.frames_held else None,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], place: Place | None = None) -> None:
         """Restore ``state_dict()``. ``n``, ``layout`` and ``rule`` may be different, but not ``num_envs``
         (``BadOption``).
+
+        Args:
+            place: where the batches are that will be added; None: in host memory, with the device None.
         """
         if state["num_envs"] != self.num_envs:
             raise BadOption(f"the state is of {state['num_envs']} environments, but num_envs={self.num_envs}")
@@ -315,9 +318,10 @@ class WholeEpisodes:
         self._open = {(episode.env, episode.agent): episode for episode in episodes if episode.end == GOING}
         self._make_room(1 + max((agent for _, agent in self._open), default=0))
         self._first_open[:] = NO_MORE
-        for place, episode in self._open.items():
-            self._first_open[place] = episode.number if episode.number >= 0 else NO_MORE
-        chunk = None if state["rows"] is None else CopiedRows(from_plain(state["rows"]))
+        for number, episode in self._open.items():
+            self._first_open[number] = episode.number if episode.number >= 0 else NO_MORE
+        place = place or Place(torch.device("cpu"), shown=False)
+        chunk = None if state["rows"] is None else CopiedRows(place.take(state["rows"]))
         for episode in episodes:
             if chunk is not None and episode.length:
                 episode.parts.append((chunk, chunk.keep(self.frames_held, episode.length)))

@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,7 +25,8 @@ from muster.collectors.options import Execution, check_choice
 from muster.collectors.setup import factories_of, keywords_of
 from muster.collectors.signatures import passes_on
 from muster.envs.build import EpisodeSeeds, SeedingFactory, is_environment, is_single
-from muster.episodes.rules import RuleName
+from muster.envs.checks import close_all
+from muster.episodes.rules import Rule, RuleName, part_of
 from muster.errors import (
     BadOption,
     BadWeights,
@@ -34,20 +35,30 @@ from muster.errors import (
     CollectorTimeout,
     EnvError,
     MusterError,
+    UnsupportedEnv,
     WorkerDied,
     WorkerHung,
-    described,
 )
 from muster.evaluation.result import Evaluation, EvaluatorStats
 from muster.evaluation.run import Plan, Run
 from muster.evaluation.video import Tape
-from muster.restore.pickling import dumps, loads
+from muster.keys import AGENT, TRAJ_IDS
+from muster.restore.pickling import MAKE_POLICY, dumps, loads
 from muster.rng import GroupRng
 from muster.utils.attributes import name_of
 from muster.utils.forks import Owner
 from muster.utils.integers import integer
+from muster.utils.interrupts import postponed
 from muster.utils.tracebacks import trimmed
-from muster.weights.names import Weights, modules_of, named_tensors, named_weights, weight_bearer
+from muster.weights.coverage import taken
+from muster.weights.names import (
+    Weights,
+    acting_modules,
+    each_once,
+    named_tensors,
+    named_weights,
+    weight_bearer,
+)
 from muster.workers.requests import Call
 from muster.workers.worker import env_attributes
 
@@ -55,16 +66,20 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from muster.collectors.base import BaseCollector
+    from muster.collectors.engine import CollectedRollout
     from muster.keys import Key
     from muster.memory.specs import Array
 
 ATTEMPTS = 3
-ROWS = 32  # time steps per rollout: few, to end soon after the last episode; enough for a negligible overhead
+ROWS = 32  # time steps per rollout: few, to end soon after the last episode on a device; enough for a small overhead
 PASSED_ON = (
     *("device", "env_device", "policy_device", "execution", "compile_policy", "cudagraph_policy"),
-    *("inference", "start_method", "num_sub_threads", "timeouts"),
+    *("inference", "start_method", "num_sub_threads", "timeouts", "policy_factory"),
     *("max_frames_per_traj", "obs_dtype", "prev_action_reward", "traj_done_key", "validate"),
     *("crash_dir", "trust_policy"),
+)
+OF_EVALUATOR = (
+    "Call evaluate() to evaluate the policy that the evaluator was made with, or give the weights of all of it"
 )
 WhenBusy = Literal["queue", "skip", "raise"]
 OnFailure = Literal["raise", "restart"]
@@ -83,7 +98,8 @@ class Evaluator:
     It has its own environments, random streams and copy of the policy (in evaluation mode), and does not influence
     training. Every ``evaluate()`` starts with resets. Episode k of environment i is reset with ``seed + i + k * (number
     of environments)``. With ``rule="per_env"`` these are the first ``episodes`` seeds, however many environments and
-    workers share them. (Batches that reset themselves, such as vector environments, are seeded only once.)
+    workers share them. There are no more resets and steps than the episodes need. (Batches that reset themselves, such
+    as vector environments, are seeded only once, and go on until the last episode ends; see ``Evaluation.started``.)
 
     ``trigger()`` evaluates a copy of the present weights in the background, in worker processes::
 
@@ -96,13 +112,15 @@ class Evaluator:
 
     Args:
         create_env_fn: see ``Collector``. With workers, environment objects are refused.
-        policy: see ``Collector``. ``evaluate()`` copies its weights by default.
+        policy: see ``Collector``. ``evaluate()`` copies its weights by default. Without workers ``policy_factory`` is
+            called twice, for this policy and for the copy that acts.
         episodes: number of episodes. None: all that end before another limit is reached.
-        max_frames: maximum number of environment steps, over all environments. Episodes open at this point are
-            ``unfinished``.
+        max_frames: maximum number of environment steps, over all environments; the evaluation ends if it does not allow
+            another step of those that are still stepped. Episodes open at this point are ``unfinished``.
         max_T: maximum number of time steps of each environment.
         max_trajectories: end after the time step at which this number of episodes is complete.
-        num_envs: number of environments that each worker steps together. None: one, without a batch dimension.
+        num_envs: number of environments that each worker steps together; fewer if there are fewer episodes. None: one,
+            without a batch dimension.
         num_workers: number of worker processes, each with ``num_envs`` environments. 0: evaluate in this process.
         rule: which episodes count. "per_env": a number fixed in advance from each environment. "fair": the same number
             from each, and the rest from the first ones to end one more. "last_even": the first to start. "first_done":
@@ -123,7 +141,7 @@ class Evaluator:
 
     Raises:
         BadOption, UnknownOption: an option is wrong.
-        UnsupportedEnv, EnvError: making the environments failed.
+        UnsupportedEnv, EnvError: making the environments failed, or their agents take turns.
     """
 
     @passes_on(MultiOptions, names=PASSED_ON)
@@ -156,19 +174,26 @@ class Evaluator:
         self.plan = Plan(episodes, max_frames, max_T, max_trajectories, rule)
         self.num_workers, self.on_failure, self.when_busy = num_workers, on_failure, when_busy
         self.seed, self.reseed = seed, reseed
-        if not options.get("execution", Execution()).own_rng:
+        execution = options.get("execution", Execution())
+        if not execution.own_rng:
             raise BadOption("Execution(own_rng=False): an evaluation always draws from generators of its own")
         self._served = options.get("inference", "worker") != "worker"
-        self._policy = policy
+        factory = self._factory = options.pop("policy_factory", None)
+        if factory is not None and policy is not None:
+            raise BadOption("policy_factory cannot be used with policy: give one of them")
+        policy = self._policy = policy if factory is None else factory()
         options |= {"exploration_type": exploration_type, "num_envs": num_envs}
+        options |= {"execution": replace(execution, policy_mode="eval")}
         options |= {} if create_env_kwargs is None else {"create_env_kwargs": create_env_kwargs}
-        rows, _ = self.plan.limit(num_envs or 1)
         several, factories = isinstance(create_env_fn, (list, tuple)), factories_of(create_env_fn)
         self._factories = factories if several else factories * max(1, num_workers)
         self._stacked = several or num_workers > 0
         self._num_envs = len(self._factories) * (num_envs or 1)
-        self._rows, self._record, self._options = min(ROWS, rows or ROWS), record_actions, options
-        self._own = _private_copy(policy)
+        self._record, self._options = record_actions, options
+        self._unused: list[Any] = []  # environments that take no part
+        self._leave_out_groups()
+        self.plan.check(self._num_envs)
+        self._own = _private_copy(policy) if factory is None else factory()
         self._shared = num_workers == 0 and _share_modules(self._own, policy)  # it could not be copied
         self._collector: BaseCollector | None = None
         self._seeded = False  # see ``Run``
@@ -309,9 +334,18 @@ class Evaluator:
                 f"the policy ({name_of(self._policy)}) could not be copied, so weights given to it would be yours: "
                 f"evaluate() without any, or make the policy a module"
             )
-        weights = None if self._shared else _weights_of(self._policy if source is None else source, copied=copied)
+        weights = None if self._shared else self._weights_of(source, copied=copied)
         self._number += 1
         return weights, self._number
+
+    def _weights_of(self, source: Any, *, copied: bool) -> Weights | None:
+        """Return weights for the whole policy, ``copied`` or shared; None if it has none."""
+        own = weight_bearer(self._policy)
+        if own is None:
+            return None if source is None else named_weights(source)  # which do not fit
+        each_once(own)  # raises for lazy layers
+        weights = taken(source, own, own, None, OF_EVALUATOR).weights
+        return {name: tensor.detach().clone() for name, tensor in weights.items()} if copied else weights
 
     def _waiting(self) -> int:
         return sum(not future.done() for future in [*self._triggered])
@@ -351,21 +385,53 @@ class Evaluator:
             collector._weights.publish(weights, model=weight_bearer(self._own) if function else None)
         collector.set_seed(seed)
         run = Run(self.plan, num_envs, seed=seed, seeded=self._seeded, version=version)
+        apart = len(collector._engine.source.pool.counters) > 1
         tape = None
         if self._record:
             kwargs = keywords_of(self._options.get("create_env_kwargs"), len(self._factories))
             tape = Tape(info.name, list(zip(self._factories, kwargs, strict=True)), info.num_envs)
         while not run.stopped_by:
-            batch = collector.rollout()
+            rollout = self._rollout(collector, run, apart=apart)
+            batch = rollout.batch
             rewards = np.full((len(batch), num_envs), np.nan)
             if info.reward_key in batch.keys(True):
                 rewards = _rows(batch, info.reward_key, num_envs)[..., 0]
-            run.add(collector.episodes, rewards, len(batch))
             if tape is not None:
+                tape.begins.append(run.t)
                 tape.rollouts.append({key: _rows(batch, key, num_envs).copy() for key in info.action_specs})
-            if progress is not None and progress(len(run.records), run.t * num_envs) is False:
+            run.add(rollout.episodes, rewards, _rows(batch, TRAJ_IDS, num_envs))
+            if progress is not None and progress(len(run.records), run.frames) is False:
                 run.stopped_by = run.stopped_by or "progress"
         return run.result(info.name, time.perf_counter() - began, tape)
+
+    def _rollout(self, collector: BaseCollector, run: Run, *, apart: bool) -> CollectedRollout:
+        """Collect the next time steps. A rollout ends with the last episode that counts, if a group can know it."""
+        counters = collector._engine.source.pool.counters
+
+        def rule(group: int) -> Rule:
+            return part_of(run.rule, counters[group].env_ids.tolist()) if apart else copy.deepcopy(run.rule)
+
+        with collector._exclusively(), postponed():
+            return collector._engine.collect(None, rows=run.rows(ROWS, apart=apart), rule=rule)
+
+    def _leave_out_groups(self) -> None:
+        """Leave out environments that take no part, which then need not be made. All groups keep the same size."""
+        num_envs = self._options["num_envs"]
+        each, wanted = num_envs or 1, self.plan.taking_part(self._num_envs)
+        if wanted == self._num_envs:
+            return
+        kwargs = keywords_of(self._options.get("create_env_kwargs"), len(self._factories))
+        first = self._factories[0], kwargs[0]
+        alike = all(made[0] is first[0] and made[1] == first[1] for made in zip(self._factories, kwargs, strict=True))
+        size = max(n for n in range(1, each + 1) if wanted % n == 0 and (alike or each % n == 0))
+        places = [place for place in range(len(self._factories)) for _ in range(each // size)][: wanted // size]
+        places = [0] * (wanted // size) if alike else places
+        self._unused = [env for env in self._factories[places[-1] + 1 :] if is_environment(env)]
+        self._factories = [self._factories[place] for place in places]
+        if self._options.get("create_env_kwargs") is not None:
+            self._options["create_env_kwargs"] = [kwargs[place] for place in places]
+        self._options["num_envs"] = None if num_envs is None else size
+        self._num_envs, self.num_workers = wanted, min(self.num_workers, len(places))
 
     def _open(self) -> BaseCollector:
         """Return the collector. It is made if there is none."""
@@ -373,27 +439,41 @@ class Evaluator:
             undisturbed = nullcontext() if self.num_workers else GroupRng(0).as_global()  # environments may draw
             with undisturbed, warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "frames_per_batch=")
+                warnings.filterwarnings("ignore", "the policy has layers of the class")  # is meant: no noise
                 self._collector = self._make()
                 if (found := self._collector._engine.num_envs) != self._num_envs:  # a factory makes several
                     self._num_envs = found
                     self._close(objects=False)
                     self._collector = self._make()
+                self._check_agents(self._collector)
                 self._seeded = _has_seeds(self._collector)
         return self._collector
+
+    def _check_agents(self, collector: BaseCollector) -> None:
+        for counts in collector._engine.source.pool.counters:
+            if AGENT in counts.info.observation_specs:
+                self._close()
+                raise UnsupportedEnv(
+                    f"{counts.info.name}: its agents take turns, and each has episodes of its own. Evaluator counts "
+                    f"those of environments: use Collector, and collector.episodes"
+                )
 
     def _make(self) -> BaseCollector:
         sources = [_seeding(factory, self._num_envs) for factory in self._factories]
         options = self._options | {
-            "frames_per_batch": self._rows * self._num_envs,
+            "frames_per_batch": ROWS * self._num_envs,
             "layout": "time_major",
-            "compact_obs": True,
         }
         if self.num_workers:
-            return MultiSyncCollector(sources, self._own, num_workers=self.num_workers, **options)
+            policy = {"policy": self._own} if self._factory is None else {"policy_factory": self._factory}
+            return MultiSyncCollector(sources, num_workers=self.num_workers, **policy, **options)
         return Collector(sources if self._stacked else sources[0], self._own, **options)
 
     def _close(self, *, objects: bool = True) -> None:
         """End workers and close environments; those given as objects only if ``objects``."""
+        if objects:
+            close_all([env.close for env in self._unused])
+            self._unused = []
         collector, self._collector = self._collector, None
         if collector is not None:
             collector.shutdown(close_env=objects or not any(map(is_environment, self._factories)), raise_on_error=False)
@@ -454,10 +534,12 @@ def _private_copy(policy: Any) -> Any:
         return None
     named_tensors(policy)  # raises for lazy layers
     try:
-        own = copy.deepcopy(policy) if isinstance(policy, torch.nn.Module) else loads(dumps(policy, "policy"), "policy")
-    except (RuntimeError, TypeError) as error:
-        raise BadWeights(f"the policy cannot be copied: {described(error)}") from error
-    for module in modules_of(own):
+        own = copy.deepcopy(policy) if isinstance(policy, torch.nn.Module) else None
+    except (RuntimeError, TypeError):
+        own = None
+    if own is None:
+        own = loads(dumps(policy, "policy", MAKE_POLICY), "policy")
+    for module in acting_modules(own):
         if not _share_modules(module, policy):
             module.eval()
     return own
@@ -465,17 +547,5 @@ def _private_copy(policy: Any) -> Any:
 
 def _share_modules(policy: Any, other: Any) -> bool:
     """Return whether the two share a module."""
-    others = {id(module) for module in modules_of(other)}
-    return any(id(module) in others for module in modules_of(policy))
-
-
-def _weights_of(source: Any, *, copied: bool) -> Weights | None:
-    """Return the weights of a policy, module, TensorDict or dict by name, ``copied`` or shared; None if it has none."""
-    plain = isinstance(source, (torch.nn.Module, Mapping)) or hasattr(source, "flatten_keys")
-    bearer = source if plain else weight_bearer(source)
-    if bearer is None:
-        return None
-    if isinstance(bearer, torch.nn.Module):
-        named_tensors(bearer)  # raises for lazy layers
-    weights = named_weights(bearer)
-    return {name: tensor.clone() for name, tensor in weights.items()} if copied else weights
+    others = {id(module) for module in acting_modules(other)}
+    return any(id(module) in others for module in acting_modules(policy))

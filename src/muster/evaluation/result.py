@@ -80,9 +80,11 @@ class Evaluation:
         records: the episodes that count, in order of their ends (ties in order of environments).
         uncounted: complete episodes that the rule left out.
         unfinished: see ``UnfinishedEpisode``.
+        started: number of episodes that made a step. It is more than ``len(records)`` for rules by which episodes
+            compete, at a limit, and for batches of environments that reset themselves, or cannot be left out of a step.
         frames: number of environment steps of all environments up to the end of the evaluation.
-        discarded: number of steps by reason: "uncounted": in no record; "overrun": executed after the end, in the rest
-            of a rollout; "restarted": of attempts that a failure ended.
+        discarded: number of steps by reason: "uncounted": in no record; "overrun": executed after the end, by
+            environments on a device, in the rest of a rollout; "restarted": of attempts that a failure ended.
         seconds: duration in seconds.
     """
 
@@ -96,6 +98,7 @@ class Evaluation:
     records: tuple[EvaluatedEpisode, ...]
     uncounted: tuple[EvaluatedEpisode, ...]
     unfinished: tuple[UnfinishedEpisode, ...]
+    started: int
     frames: int
     discarded: dict[str, int]
     seconds: float = field(compare=False)
@@ -220,6 +223,8 @@ class Evaluation:
     def __str__(self) -> str:
         low, high = self.confidence_interval()
         notes = [f"version {self.version}", f"rule {self.rule}" + " (biased towards short episodes)" * self.biased]
+        if (more := self.started - len(self.records) - len(self.unfinished)) > 0:
+            notes.append(f"{more} more started")
         if not self.complete:
             notes.append(f"incomplete: stopped by {self.stopped_by}, {len(self.unfinished)} unfinished")
         return (

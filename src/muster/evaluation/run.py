@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 
 from muster.episodes.record import EpisodeRecord
-from muster.episodes.rules import ENDLESS, RuleName, check_rule, make_rule
+from muster.episodes.rules import ENDLESS, AtMost, DivisibleRule, RuleName, check_rule, make_rule
 from muster.errors import BadOption
 from muster.evaluation.result import EvaluatedEpisode, Evaluation, UnfinishedEpisode
 from muster.evaluation.video import Tape
@@ -46,28 +46,38 @@ class Plan:
         """The rule in use: without a number of episodes there is none to share out."""
         return self.rule if self.episodes is not None else "first_done"
 
-    def limit(self, num_envs: int) -> tuple[int | None, str]:
-        """Return the maximum number of time steps, and the name of the option that limits it."""
+    def check(self, num_envs: int) -> None:
+        """Raise ``BadOption`` if no step of all environments is within the limit."""
         if self.max_frames is not None and self.max_frames < num_envs:
             raise BadOption(f"max_frames={self.max_frames} is less than one step of {num_envs} environments")
-        steps = {"max_T": self.max_T, "max_frames": self.max_frames and self.max_frames // num_envs}
-        given = [(value, name) for name, value in steps.items() if value is not None]
-        return min(given, key=lambda entry: entry[0], default=(None, ""))
+
+    def taking_part(self, num_envs: int) -> int:
+        """Return the number of environments whose episodes can count; they are the first ones."""
+        chosen_before = self.rule in ("per_env", "last_even")
+        return min(num_envs, self.episodes) if self.episodes is not None and chosen_before else num_envs
 
 
 class Run:
     """Counts the episodes of one evaluation. Its environments start together and are stepped together.
 
-    ``t``: number of time steps. ``stopped_by``: see ``Evaluation``; empty before the end. ``overrun``: number of steps
-    executed after the end. ``seeded``: every episode has its own seed, see ``EpisodeSeeds``.
+    Environments without awaited episodes are left out if that is possible.
+
+    Attributes:
+        t: number of time steps.
+        frames: number of environment steps up to there.
+        stopped_by: see ``Evaluation``; empty before the end.
+        overrun: number of steps executed after the end.
+        rule: has seen all ends.
     """
 
     def __init__(self, plan: Plan, num_envs: int, *, seed: int, seeded: bool, version: int | str) -> None:
+        plan.check(num_envs)
         self.plan, self.num_envs, self.version = plan, num_envs, version
-        self.rule = make_rule(plan.rule, plan.episodes, num_envs)
-        self._limit, self._limited_by = plan.limit(num_envs)
+        self.rule: DivisibleRule = make_rule(plan.rule, plan.episodes, num_envs)
+        if plan.max_trajectories is not None:
+            self.rule = AtMost(self.rule, plan.max_trajectories, num_envs)
         self._seed, self._seeded = seed, seeded
-        self.t = self.overrun = 0
+        self.t = self.frames = self.overrun = 0
         self.stopped_by = ""
         self.records: list[EvaluatedEpisode] = []
         self.uncounted: list[EvaluatedEpisode] = []
@@ -75,11 +85,37 @@ class Run:
         self._wanted = [self.rule.awaits(i) for i in range(num_envs)]  # at that time
         self._number = [0] * num_envs
         self._returns = np.zeros(num_envs)  # of the current episode so far
+        self._stepping = num_envs  # number of environments in the last time step
+        self._started: set[int] = set()  # episodes, by their ``traj_ids``
 
-    def add(self, episodes: Sequence[EpisodeRecord], reward: Array, T: int) -> None:
-        """Add a rollout of all environments: its episodes, in order by environment, and its rewards ``[T, B]``."""
-        stop = self.t + T if self._limit is None else min(self.t + T, self._limit)
-        ended = set()
+    def rows(self, most: int, *, apart: bool) -> int:
+        """Return the number of time steps, up to ``most``, of the next rollout, which then exceeds no limit.
+
+        Args:
+            apart: groups of environments are stepped apart, and each decides by ``part_of`` which episodes it needs.
+        """
+        limits = [most]
+        if self.plan.max_T is not None:
+            limits.append(self.plan.max_T - self.t)
+        if self.plan.max_frames is not None:
+            limits.append((self.plan.max_frames - self.frames) // self._stepping)
+        if apart and (certain := self.rule.certain_steps) is not None:
+            limits.append(max(1, certain))
+        return min(limits)
+
+    def add(self, episodes: Sequence[EpisodeRecord], reward: Array, traj_ids: Array) -> None:
+        """Add a rollout of all environments.
+
+        Args:
+            episodes: records of the episodes that ended, in order by environment.
+            reward: ``[T, B]``.
+            traj_ids: ``[T, B]``: -1 where an environment was not stepped.
+        """
+        made = traj_ids >= 0
+        T = int(made.any(axis=1).sum())  # from some row on, no environment was stepped
+        self._started.update(traj_ids[made].tolist())
+        stop = self.t + T
+        ended: set[int] = set()
         for end, together in groupby(self._by_time(episodes), _end):
             if end > stop:
                 break
@@ -88,16 +124,17 @@ class Run:
             ended |= {record.env_id for record in records}
             if self.stopped_by:
                 stop = end
-        rows = reward[: stop - self.t]
+        rows = np.where(made, reward, 0)[: stop - self.t]
         self._returns += rows.sum(axis=0, dtype=np.float64)
         for i in ended:
             self._returns[i] = rows[self._began[i] - self.t :, i].sum(dtype=np.float64)
-        self.overrun = (self.t + T - stop) * self.num_envs
+        self.frames += int(made[: stop - self.t].sum())
+        self.overrun = int(made[stop - self.t :].sum())
+        if T:
+            self._stepping = int(made[T - 1].sum())
         self.t = stop
-        if not self.stopped_by and self.t == self._limit:
-            self.stopped_by = self._limited_by
-        if not self.stopped_by and self._limit is None:
-            self._check_that_they_end()
+        if not self.stopped_by:
+            self._check_limits()
 
     @property
     def complete(self) -> bool:
@@ -112,7 +149,7 @@ class Run:
         )
 
     def result(self, env: str, seconds: float, tape: Tape | None) -> Evaluation:
-        unfinished, frames = self.unfinished(), self.t * self.num_envs
+        unfinished, frames = self.unfinished(), self.frames
         shown = sum(record.length for record in self.records) + sum(episode.steps for episode in unfinished)
         discarded = {"uncounted": frames - shown, "overrun": self.overrun}
         return Evaluation(
@@ -126,6 +163,7 @@ class Run:
             records=tuple(self.records),
             uncounted=tuple(self.uncounted),
             unfinished=unfinished,
+            started=len(self._started),
             frames=frames,
             discarded={reason: steps for reason, steps in discarded.items() if steps},
             seconds=seconds,
@@ -144,21 +182,28 @@ class Run:
         return sorted(records, key=lambda record: (_end(record), record.env_id))
 
     def _enter(self, records: Sequence[EvaluatedEpisode]) -> None:
-        most = self.plan.max_trajectories
         counted = self.rule.ended([record.env_id for record in records])
-        counted = counted[: None if most is None else most - len(self.records)]
         for record in records:
             i = record.env_id
             (self.records if i in counted else self.uncounted).append(record)
             self._began[i], self._number[i], self._wanted[i] = _end(record), record.episode + 1, self.rule.awaits(i)
         if len(self.records) == self.plan.episodes:
             self.stopped_by = "episodes"
-        elif len(self.records) == most:
+        elif len(self.records) == self.plan.max_trajectories:
             self.stopped_by = "max_trajectories"
 
     def _seed_of(self, env_id: int, episode: int | None = None) -> int | None:
         number = self._number[env_id] if episode is None else episode
         return self._seed + env_id + self.num_envs * number if self._seeded or number == 0 else None
+
+    def _check_limits(self) -> None:
+        plan = self.plan
+        if plan.max_T is not None and self.t >= plan.max_T:
+            self.stopped_by = "max_T"
+        elif plan.max_frames is not None and plan.max_frames - self.frames < self._stepping:
+            self.stopped_by = "max_frames"
+        elif plan.max_T is None and plan.max_frames is None:
+            self._check_that_they_end()
 
     def _check_that_they_end(self) -> None:
         going = (episode for episode in self.unfinished() if self.rule.awaits(episode.env_id))

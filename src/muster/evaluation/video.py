@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,21 +22,25 @@ from muster.restore.film import is_same
 
 @dataclass
 class Tape:
-    """Actions of all environments by rollout, ``[T, B, *shape]`` per leaf, and the factory of each group."""
+    """Actions of all environments by rollout, ``[T, B, *shape]`` per leaf, and the factory of each group.
+
+    ``begins``: time steps at which the rollouts start, which have different lengths.
+    """
 
     name: str
     factories: list[tuple[Any, Mapping[str, Any] | None]]
     per_group: int
     rollouts: list[dict[Key, Array]] = field(default_factory=list)
+    begins: list[int] = field(default_factory=list)
 
     def factory(self, env_id: int) -> tuple[Any, Mapping[str, Any] | None]:
         return self.factories[env_id // self.per_group]
 
     def actions(self, episode: EvaluatedEpisode) -> dict[Key, Array]:
         """Return the actions of one episode, ``[length, 1, *shape]`` per leaf."""
-        T = len(next(iter(self.rollouts[0].values())))
-        first, last = episode.begin // T, (episode.begin + episode.length - 1) // T
-        begin, env = episode.begin - first * T, episode.env_id
+        first = bisect_right(self.begins, episode.begin) - 1
+        last = bisect_right(self.begins, episode.begin + episode.length - 1) - 1
+        begin, env = episode.begin - self.begins[first], episode.env_id
         parts = self.rollouts[first : last + 1]
         joined = {key: np.concatenate([part[key][:, env : env + 1] for part in parts]) for key in parts[0]}
         return {key: array[begin : begin + episode.length] for key, array in joined.items()}

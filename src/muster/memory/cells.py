@@ -15,11 +15,16 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 from tensordict.utils import is_non_tensor
 
 from muster.keys import Key
+from muster.memory.objects import copied
 from muster.memory.specs import OBJECT, Array
 
 
 def take(td: Any, key: Key, lead: tuple[int, ...]) -> Array | None:
-    """Return the cells of one leaf, ``[*lead]``, with copies of tensors; None if no environment has the leaf."""
+    """Return copies of the cells of one leaf, ``[*lead]``; None if no environment has the leaf.
+
+    Raises:
+        TypeError: an object cannot be copied.
+    """
     out = np.empty(lead, OBJECT)
     for index in np.ndindex(lead):
         out[index] = _cell(td[index] if lead else td, key)
@@ -55,7 +60,7 @@ def assemble(
             td.set(path, TensorDict({}, batch_size=(*lead, *shape), device=device))
     for key, value in cells.items():
         if not isinstance(value.flat[0], TensorDictBase):
-            td.set(key, value.item() if torch.is_tensor(value.flat[0]) else _objects(value))
+            td.set(key, value.item() if torch.is_tensor(value.flat[0]) else stacked_objects(value))
     for key, value in leaves.items():
         if torch.is_tensor(value):
             td.set(key, value)
@@ -93,8 +98,29 @@ def joined(cells: Array) -> Any:
     return torch.stack([joined(_part(cells, i)) for i in range(len(cells))], 0)
 
 
-def _objects(cells: Array) -> Any:
-    return NonTensorStack.from_list(cells.tolist()) if cells.ndim else NonTensorData(cells.item(), batch_size=())
+def stacked_objects(cells: Array) -> Any:
+    """Return cells that are Python objects, not copied, as a stack of ``NonTensorData`` with the shape of ``cells``.
+
+    ``NonTensorStack.from_list`` would take an object that is a list for a dimension of the stack.
+    """
+    if not cells.ndim:
+        return NonTensorData(cells.item(), batch_size=())
+    return NonTensorStack(*[stacked_objects(_part(cells, i)) for i in range(len(cells))])
+
+
+def objects_of(stack: Any) -> Array:
+    """Return the objects of a stack of ``NonTensorData``, not copied, ``[*batch_size]``; its ``clone`` shares them."""
+    cells = np.empty(tuple(stack.batch_size), OBJECT)
+    if isinstance(stack, NonTensorData):
+        for place in range(cells.size):
+            cells.flat[place] = stack.data
+        return cells
+    for i, part in enumerate(stack.unbind(0)):
+        if cells.ndim == 1:
+            cells[i] = part.data
+        else:
+            cells[i] = objects_of(part)
+    return cells
 
 
 def _part(value: Any, i: int) -> Any:
@@ -109,5 +135,5 @@ def _cell(td: Any, key: Key) -> Any:
         return node.select(key[-1], strict=False).clone()
     value = node.get(key[-1], None)
     if is_non_tensor(value):
-        return value.tolist() if isinstance(value, NonTensorStack) else value.data
-    return value.clone() if torch.is_tensor(value) else value
+        value = value.tolist() if isinstance(value, NonTensorStack) else value.data
+    return copied(value)

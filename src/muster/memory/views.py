@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from muster.keys import Key
+from muster.memory.objects import copied_cells
 from muster.memory.slots import Layout, Slot, torch_dtype
 from muster.memory.specs import Array, Column
 from muster.utils.private_names import tensordict_maker
@@ -171,19 +172,19 @@ class BatchView:
         )
 
     def _non_tensor(self, column: Column, slot: Slot) -> Any:
-        """Return Python objects as a stack of ``NonTensorData``: a shallow copy, since lists cannot be lent."""
-        from tensordict import NonTensorStack
+        """Return Python objects as a stack of ``NonTensorData``: copies, since objects cannot be lent."""
+        from muster.memory.cells import stacked_objects
 
-        stack = NonTensorStack.from_list(self._cells(column, slot).tolist())
+        stack = stacked_objects(self._cells(column, slot))
         return stack if self.device is None else stack.to(self.device)
 
     def _cells(self, column: Column, slot: Slot) -> Array:
-        """Return the objects of a column in the shape of the batch."""
+        """Return copies of the objects of a column, in the shape of the batch. Other rows may share the originals."""
         T, dims = self.layout.T, self.layout.lead
         stack = np.stack([lane.arrays[column.key][:T].reshape(T, *dims) for lane in slot.lanes], axis=1)  # [T, W, ...]
         if not self._stacked:
             stack = stack[:, 0]
-        return stack if self._time_first else np.moveaxis(stack, 0, -1)
+        return copied_cells(stack if self._time_first else np.moveaxis(stack, 0, -1))
 
 
 def _add_ragged(batch: Any, key: Key, cells: Array, time: int) -> Any:

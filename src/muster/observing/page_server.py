@@ -13,7 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
@@ -24,10 +25,12 @@ from urllib.parse import parse_qs, urlsplit
 from muster.errors import BadOption
 from muster.observing.snapshots import EPISODES, WHICH, SnapshotReader
 from muster.utils.addresses import host_and_port, is_loopback, listening
+from muster.utils.strangers import Strangers
 
 TOKEN_VARIABLE = "MUSTER_WATCH_TOKEN"
 _SHORTEST_TOKEN = 16
 _POLL_S = 0.5  # between two looks at the file
+_ADMISSION_S = 10.0  # for a whole request, with its token
 _TIMEOUT_S = 30.0  # of a viewer that does not read
 _MOST_VIEWERS = 64
 _AT_ONCE = 500  # entries of a message
@@ -114,23 +117,30 @@ class Films:
         """Kill the process that makes a film. May be called again."""
         self._closed = True
         if (process := self._process) is not None:
-            process.kill()
+            _kill(process)
 
     def _made(self, command: list[str]) -> tuple[dict[str, Any], bytes]:
         try:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # to end what the environment has started: it may hold the pipe
             )
         except OSError as error:
             return {"error": f"The film cannot be made: {error.strerror}."}, b""
         self._process = process
         if self._closed:
-            process.kill()
+            _kill(process)
         try:
             output, _ = process.communicate(timeout=_FILM_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, _ = process.communicate()
+        except subprocess.TimeoutExpired as late:
+            output = late.output or b""
+        _kill(process)
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
         self._process = None
         line, _, content = output.partition(b"\n")
         try:
@@ -139,8 +149,17 @@ class Films:
             return {"error": f"The film was not made within 300 s, or its process died ({process.returncode})."}, b""
 
 
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and its group. May be called again."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 class PageServer(ThreadingHTTPServer):
     """Serves the page of a run, to at most 64 viewers at the same time. Raises ``BadOption`` without snapshots.
+
+    A connection becomes that of a viewer when its request is complete and admitted. Until then it is a stranger, which
+    no viewer waits for.
 
     Args:
         listening: listening socket; owned by the server.
@@ -169,26 +188,35 @@ class PageServer(ThreadingHTTPServer):
         self.local = is_loopback(host)
         folder = resources.files("muster.observing") / "page"
         self.files = {path: ((folder / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()}
-        self._places, self._parent = threading.BoundedSemaphore(_MOST_VIEWERS), parent
+        self._strangers, self._places = Strangers(), threading.BoundedSemaphore(_MOST_VIEWERS)
+        self._parent = parent
         self.ending = threading.Event()
         self.films = Films(film, (run if run.is_dir() else run.parent) / EPISODES)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._places.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
+        self._strangers.add(request)
         super().process_request(request, client_address)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    def shutdown_request(self, request: Any) -> None:
+        self._strangers.remove(request)
+        super().shutdown_request(request)
+
+    @contextmanager
+    def place(self, request: Any) -> Iterator[bool]:
+        """A context for the admitted viewer of a connection: whether there was a place."""
+        self._strangers.remove(request)
+        has_place = self._places.acquire(blocking=False)
         try:
-            super().process_request_thread(request, client_address)
+            yield has_place
         finally:
-            self._places.release()
+            if has_place:
+                self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore errors of connections: a viewer has closed the page."""
 
     def service_actions(self) -> None:
+        self._strangers.end_late(_ADMISSION_S)
         if self._parent is not None and os.getppid() != self._parent:
             self.films.close()
             os._exit(0)
@@ -207,8 +235,16 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "muster", ""
 
     def do_GET(self) -> None:
-        if (path := self._admitted()) is None:
-            return
+        with self._admitted() as path:
+            if path is not None:
+                self._get(path)
+
+    def do_POST(self) -> None:
+        with self._admitted() as path:
+            if path is not None:
+                self._make_film(path)
+
+    def _get(self, path: str) -> None:
         if path == "/events":
             self._stream()
         elif path in self.server.files:
@@ -219,10 +255,8 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._reply(404, b"There is no such page.\n")
 
-    def do_POST(self) -> None:
+    def _make_film(self, path: str) -> None:
         """Make a film of the episode that the path names."""
-        if (path := self._admitted()) is None:
-            return
         which = path.removeprefix("/films/")
         if _OWN_HEADER not in self.headers:
             self._reply(403, b"This is for the page of muster watch only.\n")
@@ -235,7 +269,18 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         """Print nothing."""
 
-    def _admitted(self) -> str | None:
+    @contextmanager
+    def _admitted(self) -> Iterator[str | None]:
+        """A context with the path, if the viewer may see the page and has a place; otherwise reply."""
+        if (path := self._path()) is None:
+            yield None
+            return
+        with self.server.place(self.connection) as has_place:
+            if not has_place:
+                self._reply(503, f"{_MOST_VIEWERS} viewers see this page already. Close one of them.\n".encode())
+            yield path if has_place else None
+
+    def _path(self) -> str | None:
         """Return the path, if the viewer may see the page; otherwise reply."""
         try:
             parts, host = urlsplit(self.path), urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.episodes.curve import EpisodeTotals
-from muster.errors import MusterError, described
+from muster.errors import BadOption, MusterError, described
 from muster.observing.page_server import PageAddress
 from muster.observing.snapshots import MOST_TEXT, SnapshotFile, snapshot
 from muster.observing.stats import CollectorStats, WorkerStats
@@ -96,12 +96,13 @@ class WatchedRun:
                 made.callback(self._file.close)
                 if page is not None:
                     self.url, self._page = page.url, _serve(self.directory, page, film)
+                    made.callback(self._end_page)
+                self._thread = threading.Thread(target=self._run, name="muster-watch", daemon=True)
+                self._thread.start()
                 made.pop_all()
         finally:
             if page is not None:
                 page.close()
-        self._thread = threading.Thread(target=self._run, name="muster-watch", daemon=True)
-        self._thread.start()
 
     def wrote(self, stats: CollectorStats, totals: EpisodeTotals) -> None:
         """Take the counters for the next snapshot."""
@@ -119,12 +120,17 @@ class WatchedRun:
             self._write(at_end=True)
             self._append("end", error=error[:MOST_TEXT])
             self._file.close()
-        if self._page is not None:
-            self._page.terminate()
-            try:
-                self._page.wait(END_S)
-            except subprocess.TimeoutExpired:
-                self._page.kill()
+        self._end_page()
+
+    def _end_page(self) -> None:
+        if self._page is None:
+            return
+        self._page.terminate()
+        try:
+            self._page.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._page.kill()
+            with suppress(subprocess.TimeoutExpired):  # it is blocked in the kernel, and exits later
                 self._page.wait(END_S)
 
     # --- in the thread ----------------------------------------------------------------------------
@@ -219,14 +225,20 @@ def _memory(pid: int) -> int | None:
 
 
 def _serve(directory: Path, page: PageAddress, film: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start the process that serves the page. It exits when this process has exited."""
+    """Start the process that serves the page. It exits when this process has exited. ``BadOption`` if it cannot."""
     fd = page.socket.fileno()
     command = program("muster.observing.page_server", str(fd), str(directory), str(os.getpid()), *film)
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is for the collection
-        pass_fds=[fd],
-        env={**os.environ, "MUSTER_WATCH_TOKEN": page.token},
-    )
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the collection
+            pass_fds=[fd],
+            env={**os.environ, "MUSTER_WATCH_TOKEN": page.token},
+        )
+    except OSError as error:
+        raise BadOption(
+            f"watch: the process of the page cannot be started: {error.strerror or error}. Without address= in Watch, "
+            f"there is no such process; `muster watch` shows the page later."
+        ) from error

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from muster.policies.agents import per_agent
     from muster.policies.heads import Head, categorical, deterministic, gaussian, tanh_gaussian
     from muster.policies.normalization import RewardScaler, RunningNorm
+    from muster.policies.states import recurrent
 
 __all__ = [
     "Head",
@@ -18,6 +19,7 @@ __all__ = [
     "deterministic",
     "gaussian",
     "per_agent",
+    "recurrent",
     "tanh_gaussian",
 ]
 
@@ -25,6 +27,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import names on first use (PEP 562): they need torch, and workers with random actions do not."""
     if name in __all__:
-        module = "agents" if name == "per_agent" else "normalization" if name.startswith("R") else "heads"
-        return getattr(importlib.import_module(f"muster.policies.{module}"), name)
+        elsewhere = {"per_agent": "agents", "recurrent": "states"}
+        elsewhere |= dict.fromkeys(("RewardScaler", "RunningNorm"), "normalization")
+        module = importlib.import_module(f"muster.policies.{elsewhere.get(name, 'heads')}")
+        return getattr(module, name)
     raise AttributeError(f"module 'muster.policies' has no attribute {name!r}")

@@ -14,14 +14,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from muster.errors import BadOption
+from muster.errors import BadOption, described
 from muster.policies.agents import PerAgent
 from muster.policies.checks import MASKED_RAISES, PolicySetting
 from muster.policies.functions import FunctionPolicy
 from muster.policies.head_policy import HeadPolicy
 from muster.policies.heads import Head
 from muster.policies.random import RandomPolicy
-from muster.policies.sampling import masks_of
+from muster.policies.sampling import all_masks_of, check_masks, masks_of
+from muster.policies.states import BATCH_DIM
 from muster.protocols import EnvBatch, Policy
 from muster.utils.attributes import name_of
 from muster.utils.event_loop import CoroutineCall, CoroutineRunner, is_coroutine_function
@@ -46,8 +47,9 @@ def adapt(
 
     ``executor`` allows the fast executor if it is equal to the module. ``takes_td``: the policy takes a TensorDict;
     None: see ``takes_tensordict``. ``timeouts``: deadlines of coroutines, by phase. Raises ``BadOption`` if ``policy``
-    cannot be called, or a head does not fit the spaces.
+    cannot be called, or a head does not fit the spaces, and ``UnsupportedSpace`` if an action mask does not fit.
     """
+    check_masks(env)
     if policy is None:
         return RandomPolicy(env.sample, batch_shape, masks=masks_of(env))
     home = torch.empty(0, device=env.device).device  # device of the rows, with its index
@@ -55,7 +57,7 @@ def adapt(
         env.observation_specs,
         env.action_specs,
         batch_shape,
-        masks_of(env),
+        all_masks_of(env),
         device=None if device == home else device,
         rows_device=env.device,
         exploration_type=exploration_type,
@@ -91,6 +93,7 @@ class AwaitedPolicy:
     def __init__(self, policy: Any, timeouts: Mapping[str, float | None]) -> None:
         self.__name__, self.__wrapped__ = name_of(policy), _function(policy)
         self._policy, self.coroutines = policy, CoroutineRunner()
+        setattr(self, BATCH_DIM, getattr(policy, BATCH_DIM, None))
         self.coroutines.timeouts = timeouts
 
     def __call__(self, *args: Any) -> Any:
@@ -115,7 +118,14 @@ def place(policy: Any, device: torch.device | None) -> tuple[Any, torch.device |
     first = next(iter(policy.parameters()), None)
     if device is None or first is None or first.device == device:
         return policy, device if first is None else first.device
-    return copy.deepcopy(policy).to(device), device
+    try:
+        copied = copy.deepcopy(policy)
+    except Exception as error:
+        raise BadOption(
+            f"policy_device={str(device)!r}: the policy is on {first.device}, and cannot be copied: copy.deepcopy "
+            f"raised {described(error)}. Move it yourself before: policy.to({str(device)!r})"
+        ) from error
+    return copied.to(device), device
 
 
 def observed_dtype(wanted: torch.dtype | Literal["env"] | None, policy: Any) -> np.dtype[Any] | None:

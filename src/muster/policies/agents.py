@@ -3,12 +3,13 @@
 ::
 
     Collector(env, {"player_0": learner, "player_1": opponent}, ...)  # or {"player_0": learner, "others": opponent}
+    collector.update_policy_weights_(model_id="player_0")  # what the optimizer has changed in the learner
     collector.update_policy_weights_(learner, model_id="player_1")  # the opponent becomes a copy of the learner
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from muster.memory.specs import choices_of
 from muster.policies.checks import PolicySetting
 from muster.policies.functions import takes_state
 from muster.policies.heads import Head
+from muster.policies.inputs import unchanged_inputs
 from muster.policies.sampling import ActionMask
 
 OTHERS = "others"
@@ -126,6 +128,11 @@ class PerAgent(nn.Module):
 
     def _call(self, name: str, leaves: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         policy = self._policy(name)
+        check_unchanged: Callable[[], None] | None = None
+        if policy is not None and all(value.device.type == "cpu" for value in leaves.values()):
+            # Changes would be harmless here. But the same policy may not make them elsewhere.
+            given, check_unchanged = unchanged_inputs({(key,): value for key, value in leaves.items()}, f"of {name!r}")
+            leaves = {key: value for (key,), value in given.items()}
         obs = next(iter(leaves.values())) if len(leaves) == 1 else leaves
         out: Any
         if policy is None:
@@ -135,6 +142,8 @@ class PerAgent(nn.Module):
             out = action, {LOG_PROB[0]: policy.distribution(obs).log_prob(action)} if policy.has_log_prob else {}
         else:
             out = policy(obs)
+        if check_unchanged is not None:
+            check_unchanged()
         action, extras = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
         if not isinstance(extras, Mapping):
             raise BadPolicyOutput(f"the policy of {name!r} returned {type(out).__name__}, expected (action, extras)")
@@ -150,7 +159,7 @@ class PerAgent(nn.Module):
     def _draw(self, leaves: dict[str, Any]) -> torch.Tensor:
         like = next(iter(leaves.values()))
         assert self._random is not None  # bound
-        uniform = torch.rand((len(like), len(self._random.nvec)), dtype=torch.float64, device=like.device)
+        uniform = torch.rand((len(like), len(self._random.drawn)), dtype=torch.float64, device=like.device)
         everything = uniform.new_ones((len(like), sum(self._random.nvec)))
         allowed = everything if self._mask is None else leaves[self._mask.key[0]]
         return self._random.draw_on_device(allowed, uniform).reshape(-1, *self._shape)
@@ -167,7 +176,9 @@ class PerAgent(nn.Module):
     def _check(self, leaves: dict[str, Any]) -> None:
         if self._mask is not None and self._mask.key[0] in leaves:
             rows = leaves[self._mask.key[0]]
-            if not (rows != 0).any(-1).all() and (refused := self._mask.refused(rows.cpu().numpy())) is not None:
+            blank = not (rows != 0).flatten(1).any(-1).all()
+            suspect = blank or len(self._mask.drawn) > 1
+            if suspect and (refused := self._mask.refused(rows.cpu().numpy())) is not None:
                 raise refused
 
 

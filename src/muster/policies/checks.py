@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-from muster.errors import BadEnvOutput, BadOption, BadPolicyOutput, PolicyError
+from muster.errors import BadEnvOutput, BadOption, BadPolicyOutput, MusterError, PolicyError, described, text_of
 from muster.keys import Key, dotted
 from muster.memory.slots import numpy_dtype
 from muster.memory.specs import ArraySpec, Column, Specs
@@ -16,6 +17,9 @@ from muster.policies.sampling import ActionMask
 
 # Errors of adapters that respect action masks (see ``rollout.acting``); the last: no action is allowed.
 MASKED_RAISES = PolicyError, BadPolicyOutput, BadOption, BadEnvOutput
+NO_BATCH = "Without num_envs= there is no batch dimension. If the policy expects one, pass num_envs=1."
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,9 @@ def action_problem(action: torch.Tensor, spec: ArraySpec, lead: tuple[int, ...])
     expected = (*lead, *spec.shape)
     if tuple(action.shape) != expected:
         hint = ""
-        if spec.shape == () and spec.high is not None and action.ndim == len(lead) + 1 and spec.dtype.kind in "iu":
+        if not lead and tuple(action.shape) == (1, *expected):
+            hint = f". {NO_BATCH}"
+        elif spec.shape == () and spec.high is not None and action.ndim == len(lead) + 1 and spec.dtype.kind in "iu":
             hint = "; scores or one-hot vectors need an argmax, or a head such as muster.policies.categorical(net)"
         return f"with shape {tuple(action.shape)}, expected {expected}{hint}"
     kind = np.empty(0, spec.dtype).dtype.kind
@@ -68,19 +74,22 @@ def column_of(key: Key, value: torch.Tensor, lead: tuple[int, ...], policy: str,
     return Column(key, tuple(value.shape[len(lead) :]), dtype, carry=carry)
 
 
-def frozen_check(obs: Mapping[Key, torch.Tensor], policy: str) -> Callable[[], None]:
-    """Copy ``obs``; the returned function raises if the policy has changed it in place since."""
-    before = {key: value.clone() for key, value in obs.items() if torch.is_tensor(value)}
-
-    def check() -> None:
-        for key, value in before.items():
-            if not torch.equal(
-                torch.nan_to_num(obs[key]) if value.is_floating_point() else obs[key],
-                torch.nan_to_num(value) if value.is_floating_point() else value,
-            ):
-                raise BadPolicyOutput(
-                    f"policy {policy} changed its input {dotted(key)} in place. That memory is the batch itself: "
-                    f"use operations that return a new tensor (no inplace=True in the first layer, no `obs -= ...`)"
-                )
-
-    return check
+def called_first(
+    call: Callable[[], Result], obs: Mapping[Key, torch.Tensor], lead: tuple[int, ...], policy: str
+) -> Result:
+    """Return the result of a policy's first call. Without batch dimensions, an error says so (``PolicyError``)."""
+    if lead:
+        return call()
+    try:
+        return call()
+    except MusterError:
+        raise
+    except Exception as error:
+        if "same dtype" in text_of(error):  # the observation's dtype is the problem
+            raise
+        shapes = {dotted(key): tuple(value.shape) for key, value in obs.items() if torch.is_tensor(value)}
+        shown = str(shapes).strip("{}").replace("'", "")
+        raise PolicyError(
+            f"policy {policy} raised {described(error, ' at row 0 of the batch')}. It got tensors of these shapes: "
+            f"{shown}. {NO_BATCH} No environment was stepped since; the next call tries again from there."
+        ) from error

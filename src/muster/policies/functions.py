@@ -2,7 +2,9 @@
 
 A policy has a state if its second parameter is called ``state`` (or ``hidden``, ``carry``):
 ``f(obs, state) -> (action, state)`` or ``(action, extras, state)``. ``state`` is None in the first call, later a
-tensor ``[B, ...]`` or a tuple or dict of them, zero for environments at the start of an episode.
+tensor or a tuple or dict of them as the policy returned it, zero for environments at the start of an episode. Its
+first or second dimension (as in ``nn.GRU``) counts environments, or the one that ``recurrent`` names. Columns of a
+batch always begin with environments.
 """
 
 from __future__ import annotations
@@ -16,10 +18,13 @@ import torch
 
 from muster.errors import BadOption, BadPolicyOutput
 from muster.keys import ACTION, OBSERVATION, POLICY_VERSION, RESERVED, STATE, Key, dotted, nested
+from muster.memory.objects import copied_cells
 from muster.memory.slots import Lane, as_tensor
-from muster.memory.specs import Array, ArraySpec, Column
-from muster.policies.checks import PolicySetting, action_problem, column_of, frozen_check
+from muster.memory.specs import Column
+from muster.policies.checks import PolicySetting, action_problem, called_first, column_of
 from muster.policies.executor import Program, plan
+from muster.policies.inputs import InputRows, unchanged_inputs
+from muster.policies.states import StateDims, state_dims
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
 from muster.utils.attributes import name_of
@@ -47,6 +52,7 @@ class FunctionPolicy:
         if self.takes_state and STATE[0] in {key[0] for key in obs_specs}:
             raise BadOption(f"the observation has the key {STATE[0]!r}, where a batch keeps the state of a policy")
         self._taken = RESERVED | {key[0] for key in obs_specs} | (set(STATE) if self.takes_state else set())
+        self._object_keys = [key for key, spec in obs_specs.items() if not spec.is_tensor]
         self._lead = setting.batch_shape
         self._device, self._on_device = setting.device, setting.rows_device is not None
         self._columns: list[Column] = []
@@ -56,16 +62,19 @@ class FunctionPolicy:
         self._executor = setting.executor
         self._program: Program | None = None
         self._state_shape: Any = None  # the state's nesting, with keys in place of tensors
+        self._state_dims: StateDims = {}  # dimensions of environments that are not the first one
 
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
         obs = {key: obs[key] for key in self._obs_specs}
-        unchanged = frozen_check(obs, self.name)
-        action, extras, state = self._call(obs, None)
-        unchanged()
+        given, check_unchanged = unchanged_inputs(obs, self.name)
+        action, extras, state = called_first(lambda: self._call(given, None), obs, self._lead, self.name)
+        check_unchanged()
+        tensors = {key: self._tensor(key, value) for key, value in state.items()}
+        self._state_dims = state_dims(self.fn, tensors, self._lead, self.name, lambda fn: self._state_of(fn, given))
         outputs = Outputs(
             {key: self._action(key, action[key]) for key in self._action_specs},
             {key: self._tensor(key, value) for key, value in extras.items()},
-            {key: self._tensor(key, value) for key, value in state.items()},
+            {key: tensor.movedim(self._state_dims.get(key, 0), 0) for key, tensor in tensors.items()},
         )
         self._columns = [column_of(key, value, self._lead, self.name) for key, value in outputs.extras.items()]
         self._columns += [
@@ -101,29 +110,34 @@ class FunctionPolicy:
             return _make_numpy_act(self._program, lane)
         if self._plain:
             return self._make_plain_act(lane)
-        rows = {k: _rows(lane, k, s) for k, s in self._obs_specs.items()}
+        inputs = InputRows(lane, [key for key, spec in self._obs_specs.items() if spec.is_tensor], self.name)
+        rows = {k: inputs.rows(k) if s.is_tensor else lane.np_rows(k) for k, s in self._obs_specs.items()}
         action_rows = {k: lane.rows(k) for k in self._action_specs}
         extra_rows = [(c.key, lane.rows(c.key)) for c in self._columns if not c.carry]
-        state_rows = [(c.key, lane.rows(c.key)) for c in self._columns if c.carry]
+        state_rows = [(c.key, lane.rows(c.key), self._state_dims.get(c.key, 0)) for c in self._columns if c.carry]
         keys = {c.key for c in self._columns}
 
         def act(t: int) -> None:
-            state = {key: row[t].clone() for key, row in state_rows} if state_rows else None  # fn may change these
-            action, extra, new_state = self._call({k: row[t] for k, row in rows.items()}, state)
+            state: Leaves = {  # clones, since fn may change them; contiguous, for cuDNN
+                key: _as_returned(row[t], dim).clone(memory_format=torch.contiguous_format)
+                for key, row, dim in state_rows
+            }
+            action, extra, new_state = self._call({k: row[t] for k, row in rows.items()}, state or None)
             for key, row in action_rows.items():
                 row[t].copy_(self._action(key, action[key]))
             if extra.keys() | new_state.keys() != keys:
                 self._refuse_keys(keys, extra.keys() | new_state.keys())
             for key, row in extra_rows:
                 self._store(key, row[t], extra[key])
-            for key, row in state_rows:
-                self._store(key, row[t + 1], new_state[key])
+            for key, row, dim in state_rows:
+                self._store(key, _as_returned(row[t + 1], dim), new_state[key])
 
-        return act
+        return act if self._device is not None else inputs.watched(act)  # a copy is moved to a device
 
     def _make_plain_act(self, lane: Lane) -> Act:
         """The fastest ``act``, for one tensor as input, and one action and perhaps extras as output."""
-        fn, rows, check, store = self._program or self.fn, lane.rows(OBSERVATION), self._action, self._store
+        inputs = InputRows(lane, [OBSERVATION], self.name)
+        fn, rows, check, store = self._program or self.fn, inputs.rows(OBSERVATION), self._action, self._store
         action_rows = lane.rows(ACTION)
         extra_rows = [
             (c.key, c.key[-1], lane.rows(c.key), lane.rows(c.key)[0].shape, lane.tensors[c.key].dtype)
@@ -151,10 +165,12 @@ class FunctionPolicy:
                 action = check(ACTION, action)
             action_rows[t].copy_(action)
 
-        return act
+        return act if self._program is not None else inputs.watched(act)  # a program writes into no input
 
-    def _call(self, obs: Mapping[Key, Any], state: Leaves | None) -> tuple[Leaves, Leaves, Leaves]:
-        """Call the function: action leaves, extras, state leaves."""
+    def _call(self, obs: Leaves, state: Leaves | None) -> tuple[Leaves, Leaves, Leaves]:
+        """Call the function: action leaves, extras, state leaves. ``obs`` and ``state`` belong to the call."""
+        for key in self._object_keys:
+            obs[key] = copied_cells(obs[key])
         if self._device is not None:
             obs = {k: v.to(self._device, non_blocking=True) if torch.is_tensor(v) else v for k, v in obs.items()}
             state = {k: v.to(self._device) for k, v in state.items()} if state else state
@@ -209,6 +225,15 @@ class FunctionPolicy:
         if problem:
             raise BadPolicyOutput(f"policy {self.name} returned {dotted(key)} {problem}")
         return tensor
+
+    def _state_of(self, fn: Callable[..., Any], obs: Mapping[Key, Any]) -> Leaves:
+        """Return the state after a call of ``fn``, a copy of the policy, for one environment more than there are."""
+        more = {key: torch.cat([v, v[:1]]) if torch.is_tensor(v) else np.append(v, v[:1]) for key, v in obs.items()}
+        own, shape, self.fn = self.fn, self._state_shape, fn
+        try:
+            return {key: self._tensor(key, value) for key, value in self._call(more, None)[2].items()}
+        finally:
+            self.fn, self._state_shape = own, shape
 
     def _store(self, key: Key, row: torch.Tensor, value: Any) -> None:
         tensor = self._tensor(key, value)
@@ -269,8 +294,9 @@ def takes_state(fn: Callable[..., Any]) -> bool:
     return len(positional) >= 2 and positional[1].name in STATE_NAMES
 
 
-def _rows(lane: Lane, key: Key, spec: ArraySpec) -> Sequence[Any] | Array | torch.Tensor:
-    return lane.rows(key) if spec.is_tensor else lane.np_rows(key)
+def _as_returned(row: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return a view of a row of states, ``[B, *shape]``, in which ``dim`` is the dimension of environments."""
+    return row.movedim(0, dim) if dim else row
 
 
 def _take_apart(state: Any, key: Key, out: Leaves) -> Any:

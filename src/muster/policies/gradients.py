@@ -21,7 +21,7 @@ def gradients_enabled(policy: Policy) -> Iterator[None]:
     policy = getattr(policy, "inner", policy)
     with ExitStack() as undo:
         if hasattr(policy, "head"):
-            _hook(policy.head.net, undo)
+            _enable(policy.head, "net", undo)
         for name in ("fn", "module"):  # of FunctionPolicy and TensorDictPolicy
             if hasattr(policy, name):
                 _enable(policy, name, undo)

@@ -13,9 +13,10 @@ from muster.errors import BadPolicyOutput
 from muster.keys import LOG_PROB, Key, nested
 from muster.memory.slots import Lane, torch_dtype
 from muster.memory.specs import Array, Column
-from muster.policies.checks import MASKED_RAISES, PolicySetting, frozen_check
+from muster.policies.checks import MASKED_RAISES, PolicySetting, called_first
 from muster.policies.executor import Program, plan
-from muster.policies.heads import Head, allowed_only
+from muster.policies.heads import Head
+from muster.policies.inputs import InputRows, unchanged_inputs
 from muster.policies.sampling import ActionRows, Emit
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
@@ -41,17 +42,17 @@ class HeadPolicy:
         self._batch_dims, self._batched = len(setting.batch_shape), bool(setting.batch_shape)
         self._deterministic, self._device = setting.deterministic, setting.device
         self._on_device = setting.rows_device is not None
-        self._executor = setting.executor and len(self._obs_keys) == 1
+        self._executor = setting.executor and len(self._obs_keys) == 1 and isinstance(head.net, torch.nn.Module)
         self._program: Program | None = None
 
     @torch.no_grad()
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
-        unchanged = frozen_check(obs, self.head.name)
+        given, check_unchanged = unchanged_inputs({key: obs[key] for key in self._obs_keys}, self.head.name)
         leaves = [obs[key] for key in self._obs_keys]
-        x = self._input(leaves)
-        out = self.head.net(x)
-        unchanged()
         lead = tuple(leaves[0].shape[: self._batch_dims])
+        out = called_first(lambda: self.head.net(self._input(list(given.values()))), given, lead, self.head.name)
+        check_unchanged()
+        x = self._input(leaves)
         B = math.prod(lead)
         self._check(out, lead)
         self._plan(x)
@@ -78,23 +79,25 @@ class HeadPolicy:
             return self._start_on_device(lane)
         if self not in lane.cache:
             lane.cache[self] = self._views(lane)
-        tensors, arrays, rows = lane.cache[self]
+        inputs, tensors, arrays, rows = lane.cache[self]
         if self._program is not None and not self._program.current():
             self._plan(self._input([leaf[lane.acts_from] for leaf in tensors]))
         emit, program, B = self._emitter(rows, lane.acts_from, rng), self._program, lane.B
         if program is not None and program.kind == "numpy":
             return _act_numpy(program.steps, arrays, emit, self._batched)
-        if self._device is None and len(tensors) == 1:
-            return _act_module(program or self.head.net, tensors[0], emit, B)
         compute: Callable[[Any], Any] = program or self.head.net
+        if self._device is None and len(tensors) == 1:
+            act = _act_module(compute, tensors[0], emit, B)
+        else:
 
-        def act(t: int) -> None:
-            emit(t, _host(compute(self._input([leaf[t] for leaf in tensors]))).reshape(B, -1))
+            def act(t: int) -> None:
+                emit(t, _host(compute(self._input([leaf[t] for leaf in tensors]))).reshape(B, -1))
 
-        return act
+        return act if program is not None or self._device is not None else inputs.watched(act)
 
     def _start_on_device(self, lane: Lane) -> Act:
-        tensors = [lane.rows(key) for key in self._obs_keys]
+        inputs = InputRows(lane, self._obs_keys, self.head.name)
+        tensors = [inputs.rows(key) for key in self._obs_keys]
         if self._program is not None and not self._program.current():
             self._plan(self._input([leaf[lane.acts_from] for leaf in tensors]))
         actions, log_probs = lane.tensors[self._action_key], lane.tensors.get(LOG_PROB)
@@ -104,19 +107,20 @@ class HeadPolicy:
 
         def act(t: int) -> None:
             out = compute(self._input([leaf[t] for leaf in tensors])).reshape(B, -1).float()
-            allowed = out if masks is None else allowed_only(out, masks[t])
-            action, log_prob = head.draw(allowed, deterministic=deterministic)
+            if masks is not None:
+                out = head.restrict(out, masks[t])
+            action, log_prob = head.draw(out, deterministic=deterministic)
             actions[t].copy_(action.reshape(actions[t].shape))
             if log_probs is not None and log_prob is not None:
                 log_probs[t].copy_(log_prob)
 
-        return act
+        return act if self._program is not None or self._device is not None else inputs.watched(act)
 
     def _drawn(self, out: torch.Tensor, like: torch.Tensor, obs: Mapping[Key, torch.Tensor]) -> Outputs:
         lead = tuple(like.shape[: self._batch_dims])
         flat = out.reshape(math.prod(lead), -1).float()
         if self._mask is not None:
-            flat = allowed_only(flat, obs[self._mask.key])
+            flat = self.head.restrict(flat, obs[self._mask.key])
         action, log_prob = self.head.draw(flat, deterministic=self._deterministic)
         action = action.reshape((*lead, *self._spec.shape)).to(torch_dtype(self._spec.dtype))
         extras = {} if log_prob is None else {LOG_PROB: log_prob.reshape(lead)}
@@ -130,12 +134,13 @@ class HeadPolicy:
         self._program = plan(self.head.net, x, numpy_ok=numpy_ok) if self._executor else None
         self.path = "module" if self._program is None else f"{self._program.kind} executor"
 
-    def _views(self, lane: Lane) -> tuple[list[Any], list[Array], ActionRows]:
-        tensors = [lane.rows(key) for key in self._obs_keys]
+    def _views(self, lane: Lane) -> tuple[InputRows, list[Any], list[Array], ActionRows]:
+        inputs = InputRows(lane, self._obs_keys, self.head.name)
+        tensors = [inputs.rows(key) for key in self._obs_keys]
         first = lane.arrays[self._obs_keys[0]]
         masked = None if self._mask is None else (self._mask, lane.arrays[self._mask.key])
         rows = ActionRows(self.head.name, lane.arrays[self._action_key], lane.arrays.get(LOG_PROB), masked)
-        return tensors, list(first if self._batched else first[:, 0]), rows
+        return inputs, tensors, list(first if self._batched else first[:, 0]), rows
 
     def _input(self, leaves: Sequence[torch.Tensor]) -> Any:
         if self._device is not None:
@@ -149,9 +154,10 @@ class HeadPolicy:
             got = f"{out.dtype} tensor" if isinstance(out, torch.Tensor) else type(out).__name__
             raise BadPolicyOutput(f"{self.head.name}: the network returned a {got}, expected one tensor of floats.")
         if tuple(out.shape[: len(lead)]) != lead or out.numel() != math.prod(lead) * self._width:
+            returned = math.prod(out.shape[len(lead) :]) if tuple(out.shape[: len(lead)]) == lead else None
             raise BadPolicyOutput(
                 f"{self.head.name}: the network returned shape {tuple(out.shape)}, expected {(*lead, self._width)}: "
-                f"{self.head.needs(self._spec)}. Change the last layer to return {self._width} values."
+                f"{self.head.needs(self._spec)}. {self.head.remedy(self._width, returned)}"
             )
 
 

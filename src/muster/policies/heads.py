@@ -7,7 +7,9 @@
     log_prob = actor.distribution(obs).log_prob(batch["action"])  # in the loss
 
 ``categorical`` and ``deterministic`` choose among the actions that an action mask allows. The mask is the leaf
-``action_mask`` of the observation, which the network does not get, or the argument ``action_mask``.
+``action_mask`` of the observation, which the network does not get, or the argument ``action_mask``. With a mask of the
+combinations of several variables, the distribution of ``categorical`` is the product of its variables, renormalised
+over the allowed combinations.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ from torch import nn
 from torch.distributions import constraints
 
 from muster.errors import BadOption
-from muster.keys import Key
-from muster.memory.specs import ArraySpec, Specs, choices_of
+from muster.keys import ACTION_MASK, Key, dotted
+from muster.memory.specs import ArraySpec, Specs, choices_of, is_joint_mask
 from muster.policies import sampling
-from muster.policies.sampling import ActionMask, ActionRows, Emit
+from muster.policies.sampling import ActionMask, ActionRows, Emit, split_index
 
 LOG_STD_BOUNDS = (-20.0, 2.0)
 
@@ -41,9 +43,13 @@ class Head(nn.Module):
     has_log_prob = True
     takes_mask = False
     mask: ActionMask | None = None
+    nvec: tuple[int, ...] | None = None  # choices of each variable; None: the outputs of the network are choices
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
+        if isinstance(net, type) or not callable(net):
+            given = f"the class {net.__name__}" if isinstance(net, type) else f"of type {type(net).__name__}"
+            raise BadOption(f"{self.name}: the network is {given}. Pass an nn.Module.")
         self.net = net
         self.action_shape: tuple[int, ...] | None = None  # of one environment; None until bound
 
@@ -60,8 +66,12 @@ class Head(nn.Module):
 
         Args:
             obs: observation, ``[*batch, *shape]``, or a dict or TensorDict of its leaves.
-            action_mask: ``[*batch, n]``, an entry for each output of the network; 0 or False: not allowed. None: the
-                leaf ``action_mask`` of ``obs``, if there is one. Not for continuous actions.
+            action_mask: ``[*batch, n]``, an entry for each output of the network, or ``[*batch, *nvec]``, one for each
+                combination of choices; 0 or False: not allowed. None: the leaf ``action_mask`` of ``obs``, if there is
+                one. Not for continuous actions.
+
+        Raises:
+            BadOption: the size of the mask does not fit.
         """
         raise NotImplementedError
 
@@ -75,7 +85,10 @@ class Head(nn.Module):
         Returns the action's key and spec, and the result of ``bind``.
         """
         if len(action_specs) != 1:
-            raise BadOption(f"{type(self).__name__} chooses one action, but the action space has several parts")
+            raise BadOption(
+                f"{self.name}: chooses one action, but the action space has several parts: "
+                f"{list(map(dotted, action_specs))}. Use a function or a TensorDict module that returns all of them."
+            )
         ((key, spec),) = action_specs.items()
         self.mask = next(iter(masks), None) if self.takes_mask else None
         return key, spec, self.bind(spec)
@@ -91,11 +104,19 @@ class Head(nn.Module):
         """Return the function that writes the network's output into rows from ``first`` on; ``rng=None``: the mode."""
         raise NotImplementedError
 
+    def restrict(self, out: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
+        """Return the network's output with the lowest value for what a mask does not allow.
+
+        Raises:
+            BadOption: the size of the mask does not fit.
+        """
+        return allowed_only(out, action_mask)
+
     def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
         """Draw actions from the network's output ``[B, width]`` (float32), on its device and without synchronizing.
 
         The distribution is that of ``emitter``, but noise is torch's, drawn row by row, and the network's output is not
-        checked to be finite, because that would synchronize.
+        checked to be finite, because that would synchronize. If there is a mask, ``out`` is the result of ``restrict``.
         """
         raise NotImplementedError
 
@@ -103,13 +124,18 @@ class Head(nn.Module):
         """The reason for the required size of the network's output, for messages."""
         return f"the action space has {spec}"
 
-    def _refuse(self, spec: ArraySpec, takes: str, instead: str) -> BadOption:
+    def remedy(self, width: int, returned: int | None) -> str:
+        """What to do about a network that must return ``width`` values, and returned another number (None: unknown)."""
+        return f"Change the last layer to return {_values(width)}."
+
+    def _refuse(self, spec: ArraySpec, takes: str, instead: str | None = None) -> BadOption:
+        instead = _suitable(spec) if instead is None else instead
         return BadOption(f"{self.name}: for {takes}, but the action space has {spec}. Use {instead}.")
 
     def _bind_floats(self, spec: ArraySpec) -> int:
         """Set the shape from a continuous space; returns the number of its entries."""
         if spec.dtype.kind != "f":
-            raise self._refuse(spec, "floating-point actions (Box)", "categorical(net)")
+            raise self._refuse(spec, "floating-point actions (Box)")
         self.action_shape = spec.shape
         return math.prod(spec.shape)
 
@@ -117,12 +143,36 @@ class Head(nn.Module):
         if action_mask is not None:
             raise BadOption(f"{self.name}: action masks are for discrete actions. Use categorical(net).")
 
-    def _masked(self, obs: Any, action_mask: torch.Tensor | None) -> torch.Tensor:
-        """Return the network's output for ``obs`` without its mask, with the lowest value for what is not allowed."""
+    def _output_and_mask(self, obs: Any, action_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the network's output for ``obs`` without its mask, and the mask."""
         if action_mask is None:
-            obs, action_mask = _without_mask(obs, ("action_mask",) if self.mask is None else self.mask.key)
+            obs, action_mask = _without_mask(obs, ACTION_MASK if self.mask is None else self.mask.key)
         out: torch.Tensor = self.net(obs)
-        return out if action_mask is None else allowed_only(out, action_mask)
+        return out, action_mask
+
+    def _is_joint(self, out: torch.Tensor, action_mask: torch.Tensor) -> bool:
+        """Return whether a mask has an entry for each combination of choices, not for each output of the network.
+
+        Raises:
+            BadOption: its size is neither.
+        """
+        lead = out.ndim - 1
+        shape = tuple(action_mask.shape[lead:])
+        known = self.mask
+        own = (out.shape[-1],) if self.nvec is None else self.nvec
+        if known is not None:
+            own = known.own_nvec
+            shape = shape[known.agents > 1 :]
+        try:
+            if action_mask.shape[:lead] != out.shape[:-1]:
+                raise ValueError(
+                    f"shape {tuple(action_mask.shape)} is for other rows than the output {tuple(out.shape)}"
+                )
+            if known is not None and math.prod(shape) == sum(own) == math.prod(own):
+                return known.joint
+            return is_joint_mask(own, shape)
+        except ValueError as error:
+            raise BadOption(f"{self.name}: the action mask with {error}") from None
 
     def _shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """Reshape ``[*batch, n]`` to ``[*batch, *action_shape]``."""
@@ -161,17 +211,37 @@ class Categorical(Head):
         self.low: tuple[int, ...] | None = None
 
     def distribution(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> D.Distribution:
-        logits = self._masked(obs, action_mask)
+        logits, action_mask = self._output_and_mask(obs, action_mask)
+        joint = action_mask is not None and self._is_joint(logits, action_mask)
+        if action_mask is not None:
+            logits = self.restrict(logits, action_mask)
+        if joint and self.nvec is not None:
+            agents = 1 if self.mask is None else self.mask.agents
+            return JointCategoricals(logits, self.nvec, self._first_choices, self._event_shape, agents)
         if self.nvec is None or (self.action_shape == () and self.low == (0,)):
             return D.Categorical(logits=logits)
-        shape = (len(self.nvec),) if self.action_shape is None else self.action_shape
-        return Categoricals(logits, self.nvec, self.low or (0,) * len(self.nvec), shape)
+        return Categoricals(logits, self.nvec, self._first_choices, self._event_shape)
+
+    def restrict(self, out: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
+        """See ``Head.restrict``; with a joint mask, the result has the logits of combinations of choices."""
+        if self._is_joint(out, action_mask) and self.nvec is not None:
+            out = joint_logits(out, self.nvec, 1 if self.mask is None else self.mask.agents)
+        return allowed_only(out, action_mask)
+
+    @property
+    def _first_choices(self) -> tuple[int, ...]:
+        return self.low or (0,) * len(self.nvec or ())
+
+    @property
+    def _event_shape(self) -> tuple[int, ...]:
+        return (len(self.nvec or ()),) if self.action_shape is None else self.action_shape
 
     def bind(self, spec: ArraySpec) -> int:
-        choices, low = _choices(self, spec, "gaussian(net) or tanh_gaussian(net)")
+        choices, low = _choices(self, spec)
         if self.nvec is not None and self.nvec != choices:
             raise BadOption(
-                f"categorical: nvec={self.nvec}, but the action space has {choices} choices. Leave nvec out."
+                f"categorical: nvec={self.nvec}, but the action space has {choices} choices. Leave nvec out, and let "
+                f"the network return {_values(sum(choices))}."
             )
         self.nvec, self.low, self.action_shape = choices, low, spec.shape
         return sum(choices)
@@ -187,18 +257,20 @@ class Categorical(Head):
 
     def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
         assert self.nvec is not None and self.low is not None  # bound
-        actions, log_probs = [], []
-        variables = (out,) if len(self.nvec) == 1 else torch.split(out, list(self.nvec), -1)
-        for logits, low in zip(variables, self.low, strict=True):
+        joint = self.mask if self.mask is not None and self.mask.joint else None
+        drawn = self.nvec if joint is None else joint.drawn
+        indices, log_probs = [], []
+        for logits in (out,) if len(drawn) == 1 else torch.split(out, list(drawn), -1):
             log_prob = logits.log_softmax(-1)
             # The Gumbel-max trick: ``torch.multinomial`` would synchronize, to check its input.
             noisy = log_prob if deterministic else log_prob - torch.empty_like(log_prob).exponential_().log()
             index = noisy.argmax(-1, keepdim=True)
-            actions.append(index + low if low else index)
+            indices += [index] if joint is None else split_index(index, joint.own_nvec)
             log_probs.append(log_prob.gather(-1, index))
-        if len(actions) == 1:  # each operation takes as long on a GPU as a small network's layer
-            return actions[0], log_probs[0].squeeze(-1)
-        return torch.cat(actions, -1), torch.cat(log_probs, -1).sum(-1)
+        actions = [index + low if low else index for index, low in zip(indices, self.low, strict=True)]
+        # each operation takes as long on a GPU as a small network's layer
+        action = actions[0] if len(actions) == 1 else torch.cat(actions, -1)
+        return action, log_probs[0].squeeze(-1) if len(log_probs) == 1 else torch.cat(log_probs, -1).sum(-1)
 
 
 class Categoricals(D.Distribution):
@@ -234,14 +306,68 @@ class Categoricals(D.Distribution):
         return stacked.reshape((*stacked.shape[:-1], *self.event_shape))
 
 
+def joint_logits(logits: torch.Tensor, nvec: tuple[int, ...], agents: int = 1) -> torch.Tensor:
+    """Return the logit of each combination of choices, ``[*batch, prod(nvec)]``, from those of the variables.
+
+    With several agents, of each one's combinations, one agent after another; ``nvec`` are the variables of all.
+    """
+    lead, own = logits.shape[:-1], nvec[: len(nvec) // agents]
+    first, *others = torch.split(logits.reshape(*lead, agents, -1), list(own), -1)
+    joint = first
+    for part in others:
+        joint = (joint.unsqueeze(-1) + part.unsqueeze(-2)).flatten(-2)
+    return joint.flatten(-2)
+
+
+class JointCategoricals(D.Distribution):
+    """A categorical distribution of combinations of choices, as one action of shape ``shape``; see ``Categoricals``.
+
+    ``logits`` are those of combinations, in C order; of several agents with equal spaces, one after another.
+    """
+
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  as in torch
+
+    def __init__(
+        self, logits: torch.Tensor, nvec: tuple[int, ...], low: tuple[int, ...], shape: tuple[int, ...], agents: int
+    ) -> None:
+        self._nvec = nvec[: len(nvec) // agents]
+        self.combinations = D.Categorical(logits=logits.reshape(*logits.shape[:-1], agents, -1))  # [*batch, agents]
+        self.low = torch.tensor(low, device=logits.device)
+        super().__init__(logits.shape[:-1], torch.Size(shape), validate_args=False)
+
+    def sample(self, sample_shape: Any = ()) -> torch.Tensor:
+        return self._action(self.combinations.sample(torch.Size(sample_shape)))  # type: ignore[no-untyped-call]
+
+    @property
+    def mode(self) -> torch.Tensor:
+        return self._action(self.combinations.mode)
+
+    def log_prob(self, value: torch.Tensor) -> torch.Tensor:
+        lead = value.shape[: value.ndim - len(self.event_shape)]
+        choices = (value.reshape(*lead, -1) - self.low).reshape(*lead, -1, len(self._nvec)).unbind(-1)
+        number = choices[0]
+        for choice, n in zip(choices[1:], self._nvec[1:], strict=True):
+            number = number * n + choice
+        log_prob: torch.Tensor = self.combinations.log_prob(number)  # type: ignore[no-untyped-call]
+        return log_prob.sum(-1)
+
+    def entropy(self) -> torch.Tensor:
+        entropy: torch.Tensor = self.combinations.entropy()  # type: ignore[no-untyped-call]
+        return entropy.sum(-1)
+
+    def _action(self, number: torch.Tensor) -> torch.Tensor:
+        choices = torch.stack(split_index(number, self._nvec), -1).flatten(-2) + self.low
+        return choices.reshape((*choices.shape[:-1], *self.event_shape))
+
+
 def gaussian(net: nn.Module, *, log_std: float | torch.Tensor | None = 0.0) -> Gaussian:
     """A normal distribution over Box actions; not clipped to the space's bounds.
 
     Args:
-        net: returns the mean ``[*batch, n]``.
+        net: returns the mean ``[*batch, n]``; with ``log_std=None`` mean and log_std, concatenated: ``[*batch, 2 n]``.
         log_std: a number is the initial value of a learned parameter of the head, one per action and the same in
-            all states; a Parameter or tensor ``[n]`` is used directly. None: ``net`` returns mean and log_std
-            concatenated; log_std is clamped to [-20, 2].
+            all states; a Parameter or tensor ``[n]`` is used directly. None: ``net`` returns it; it is clamped to
+            [-20, 2].
 
     Raises:
         BadOption: ``net`` does not show the number of actions; pass ``log_std=torch.zeros(n)``.
@@ -256,6 +382,12 @@ class Gaussian(Head):
 
     def __init__(self, net: nn.Module, log_std: float | torch.Tensor | None) -> None:
         super().__init__(net)
+        if not isinstance(log_std, (int, float, torch.Tensor, type(None))):
+            raise BadOption(
+                f"gaussian: log_std is {type(log_std).__name__}, expected a number, a tensor, or None if the network "
+                f"returns it. Pass torch.as_tensor(log_std)."
+            )
+        self._counted = isinstance(log_std, (int, float))  # the number of actions is that of a layer of ``net``
         if isinstance(log_std, (int, float)):
             log_std = nn.Parameter(torch.full((_outputs(net),), float(log_std)))
         if isinstance(log_std, nn.Parameter):
@@ -271,12 +403,35 @@ class Gaussian(Head):
         n = self._bind_floats(spec)
         if self.log_std is None:
             return 2 * n
-        if self.log_std.numel() not in (1, n):
+        if (entries := self.log_std.numel()) not in (1, n):
+            if self._counted:
+                raise BadOption(
+                    f"gaussian: the last linear layer of the network returns {_values(entries)}, but an action has "
+                    f"{n}. {self.remedy(n, entries)} If the network returns {_values(n)} all the same, pass "
+                    f"log_std=torch.zeros({n}), or torch.nn.Parameter(torch.zeros({n})) to learn it."
+                )
             raise BadOption(
-                f"gaussian: log_std has {self.log_std.numel()} entries, but the action space has {n}. "
-                f"Pass log_std=torch.zeros({n})."
+                f"gaussian: log_std has {_values(entries)}, but an action has {n}. Pass log_std=torch.zeros({n}) with "
+                f"a network that returns {_values(n)}, or log_std=None with one that returns {2 * n} (mean and "
+                f"log_std)."
             )
         return n
+
+    def needs(self, spec: ArraySpec) -> str:
+        n = math.prod(spec.shape)
+        return f"the mean of {_values(n)}" if self.log_std is not None else f"mean and log_std of {_values(n)}"
+
+    def remedy(self, width: int, returned: int | None) -> str:
+        if self.log_std is None:
+            alone = f" Or pass log_std=torch.zeros({returned}) if it returns the mean only."
+            fits = returned is not None and width == 2 * returned
+            return f"Change the last layer to return {width} values (mean and log_std).{alone if fits else ''}"
+        if returned == 2 * width:
+            return (
+                f"Pass log_std=None if the network returns mean and log_std; else change the last layer to return "
+                f"{_values(width)}."
+            )
+        return f"Change the last layer to return {_values(width)}, or {2 * width} (mean and log_std) with log_std=None."
 
     def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
         if self.log_std is None:
@@ -328,15 +483,24 @@ class TanhGaussian(Head):
 
     def bind(self, spec: ArraySpec) -> int:
         n = self._bind_floats(spec)
-        if spec.low is None or spec.high is None or not np.isfinite([*spec.low.flat, *spec.high.flat]).all():
+        if not _is_bounded(spec):
             raise BadOption(
-                "tanh_gaussian: the action space is unbounded, there is no interval to squash to. Use gaussian(net), "
-                "or bound the space (gymnasium.wrappers.RescaleAction)."
+                f"tanh_gaussian: the action space is unbounded, there is no interval to squash to. Use gaussian(net, "
+                f"log_std=None), with a network that returns {2 * n} values, or an environment whose actions have "
+                f"bounds."
             )
+        assert spec.low is not None  # bounded
+        assert spec.high is not None
         low, high = (torch.from_numpy(np.broadcast_to(bound, spec.shape).copy()) for bound in (spec.low, spec.high))
         self.middle = ((low + high) / 2).to(self.middle)
         self.halfwidth = ((high - low) / 2).to(self.halfwidth)
         return 2 * n
+
+    def needs(self, spec: ArraySpec) -> str:
+        return f"mean and log_std of {_values(math.prod(spec.shape))}"
+
+    def remedy(self, width: int, returned: int | None) -> str:
+        return f"Change the last layer to return {width} values (mean and log_std)."
 
     def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
         middle, half = (x.to("cpu", torch.float32).numpy().reshape(-1) for x in (self.middle, self.halfwidth))
@@ -393,14 +557,19 @@ class Deterministic(Head):
         return self.mode(obs, action_mask=action_mask), {}
 
     def mode(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> torch.Tensor:
-        return self._shaped(self._action_of(self._masked(obs, action_mask)))
+        out, action_mask = self._output_and_mask(obs, action_mask)
+        return self._shaped(self._action_of(out if action_mask is None else self.restrict(out, action_mask)))
+
+    def restrict(self, out: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
+        self._is_joint(out, action_mask)  # raises for another size
+        return allowed_only(out, action_mask)
 
     def bind(self, spec: ArraySpec) -> int:
         if spec.dtype.kind == "f":
             return self._bind_floats(spec)
-        choices, low = _choices(self, spec, "a Discrete or Box space")
+        choices, low = _choices(self, spec)
         if spec.shape != ():
-            raise self._refuse(spec, "Discrete and Box spaces", "categorical(net) with deterministic=True")
+            raise self._refuse(spec, "Discrete and Box spaces", f"{_suitable(spec)} and exploration_type='mode'")
         self.low = low[0]
         return choices[0]
 
@@ -429,17 +598,38 @@ def _mean_and_log_std(out: torch.Tensor, bounds: tuple[float, float]) -> tuple[t
     return mean, log_std.clamp(*bounds)
 
 
-def _choices(head: Head, spec: ArraySpec, instead: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _choices(head: Head, spec: ArraySpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Number of choices and first choice of each variable of an integer space."""
-    if spec.dtype.kind not in "iub" or spec.low is None or spec.high is None:
-        raise head._refuse(spec, "integers with bounds (Discrete, MultiDiscrete, MultiBinary)", instead)
+    if spec.dtype.kind not in "iub" or not _is_bounded(spec):
+        raise head._refuse(spec, "integers with bounds (Discrete, MultiDiscrete, MultiBinary)")
     if spec.one_hot:
-        raise head._refuse(
-            spec,
-            "numbered choices",
-            "an environment without one-hot actions: GymEnv(..., categorical_action_encoding=True)",
-        )
+        raise head._refuse(spec, "numbered choices")
     return choices_of(spec)
+
+
+def _suitable(spec: ArraySpec) -> str:
+    """What to use for an action space, and what the network must return."""
+    if spec.dtype.kind not in "iubf":
+        return "a function that returns actions"
+    if spec.one_hot:
+        return "an environment without one-hot actions: GymEnv(..., categorical_action_encoding=True)"
+    if spec.dtype.kind != "f":
+        if not _is_bounded(spec):
+            return "an environment whose actions have bounds"
+        return f"categorical(net), with a network that returns {_values(sum(choices_of(spec)[0]))}"
+    n = math.prod(spec.shape)
+    squashed = f", or tanh_gaussian(net), with one that returns {2 * n}" if _is_bounded(spec) else ""
+    return f"gaussian(net), with a network that returns {_values(n)}{squashed}"
+
+
+def _values(n: int) -> str:
+    return "1 value" if n == 1 else f"{n} values"
+
+
+def _is_bounded(spec: ArraySpec) -> bool:
+    if spec.low is None or spec.high is None:
+        return False
+    return bool(np.isfinite([*np.ravel(spec.low), *np.ravel(spec.high)]).all())
 
 
 def _without_mask(obs: Any, path: Key) -> tuple[Any, torch.Tensor | None]:
@@ -463,10 +653,12 @@ def _taken_out(obs: Any, path: Key) -> tuple[Any, torch.Tensor | None]:
 
 def _outputs(net: nn.Module) -> int:
     """The output size of the last linear layer."""
-    sizes = [layer.out_features for layer in net.modules() if isinstance(layer, nn.Linear)]
+    layers = net.modules() if isinstance(net, nn.Module) else ()
+    sizes = [layer.out_features for layer in layers if isinstance(layer, nn.Linear)]
     if not sizes or isinstance(sizes[-1], nn.parameter.UninitializedParameter) or sizes[-1] == 0:
         raise BadOption(
-            f"gaussian: cannot see from {type(net).__name__} how many actions it returns. "
-            f"Pass log_std=torch.zeros(n), or torch.nn.Parameter(torch.zeros(n)) to learn it."
+            f"gaussian: cannot see from {type(net).__name__} how many actions it returns. For n actions pass "
+            f"log_std=torch.zeros(n), or torch.nn.Parameter(torch.zeros(n)) to learn it; or log_std=None if the "
+            f"network returns mean and log_std."
         )
     return int(sizes[-1])

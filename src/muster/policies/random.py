@@ -60,7 +60,7 @@ class RandomPolicy:
         for place, mask in enumerate(self._masks):
             action, lead = drawn[mask.action], len(self._shape)
             rows = obs[mask.key].reshape(-1, *obs[mask.key].shape[lead:])
-            uniform = rng.stream(FIRST_MASKED + place).random((len(rows), len(mask.nvec)))
+            uniform = rng.stream(FIRST_MASKED + place).random((len(rows), len(mask.drawn)))
             if torch.is_tensor(action):
                 chosen = mask.draw_on_device(rows, torch.from_numpy(uniform).to(rows.device))
                 drawn[mask.action] = chosen.to(action.dtype).reshape(action.shape)
@@ -97,7 +97,7 @@ class RandomPolicy:
 
     def _masked(self, mask: ActionMask, lane: Lane, stream: np.random.Generator) -> Act:
         first, rows, actions = lane.acts_from, lane.data[mask.key], lane.data[mask.action]
-        uniform = stream.random((lane.T - first, lane.B, len(mask.nvec)))
+        uniform = stream.random((lane.T - first, lane.B, len(mask.drawn)))
         if lane.mirrored:
             numbers = torch.from_numpy(uniform).to(rows.device)
 

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from muster.errors import BadEnvOutput, BadPolicyOutput
-from muster.keys import Key, dotted
-from muster.memory.specs import Array, choices_of
+from muster.errors import BadEnvOutput, BadPolicyOutput, UnsupportedSpace
+from muster.keys import ACTION, ACTION_MASK, INFO, Key, dotted
+from muster.memory.specs import Array, choices_of, is_joint_mask
 
 if TYPE_CHECKING:
     import torch
@@ -41,43 +42,78 @@ LEAST_EXPONENTIAL = 1e-30
 
 @dataclass(frozen=True)
 class ActionMask:
-    """The action mask of one action: ``[B, n]`` per row, with the choices of several variables one after another."""
+    """The action mask of one action, ``[B, *shape]`` per row.
+
+    It has an entry for each choice of each variable, one variable after another, or, if it is ``joint``, one for each
+    combination of choices, in C order. Actions of ``agents`` with equal spaces have a mask for each, one after another.
+
+    Attributes:
+        nvec, low: number of choices, and first choice, of each variable; those of all agents.
+        one_hot: actions are one-hot vectors, one after another.
+    """
 
     env_name: str
     action: Key
     key: Key
     nvec: tuple[int, ...]
     low: tuple[int, ...]
+    joint: bool = False
+    agents: int = 1
+    one_hot: bool = False
+
+    @property
+    def drawn(self) -> tuple[int, ...]:
+        """Numbers of choices of the variables that are drawn independently: for a joint mask, one for each agent."""
+        return (math.prod(self.own_nvec),) * self.agents if self.joint else self.nvec
+
+    @property
+    def own_nvec(self) -> tuple[int, ...]:
+        """Numbers of choices of one agent's variables."""
+        return self.nvec[: len(self.nvec) // self.agents]
 
     def draw(self, rows: Array, uniform: Array) -> Array:
-        """Return uniformly random allowed actions, ``[B, variables]``, from uniform numbers of the same shape.
+        """Return uniformly random allowed actions, ``[B, n]``, from uniform numbers ``[B, len(drawn)]``.
 
         Raises:
             BadEnvOutput: a variable has no allowed choice.
         """
-        legal = np.zeros((len(rows), len(self.nvec) * max(self.nvec)), bool)
-        legal[:, _places(self.nvec)] = rows.reshape(len(rows), -1) != 0
+        widest = max(self.drawn)
+        if len(self.drawn) * widest == sum(self.drawn):
+            legal = rows.reshape(len(rows), -1) != 0
+        else:
+            legal = np.zeros((len(rows), len(self.drawn) * widest), bool)
+            legal[:, _places(self.drawn)] = rows.reshape(len(rows), -1) != 0
         legal = legal.reshape(*uniform.shape, -1)
         count = legal.sum(-1)
         if not count.all() and (refused := self.refused(rows)) is not None:
             raise refused
         nth = (uniform * count).astype(np.int64)
-        drawn: Array = (legal.cumsum(-1) > nth[..., None]).argmax(-1) + np.array(self.low)
-        return drawn
+        index = (legal.cumsum(-1) > nth[..., None]).argmax(-1)
+        if self.joint:
+            index = np.stack(np.unravel_index(index, self.own_nvec), -1).reshape(len(rows), -1)
+        if not self.one_hot:
+            drawn: Array = index + np.array(self.low)
+            return drawn
+        vectors = np.zeros((len(rows), sum(self.nvec)), np.int64)
+        np.put_along_axis(vectors, index + np.cumsum((0, *self.nvec[:-1])), 1, 1)
+        return vectors
 
     def draw_on_device(self, rows: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         """Draw like ``draw``, without waiting for the device: a variable without allowed choices gets its first one."""
-        legal = torch.split(rows.reshape(len(rows), -1) != 0, list(self.nvec), 1)
-        drawn = []
-        for part, numbers, low in zip(legal, uniform.unbind(1), self.low, strict=True):
+        legal = torch.split(rows.reshape(len(rows), -1) != 0, list(self.drawn), 1)
+        chosen = []
+        for part, numbers in zip(legal, uniform.unbind(1), strict=True):
             total = part.cumsum(1)
             nth = (numbers * total[:, -1]).long()
-            drawn.append((total > nth[:, None]).byte().argmax(1) + low)
-        return torch.stack(drawn, 1)
+            index = (total > nth[:, None]).byte().argmax(1)
+            chosen += split_index(index, self.own_nvec) if self.joint else [index]
+        if self.one_hot:
+            return torch.cat([torch.nn.functional.one_hot(c, n) for c, n in zip(chosen, self.nvec, strict=True)], 1)
+        return torch.stack([c + low for c, low in zip(chosen, self.low, strict=True)], 1)
 
     def refused(self, rows: Array) -> BadEnvOutput | None:
         """Return the error for masks without an allowed choice, ``[B, *shape]``; None if there is none."""
-        parts = np.split(rows.reshape(len(rows), -1) != 0, np.cumsum(self.nvec)[:-1], 1)
+        parts = np.split(rows.reshape(len(rows), -1) != 0, np.cumsum(self.drawn)[:-1], 1)
         bad = np.flatnonzero(~np.logical_and.reduce([part.any(1) for part in parts])).tolist()
         if not bad:
             return None
@@ -89,11 +125,65 @@ class ActionMask:
 
 
 def masks_of(env: EnvBatch | Any) -> list[ActionMask]:
-    """Return the action masks of an env batch (or of its description)."""
-    return [
-        ActionMask(env.name, action, key, *choices_of(env.action_specs[action]))
-        for action, key in env.action_masks.items()
-    ]
+    """Return the masks for random actions of an env batch: none if its ``sample`` respects them."""
+    return [] if getattr(env, "samples_allowed", False) else all_masks_of(env)
+
+
+def all_masks_of(env: EnvBatch | Any) -> list[ActionMask]:
+    """Return the action masks of an env batch (or of its description), except those that ``check_masks`` refuses."""
+    masks = [_mask_or_problem(env, action, key) for action, key in env.action_masks.items()]
+    return [mask for mask in masks if isinstance(mask, ActionMask)]
+
+
+def check_masks(env: EnvBatch | Any) -> None:
+    """Raise ``UnsupportedSpace`` if an action mask of the env batch (or of its description) does not fit its action."""
+    for action, key in env.action_masks.items():
+        problem = _mask_or_problem(env, action, key)
+        if isinstance(problem, str):
+            raise UnsupportedSpace(
+                f"{env.name}: {problem}. Change the mask, or rename the key if it is no mask of allowed actions."
+            )
+
+
+def _mask_or_problem(env: EnvBatch | Any, action: Key, key: Key) -> ActionMask | str:
+    """Return the mask ``key`` of an action, or what is wrong with it."""
+    spec = env.action_specs[action]
+    mask = {**env.observation_specs, **env.info_specs}[key]
+    place = key[1:] if key[0] == INFO else key
+    if place[:1] == ACTION_MASK and place[1:] != action[1:]:
+        parts = [each for each in env.action_specs if env.action_specs[each].is_discrete]
+        if len(place) > 1 or parts != [action]:
+            names = [dotted(each) for each in env.action_specs]
+            wanted = [dotted((*key[: len(key) - len(place)], *ACTION_MASK, *each[1:])) for each in parts]
+            return (
+                f"{dotted(key)} is a mask of no action: the actions are {names}. Expected the masks "
+                f"{wanted or 'of discrete actions'}, those of discrete actions by their names"
+            )
+    if not spec.is_discrete:
+        return (
+            f"{dotted(key)} is an action mask, and {dotted(action)} has {spec}: masks are for discrete actions "
+            f"(Discrete, MultiDiscrete, MultiBinary)"
+        )
+    if not mask.is_tensor:
+        return f"the action mask {dotted(key)} has no fixed shape: expected an array"
+    nvec, low = choices_of(spec)
+    agents, shape = 1, mask.shape
+    if len(action) == 2 and action[1:] == ACTION and spec.shape:  # (team, "action"), and a mask for each agent
+        agents, shape = spec.shape[0], mask.shape[1:]
+    try:
+        joint = is_joint_mask(nvec[: len(nvec) // agents], shape)
+    except ValueError as error:
+        return f"the action mask {dotted(key)} with {error}"
+    return ActionMask(env.name, action, key, nvec, low, joint, agents, bool(spec.one_hot))
+
+
+def split_index(index: torch.Tensor, nvec: tuple[int, ...]) -> list[torch.Tensor]:
+    """Return the choice of each variable from the number of a combination, in C order; like ``np.unravel_index``."""
+    parts = []
+    for n in reversed(nvec):
+        parts.append(index % n)
+        index = index // n
+    return parts[::-1]
 
 
 def _places(nvec: tuple[int, ...]) -> Array:
@@ -126,6 +216,11 @@ class ActionRows:
     def log_prob(self) -> list[Array]:
         return list(self.log_prob_array)
 
+    @property
+    def joint_mask(self) -> ActionMask | None:
+        """The action mask, if it is one of combinations of choices."""
+        return self._masked[0] if self._masked is not None and self._masked[0].joint else None
+
     @cached_property
     def legal(self) -> list[Array] | None:
         """Rows of the action mask, ``[B, n]`` each; 0: not allowed."""
@@ -133,6 +228,14 @@ class ActionRows:
             return None
         rows = self._masked[1]
         return list(rows.reshape(len(rows), self.B, -1))
+
+    def of_combinations(self) -> ActionRows:
+        """Return rows for the numbers of combinations of a joint mask, with the same log-probabilities and mask."""
+        assert self._masked is not None
+        mask, rows = self._masked
+        numbers = np.zeros((self.T, self.B, mask.agents), np.int64)
+        of_numbers = replace(mask, nvec=mask.drawn, low=(0,) * mask.agents, joint=False, agents=1)
+        return ActionRows(self.name, numbers, self.log_prob_array, (of_numbers, rows))
 
     def not_finite(self, t: int, params: Array) -> BadPolicyOutput | BadEnvOutput:
         if self._masked is not None and (refused := self._masked[0].refused(self._masked[1][t])) is not None:
@@ -151,8 +254,10 @@ def categorical(
     """Sample one or several categorical variables per environment; ``rng=None`` chooses the most probable value.
 
     Variables have ``nvec`` choices, numbered from ``low``; ``params`` are their logits, concatenated.
-    Row ``first`` is the first row that will be emitted.
+    Row ``first`` is the first row that will be emitted. With a joint mask, see ``_categorical_jointly``.
     """
+    if (mask := rows.joint_mask) is not None:
+        return _categorical_jointly(rows, first, mask, rng)
     B, k, n = rows.B, len(nvec), max(nvec)
     gumbel = np.zeros((rows.T, B * k, n), np.float32)  # rows before the first one are not used
     if rng is not None:
@@ -199,6 +304,25 @@ def categorical(
         negative(out, out)
         if not isfinite(out.dot(ones_B)):
             raise not_finite(t, logits.reshape(-1, k * n))
+
+    return emit
+
+
+def _categorical_jointly(rows: ActionRows, first: int, mask: ActionMask, rng: np.random.Generator | None) -> Emit:
+    """Sample from the product of categorical variables, renormalised over the allowed combinations of choices."""
+    combinations = rows.of_combinations()
+    emit_numbers = categorical(combinations, first, nvec=mask.drawn, low=np.zeros(mask.agents, np.int64), rng=rng)
+    numbers, actions, nvec, low = combinations.matrix, rows.matrix, mask.own_nvec, np.array(mask.low)
+    ends = np.cumsum(nvec).tolist()
+
+    def emit(t: int, logits: Array) -> None:
+        own = logits.reshape(-1, ends[-1])  # of each agent
+        joint = own[:, : ends[0]]
+        for begin, end in pairwise(ends):
+            joint = (joint[:, :, None] + own[:, None, begin:end]).reshape(len(own), -1)
+        emit_numbers(t, joint.reshape(rows.B, -1))
+        choices = np.stack(np.unravel_index(numbers[t], nvec), -1)
+        np.add(choices.reshape(rows.B, -1), low, out=actions[t], casting="unsafe")
 
     return emit
 

@@ -19,9 +19,12 @@ from tensordict.nn import InteractionType, set_interaction_type
 from muster.errors import BadOption, BadPolicyOutput
 from muster.keys import IS_INIT, RESERVED, Key, dotted, next_of
 from muster.memory.cells import assemble, is_uneven, take
+from muster.memory.objects import copied_cells
 from muster.memory.slots import Lane
 from muster.memory.specs import OBJECT, Array, ArraySpec, Column
-from muster.policies.checks import PolicySetting, action_problem, column_of, frozen_check
+from muster.policies.checks import PolicySetting, action_problem, called_first, column_of
+from muster.policies.inputs import InputRows, unchanged_inputs
+from muster.policies.states import begins_with_environments
 from muster.policies.tensordict_program import TensorDictProgram, Values, as_key, fuse
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
@@ -63,6 +66,7 @@ class TensorDictPolicy:
             known = [str(t.value) for t in InteractionType]
             raise BadOption(f"exploration_type={setting.exploration_type!r}, expected one of {known}") from None
         self._state_keys, self._wants_init = self._read_keys()
+        self._copied_keys = {*self._object_keys, *self._state_keys}  # handed out as copies
         stateless = not self._state_keys and not self._wants_init and not self._object_keys
         self._executor = setting.executor and self._home is None and stateless
         self._program: TensorDictProgram | None = None
@@ -72,9 +76,9 @@ class TensorDictPolicy:
 
     @torch.no_grad()
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
-        unchanged = frozen_check(obs, self.name)
+        given, check_unchanged = unchanged_inputs(obs, self.name)
         inputs: dict[Key, Any] = {
-            key: np.reshape(obs[key], self._lead) if key in self._object_keys else self._move(obs[key])
+            key: copied_cells(np.reshape(obs[key], self._lead)) if key in self._object_keys else self._move(given[key])
             for key in self._obs_keys
         }
         if self._wants_init:
@@ -86,9 +90,10 @@ class TensorDictPolicy:
             inputs[IS_INIT] = begins.unsqueeze(-1).to(self._home, copy=True)
         carrier = self._carrier(inputs)
         before = torch.get_rng_state()
-        out = self._call(carrier)
-        unchanged()
+        out = called_first(lambda: self._call(carrier), {k: obs[k] for k in self._obs_keys}, self._lead, self.name)
+        check_unchanged()
         outputs = self._outputs(out, inputs)
+        self._check_states(outputs.state, inputs)
         self._columns = [column_of(key, value, self._lead, self.name) for key, value in outputs.extras.items()]
         self._columns += [column_of(k, v, self._lead, self.name, carry=True) for k, v in outputs.state.items()]
         self._object_outputs = list(outputs.objects)
@@ -115,12 +120,13 @@ class TensorDictPolicy:
     def start(self, lane: Lane, rng: GroupRng) -> Act:
         if self not in lane.cache:
             lane.cache[self] = self._views(lane)
-        inputs, outputs = lane.cache[self]
+        read, inputs, outputs = lane.cache[self]
         if self._program is not None and not self._program.current():
-            self._replan({key: rows[lane.done_steps] for key, rows in inputs.items()})
+            self._replan({key: rows[lane.done_steps].clone() for key, rows in inputs.items()})
         if self._program is not None:
             return self._act_program(inputs, outputs)
-        return self._act_module(inputs, outputs, {key: lane.arrays[key] for key in self._object_outputs})
+        act = self._act_module(inputs, outputs, {key: lane.arrays[key] for key in self._object_outputs})
+        return act if self._device is not None else read.watched(act)  # a copy is moved to a device
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -145,14 +151,15 @@ class TensorDictPolicy:
         carrier: Any = None if self._object_keys or objects else self._carrier({})
         written = [key[0] if len(key) == 1 else key for key, _ in outputs]
         kinds = [self._kinds[key] for key, _ in outputs]
-        sources = [(key[0] if len(key) == 1 else key, rows) for key, rows in inputs.items()]
+        take_row = {key: self._copy if key in self._copied_keys else self._move for key in inputs}
+        sources = [(key[0] if len(key) == 1 else key, rows, take_row[key]) for key, rows in inputs.items()]
 
         def act(t: int) -> None:
             if carrier is None:
-                out = self._call(self._carrier({key: self._move(rows[t]) for key, rows in inputs.items()}))
+                out = self._call(self._carrier({key: take_row[key](rows[t]) for key, rows in inputs.items()}))
             else:
-                for name, rows in sources:
-                    carrier.set(name, self._move(rows[t]))
+                for name, rows, row_of in sources:
+                    carrier.set(name, row_of(rows[t]))
                 out = self._call(carrier)
             for name, kind, (key, rows) in zip(written, kinds, outputs, strict=True):
                 value = out.get(name, None)
@@ -162,12 +169,12 @@ class TensorDictPolicy:
                 if out is carrier:  # else an output that is missing in the next step would not be noticed
                     out.del_(name)
             for key, array in objects.items():
-                cells = take(out, key, self._lead)
+                cells = self._cells(out, key)
                 if cells is None:
                     raise BadPolicyOutput(
                         f"policy {self.name} returned {dotted(key)} at its first call, now it did not"
                     )
-                array[t] = cells.reshape(-1)
+                array[t] = cells
 
         return act
 
@@ -209,7 +216,7 @@ class TensorDictPolicy:
             if spec.is_tensor:
                 outputs.action[key] = self._action(key, value, spec)
             else:
-                outputs.objects[key] = self._cells(out, key)
+                outputs.objects[key] = self._required_cells(out, key)
         for key in self._state_keys:
             if next_of(key) not in leaves:
                 raise BadPolicyOutput(f"policy {self.name} did not return its recurrent state {dotted(next_of(key))}")
@@ -223,17 +230,47 @@ class TensorDictPolicy:
             if isinstance(value, torch.Tensor):
                 outputs.extras[key] = value
             else:
-                outputs.objects[key] = self._cells(out, key)
+                outputs.objects[key] = self._required_cells(out, key)
         return outputs
+
+    def _check_states(self, state: Values, inputs: Values) -> None:
+        """Raise ``BadPolicyOutput`` for a state whose second dimension counts environments, as that of nn.GRU."""
+
+        def state_of(module: Any) -> Values:
+            """Return the states after a call of a copy of the module, for one environment more than there are."""
+            more = {key: torch.cat([value, value[:1]]) for key, value in inputs.items()}
+            own, lead, self.module, self._lead = self.module, self._lead, module, (self._lead[0] + 1,)
+            try:
+                out = self._call(self._carrier(more))
+            finally:
+                self.module, self._lead = own, lead
+            return {key: out.get(next_of(key)) for key in state}
+
+        for key, value in state.items():
+            if not begins_with_environments(self.module, key, value, self._lead, state_of):
+                raise BadPolicyOutput(
+                    f"policy {self.name} returned {dotted(next_of(key))} with shape {tuple(value.shape)}, in which the "
+                    f"first dimension does not count environments. States in a TensorDict begin with its batch size: "
+                    f"use torchrl.modules.GRUModule or LSTMModule, or move the dimension (nn.GRU: h.movedim(1, 0)). If "
+                    f"it does, say it with policies.recurrent(policy, batch_dim=0)"
+                )
 
     def _value(self, out: Any, key: Key) -> Any:
         """The output, a tensor or any other object; None if its shape differs between environments or parts."""
         return None if is_uneven(out, key) else out.get(key)
 
-    def _cells(self, out: Any, key: Key) -> Array:
-        cells = take(out, key, self._lead)
+    def _cells(self, out: Any, key: Key) -> Array | None:
+        """Return copies of the objects of an output, ``[B]``; None if it is missing."""
+        try:
+            cells = take(out, key, self._lead)
+        except TypeError as error:
+            raise BadPolicyOutput(f"policy {self.name} returned {dotted(key)}, which is {error}") from error
+        return None if cells is None else cells.reshape(-1)
+
+    def _required_cells(self, out: Any, key: Key) -> Array:
+        cells = self._cells(out, key)
         assert cells is not None
-        return cells.reshape(-1)
+        return cells
 
     def _action(self, key: Key, action: Any, spec: ArraySpec) -> torch.Tensor:
         if not torch.is_tensor(action):
@@ -252,13 +289,15 @@ class TensorDictPolicy:
             f"call, now {got}. Return the same keys, shapes and dtypes at every call."
         )
 
-    def _views(self, lane: Lane) -> tuple[dict[Key, Rows], list[tuple[Key, Rows]]]:
+    def _views(self, lane: Lane) -> tuple[InputRows, dict[Key, Rows], list[tuple[Key, Rows]]]:
         """The rows that are read, by key, and the rows that are written, by the key of the module's output."""
-        read = dict.fromkeys((*self._obs_keys, *self._state_keys))
-        inputs: dict[Key, Any] = {key: lane.rows(key) for key in read if key not in self._object_keys}
+        shown = [key for key in self._obs_keys if key not in self._copied_keys]
+        read = InputRows(lane, [*shown, *[IS_INIT] * self._wants_init], self.name)
+        inputs: dict[Key, Any] = {key: read.rows(key) for key in shown}
+        inputs |= {key: lane.rows(key) for key in self._state_keys}
         inputs |= {key: [row.reshape(self._lead) for row in lane.arrays[key]] for key in self._object_keys}
         if self._wants_init:
-            inputs[IS_INIT] = [row.unsqueeze(-1) for row in lane.rows(IS_INIT)]
+            inputs[IS_INIT] = [row.unsqueeze(-1) for row in read.rows(IS_INIT)]
         carried = {next_of(key): key for key in self._state_keys}
         outputs: list[tuple[Key, Any]] = []
         for key, (shape, dtype) in self._kinds.items():
@@ -269,7 +308,7 @@ class TensorDictPolicy:
                     f"expected shape {tuple(rows[0].shape)} and dtype {rows[0].dtype}"
                 )
             outputs.append((key, rows[1:] if key in carried else rows))
-        return inputs, outputs
+        return read, inputs, outputs
 
     # --- executor ---------------------------------------------------------------------------------
 
@@ -307,6 +346,9 @@ class TensorDictPolicy:
         for key, value in inputs.items():
             carrier.set(key, value)
         return carrier
+
+    def _copy(self, row: Any) -> Any:
+        return self._move(row.clone() if torch.is_tensor(row) else copied_cells(row))
 
     def _move(self, value: Any) -> Any:
         stays = self._device is None or not torch.is_tensor(value)

@@ -23,11 +23,20 @@ from muster.errors import BadCheckpoint, BadCrashReport, BadOption, ImportRefuse
 from muster.keys import Key
 from muster.memory.specs import Array
 from muster.restore.pickling import dumps, loads
+from muster.restore.registered import (
+    SentIds,
+    ids_of_this_process,
+    imports_foreign_code,
+    is_plain_spec,
+    plain_spec,
+    sent_spec,
+)
 from muster.utils.attributes import installed
 from muster.utils.whole_files import make_folder, write_whole
 
 FORMAT = 2
 MOST_FILES = 32  # per collector
+MOST_ID_BYTES = 1 << 20  # limit for an id of the registry in a file
 PACKAGES = ("muster-rl", "gymnasium", "numpy", "torch")
 PLAIN = (str, int, float, bool, bytes, type(None))
 NOTHING = type(None)
@@ -74,6 +83,7 @@ class CrashReport:
         special: seeds, random states and options, by position in ``resets``.
         observation: observation before the failure, ``[B, *shape]``; or empty.
         episode: of a kept episode, which the last reset starts: its return, length and numbers; else empty.
+        registered: ids that the environment may need, from a file. None: those of this process.
         missing, caveat: why the failure cannot be replayed, and why a replay may differ from it; else empty.
     """
 
@@ -90,6 +100,7 @@ class CrashReport:
     special: dict[int, Special] = field(default_factory=dict)
     observation: dict[Key, Array] = field(default_factory=dict)
     episode: dict[str, Any] = field(default_factory=dict)
+    registered: SentIds | None = None
     missing: str = ""
     caveat: str = ""
     versions: dict[str, str] = field(default_factory=lambda: versions())
@@ -132,10 +143,12 @@ class CrashReport:
         except BadCheckpoint as error:
             raise BadCrashReport(f"No crash report: {error}") from error
         _check(state, path)
-        pickled, named = state.pop("pickle"), state["source"] or ""
+        pickled, named, spec = state.pop("pickle"), state["source"] or "", state.pop("spec")
         if (pickled or ":" in named) and not trust:
             what = "a pickle, which can run any code" if pickled else f"{named!r}, which imports a module"
             raise ImportRefused(f"{path} holds {what}. If you trust where it comes from, add --trust (trust=True).")
+        if spec:
+            state["registered"] = _from_file(spec, path, trust=trust)
         state |= loads(pickled, "the environment in the crash report") if pickled else {}
         state["special"] = {n: Special(*entry) for n, entry in state["special"].items()}
         factory = EnvFactory(*(state.pop(name) for name in ("source", "num_envs", "kwargs", "device")))
@@ -144,12 +157,15 @@ class CrashReport:
     def _fields(self) -> dict[str, Any]:
         """The fields of the file, of which some may be no plain data."""
         factory = self.factory
+        spec, registered = _ids_for(factory.source)
         return {name: value for name, value in vars(self).items() if name != "factory"} | {
             "source": factory.source,
             "num_envs": factory.num_envs,
             "kwargs": None if factory.kwargs is None else dict(factory.kwargs),
             "device": None if factory.device is None else str(factory.device),
             "special": {n: tuple(entry) for n, entry in self.special.items()},
+            "spec": spec,
+            "registered": registered,
         }
 
 
@@ -206,6 +222,7 @@ _TYPES: dict[str, Any] = {  # types of the fields of a file
     **dict.fromkeys(("num_envs", "max_frames_per_traj"), (int, NOTHING)),
     **{"env_ids": list, "alone": bool, "resets": np.ndarray, "pickle": bytes},
     **{"source": (str, NOTHING), "kwargs": (dict, NOTHING), "device": (str, NOTHING)},
+    **{"spec": dict, "registered": NOTHING},
 }
 _SPECIAL = ((int, NOTHING), (dict, NOTHING), (dict, NOTHING))  # a seed, a state, options
 EPISODE = {"episode_return": float, "length": int, "env_id": int, "traj_id": int}
@@ -216,6 +233,7 @@ _PARTS: dict[str, Callable[[Any], bool]] = {  # conditions on some of these fiel
         type(n) is int and type(entry) is tuple and len(entry) == 3 and all(map(isinstance, entry, _SPECIAL))
         for n, entry in special.items()
     ),
+    "spec": lambda spec: not spec or is_plain_spec(spec),
     "episode": lambda numbers: not numbers or {name: type(value) for name, value in numbers.items()} == EPISODE,
     **dict.fromkeys(
         ("actions", "observation"),
@@ -224,10 +242,28 @@ _PARTS: dict[str, Callable[[Any], bool]] = {  # conditions on some of these fiel
 }
 
 
+def _ids_for(source: Any) -> tuple[dict[str, Any], SentIds | None]:
+    """Return the id that a replay needs as plain data, if ``source`` is one of a class of Gymnasium's; else all ids."""
+    spec = plain_spec(source) if isinstance(source, str) and ":" not in source else {}
+    return (spec, None) if spec else ({}, ids_of_this_process(MOST_ID_BYTES))
+
+
+def _from_file(spec: dict[str, Any], path: str | Path, *, trust: bool) -> SentIds | None:
+    """Return the id of a file, for ``installed``; None if this process has it."""
+    if not trust and imports_foreign_code(spec):
+        raise ImportRefused(
+            f"{path} holds the id {spec['id']!r}, and making it imports {spec['entry_point']!r}. If you trust where it "
+            f"comes from, add --trust (trust=True)."
+        )
+    return sent_spec(spec)
+
+
 def _check(state: Any, path: str | Path) -> None:
     """Raise ``BadCrashReport`` unless this is the content of a crash report."""
     if not isinstance(state, dict) or state.pop("format", None) != FORMAT:
         raise BadCrashReport(f"{path} is no crash report of format {FORMAT}, which this version of Muster reads.")
+    for name, nothing in (("spec", {}), ("registered", None)):  # the first files of this format had no ids
+        state.setdefault(name, nothing)
     wrong = [name for name, kind in _TYPES.items() if not isinstance(state.get(name, ...), kind)]
     wrong += [name for name, fits in _PARTS.items() if name not in wrong and not fits(state[name])]
     if wrong or state.keys() != _TYPES.keys():

@@ -14,21 +14,31 @@ import cloudpickle
 
 from muster.errors import BadOption, described, text_of
 
+MAKE_POLICY = "Pass policy_factory=make in place of policy=, where make is a function that returns the policy."
+MAKE_KWARGS = "Make it inside a function, and pass that function as create_env_fn."
+MAKE_OPTION = "Make it inside the function when it is first called, or leave the option out."
 DEEPEST = 50  # levels of the search for the culprit
 NOT_OWN = ("__dict__", "__weakref__", "__module__", "__doc__")  # attributes of every class
 
 
-def dumps(obj: Any, what: str) -> bytes:
+def dumps(obj: Any, what: str, remedy: str | None = None) -> bytes:
     """Pickle ``obj``, called ``what`` in messages, also lambdas, closures, and classes of a notebook.
 
-    Raises ``BadOption`` with the type and the place of the part that cannot be pickled.
+    Args:
+        obj: anything.
+        what: its name.
+        remedy: what to do if it cannot be pickled. None: make the part inside a function.
+
+    Raises:
+        BadOption: a part cannot be pickled; the message has its type and place.
     """
     try:
         data: bytes = cloudpickle.dumps(obj)
     except Exception as error:
-        is_function = isinstance(obj, (FunctionType, MethodType, partial))
-        advice = "Make it inside the function instead." if is_function else "Pass a function that makes it."
-        raise BadOption(f"{what}{_culprit(obj, error)} {advice}") from error
+        if remedy is None:
+            is_function = isinstance(obj, (FunctionType, MethodType, partial))
+            remedy = "Make it inside the function instead." if is_function else "Pass a function that makes it."
+        raise BadOption(f"{what}{_culprit(obj, error)} {remedy}") from error
     return data
 
 

@@ -26,6 +26,7 @@ else:
     from muster.utils import lazy_torch as torch
 
 SCALARS = (type(None), bool, int, float, str, bytes)
+OWNERS = ("ndarray", "PyCapsule", "memoryview")  # types of objects whose memory belongs to one array
 
 
 def _space_generator() -> str | None:
@@ -47,10 +48,15 @@ class Mismatch(Exception):
 
 
 class Encoder:
-    """Encodes values as plain data that share no memory with them; ``layers``: numbers of environments by ``id``."""
+    """Encodes values as plain data that share no memory with them.
 
-    def __init__(self, layers: Mapping[int, int]) -> None:
-        self._layers = layers
+    Args:
+        layers: numbers of environments by ``id``.
+        compares: the result is only compared with another one, so it does not matter what shares memory.
+    """
+
+    def __init__(self, layers: Mapping[int, int], *, compares: bool = False) -> None:
+        self._layers, self._compares = layers, compares
         self._seen: dict[int, int] = {}
         self._alive: list[Any] = []  # keeps the objects alive, so that their ids stay unique
         self._owners: dict[int, Any] = {}  # owners of arrays' memory, by id
@@ -89,7 +95,7 @@ class Encoder:
             if type(bits).__name__ in GENERATORS and type(seeds) is np.random.SeedSequence:
                 return ["generator", type(bits).__name__, bits.state, seeds.state]
         if of_torch and kind is torch.Generator:
-            return ["torch generator", str(value.device), value.get_state().numpy()]
+            return ["torch generator", str(value.device), value.get_state().numpy().copy()]
         if of_torch and kind is torch.Tensor:
             return ["tensor", str(value.device), self._copy_of_tensor(value)]
         raise NotPlain
@@ -103,7 +109,9 @@ class Encoder:
         while type(owner) is np.ndarray and owner.base is not None:
             owner = owner.base
         plain = array.dtype.kind in "biufc" and array.dtype.isnative and array.flags.c_contiguous
-        if not plain or type(owner).__name__ not in ("ndarray", "PyCapsule", "memoryview") or id(owner) in self._owners:
+        own = type(owner).__name__ in OWNERS and id(owner) not in self._owners
+        of_tensor = type(owner).__name__ == "Tensor"
+        if not plain or not (own or (self._compares and (of_tensor or id(owner) in self._owners))):
             raise NotPlain
         self._owners[id(owner)] = owner
         return array.copy()
@@ -115,11 +123,12 @@ class Encoder:
             raise NotPlain
         storage = tensor.untyped_storage()
         place = storage.data_ptr()
-        if not storage.resizable() or (place and place in self._owners):  # not resizable: the memory of an array
+        own = storage.resizable() and not (place and place in self._owners)  # not resizable: the memory of an array
+        if not (own or self._compares):
             raise NotPlain
         self._owners[place] = tensor
         try:
-            return tensor.clone().cpu().numpy()  # of a clone: ``numpy`` makes memory not resizable
+            return tensor.clone().cpu().numpy().copy()  # of a clone: ``numpy`` makes memory not resizable
         except TypeError as error:  # NumPy has no such dtype
             raise NotPlain from error
 

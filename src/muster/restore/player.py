@@ -15,6 +15,7 @@ from muster.memory.slots import Layout, Slot
 from muster.memory.specs import Array
 from muster.restore.action_log import generator_of
 from muster.restore.crash_report import CrashReport, Special
+from muster.restore.registered import installed
 from muster.rollout.columns import RolloutOptions, lane_columns
 
 
@@ -27,7 +28,9 @@ class Player:
     def __init__(self, crash_report: CrashReport) -> None:
         factory = crash_report.factory
         device = None if factory.device is None else torch.device(factory.device)
-        built = build_env(factory.source, None if crash_report.alone else factory.num_envs, factory.kwargs, device)
+        num_envs = None if crash_report.alone else factory.num_envs
+        with installed(crash_report.registered):
+            built = build_env(factory.source, num_envs, factory.kwargs, device)
         self.crash_report, self.batch = crash_report, built.env
         self.batch.max_steps = crash_report.max_frames_per_traj
         layout = Layout(1, self.batch.num_envs, lane_columns(self.batch, (), RolloutOptions()), 1, built.batch_shape)

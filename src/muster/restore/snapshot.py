@@ -174,7 +174,7 @@ def _plain_attributes(layer: Any, layers: list[Any]) -> list[Any]:
     for name, value in vars(layer).items():
         if not _is_construction(name, value) and not _is_gymnasiums(name, value):
             try:
-                found.append([name, Encoder(_numbers(layers)).encode(value)])
+                found.append([name, Encoder(_numbers(layers), compares=True).encode(value)])
             except NotPlain:
                 pass
     return found

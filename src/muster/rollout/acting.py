@@ -52,7 +52,7 @@ def env_error(name: str, method: str, error: BaseException) -> BaseException:
 
 
 def keep(outputs: Outputs) -> Outputs:
-    """Copy the outputs of a first call: a policy may return views of its weights."""
+    """Copy the outputs of a first call: a policy may return views of its weights. The adapter has copied objects."""
     action, extras, state = (
         {key: value.clone() for key, value in part.items()} for part in (outputs.action, outputs.extras, outputs.state)
     )

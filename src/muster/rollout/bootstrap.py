@@ -25,7 +25,6 @@ from muster.rollout.context import RolloutContext
 from muster.rollout.group import Group
 from muster.rollout.loop import rollout
 from muster.rollout.progress import Phase
-from muster.utils.interrupts import allowed
 
 Bootstrap = Literal["last", "truncations"]
 SPARE, KEPT, COMPLETE = "bootstrap", "bootstrap: kept states", "bootstrap: complete"  # keys of a lane's cache
@@ -141,8 +140,7 @@ def rollout_and_values(
             rollout(group, policy, lane)
             lane.cache[COMPLETE] = True  # the group's clock has advanced, and must not do so again
         phase = group.progress.begin(Phase.POLICY)
-        with allowed():
-            made = after.values(asked)
+        made = after.values(asked)
         group.progress.begin(phase)
         return made
 

@@ -40,6 +40,8 @@ from muster.rollout.values import first_bad_value
 if TYPE_CHECKING:
     import torch
 
+    from muster.rollout.loop import StartedLane
+
 STOP = -1  # returned instead of a row: the rollout ends here
 
 
@@ -68,6 +70,7 @@ class Group:
         rule: chooses the episodes to collect; the rollout ends with the last of them; None: all episodes.
         watch: called after every step with the lane and the row, which is complete.
         started, unreported: the first rollout has begun; number of random steps before it that are not counted yet.
+        paused: the rollout that Ctrl-C has interrupted between two rows; set by the loop.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class Group:
         check_resets(env, options)
         self.waiting, self.rule = Waiting(env), cast("Rule | None", None)
         self.watch: Callable[[Lane, int], object] | None = None
+        self.paused: StartedLane | None = None
         self.started, self.delivered, self.rows, self.unreported = False, 0, 0, 0
         self._traj_done = () if options.traj_done_key is None else (TRAJ_DONE,)
         self._states: list[tuple[Any, bool]] = []  # ``LaneViews.states`` of the current lane
@@ -181,7 +185,8 @@ class Group:
         elif self.pending:
             self._cut(lane, begin - 1)
         if self.progress.watched:
-            self.progress.count(waits=self.env.bypasses and not self.options.reset_when_done)
+            leaves_out = not self.options.reset_when_done or self.rule is not None
+            self.progress.count(waits=self.env.bypasses and leaves_out)
         if views.version is not None:
             views.version[begin:] = self.version
 
@@ -384,10 +389,14 @@ class Group:
         return stop
 
     def _unwanted(self, which: Sequence[int]) -> list[int]:
-        """Return those of ``which`` that need no steps; none with watched ``progress``, which counts steps of all."""
-        if self.rule is None or not self.env.bypasses or self.progress.watched:
+        """Return those of ``which`` that need no steps: all, after the last episode that the rule needs."""
+        if self.rule is None:
             return []
-        return [i for i in which if self.rule.complete or not self.rule.awaits(i)]
+        if self.rule.complete:
+            return list(which)
+        if not self.env.bypasses:
+            return []
+        return [i for i in which if not self.rule.awaits(i)]
 
     def _begin(self, *, early: bool = False) -> None:
         """Execute the resets that are due before a lane's first row."""

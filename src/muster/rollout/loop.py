@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 from muster.errors import BadEnvOutput
 from muster.memory.slots import Lane
@@ -12,10 +12,28 @@ from muster.protocols import Act, Policy, ReadyFirst, Step
 from muster.rollout.acting import env_error, is_own, policy_error
 from muster.rollout.group import STOP, Group
 from muster.rollout.progress import ACTING, PHASE, STEPPING, Phase
-from muster.utils.interrupts import allowed
+from muster.utils import interrupts
 
-IN_POLICY, IN_STEP, AFTER_STEP = range(3)  # positions of the loop within a row
+IN_POLICY, IN_STEP, AFTER_STEP, BETWEEN_ROWS = range(4)  # positions of the loop
 TIMED_EVERY = 16  # a power of two; only one of so many steps is timed, so timing is almost free
+
+
+class StartedLane(NamedTuple):
+    """The functions that act and step in a lane. ``Group.paused`` is one that Ctrl-C has interrupted between two rows.
+
+    A policy draws noise for all rows when it starts in a lane. So the rest of a paused rollout is filled by the same
+    ``act``, as long as the policy and its version are the same: no noise is drawn twice.
+    """
+
+    lane: Lane
+    policy: Policy
+    version: int | str
+    act: Act
+    step: Step
+
+    def is_of(self, group: Group, policy: Policy, lane: Lane) -> bool:
+        """Return whether a rollout of this policy in this lane continues here."""
+        return self.lane is lane and self.policy is policy and self.version == group.version
 
 
 def rollout(group: Group, policy: Policy, lane: Lane) -> None:
@@ -29,39 +47,51 @@ def rollout(group: Group, policy: Policy, lane: Lane) -> None:
         EnvError, BadEnvOutput: the environments failed. The next call resets them.
         PolicyError, BadPolicyOutput: the policy failed. The next call repeats its call for the first incomplete row
             (if the check after the rollout found a bad value: after a reset of the environments).
+        KeyboardInterrupt: Ctrl-C, most often between two rows: ``group.paused`` is set, nothing is lost, and the next
+            call continues with the next row. From within a row (``muster.utils.interrupts`` says when): the next call
+            resets the environments.
     """
-    started = time.perf_counter_ns()
+    began = time.perf_counter_ns()
     cells = group.progress.cells
     cells[PHASE] = Phase.STEP
-    with group.context(), allowed():
-        act, step, acted = _start(group, policy, lane)
-        if acted:
-            _run(group, policy, lambda t: None, step, lane, lane.done_steps, lane.acts_from)  # uses ``prime``'s action
+    with group.context():
+        started, acted = _start(group, policy, lane)
+        signals = interrupts.here()
+        if acted:  # row 0 has the action of ``prime``
+            _run(group, started, _no_act, lane.done_steps, lane.acts_from, signals)
         if not lane.stopped:
-            _run(group, policy, act, step, lane, lane.acts_from, lane.T)
+            _run(group, started, started.act, lane.acts_from, lane.T, signals)
     completing = time.perf_counter_ns()
     group.leave(lane)
     cells[PHASE] = Phase.IDLE
     ended = time.perf_counter_ns()
     group.timing.copy += ended - completing
-    group.timing.total += ended - started
+    group.timing.total += ended - began
     if group.spans is not None:
         track = int(group.clock.env_ids[0])
-        group.spans.add("rollout", started, ended, track)
+        group.spans.add("rollout", began, ended, track)
         group.spans.add("copy", completing, ended, track)
 
 
 def fill(group: Group, policy: Policy, lane: Lane) -> None:
-    """Make the steps of ``rollout`` for a policy without a first call, in ``Group.context``, before ``Group.leave``."""
-    act, step, _ = _start(group, policy, lane)
+    """Make the steps of ``rollout`` for a policy without a first call, in ``Group.context``, before ``Group.leave``.
+
+    Ctrl-C does not end it between two rows.
+    """
+    started, _ = _start(group, policy, lane)
     if not lane.stopped:
-        _run(group, policy, act, step, lane, lane.acts_from, lane.T)
+        _run(group, started, started.act, lane.acts_from, lane.T, interrupts.NEVER)
 
 
-def _start(group: Group, policy: Policy, lane: Lane) -> tuple[Act, Step, bool]:
+def _start(group: Group, policy: Policy, lane: Lane) -> tuple[StartedLane, bool]:
     """Return the functions that act and step in this lane, and whether the first row's action is written already."""
+    paused = group.paused
+    group.paused = None
     group.enter(lane)
     begin = lane.done_steps
+    if begin and paused is not None and paused.is_of(group, policy, lane):
+        lane.acts_from = begin
+        return paused, False
     acted = begin == 0 and not lane.stopped and group.take_primed(lane)
     if group.env.late > 0 and not lane.stopped:
         _catch_up(group, policy, lane, acted)
@@ -69,7 +99,8 @@ def _start(group: Group, policy: Policy, lane: Lane) -> tuple[Act, Step, bool]:
     lane.acts_from = begin + acted
     if group.env.ready_envs is not None:
         env, written = cast(ReadyFirst, group.env), [column.key for column in policy.columns()]
-        return _no_act, env.start_ready(lane, partial(_acting_when_ready, group, policy), written), False
+        step = env.start_ready(lane, partial(_acting_when_ready, group, policy), written)
+        return StartedLane(lane, policy, group.version, _no_act, step), False
     cells = group.progress.cells
     phase, cells[PHASE] = cells[PHASE], Phase.POLICY
     try:
@@ -79,11 +110,11 @@ def _start(group: Group, policy: Policy, lane: Lane) -> tuple[Act, Step, bool]:
             raise
         raise policy_error(policy, error) from error
     cells[PHASE] = phase
-    return act, group.env.start(lane), acted
+    return StartedLane(lane, policy, group.version, act, group.env.start(lane)), acted
 
 
 def _no_act(t: int) -> None:
-    """Do nothing: the step acts."""
+    """Do nothing: the action is there, or the step acts."""
 
 
 def _acting_when_ready(group: Group, policy: Policy, lane: Lane) -> Act:
@@ -120,7 +151,7 @@ def _catch_up(group: Group, policy: Policy, lane: Lane, acted: bool) -> None:
             step(row)
             _repeat_row(group, lane, row + 1, first)
     except BaseException as error:
-        raised = _cut_short(group, policy, lane, first, at, error)
+        raised = _cut_short(group, StartedLane(lane, policy, group.version, _no_act, step), first, at, error)
         if raised is error:
             raise
         raise raised from error
@@ -134,7 +165,9 @@ def _repeat_row(group: Group, lane: Lane, source: int, row: int) -> None:
             group.carry.take(key, rows[source : source + 1], ())
 
 
-def _run(group: Group, policy: Policy, act: Act, step: Step, lane: Lane, begin: int, end: int) -> None:
+def _run(group: Group, started: StartedLane, act: Act, begin: int, end: int, signals: interrupts.Signals) -> None:
+    lane = started.lane
+    step = started.step
     clock = time.perf_counter_ns
     call_at = group.next_call(begin)
     spans = group.spans
@@ -170,9 +203,17 @@ def _run(group: Group, policy: Policy, act: Act, step: Step, lane: Lane, begin: 
                 call_at = group.after_step(lane, t, finished)
                 if call_at == STOP:
                     return
+            if signals.noted:
+                at = BETWEEN_ROWS
+                lane.done_steps = t + 1
+                group.paused = started
+                signals.deliver()
+                group.paused = None  # the user's handler has raised nothing
         lane.done_steps = end
-    except BaseException as error:  # noqa: BLE001 (raised again)
-        raised = _cut_short(group, policy, lane, t, at, error)
+    except BaseException as error:
+        if at == BETWEEN_ROWS:
+            raise
+        raised = _cut_short(group, started, t, at, error)
         try:
             if raised is error:
                 raise
@@ -187,12 +228,14 @@ def _run(group: Group, policy: Policy, act: Act, step: Step, lane: Lane, begin: 
             group.timing.policy += in_policy / timed * steps
 
 
-def _cut_short(group: Group, policy: Policy, lane: Lane, t: int, at: int, error: BaseException) -> BaseException:
+def _cut_short(group: Group, started: StartedLane, t: int, at: int, error: BaseException) -> BaseException:
     """Count the steps executed in row ``t`` before ``error``, and return the error to raise.
 
     The number of steps depends on the place of the error (``at``, and the phase of a reset), never on its type:
     an environment can raise a policy's error, and a policy an environment's error.
     """
+    lane = started.lane
+    policy = started.policy
     if at == IN_STEP and group.progress.cells[PHASE] == Phase.POLICY:
         at = IN_POLICY
     resetting = at == AFTER_STEP and group.progress.cells[PHASE] == Phase.RESET
@@ -205,7 +248,8 @@ def _cut_short(group: Group, policy: Policy, lane: Lane, t: int, at: int, error:
         lane.done_steps = max(lane.done_steps, t)
         return error if is_own(policy, error) else policy_error(policy, error, t)
     if at == AFTER_STEP and lane.done_steps > t and not resetting:
-        return error  # raised by a hook of the user: the row is complete, and the next call continues after it
+        group.paused = started  # raised by a hook of the user: the row is complete
+        return error
     reason = "bad_env_output" if issubclass(type(error), BadEnvOutput) else "env_error"
     group.fail(lane, t, reason, _executed(group, lane, t, at))
     return env_error(group.env.name, f"{'reset' if resetting else 'step'} (row {t} of the batch)", error)

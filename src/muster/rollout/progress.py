@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from muster.keys import TERMINATED, TRUNCATED, Key, next_of
+from muster.keys import TERMINATED, TRAJ_DONE, TRUNCATED, Key, next_of
 from muster.memory.specs import Array
 
 if TYPE_CHECKING:
+    from muster.episodes.rules import Rule
     from muster.memory.slots import Lane
 
 CELLS = 64
@@ -62,7 +64,8 @@ class Progress:
             and the environments were called. ``KNOWN``: number of steps of a complete rollout; -1: see the rewards.
             ``STOP``: written by other threads and processes; requests up to this number end after their current
             step. ``BEFORE``: number of steps before the first row. ``WAITS``: environments make no steps after the
-            end of an episode. ``LOOKED``: number of calls of ``look``.
+            end of an episode, or after the last one that the rule of the request needs. ``LOOKED``: number of calls of
+            ``look``.
     """
 
     def __init__(self, cells: Any = None) -> None:
@@ -103,8 +106,11 @@ def reward_key(lane: Lane) -> Key:
     return next(c.key for c in lane.layout.columns if c.key[-1] in ("reward", "team_reward") and c.host)
 
 
-def steps_made(cells: Any, lane: Lane, reward_key: Key) -> int:
-    """Return the number of steps of a dead worker's current request, in all rows of its lane."""
+def steps_made(cells: Any, lane: Lane, reward_key: Key, rule: Rule | None = None) -> int:
+    """Return the number of steps of a dead worker's current request, in all rows of its lane.
+
+    ``rule`` is that of the request: see ``Group.rule``.
+    """
     if cells[KNOWN] >= 0:
         return int(cells[KNOWN])
     rewards = lane.arrays[reward_key]
@@ -114,9 +120,30 @@ def steps_made(cells: Any, lane: Lane, reward_key: Key) -> int:
     else:
         made = np.ascontiguousarray(rewards).view(mark.dtype) != mark
     if cells[WAITS]:
-        ended = lane.arrays[next_of(TERMINATED)] | lane.arrays[next_of(TRUNCATED)]
-        made[1:] &= ~np.logical_or.accumulate(ended[:-1].astype(bool), axis=0)
+        ended = (lane.arrays[next_of(TERMINATED)] | lane.arrays[next_of(TRUNCATED)]).astype(bool)
+        if rule is None:
+            made[1:] &= ~np.logical_or.accumulate(ended[:-1], axis=0)
+        else:
+            made &= ~_let_go(lane, ended, copy.deepcopy(rule))
     return int(made.sum()) + int(cells[BEFORE])
+
+
+def _let_go(lane: Lane, ended: Array, rule: Rule) -> Array:
+    """Return a mask of the cells, ``[T, B]``, in which environments make no step because the rule needs none.
+
+    Args:
+        ended: mask of the steps that end an episode, ``[T, B]``.
+        rule: the rule as it was before the first row.
+    """
+    if TRAJ_DONE in lane.arrays:
+        ended = ended & lane.arrays[TRAJ_DONE].astype(bool)
+    without = np.zeros_like(ended)
+    without[:, [i for i in range(lane.B) if not rule.awaits(i)]] = True
+    for t in np.flatnonzero(ended.any(axis=1)).tolist():
+        over = np.flatnonzero(ended[t] & ~without[t]).tolist()
+        rule.ended(over)
+        without[t + 1 :, [i for i in over if rule.complete or not rule.awaits(i)]] = True
+    return without
 
 
 def stepped_in_row(cells: Any, lane: Lane, reward_key: Key) -> int | None:

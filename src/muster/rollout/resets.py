@@ -11,6 +11,7 @@ from typing_extensions import Self
 
 from muster.errors import BadOption
 from muster.keys import Key
+from muster.memory.objects import copied
 from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import Array
 from muster.policies.random import RandomPolicy
@@ -126,7 +127,7 @@ class Waiting:
             specs = carried_specs(self._env)
             for i in new:
                 if i in going_on:
-                    self._kept[i] = {key: lane.arrays[key][t + 1, i].copy() for key in specs}
+                    self._kept[i] = {key: copied(lane.arrays[key][t + 1, i]) for key in specs}
             for key, spec in specs.items():
                 if spec.is_tensor:
                     lane.arrays[key][t + 1, new] = 0

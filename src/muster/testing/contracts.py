@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import random
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from muster.collectors import Collector
 from muster.collectors.options import CollectorOptions
 from muster.collectors.signatures import passes_on
 from muster.errors import BadOption
+from muster.testing.poison import poisoned
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -47,16 +49,10 @@ class EnvContract:
     def collect(self, batches: int = 2, *, seed: int = 0, **options: Any) -> TensorDict:
         """Collect ``batches`` batches and concatenate them in time, ``[B, batches * steps]``."""
         with self._collector(seed=seed, **options) as collector:
-            parts = [collector.rollout().clone() for _ in range(batches)]
-        return torch.cat(parts, parts[0].names.index("time"))
+            return _joined(collector, batches)
 
     def test_next_observation_is_the_observation_of_the_next_row_unless_the_episode_ended(self) -> None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*info .* is ignored", UserWarning)  # it comes later
-            try:
-                batch = self.collect(info=True)  # infos go with observations
-            except BadOption:  # there are none
-                batch = self.collect()
+        batch = self._collect_with_infos(self.make_env)
         going_on = ~_ended(batch)[..., :-1]
         for key in _observation_keys(batch):
             after, before = _without(batch, ("next", *key), last=True), _without(batch, key, last=False)
@@ -111,6 +107,14 @@ class EnvContract:
                 collector.rollout()
             self._assert_equal(kept, copy, "of a kept batch changed")
 
+    def test_what_the_environment_changes_later_changes_no_row(self) -> None:
+        expected = self._collect_with_infos(self.make_env)
+        found = self._collect_with_infos(lambda: poisoned(self.make_env()))
+        differing = self._differing(found, expected)
+        if differing:  # times, for instance, are never the same
+            differing -= self._differing(self._collect_with_infos(self.make_env), expected)
+        assert not differing, f"{differing} depend on what the environment does later with the memory it returned"
+
     def test_every_step_is_accounted_for(self) -> None:
         with self._collector() as collector:
             collector.rollout()
@@ -126,9 +130,20 @@ class EnvContract:
             collector.rollout()
             assert _global_state() == before, "a global generator of torch, NumPy or Python has moved"
 
-    def _collector(self, **options: Any) -> Collector:
+    def _collect_with_infos(self, make: Callable[[], Any]) -> TensorDict:
+        """Collect two batches from environments that ``make`` returns, with their infos, if they have any."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*info .* is ignored", UserWarning)  # it comes later
+            try:
+                collector = self._collector(make, info=True)
+            except BadOption:  # there are none
+                collector = self._collector(make)
+            with collector:
+                return _joined(collector, 2)
+
+    def _collector(self, make: Callable[[], Any] | None = None, **options: Any) -> Collector:
         given = {"num_envs": self.num_envs, "frames_per_batch": self._frames(), "validate": "full", "seed": 0}
-        return Collector(self.make_env, None, **{**given, **options})
+        return Collector(make or self.make_env, None, **{**given, **options})
 
     def _frames(self) -> int:
         if self.num_envs is not None:
@@ -140,10 +155,19 @@ class EnvContract:
         return self.steps * (math.prod(size) if isinstance(size, tuple) else int(getattr(env, "num_envs", 1)))
 
     def _assert_equal(self, a: TensorDict, b: TensorDict, problem: str) -> None:
-        keys = set(a.keys(True, True))
-        assert keys == set(b.keys(True, True)), "the columns are the same"
-        for key in keys:
-            assert _equal(a.get(key), b.get(key)), f"{key} {problem}"
+        for key in self._differing(a, b):
+            raise AssertionError(f"{key} {problem}")
+
+    def _differing(self, a: TensorDict, b: TensorDict) -> set[Any]:
+        """Return the keys of columns that are not equal."""
+        keys = _columns(a)
+        assert keys == _columns(b), "the columns are the same"
+        return {key for key in keys if not _equal(a.get(key), b.get(key))}
+
+
+def _joined(collector: Collector, batches: int) -> TensorDict:
+    parts = [collector.rollout().clone() for _ in range(batches)]
+    return torch.cat(parts, parts[0].names.index("time"))
 
 
 def _ended(batch: TensorDict) -> torch.Tensor:
@@ -157,10 +181,15 @@ def _ended(batch: TensorDict) -> torch.Tensor:
     return torch.stack([after.get(key).flatten(batch.ndim).any(-1) for key in keys]).any(0)
 
 
+def _columns(batch: TensorDict) -> set[Any]:
+    """Return the keys of all columns, those of objects included."""
+    from tensordict import is_leaf_nontensor
+
+    return set(batch.keys(True, True, is_leaf=is_leaf_nontensor))
+
+
 def _observation_keys(batch: TensorDict) -> list[Key]:
-    before, after = (
-        {k if isinstance(k, tuple) else (k,) for k in td.keys(True, True)} for td in (batch, batch["next"])
-    )
+    before, after = ({k if isinstance(k, tuple) else (k,) for k in _columns(td)} for td in (batch, batch["next"]))
     return [key for key in sorted(after & before) if key[0] not in ("done", "terminated", "truncated", "step_count")]
 
 

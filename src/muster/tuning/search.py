@@ -20,7 +20,7 @@ from muster.collectors.setup import factories_of
 from muster.collectors.signatures import passes_on
 from muster.envs.build import is_environment
 from muster.errors import BadOption, UnsupportedEnv
-from muster.restore.pickling import dumps, loads
+from muster.restore.pickling import MAKE_POLICY, dumps, loads
 from muster.utils.cpus import usable_cores
 
 TOTALS = (8, 32)  # default numbers of environments
@@ -188,14 +188,26 @@ def tune(
     checked = CollectorOptions(create_env_fn, **{**options, "frames_per_batch": frames_per_batch, "num_envs": 1})
     if checked.record is not None:
         raise BadOption("record: give it to the collector that tune finds; its trials would record into one directory")
-    if checked.policy_factory is not None:
-        raise BadOption("policy_factory: give tune the policy that it makes")
-    copied = loads(dumps(policy, "policy"), "policy")
+    if checked.policy_factory is None:
+        copied = loads(dumps(policy, "policy", MAKE_POLICY), "policy")
+    elif policy is not None:
+        raise BadOption("policy_factory cannot be used with policy: give one of them")
+    elif checked.policy_factory() is None:
+        raise BadOption("policy_factory returned None, expected a policy")
+    else:
+        copied = None  # each collector makes its own
     cores = usable_cores()
     say("measuring how much the environment computes")
     load = measure(create_env_fn, copied, checked, seconds * MEASURING)
     totals = _totals(num_envs, groups, load.env_batch, cores)
-    setups = grid(load, cores, totals, frames_per_batch, groups=groups, policy=policy is not None)
+    setups = grid(
+        load,
+        cores,
+        totals,
+        frames_per_batch,
+        groups=groups,
+        policy=policy is not None or checked.policy_factory is not None,
+    )
     if not setups:
         raise BadOption(f"num_envs={num_envs}: environments come {load.env_batch} at a time; give a multiple of that")
     candidates = []

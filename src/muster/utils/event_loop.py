@@ -155,7 +155,7 @@ def _event_loop() -> EventLoop:
     global _current
     with _making:
         home = None if _current is None else _current()
-        if home is None:
+        if home is None or not home.thread.is_alive():
             home = EventLoop()
             _current = weakref.ref(home)
         return home

@@ -1,16 +1,28 @@
-"""Defers Ctrl-C to points where all counters are consistent: to the user's code and to waits.
+"""Defers Ctrl-C to points where all counters are consistent, and where no row is half made.
 
-Only the main thread runs signal handlers. In other threads this has no effect.
+The life of one Ctrl-C in the main thread, while a ``postponed`` context is active:
+
+1. It is noted. Muster's code, and environments and policies that are called in a row, run on.
+2. It takes effect in the next ``allowed`` context (waits, hooks), at the next ``checkpoint`` (the loop has one after
+   each row), or at the end of the outermost context. The user's handler is called, which raises KeyboardInterrupt
+   unless the user has set another.
+3. A second Ctrl-C takes effect at once. So does the first one ``GRACE_S`` seconds after it was noted, unless the
+   outermost context is the user's (``delayed_interrupt``): an environment that hangs does not keep the program.
+
+Other threads never handle signals: there, nothing of this has an effect.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import threading
+import time
+from _thread import start_new_thread
 from contextlib import ContextDecorator
 from threading import get_ident
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 try:
     import _signal  # type: ignore[import-not-found]  # `signal` tries to make enums of handlers, for 5 us each time
@@ -18,40 +30,83 @@ except ImportError:
     import signal as _signal
 
 SIGINT: int = _signal.SIGINT
+GRACE_S = 3.0  # seconds for which a row that is being made may delay Ctrl-C
 
 
 class _Interrupts:
-    """Replaces the handler of SIGINT while a ``postponed`` context is active."""
+    """Replaces the handler of SIGINT while a ``postponed`` context is active.
+
+    Attributes:
+        contexts: active contexts, outermost first: whether Ctrl-C takes effect.
+        patient: number of outermost contexts that are the user's: 0 or 1.
+        usual: the user's handler.
+        noted: a Ctrl-C has not taken effect yet.
+        count: number of those that were noted so far.
+    """
 
     def __init__(self) -> None:
-        self.contexts: list[bool] = []  # active contexts, outermost first: whether Ctrl-C takes effect
+        self.contexts: list[bool] = []
+        self.patient = 0
         self.usual: Any = None
         self.noted = False
+        self.count = 0
         self.handler = self._handle
 
     def begin(self, before: Any) -> None:
-        self.usual = self.usual if before is self.handler else before  # else an interrupt left the handler installed
-        self.contexts, self.noted = [], False
+        if before is not self.handler:  # else an interrupt left the handler installed
+            self.usual = before
+        self.contexts = []
+        self.patient = 0
+        self.noted = False
         _signal.signal(SIGINT, self.handler)
 
     def deliver(self) -> None:
+        """Let a noted Ctrl-C take effect."""
         if self.noted:
             self.noted = False
             self.usual(SIGINT, None)
+
+    def limit_delay(self) -> None:
+        """Start the grace period of the noted Ctrl-C."""
+        # Not ``threading.Thread``: the handler may have interrupted code that holds the lock of that module.
+        start_new_thread(self._repeat, (self.count,))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.noted or not self.contexts or self.contexts[-1]:
             self.noted = False
             self.usual(number, frame)
-        else:
-            self.noted = True
+            return
+        self.noted = True
+        self.count += 1
+        if len(self.contexts) > self.patient:
+            self.limit_delay()
+
+    def _repeat(self, count: int) -> None:
+        """Send the noted Ctrl-C again after the grace period, unless it has taken effect."""
+        time.sleep(GRACE_S)  # noqa: TID251 (the delay is the purpose)
+        thread = _main_thread
+        if self.noted and self.count == count and thread is not None:
+            signal.pthread_kill(thread, SIGINT)
 
 
 _interrupts = _Interrupts()
 
 
+class _Never:
+    """Takes the place of ``_Interrupts`` in threads that handle no signals."""
+
+    noted = False
+
+    def deliver(self) -> None:
+        """Do nothing."""
+
+
+NEVER = _Never()
+Signals: TypeAlias = "_Interrupts | _Never"
+
+
 class postponed(ContextDecorator):  # noqa: N801 (used as a function)
-    """Defers Ctrl-C to the next ``allowed`` context inside, else to the end; a second Ctrl-C takes effect at once."""
+    """Defers Ctrl-C to the next ``allowed`` context or ``checkpoint`` inside, else to the end."""
 
     _depth = -1  # number of outer contexts; -1: this has no effect
     _outermost = False
@@ -89,8 +144,35 @@ class postponed(ContextDecorator):  # noqa: N801 (used as a function)
             state.deliver()
 
 
+class delayed_interrupt(postponed):  # noqa: N801 (used as a function)
+    """Context manager: Ctrl-C takes effect while a collector collects or waits, and not between two of its calls.
+
+    ::
+
+        with muster.delayed_interrupt():
+            try:
+                for batch in collector:
+                    train(batch)  # Ctrl-C is noted here, and raised when the next batch is collected
+            except KeyboardInterrupt:
+                muster.save_state("checkpoint", collector.state_dict())
+
+    So every batch is used completely or not collected, and a state that is saved after the ``KeyboardInterrupt``
+    continues with the next row. A second Ctrl-C takes effect at once. A Ctrl-C that is left at the end of the context
+    is raised there. In other threads than the main thread, and where SIGINT has no Python handler, the context has no
+    effect.
+    """
+
+    def _recreate_cm(self) -> delayed_interrupt:
+        return delayed_interrupt()
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        if self._depth == 0:
+            _interrupts.patient = 1
+
+
 class allowed:  # noqa: N801 (used as a function)
-    """Lets a deferred or new Ctrl-C take effect: in waits, and in calls of the user's code."""
+    """Lets a deferred or new Ctrl-C take effect: in waits, and in calls of the user's hooks."""
 
     _depth = -1  # number of outer contexts; -1: this has no effect
 
@@ -110,6 +192,27 @@ class allowed:  # noqa: N801 (used as a function)
     def __exit__(self, *_: object) -> None:
         if self._depth >= 0:
             del _interrupts.contexts[self._depth :]
+
+
+def here() -> Signals:
+    """Return the object whose ``noted`` says that a Ctrl-C waits in this thread, and whose ``deliver`` raises it.
+
+    Call this inside of a ``postponed`` context, when everything that this context protects is consistent. If another
+    one of Muster's is around it (a collector in an environment of another one), it is not: then nothing is noted.
+    """
+    state = _interrupts
+    if get_ident() != _main_thread:
+        return NEVER
+    around = state.contexts[state.patient : -1]
+    if around and not around[-1]:
+        return NEVER
+    return state
+
+
+def checkpoint() -> None:
+    """Let a noted Ctrl-C take effect here; see ``here``."""
+    if _interrupts.noted:
+        here().deliver()
 
 
 def _note_main_thread() -> None:

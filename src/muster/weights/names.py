@@ -1,7 +1,8 @@
-"""The weights of a policy, and their names."""
+"""The weights of a policy: the modules that have them, the names of their tensors, checks and copies."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from muster.errors import BadWeights
+from muster.errors import BadWeights, described
 from muster.memory.specs import Array
 
 Weights = dict[str, torch.Tensor]
@@ -22,26 +23,61 @@ DEPTH = 6  # a function, in it an agent, in it a dict, in it a list, in it a mod
 TORCH_GRAIN = 32_768  # elements; with more, torch may copy and add in several threads
 MAX_ITEMS = 256  # longer lists and dicts hold data
 LIBRARIES = {"torch", "numpy", "gymnasium"}  # hold no modules of the user, but thousands of functions
+EXTRA_STATE = "extra_state"  # torch's name in a state_dict for what ``get_extra_state`` returns, with underscores
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))  # attributes: parameters, submodules, hooks
 
 
 def named_weights(source: Any) -> Weights:
     """The tensors of a module, TensorDict or dict, by ``state_dict`` name.
 
+    A dict may be nested, as the result of ``TensorDict.to_dict()`` is; its values may also be modules and TensorDicts.
+
     Raises:
         BadWeights: of anything else.
     """
-    if isinstance(source, torch.nn.Module) and not hasattr(source, "flatten_keys"):
+    if isinstance(source, torch.nn.Module) and not _is_tensordict(source):
         state = _uncompiled(source).state_dict()
-        return {name: tensor.detach() for name, tensor in state.items() if torch.is_tensor(tensor)}
-    if hasattr(source, "flatten_keys"):  # a TensorDict, without importing tensordict to ask
+        return {name: _detached(tensor) for name, tensor in state.items() if torch.is_tensor(tensor)}
+    if _is_tensordict(source):
         flat = source.flatten_keys(".")
-        return {str(name): tensor.detach() for name, tensor in flat.items() if torch.is_tensor(tensor)}
-    if isinstance(source, Mapping) and all(torch.is_tensor(v) for v in source.values()):
-        return {str(name): tensor.detach() for name, tensor in source.items()}
+        return {str(name): _detached(tensor) for name, tensor in flat.items() if torch.is_tensor(tensor)}
+    if isinstance(source, Mapping):
+        return _named_in_dict(source)
     raise BadWeights(
         f"cannot take weights from {type(source).__name__}: expected a module, a TensorDict, or a dict of tensors "
         f"such as module.state_dict()"
     )
+
+
+def _named_in_dict(given: Mapping[Any, Any]) -> Weights:
+    named: Weights = {}
+    for key, value in given.items():
+        name = ".".join(map(str, key)) if isinstance(key, tuple) else str(key)
+        is_extra_state = name.rpartition(".")[2].lstrip("_") == EXTRA_STATE and not torch.is_tensor(value)
+        if value is None or is_extra_state:  # a layer without bias; what ``get_extra_state`` returned
+            continue
+        if torch.is_tensor(value):
+            found = {name: _detached(value)}
+        elif isinstance(value, (Mapping, torch.nn.Module)) or _is_tensordict(value):
+            found = {f"{name}.{inner}": tensor for inner, tensor in named_weights(value).items()}
+        else:
+            raise BadWeights(
+                f"cannot take weights from {type(given).__name__}: its entry {key!r} is {type(value).__name__}, "
+                f"expected tensors, or dicts of tensors such as module.state_dict()"
+            )
+        if twice := named.keys() & found.keys():
+            raise BadWeights(f"the dict of weights has {sorted(twice)} twice. Nothing was changed.")
+        named |= found
+    return named
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if torch.nn.parameter.is_lazy(tensor) else tensor.detach()
+
+
+def _is_tensordict(thing: Any) -> bool:
+    """Whether it is a TensorDict, without importing tensordict."""
+    return hasattr(thing, "flatten_keys")
 
 
 def named_tensors(policy: Any) -> Weights:
@@ -55,10 +91,14 @@ def named_tensors(policy: Any) -> Weights:
     Raises:
         BadWeights: the policy has lazy layers that were not called yet.
     """
-    module, seen = weight_bearer(policy), set[int]()
-    state = {} if module is None else module.state_dict(keep_vars=True)
-    named = {}
-    for name, tensor in state.items():
+    return each_once(weight_bearer(policy))
+
+
+def each_once(module: torch.nn.Module | None) -> Weights:
+    """The tensors of a module's ``state_dict``, which change with it; tied weights under their first name."""
+    seen: set[int] = set()
+    named: Weights = {}
+    for name, tensor in ({} if module is None else module.state_dict(keep_vars=True)).items():
         if torch.is_tensor(tensor) and id(tensor) not in seen:
             if torch.nn.parameter.is_lazy(tensor):
                 raise BadWeights(f"weight {name} is of a lazy layer, which has none before the policy's first call")
@@ -70,9 +110,88 @@ def named_tensors(policy: Any) -> Weights:
 def weight_bearer(policy: Any) -> torch.nn.Module | None:
     """The module with all weights of the policy: itself, or a ``ModuleList`` of those it uses; None without any."""
     if isinstance(policy, torch.nn.Module):
-        return _uncompiled(policy)
-    modules = modules_of(policy)
-    return torch.nn.ModuleList(modules) if modules else None
+        return with_unregistered(_uncompiled(policy))
+    return _list_of(*_reached([policy]))
+
+
+def with_unregistered(module: torch.nn.Module) -> torch.nn.Module:
+    """The module; or a ``ModuleList`` of it and of the modules that its functions use without being submodules.
+
+    The network of ``TensorDictModule(lambda obs: net(obs), ...)`` is not in the ``state_dict``, and acts.
+    """
+    functions = [function for part in module.modules() for function in _functions_of(part)]
+    if not functions:
+        return module
+    modules, parameters = _reached(functions)
+    own = {id(part) for part in module.modules()} | {id(tensor) for tensor in tensors_in(module)}
+    modules = [other for other in modules if id(other) not in own and tensors_in(other)]
+    parameters = [parameter for parameter in parameters if id(parameter) not in own]
+    return (_list_of([module, *modules], parameters) or module) if modules or parameters else module
+
+
+def tensors_in(module: torch.nn.Module) -> list[torch.Tensor]:
+    """The parameters and buffers of a module, each once, with those that are not in the ``state_dict``."""
+    return [*module.parameters(), *module.buffers()]
+
+
+def replica(module: torch.nn.Module, *, only_weights: bool = False) -> torch.nn.Module:
+    """A copy on the CPU, for its weights.
+
+    Args:
+        module: the user's.
+        only_weights: where ``copy.deepcopy`` fails, return plain modules with the same names, and copies of the
+            tensors.
+
+    Raises:
+        BadWeights: the module cannot be copied.
+    """
+    try:
+        return copy.deepcopy(module).cpu()
+    except Exception as error:
+        skeleton = _skeleton(module) if only_weights else torch.nn.Module()
+        if skeleton.state_dict().keys() == {name for name, t in module.state_dict().items() if torch.is_tensor(t)}:
+            return skeleton
+        raise BadWeights(
+            f"the policy cannot be copied for its workers: copy.deepcopy raised {described(error)}"
+        ) from error
+
+
+def _skeleton(module: torch.nn.Module) -> torch.nn.Module:
+    made: dict[int, torch.nn.Module] = {}
+    copies: dict[int, Any] = {}
+    root = torch.nn.Module()
+    for path, part in module.named_modules(remove_duplicate=False):
+        parent, _, name = path.rpartition(".")
+        is_known = id(part) in made
+        plain = made.setdefault(id(part), torch.nn.Module() if path else root)
+        if path:
+            root.get_submodule(parent).add_module(name, plain)
+        if is_known:
+            continue
+        saved = part.state_dict(keep_vars=True).keys()
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            data = parameter.detach().to("cpu", copy=True)
+            copied = copies.setdefault(id(parameter), torch.nn.Parameter(data, parameter.requires_grad))
+            plain.register_parameter(name, copied)
+        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
+            copied = copies.setdefault(id(buffer), buffer.detach().to("cpu", copy=True))
+            plain.register_buffer(name, copied, persistent=name in saved)
+    return root
+
+
+def acting_modules(policy: Any) -> list[torch.nn.Module]:
+    """The modules that act: the policy, and those that it or its functions use without being submodules."""
+    if not isinstance(policy, torch.nn.Module):
+        return modules_of(policy)
+    functions = [function for part in policy.modules() for function in _functions_of(part)]
+    return [policy, *_reached(functions)[0]]
+
+
+def place_of(tensor: torch.Tensor) -> Any:
+    """A key that is equal for tensors in the same memory, also where a ``state_dict`` makes new ones for each call."""
+    if torch.nn.parameter.is_lazy(tensor) or not (address := tensor.data_ptr()):
+        return id(tensor)
+    return address, tensor.device, tensor.shape, tensor.stride()
 
 
 def modules_of(policy: Any) -> list[torch.nn.Module]:
@@ -81,13 +200,51 @@ def modules_of(policy: Any) -> list[torch.nn.Module]:
     Searches closures, used globals, arguments of partials, attributes, and short lists and dicts, a few levels deep.
     The order is the same in a copy.
     """
+    return _reached([policy])[0]
+
+
+def _reached(things: list[Any]) -> tuple[list[torch.nn.Module], list[torch.Tensor]]:
+    """See ``modules_of``; and the parameters that are reached beside the modules."""
     seen: dict[int, Any] = {}
-    level = [policy]
+    level = things
     for _ in range(DEPTH + 1):
         new = {id(thing): thing for thing in level if id(thing) not in seen}
         seen |= new
         level = [held for thing in new.values() for held in _held(thing)]
-    return [thing for thing in seen.values() if isinstance(thing, torch.nn.Module)]
+    modules = [thing for thing in seen.values() if isinstance(thing, torch.nn.Module)]
+    inside = {id(tensor) for module in modules for tensor in tensors_in(module)}
+    trained = [thing for thing in seen.values() if torch.is_tensor(thing) and thing.is_leaf and thing.requires_grad]
+    return modules, [tensor for tensor in trained if id(tensor) not in inside]
+
+
+def _list_of(modules: list[torch.nn.Module], parameters: list[torch.Tensor]) -> torch.nn.ModuleList | None:
+    if not modules and not parameters:
+        return None
+    listed = torch.nn.ModuleList(modules)
+    if parameters:
+        alone = torch.nn.Module()
+        for number, tensor in enumerate(parameters):
+            alone.register_buffer(str(number), tensor)  # also if it is no ``Parameter``
+        listed.append(alone)
+    return listed
+
+
+def _functions_of(module: torch.nn.Module) -> Iterator[Any]:
+    """The functions and callable objects among a module's attributes, also in lists and dicts."""
+    if _is_of_library(type(module)):
+        return
+    for name, value in vars(module).items():
+        if name not in _OF_EVERY_MODULE:
+            yield from _functions_in(value, 2)
+
+
+def _functions_in(value: Any, depth: int) -> Iterator[Any]:
+    if isinstance(value, (list, tuple, dict)):
+        if depth and len(value) <= MAX_ITEMS:
+            for item in value.values() if isinstance(value, dict) else value:
+                yield from _functions_in(item, depth - 1)
+    elif callable(value) and not isinstance(value, (type, torch.nn.Module)) and not _is_of_library(value):
+        yield value
 
 
 def overwrite(old: Weights, new: Weights) -> None:
@@ -102,13 +259,13 @@ def overwrite(old: Weights, new: Weights) -> None:
         copy_tensor(tensor, new[name])
 
 
-def check_fit(new: Mapping[str, torch.Tensor], old: Mapping[str, Any]) -> None:
+def check_fit(new: Mapping[str, torch.Tensor], old: Mapping[str, Any], remedy: str = "") -> None:
     """Raise BadWeights unless ``new`` has the names, shapes and dtypes of ``old``: of tensors, or of what has both."""
     if new.keys() != old.keys():
         missing, extra = sorted(old.keys() - new.keys()), sorted(new.keys() - old.keys())
         raise BadWeights(
             f"the weights are named differently from those of the policy: missing {missing or 'nothing'}, unknown "
-            f"{extra or 'nothing'}; expected {sorted(old)}. Nothing was changed."
+            f"{extra or 'nothing'}; expected {sorted(old)}. {remedy and remedy + ' '}Nothing was changed."
         )
     for name, expected in old.items():
         tensor = new[name]
@@ -122,11 +279,14 @@ def check_fit(new: Mapping[str, torch.Tensor], old: Mapping[str, Any]) -> None:
 def check_finite(weights: Weights) -> None:
     """Raise BadWeights if a value is infinite or not a number."""
     for name, tensor in weights.items():
-        if not _finite(tensor):
+        if not is_finite(tensor):
             raise BadWeights(f"weight {name} is not finite: training has diverged. Nothing was published.")
 
 
-def _finite(tensor: torch.Tensor) -> bool:
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all values are numbers and not infinite; also of a lazy layer, which has no values."""
+    if torch.nn.parameter.is_lazy(tensor) or tensor.device.type == "meta":
+        return True
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     if tensor.itemsize == 1:  # float8 has no arithmetic
@@ -180,10 +340,7 @@ def _uncompiled(module: torch.nn.Module) -> torch.nn.Module:
 
 def _held(thing: Any) -> Iterator[Any]:
     """What an object holds, in an order that a copy of it has too."""
-    if (
-        isinstance(thing, (type, ModuleType, torch.nn.Module))
-        or str(getattr(thing, "__module__", "")).split(".")[0] in LIBRARIES
-    ):
+    if isinstance(thing, (type, ModuleType, torch.nn.Module)) or _is_of_library(thing):
         return
     if isinstance(thing, (list, tuple, dict)):
         if len(thing) <= MAX_ITEMS:
@@ -192,6 +349,10 @@ def _held(thing: Any) -> Iterator[Any]:
         yield from _captured(thing)
     elif not _is_env(thing) and hasattr(thing, "__dict__"):
         yield from vars(thing).values()
+
+
+def _is_of_library(thing: Any) -> bool:
+    return str(getattr(thing, "__module__", "")).split(".")[0] in LIBRARIES
 
 
 def _is_env(thing: Any) -> bool:
@@ -205,7 +366,7 @@ def _captured(function: Callable[..., Any]) -> list[Any]:
     if isinstance(function, functools.partial):
         return [function.func, *function.args, *function.keywords.values(), *_captured(function.func)]
     bound = getattr(function, "__self__", None)
-    held = [bound, *vars(bound).values()] if hasattr(bound, "__dict__") else []
+    held = [bound, *vars(bound).values()] if hasattr(bound, "__dict__") and not _is_env(bound) else []
     plain = inspect.unwrap(getattr(function, "__func__", function))
     if not inspect.isfunction(plain):
         return [*held, *vars(function).values()] if hasattr(function, "__dict__") else held

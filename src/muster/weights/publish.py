@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from typing_extensions import Self
 
-from muster.errors import BadWeights, described
+from muster.errors import BadWeights
+from muster.policies.modes import ActingMode
 from muster.utils.attributes import name_of
 from muster.weights.choice import transport_for
+from muster.weights.coverage import NewWeights, is_own, taken, tensors_of
 from muster.weights.names import (
     Weights,
     check_finite,
-    check_fit,
     copy_tensor,
-    modules_of,
-    named_tensors,
-    named_weights,
+    each_once,
+    is_finite,
+    place_of,
+    replica,
     weight_bearer,
+    with_unregistered,
 )
 from muster.weights.transport import Publisher, Ticket, Transport, chosen
 
-Pairs = dict[int, tuple[torch.Tensor, torch.Tensor]]  # new and old, by the old one's place in memory
+Pairs = dict[Any, tuple[torch.Tensor, torch.Tensor]]  # new and old, by ``place_of`` the old one
 REMEMBERED = 10_000  # versions whose age is known
 
 
@@ -45,20 +48,27 @@ class PolicyWeights:
         policy: the policy that acts.
         original: the user's policy, where ``policy`` is a copy of it.
         counter: an object with ``version`` and ``increment_version()`` that counts versions instead.
+        mode: the mode in which ``policy`` acts here; None: its modules keep theirs.
 
     Attributes:
         policy: with workers the private copy of the user's modules, on the CPU; None without any.
-        original: with workers the user's modules.
+        original: with workers the user's modules; else as given.
         workers: their number; None if the policy acts here.
         publishes: their number, whatever counts versions.
     """
 
-    def __init__(self, policy: Any, original: Any = None, counter: Any = None) -> None:
-        self.policy, self.original, self.counter = policy, original, counter
+    def __init__(self, policy: Any, original: Any = None, counter: Any = None, mode: ActingMode | None = None) -> None:
+        self.policy, self.original, self.counter, self._mode = policy, original, counter, mode
         self.workers: int | None = None
         self.publishes = 0
         self._count = 0
         self._named = name_of(policy)
+        self._users: torch.nn.Module | None = None  # all modules of the user's policy, where ``policy`` is a copy
+        self._roots = [policy, original]  # objects that stand for the whole policy
+        self._has_model_ids = False  # parts of the policy have ids: see ``get_model``
+        self._elsewhere: set[Any] = set()  # tensors of ``policy`` that were given for a model, from elsewhere
+        self._unbounded: set[Any] = set()  # its buffers that were infinite from the start, such as masks
+        self._look_at_modules()
         self._born: dict[int | str, int] = {}  # publishes before each of the last versions
         self._lock = threading.Lock()
         self._in_rollout = False
@@ -68,7 +78,9 @@ class PolicyWeights:
         self._tensors: Weights = {}
 
     @classmethod
-    def of_workers(cls, policy: Any, workers: int, transport: Any = None, counter: Any = None) -> Self:
+    def of_workers(
+        cls, policy: Any, workers: int, transport: Any = None, counter: Any = None, *, only_weights: bool = False
+    ) -> Self:
         """The weights of a policy whose copies act in ``workers``.
 
         Args:
@@ -76,13 +88,19 @@ class PolicyWeights:
             workers: their number.
             transport: see ``transport_for``.
             counter: see the class.
+            only_weights: also take policies that ``copy.deepcopy`` cannot copy; see ``replica``.
 
         Raises:
             BadWeights: the policy cannot be copied.
         """
-        original = weight_bearer(policy)
-        made = cls(_copy_on_cpu(original), original, counter)
+        made = cls(None, None, counter)
         made._named, made.workers, made._transport = name_of(policy), workers, transport_for(transport)
+        users = made._users = weight_bearer(policy)
+        if users is not None:
+            made.original = policy if isinstance(policy, torch.nn.Module) else users
+            made.policy = replica(users, only_weights=only_weights)
+            made._unbounded = _infinite(made.policy)
+        made._roots, made._has_model_ids = [policy, users], users is policy
         if not made.lazy:
             made._open(made._transport, workers)
         return made
@@ -95,9 +113,13 @@ class PolicyWeights:
     def publish(self, source: Any = None, *, model: Any = None, workers: Collection[int] | None = None) -> int | str:
         """Take over the weights of ``source``; all or nothing.
 
+        They are weights for all of the policy, or for all of ``model``. A module that is a part of the user's policy
+        stands for all of it: its other parameters and buffers are taken from there, too, except those that were given
+        for a model from elsewhere.
+
         Args:
-            source: a module (the policy, the network inside it, or a copy of either), a TensorDict, a dict of
-                tensors by ``state_dict`` name, or None for the user's policy.
+            source: the user's policy or a part of it, a copy of the whole, a TensorDict, a dict of tensors by
+                ``state_dict`` name, which may be nested, or None for the user's policy.
             model: the part of the policy that they are for.
             workers: those that get them; None is all.
 
@@ -105,7 +127,8 @@ class PolicyWeights:
             the new version.
 
         Raises:
-            BadWeights: keys, shapes or dtypes that do not fit, or values that are not finite. Nothing was changed.
+            BadWeights: keys, shapes or dtypes that do not fit, weights of a part only, or values that are not finite.
+                Nothing was changed.
             BadOption: there is no such worker.
             SlotsExhausted: no memory; the publish is repeated with the next one.
         """
@@ -114,10 +137,12 @@ class PolicyWeights:
     def publish_all(self, sources: Sequence[tuple[Any, Any]], *, workers: Collection[int] | None = None) -> int | str:
         """``publish`` for several (source, model), as one version; all or none. Without any it counts a version."""
         receiving = set(chosen(workers, self.workers or 1))
-        pairs = self._pairs(sources)
+        changes = self._changes(sources)
+        pairs = changes.pairs
         with self._lock:
             if self._in_rollout:
                 pairs = {place: (new.clone(), old) for place, (new, old) in pairs.items()}
+            self._elsewhere = (self._elsewhere - changes.own) | changes.elsewhere
             version = self._increment()
             self._queue(_Update(pairs, version, receiving))
             if not self._in_rollout:
@@ -134,15 +159,46 @@ class PolicyWeights:
             self.release()
 
     def hold(self) -> int | str:
-        """The newest weights are in place, and stay as they are until ``release``. Returns their version."""
+        """The newest weights are in place, and stay as they are until ``release``. Returns their version.
+
+        The policy is in the mode in which it acts.
+        """
         with self._lock:
             self._apply()
             self._in_rollout = True
-            return self._count if self.counter is None else self.counter.version
+            version: int | str = self._count if self.counter is None else self.counter.version
+        if self._mode is not None:
+            self._mode.enter()
+        return version
 
     def release(self) -> None:
-        """Publishes take effect again."""
+        """Publishes take effect again, and the policy has the user's mode."""
+        if self._mode is not None:
+            self._mode.leave()
         self._in_rollout = False  # without the lock: a publish that reads it meanwhile was during the rollout
+
+    @contextmanager
+    def in_mode(self) -> Iterator[None]:
+        """The policy is in the mode in which it acts: for calls of it outside of rollouts, and for copies of it."""
+        if self._mode is None:
+            yield
+            return
+        self._mode.enter()
+        try:
+            yield
+        finally:
+            self._mode.leave()
+
+    def keep_modes(self) -> None:
+        """From now on, the policy acts in the modes that its modules have."""
+        self._mode = None
+
+    def act_with(self, policy: torch.nn.Module) -> None:
+        """From now on, a copy of the user's policy acts in this process, in its own mode; publishing copies to it."""
+        self.original, self.policy = self.policy, policy
+        self._mode = None
+        self._roots.append(policy)
+        self._look_at_modules()
 
     def restore(self, version: int | str) -> None:
         """Set the version after a load into ``policy``, which the user's policy and the workers then get too."""
@@ -152,9 +208,10 @@ class PolicyWeights:
             self._count = version
         if self.workers is None:
             return
-        if self.original is not None:
-            self.original.load_state_dict(self.policy.state_dict())
+        if self._users is not None:
+            self._users.load_state_dict(self.policy.state_dict())
         with self._lock:
+            self._elsewhere.clear()
             self._queue(_Update({}, version, set(range(self.workers))))
             self._apply()
 
@@ -187,8 +244,9 @@ class PolicyWeights:
         if missing := set(names.values()) - state.keys():
             raise BadWeights(f"the worker's policy has no weights named {sorted(missing)}, but the collector's has")
         full = {name: state[sent] for name, sent in names.items()}
+        assert self._users is not None
         self.policy.load_state_dict(full)
-        self.original.load_state_dict(full)
+        self._users.load_state_dict(full)
         self._open(self._transport, self.workers)
 
     def catch_up(self) -> None:
@@ -210,46 +268,97 @@ class PolicyWeights:
 
     # --- steps of a publish -----------------------------------------------------------------------
 
-    def _pairs(self, sources: Sequence[tuple[Any, Any]]) -> Pairs:
-        """What is to be copied where; everything has been checked."""
-        pairs: Pairs = {}
+    def _changes(self, sources: Sequence[tuple[Any, Any]]) -> _Changes:
+        """Find what is to be copied where, and check everything."""
+        changes = _Changes({}, set(), set())
         for source, model in sources:
-            source = self.original if source is None else source
-            if source is None:
+            if model is not None and any(model is root for root in self._roots):
+                model = None
+            part = self._part(source, model)
+            if part is None:  # no weights
                 continue
-            self._check_not_lazy()
-            if any(source is module for held in modules_of(self.policy) for module in held.modules()):
-                check_finite(named_weights(source))  # the optimizer's changes are in place already
-                continue
-            new = named_weights(source)
-            old = _fitting_part(new, self._target(source, model))
-            check_fit(new, old)
-            check_finite(new)
-            pairs |= {old[name].data_ptr(): (tensor, old[name].detach()) for name, tensor in new.items()}
-        return pairs
+            target, own, path = part
+            new = taken(source, target, own, partial(_model_id, path) if self._has_model_ids else None)
+            self._check_finite(new.weights, tensors_of(target))
+            if own is not target or not new.is_own:
+                self._add(changes, new, tensors_of(target), model)
+        for place, (tensor, old) in changes.pairs.items():
+            if place_of(tensor) in changes.pairs:  # a policy that acts here gets weights of another part of it
+                changes.pairs[place] = tensor.clone(), old
+        return changes
 
-    def _target(self, source: Any, model: Any) -> torch.nn.Module:
-        """The part of ``policy`` that is meant: where ``model``, or else ``source``, has its place in ``original``."""
-        if self.workers is not None and self.policy is None:
+    def _add(self, changes: _Changes, new: NewWeights, old: Weights, model: Any) -> None:
+        """Add the new values of a module, whose tensors are ``old``."""
+        pairs: Pairs = {}
+        for name, tensor in new.weights.items():
+            place = place_of(old[name])
+            if model is None and name not in new.given and place in self._elsewhere:
+                continue
+            first, _ = pairs.setdefault(place, (tensor, old[name]))
+            if first is not tensor and not new.is_own and not torch.equal(first, tensor):
+                raise BadWeights(
+                    f"weight {name} has another name in the policy, too (tied weights), and the two have different "
+                    f"values. Nothing was changed."
+                )
+        changes.pairs |= pairs
+        if model is not None and not new.is_own:
+            changes.elsewhere |= pairs.keys()
+            changes.own -= pairs.keys()
+        else:
+            changes.own |= pairs.keys()
+            changes.elsewhere -= pairs.keys()
+
+    def _part(self, source: Any, model: Any) -> tuple[torch.nn.Module, torch.nn.Module, str] | None:
+        """The part of ``policy`` that is meant, the same part of the user's policy, and its path in both.
+
+        None: there are no weights, and none were given.
+        """
+        policy, users = self.policy, self.policy if self._users is None else self._users
+        if self.workers is not None and policy is None:
+            if source is None and model is None:
+                return None
             raise BadWeights(
                 f"the policy ({self._named}) has no modules that Muster can find, so there is nothing in the workers "
                 f"to copy weights to. Make the policy a module, or let it hold its networks as attributes."
             )
-        meant = source if model is None else model
-        if isinstance(self.original, torch.nn.Module) and isinstance(meant, torch.nn.Module):
-            for path, module in self.original.named_modules():
-                if module is meant:
-                    part: torch.nn.Module = self.policy.get_submodule(path)
-                    return part
-        target = self.policy if model is None else model
-        if not isinstance(target, torch.nn.Module):
+        if not isinstance(policy, torch.nn.Module):
+            return self._part_of_function(source, model)
+        self._check_not_lazy()
+        if model is None:
+            return policy, users, ""
+        for tree in (users, policy):
+            for path, module in tree.named_modules():
+                if module is model:
+                    return policy.get_submodule(path), users.get_submodule(path), path
+        if self.workers is not None:
+            raise BadWeights(f"the model {type(model).__name__} is no part of the policy that workers have")
+        return model, model, ""
+
+    def _part_of_function(self, source: Any, model: Any) -> tuple[torch.nn.Module, torch.nn.Module, str] | None:
+        """``_part`` of a function that acts here, whose modules are the user's."""
+        bearer = weight_bearer(self.policy) if model is None else model
+        if model is None and source is None:
+            return None if bearer is None else (bearer, bearer, "")
+        if bearer is None or (model is None and not is_own(source, bearer)):
             raise BadWeights(
                 f"the policy ({self._named}) is not a module, so Muster cannot reach its weights. Change them where "
                 f"the policy finds them, and call update_policy_weights_() without arguments to count a version."
             )
-        if self.workers is not None and not any(target is module for module in self.policy.modules()):
-            raise BadWeights(f"the model {type(model).__name__} is no part of the policy that workers have")
-        return target
+        return bearer, bearer, ""
+
+    def _check_finite(self, new: Weights, old: Weights) -> None:
+        check_finite({name: tensor for name, tensor in new.items() if place_of(old[name]) not in self._unbounded})
+
+    def _look_at_modules(self) -> None:
+        """Find modules beside the submodules of a policy that acts here, and values that are infinite on purpose."""
+        if isinstance(self.original, torch.nn.Module):
+            self._users = with_unregistered(self.original)
+        if not isinstance(self.policy, torch.nn.Module):
+            self._unbounded = _infinite(weight_bearer(self.policy))
+            return
+        acting, self.policy = self.policy, with_unregistered(self.policy)
+        self._has_model_ids = self.policy is acting
+        self._unbounded = _infinite(self.policy)
 
     def _queue(self, update: _Update) -> None:
         """No worker waits for two updates: one that has no receivers left becomes part of the one after it."""
@@ -288,12 +397,27 @@ class PolicyWeights:
         return self.version
 
     def _open(self, transport: Transport, workers: int) -> None:
-        self._tensors = named_tensors(self.policy)
+        self._tensors = each_once(self.policy)
         self._publisher = transport.publisher(self._tensors, workers, self.version)
 
     def _check_not_lazy(self) -> None:
         if self.workers is not None and self._publisher is None:
             raise BadWeights("the policy has lazy layers, which get their weights with its first call in a worker")
+
+
+@dataclass
+class _Changes:
+    """What a publish changes.
+
+    Attributes:
+        pairs: tensors to copy.
+        elsewhere: keys of those that were given for a model, from elsewhere.
+        own: keys of the others.
+    """
+
+    pairs: Pairs
+    elsewhere: set[Any]
+    own: set[Any]
 
 
 @dataclass
@@ -305,30 +429,14 @@ class _Update:
     workers: set[int]
 
 
-def _fitting_part(new: Weights, policy: torch.nn.Module) -> Weights:
-    """The tensors of the part of the policy that has these names and shapes."""
-    whole = _tensors(policy)
-    if whole.keys() == new.keys():  # then no part has these names too
-        return whole
-    parts = {name: _tensors(module) for name, module in policy.named_modules()}
-    named = {name: part for name, part in parts.items() if part.keys() == new.keys() and part}
-    fitting = {name: part for name, part in named.items() if all(new[n].shape == part[n].shape for n in new)}
-    if len(fitting) > 1:
-        raise BadWeights(
-            f"weights named {sorted(new)} fit several parts of the policy: {', '.join(fitting)}. Give those of "
-            f"the whole policy. Nothing was changed."
-        )
-    return next(iter((fitting or named).values()), whole)
+def _infinite(module: torch.nn.Module | None) -> set[Any]:
+    """The buffers with infinite values, such as the mask of an attention."""
+    return set() if module is None else {place_of(buffer) for buffer in module.buffers() if not is_finite(buffer)}
 
 
-def _tensors(module: torch.nn.Module) -> Weights:
-    return {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if torch.is_tensor(tensor)}
-
-
-def _copy_on_cpu(module: torch.nn.Module | None) -> torch.nn.Module | None:
-    try:
-        return None if module is None else copy.deepcopy(module).cpu()
-    except Exception as error:
-        raise BadWeights(
-            f"the policy cannot be copied for its workers: copy.deepcopy raised {described(error)}"
-        ) from error
+def _model_id(path: str, inner: str) -> str | None:
+    """The argument that names a part of the policy, such as ``model_id='policy.module[0]'``; None: there is none."""
+    names = f"{path}.{inner}".removeprefix(".").split(".")
+    if not all(name.isdecimal() or name.isidentifier() for name in names):
+        return None
+    return "model_id=" + repr("policy" + "".join(f"[{name}]" if name.isdecimal() else f".{name}" for name in names))

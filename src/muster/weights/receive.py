@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from muster.errors import BadOption, BadWeights, CollectorClosed
+from muster.weights.names import replica
 from muster.weights.publish import PolicyWeights
 
 
@@ -91,7 +92,11 @@ class _Context:
         if not isinstance(model, torch.nn.Module):
             raise BadWeights(f"model {model_id!r} is {type(model).__name__}, which has no weights to receive")
         self._receivers, self._model_id, self.worker_idx = receivers, model_id, worker_idx
-        self.model = self.policy = copy.deepcopy(model)
+        try:
+            self.model = copy.deepcopy(model)
+        except Exception:  # noqa: BLE001  (the user's code)
+            self.model = replica(model, only_weights=True)
+        self.policy = self.model
 
     def get_model(self, model_id: str) -> Any:
         return self.model

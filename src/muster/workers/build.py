@@ -18,6 +18,7 @@ from muster.envs.previous import with_previous
 from muster.errors import BadOption
 from muster.keys import ACTION_MASK, STEP_COUNT, TRUNCATED, dotted, next_of
 from muster.memory.slots import Lane, Layout, Slot
+from muster.memory.specs import ArraySpec
 from muster.policies.random import RandomPolicy
 from muster.policies.sampling import masks_of
 from muster.protocols import EnvBatch, Policy, acting_shape
@@ -31,6 +32,8 @@ from muster.workers.config import TIMEOUTS
 
 if TYPE_CHECKING:
     import torch
+
+    from muster.policies.modes import PolicyMode
 else:
     from muster.utils import lazy_torch as torch
 
@@ -55,6 +58,9 @@ class WorkerOptions:
     obs_dtype: np.dtype[Any] | None = None  # of stored floating-point observations; None: that of the environments
     info: Any = False  # infos to store; False: none
     timeouts: Mapping[str, float | None] = field(default_factory=dict)  # by phase, for coroutines
+    policy_mode: PolicyMode = "eval"
+    # ids of modules that threads may share with the user: those that a function of an importable file uses by name
+    users_modules: frozenset[int] = frozenset()
 
     @property
     def deadlines(self) -> dict[str, float | None]:
@@ -119,7 +125,7 @@ def _infos_of(built: BuiltEnv, factory: Any, kwargs: Mapping[str, Any] | None, o
         env.reset(lane.arrays, 0, range(env.num_envs), range(env.num_envs) if steps else None)
         look_at(env, seen)
         if steps:
-            if ACTION_MASK in seen and not env.action_masks:  # the action must be allowed
+            if isinstance(seen.get(ACTION_MASK), ArraySpec) and not env.action_masks:  # the action must be allowed
                 env = with_infos(env, [ACTION_MASK], lambda: seen)
                 lane = _one_row(env)
                 env.reset(lane.arrays, 0, range(env.num_envs), range(env.num_envs))

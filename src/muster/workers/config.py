@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from muster.errors import BadOption
 from muster.memory.specs import Array
 from muster.restore.pickling import loads
+from muster.restore.registered import SentIds
 from muster.weights.transport import Ticket
 
 if TYPE_CHECKING:
+    from muster.workers.build import WorkerOptions
     from muster.workers.inference import ServerConfig
     from muster.workers.requests import LayOut
 
@@ -96,6 +98,7 @@ class WorkerConfig:
     generation: int = 0  # number of earlier starts of the worker
     place: WorkerPlace | None = None  # place among all workers; None until all workers have made their groups
     node: str = ""  # number and host of the worker's node, for messages; empty on this machine
+    registered: SentIds | None = None  # ids of the program's registry; None: the worker is in a process that has them
     # ticket for the weights, whose descriptors are sent with it; None: the worker does not subscribe
     ticket: Ticket | None = None
 
@@ -116,6 +119,7 @@ class PoolConfig:
     max_restarts: int | None
     start_method: str | None
     cpu_affinity: Literal["auto"] | Sequence[Sequence[int]] | None = None
+    registered: SentIds | None = None  # ids of the program's registry; None: all workers are threads of the program
     node: str = ""  # number and host of the node, for messages; empty on this machine
 
     @property
@@ -133,7 +137,14 @@ class PoolConfig:
         return timeout_of(self.timeouts, phase)
 
 
-def made_policy(policy: bytes, *, is_factory: bool) -> Any:
-    """Unpickle the policy of a worker or server, or unpickle its factory and call it."""
+def made_policy(policy: bytes, options: WorkerOptions, *, is_factory: bool) -> Any:
+    """Unpickle the policy of a worker or server, or unpickle its factory and call it, and set its mode."""
     made = loads(policy, "policy_factory" if is_factory else "policy")
-    return made() if is_factory else made
+    if is_factory:
+        made = made()
+    if made is not None and options.policy_mode == "eval":
+        from muster.policies.modes import set_eval
+        from muster.weights.names import acting_modules
+
+        set_eval(acting_modules(made), besides=options.users_modules)
+    return made

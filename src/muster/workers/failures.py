@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import signal
 import sys
@@ -22,6 +23,8 @@ from muster.errors import (
     WorkerDied,
     WorkerError,
     WorkerHung,
+    WorkerNotStarted,
+    described,
     shown,
     text_of,
 )
@@ -193,6 +196,22 @@ def died(where: Where, *, phase: str, exitcode: int | None, oom_kills: int = 0, 
     return error
 
 
+def not_started(where: Where, error: Exception, *, again: bool) -> WorkerNotStarted:
+    """Return the error for a worker that could not be started because of ``error``, which becomes its cause.
+
+    Args:
+        again: the next call of the collector starts it again.
+    """
+    seen = error.__cause__ if type(error) is MusterError and error.__cause__ is not None else error  # of ``launch``
+    reason = text_of(seen) if isinstance(seen, (MusterError, OSError)) else described(seen)
+    sentences = [f"{_capital(where)} could not be started: {reason.rstrip('.')}.", _remedy(error)]
+    if again:
+        sentences.append("The next call tries again.")
+    lost = WorkerNotStarted(" ".join(filter(None, sentences)))
+    lost.__cause__ = error
+    return _at(lost, where, "construct")
+
+
 def node_lost(where: Where, *, phase: str, why: str) -> WorkerDied:
     """Return the error for a worker whose node was lost or did not join; ``why``: reason given by its link."""
     message = f"{_capital(where)} is lost with its node, during {phase}: {why}"
@@ -237,6 +256,18 @@ def server_hung(ident: int | None, *, seconds: float, deadline: float) -> Worker
     return WorkerHung(_sections(message, _stack_of("server", stack)))
 
 
+def node_hung(node: str, ident: int, *, seconds: float, deadline: float) -> WorkerHung:
+    """Return the error for a node whose own thread ``ident`` looks neither at its workers nor at its messages."""
+    stack = thread_stack(ident)
+    frame = innermost_user_frame(stack)
+    message = (
+        f"The main thread of node {node} has not returned for {seconds:.1f} s{f' at {frame}' if frame else ''}; its "
+        f"deadline is {deadline:g} s. If it may take that long, give timeouts={{'construct': ...}} more (None: no "
+        f"deadline)."
+    )
+    return WorkerHung(_sections(message, _stack_of("node", stack)))
+
+
 def innermost_user_frame(stack: str) -> str | None:
     """Return ``FILE:LINE in NAME`` for the innermost frame of the user's own code in a ``faulthandler`` dump.
 
@@ -275,6 +306,23 @@ def oom_kills() -> int:
 
 
 # --- parts -----------------------------------------------------------------------------------------
+
+
+def _remedy(error: BaseException) -> str:
+    """Return what to do about an error of the system while a process or thread is started; empty if that is unknown."""
+    while not isinstance(error, OSError) and error.__cause__ is not None:
+        error = error.__cause__
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.EMFILE, errno.ENFILE):
+        return "Close files, or allow more with `ulimit -n 4096` before starting Python."
+    if number == errno.EAGAIN or "new thread" in text_of(error):
+        return (
+            "This user or container may have no more processes and threads: use fewer workers, or raise the limit "
+            "(`ulimit -u`, pids.max of the control group)."
+        )
+    if number == errno.ENOMEM or isinstance(error, MemoryError):
+        return "There is not enough memory: use fewer or smaller workers."
+    return ""
 
 
 def _why_it_died(name: str, exitcode: int | None, oom_kills: int) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any
 
 from muster.errors import MusterError, SlotsExhausted
@@ -132,6 +133,7 @@ class FirstReady(Schedule):
         self._max_lag, self._publishes = max_lag, publishes
         self._requested, self._lead = _Undelivered(bundles, lead), lead
         self._unsure = False  # a call was interrupted, so that rollouts may have to be requested again
+        self._has_failed = False  # an error has cut a rollout short, which was not requested again since
         self._delivered = 0
         self._begun: Counter[int] = Counter()  # number of requested rollouts, by the bundle's first group
         self._behind: set[int] = set()  # groups for which ``_compare_shares`` has warned
@@ -186,8 +188,10 @@ class FirstReady(Schedule):
         return self.bundles[0].groups
 
     @postponed()
-    def waiting(self) -> list[dict[str, Any]]:
-        """See ``Schedule``. The rollouts are kept, and delivered later as usual."""
+    def state_dict(self, version: int | str | None) -> dict[str, Any]:
+        """See ``Schedule``. The rollouts are oldest first. Completes those that only a hook has interrupted."""
+        if self._unsure and not self._has_failed:
+            self._resubmit()
         self._unsure = True
         while self.pool.outstanding:
             self._take_note(self.pool.next_result())
@@ -198,11 +202,15 @@ class FirstReady(Schedule):
             results = [requested.results[request.number] for request in requested.requests]
             age = self._publishes() - requested.born
             made.append({"groups": requested.bundle.groups, "age": age, **to_plain(requested.slot, results)})
-        return made
+        return {"rollouts": made, "T": list(self.T)}
 
-    def restore(self, waiting: Sequence[dict[str, Any]]) -> None:
-        """See ``Schedule``."""
-        for plain in waiting:
+    def can_load(self, state: Mapping[str, Any]) -> bool:
+        bundles = [bundle.groups for bundle in self.bundles]
+        return all("age" in rollout and rollout["groups"] in bundles for rollout in state["rollouts"])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.T = [index(rows) for rows in state["T"]]
+        for plain in state["rollouts"]:
             bundle = next(bundle for bundle in self.bundles if bundle.groups == plain["groups"])
             ring = bundle.ring_of(layout_of(plain))
             slot = ring.take()
@@ -215,7 +223,6 @@ class FirstReady(Schedule):
             for request, part in zip(requests, plain["results"], strict=True):
                 requested.results[request.number] = result_of(part, request.number)
                 self.pool.counters[request.group].in_flight += part["frames"]
-            slot.state = SlotState.FULL
             self._requested.add(requested)
 
     @postponed()
@@ -353,10 +360,12 @@ class FirstReady(Schedule):
             if requested.complete:
                 requested.slot.state = SlotState.FULL
         if result.error is not None:
+            self._has_failed |= not result.paused
             raise result.error
 
     def _resubmit(self) -> None:
         """Submit requests again that have no result and are not under way, after an error or a loss."""
+        self._has_failed = False
         under_way = {number for handle in self.pool.handles for number in handle.under_way.outstanding}
         for requested in self._requested:
             without = [o for o in requested.requests if o.number not in requested.results]

@@ -13,6 +13,7 @@ has exited for any reason, the descendants of its keeper are exactly the process
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import gc
 import importlib
@@ -92,8 +93,8 @@ class _Server:
                 self.orders.send((order.number, self.start(order, fds)))
         self.end()
 
-    def start(self, order: ForkRequest, fds: list[int]) -> int | str:
-        """Fork a worker, and return its pid, or the reason of the failure."""
+    def start(self, order: ForkRequest, fds: list[int]) -> int | OSError | str:
+        """Fork a worker, and return its pid; or the reason of the failure."""
         sys.path[:] = order.path
         for module in order.preload:
             with contextlib.suppress(Exception):  # a worker that needs the module gets the error itself
@@ -114,9 +115,12 @@ class _Server:
             os.close(tell)
             tell = -1
             answer = os.read(told, 512).decode()  # less than a page arrives as a whole
-            return int(answer) if answer.isdecimal() else answer or "its keeper was killed"
+            if not answer:
+                return "its keeper was killed"
+            number = int(answer)
+            return number if number > 0 else OSError(-number, os.strerror(-number))
         except OSError as error:
-            return str(error)
+            return error
         finally:
             for fd in (*fds, told, *(() if tell < 0 else (tell,))):
                 os.close(fd)
@@ -196,7 +200,7 @@ def _keep(server: _Server, order: ForkRequest, fds: list[int], lifeline: socket.
             ours, theirs = socket.socketpair()
             pid = os.fork()
         except OSError as error:
-            os.write(tell, str(error).encode())
+            os.write(tell, str(-(error.errno or errno.EIO)).encode())  # the pid of no process
             os._exit(0)
         if pid == 0:
             signal.set_wakeup_fd(-1)

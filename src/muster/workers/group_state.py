@@ -12,9 +12,10 @@ import numpy as np
 from muster.episodes.record import Episodes
 from muster.errors import BadCheckpoint
 from muster.keys import dotted
-from muster.memory.slots import Lane, Layout, Slot
+from muster.memory.slots import Lane, Layout, Slot, SlotState, as_tensor
 from muster.memory.specs import OBJECT, Array, Column
 from muster.protocols import Outputs, Policy
+from muster.rollout.bootstrap import BootstrapRows
 from muster.rollout.group import Group
 from muster.rollout.marks import Final
 from muster.rollout.resets import Due
@@ -34,6 +35,7 @@ def take(group: Group, acting: str | None) -> dict[str, Any]:
         "pending": list(group.pending),
         "seeds": dict(group.due.seeds),
         "started": group.started,
+        "unreported": group.unreported,
         "adapter": group.env.snapshot(),
     }
 
@@ -61,7 +63,8 @@ def load(group: Group, state: dict[str, Any], reasons: list[str | None], policy:
     group.resumed = None if group.resumed is None else []
     pending, seeds = map(index, state["pending"]), {index(i): index(seed) for i, seed in state["seeds"].items()}
     group.due = Due([range(group.B)[i] for i in pending], seeds)
-    group.started, group.unreported = bool(state.get("started", True)), 0
+    group.started = bool(state["started"])
+    group.unreported = index(state["unreported"])
     if not any(reasons):
         group.env.restore(state["adapter"])
         return {}
@@ -107,12 +110,11 @@ def _row(row: Any, device: Any) -> Any:
 def to_plain(slot: Slot, results: Sequence[RolloutResult]) -> dict[str, Any]:
     """Copy a full slot and the results of its lanes into plain data."""
     layout = slot.layout
-    columns = [{f.name: getattr(column, f.name) for f in fields(Column)} for column in layout.columns]
     return {
         "T": layout.T,
         "B": layout.B,
         "batch_shape": layout.batch_shape,
-        "columns": [{**column, "dtype": column["dtype"].str} for column in columns],
+        "columns": _plain_columns(layout.columns),
         "lanes": [_lane(lane, result) for lane, result in zip(slot.lanes, results, strict=True)],
         "results": [_result(result) for result in results],
     }
@@ -120,15 +122,20 @@ def to_plain(slot: Slot, results: Sequence[RolloutResult]) -> dict[str, Any]:
 
 def layout_of(saved: Mapping[str, Any]) -> Layout:
     """Return the layout of the saved slot."""
-    columns = tuple(Column(**{**column, "dtype": np.dtype(column["dtype"])}) for column in saved["columns"])
+    columns = _columns_of(saved["columns"])
     return Layout(saved["T"], saved["B"], columns, len(saved["lanes"]), batch_shape=saved["batch_shape"])
 
 
 def write(saved: Mapping[str, Any], slot: Slot) -> None:
-    """Write the saved lanes into a slot of the same layout."""
-    for lane, arrays in zip(slot.lanes, saved["lanes"], strict=True):
-        for key, rows in arrays.items():
-            lane.arrays[key][...] = cells_of(rows) if isinstance(rows, list) else rows
+    """Write the saved lanes into a slot of the same layout, which is complete then."""
+    for lane, columns in zip(slot.lanes, saved["lanes"], strict=True):
+        for key, rows in columns.items():
+            if key in lane.arrays:
+                lane.arrays[key][...] = cells_of(rows) if isinstance(rows, list) else rows
+            if lane.mirrored and key in lane.tensors:
+                lane.tensors[key].copy_(as_tensor(rows))
+        lane.done_steps = lane.T
+    slot.state = SlotState.FULL
 
 
 def result_of(saved: Mapping[str, Any], number: int) -> RolloutResult:
@@ -136,15 +143,41 @@ def result_of(saved: Mapping[str, Any], number: int) -> RolloutResult:
     return RolloutResult(
         number,
         **{name: saved[name] for name in PARTS},
-        episodes=None if saved["episodes"] is None else Episodes(*map(_leaf, saved["episodes"])),
+        episodes=None if saved["episodes"] is None else Episodes.from_state(saved["episodes"]),
+        values=None if saved["values"] is None else _values_of(saved["values"]),
         finals=[Final(f["t"], f["envs"], {k: _leaf(v) for k, v in f["leaves"].items()}) for f in saved["finals"]],
         entered=True,
     )
 
 
+def _plain_columns(columns: Sequence[Column]) -> list[dict[str, Any]]:
+    known = [{f.name: getattr(column, f.name) for f in fields(Column)} for column in columns]
+    return [{**column, "dtype": column["dtype"].str} for column in known]
+
+
+def _columns_of(saved: Sequence[Mapping[str, Any]]) -> tuple[Column, ...]:
+    return tuple(Column(**{**column, "dtype": np.dtype(column["dtype"])}) for column in saved)
+
+
 def _lane(lane: Lane, result: RolloutResult) -> dict[Any, Any]:
-    arrays = lane.arrays | result.objects
-    return {column.key: plain(arrays[column.key]) for column in lane.layout.columns}
+    columns = lane.data | result.objects
+    return {column.key: _plain(columns[column.key]) for column in lane.layout.columns}
+
+
+def _plain_values(values: BootstrapRows) -> dict[str, Any]:
+    """Return the rows that need values of the policy, and the values if they are known."""
+    return {
+        "t": values.t.copy(),
+        "env": values.env.copy(),
+        "last": values.last.copy(),
+        "rows": {key: _plain(rows) for key, rows in values.rows.items()},
+        "columns": _plain_columns(values.columns),
+        "values": None if values.values is None else values.values.copy(),
+    }
+
+
+def _values_of(saved: Mapping[str, Any]) -> BootstrapRows:
+    return BootstrapRows(**{**saved, "columns": _columns_of(saved["columns"])})
 
 
 def _result(result: RolloutResult) -> dict[str, Any]:
@@ -152,8 +185,12 @@ def _result(result: RolloutResult) -> dict[str, Any]:
         {"t": f.t, "envs": [int(i) for i in f.envs], "leaves": {key: plain(leaf) for key, leaf in f.leaves.items()}}
         for f in result.finals
     ]
-    episodes = None if result.episodes is None else [plain(column) for column in result.episodes.columns()]
-    return {**{name: getattr(result, name) for name in PARTS}, "episodes": episodes, "finals": finals}
+    return {
+        **{name: getattr(result, name) for name in PARTS},
+        "episodes": None if result.episodes is None else result.episodes.state_dict(),
+        "finals": finals,
+        "values": None if result.values is None else _plain_values(result.values),
+    }
 
 
 def plain(array: Array) -> Any:

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from muster.errors import MusterError
+from muster.errors import MusterError, described
 from muster.observing.stats import InferenceStats
 from muster.restore.pickling import unpickled
 from muster.rollout.acting import OWN, policy_error
+from muster.utils.exits import EndingThread
 from muster.utils.interrupts import allowed
+from muster.utils.locks import while_held
 from muster.weights.transport import Ticket
 from muster.workers.actor import Actor, ServedRollout
 from muster.workers.config import PoolConfig, made_policy
@@ -74,12 +76,13 @@ class InferenceServer:
         self._client_groups = [part for part in (every[:half], every[half:]) if part]  # workers answered together
         lockstep = config.max_wait_s is None and config.max_batch is None
         self.mailbox = Mailbox(pool.count, self._client_groups if lockstep else ())
-        own = made_policy(pool.policy, is_factory=pool.workers[0].is_factory)
+        options = unpickled(config.options, "the options")
+        own = made_policy(pool.policy, options, is_factory=pool.workers[0].is_factory)
         self._weights = ticket.open(ticket.fds)
         ticket.close()
         self.actor = Actor(
             own,
-            unpickled(config.options, "the options"),
+            options,
             self._weights,
             exclusive=config.exclusive,
             keeps_streams=config.keeps_streams,
@@ -96,7 +99,8 @@ class InferenceServer:
         self._calls: list[tuple[Future[Any], Callable[[], Any]]] = []  # for the thread to make
         self._stats = InferenceStats()
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="muster-inference", daemon=True)
+        self._ended_by: BaseException | None = None  # error that has ended the thread
+        self._thread = EndingThread(self._run, "muster-inference", self._ask_to_end)
 
     # --- called by the collector ------------------------------------------------------------------
 
@@ -122,8 +126,7 @@ class InferenceServer:
 
     def settle(self) -> None:
         """Make the user's random streams the global ones again, after a batch or an error."""
-        with self._between_calls():
-            self.actor.settle()
+        self._between_calls(self.actor.settle)
 
     def ask(self, method: str, *args: Any, group: int | None = None) -> Any:
         """Call a method of the actor in the thread; ``group`` selects the server where there are several."""
@@ -145,16 +148,10 @@ class InferenceServer:
         """Return whether a worker waits for the server."""
         return bool(self.mailbox.question(worker))
 
-    @contextmanager
-    def _between_calls(self) -> Iterator[None]:
-        """Enter between two calls of the policy, or after a timeout if a call hangs."""
+    def _between_calls(self, function: Callable[[], Any]) -> None:
+        """Call a function between two calls of the policy, or after a timeout if a call hangs."""
         longest = min(LOST_S, LOST_S if self._deadline_s is None else self._deadline_s)
-        between = self._acting.acquire(timeout=max(0.0, longest - self.acting_for()))
-        try:
-            yield
-        finally:
-            if between:
-                self._acting.release()
+        while_held(self._acting, max(0.0, longest - self.acting_for()), lambda held: function())
 
     def acting_for(self) -> float:
         """Return the seconds since the start of the present call of the policy; 0 between calls."""
@@ -167,7 +164,10 @@ class InferenceServer:
         if deadline is not None and seconds > deadline:
             raise server_hung(self._thread.ident, seconds=seconds, deadline=deadline)
         if not self._thread.is_alive():
-            raise MusterError("The inference server of this collector has ended; make another collector.")
+            why = "" if self._ended_by is None else f" because of {described(self._ended_by)}"
+            raise MusterError(
+                f"The inference server of this collector has ended{why}. Make another collector."
+            ) from self._ended_by
 
     def _look(self) -> bool:
         """Restart the deadline of the call: a coroutine has one of its own. Return whether the server is closing."""
@@ -179,18 +179,21 @@ class InferenceServer:
 
     def lost(self, worker: int, groups: Sequence[int]) -> None:
         """Remove a lost worker with these groups."""
-        with self._between_calls():  # its lane may be reused after this
-            self.mailbox.reset(worker)
+        self._between_calls(lambda: self.mailbox.reset(worker))  # its lane may be reused after this
         for number, rollout in list(self._rollouts.items()):
             if rollout.group in groups:
                 self._rollouts.pop(number, None)
+        self.mailbox.wake_up.ring()
+
+    def _ask_to_end(self) -> None:
+        self._closing = True
         self.mailbox.wake_up.ring()
 
     def close(self) -> None:
         """End the thread and release its resources. May be called again."""
         self._closing = True
         if self._thread.is_alive():
-            self.mailbox.wake_up.ring()
+            self._ask_to_end()
             self._thread.join(1.0)
         if not self._thread.is_alive():  # else the policy does not return, and still uses them
             self._weights.close()
@@ -199,6 +202,12 @@ class InferenceServer:
     # --- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._act_until_closing()
+        except BaseException as error:  # noqa: BLE001 (``check`` raises it to the user)
+            self._ended_by = error
+
+    def _act_until_closing(self) -> None:
         while not self._closing:
             while self._calls:
                 future, function = self._calls.pop(0)

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing import process
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from muster.errors import BadOption, CollectorTimeout, MusterError
+from muster.utils.interrupts import allowed
+from muster.utils.locks import while_held
 from muster.workers.channel import Channel, StatusPage
 from muster.workers.forkserver import LIGHT, PRELOADED, STATUS_BYTES, ForkRequest, serve
 from muster.workers.lifelines import hung_up, kill_group, tie_life
@@ -200,33 +203,53 @@ class _ForkServer:
 
     @classmethod
     def start(cls) -> _ForkServer:
-        (channel, theirs), (life, lifeline) = Channel.pair(), socket.socketpair()
-        with contextlib.closing(theirs), lifeline, _standard_streams() as streams:
-            return cls(channel, life, _python(lifeline, theirs, streams))
+        with contextlib.ExitStack() as ours:
+            channel, theirs = Channel.pair()
+            ours.callback(channel.close)
+            with contextlib.closing(theirs):
+                life, lifeline = socket.socketpair()
+                ours.callback(life.close)
+                with lifeline, _standard_streams() as streams:
+                    pid = _python(lifeline, theirs, streams)
+            ours.pop_all()
+        return cls(channel, life, pid)
 
     @classmethod
     def fork_shared(cls, order: ForkRequest, fds: list[int], light: bool) -> int:
         """Fork a worker from the shared server for ``light``, and return its pid. Starts the server if necessary."""
-        with cls.lock:
+
+        def forked(held: bool) -> int:
+            if not held:  # another thread is launching
+                raise TimeoutError
             if light in cls.shared:
                 with contextlib.suppress(EOFError):  # the server was killed since the last launch
                     return cls.shared[light].fork(order, fds)
             cls.shared[light] = cls.start()
             return cls.shared[light].fork(order, fds)
 
+        return while_held(cls.lock, 2 * START_S, forked)
+
     def fork(self, order: ForkRequest, fds: list[int]) -> int:
-        """Start a worker, and return its pid. Ends the server and raises EOFError or TimeoutError if it fails."""
+        """Start a worker, and return its pid.
+
+        Raises:
+            EOFError, TimeoutError: the server has ended or does not answer; it is ended.
+            MusterError: the system does not allow another process; its error is the cause.
+        """
+        deadline = time.monotonic() + START_S
         try:
             self._channel.send(order, fds, timeout=START_S)
-            (number, answer), _ = self._channel.receive(timeout=START_S)
-            while number != order.number:  # the answer to an earlier, interrupted launch
-                (number, answer), _ = self._channel.receive(timeout=START_S)
+            number, answer = -1, None
+            while number != order.number:  # else it is the answer to an earlier, interrupted launch
+                with allowed():
+                    (number, answer), _ = self._channel.receive(timeout=max(0.0, deadline - time.monotonic()))
         except (EOFError, TimeoutError):
             self.end()
             raise
-        if not isinstance(answer, int):
-            raise MusterError(f"{order.name} could not be started: {answer}.")
-        return answer
+        if isinstance(answer, int):
+            return answer
+        failed = MusterError(f"{order.name} could not be started: {answer}.")
+        raise failed from (answer if isinstance(answer, OSError) else None)
 
     def forget(self) -> None:
         """In a fork of this process: release the server, which belongs to the parent."""

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from muster.errors import EnvError
+from muster.errors import BadOption, CollectorClosed, EnvError, ForkedProcess, MusterError
 from muster.utils.forks import Owner
+from muster.workers.failures import not_started
 from muster.workers.messages import CLOSED, Answer, GroupInfo, RolloutResult, Tell
 from muster.workers.under_way import UnderWay
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 BACK_OFF = (0.0, 0.1, 0.5, 2.0)  # seconds before a restart, by number of restarts since the last complete rollout
 FRUITLESS = 3  # maximum of restarts since the last complete rollout
+START_ERRORS = (OSError, MemoryError, MusterError, RuntimeError)  # RuntimeError: "can't start new thread"
 SLOW_S = 5.0  # seconds after which a construction logs what it waits for
 SLOW_AGAIN_S = 30.0  # seconds after which it logs the same again
 _log = logging.getLogger(__name__)
@@ -72,15 +74,23 @@ class Record:
     restarts: deque[float] = field(default_factory=deque)  # times of the restarts within the last minute
     fruitless: int = 0  # number of restarts since the last complete rollout
     revive_at: float | None = None  # time of the next restart; None: none is planned
+    not_started_since: float | None = None  # time of the first of the last starts that failed; None: the last did not
 
     def may_restart(self, most: int | None) -> bool:
-        """Count one more restart, and return whether the budget of ``most`` per minute allows it."""
+        """Return whether the budget of ``most`` per minute allows one more restart, and if so, count it."""
         now = time.monotonic()
         while self.restarts and self.restarts[0] < now - 60:
             self.restarts.popleft()
+        if most is not None and (len(self.restarts) >= most or self.fruitless >= FRUITLESS):
+            return False
         self.restarts.append(now)
         self.fruitless += 1
-        return most is None or (len(self.restarts) <= most and self.fruitless <= FRUITLESS)
+        return True
+
+    def has_failed_for(self, seconds: float | None) -> bool:
+        """Return whether every start in the last ``seconds`` (None: for ever) has failed, and there was one."""
+        since = self.not_started_since
+        return since is not None and seconds is not None and time.monotonic() - since > seconds
 
 
 class Proxy(ABC):
@@ -104,6 +114,7 @@ class Proxy(ABC):
         self._awaited: int | None = None  # number of the answer that a caller waits for
         self._answer: Answer | None = None  # the answer with this number
         self._posted_to = 0  # ``starts`` when the newest request was sent
+        self._closing_since = 0.0  # time at which it was asked to close
 
     @property
     def state(self) -> WorkerState:
@@ -129,13 +140,25 @@ class Proxy(ABC):
         return self._state is WorkerState.RESTARTING
 
     @property
+    def stranded(self) -> bool:
+        """Whether it has requests and no process, and no restart is planned: an exception has come between these."""
+        return self._state is WorkerState.DEAD and bool(self.under_way)
+
+    @property
     @abstractmethod
     def absent(self) -> bool:
         """Whether its node has not joined or was lost. Nothing is requested from an absent node."""
 
     @abstractmethod
     def start(self) -> None:
-        """Start or restart the worker, or call the node."""
+        """Start or restart the worker, or call the node. Called by ``Watcher.begin`` only.
+
+        If this raises, nothing has changed: all that it had acquired is released.
+        """
+
+    @abstractmethod
+    def where(self) -> Where:
+        """Return the worker that errors about a start name."""
 
     @abstractmethod
     def end(self) -> None:
@@ -174,9 +197,11 @@ class Proxy(ABC):
     def close(self, *, wait: bool = True) -> None:
         """Close the environments and end the worker, by force if necessary. May be called again.
 
-        Without ``wait``, only start to close. Raises the error of an environment; the worker has ended nevertheless.
+        Without ``wait``, only start to close: many workers close at the same time, and share one deadline. Raises the
+        error of an environment; the worker has ended nevertheless.
         """
         if self._state is WorkerState.RUNNING and self.alive:
+            self._closing_since = time.monotonic()
             self.state = WorkerState.CLOSING
             self._awaited, self._answer = CLOSED, None
             self._ask_to_close()
@@ -195,7 +220,7 @@ class Proxy(ABC):
 
     def _wait_until_there(self) -> None:
         if not self.alive and not self.reviving:
-            self.start()
+            self._watcher.begin_or_raise(self)
         while self.reviving or self.absent:
             try:
                 self._watcher.wait_for(self, lambda: self.alive and not self.absent)
@@ -231,6 +256,18 @@ class Proxy(ABC):
             self._awaited = None
             raise
 
+    def is_answered(self, until: float) -> bool:
+        """Wait for the answer to the last message until this time (``time.monotonic()``). Return whether it is there.
+
+        Raises ``Restarted`` if the message went to a predecessor.
+        """
+
+        def ready() -> bool:
+            return self._answer is not None or time.monotonic() >= until
+
+        self._watcher.wait_for(self, ready, self._posted_to)
+        return self._answer is not None
+
     def answer(self) -> Any:
         """Wait for the answer to the last message. Raises ``Restarted`` if it went to a predecessor."""
         try:
@@ -244,7 +281,10 @@ class Proxy(ABC):
 
 
 class Watcher(ABC):
-    """Supervises the workers or nodes of a worker pool.
+    """Supervises the workers or nodes of a worker pool, from their start to their end.
+
+    A start that fails is a loss like any other: ``_pass_on`` decides what becomes of the worker and its requests. So a
+    request belongs to a worker that runs, to one whose restart is planned, or it has a result. Waits rely on that.
 
     Args:
         config: its ``on_failure``: "raise": raise the error to the user; the next batch restarts the worker.
@@ -253,12 +293,13 @@ class Watcher(ABC):
     """
 
     changes = 0  # number of changes of the states of workers or nodes
+    is_closed = False  # nothing is started any more
 
     def __init__(self, config: PoolConfig, *, elastic: bool = False) -> None:
         self.handles: Sequence[Any] = ()  # proxies of all workers, or of all nodes
         self.counters: Sequence[FrameCounters] = ()  # of the groups; empty before there is a pool
         self.elastic, self.config = elastic, config
-        self._lost: list[RolloutResult] = []
+        self.lost: list[RolloutResult] = []  # results of requests of lost workers, until ``take_lost``
         self._due: list[Any] = []  # proxies whose restart is planned
         self._begun = time.monotonic()
         self._missed = ""  # what was logged last as missing
@@ -277,13 +318,56 @@ class Watcher(ABC):
         """Return a description of what a construction waits for; empty if nothing is missing."""
 
     def start(self) -> None:
-        """Start the workers, or sessions with all nodes. They make their environments in parallel."""
+        """Start the workers, or sessions with all nodes. They make their environments in parallel.
+
+        Raises:
+            BadOption: there are too few descriptors, or the start method is impossible.
+            WorkerNotStarted: the system does not allow it for another reason.
+        """
         for handle in self.handles:
+            self.begin(handle)
+
+    def begin(self, handle: Any) -> None:
+        """Start a worker or node that has no process. If that fails, the worker is lost once more, with this reason.
+
+        Raises:
+            CollectorClosed: after ``end``.
+            BadOption, WorkerNotStarted: the start has failed, and there is no pool yet.
+        """
+        if self.is_closed:
+            raise CollectorClosed("The workers of this collector were ended.")
+        try:
             handle.start()
+        except ForkedProcess:
+            raise
+        except START_ERRORS as error:
+            if not self.counters and isinstance(error, BadOption):
+                raise
+            lost = not_started(handle.where(), error, again=bool(self.counters))
+            if not self.counters:
+                raise lost from error
+            record = handle.record
+            record.not_started_since = record.not_started_since or time.monotonic()
+            handle.cause = lost
+            self._pass_on(handle, lost)
+        else:
+            handle.record.not_started_since = None
+
+    def begin_or_raise(self, handle: Any) -> None:
+        """Start a worker or node that has no process. Raises the reason if it is lost and not restarted."""
+        self.begin(handle)
+        if not (handle.alive or handle.reviving):
+            self.raise_once(handle)
+
+    def _begin_stranded(self) -> None:
+        """Start workers whose requests would otherwise be waited for without an end; see ``Proxy.stranded``."""
+        for handle in self.handles:
+            if handle.stranded and handle not in self._due:
+                self.begin(handle)
 
     def take_lost(self) -> list[RolloutResult]:
         """Return the results made for requests of lost workers since the last call."""
-        lost, self._lost = self._lost, []
+        lost, self.lost = self.lost, []
         return lost
 
     def wait_for(self, handle: Any, ready: Callable[[], bool], asked: int | None = None) -> None:
@@ -305,9 +389,11 @@ class Watcher(ABC):
             if handle.starts != asked:
                 raise Restarted
             if not handle.alive and not ready():
-                if handle.record.revive_at is None or (was_alive and handle.late):
-                    self._raise_once(handle)
+                if was_alive and handle.late:
+                    self.raise_once(handle)
                 while not handle.alive:
+                    if not handle.reviving:
+                        self.raise_once(handle)
                     self.wait(None, revives=False)  # for messages of others, until its restart is due
                     self._revive_due()
                 raise Restarted
@@ -334,13 +420,13 @@ class Watcher(ABC):
         """Keep the requests of a lost worker for a successor, or return them as lost or dropped results."""
         if not self.counters:
             return  # it was never part of the worker pool
-        record, lost = handle.record, self._lost
+        record, lost = handle.record, self.lost
         episodes = {number: self.counters[number].next_episodes() for number in handle.groups}
         if handle.place is not None:
             handle.place = replace(handle.place, episodes=episodes)
         for number in handle.groups if self.elastic else ():
             self.counters[number].late = True
-        if self.config.on_failure == "restart" and (handle.late or record.may_restart(self.config.max_restarts)):
+        if self._may_restart(handle):
             record.revive_at = time.monotonic() + BACK_OFF[min(record.fruitless, len(BACK_OFF)) - 1]
             self._due.append(handle)
             handle.state = WorkerState.RESTARTING
@@ -363,6 +449,13 @@ class Watcher(ABC):
             RolloutResult(o.number, o.group, lost=True, error=None if i else error) for i, o in enumerate(requests)
         ]
 
+    def _may_restart(self, handle: Any) -> bool:
+        """Return whether a lost worker or node is restarted at once, and if so, count the restart."""
+        config, record = self.config, handle.record
+        if config.on_failure != "restart" or record.has_failed_for(config.timeout("construct")):
+            return False
+        return bool(handle.late) or record.may_restart(config.max_restarts)
+
     def _revive_due(self) -> None:
         for handle in list(self._due):
             self._revive(handle)
@@ -370,16 +463,19 @@ class Watcher(ABC):
     def _revive(self, handle: Any) -> None:
         """Restart a worker whose restart is due."""
         record = handle.record
-        if record.revive_at is not None and record.revive_at <= time.monotonic():
-            record.revive_at = None
-            self._due.remove(handle)
-            record.signs = ()
+        if record.revive_at is None or record.revive_at > time.monotonic():
+            return
+        # In this order, so that an exception of a signal handler between two lines leaves the worker due or stranded.
+        if handle.reviving:
             handle.state = WorkerState.DEAD
-            handle.start()
+        self._due.remove(handle)
+        record.revive_at = None
+        record.signs = ()
+        self.begin(handle)
 
-    def _raise_once(self, handle: Any) -> None:
+    def raise_once(self, handle: Any) -> None:
         """Raise the cause of a loss, and remove it from the results so that it is raised once."""
-        for result in self._lost:
+        for result in self.lost:
             if result.error is handle.cause:
                 result.error = None
         assert handle.cause is not None

@@ -22,6 +22,7 @@ from muster.policies.sampling import masks_of
 from muster.protocols import Policy
 from muster.restore.action_log import Anchors
 from muster.restore.pickling import unpickled
+from muster.restore.registered import installed
 from muster.rng import GroupRng
 from muster.rollout.group import Group
 from muster.rollout.progress import ALL_ORDERS, ORDER, PHASE, STOP, Phase, Progress
@@ -48,7 +49,10 @@ class Terminated(BaseException):
 
 def main(channel: Channel) -> None:
     """Run a worker process; the target of ``launch``."""
-    config, (fd, arena, *fds) = channel.receive()
+    try:
+        config, (fd, arena, *fds) = channel.receive()
+    except EOFError:  # the parent has given up this start, or has exited
+        return
     status_page = StatusPage.attach(fd)
     status_page.arm()
     worker = WorkerMain(channel, config, Progress(status_page.cells), Arena.attach(arena), fds)
@@ -169,11 +173,12 @@ class WorkerMain:
 
     def _construct(self) -> list[GroupInfo]:
         config = self.config
-        self.options: WorkerOptions = unpickled(config.options, "the options")
         served = config.served_by is not None
-        self._policy = None if served else made_policy(config.policy, is_factory=config.is_factory)
-        numbered = zip(config.groups, config.factories, strict=True)
-        factories = [unpickled(factory, f"create_env_fn[{number}]") for number, factory in numbered]
+        with installed(config.registered):
+            self.options: WorkerOptions = unpickled(config.options, "the options")
+            self._policy = None if served else made_policy(config.policy, self.options, is_factory=config.is_factory)
+            numbered = zip(config.groups, config.factories, strict=True)
+            factories = [unpickled(factory, f"create_env_fn[{number}]") for number, factory in numbered]
         self.built = build_envs(factories, unpickled(config.kwargs, "create_env_kwargs"), self.options, self.made)
         if config.place is not None:
             self.progress.begin(Phase.CALL)

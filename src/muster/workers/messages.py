@@ -113,6 +113,7 @@ class RolloutResult:
         values: values of next observations, if the request has ``bootstrap``.
         error: error that interrupted the rollout (in transit, a ``SentError``); the same request continues the rollout.
         phase: phase that the error interrupted.
+        paused: the error is Ctrl-C, between two rows: see ``Group.paused``.
         lost: the rollout was not completed, and has to be requested again.
         dropped: the group is dropped.
         entered: the frame counters of the group include this result.
@@ -139,6 +140,7 @@ class RolloutResult:
     path: str = ""
     error: Any = None
     phase: str = ""
+    paused: bool = False
     lost: bool = False
     dropped: bool = False
     entered: bool = False

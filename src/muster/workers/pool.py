@@ -6,17 +6,16 @@ import itertools
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
 
-from muster.errors import MusterError, WorkerDied
+from muster.errors import MusterError, WorkerDied, WorkerNotStarted
 from muster.memory.slots import Slot
 from muster.observing.stats import InferenceStats, WorkerStats
 from muster.utils.forks import Owner
-from muster.utils.interrupts import allowed
 from muster.workers.counters import FrameCounters
 from muster.workers.lives import Proxy, Watcher
 from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult, WorkerStatus
@@ -47,14 +46,14 @@ class LocalWorker:
     def submit(self, request: RolloutRequest, slot: Slot) -> None:
         self.under_way.add(request, slot)
         self.under_way.finished(self.worker.run(request, slot.lanes[request.lane]))
+        self.under_way.fresh.clear()  # there is no supervisor
 
     def stop(self, number: int) -> None:
         """Do nothing: ``submit`` returns when the rollout is complete."""
 
     def call(self, request: Request) -> list[Any]:
         try:
-            with allowed():
-                return [request.run(self.worker)]
+            return [request.run(self.worker)]
         except BaseException as error:
             phase_ended_by(error, self.worker.progress)
             raise
@@ -178,15 +177,29 @@ class WorkerPool:
     @property
     def has_bad_news(self) -> bool:
         """Whether an untaken result has an error: requests lost with it are resubmitted only after it was raised."""
-        untaken = [*self._results, *(result for handle in self.handles for result in handle.under_way.results)]
-        return any(result.error is not None for result in untaken)
+        return any(result.error is not None for result in self._untaken())
+
+    def _untaken(self) -> Iterator[RolloutResult]:
+        yield from self._results
+        for handle in self.handles:
+            yield from handle.under_way.results
+        if self._watch is not None:
+            yield from self._watch.lost
+
+    def _forget_failed_starts(self) -> None:
+        """One failed start is raised: the next call tries all again, and raises what is still wrong then."""
+        for result in self._untaken():
+            if isinstance(result.error, WorkerNotStarted):
+                result.error = None
 
     @property
     def outstanding(self) -> bool:
         """Whether there are requests whose results were not taken."""
         # Most results are taken in the order of the workers: begin with those that come next.
         later, earlier = self.handles[self._turn :], self.handles[: self._turn]
-        return bool(self._results) or any(handle.under_way.outstanding for part in (later, earlier) for handle in part)
+        if self._results or any(handle.under_way.outstanding for part in (later, earlier) for handle in part):
+            return True
+        return self._watch is not None and bool(self._watch.lost)  # of workers that could not be started
 
     @property
     def untaken(self) -> int:
@@ -200,6 +213,8 @@ class WorkerPool:
             result = self._take()
             if result is not None:
                 self.enter(result)
+                if result.error is not None and isinstance(result.error, WorkerNotStarted):
+                    self._forget_failed_starts()
                 return result
             assert self._watch is not None, "nothing was requested"
             began = time.perf_counter_ns()
@@ -330,7 +345,14 @@ def give_warnings(pool: WorkerPool) -> None:
 
 
 def start_dead(pool: WorkerPool, *, absent: bool) -> None:
-    """Start dead workers that no supervisor will restart: the absent ones if ``absent``, otherwise all others."""
+    """Start dead workers that no supervisor will restart: the absent ones if ``absent``, otherwise all others.
+
+    Raises the reason if a worker that is not absent cannot be started.
+    """
     for handle in pool.handles:
-        if handle.absent is absent and not (handle.alive or handle.reviving or pool.is_dropped(handle)):
-            handle.start()
+        if handle.absent is not absent or handle.alive or handle.reviving or pool.is_dropped(handle):
+            continue
+        assert pool._watch is not None  # else the only worker is this thread, which is alive
+        pool._watch.begin(handle)
+        if not (absent or handle.alive or handle.reviving or pool.is_dropped(handle)):
+            pool._watch.raise_once(handle)

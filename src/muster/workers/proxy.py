@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from muster.memory.slots import Slot
+from muster.restore.registered import with_later_ids
 from muster.rollout.progress import STOP, Phase
-from muster.utils.interrupts import postponed
+from muster.utils.interrupts import allowed, postponed
 from muster.workers.config import WorkerConfig, WorkerPlace
+from muster.workers.failures import Where
 from muster.workers.lives import Proxy, WorkerState
 from muster.workers.main import WorkerMain
 from muster.workers.messages import BIRTH, Answer, RolloutRequest, RolloutResult, Tell, WorkerStatus
@@ -45,6 +47,15 @@ class WorkerProcess:
     def fds(self) -> list[int]:
         """Return the descriptors that become readable on a message or at the end of the process."""
         return [fd for fd in (self.channel.fileno(), self.child.fileno()) if fd >= 0]
+
+    def send(self, message: Any, fds: Sequence[int] = (), timeout: float = SEND_S) -> None:
+        """Send a message; if the process has ended, the next wait detects that.
+
+        Raises:
+            TimeoutError: it has not read the message within ``timeout`` seconds.
+        """
+        with suppress(EOFError):
+            self.channel.send(message, fds, timeout)
 
     def stack(self) -> str:
         """Return the stacks of a hanging process."""
@@ -88,24 +99,32 @@ class WorkerProxy(Proxy):
         self._owner.check()
         self._check_next(WorkerState.RUNNING)
         is_successor = self._state is WorkerState.DEAD
+        config = self.config
         if is_successor:
-            self.config = replace(self.config, generation=self.config.generation + 1)
+            registered = config.registered and with_later_ids(config.registered)
+            config = replace(config, generation=config.generation + 1, registered=registered)
+            self.process.close()  # it is closed, unless an exception has come in between
+        process = WorkerProcess(*self._supervisor.launch(f"muster-worker-{self.index}", not config.generation))
+        try:
+            self._send_config(process, config)
+            if is_successor and self.place is not None:
+                self._note_successor(config.generation, self.place)
+                for request in self.under_way.requests():
+                    process.send(request)
+        except BaseException:
+            process.close()
+            raise
+        self.config, self.process = config, process
         self.infos = self.failure = self.unwritten = self._answer = self._awaited = None
         for requested in self.under_way.outstanding.values():
             requested.entered = False
         self.starts += 1
-        name = f"muster-worker-{self.index}"
-        self.process = WorkerProcess(*self._supervisor.launch(name, not self.config.generation))
         self.state = WorkerState.RUNNING
-        self._send_config()
-        if is_successor and self.place is not None:
-            seed, generation = self.place.seed, self.config.generation
-            if self._supervisor.server is not None:
-                self._supervisor.server.actor.reseed(self.groups, seed, generation)
-            self._supervisor.notes.forget(self.groups)
-            self._supervisor.notes.seeded(self.groups, seed, static=self.place.static, generation=generation)
-            for request in self.under_way.requests():
-                self.send(request)
+
+    def where(self) -> Where:
+        counters = self._supervisor.counters
+        ids = [int(i) for group in self.groups for i in counters[group].env_ids] if counters else []
+        return Where(self.index, env_ids=tuple(ids), node=self._supervisor.config.node)
 
     def assign(self, place: WorkerPlace) -> None:
         """Send the worker its place among all workers, and wait until it has made its groups."""
@@ -136,10 +155,16 @@ class WorkerProxy(Proxy):
         try:
             self._supervisor.ends(self)
         finally:  # also after Ctrl-C
-            self.state = WorkerState.DEAD if self._state is WorkerState.RUNNING else WorkerState.CLOSED
-            self.process.close()
-            if self._supervisor.server is not None:
-                self._supervisor.server.lost(self.index, self.groups)
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Kill the process if it runs, and release its resources; nothing more is added to the counters."""
+        if not self.alive:
+            return
+        self.state = WorkerState.DEAD if self._state is WorkerState.RUNNING else WorkerState.CLOSED
+        self.process.close()
+        if self._supervisor.server is not None:
+            self._supervisor.server.lost(self.index, self.groups)
 
     # --- methods of Proxy -------------------------------------------------------------------------
 
@@ -154,7 +179,7 @@ class WorkerProxy(Proxy):
                 self._supervisor.server.mailbox.expect(self.index, request.number)
             self.send(request)
         elif not self.reviving:
-            self.start()
+            self._supervisor.begin(self)
 
     def stop(self, number: int) -> None:
         if self.alive:
@@ -177,13 +202,13 @@ class WorkerProxy(Proxy):
 
     def _ask_to_close(self) -> None:
         with suppress(TimeoutError):
-            self.send(Tell(WorkerMain.close), timeout=1.0)
+            self.process.send(Tell(WorkerMain.close), timeout=1.0)
         if self.under_way:
             self.process.child.send_signal(signal.SIGTERM)  # in the middle of a rollout
 
     def _wait_for_close(self) -> None:
         close_s = self._supervisor.config.timeout("close")
-        deadline = None if close_s is None else time.monotonic() + close_s
+        deadline = None if close_s is None else self._closing_since + close_s
         try:
             while self._answer is None:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -194,24 +219,35 @@ class WorkerProxy(Proxy):
         finally:
             self.end()
 
-    def send(self, message: Any, fds: Sequence[int] = (), timeout: float | None = SEND_S) -> None:
-        """Send a message; if the process has ended, the next wait detects that."""
-        with suppress(EOFError):
-            self.process.channel.send(message, fds, timeout)
+    def send(self, message: Any) -> None:
+        """Send a message; if the process has ended, the next wait detects that. One that does not read is lost here."""
+        try:
+            self.process.channel.send(message, (), SEND_S)
+        except EOFError:
+            pass
+        except TimeoutError:
+            self._supervisor.hangs(self, SEND_S)
 
     # --- parts ------------------------------------------------------------------------------------
 
-    def _send_config(self) -> None:
-        config = self.config
+    def _send_config(self, process: WorkerProcess, config: WorkerConfig) -> None:
         server, subscribe = self._supervisor.server, self._supervisor.subscribe
         ticket = None if subscribe is None or config.served_by is not None else subscribe(self.index)
-        fds = [*([] if config.in_thread else [self.process.status_page.fd]), self._supervisor.arena.fd]
+        fds = [*([] if config.in_thread else [process.status_page.fd]), self._supervisor.arena.fd]
         fds += server.mailbox.fds_for(self.index) if server is not None else [] if ticket is None else ticket.fds
         try:
-            self.send(replace(config, place=self.place, ticket=ticket), fds)
+            with allowed():  # a process that does not read delays Ctrl-C otherwise
+                process.send(replace(config, place=self.place, ticket=ticket), fds)
         finally:
             if ticket is not None:
                 ticket.close()
+
+    def _note_successor(self, generation: int, place: WorkerPlace) -> None:
+        """Prepare the inference server and the crash notes for a successor, before it gets its first request."""
+        if self._supervisor.server is not None:
+            self._supervisor.server.actor.reseed(self.groups, place.seed, generation)
+        self._supervisor.notes.forget(self.groups)
+        self._supervisor.notes.seeded(self.groups, place.seed, static=place.static, generation=generation)
 
     def answered(self, answer: Answer) -> None:
         if answer.number == BIRTH:

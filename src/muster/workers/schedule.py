@@ -204,13 +204,27 @@ class Schedule(ABC):
         """The number of steps in taken results that are in no batch yet."""
         return sum(counts.in_flight for counts in self.pool.counters) - self.pool.untaken
 
-    def waiting(self) -> list[dict[str, Any]]:
-        """Wait for all workers, and return the undelivered rollouts as plain data, oldest first."""
-        return []
+    @abstractmethod
+    def state_dict(self, version: int | str | None) -> dict[str, Any]:
+        """Wait for the rollouts that were requested, and return all undelivered ones as plain data.
 
-    def restore(self, waiting: Sequence[dict[str, Any]]) -> None:
-        """Deliver these rollouts before any other."""
-        assert not waiting, "see resume._check"
+        The rollouts are kept, and delivered later as usual. The state has "rollouts", a list of results of
+        ``group_state.to_plain`` with the "groups" of each. Rollouts that an error has cut short are not in it.
+
+        Args:
+            version: version of the weights, as in ``CollectRequest``.
+
+        Raises:
+            MusterError: a rollout failed meanwhile. Another call returns the state without it.
+        """
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Deliver the rollouts of a ``state_dict`` before any other; none is under way."""
+
+    @abstractmethod
+    def can_load(self, state: Mapping[str, Any]) -> bool:
+        """Return whether this schedule can deliver the rollouts of a ``state_dict``."""
 
     def look_again(self) -> None:
         """Invalidate layouts and views, because restored environments may have other inner objects and columns."""

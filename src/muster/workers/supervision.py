@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import select
 import time
+import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from muster.errors import BadEnvOutput, EnvError, MusterError, WorkerError
+from muster.errors import BadEnvOutput, EnvError, MusterError, WorkerError, described
 from muster.memory.shared import Arena
 from muster.rollout.progress import Phase
 from muster.utils.cpus import pinned
@@ -53,7 +54,7 @@ class Supervisor(Watcher):
         made: exit stack; its callbacks close everything that the supervisor makes.
         light: with an inference server, start worker processes that have not imported torch.
         caller: node that owns the pool. While the pool waits for workers, and ``fileno()`` of the node is readable, its
-            ``hear()`` handles its messages; an exception ends the wait.
+            ``hear()`` handles its messages; an exception ends the wait. ``attends()`` is called in every wait.
 
     Attributes:
         launch: starts a process or thread with a name; returns it, the parent's end of its channel, and its status
@@ -95,10 +96,11 @@ class Supervisor(Watcher):
         self._listening: tuple[int, select.poll, dict[Any, WorkerProxy]] | None = None
         affinity, numbers = config.cpu_affinity, [worker.index for worker in config.workers]
         cpus = [()] * len(numbers) if affinity is None else pinned(affinity, numbers)
-        self.handles = [
-            WorkerProxy(replace(worker, policy=config.policy, node=config.node, cpus=own), self)
+        configs = [
+            replace(worker, policy=config.policy, node=config.node, cpus=own, registered=config.registered)
             for worker, own in zip(config.workers, cpus, strict=True)
         ]
+        self.handles = [WorkerProxy(worker, self) for worker in configs]
         made.callback(self.end)
 
     def built(self) -> list[GroupInfo]:
@@ -131,7 +133,8 @@ class Supervisor(Watcher):
         return pool
 
     def end(self) -> None:
-        """Kill all workers that still run, and close the server."""
+        """Kill all workers that still run, and close the server. None can be started any more."""
+        self.is_closed = True
         for handle in self.handles:
             handle.end()
         if self.server is not None:
@@ -148,7 +151,7 @@ class Supervisor(Watcher):
     def wait(self, timeout: float | None, *, revives: bool = True) -> None:
         """See ``Watcher``. Also detects hanging workers."""
         if revives:
-            if self._lost:
+            if self.lost:
                 return
             self._revive_due()
         poller, of = self._listen()
@@ -157,8 +160,10 @@ class Supervisor(Watcher):
             ready = poller.poll(0 if in_threads is not None and in_threads.unattended else due * 1000)
         if in_threads is not None and ready:  # do not clear a wake-up rung after the poll
             in_threads.clear()
-        if self._caller is not None and ready:
-            self._caller.hear()
+        if self._caller is not None:
+            self._caller.attends()
+            if ready:
+                self._caller.hear()
         with nullcontext([fd for fd, _ in ready]) if in_threads is None else in_threads.senders() as senders:
             # Others are the caller, and threads that were given up.
             for handle in dict.fromkeys(of[sender] for sender in senders if sender in of):
@@ -202,8 +207,9 @@ class Supervisor(Watcher):
         Returns the first error for which the worker has to be ended. Requests with such errors are under way again.
         """
         first = None
-        fresh, handle.under_way.fresh = handle.under_way.fresh, []
-        for result in fresh:
+        fresh = handle.under_way.fresh
+        while fresh:
+            result = fresh[0]
             if result.clock is not None and not result.unfinished:
                 self.counters[result.group].clock = result.clock
             if result.error is None and not result.lost and not self._is_written(handle, result):
@@ -227,6 +233,7 @@ class Supervisor(Watcher):
                     for earlier in handle.under_way.results:  # in order: only the last one has a partial lane
                         self.counters[earlier.group].add(earlier)
                     handle.under_way.take_back(result)
+            del fresh[0]  # only now, in case that a signal handler has raised
         return first
 
     def _is_written(self, handle: WorkerProxy, result: RolloutResult) -> bool:
@@ -241,7 +248,9 @@ class Supervisor(Watcher):
 
     def _explain(self, handle: WorkerProxy, result: RolloutResult) -> None:
         """Replace the ``SentError`` in a result by the exception, with a crash report if one can be made."""
-        result.error = error = result.error.error()
+        if isinstance(result.error, failures.SentError):
+            result.error = result.error.error()
+        error = result.error
         lane = handle.under_way.outstanding[result.number].lane
         _add_crash_report(error, partial(self.notes.failed, result, lane, error, error.env_index))
         if self.server is not None:
@@ -252,8 +261,11 @@ class Supervisor(Watcher):
         if now < self._look_at:
             return
         self._look_at = now + SAMPLED_EVERY / 2
+        self._begin_stranded()
         for handle in self.handles:
             record = handle.record
+            if handle.under_way.fresh:  # a signal handler has raised before they were processed
+                self._take_note(handle)
             if not handle.awaited or self._is_served(handle):
                 record.signs = ()
                 continue
@@ -297,6 +309,10 @@ class Supervisor(Watcher):
             at_work = self._at_work(handle)
         self._lose(handle, error, "worker_died", at_work)
 
+    def hangs(self, handle: WorkerProxy, seconds: float) -> None:
+        """Handle a worker that has not read a message for so many seconds."""
+        self._hung(handle, handle.phase.name.lower(), seconds, seconds)
+
     def _hung(self, handle: WorkerProxy, phase: str, seconds: float, deadline: float) -> None:
         where, at_work, stopped = self._where(handle), self._at_work(handle), handle.process.child.is_stopped()
         stack = "" if stopped else handle.process.stack()
@@ -334,6 +350,7 @@ class Supervisor(Watcher):
         try:
             handle.end()
         finally:  # also after Ctrl-C, or its requests would be lost
+            handle.abandon()
             for number in handle.groups if self.counters else ():
                 self.counters[number].give_up(reason)
             self._pass_on(handle, error)
@@ -369,7 +386,13 @@ def _halt(handle: WorkerProxy) -> None:
 
 def _add_crash_report(error: Exception, save: Callable[[], Replay] | None) -> None:
     """Write a crash report, and add its path and the command that replays it to the error."""
-    if save is not None and isinstance(error, MusterError):
+    if save is None or not isinstance(error, MusterError):
+        return
+    try:
         error.crash_report, command = save()
-        if command:
-            error.args = (f"{error}\n\nTo see it happen again under a debugger: {command}",)
+    except Exception as problem:  # noqa: BLE001 (no descriptors or memory, most often; it must not hide the failure)
+        with suppress(Warning):  # filters may turn it into an exception
+            warnings.warn(f"No crash report was written: {described(problem)}", stacklevel=2)
+        return
+    if command:
+        error.args = (f"{error}\n\nTo see it happen again under a debugger: {command}",)

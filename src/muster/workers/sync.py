@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import index
+from typing import Any
 
-from muster.memory.slots import Layout, Slot, SlotState
+from muster.memory.slots import Layout, Slot, SlotRing, SlotState
 from muster.utils.interrupts import postponed
+from muster.workers.group_state import layout_of, result_of, to_plain, write
 from muster.workers.messages import RolloutRequest, RolloutResult
 from muster.workers.pool import WorkerPool, give_warnings
 from muster.workers.requests import Reset
@@ -14,10 +17,32 @@ from muster.workers.schedule import Bundle, CollectRequest, FilledSlot, Schedule
 from muster.workers.threads import GlobalStreams
 
 
+@dataclass
+class SyncBatch:
+    """A batch under way: requested, and not delivered yet.
+
+    Attributes:
+        wanted: the request for it, with the present version of the weights.
+        policy: name of the policy that acts in it.
+        slots: one slot of each bundle, with its ring.
+        numbers: numbers of the requests, by group.
+        results: results of the complete rollouts, by group.
+        has_failed: an error has cut a rollout short.
+    """
+
+    wanted: CollectRequest
+    policy: str
+    slots: list[tuple[SlotRing, Slot]]
+    numbers: dict[int, int] = field(default_factory=dict)
+    results: dict[int, RolloutResult] = field(default_factory=dict)
+    has_failed: bool = False
+
+
 class Sync(Schedule):
     """Every batch has a rollout of every group. Between batches the workers are idle.
 
-    An error leaves the slot as it is; the next ``collect`` requests the rollouts that are missing in it.
+    After an error or Ctrl-C the batch under way stays as it is. An equal request completes it: it requests the rollouts
+    that are missing. Any other request discards it.
 
     Args:
         enough: number of complete groups after which the others end at their current step; None: all groups.
@@ -37,58 +62,80 @@ class Sync(Schedule):
         self._enough = len(T) if enough is None else enough
         self.preempts = enough is not None
         self._streams = streams
-        self._filling: list[Slot] = []
+        self._batch: SyncBatch | None = None
         # Of every group: index of its bundle, lane in the bundle's slots, number.
-        lanes = [(i, *place) for i, bundle in enumerate(bundles) for place in enumerate(bundle.groups)]
-        self._places: list[tuple[int, int, int]] = lanes
-        self._complete: dict[int, RolloutResult] = {}  # by group
-        self._ruled = False  # the last request had a rule
-        self._begun: dict[int, int] = {}  # numbers of the requests for ``_filling``, by group
+        self._places: list[tuple[int, int, int]] = [
+            (i, lane, group) for i, bundle in enumerate(bundles) for lane, group in enumerate(bundle.groups)
+        ]
 
-    def collect(self, wanted: CollectRequest, into: Slot | None = None) -> FilledSlot:
-        """Return slots with a rollout of every group; see ``Schedule``."""
+    def collect(self, wanted: CollectRequest, into: Slot | None = None, *, keep: bool = False) -> FilledSlot:
+        """Return slots with a rollout of every group; see ``Schedule``.
+
+        Args:
+            keep: only complete the batch, which another call delivers.
+        """
         local = self.pool.local
         if local is None:
             self.pool.check_alive()
         policy = wanted.policy(0)
         if self._resize(wanted.rows):
             self.abandon("resized")
-        if self._ruled is not (wanted.rule is not None):
-            self.abandon("interrupted")  # a rollout for chosen episodes does not become one of all, nor the reverse
-            self._ruled = not self._ruled
-        self._prepare(policy, wanted.version)
-        if not self._filling:
-            again = into is not None and into.layout == self.bundles[0].ring.layout
-            self._filling = [cast(Slot, into).begin()] if again else [b.ring.take() for b in self.bundles]
-        if local is not None:
-            limit = self._limit(wanted.limit, self._batch_groups())
-            for index, lane, group in self._places:
-                if group not in self._complete:
-                    request = self._request(group, lane, wanted, policy, limit)
-                    result = local.run(request, self._filling[index].lanes[lane])
-                    self.pool.enter(result)
-                    if result.error is not None:
-                        _raise_error_of(result)
-                    self._complete[group] = result
-        else:
-            before = None if self._streams is None else self._streams.before()
-            self._work(wanted, policy)
-            if self._streams is not None and before is not None:
-                self._streams.check(before)
-            self.pool.check_alive()
+        batch = self._batch
+        if batch is not None and not _is_like(batch.wanted, wanted):
+            self.abandon("interrupted")
+            batch = None
+        if batch is None or batch.policy != policy or len(batch.results) < len(self._places):
+            self._prepare(policy, wanted.version)
+            batch = self._begun(wanted, policy, into)
+            if local is not None:
+                limit = self._limit(wanted.limit, self._batch_groups())
+                for place, lane, group in self._places:
+                    if group not in batch.results:
+                        request = self._request(group, lane, batch, limit)
+                        result = local.run(request, batch.slots[place][1].lanes[lane])
+                        self.pool.enter(result)
+                        if result.error is not None:
+                            batch.has_failed |= not result.paused
+                            _raise_error_of(result)
+                        batch.results[group] = result
+            else:
+                before = None if self._streams is None else self._streams.before()
+                self._work(batch)
+                if self._streams is not None and before is not None:
+                    self._streams.check(before)
+                self.pool.check_alive()
         give_warnings(self.pool)
-        return self._filled()
+        results = [batch.results[group] for _, _, group in self._places]
+        if not keep:
+            for (place, lane, _), result in zip(self._places, results, strict=True):
+                self._finish(batch.slots[place][1], lane, result)
+            self._batch = None
+        return FilledSlot(batch.slots, results)
 
-    def _request(self, group: int, lane: int, wanted: CollectRequest, policy: str, limit: int | None) -> RolloutRequest:
+    def _begun(self, wanted: CollectRequest, policy: str, into: Slot | None) -> SyncBatch:
+        """Return the batch under way, or a new one in free slots (``into``, if it still has the layout)."""
+        batch = self._batch
+        if batch is not None:
+            batch.wanted = wanted
+            return batch
+        if into is not None and into.layout == self.bundles[0].ring.layout:
+            slots = [(self.bundles[0].ring, into.begin())]
+        else:
+            slots = [(bundle.ring, bundle.ring.take()) for bundle in self.bundles]
+        batch = self._batch = SyncBatch(wanted, policy, slots)
+        return batch
+
+    def _request(self, group: int, lane: int, batch: SyncBatch, limit: int | None) -> RolloutRequest:
         """Return the request of a group for its lane: a new one, or the same number to continue an interrupted one."""
-        if group not in self._begun:
-            self._begun[group] = next(self.pool.numbers)
+        wanted = batch.wanted
+        if group not in batch.numbers:
+            batch.numbers[group] = next(self.pool.numbers)
         rule = None if wanted.rule is None else wanted.rule(group)
         return RolloutRequest(
-            self._begun[group],
+            batch.numbers[group],
             group,
             lane,
-            policy,
+            batch.policy,
             wanted.version,
             wanted.closes,
             limit,
@@ -97,36 +144,37 @@ class Sync(Schedule):
             bootstrap=wanted.bootstrap,
         )
 
-    def _work(self, wanted: CollectRequest, policy: str) -> None:
+    def _work(self, batch: SyncBatch) -> None:
         """Submit the requests of all groups, and wait for all results; raises the first error."""
-        limit = self._limit(wanted.limit, self._batch_groups())
+        limit = self._limit(batch.wanted.limit, self._batch_groups())
         with self.pool.hold():
             shares = any(counts.dropped for counts in self.pool.counters)
-            for index, lane, group in self._places:
+            for place, lane, group in self._places:
                 # After Ctrl-C in the last call, some are still under way.
                 under_way = self.pool.handle(group).under_way
-                if group in self._complete or self._begun.get(group) in under_way.outstanding:
+                if group in batch.results or batch.numbers.get(group) in under_way.outstanding:
                     continue
-                request = self._request(group, lane, wanted, policy, limit)
+                request = self._request(group, lane, batch, limit)
                 if self.pool.counters[group].dropped:
-                    self._complete[group] = RolloutResult(request.number, group, dropped=True)
+                    batch.results[group] = RolloutResult(request.number, group, dropped=True)
                 else:
                     if shares:
                         request.sharing = self._sharing(self._batch_groups(), group)
-                    self.pool.handle(group).submit(request, self._filling[index])
+                    self.pool.handle(group).submit(request, batch.slots[place][1])
         if self.ahead is not None:
-            for bundle, slot in zip(self.bundles, self._filling, strict=True):
-                self.ahead.prepare(bundle.ring, slot)
+            for ring, slot in batch.slots:
+                self.ahead.prepare(ring, slot)
         failed: RolloutResult | None = None
         try:
             while self.pool.outstanding:
                 result = self.pool.next_result()
                 if result.error is None and not result.lost:
-                    self._complete[result.group] = result
-                    if len(self._complete) >= self._enough:
+                    batch.results[result.group] = result
+                    if len(batch.results) >= self._enough:
                         self.pool.stop()
-                elif result.error is not None and failed is None:
-                    failed = result
+                elif result.error is not None:
+                    batch.has_failed |= not result.paused
+                    failed = failed or result
         finally:
             if self.pool.server is not None:
                 self.pool.server.settle()
@@ -136,18 +184,65 @@ class Sync(Schedule):
     @postponed()
     def abandon(self, reason: str) -> None:
         """See ``Schedule``. Resets the environments if rollouts have begun."""
-        if not self._filling:
+        if self._batch is None:
             return
         self._discard(reason)
         self.pool.call(Reset({n: range(a.info.num_envs) for n, a in enumerate(self.pool.counters)}))
 
     def layout(self, policy: str, version: int | str | None = None) -> Layout:
+        if self._batch is not None and self._batch.policy == policy:
+            return self._batch.slots[0][0].layout
         self._prepare(policy, version)
         return self.bundles[0].ring.layout
 
+    @postponed()
+    def state_dict(self, version: int | str | None) -> dict[str, Any]:
+        """See ``Schedule``. Completes a batch that Ctrl-C has interrupted."""
+        state: dict[str, Any] = {"rollouts": [], "T": list(self.T)}
+        batch = self._batch
+        if batch is None or batch.has_failed:
+            return state
+        self.collect(replace(batch.wanted, policy=lambda ahead: batch.policy, version=version), keep=True)
+        for bundle, (_, slot) in zip(self.bundles, batch.slots, strict=True):
+            results = [batch.results[group] for group in bundle.groups]
+            state["rollouts"].append({"groups": bundle.groups, **to_plain(slot, results)})
+        state["request"] = _request_state(batch)
+        return state
+
+    def can_load(self, state: Mapping[str, Any]) -> bool:
+        groups = [rollout["groups"] for rollout in state["rollouts"]]
+        return not groups or ("request" in state and groups == [bundle.groups for bundle in self.bundles])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.T = [index(rows) for rows in state["T"]]
+        if not state["rollouts"]:
+            return
+        made = state["request"]
+        batch = self._batch = SyncBatch(
+            CollectRequest(
+                lambda ahead: str(made["policy"]),
+                limit=made["limit"],
+                closes=made["closes"],
+                rows=made["rows"],
+                rule=(lambda group: None) if made["has_rule"] else None,
+                bootstrap=made["bootstrap"],
+            ),
+            str(made["policy"]),
+            [],
+        )
+        for bundle, saved in zip(self.bundles, state["rollouts"], strict=True):
+            ring = bundle.ring_of(layout_of(saved))
+            slot = ring.take()
+            write(saved, slot)
+            batch.slots.append((ring, slot))
+            for group, part in zip(bundle.groups, saved["results"], strict=True):
+                number = batch.numbers[group] = next(self.pool.numbers)
+                batch.results[group] = result_of(part, number)
+                self.pool.counters[group].in_flight += part["frames"]
+
     def _prepare(self, policy: str, version: int | str | None) -> None:
-        laid_out = all(bundle.laid_out for bundle in self.bundles)
-        if laid_out and (local := self.pool.local) is not None and local.prepared(policy):
+        local = self.pool.local
+        if local is not None and self.bundles[0].laid_out and local.prepared(policy):  # its groups share one bundle
             return
         if not self._is_prepared(self.bundles, policy):
             self.abandon("policy_changed")
@@ -156,19 +251,32 @@ class Sync(Schedule):
 
     def _discard(self, reason: str) -> None:
         super()._discard(reason)
-        for bundle, slot in zip(self.bundles, self._filling, strict=False):
+        batch, self._batch = self._batch, None
+        for ring, slot in () if batch is None else batch.slots:
             if slot.state is not SlotState.LENT:  # else the user holds it (``return_same_td``)
-                self._give_back(bundle.ring, slot)
-        self._filling, self._complete, self._begun = [], {}, {}
+                self._give_back(ring, slot)
 
-    def _filled(self) -> FilledSlot:
-        results = []
-        for index, lane, group in self._places:
-            results.append(self._complete[group])
-            self._finish(self._filling[index], lane, results[-1])
-        slots = [(bundle.ring, slot) for bundle, slot in zip(self.bundles, self._filling, strict=True)]
-        self._filling, self._complete, self._begun = [], {}, {}
-        return FilledSlot(slots, results)
+
+def _is_like(begun: CollectRequest, wanted: CollectRequest) -> bool:
+    """Return whether a batch that was begun for one request fulfils another one of the same policy and length."""
+    return (
+        begun.limit == wanted.limit
+        and begun.closes == wanted.closes
+        and begun.bootstrap == wanted.bootstrap
+        and (begun.rule is None) == (wanted.rule is None)
+    )
+
+
+def _request_state(batch: SyncBatch) -> dict[str, Any]:
+    wanted = batch.wanted
+    return {
+        "policy": batch.policy,
+        "limit": wanted.limit,
+        "closes": wanted.closes,
+        "rows": wanted.rows,
+        "has_rule": wanted.rule is not None,
+        "bootstrap": wanted.bootstrap,
+    }
 
 
 def _raise_error_of(result: RolloutResult) -> None:

@@ -19,6 +19,7 @@ from muster.memory.specs import Column
 from muster.protocols import Act, Outputs, Policy
 from muster.rng import GroupRng, global_streams
 from muster.rollout.progress import ALL_ORDERS, CELLS, STOP, Phase, Progress
+from muster.utils.exits import EndingThread
 from muster.workers.channel import WakeUp
 from muster.workers.failures import thread_stack
 
@@ -77,7 +78,7 @@ class WorkerThread:
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.closed = self._ended = False
         self._main: Any = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = EndingThread(self._run, name, self._end_with_program)
         self._thread.start()
 
     def fileno(self) -> int:
@@ -140,6 +141,10 @@ class WorkerThread:
                     raise  # else the thread has just ended, or the program is ending
             if (turns := main.config.policy_turns) is not None:
                 turns.revoke(self._thread.ident)
+
+    def _end_with_program(self) -> None:
+        self.cells[STOP] = ALL_ORDERS
+        self.close()
 
     def join(self, timeout: float) -> bool:
         self._thread.join(timeout)

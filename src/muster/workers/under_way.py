@@ -72,7 +72,12 @@ class UnderWay:
         self.fresh.append(result)
 
     def take(self) -> RolloutResult | None:
-        """Remove and return the result of the oldest request that has one; None if there is none."""
+        """Remove and return the result of the oldest request that has one; None if there is none.
+
+        None also while the supervisor has not processed all that have arrived: it was interrupted.
+        """
+        if self.fresh:
+            return None
         for number, requested in self.outstanding.items():
             if requested.result is not None:
                 del self.outstanding[number]
@@ -107,7 +112,9 @@ class UnderWay:
     def steps_seen(self, cells: Any) -> int:
         """Return the number of steps in the lane of the current rollout, counted from its first row."""
         at_work = self.at_work(cells)
-        return 0 if at_work is None else steps_made(cells, at_work.lane, reward_key(at_work.lane))
+        if at_work is None:
+            return 0
+        return steps_made(cells, at_work.lane, reward_key(at_work.lane), at_work.request.rule)
 
     def signs(self, cells: Any) -> tuple[Any, ...]:
         """Return values that change while the worker makes progress."""

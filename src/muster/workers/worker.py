@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -95,7 +96,10 @@ class Worker:
 
     def prepared(self, name: str) -> bool:
         """Return whether ``laid_out`` is still valid for rollouts of this policy."""
-        return self.policies[name] is self.acting and not any(group.resumed for group in self.groups)
+        for group in self.groups:
+            if group.resumed:
+                return False
+        return self.policies[name] is self.acting
 
     def layouts(self, columns: LayOut) -> list[Layout]:
         """Return the layouts of the next rollouts, one for each group.
@@ -176,7 +180,7 @@ class Worker:
             group.places = np.arange(first, first + group.B), sharing
         group.spans = spans = _Spans() if request.spans else None
         if lane.done_steps == 0:  # a continued rollout keeps its rule
-            group.rule, group.waiting.absent = request.rule, ()
+            group.rule, group.waiting.absent = copy.deepcopy(request.rule), ()
         if self.progress.watched:
             self.progress.take_up(request.number)
         result = RolloutResult(request.number, group.number, timing=group.timing)
@@ -192,6 +196,7 @@ class Worker:
                 self._run_specially(group, policy, lane, request, result)
         except BaseException as error:  # noqa: BLE001 (raised to the user by the schedule)
             result.error, result.phase = error, phase_ended_by(error, self.progress)
+            result.paused = group.paused is not None
         else:
             result.frames, result.rows, result.episodes = group.delivered, group.rows, group.episodes
             if self._profiler is not None:

@@ -61,7 +61,7 @@ class PrtRlActor:
             raise BadPolicyOutput(f"policy {self.name} returned {taken}, which the experience has already")
         self._check_action(returned["action"])
         self._like = {name: value.detach() for name, value in returned.items()}
-        self._graphs = {name: [value] for name, value in returned.items() if value.requires_grad}
+        self._graphs = {name: [_with_graph(value)] for name, value in returned.items() if value.requires_grad}
         return Outputs(
             {self._action_key: self._like["action"]},
             {self._key(name): value for name, value in self._like.items() if name != "action"},
@@ -89,7 +89,7 @@ class PrtRlActor:
                     self._refuse(got, returned, t)
                 rows[t].copy_(value)
             for name, graph in graphs.items():
-                graph.append(returned[name])
+                graph.append(_with_graph(returned[name]))
 
         return act
 
@@ -186,6 +186,12 @@ class HeadActor:
             name: lane.tensors[k][:n] for name, k in (("action", key), ("log_prob", LOG_PROB)) if k in lane.tensors
         }
         return {name: rows.unsqueeze(-1) if rows.ndim == 2 else rows for name, rows in found.items()}
+
+
+def _with_graph(value: torch.Tensor) -> torch.Tensor:
+    """Return a copy that shares the graph of ``value``, whose memory the policy may use again."""
+    with torch.enable_grad():
+        return value.clone()
 
 
 def _kinds(tensors: Tensors) -> dict[str, Any]:

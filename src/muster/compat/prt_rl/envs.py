@@ -72,7 +72,7 @@ class PrtEnvs(EnvBatch):
         """Reset the environments to find shape and dtype of states; the first ``reset`` uses these states."""
         if self.observation_specs:
             return
-        self._first = state = self._reset_all()
+        self._first = state = self._reset_all().clone()
         dtype = numpy_dtype(state.dtype)
         self.observation_specs = {OBSERVATION: ArraySpec(tuple(state.shape[1:]), dtype)}
         self.state_device = state.device

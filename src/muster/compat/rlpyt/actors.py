@@ -5,20 +5,25 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import methodcaller
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+
 from muster.compat.rlpyt.envs import RlpytEnvs
-from muster.compat.rlpyt.trees import BufferPart, as_array, overwrite
+from muster.compat.rlpyt.trees import BufferPart, as_array, mapped, overwrite
 from muster.envs.previous import PREV_ACTION, PREV_REWARD
 from muster.errors import BadOption, BadPolicyOutput, CollectorTimeout, MusterError, WorkerDied
 from muster.keys import Key
 from muster.memory.slots import Lane
 from muster.memory.specs import Column
+from muster.policies.inputs import InputRows
 from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
 
 AGENT_INFO: Key = ("agent_info",)
+COPY: dict[str, Callable[[Any], Any]] = {"tensors": methodcaller("clone"), "arrays": np.copy}  # a leaf
 LOOK_EVERY_S = 1.0  # interval of checks that the action server's process is alive
 
 
@@ -56,7 +61,10 @@ class RlpytActor(ABC):
         return [Column(key, spec.shape, spec.dtype) for key, spec in specs.items()]
 
     def start(self, lane: Lane, rng: GroupRng) -> Act:
-        inputs = self.inputs(lane)
+        return self.acting(lane, self.inputs(getattr(lane, self.memory)))
+
+    def acting(self, lane: Lane, inputs: tuple[Any, Any, Any]) -> Act:
+        """Return ``act`` for a lane, with these ``inputs``."""
 
         def act(t: int) -> None:
             action, agent_info = self.step(*(part[t] for part in inputs))
@@ -68,9 +76,8 @@ class RlpytActor(ABC):
 
         return act
 
-    def inputs(self, lane: Lane) -> tuple[Any, Any, Any]:
-        """Observations, previous actions and rewards of the rows of a lane, ``[T + 1, B, ...]``."""
-        columns = getattr(lane, self.memory)
+    def inputs(self, columns: Mapping[Key, Any]) -> tuple[Any, Any, Any]:
+        """Observations, previous actions and rewards of the rows of a lane, ``[T + 1, B, ...]``, from its columns."""
         return (
             self.envs.observation.over(columns),
             self.envs.action.over(columns, (PREV_ACTION,)),
@@ -91,7 +98,8 @@ class RlpytActor(ABC):
 
     def finish(self, lane: Lane, calls: int = 0, value: Any = None) -> None:
         """Finish after the last row: make ``calls`` more calls of the actor, and write the next observation's value."""
-        last = [part[lane.done_steps] for part in self.inputs(lane)]
+        columns = getattr(lane, self.memory)
+        last = [mapped(COPY[self.memory], part[lane.done_steps]) for part in self.inputs(columns)]
         for _ in range(calls):
             self.step(*last)
         self._conclude(last, value)
@@ -108,6 +116,11 @@ class LocalAgent(RlpytActor):
     def __init__(self, collector: Any, envs: RlpytEnvs, agent_info: BufferPart | None) -> None:
         super().__init__(collector, envs, agent_info)
         self.agent, self.name = collector.agent, type(collector.agent).__name__
+
+    def start(self, lane: Lane, rng: GroupRng) -> Act:
+        previous = [(PREV_ACTION, *key[1:]) for key in self.envs.action.specs]
+        read = InputRows(lane, [*self.envs.observation.specs, *previous, PREV_REWARD], self.name)
+        return read.watched(self.acting(lane, self.inputs(read.columns)))
 
     @staticmethod
     def check(collector: Any) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from muster.compat.base import GroupRunner, borrowed
 from muster.compat.rlpyt.actors import AGENT_INFO, EvaluationStopped, LocalAgent, RlpytActor, Server
 from muster.compat.rlpyt.envs import ENV_INFO, RlpytEnvs
-from muster.compat.rlpyt.trees import BufferPart, leaves, overwrite
+from muster.compat.rlpyt.trees import BufferPart, leaves, mapped, overwrite
 from muster.envs.previous import PREV_ACTION, PREV_REWARD, with_previous
 from muster.errors import BadOption, MusterError
 from muster.keys import ACTION, DONE, OBSERVATION, REWARD, Key, dotted, next_of
@@ -376,7 +376,7 @@ class BaseEvalCollector(ABC):
         """Make environments and actor. Without a step buffer, resets one environment to find its observations."""
         if self._parts is None:
             served, buffer, first = self._acts is Server, self.step_buffer_np, self.envs[0]
-            resets = {} if served else {0: first.reset()}
+            resets = {} if served else {0: mapped(np.copy, first.reset())}
             shown = (buffer.observation, buffer.action) if served else (resets[0], first.action_space.null_value())
             observation, action = (
                 BufferPart(part, key, int(served)) for part, key in zip(shown, (OBSERVATION, ACTION), strict=True)

@@ -130,7 +130,8 @@ class RlpytEnvs(EnvBatch):
         arrays = lane.arrays
         for key in self.step_specs:
             arrays[next_of(key)][lane.done_steps :] = 0  # for fields that an environment does not return
-        observations, actions = self.observation.over(arrays), self.action.over(arrays)
+        shown = {key: _read_only(arrays[key]) for key in self.observation_specs}  # to records of episodes
+        observations, actions = self.observation.over(shown), self.action.over(arrays)
         rewards, terminated = arrays[REWARD], arrays[TERMINATED]
 
         def step(t: int) -> Sequence[int] | None:
@@ -206,3 +207,9 @@ class RlpytEnvs(EnvBatch):
 
     def _who(self, env: int, method: str) -> str:
         return f"{type(self.envs[env]).__name__}[{env}].{method}"
+
+
+def _read_only(array: Array) -> Array:
+    view: Array = array.view()
+    view.flags.writeable = False
+    return view

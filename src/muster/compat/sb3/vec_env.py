@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, Literal
 
 import gymnasium
 import numpy as np
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
+from gymnasium.vector.async_vector_env import AsyncState
 from stable_baselines3.common import vec_env
 
-from muster.compat.vector_workers import VectorWorkers
+from muster.compat.vector_workers import VectorWorkers, method_of
 from muster.errors import UnsupportedEnv
 from muster.memory.specs import Array
 
@@ -23,8 +26,11 @@ Indices = int | Iterable[int] | None
 class VecEnv(vec_env.VecEnv):
     """Environments in Muster's worker processes, several in each, behind the interface of Stable-Baselines3.
 
-    Observations, rewards, dones and infos are those of ``DummyVecEnv`` with the same seeds. Returned arrays belong to
-    the caller. Only the process that made it can use it.
+    Observations, rewards, dones and infos are those of ``DummyVecEnv`` with the same seeds, an ``OrderedDict`` for a
+    ``Dict`` space among them. Returned arrays belong to the caller. Only the process that made it can use it.
+
+    Environments that draw from global generators (``random``, NumPy's, torch's) have streams of their own, which the
+    seeds of ``seed`` set: the same seeds give the same numbers, with any number of workers.
 
     Args:
         env_fns: functions that make the environments, one for each. Lambdas and closures are possible.
@@ -32,6 +38,10 @@ class VecEnv(vec_env.VecEnv):
             Also for "fork", which breaks libraries that use threads, such as torch.
         num_workers, on_failure, timeouts: see ``muster.compat.gymnasium.VectorEnv``. The error of an environment that
             was made again is ``info["muster"]["error"]``.
+
+    Attributes:
+        waiting: a step was sent, and not waited for.
+        closed: ``close`` was called.
 
     Raises:
         EnvError: an environment raised an error, which is the ``__cause__``.
@@ -54,9 +64,10 @@ class VecEnv(vec_env.VecEnv):
             num_workers=num_workers,
             on_failure=on_failure,
             timeouts=timeouts,
-            start_method=None if start_method == "fork" else start_method,
+            start_method=None if start_method is None else method_of(start_method),
         )
         weakref.finalize(self, self._workers.close)
+        self.closed = False
         try:
             observation_space, action_space, *_ = self._workers.described[0]
             self._workers.open(observation_space)
@@ -69,8 +80,16 @@ class VecEnv(vec_env.VecEnv):
 
     # --- resets and steps -------------------------------------------------------------------------
 
+    @property
+    def waiting(self) -> bool:
+        return self._workers.state is AsyncState.WAITING_STEP
+
     def reset(self) -> Any:
-        """Reset all environments, with the seeds of ``seed`` and the options of ``set_options``, once."""
+        """Reset all environments, with the seeds of ``seed`` and the options of ``set_options``, once.
+
+        The results of a step that was sent and not waited for are discarded.
+        """
+        self._workers.drop()
         arguments: dict[int, dict[str, Any]] = {}
         for i in range(self.num_envs):
             options = {"options": self._options[i]} if self._options[i] else {}
@@ -81,7 +100,7 @@ class VecEnv(vec_env.VecEnv):
             self.reset_infos[i].update(info)
         self._reset_seeds()
         self._reset_options()
-        return deepcopy(self._workers.observations)
+        return self._observations()
 
     def step_async(self, actions: Array) -> None:
         """Send the actions to the environments, without waiting for them."""
@@ -104,13 +123,32 @@ class VecEnv(vec_env.VecEnv):
                 infos[i].update(info)
         for i, cut in enumerate((rows.truncated & ~rows.terminated).tolist()):
             infos[i]["TimeLimit.truncated"] = cut
-        return deepcopy(self._workers.observations), rows.rewards.astype(np.float32), dones, infos
+        return self._observations(), rows.rewards.astype(np.float32), dones, infos
+
+    def _observations(self) -> Any:
+        observations = deepcopy(self._workers.observations)
+        if isinstance(self.observation_space, spaces.Dict):
+            return OrderedDict((key, observations[key]) for key in self.observation_space.spaces)
+        return observations
 
     def close(self) -> None:
         """Close the environments and end the workers. May be called again."""
+        self.closed = True
         self._workers.close()
 
     # --- calls ------------------------------------------------------------------------------------
+
+    def has_attr(self, attr_name: str) -> bool:
+        """Return whether all environments have an attribute, of any type."""
+
+        def has(env: Any) -> bool:
+            try:
+                env.get_wrapper_attr(attr_name)
+            except AttributeError:
+                return False
+            return True
+
+        return all(self._workers.each(has))
 
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
         """Return an attribute of environments; of all without ``indices``."""
@@ -156,6 +194,7 @@ class VecEnv(vec_env.VecEnv):
     def get_images(self) -> Sequence[Array | None]:
         """Return a frame of each environment; None unless the render mode is "rgb_array"."""
         if self.render_mode != "rgb_array":
-            warnings.warn(f"get_images needs render_mode='rgb_array', got {self.render_mode!r}.", stacklevel=2)
+            said = f"The render mode is {self.render_mode}, but this method assumes it is `rgb_array` to obtain images."
+            warnings.warn(said, stacklevel=2)
             return [None] * self.num_envs
         return self.env_method("render")

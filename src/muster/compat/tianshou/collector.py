@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from types import GenericAlias, TracebackType
 from typing import Any
 
 import numpy as np
+from gymnasium.vector import VectorEnv
 from tianshou.config import ENABLE_VALIDATION
 from tianshou.data import AsyncCollector as TianshouAsyncCollector
 from tianshou.data import CachedReplayBuffer, CollectStats, ReplayBufferManager
@@ -17,9 +19,9 @@ from typing_extensions import Self
 
 from muster.compat.tianshou.envs import AsyncVectorEnvs, VectorEnvs, drain, listed
 from muster.compat.tianshou.policies import TianshouActor
-from muster.compat.tianshou.steps import Collection, Sampling
+from muster.compat.tianshou.steps import Collection, Sampling, is_tianshous
 from muster.episodes.rules import LastEven
-from muster.errors import BadOption
+from muster.errors import BadOption, UnsupportedEnv
 from muster.utils.tracebacks import trimmed
 
 ROWS_FOR_EPISODES = 64  # at a time: the number for a number of episodes is not known before
@@ -43,6 +45,7 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
 
     Raises:
         BadOption: the buffer has too few sub-buffers for the environments.
+        UnsupportedEnv: ``env`` is a vector environment of Gymnasium.
     """
 
     __class_getitem__: Any = classmethod(GenericAlias)  # Collector[CollectStats](...), as in Tianshou
@@ -59,6 +62,11 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
         raise_on_nan_in_buffer: bool = ENABLE_VALIDATION,
         collect_stats_class: Any = CollectStats,
     ) -> None:
+        if isinstance(env, VectorEnv):
+            raise UnsupportedEnv(
+                f"{type(env).__name__} is a vector environment of Gymnasium: pass one of Tianshou's, such as "
+                f"DummyVectorEnv(env_fns) or SubprocVectorEnv(env_fns)"
+            )
         if not hasattr(env, "__len__"):
             warnings.warn("A single environment was given; it is wrapped in a DummyVectorEnv.", stacklevel=2)
             env = DummyVectorEnv([lambda one=env: one])
@@ -91,9 +99,15 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
 
     def reset_env(self, gym_reset_kwargs: dict[str, Any] | None = None) -> tuple[Any, Any]:
         """Reset all environments, and the policy with them; returns first observations and infos."""
-        obs, infos = self.env.reset(**(gym_reset_kwargs or {}))
-        infos = np.array(listed(infos))
         sampling = self._sampling
+        try:
+            self._settle()
+            obs, infos = self.env.reset(**(gym_reset_kwargs or {}))
+        except Exception as error:
+            if sampling is not None and not isinstance(error, StopIteration):
+                sampling.lose(range(self.env_num))
+            raise
+        infos = np.array(listed(infos))
         if sampling is None or not sampling.envs.takes(obs):
             envs = self._make_envs(obs)
             sampling = self._sampling = Sampling(envs, TianshouActor(envs, self.action_space))
@@ -126,9 +140,18 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
 
         Raises:
             BadOption: neither or both numbers are given, or the environments were not reset yet.
+            Exception: what an environment, the policy, a hook or the buffer has raised, as it is, with a note of the
+                place. All complete steps before it are in the buffer and in the totals. After an error of an
+                environment, the next call first resets all environments; not after ``StopIteration`` in a reset, with
+                which finite vector environments end a call.
         """
         self._no_grad = no_grad
-        stats = super().collect(n_step, n_episode, random, render, reset_before_collect, gym_reset_kwargs)
+        begun = time.monotonic()
+        try:
+            stats = super().collect(n_step, n_episode, random, render, reset_before_collect, gym_reset_kwargs)
+        except BaseException:
+            self.collect_time += time.monotonic() - begun
+            raise
         self.collect_time += stats.collect_time
         return stats
 
@@ -162,6 +185,9 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
             self.collect_episode += made.episodes
         return made.close()
 
+    def _settle(self) -> None:
+        """Wait for pending steps, and discard them: here there are none."""
+
     def _make_envs(self, obs: Any) -> VectorEnvs:
         if self.env.is_async:
             raise BadOption(f"{type(self.env).__name__} is asynchronous: use AsyncCollector")
@@ -180,7 +206,8 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
     def _looks_at_steps(self) -> bool:
         own, kind = type(self), self.collect_stats_class
         return (
-            self._on_step_hook is not None
+            not is_tianshous(self.buffer)
+            or self._on_step_hook is not None
             or self._on_episode_done_hook is not None
             or own.run_on_step_hook is not Collector.run_on_step_hook
             or own.run_on_episode_done is not Collector.run_on_episode_done
@@ -251,10 +278,8 @@ class AsyncCollector(Collector):
                 stacklevel=2,
             )
 
-    def reset_env(self, gym_reset_kwargs: dict[str, Any] | None = None) -> tuple[Any, Any]:
-        """Wait for pending steps, then reset all environments; see ``Collector``."""
+    def _settle(self) -> None:
         drain(self.env)
-        return super().reset_env(gym_reset_kwargs)
 
     def _make_envs(self, obs: Any) -> VectorEnvs:
         return AsyncVectorEnvs(self.env, obs)

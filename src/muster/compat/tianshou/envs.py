@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from tianshou.data import Batch
 from tianshou.data.batch import alloc_by_keys_diff
 from tianshou.env import DummyVectorEnv
 from tianshou.env.worker import DummyEnvWorker
 
-from muster.errors import BadEnvOutput, EnvError, described
+from muster.errors import BadEnvOutput
 from muster.keys import OBSERVATION, REWARD, TERMINATED, TRUNCATED, Key, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import OBJECT, Array, ArraySpec
 from muster.protocols import EnvBatch, Step
 from muster.rng import GroupRng
 
-PLAIN = frozenset({bool, int, float, str, type(None), np.float64, np.float32, np.int64, np.bool_})
+PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), np.float64, np.float32, np.int64, np.bool_})
 
 NUMBERS = "biufc"  # kinds of dtypes
 
@@ -56,13 +59,21 @@ class Row(NamedTuple):
 class VectorEnvs(EnvBatch):
     """A Tianshou vector environment; implements ``EnvBatch``. Observations that are not numeric arrays are objects.
 
-    Environments that end are reset at once, as in Tianshou. Numeric observations keep the dtype and shape of ``obs``.
+    Environments that end are reset at once, as in Tianshou, but only after their step is complete (``on_row``).
+    Numeric observations keep the dtype and shape of ``obs``. Everything that the vector environment returns is copied
+    before it is called again: it may reuse its memory.
 
     Attributes:
         ready: environments for the next actions, ascending.
         infos: the last info of each environment.
         begun, rows: environments that began an episode, and time steps, since the list was last emptied.
         render: seconds to wait after each step, after rendering it, before any reset; None or 0: do not render.
+        on_row: called with the lane and each complete row, before any reset. Its error becomes ``failure``.
+        failure: error of the vector environment, or of ``on_row``, as it was raised. After an error in a reset or in
+            ``on_row`` the row is complete, and ``check`` raises the error before the next one.
+        unreset: environments that the failure has left without a reset which they need: all after an error in a reset,
+            which leaves their states unknown. None after ``StopIteration`` in a reset, with which vector environments
+            say that they have no more episodes.
     """
 
     bypasses = True
@@ -79,8 +90,13 @@ class VectorEnvs(EnvBatch):
         self.rows: list[Row] = []
         self.reset_kwargs: dict[str, Any] = {}
         self.render: float | None = None
+        self.on_row: Callable[[Lane, int], object] | None = None
+        self.failure: Exception | None = None
+        self.unreset: list[int] = []
         self._repeats = not self.spec.is_tensor  # observations of environments without a result
-        self._obs_ahead: dict[int, Any] = {}
+        self._sent: Any = None  # the actions under way, and the policy's entries for them
+        self._finished: dict[int, Any] = {}  # last observations of environments that are to be reset
+        self._obs_ahead: dict[int, Any] = {}  # observations that the next ``reset`` writes
         self._all = self.ready = np.arange(self.num_envs)
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
@@ -94,22 +110,35 @@ class VectorEnvs(EnvBatch):
 
     def begin(self, obs: Array, infos: Sequence[dict[str, Any]]) -> None:
         """Set the results of a reset of all environments, which the next ``reset`` writes instead of resetting."""
-        self.begun, self.infos = list(range(self.num_envs)), list(infos)
+        self.begun, self.infos = list(range(self.num_envs)), copied(list(infos))
+        self._finished = {}
         self._obs_ahead = dict(enumerate(_one_by_one(obs)))
 
+    def check(self) -> None:
+        """Raise the failure, if there is one."""
+        if self.failure is not None:
+            raise self.failure
+
+    def forget(self, which: Sequence[int]) -> None:
+        """Have the next ``reset`` reset these environments, even if it was done ahead."""
+        for i in which:
+            self._obs_ahead.pop(i, None)
+
     def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+        self._reset_finished()
         if unknown := [i for i in which if i not in self._obs_ahead]:
             self._reset_ahead(unknown)
         for i in which:
             self._write(arrays[OBSERVATION], row, i, self._obs_ahead.pop(i))
 
     def start(self, lane: Lane) -> Step:
-        arrays, advance = lane.arrays, self._direct() or self._by_vector
+        arrays, advance, on_row = lane.arrays, self._direct() or self._by_vector, self.on_row
         rewards, terminated, truncated = arrays[REWARD], arrays[next_of(TERMINATED)], arrays[next_of(TRUNCATED)]
         observations = arrays[OBSERVATION]
 
         def step(t: int) -> Sequence[int] | None:
             actions = self.actions
+            self._keep(actions)
             ids, rew, finished, flags = advance(actions, observations, t + 1)
             partial = len(ids) < self.num_envs
             if partial:
@@ -119,20 +148,24 @@ class VectorEnvs(EnvBatch):
                 rewards[t, ids if partial else slice(None)] = rew
             infos = [self.infos[i] for i in ids.tolist()]
             bare = all(len(info) == 1 and "env_id" in info for info in infos)
-            self.rows.append(Row(ids, *self._chosen(actions, ids), rew, None if bare else infos, actions))
+            self.rows.append(Row(ids, *self._chosen(ids), rew, None if bare else infos, actions))
             if self.render and not getattr(self.venv, "waiting_id", ()):  # with pending steps Tianshou cannot render
-                self.venv.render()
-                if not np.isclose(self.render, 0):
-                    time.sleep(self.render)  # noqa: TID251 (the purpose of ``collect(render=)``)
+                self._render(self.render)
             if finished:
                 terminated[t, finished], truncated[t, finished] = flags
-                self._reset_ahead(finished)
+                self._finished = dict(zip(finished, observations[t + 1, finished], strict=True))
             self.executed_in_row = 0
+            if on_row is not None:
+                try:
+                    on_row(lane, t)
+                except Exception as error:  # noqa: BLE001 (raised by ``check``)
+                    self.failure = error
             return finished or None
 
         return step
 
     def bypass(self, which: Collection[int]) -> None:
+        self._reset_finished()  # also those that need no further step
         self.ready = np.delete(self._all, list(which)) if which else self._all
 
     def objects(self) -> Sequence[object]:
@@ -149,26 +182,33 @@ class VectorEnvs(EnvBatch):
         try:
             obs, rew, terminated, truncated, infos = self.venv.step(actions.mapped, actions.ids)
         except Exception as error:
-            raise self._failure("step", error) from error
+            self._failed("step", error)
+            raise
         self.executed_in_row = len(actions.ids)
         ids, order = self._arrived(actions, infos)
         terminated, truncated = np.asarray(terminated, bool)[order], np.asarray(truncated, bool)[order]
         self._take(ids, np.asarray(listed(infos), object)[order])
         self._write_all(observations, row, ids, obs[order])
         local = np.flatnonzero(terminated | truncated)
-        return ids, np.asarray(rew)[order], ids[local].tolist(), (terminated[local], truncated[local])
+        return ids, np.array(rew)[order], ids[local].tolist(), (terminated[local], truncated[local])
 
     def _arrived(self, actions: Actions, infos: Any) -> tuple[Array, Any]:
         """Return the environments with a result, ascending, and their indices in the results."""
         return actions.ids, slice(None)
 
-    def _chosen(self, actions: Actions, ids: Array) -> tuple[Array, Any]:
-        """Return copies of the actions of these environments, and of the policy's entries for them."""
-        return np.copy(actions.act), copied(actions.policy)
+    def _keep(self, actions: Actions) -> None:
+        """Copy actions and entries before the step, in which environments may change their actions."""
+        self._sent = copied(actions.act), copied(actions.policy)
+
+    def _chosen(self, ids: Array) -> tuple[Array, Any]:
+        """Return the actions of these environments, and the policy's entries for them, which nothing else refers to."""
+        act, policy = self._sent
+        return act, policy
 
     def _direct(self) -> Any:
         """A function that steps the environments of a ``DummyVectorEnv`` one by one, as it does; None for others."""
-        venv, infos, dtype, shape = self.venv, self.infos, self.spec.dtype, self.spec.shape
+        venv, infos, shape = self.venv, self.infos, self.spec.shape
+        dtype = self.spec.dtype if self.spec.is_tensor else None
         if getattr(type(venv), "step", None) is not DummyVectorEnv.step or venv.is_async or venv.is_closed:
             return None
         if any(type(worker) is not DummyEnvWorker for worker in venv.workers):
@@ -186,7 +226,7 @@ class VectorEnvs(EnvBatch):
                     self.executed_in_row = k + 1
                     obs, reward, terminated, truncated, info = got
                     info["env_id"] = i
-                    infos[i] = info if len(info) == 1 else copied(info)
+                    infos[i] = {"env_id": i} if len(info) == 1 else copied(info)
                     rewards.append(reward)
                     if type(obs) is np.ndarray and obs.dtype is dtype and obs.shape == shape:
                         after[i] = obs
@@ -199,19 +239,51 @@ class VectorEnvs(EnvBatch):
             except Exception as error:
                 if got is not ... and type(error) is BadEnvOutput:  # of ``_write``
                     raise
-                raise self._failure("step", error, i) from error
+                self._failed("step", error, i)
+                raise
             return actions.ids, np.array(rewards), finished, flags
 
         return advance
+
+    def _render(self, seconds: float) -> None:
+        try:
+            self.venv.render()
+        except Exception as error:
+            self._failed("render", error)
+            raise
+        if not np.isclose(seconds, 0):
+            time.sleep(seconds)  # noqa: TID251 (the purpose of ``collect(render=)``)
+
+    def _reset_finished(self) -> None:
+        """Reset the environments that ended in the last row, and keep their first observations.
+
+        After an error, or if there is a failure already, they have their last observations until the next reset.
+        """
+        if not self._finished:
+            return
+        finished, self._finished = self._finished, {}
+        which = list(finished)
+        if self.failure is not None:
+            self.unreset = which
+        else:
+            try:
+                self._reset_ahead(which)
+                return
+            except Exception as error:  # noqa: BLE001 (raised by ``check``)
+                self.failure = error
+                self.unreset = [] if isinstance(error, StopIteration) else self._all.tolist()
+        self._obs_ahead.update(finished)
+        self.begun += which
 
     def _reset_ahead(self, which: Sequence[int]) -> None:
         """Reset environments, and keep their first observations for a later ``reset``, which may not come."""
         try:
             obs, infos = self.venv.reset(env_id=np.asarray(which), **self.reset_kwargs)
         except Exception as error:
-            raise self._failure("reset", error) from error
+            self._failed("reset", error)
+            raise
         self._take(which, infos)
-        self._obs_ahead.update(zip(which, _one_by_one(obs), strict=True))
+        self._obs_ahead.update(zip(which, _one_by_one(copied(obs)), strict=True))
         self.begun += which
 
     def _take(self, which: Sequence[int] | Array, infos: Any) -> None:
@@ -219,7 +291,8 @@ class VectorEnvs(EnvBatch):
             self.infos[i] = copied(info)
 
     def _write_all(self, observations: Array, row: int, ids: Array, obs: Any) -> None:
-        if isinstance(obs, np.ndarray) and obs.dtype == self.spec.dtype and obs.shape[1:] == self.spec.shape:
+        is_numeric = self.spec.is_tensor and isinstance(obs, np.ndarray)  # objects may be views of the venv's memory
+        if is_numeric and obs.dtype == self.spec.dtype and obs.shape[1:] == self.spec.shape:
             observations[row, ids] = obs
             return
         for i, one in zip(ids, _one_by_one(obs), strict=True):
@@ -237,9 +310,11 @@ class VectorEnvs(EnvBatch):
             )
         observations[row, env] = value
 
-    def _failure(self, method: str, error: Exception, env: int | None = None) -> EnvError:
-        who = self.name if env is None else f"environment {env} of {self.name}"
-        return EnvError(f"{who}: {method} raised {described(error)}", env_index=env)
+    def _failed(self, method: str, error: Exception, env: int | None = None) -> None:
+        """Keep an error as the failure, and note its place in it."""
+        who = self.name if env is None else f"Environment {env} of {self.name}"
+        noted(error, f"{who} raised this in {method}.")
+        self.failure = error
 
 
 class AsyncVectorEnvs(VectorEnvs):
@@ -253,7 +328,7 @@ class AsyncVectorEnvs(VectorEnvs):
         super().__init__(venv, obs)
         self._repeats = True
         self.arrived = self.ended = 0
-        self._sent = Batch()  # ``[N, ...]``: the pending action of each environment, and the policy's entry for it
+        self._sent = Batch()  # ``[N, ...]``
 
     def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         super().reset(arrays, row, which, seeds)
@@ -265,12 +340,14 @@ class AsyncVectorEnvs(VectorEnvs):
     def _direct(self) -> None:
         """Return None: also if all environments are waited for."""
 
-    def _by_vector(self, actions: Actions, observations: Array, row: int) -> tuple[Array, Array, list[int], Any]:
-        sent = Batch(act=actions.act, policy=actions.policy)
+    def _keep(self, actions: Actions) -> None:
+        sent = Batch(act=unshared(actions.act), policy=unshared(actions.policy))
         alloc_by_keys_diff(self._sent, sent, self.num_envs, stack=False)
         if self._sent.act.dtype != actions.act.dtype:
             self._sent.act = self._sent.act.astype(np.result_type(self._sent.act, actions.act))
         self._sent[actions.ids] = sent
+
+    def _by_vector(self, actions: Actions, observations: Array, row: int) -> tuple[Array, Array, list[int], Any]:
         result = ids, _, finished, _ = super()._by_vector(actions, observations, row)
         self.ready, self.arrived, self.ended = ids, self.arrived + len(ids), self.ended + len(finished)
         return result
@@ -280,7 +357,7 @@ class AsyncVectorEnvs(VectorEnvs):
         order = np.argsort(ids)
         return ids[order], order
 
-    def _chosen(self, actions: Actions, ids: Array) -> tuple[Array, Any]:
+    def _chosen(self, ids: Array) -> tuple[Array, Any]:
         sent = self._sent[ids]
         return sent.act, sent.policy
 
@@ -318,15 +395,46 @@ def stacked(obs: Array) -> Any:
 
 
 def copied(tree: Any) -> Any:
-    """Return a copy that shares no memory with objects that an environment or a policy may change later."""
-    if type(tree) in PLAIN:
+    """Return a copy that shares no memory with objects that an environment or a policy may change later.
+
+    Objects that cannot be copied are returned as they are.
+    """
+    kind = type(tree)
+    if kind in PLAIN:
         return tree
-    if isinstance(tree, np.ndarray):
-        return tree.copy()
-    if isinstance(tree, Batch):
-        return batch_of(**{key: copied(value) for key, value in tree.__dict__.items()})
-    if isinstance(tree, dict):
+    if kind is np.ndarray:
+        made = tree.copy()
+        if made.dtype == OBJECT:
+            cells = made.reshape(-1)
+            for i, value in enumerate(cells):
+                cells[i] = copied(value)
+        return made
+    if kind is dict:
         return {key: copied(value) for key, value in tree.items()}
-    if isinstance(tree, list):
+    if kind is list:
         return [copied(value) for value in tree]
-    return tree.clone() if hasattr(tree, "clone") else tree
+    if kind is Batch:
+        return batch_of(**{key: copied(value) for key, value in tree.__dict__.items()})
+    if isinstance(tree, torch.Tensor):
+        return tree.clone()
+    try:
+        return deepcopy(tree)
+    except Exception:  # noqa: BLE001 (locks, handles of simulators, tensors within a graph)
+        return tree
+
+
+def unshared(tree: Any) -> Any:
+    """Return a tree of arrays as it is, except for arrays of objects: these are copied, with the objects."""
+    if type(tree) is np.ndarray:
+        return copied(tree) if tree.dtype == OBJECT else tree
+    if type(tree) is Batch:  # ``isinstance`` takes a microsecond
+        return batch_of(**{key: unshared(value) for key, value in tree.__dict__.items()})
+    return tree
+
+
+def noted(error: Exception, note: str) -> None:
+    """Add a note to an error of the user's code, which is raised as it is; only once, if it is raised again."""
+    with suppress(Exception):  # its class may do anything
+        if note not in getattr(error, "__notes__", ()):
+            add_note: Any = vars(BaseException)["add_note"]  # Tianshou needs Python 3.11
+            add_note(error, note)

@@ -11,7 +11,7 @@ import torch
 from tianshou.data import Batch, to_numpy
 from tianshou.data.batch import create_value
 
-from muster.compat.tianshou.envs import Actions, VectorEnvs, batch_of, copied, stacked
+from muster.compat.tianshou.envs import Actions, VectorEnvs, batch_of, copied, noted, stacked, unshared
 from muster.errors import BadPolicyOutput
 from muster.keys import OBSERVATION, Key
 from muster.memory.slots import Lane
@@ -21,9 +21,14 @@ from muster.rng import GroupRng
 
 
 class TianshouActor:
-    """Chooses actions for the environments that are ready; implements ``Policy``. ``state``: the policy's state."""
+    """Chooses actions for the environments that are ready; implements ``Policy``. Errors are raised as they are.
+
+    Attributes:
+        state: the policy's state, ``[N, ...]``, which nothing else refers to; None: no environment has one.
+    """
 
     path, draws_globally, name = "tianshou policy", True, "policy"
+    raises = (Exception,)  # none is replaced by a ``PolicyError``
     policy: Any
 
     def __init__(self, envs: VectorEnvs, action_spaces: Any) -> None:
@@ -46,24 +51,29 @@ class TianshouActor:
         envs, observations = self.envs, lane.arrays[OBSERVATION]
 
         def act(t: int) -> None:
+            envs.check()
             ids = envs.ready
             if envs.begun:
                 self._begin_episodes(envs.begun)
                 envs.begun = []
-            if self.random:
-                envs.actions = self._draw(ids)
-                return
-            obs = observations[t].copy() if len(ids) == lane.B else observations[t, ids]
-            with nullcontext() if self.no_grad else torch.enable_grad():
-                envs.actions = self._act(ids, obs)
+            try:
+                if self.random:
+                    envs.actions = self._draw(ids)
+                    return
+                obs = observations[t].copy() if len(ids) == lane.B else observations[t, ids]
+                with nullcontext() if self.no_grad else torch.enable_grad():
+                    envs.actions = self._act(ids, obs)
+            except Exception as error:
+                noted(error, f"{self.name} raised this. No environment was stepped since; the next call tries again.")
+                raise
 
         return act
 
     def _act(self, ids: Array, obs: Array) -> Actions:
         policy, whole = self.policy, len(ids) == self.envs.num_envs
         infos = self.envs.infos if whole else [self.envs.infos[i] for i in ids]
-        batch = batch_of(obs=stacked(obs), info=info_batch(infos))
-        result = policy(batch, self.state if whole or self.state is None else self.state[ids])
+        batch = batch_of(obs=unshared(stacked(obs)), info=unshared(info_batch(infos)))
+        result = policy(batch, self.state if whole or self.state is None else unshared(self.state[ids]))
         act = to_numpy(result.act)
         if self.noise:
             act = policy.add_exploration_noise(act, batch)
@@ -89,19 +99,18 @@ class TianshouActor:
         return Actions(ids, self.policy.map_action_inverse(np.array(mapped)), mapped, Batch())
 
     def _remember(self, ids: Array, state: Any, whole: bool) -> None:
+        """Copy the state: the policy may change the one that it returned."""
         if whole or state is None:
-            self.state = state
+            self.state = copied(state)
             return
         if self.state is None:
             self.state = create_value(state, self.envs.num_envs, stack=False)
-        else:
-            self.state = copied(self.state)
-        self.state[ids] = state
+        self.state[ids] = unshared(state)
 
     def _begin_episodes(self, which: list[int]) -> None:
-        if self.state is None:
+        state = self.state
+        if state is None:
             return
-        state = self.state = copied(self.state)  # the policy may keep the old one
         if isinstance(state, Batch):
             state.empty_(which)
         else:

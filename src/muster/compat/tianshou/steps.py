@@ -9,13 +9,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import tianshou
 import torch
-from tianshou.data import Batch, CachedReplayBuffer, PrioritizedReplayBuffer, ReplayBufferManager, to_numpy
+from tianshou.data import (
+    Batch,
+    CachedReplayBuffer,
+    HERReplayBuffer,
+    PrioritizedReplayBuffer,
+    ReplayBuffer,
+    ReplayBufferManager,
+    to_numpy,
+)
 from tianshou.data.batch import create_value
 from tianshou.data.collector import EpisodeRolloutHookMerged as TianshouMerged
 from tianshou.data.collector import get_stddev_from_dist
 
 from muster.compat.base import GroupRunner, borrowed
-from muster.compat.tianshou.envs import Row, VectorEnvs, batch_of, stacked
+from muster.compat.tianshou.envs import NUMBERS, PLAIN, Row, VectorEnvs, batch_of, stacked
 from muster.compat.tianshou.policies import TianshouActor
 from muster.episodes.rules import Rule
 from muster.errors import BadOption
@@ -29,6 +37,8 @@ TESTED = "2.0.1"
 """Of Tianshou: whose ``add`` takes several steps of one environment in one call, which is not documented."""
 
 ADDS = ReplayBufferManager.add, PrioritizedReplayBuffer.add
+
+REAL = "biuf"  # kinds of dtypes whose values NumPy casts to one another
 
 KEYS = frozenset({"obs", "act", "rew", "terminated", "truncated", "done", "obs_next", "info", "policy"})
 """Entries of a step that every buffer stores."""
@@ -84,7 +94,7 @@ class Going(NamedTuple):
 
 LANE_BYTES, LANE_ROWS = 1 << 26, 512  # limits of the memory between the environments and the buffer
 
-STORED = OBSERVATION, next_of(OBSERVATION), next_of(TERMINATED), next_of(TRUNCATED)
+FLAGS = next_of(TERMINATED), next_of(TRUNCATED)
 OPTIONS = borrowed(validate="off")  # Tianshou accepts any reward
 
 
@@ -97,7 +107,7 @@ class Sampling(GroupRunner):
         row_bytes = Layout(1, envs.num_envs, lane_columns(envs, (), OPTIONS)).nbytes
         self.most_rows = max(1, min(LANE_ROWS, LANE_BYTES // max(row_bytes, 1)))
         self.going: Going
-        self.last: Lane
+        self.last: Lane | None = None
 
     def begin(self, obs: Array, infos: Any) -> None:
         self.envs.begin(obs, infos)
@@ -105,58 +115,147 @@ class Sampling(GroupRunner):
         self.group.reset()
         self.group.begin()
 
-    def make(self, rows: int, rule: Rule | None, watch: Callable[[Lane, int], object] | None) -> Lane:
-        """Collect ``rows`` rows, fewer if the rule is complete, into ``last``; their number is its ``done_steps``."""
-        self.last = self.lane(self.actor, rows)
-        self.envs.rows.clear()
+    def make(
+        self,
+        rows: int,
+        rule: Rule | None,
+        watch: Callable[[Lane, int], object] | None,
+        on_row: Callable[[Lane, int], object] | None = None,
+    ) -> Lane:
+        """Collect ``rows`` rows, fewer if the rule is complete, into ``last``; their number is its ``done_steps``.
+
+        Args:
+            watch: called after each row, and after the resets that are due in it.
+            on_row: called after each row, before these resets.
+
+        Raises:
+            Exception: what the environments, the policy or ``on_row`` have raised, as it is. After an error of the
+                environments all of them are reset before the next row, except after ``StopIteration`` in a reset.
+        """
+        envs, self.last = self.envs, None
+        envs.rows.clear()
+        lane = self.last = self.lane(self.actor, rows)
+        envs.on_row, envs.failure, envs.unreset = on_row, None, []
         try:
-            self.run(self.actor, self.last, rule=rule, watch=watch)
-        except BaseException:
-            self.group.leave(self.last)
-            raise
-        return self.last
+            self.run(self.actor, lane, rule=rule, watch=watch)
+        except BaseException as error:
+            self.group.leave(lane)
+            if envs.failure is None or not isinstance(error, Exception):
+                raise
+        if envs.unreset:
+            self.lose(envs.unreset)
+        try:
+            envs.check()
+        finally:
+            envs.failure = None  # its traceback refers to the lane
+        return lane
+
+    def lose(self, which: Sequence[int]) -> None:
+        """Reset these environments before the next row: their episodes have ended, or their states are unknown."""
+        self.envs.forget(which)
+        self.group.reset(which)
 
     def pieces(self, lane: Lane) -> Iterator[tuple[int, int]]:
-        """Split the lane's rows into pieces in which the policy's entries have one structure: mostly one piece."""
-        begin, before = 0, None
-        for t in range(lane.done_steps):
-            structure = _structure(self.envs.rows[t].policy)
-            if t and structure != before:
+        """Split the lane's rows into pieces of one structure: mostly one piece. Yields first row and end of each.
+
+        A row in which the environments' infos differ in structure is a piece.
+        """
+        begin, structure = 0, Structure()
+        for t, row in enumerate(self.envs.rows[: lane.done_steps]):
+            if structure.fits(row):
+                continue
+            if t > begin:
                 yield begin, t
-                begin = t
-            before = structure
+            begin, structure = t, Structure()
+            if not structure.fits(row):
+                yield t, t + 1
+                begin, structure = t + 1, Structure()
         if begin < lane.done_steps:
             yield begin, lane.done_steps
 
-    def taken(self, lane: Lane, begin: int, end: int, *, lent: bool = False) -> Taken:
-        """Return the steps of rows ``begin`` to ``end``; ``lent``: they may be views of the lane."""
-        rows, arrays, B = self.envs.rows[begin:end], lane.arrays, lane.B
+    def rewarded(self, lane: Lane, begin: int, end: int) -> Taken:
+        """Return rewards and flags of rows ``begin`` to ``end``."""
+        rows = self.envs.rows[begin:end]
         env = _joined([row.ids for row in rows])
         ends = [0, *itertools.accumulate(len(row.ids) for row in rows)]
-        whole = ends[-1] == B * len(rows)
-        columns = [arrays[key] for key in STORED]
-        if whole:
-            parts = [array[begin:end].reshape(-1, *array.shape[2:]) for array in columns]
-            obs, obs_next, terminated, truncated = parts if lent else [part.copy() for part in parts]
+        cells: Any = slice(begin, end)
+        if ends[-1] != lane.B * len(rows):
+            cells = begin + np.repeat(np.arange(len(rows)), np.diff(ends)), env
+        terminated, truncated = (lane.arrays[key][cells].flatten() for key in FLAGS)
+        flags = {"terminated": terminated, "truncated": truncated, "done": terminated | truncated}
+        return Taken(env, ends, batch_of(rew=_joined([row.rew for row in rows]), **flags))
+
+    def taken(self, lane: Lane, begin: int, end: int, *, lent: bool = False, before_resets: bool = False) -> Taken:
+        """Return the steps of rows ``begin`` to ``end``.
+
+        Args:
+            lent: observations may be views of the lane.
+            before_resets: the environments that ended in these rows were not reset yet.
+        """
+        rows = self.envs.rows[begin:end]
+        env, ends, results = self.rewarded(lane, begin, end)
+        now = lane.arrays[OBSERVATION]
+        after = now[1:] if before_resets else lane.arrays[next_of(OBSERVATION)]
+        if ends[-1] == lane.B * len(rows):
+            obs, obs_next = (array[begin:end].reshape(-1, *array.shape[2:]) for array in (now, after))
+            if not lent:
+                obs, obs_next = obs.copy(), obs_next.copy()
         else:
             t = begin + np.repeat(np.arange(len(rows)), np.diff(ends))
-            obs, obs_next, terminated, truncated = (array[t, env] for array in columns)
+            obs, obs_next = now[t, env], after[t, env]
         batch = batch_of(
             obs=stacked(obs),
             act=_joined([row.act for row in rows]),
             policy=_joined([row.policy for row in rows]),
             obs_next=stacked(obs_next),
-            rew=_joined([row.rew for row in rows]),
-            terminated=terminated,
-            truncated=truncated,
-            done=terminated | truncated,
+            **results.__dict__,
             info=_infos(rows, env),
         )
         return Taken(env, ends, batch)
 
 
-def _structure(tree: Any) -> Any:
-    return [(key, _structure(value)) for key, value in tree.__dict__.items()] if isinstance(tree, Batch) else type(tree)
+class Structure:
+    """The types, dtypes and shapes of some rows. Infos may come and go, each with one type and shape."""
+
+    def __init__(self) -> None:
+        self._arrays: Any = None
+        self._infos: dict[str, Any] = {}
+
+    def fits(self, row: Row) -> bool:
+        """Add a row, and return True; False if it differs from the rows before."""
+        act, rew = row.act, row.rew
+        arrays = act.dtype, act.shape[1:], rew.dtype.kind in NUMBERS, rew.shape[1:], _kind(row.policy)
+        if self._arrays not in (None, arrays):
+            return False
+        self._arrays = arrays
+        return row.infos is None or all(_info_fits(info, self._infos) for info in row.infos)
+
+
+def _info_fits(info: dict[str, Any], known: dict[str, Any]) -> bool:
+    """Add the kinds of an info's entries to the ``known`` ones, and return True; False if one differs."""
+    for key, value in info.items():
+        if isinstance(value, dict):
+            deeper = known.setdefault(key, {})
+            if type(deeper) is not dict or not _info_fits(value, deeper):
+                return False
+            continue
+        kind = _kind(value, whole=True)
+        if known.setdefault(key, kind) != kind:
+            return False
+    return True
+
+
+def _kind(tree: Any, *, whole: bool = False) -> Any:
+    """Return type, dtype and shape (without the first dimension, unless ``whole``) of the leaves of a tree."""
+    kind = type(tree)
+    if kind in PLAIN:
+        return kind
+    if kind is Batch:
+        return [(key, _kind(value, whole=whole)) for key, value in tree.__dict__.items()]
+    if issubclass(kind, list | tuple):
+        return kind, [_kind(value, whole=True) for value in tree]
+    shape = getattr(tree, "shape", ())
+    return kind, getattr(tree, "dtype", None), shape if whole else shape[1:]
 
 
 def _joined(parts: Sequence[Any]) -> Any:
@@ -185,17 +284,26 @@ def _infos(rows: Sequence[Row], env: Array) -> Any:
     return Batch(np.array(infos, object))
 
 
+def is_tianshous(buffer: Any) -> bool:
+    """Whether rows can be added some time after they were made: ``add`` is one of Tianshou's, and does nothing else."""
+    known = *ADDS, ReplayBuffer.add, CachedReplayBuffer.add, HERReplayBuffer.add
+    return getattr(type(buffer), "add", None) in known and "add" not in getattr(buffer, "__dict__", {})
+
+
 def takes_many(buffer: Any) -> bool:
     """Whether one ``add`` may get several steps per environment; classes with another ``add`` get single rows."""
     own = isinstance(buffer, ReplayBufferManager) and type(buffer).add in ADDS
     return own and tianshou.__version__ == TESTED
 
 
-def add(buffer: Any, taken: Taken) -> None:
+def add(buffer: Any, taken: Taken, added: Callable[[Array], object] = lambda done: None) -> None:
     """Add steps, with the same result as adding every row separately.
 
     Parts of several rows are so long that no ring overwrites itself; the first row is a part, because it allocates the
     buffer.
+
+    Args:
+        added: called after each part with its done flags.
     """
     most = max(1, int(np.diff(buffer.subbuffer_edges).min())) if takes_many(buffer) else 1
     row, last = 0, len(taken.ends) - 1
@@ -203,7 +311,32 @@ def add(buffer: Any, taken: Taken) -> None:
         after = min(last, row + (most if hasattr(buffer, "obs") else 1))
         part = slice(taken.ends[row], taken.ends[after])
         buffer.add(taken.batch[part], buffer_ids=taken.env[part])
+        added(taken.batch.done[part])
         row = after
+
+
+def has_columns(buffer: Any, batch: Any) -> bool:
+    """Whether the buffer stores all entries as they are. Else it may make columns, refuse rows, or broadcast values.
+
+    Observations are not compared: they are always of one shape.
+    """
+    if not hasattr(buffer, "obs"):
+        return False
+    entries = "act", "rew", "policy", "info"
+    return all(_alike(getattr(buffer, entry, None), batch[entry]) for entry in entries)
+
+
+def _alike(column: Any, values: Any) -> bool:
+    if isinstance(values, Batch):
+        own = values.__dict__
+        if not own:
+            return True
+        return isinstance(column, Batch) and all(_alike(column.__dict__.get(key), own[key]) for key in own)
+    if type(column) is not type(values) or column.shape[1:] != values.shape[1:]:
+        return False
+    if column.dtype == values.dtype:
+        return True
+    return isinstance(values, np.ndarray) and column.dtype.kind in REAL and values.dtype.kind in REAL
 
 
 class Collection:
@@ -217,13 +350,14 @@ class Collection:
 
     Attributes:
         stats: a new ``CollectStats``; see ``close``.
-        steps, episodes: numbers so far.
+        steps, episodes: numbers of those that are in the buffer.
     """
 
     def __init__(self, owner: Any, sampling: Sampling, *, by_row: bool, adds_entries: bool) -> None:
         self.owner, self.sampling, self.by_row, self.adds_entries = owner, sampling, by_row, adds_entries
         self.stats, self.steps, self.episodes = owner.collect_stats_class(), 0, 0
         self._ended: list[Ended] = []
+        self._in_buffer: list[tuple[Ended, int, int]] = []  # with the first and last place of each in the buffer
         self._deviations: list[Array] = []
 
     def make(self, rows: int, rule: Rule | None = None, enough: Callable[[], bool] | None = None) -> None:
@@ -231,33 +365,44 @@ class Collection:
         sampling = self.sampling
 
         def watch(lane: Lane, t: int) -> None:
-            if self.by_row:
-                self._add_row(lane, t)
+            if sampling.envs.failure is None:
+                self._end_episodes()
             if enough is not None:
                 lane.stopped = enough()
 
         try:
-            sampling.make(rows, rule, watch if self.by_row or enough is not None else None)
+            watches = self.by_row or enough is not None
+            sampling.make(rows, rule, watch if watches else None, self._add_row if self.by_row else None)
         finally:
-            if not self.by_row:
+            if sampling.last is not None and not self.by_row:
                 self._add_all(sampling.last)
             sampling.going.forget(sampling.group.pending)
 
     def _add_all(self, lane: Lane) -> None:
-        sampling, buffer = self.sampling, self.owner.buffer
-        for begin, end in sampling.pieces(lane):
-            taken = sampling.taken(lane, begin, end, lent=takes_many(buffer))
-            sampling.going, ended = sampling.going.after(taken)
-            with torch.no_grad():
-                add(buffer, taken)
-            self._count(taken, ended)
+        sampling = self.sampling
+        pieces = list(sampling.pieces(lane))
+        for begin, end in pieces:  # all rows, also if one cannot be added
+            sampling.going, ended = sampling.going.after(sampling.rewarded(lane, begin, end))
             self._ended += ended
-            dists = [row.actions.dist for row in sampling.envs.rows[begin:end] if row.actions.dist is not None]
-            self._deviations += [np.atleast_2d(to_numpy(get_stddev_from_dist(dist))) for dist in dists]
+        with torch.no_grad():
+            for begin, end in pieces:
+                self._add_piece(lane, begin, end)
+        dists = [row.actions.dist for row in sampling.envs.rows[: lane.done_steps] if row.actions.dist is not None]
+        self._deviations += [np.atleast_2d(to_numpy(get_stddev_from_dist(dist))) for dist in dists]
 
-    def _count(self, taken: Taken, ended: Sequence[Ended]) -> None:
-        self.steps += len(taken.env)
-        self.episodes += len(ended)
+    def _add_piece(self, lane: Lane, begin: int, end: int) -> None:
+        """Add rows of one structure: all at once if the buffer has columns for them, maybe after the first row."""
+        buffer, sampling = self.owner.buffer, self.sampling
+        for t in range(begin, end):
+            rest = sampling.taken(lane, t, end, lent=takes_many(buffer)) if t <= begin + 1 else None
+            if rest is not None and has_columns(buffer, rest.batch):
+                add(buffer, rest, self._count)
+                return
+            add(buffer, sampling.taken(lane, t, t + 1), self._count)
+
+    def _count(self, done: Array) -> None:
+        self.steps += len(done)
+        self.episodes += int(np.sum(done))
 
     def close(self) -> Any:
         """Return the statistics, complete except for times and summaries."""
@@ -271,8 +416,9 @@ class Collection:
         return self.stats
 
     def _add_row(self, lane: Lane, t: int) -> None:
+        """Call the hook with a complete row, then add it."""
         owner, row = self.owner, self.sampling.envs.rows[t]
-        actions, taken = row.actions, self.sampling.taken(lane, t, t + 1)
+        actions, taken = row.actions, self.sampling.taken(lane, t, t + 1, before_resets=True)
         step, done = taken.batch, taken.batch.done
         step.dist = actions.dist if np.array_equal(row.ids, actions.ids) else None
         chosen = Batch(
@@ -282,16 +428,25 @@ class Collection:
             dist=actions.dist,
             hidden_state=actions.state,
         )
-        owner.run_on_step_hook(chosen, step)
-        self.sampling.going, ended = self.sampling.going.after(taken._replace(batch=Batch(rew=step.rew, done=done)))
-        self._count(taken, ended)
+        rew = step.rew
+        try:
+            owner.run_on_step_hook(chosen, step)
+            rew = step.rew
+        finally:  # the episodes go on, also if this row is lost
+            self.sampling.going, ended = self.sampling.going.after(taken._replace(batch=Batch(rew=rew, done=done)))
         self.stats.update_at_step_batch(step)
         step.pop("dist")
         places, _, _, starts = owner.buffer.add(step, buffer_ids=taken.env)
+        self._count(done)
         _add_entries(owner.buffer, step, places)
         for episode in ended:
             k = int(np.searchsorted(taken.env, episode.env))
-            self._end(episode, int(starts[k]), int(places[k]))
+            self._in_buffer.append((episode, int(starts[k]), int(places[k])))
+
+    def _end_episodes(self) -> None:
+        ended, self._in_buffer = self._in_buffer, []
+        for episode, first, last in ended:
+            self._end(episode, first, last)
 
     def _end(self, episode: Ended, first: int, last: int) -> None:
         """Process an ended episode, which is in the buffer from position ``first`` to ``last``."""

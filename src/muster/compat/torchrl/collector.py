@@ -149,7 +149,13 @@ class Collector(
         self.options = self._make_options()
         with _original_errors():
             self._engine = setup.make_engine(
-                self.env, self._wrapped_policy, self._acts_on, self._weights, self.options, buffers=self._use_buffers
+                self.env,
+                self._wrapped_policy,
+                self._acts_on,
+                self._weights,
+                self.options,
+                buffers=self._use_buffers,
+                faster=self._compiled,
             )
             self._on_demand = OnDemand(self._engine)
             self._acting = self._engine.policy
@@ -168,8 +174,8 @@ class Collector(
             max_frames_per_traj=self._limit,
             interruptor=None if self._per_step else self.interruptor,
             trust_policy=True if native or self.trust_policy else None,
-            compile_policy=self.compiled_policy_kwargs or self.compiled_policy,
-            cudagraph_policy=self.cudagraphed_policy_kwargs or self.cudagraphed_policy,
+            compile_policy=False if native else self._compile_options(),
+            cudagraph_policy=self._graph_options(),
             compact_obs=self.compact_obs and not self._per_step,
             replay_buffer=self.replay_buffer if self._per_step else None,
             extend_buffer=not self._per_step,
@@ -186,10 +192,28 @@ class Collector(
             num_threads=None,
         )
 
+    def _compiled(self, policy: Any) -> Any:
+        """Return the policy compiled as in TorchRL, with ``compile_policy``."""
+        return policies.Compiled(policy, self.compiled_policy_kwargs) if self.compiled_policy else policy
+
+    def _compile_options(self) -> bool | dict[str, Any]:
+        """Return ``compile_policy`` for Muster, which compiles at the first call."""
+        options = {name: value for name, value in self.compiled_policy_kwargs.items() if name != "warmup"}
+        return options or self.compiled_policy
+
+    def _graph_options(self) -> bool | dict[str, Any]:
+        """Return ``cudagraph_policy`` for Muster: False without CUDA, where TorchRL's graphs only call the policy."""
+        options = dict(self.cudagraphed_policy_kwargs)
+        if self.cudagraphed_policy and not torch.cuda.is_available():
+            policies.check_graph(self._wrapped_policy, self.policy_device, options)
+            return False
+        return options or self.cudagraphed_policy
+
     # --- collecting -------------------------------------------------------------------------------
 
     def iterator(self) -> Iterator[Any]:
         """Yield batches until ``total_frames``; None if the replay buffer got the batch. See ``iter(collector)``."""
+        self._check_open()
         while self._frames < self.total_frames:
             self._check_open()
             self._iter += 1
@@ -206,6 +230,11 @@ class Collector(
                     )
                     batch = None
             yield batch
+
+    def next(self) -> Any:
+        """Return the next batch; None after ``total_frames``."""
+        self._check_open()
+        return super().next()
 
     def rollout(self) -> Any:
         """Collect a batch ``[*env batch, T]`` without postprocessing; None if its steps are in the replay buffer."""
@@ -308,8 +337,10 @@ class Collector(
             raise error
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # at interpreter exit, modules may be gone
+        try:
             self.shutdown(raise_on_error=False)
+        except Exception:  # noqa: BLE001 (at interpreter exit, modules may be gone, contextlib as well)
+            pass
 
     # --- parts ------------------------------------------------------------------------------------
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from tensordict.nn import CudaGraphModule
+from torchrl import compile_with_warmup
 from torchrl.data import Unbounded
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.utils import _make_compatible_policy
@@ -36,6 +38,33 @@ def wrap_policy(policy: Any, env: Any, trust: bool | None) -> Any:
             "Failed to wrap the policy. If the policy needs to be trusted, set trust_policy=True. Scroll up for more "
             "details."
         ) from error
+
+
+class Compiled:
+    """Calls a policy that ``torch.compile`` compiles, in TorchRL's way: after some calls.
+
+    Args:
+        policy: policy that takes a TensorDict.
+        options: keyword arguments of ``torch.compile``, and ``warmup``, the number of calls before (1).
+    """
+
+    def __init__(self, policy: Any, options: Mapping[str, Any]) -> None:
+        self._call = compile_with_warmup(policy, **options)
+        self.__name__ = getattr(policy, "__name__", type(policy).__name__)
+        for name in ("in_keys", "out_keys"):
+            if (keys := getattr(policy, name, None)) is not None:
+                setattr(self, name, keys)
+
+    def __call__(self, td: Any) -> Any:
+        return self._call(td)
+
+
+def check_graph(policy: Any, device: torch.device | None, options: Mapping[str, Any]) -> None:
+    """Make the CUDA graph of TorchRL's ``cudagraph_policy`` where there is no CUDA: it only calls the policy.
+
+    This raises the errors of its options, and warns.
+    """
+    CudaGraphModule(policy, in_keys=[], out_keys=[], device=device, **options)
 
 
 def take_actions_as_they_are(group: Group, policy: Any, device: torch.device | None, shown: bool) -> None:
@@ -142,7 +171,7 @@ class _Called:
             AHEAD,
             *(key[0] for key in (*FLAGS, *group.env.observation_specs, *group.env.action_specs)),
         }
-        if hasattr(policy, "in_keys"):
+        if getattr(policy, "in_keys", None) is not None:
             self.in_keys = [key for key in policy.in_keys if as_key(key) not in (*FLAGS, *own)]
             self.out_keys = [self._stored(as_key(key)) for key in policy.out_keys]
         self.__name__ = getattr(policy, "__name__", type(policy).__name__)
@@ -210,6 +239,6 @@ def first_input(group: Group, policy: Any, device: torch.device | None) -> Any:
     td = assemble(leaves, group.batch_shape, None, inner).clone()
     for flag in group.env.flags:
         td.set(flag, torch.zeros((*group.batch_shape, 1), dtype=torch.bool, device="cpu"))
-    if IS_INIT not in specs and IS_INIT in map(as_key, getattr(policy, "in_keys", ())):
+    if IS_INIT not in specs and IS_INIT in map(as_key, getattr(policy, "in_keys", None) or ()):
         td.set(IS_INIT, torch.ones((*group.batch_shape, 1), dtype=torch.bool, device="cpu"))
     return td if device is None else td.to(device)

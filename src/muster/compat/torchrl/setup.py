@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -78,16 +78,32 @@ def count_of(env: Any) -> int:
 
 
 def make_engine(
-    env: Any, policy: Any, device: Any, weights: PolicyWeights, options: CollectorOptions, *, buffers: bool
+    env: Any,
+    policy: Any,
+    device: Any,
+    weights: PolicyWeights,
+    options: CollectorOptions,
+    *,
+    buffers: bool,
+    faster: Callable[[Any], Any],
 ) -> Engine:
-    """Return an engine for ``env`` after its first reset. ``buffers``: all batches have the full shape."""
+    """Return an engine for ``env`` after its first reset.
+
+    Args:
+        buffers: all batches have the full shape.
+        faster: returns the policy that acts in TorchRL's environments in place of ``policy``.
+    """
     with ExitStack() as made:
         groups = make_groups(env, options, policy, device, made)
         for group in groups:
+            group.env.action_masks = {}  # TorchRL reads masks by its own means only, such as ActionMask
             group.begin()
         if isinstance(env, EnvBase):
-            take_actions_as_they_are(groups[0], policy, device, needs_trial(policy, env, buffers))
-            policy = as_torchrl_calls(policy, groups[0], options.devices["policy_device"])
+            acting = faster(policy)
+            shown = needs_trial(policy, env, buffers)
+            # A call that TorchRL does not make is no call of the warm-up.
+            take_actions_as_they_are(groups[0], acting if shown else policy, device, shown)
+            policy = as_torchrl_calls(acting, groups[0], options.devices["policy_device"])
         source, worker = in_this_thread(options, groups, policy, device)
         engine = Engine(options, source, weights, stacked=False, local=worker)
         made.pop_all()

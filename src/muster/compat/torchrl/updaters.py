@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
+from muster.compat.torchrl.weight_names import flattened
 from muster.errors import BadOption, BadWeights
 from muster.utils.attributes import optional
 from muster.weights.names import named_weights, overwrite
@@ -155,7 +156,9 @@ class VanillaWeightUpdater(WeightUpdaterBase):
     def from_policy(cls, policy: Any) -> VanillaWeightUpdater:
         from tensordict import TensorDict
 
-        return cls(policy_weights=TensorDict.from_module(policy).lock_())
+        weights = TensorDict.from_module(policy)
+        unsaved = {name for name, _ in policy.named_buffers()} - policy.state_dict().keys()  # are no weights
+        return cls(policy_weights=weights.exclude(*(tuple(name.split(".")) for name in unsaved)).lock_())
 
     def _get_server_weights(self) -> Any:
         return None if self.weight_getter is None else self.weight_getter()
@@ -165,7 +168,7 @@ class VanillaWeightUpdater(WeightUpdaterBase):
 
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
         if server_weights is not None:
-            overwrite(named_weights(self.policy_weights), named_weights(server_weights))
+            overwrite(named_weights(self.policy_weights), named_weights(flattened(server_weights)))
 
 
 class RayWeightUpdater(WeightUpdaterBase):

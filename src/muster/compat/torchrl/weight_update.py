@@ -6,6 +6,7 @@ As an option of a collector, a scheme selects a transport. Without a collector, 
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import threading
 import warnings
@@ -13,11 +14,13 @@ import weakref
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
+import safetensors.torch
 import torch
 
 from muster.compat.torchrl.scheme_ends import ReceivingEnd, SendingEnd
+from muster.compat.torchrl.weight_names import by_name, flattened, unsaved_buffers
 from muster.errors import BadOption, CollectorClosed
-from muster.weights.names import Weights, check_finite, named_weights, overwrite
+from muster.weights.names import Weights, check_finite, copy_tensor, named_weights, overwrite
 
 __all__ = [
     "DistributedWeightSyncScheme",
@@ -83,6 +86,8 @@ class WeightSyncScheme:
     initialized_on_receiver = synchronized_on_receiver = synchronized_on_sender = False
     _context: weakref.ref[Any] | None = None
     _source: Any = None  # the sender's model
+    _constants: frozenset[str] = frozenset()  # names of non-persistent buffers: in no state dict, and never published
+    _unsent: bytes | None = None  # tensors that only a receiver needs whose module has no memory yet
     _path: str | None = None
     _pid = 0
     _sender: SendingEnd | None = None
@@ -159,12 +164,20 @@ class WeightSyncScheme:
         if not self.backend:
             raise BadOption(f"{self} cannot send by itself: take a subclass of WeightSyncScheme")
         count = _count(num_workers, devices, context)
-        first = _by_worker(model if weights is None else weights)
+        given = model if weights is None else weights
+        modules = [
+            each for each in (given.values() if _differ(given) else [given]) if isinstance(each, torch.nn.Module)
+        ]
+        buffers = [unsaved_buffers(module) for module in modules]
+        self._constants = frozenset(name for each in buffers for name in each)
+        self._unsent = _packed(buffers[0]) if buffers else None  # a worker that makes its policy does not need them
+        self._source = model
+        first = self._by_worker(given)
         self._sender = SendingEnd(next(iter(first.values())), count, self.deadline_s)
         for worker, own in first.items():
             if worker is not None:
                 self._sender.publish(own, 0, [worker])
-        self.model_id, self._source = model_id, model
+        self.model_id = model_id
         self._path, self._pid, self.version = self._sender.path, os.getpid(), 0
 
     def send(self, weights: Any = None, worker_ids: Any = None) -> None:
@@ -211,8 +224,7 @@ class WeightSyncScheme:
         self.model = self.model if model is None else model
         if self.model is None:
             raise BadOption("init_on_receiver needs what gets the weights: give a model or a context")
-        if isinstance(self.model, torch.nn.Module) and any(parameter.is_meta for parameter in self.model.parameters()):
-            self.model.to_empty(device="cpu")
+        _materialise(self.model, self._unsent)
         self.worker_idx = getattr(context, "worker_idx", None) if worker_idx is None else worker_idx
         self.initialized_on_receiver = True
 
@@ -252,7 +264,7 @@ class WeightSyncScheme:
         """
         if self.model is None or not inplace:
             raise BadOption("apply_weights() writes into the model of a receiver: call init_on_receiver(...) before")
-        overwrite(named_weights(self.model), named_weights(weights))
+        overwrite(named_weights(flattened(self.model)), named_weights(flattened(weights)))
 
     # --- both ---------------------------------------------------------------------------------------
 
@@ -309,7 +321,7 @@ class WeightSyncScheme:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes that a receiver needs."""
-        names = ("strategy", "sync", "deadline_s", "model_id", "_path")
+        names = ("strategy", "sync", "deadline_s", "model_id", "_path", "_unsent")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -331,7 +343,7 @@ class WeightSyncScheme:
         given = self._source if weights is None else weights
         if given is None:
             raise BadOption("send() without weights sends the model's, and init_on_sender got none: give weights")
-        new = _by_worker(given)
+        new = self._by_worker(given)
         several = worker_ids is None or isinstance(worker_ids, Collection)
         receivers = worker_ids if several else [worker_ids]
         with self._lock:
@@ -344,12 +356,20 @@ class WeightSyncScheme:
             if self.sync:
                 sender.wait(receivers)
 
+    def _by_worker(self, given: Any) -> dict[int | None, Weights]:
+        """Return checked weights by number of the receiver; None stands for all receivers."""
+        named = {}
+        for worker, own in (given if _differ(given) else {None: given}).items():
+            named[worker] = {name: tensor for name, tensor in by_name(own).items() if name not in self._constants}
+            check_finite(named[worker])
+        return named
+
     def _take(self, end: ReceivingEnd, *, announce: bool = True) -> Weights | None:
         with self._lock:
             context = self.context
             # TorchRL's workers set `model` to the acting policy, which may change between rollouts only.
             model = self.model if context is None else context.get_model(self.model_id)
-            weights = named_weights(model)
+            weights = named_weights(flattened(model))
             version = end.take(weights)
             if version is None:
                 return None
@@ -376,15 +396,22 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
 
 
 class NoWeightSyncScheme(WeightSyncScheme):
-    """Sends nothing: receivers keep their weights."""
+    """Sends nothing: receivers keep their weights. TorchRL's workers start with those that the policy has then."""
 
     backend = "none"
     _sends = False
 
-    def init_on_sender(self, *, model_id: str = "policy", **_: Any) -> None:
+    def init_on_sender(self, *, model_id: str = "policy", context: Any = None, model: Any = None, **_: Any) -> None:
+        """Make this object the sender; see ``WeightSyncScheme.init_on_sender``."""
+        if context is not None and model is None:
+            model = getattr(context, "policy", None) if model_id == "policy" else context.get_model(model_id)
+        if isinstance(model, torch.nn.Module):
+            self._unsent = _packed(named_weights(model) | unsaved_buffers(model))
         self.model_id, self._sends = model_id, True
 
-    def init_on_receiver(self, *, model_id: str = "policy", **_: Any) -> None:
+    def init_on_receiver(self, *, model_id: str = "policy", model: Any = None, **_: Any) -> None:
+        """Make this object a receiver, whose module on the device "meta" gets the weights of ``init_on_sender``."""
+        _materialise(model, self._unsent)
         self.model_id, self.initialized_on_receiver = model_id, True
 
     def connect(self, **_: Any) -> None:
@@ -475,13 +502,28 @@ def _of_context(context: Any, model_id: str) -> tuple[Any, Any]:
     return None, {worker: factory() for worker, factory in enumerate(factories)}
 
 
-def _by_worker(given: Any) -> dict[int | None, Weights]:
-    """Return checked weights by number of the receiver; None stands for all receivers."""
-    differ = type(given) is dict and bool(given) and all(isinstance(key, int) for key in given)
-    named = {worker: named_weights(own) for worker, own in (given if differ else {None: given}).items()}
-    for own in named.values():
-        check_finite(own)
-    return named
+def _differ(given: Any) -> bool:
+    """Return whether these are weights by number of the receiver."""
+    return type(given) is dict and bool(given) and all(isinstance(key, int) for key in given)
+
+
+def _materialise(model: Any, packed: bytes | None) -> None:
+    """Allocate memory for a module on the device "meta", as TorchRL sends it to workers, and fill in ``packed``."""
+    if not isinstance(model, torch.nn.Module):
+        return
+    if not any(tensor.is_meta for tensor in itertools.chain(model.parameters(), model.buffers())):
+        return
+    model.to_empty(device="cpu")
+    tensors = named_weights(model) | unsaved_buffers(model)
+    given = {} if packed is None else safetensors.torch.load(packed)
+    for name, tensor in given.items():
+        copy_tensor(tensors[name], tensor)
+
+
+def _packed(tensors: Weights) -> bytes | None:
+    """Return tensors as bytes: pickled as tensors, they would be moved to shared memory."""
+    copies = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    return safetensors.torch.save(copies) if copies else None
 
 
 def _count(num_workers: int | None, devices: Collection[Any] | None, context: Any) -> int:

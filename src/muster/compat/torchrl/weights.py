@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, cast
 
 import torch
 import torchrl.weight_update
@@ -11,6 +12,7 @@ from torchrl.collectors import BaseCollector, WeightUpdaterBase
 
 from muster.collectors.weight_methods import WeightMethods
 from muster.compat.torchrl import updaters
+from muster.compat.torchrl.weight_names import by_name, fitting_parts, flattened, is_tensordict, unsaved_buffers
 from muster.compat.torchrl.weight_update import WeightSyncScheme
 from muster.weights.publish import PolicyWeights
 from muster.weights.receive import Receivers
@@ -18,6 +20,36 @@ from muster.weights.receive import Receivers
 # TorchRL's collectors and their subclasses then accept our schemes and updaters.
 torchrl.weight_update.WeightSyncScheme.register(WeightSyncScheme)
 WeightUpdaterBase.register(updaters.WeightUpdaterBase)
+
+
+class TorchRLPolicyWeights(PolicyWeights):
+    """Weights of a policy in this process. Takes all forms in which TorchRL's functions and schemes give weights.
+
+    These are nested dicts, and TensorDicts of modules, which have non-persistent buffers and extra state besides what
+    is in a state dict. The buffers are copied as well; extra state is left to the scheme that has sent it.
+    """
+
+    def publish_all(self, sources: Sequence[tuple[Any, Any]], *, workers: Collection[int] | None = None) -> int | str:
+        parts = [part for source, model in sources for part in self._parts(source, model)]
+        return super().publish_all(parts, workers=workers)
+
+    def _parts(self, source: Any, model: Any) -> list[tuple[Any, Any]]:
+        """Return the weights, and apart from them the non-persistent buffers, each with its model."""
+        source = flattened(source)
+        target = self.policy if model is None else model
+        if not isinstance(target, torch.nn.Module) or not (isinstance(source, dict) or is_tensordict(source)):
+            return [(source, model)]
+        named = by_name(source)
+        fitting = list(fitting_parts(named.keys(), target).values())
+        buffers = unsaved_buffers(fitting[0]) if fitting else {}
+        given = buffers.keys() & named.keys()
+        if not given:
+            return [(named, model)]
+        holder, apart = torch.nn.Module(), {}
+        for number, name in enumerate(sorted(given)):
+            holder.register_buffer(str(number), buffers[name])
+            apart[str(number)] = named.pop(name)
+        return [(named, model), (apart, holder)]
 
 
 class TorchRLWeights:
@@ -34,7 +66,8 @@ class TorchRLWeights:
         """Use new weights from the next batch on.
 
         Args:
-            policy_or_weights: a TensorDict, module or state dict. None: the policy that the collector was made with.
+            policy_or_weights: a TensorDict, a module, or a dict of tensors: a state dict, or nested as a TensorDict is.
+                None: the policy that the collector was made with.
             worker_ids: passed to weight updaters and schemes.
             **kwargs: ``weights``, ``policy``, ``model_id``, ``weights_dict``, as in TorchRL. Without schemes, TorchRL
                 ignores ``weights_dict``; here its entry "policy" is used.
@@ -53,7 +86,21 @@ class TorchRLWeights:
             self._weights.publish_all([])
 
     register_scheme_receiver = WeightMethods.register_scheme_receiver
-    receive_weights = WeightMethods.receive_weights
+
+    def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
+        """Use the weights that the registered schemes have received, or, without schemes, the given weights.
+
+        Args:
+            policy_or_weights: see ``update_policy_weights_``. None: copy them from the policy that the collector was
+                made with.
+            weights: the same as a keyword.
+            policy: the same as a keyword.
+
+        Raises:
+            ValueError: weights were given although schemes are registered, or twice.
+            BadWeights: the weights do not fit, or are not finite. Nothing was changed.
+        """
+        WeightMethods.receive_weights(cast(Any, self), policy_or_weights, weights=weights, policy=policy)
 
     def increment_version(self) -> None:
         """Increment the version, with ``track_policy_version``."""
@@ -70,7 +117,7 @@ class TorchRLWeights:
         """``original``: the policy before it was moved."""
         acting = self._wrapped_policy if isinstance(self._wrapped_policy, torch.nn.Module) else self.policy
         moved = None if original is self.policy else original
-        self._weights = PolicyWeights(acting, moved, self.policy_version_tracker)
+        self._weights = TorchRLPolicyWeights(acting, moved, self.policy_version_tracker)
         self._receivers = Receivers(self._weights, self, self.worker_idx)
 
     def _maybe_fallback_update(self, policy_or_weights: Any = None, *, model_id: str | None = None) -> None:

@@ -14,14 +14,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torchrl.envs import EnvBase
 
 import muster.collectors.clusters as clusters
 from muster.cluster.submitit import DEFAULT_SLURM_CONF
 from muster.cluster.submitit_delayed import submitit_delayed_launcher
+from muster.collectors.options import Execution, Trajectories
 from muster.collectors.signatures import OF_TORCHRL, passes_on
-from muster.compat.torchrl.policies import ActedOn, CopiedEnv
+from muster.compat.torchrl.policies import ActedOn, CopiedEnv, check_graph
+from muster.compat.torchrl.weight_names import flattened
+from muster.episodes.segment import MASK
 from muster.errors import BadOption
+from muster.keys import TRAJ_IDS
 from muster.utils.integers import integer
 
 __all__ = [
@@ -55,11 +60,12 @@ class _OverNodes:
     """
 
     _kept_policy: Any = None  # that policy
+    _joins = False  # TorchRL concatenates the batches of the nodes; else it stacks them
     _lead = 1  # as TorchRL, which requests a node's next batch when it delivers the one before
 
     def _init_as_torchrl(self, create_env_fn: Any, policy: Any, frames_per_batch: int, options: dict[str, Any]) -> None:
         made_by_nodes = policy is not None and options.get("policy_factory") is not None
-        told = _translated(create_env_fn, frames_per_batch, options)
+        told = _translated(create_env_fn, frames_per_batch, options, joins=self._joins)
         several = isinstance(create_env_fn, (list, tuple))
         make_policy = told.get("policy_factory") or (lambda: policy)
         given = [
@@ -76,9 +82,20 @@ class _OverNodes:
             self.update_policy_weights_()
 
     def update_policy_weights_(self, policy_or_weights: Any = None, **options: Any) -> None:
+        """Publish weights as ``muster.Collector.update_policy_weights_``. Dicts may be nested, as TensorDicts are."""
         if policy_or_weights is None and not {"weights", "policy", "weights_dict"} & options.keys():
             policy_or_weights = self._kept_policy
-        super().update_policy_weights_(policy_or_weights, **options)  # type: ignore[misc]
+        if options.get("weights") is not None:
+            options["weights"] = flattened(options["weights"])
+        if options.get("weights_dict") is not None:
+            options["weights_dict"] = {name: flattened(own) for name, own in options["weights_dict"].items()}
+        super().update_policy_weights_(flattened(policy_or_weights), **options)  # type: ignore[misc]
+
+    def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
+        """Use weights as ``muster.Collector.receive_weights``. Dicts may be nested, as TensorDicts are."""
+        super().receive_weights(  # type: ignore[misc]
+            flattened(policy_or_weights), weights=flattened(weights), policy=policy
+        )
 
 
 class DistributedCollector(_OverNodes, clusters.DistributedCollector):
@@ -123,10 +140,10 @@ class RPCCollector(_OverNodes, clusters.RPCCollector):
     ``DistributedCollector`` and ``muster.RPCCollector`` document the arguments.
     """
 
+    _joins = True
+
     @passes_on(clusters.RPCOptions, WithoutEffect)
     def __init__(self, create_env_fn: Any, policy: Any = None, *, frames_per_batch: int, **options: Any) -> None:
-        if options.get("sync"):
-            options.setdefault("cat_results", "cat")
         self._init_as_torchrl(create_env_fn, policy, frames_per_batch, options)
 
 
@@ -177,28 +194,96 @@ class RayCollector(_OverNodes, clusters.RayCollector):
             self.shutdown(shutdown_ray=True)
 
 
-def _translated(create_env_fn: Any, frames_per_batch: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Return Muster's options for TorchRL's."""
+def _translated(create_env_fn: Any, frames_per_batch: int, options: dict[str, Any], *, joins: bool) -> dict[str, Any]:
+    """Return Muster's options for TorchRL's.
+
+    Args:
+        joins: TorchRL concatenates the batches of the nodes, with ``sync=True``.
+    """
     told = _with_effect(options)
     told |= {name: _one(name, value) for name, value in told.items() if name in _PER_NODE}
-    if (of_nodes := told.get("collector_kwargs")) is not None:
-        several = isinstance(of_nodes, (list, tuple))
-        told["collector_kwargs"] = [_with_effect(given) for given in of_nodes] if several else _with_effect(of_nodes)
+    of_nodes = told.get("collector_kwargs")
+    several = isinstance(of_nodes, (list, tuple))
+    every = [_with_effect(given) for given in (of_nodes if isinstance(of_nodes, (list, tuple)) else [of_nodes])]
     if isinstance(told.get("tcp_port"), str):
         told["tcp_port"] = int(told["tcp_port"])
     frames = integer("frames_per_batch", frames_per_batch)
     if (total := told.get("total_frames", -1)) > 0:
         told["total_frames"] = -(-total // frames) * frames  # TorchRL's last batch is complete, too
+    nodes = _nodes(create_env_fn, told)
     if told.get("sync"):
-        nodes = _nodes(create_env_fn, told)
         if frames % nodes:
             raise BadOption(f"frames_per_batch={frames} cannot be shared equally by {nodes} nodes: use a multiple")
         frames //= nodes
-        of_node = told.get("num_workers_per_collector", 1)
-        alike = {*of_node} if isinstance(of_node, (list, tuple)) else {of_node}
-        if len(alike) == 1 and alike != {1} and not (told.get("trajs_per_batch") or told.get("split_trajs")):
-            told["postproc"] = partial(_one_row_per_node, nodes, told.get("postproc"))
-    return {"obs_dtype": "env", **told, "frames_per_batch": frames}
+    for given in (told, *every):
+        _name_trajectories(given, nodes if told.get("sync") else 1)
+    acting = {**told, **(every[0] if every else {})}  # as Muster reads them
+    shape: dict[str, Any] = {}
+    if acting.get("trajs_per_batch") is not None:
+        shape = _padded(acting)
+    elif told.get("sync") and not acting.get("split_trajs") and acting.get("extend_buffer", True):
+        shape = _joined(acting, nodes, joins=joins)
+    told |= shape
+    every = [{name: value for name, value in given.items() if name not in shape} for given in every]
+    if of_nodes is not None:
+        told["collector_kwargs"] = every if several else every[0]
+    as_torchrl = {"obs_dtype": "env", "execution": Execution(policy_mode="as_given")}
+    return {**as_torchrl, **told, "frames_per_batch": frames}
+
+
+def _name_trajectories(options: dict[str, Any], share: int) -> None:
+    """Replace TorchRL's ``trajs_per_batch`` and ``traj_format`` by Muster's.
+
+    Args:
+        options: options, which are changed.
+        share: number of nodes that share a batch. In TorchRL each has that number of trajectories, those first done.
+    """
+    count = options.get("trajs_per_batch")
+    if count is not None and not isinstance(count, Trajectories):
+        options["trajs_per_batch"] = Trajectories(integer("trajs_per_batch", count) * share, rule="first_done")
+    if options.get("traj_format") == "padded":
+        options["traj_format"] = "pad"
+
+
+def _padded(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options for the layout of whole trajectories: padded, as TorchRL's, but for replay buffers."""
+    if options.get("replay_buffer") is not None:
+        return {"traj_format": "cat"}
+    if (options.get("traj_format") or "pad") != "pad":
+        return {}
+    return {"traj_format": "pad", "postproc": partial(_zero_padding, options.get("postproc"))}
+
+
+def _zero_padding(postproc: Any, batch: Any) -> Any:
+    """Set the trajectory ids of padding to zero, as TorchRL pads all columns, and call the user's ``postproc``."""
+    batch.get(TRAJ_IDS).masked_fill_(~batch.get(MASK), 0)
+    return _processed(postproc, batch)
+
+
+def _joined(options: Mapping[str, Any], nodes: int, *, joins: bool) -> dict[str, Any]:
+    """Return the options for the shape of batches of all nodes."""
+    if options.get("cat_results") is not None or options.get("layout") == "time_major":
+        return {}
+    if joins:
+        if options.get("return_same_td"):
+            raise BadOption(
+                "return_same_td yields the same memory every time, and RPCCollector(sync=True) copies the batches of "
+                "its nodes into one: leave it out, or give cat_results='stack', which does not copy"
+            )
+        return {"postproc": partial(_one_after_another, options.get("postproc"))}
+    of_node = options.get("num_workers_per_collector", 1)
+    alike = {*of_node} if isinstance(of_node, (list, tuple)) else {of_node}
+    if len(alike) > 1 or alike == {1}:
+        return {}
+    return {"postproc": partial(_one_row_per_node, nodes, options.get("postproc"))}
+
+
+def _one_after_another(postproc: Any, batch: Any) -> Any:
+    """Join the rows of all workers, and call the user's ``postproc``."""
+    names = batch.names[1:]
+    joined = batch.flatten(0, 1)
+    joined.names = names
+    return _processed(postproc, joined)
 
 
 def _one_row_per_node(nodes: int, postproc: Any, batch: Any) -> Any:
@@ -206,13 +291,29 @@ def _one_row_per_node(nodes: int, postproc: Any, batch: Any) -> Any:
     if batch.ndim == 2 and batch.shape[0] > nodes:
         batch = batch.reshape(nodes, -1)
         batch.names = [None, "time"]
+    return _processed(postproc, batch)
+
+
+def _processed(postproc: Any, batch: Any) -> Any:
     processed = None if postproc is None else postproc(batch)
     return batch if processed is None else processed
 
 
 def _with_effect(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the options without those that have no effect."""
-    return {name: value for name, value in (options or {}).items() if name not in OF_TORCHRL}
+    """Return the options without those that have no effect: here, or on this machine, as in TorchRL."""
+    acting = {name: value for name, value in (options or {}).items() if name not in OF_TORCHRL}
+    compiling = acting.get("compile_policy")
+    if isinstance(compiling, Mapping):
+        acting["compile_policy"] = {name: value for name, value in compiling.items() if name != "warmup"} or True
+    graphs = acting.get("cudagraph_policy")
+    if graphs not in (None, False) and not torch.cuda.is_available():
+        check_graph(_nothing, None, graphs if isinstance(graphs, Mapping) else {})
+        acting["cudagraph_policy"] = None
+    return acting
+
+
+def _nothing(td: Any) -> Any:
+    return td
 
 
 def _nodes(create_env_fn: Any, options: dict[str, Any]) -> int:

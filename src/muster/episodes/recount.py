@@ -1,0 +1,62 @@
+"""Records of the episodes in a batch of whole episodes, counted from its rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from muster.episodes.record import Episodes, info_records
+from muster.episodes.segment import ENDED, find_pieces
+from muster.keys import INFO, TERMINATED, TRUNCATED, Key, next_of
+from muster.memory.specs import Array
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+
+class Recount:
+    """Makes the records of the episodes in batches of whole episodes.
+
+    Args:
+        num_envs: number of environments over all groups.
+        reward_key: column of the reward that episode records sum up.
+        with_infos: the batches have columns of infos.
+    """
+
+    def __init__(self, num_envs: int, reward_key: Key, *, with_infos: bool) -> None:
+        self._num_envs, self._reward_key, self._with_infos = num_envs, reward_key, with_infos
+
+    def of(self, batch: TensorDict) -> Episodes:
+        """Return the records of the episodes in ``[frames]`` or ``[n, longest]``, in the batch's order."""
+        pieces = find_pieces(batch if batch.ndim > 1 else batch.unsqueeze(0), ENDED)
+        rows = pieces.rows[pieces.first + pieces.length - 1]
+
+        def column(key: Key) -> Array:
+            array: Array = batch.get(key).detach().cpu().numpy()
+            return array.reshape(batch.numel(), -1)
+
+        rewards = column(self._reward_key)[pieces.rows, 0].astype(np.float64)
+        returns = np.add.reduceat(rewards, pieces.first)
+        terminated = column(next_of(TERMINATED))[rows, 0]
+        truncated = column(next_of(TRUNCATED))[rows, 0]
+        env_id = pieces.traj_id % self._num_envs
+        infos = _infos_at(batch, rows) if self._with_infos else None
+        return Episodes(pieces.traj_id, env_id, returns, pieces.length, terminated, truncated, infos)
+
+
+def _infos_at(batch: TensorDict, rows: Array) -> Array:
+    """Return the ``info_records`` of these rows of the flattened batch."""
+    from tensordict import is_leaf_nontensor
+
+    flat = batch["next", INFO].reshape(-1)
+    columns: dict[Key, Any] = {}
+    for key in flat.keys(True, True, is_leaf=is_leaf_nontensor):
+        column = flat.get(key)
+        if torch.is_tensor(column):
+            values: Any = column.cpu().numpy()[rows]
+        else:
+            values = [column[row].data for row in rows.tolist()]
+        columns[key if isinstance(key, tuple) else (key,)] = values
+    return info_records(columns, len(rows))

@@ -1,0 +1,100 @@
+"""The program of docs/save_and_continue.md, interrupted at random moments: it uses the data that one run uses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.test_code_blocks import blocks
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="forks after importing torch")]
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "save_and_continue.md"
+DRIVER = """
+import hashlib, os, random, signal, sys, threading
+from pathlib import Path
+from muster import MultiSyncCollector
+
+program = {"__name__": "program"}
+exec(Path(sys.argv[1]).read_text(), program)
+folder, kind, wanted = Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+program["torch"].set_num_threads(1)
+update = program["update"]
+
+
+def make_with_workers(policy):
+    options = {"num_envs": 4, "frames_per_batch": 512, "total_frames": 512 * program["UPDATES"], "seed": 0}
+    return MultiSyncCollector(["CartPole-v1"] * 2, policy, **options)
+
+
+make = make_with_workers if kind == "workers" else program["make"]
+
+
+# Runs the program in a process of its own, which gets Ctrl-C so many seconds after the collector was made (0: never).
+def run(place, seconds):
+    place.mkdir(exist_ok=True)
+
+    def noting(batch, policy, optimizer):
+        update(batch, policy, optimizer)
+        content = [batch[key].contiguous().numpy().tobytes() for key in ("observation", "action")]
+        content += [weight.detach().numpy().tobytes() for weight in policy.parameters()]
+        with open(place / "used", "a") as used:
+            used.write(hashlib.sha256(b"".join(content)).hexdigest() + chr(10))
+
+    def making(policy):
+        collector = make(policy)
+        if seconds:
+            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return collector
+
+    program["update"], program["make"] = noting, making
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    code = 1
+    try:
+        program["train"](place / "state")
+        code = 0
+    except SystemExit:
+        code = 2  # saved
+    except KeyboardInterrupt:
+        code = 3  # before the loop: nothing was collected, and nothing is saved
+    finally:
+        os._exit(code)
+
+
+def used(place):
+    file = place / "used"
+    return file.read_text().split() if file.exists() else []
+
+
+whole, parts = folder / "whole", folder / "parts"
+assert run(whole, 0) == 0
+expected = used(whole)
+assert len(expected) == program["UPDATES"]
+draws = random.Random(kind)
+codes = []
+while codes.count(2) < wanted:
+    codes.append(run(parts, draws.uniform(0.001, 0.25)))
+    assert codes[-1] in (0, 2, 3), codes
+    found = used(parts)
+    assert found == expected[: len(found)], f"after {codes}: what was used is not what one run uses"
+    if codes[-1] == 0:
+        assert found == expected, f"after {codes}: something is missing"
+        (parts / "used").unlink()
+        (parts / "state").unlink(missing_ok=True)
+print(codes)
+"""
+
+
+@pytest.mark.parametrize("kind", ["here", "workers"])
+@pytest.mark.timeout(900)
+def test_the_data_and_weights_of_interrupted_programs_are_those_of_one_run(kind, tmp_path):
+    code = next(block.code for block in blocks(PAGE) if "def train" in block.code)
+    (tmp_path / "program.py").write_text(code)
+    command = [sys.executable, "-c", DRIVER, str(tmp_path / "program.py"), str(tmp_path), kind, "20"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
