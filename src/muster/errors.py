@@ -25,6 +25,7 @@ class MusterError(Exception):
         seed: the last seed of the environment.
         phase: "construct", "reset", "step", "policy", "weights", "call" or "close".
         crash_report: file for ``muster replay``.
+        replay_command: the whole command, which the message has, too; "" without a crash report.
         traceback: of what was raised there, with Muster's frames, which the message leaves out.
     """
 
@@ -34,6 +35,7 @@ class MusterError(Exception):
     seed: int | None = None
     phase: str | None = None
     crash_report: Path | None = None
+    replay_command: str = ""
     traceback: str = ""
 
 

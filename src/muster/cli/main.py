@@ -134,7 +134,7 @@ EXAMPLES = """Collects reinforcement-learning experience at the speed of the env
 
 examples:
   muster collect CartPole-v1 --frames 100k --out runs/a
-  muster collect Pendulum-v1 --frames 1e6 --envs 16 --policy mlp --seed 3 --out runs/b
+  muster collect Pendulum-v1 --frames 1e6 --num-envs 16 --policy mlp --seed 3 --out runs/b
   muster collect CartPole-v1 --frames 50_000 --policy net.safetensors
   muster collect my_envs:Maze-v0 --frames 10k --policy agent.py:policy --allow-import
   muster serve random --obs float32:4 --act discrete:2 --frames 10k --address 127.0.0.1:7000

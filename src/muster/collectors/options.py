@@ -95,13 +95,16 @@ class Watch(Details):
         films: keep the actions of the newest, best and worst episode, from which viewers can make films. None: if
             there are workers, whose actions are kept for crash reports anyway; without workers it costs a few percent
             of the time of CartPole's steps.
+        announce: print the page's address to standard error. ``watch_url`` of the collector has it, too.
     """
 
     directory: str | os.PathLike[str] | None = None
     address: str | None = "127.0.0.1:0"
     films: bool | None = None
+    announce: bool = True
 
     def __post_init__(self) -> None:
+        check_bool("announce", self.announce)
         if self.films is not None:
             check_bool("films", self.films)
         if self.address is not None:

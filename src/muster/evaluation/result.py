@@ -13,6 +13,7 @@ import numpy as np
 from muster.errors import BadOption
 from muster.memory.specs import Array
 from muster.observing.plot import plot_returns, png_of
+from muster.utils.texts import counted
 
 if TYPE_CHECKING:
     from muster.evaluation.video import Tape
@@ -228,7 +229,8 @@ class Evaluation:
         if not self.complete:
             notes.append(f"incomplete: stopped by {self.stopped_by}, {len(self.unfinished)} unfinished")
         return (
-            f"{self.env}: return {self.mean:,.2f} [{low:,.2f}, {high:,.2f}] (95%) over {len(self.records)} episodes of "
+            f"{self.env}: return {self.mean:,.2f} [{low:,.2f}, {high:,.2f}] (95%) over "
+            f"{counted(len(self.records), 'episode')} of "
             f"{self.length_mean:,.1f} steps; {', '.join(notes)}"
         )
 

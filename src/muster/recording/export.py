@@ -19,6 +19,7 @@ from muster.keys import FLAGS, INFO, NEXT_OBS_VALID, RESERVED, REWARD, STEP_COUN
 from muster.memory.specs import Array
 from muster.recording.reader import Recording, cut_out
 from muster.utils.attributes import optional
+from muster.utils.texts import counted
 from muster.utils.whole_files import file_errors, make_folder, written_elsewhere
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Export:
 
     def __str__(self) -> str:
         said = "".join(f"\nleft out  {count:,} ({why})" for why, count in self.left_out.items())
-        return f"wrote     {self.path}  ({self.episodes:,} episodes, {self.frames:,} frames){said}"
+        return f"wrote     {self.path}  ({counted(self.episodes, 'episode')}, {counted(self.frames, 'frame')}){said}"
 
 
 class CompleteEpisodes:

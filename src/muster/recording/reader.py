@@ -32,6 +32,7 @@ from muster.recording.chunks import (
 from muster.recording.episodes import IS_INIT, Episode, find_episodes
 from muster.recording.writer import FORMAT, VERSION
 from muster.utils.tensor_files import Damaged, bytes_of, opened, unseal
+from muster.utils.texts import counted
 from muster.utils.whole_files import TEMPORARY, read_json
 
 if TYPE_CHECKING:
@@ -259,8 +260,8 @@ class Recording:
         size = sum(chunk.size_bytes for chunk in self._chunks)
         env = f", env={self.meta['env']!r}" if "env" in self.meta else ""
         lines = [
-            f"Recording({str(self.directory)!r}{env}: {len(self):,} frames in {self.batches:,} batches"
-            f" and {len(self._chunks):,} chunks, {size / 1e6:,.1f} MB)"
+            f"Recording({str(self.directory)!r}{env}: {counted(len(self), 'frame')} in {counted(self.batches, 'batch')}"
+            f" and {counted(len(self._chunks), 'chunk')}, {size / 1e6:,.1f} MB)"
         ]
         if self._chunks:
             first = self._chunks[0]

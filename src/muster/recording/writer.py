@@ -23,6 +23,7 @@ from muster.recording import chunks
 from muster.utils.attributes import installed
 from muster.utils.forks import Owner
 from muster.utils.tensor_files import STORABLE, seal
+from muster.utils.texts import counted
 from muster.utils.whole_files import make_folder, write_whole
 
 if TYPE_CHECKING:
@@ -198,7 +199,8 @@ class Recorder:
 
     def __repr__(self) -> str:
         state = "closed" if self._lock is None else "open"
-        return f"Recorder({str(self.directory)!r}, {state}, {self._frames:,} frames in {self._chunks} chunks)"
+        held = f"{counted(self._frames, 'frame')} in {counted(self._chunks, 'chunk')}"
+        return f"Recorder({str(self.directory)!r}, {state}, {held})"
 
     def _claim(self) -> chunks.DirectoryLock:
         try:
