@@ -810,9 +810,9 @@ def test_a_recording_of_one_batch_and_one_episode_says_so(capsys, tmp_path):
 
 def test_quiet_prints_nothing_but_errors(capfd, tmp_path):
     argv = ("collect", "CartPole-v1", "--frames", "800", "--quiet")
+    level = logging.getLogger("muster").level
     assert main([*argv, "--watch", "--out", str(tmp_path / "a")]) == 0
     assert capfd.readouterr() == ("", "")
-    level = logging.getLogger("muster").level
     with prepared(Collect("CartPole-v1", 8, quiet=True), 0):
         warnings.warn("a worker was restarted", stacklevel=1)
         logging.getLogger("muster.workers.lives").warning("Waiting for workers 0, 1.")

@@ -149,5 +149,5 @@ def test_the_source_of_a_network_makes_it(space: spaces.Box) -> None:
     names = {"nn": nn, "Float": mlp.Float, "OrderedDict": OrderedDict}
     made = eval(mlp.source(head.net), names)  # type: ignore[arg-type]
     made.load_state_dict(head.net.state_dict())  # type: ignore[union-attr, operator]
-    observed = torch.from_numpy(np.stack([space.sample() for _ in range(3)]))
+    observed = torch.from_numpy(np.stack([[space.sample() for _ in range(3)]] * 2))
     assert torch.equal(made(observed), head.net(observed))  # type: ignore[operator]

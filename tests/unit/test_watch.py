@@ -662,6 +662,31 @@ def test_viewers_are_told_that_the_process_of_a_run_has_exited(tmp_path, number)
     assert goodbye == {"of": "run", "run": str(tmp_path / "run")}
 
 
+def test_what_is_written_just_before_the_end_reaches_viewers(tmp_path, monkeypatch):
+    page = PageAddress("127.0.0.1:0")
+    server = PageServer(written(tmp_path, RUN), page.socket, page.token)
+
+    class EndsAfterARead(SnapshotReader):
+        def read(self):
+            found = super().read()
+            if not server.ending.is_set():
+                with open(tmp_path / NAME, "a") as file:
+                    file.write(json.dumps({"kind": "end", "time": 1.0, "error": ""}) + "\n")
+                server.ending.set()
+            return found
+
+    monkeypatch.setattr(page_server, "SnapshotReader", EndsAfterARead)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        kinds, _ = to_the_end(fetched(page.socket.getsockname()[1], "/events"))
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(60)
+    assert kinds == ["run", "end"]
+
+
 def test_a_server_that_closes_says_goodbye_and_waits_for_no_viewer_long(tmp_path, monkeypatch):
     page = PageAddress("127.0.0.1:0")
     server = PageServer(written(tmp_path, RUN, line(1)), page.socket, page.token)

@@ -107,7 +107,8 @@ class SnapshotFile:
 
     def _thin(self) -> None:
         """Remove every second snapshot, and the rows of workers of all but the newest: nothing shows them."""
-        entries = [entry for line in self.path.read_bytes().splitlines() if (entry := parsed(line)) is not None]
+        with open_regular(self.path) as file:
+            entries = [entry for line in file.read().splitlines() if (entry := parsed(line)) is not None]
         of = _by_kind(entries)
         newest = {entry["which"]: entry for entry in of["episode"]}
         kept = [*of["run"], *of["error"][-MOST_ERRORS:], *newest.values(), *of["snapshot"][::-2], *of["end"]]
