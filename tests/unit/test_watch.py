@@ -662,6 +662,29 @@ def test_viewers_are_told_that_the_process_of_a_run_has_exited(tmp_path, number)
     assert goodbye == {"of": "run", "run": str(tmp_path / "run")}
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_viewers_whose_connection_is_being_accepted_at_the_end_get_a_goodbye(tmp_path, number):
+    page = PageAddress("127.0.0.1:0")
+    port, answers = page.socket.getsockname()[1], []
+
+    class EndsWhileItAccepts(PageServer):
+        def process_request(self, *of):
+            super().process_request(*of)
+            wait_until(lambda: answers)  # the viewer has its headers
+            os.kill(os.getpid(), number)
+
+    viewer = threading.Thread(target=lambda: answers.append(fetched(port, "/events")))
+    with EndsWhileItAccepts(written(tmp_path, RUN), page.socket) as server:
+        viewer.start()
+        assert server.serve_until(signal.SIGINT, signal.SIGTERM) == number
+    viewer.join(60)
+    kinds, goodbye = to_the_end(answers[0])
+    assert kinds[0] == "run"
+    assert goodbye["run"] == str(tmp_path)
+    with pytest.raises(KeyboardInterrupt):  # handlers are as before
+        os.kill(os.getpid(), signal.SIGINT)
+
+
 def test_what_is_written_just_before_the_end_reaches_viewers(tmp_path, monkeypatch):
     page = PageAddress("127.0.0.1:0")
     server = PageServer(written(tmp_path, RUN), page.socket, page.token)

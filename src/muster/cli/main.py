@@ -7,10 +7,10 @@ import functools
 import io
 import operator
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -94,9 +94,9 @@ def watch(command: WatchCommand) -> int:
     except BaseException:
         page.close()
         raise
-    with server, suppress(KeyboardInterrupt):
+    with server:
         print(f"{page.url}  (Ctrl-C ends it)", flush=True)
-        server.serve_forever()
+        server.serve_until(signal.SIGINT)
     return 0
 
 

@@ -30,6 +30,7 @@ from muster.utils.strangers import Strangers
 TOKEN_VARIABLE = "MUSTER_WATCH_TOKEN"
 _SHORTEST_TOKEN = 16
 _POLL_S = 0.5  # between two looks at the file
+_LOOK_S = 0.1  # until a signal is noticed
 _ADMISSION_S = 10.0  # for a whole request, with its token
 _TIMEOUT_S = 30.0  # of a viewer that does not read
 _MOST_VIEWERS = 64
@@ -156,6 +157,10 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+class _ToldToEnd(BaseException):
+    """A signal has arrived; raised between two requests."""
+
+
 class PageServer(ThreadingHTTPServer):
     """Serves the page of a run, to at most 64 viewers at the same time. Raises ``BadOption`` without snapshots.
 
@@ -193,6 +198,7 @@ class PageServer(ThreadingHTTPServer):
         self._parent = parent
         self.goodbye = {"of": "watch" if parent is None else "run", "run": str(run)}  # the last event of viewers
         self.ending = threading.Event()
+        self._told_to_end: int | None = None  # the signal
         self.films = Films(film, (run if run.is_dir() else run.parent) / EPISODES)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -217,7 +223,30 @@ class PageServer(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore errors of connections: a viewer has closed the page."""
 
+    def serve_until(self, *signals: int) -> int:
+        """Serve until one of these signals arrives, say goodbye, and return it. Called in the main thread.
+
+        A handler that raised an exception would close the connection that is being accepted just then, with a viewer at
+        its other end who gets no goodbye.
+        """
+
+        def tell(number: int, _: Any) -> None:
+            self._told_to_end = number
+
+        handlers = {number: signal.signal(number, tell) for number in signals}
+        try:
+            with suppress(_ToldToEnd):
+                self.serve_forever(_LOOK_S)
+        finally:
+            self.say_goodbye()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        assert self._told_to_end is not None
+        return self._told_to_end
+
     def service_actions(self) -> None:
+        if self._told_to_end is not None:
+            raise _ToldToEnd
         self._strangers.end_late(_ADMISSION_S)
         if self._parent is not None and os.getppid() != self._parent:
             self.say_goodbye()
@@ -375,10 +404,5 @@ def main(arguments: Sequence[str]) -> None:
     fd, run, parent, *film = arguments
     token = os.environ.pop(TOKEN_VARIABLE, "")
     server = PageServer(Path(run), socket.socket(fileno=int(fd)), token, parent=int(parent), film=film or None)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # also ends a film that is being made
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    finally:
-        server.say_goodbye()
+    told = server.serve_until(signal.SIGTERM, signal.SIGINT)
+    sys.exit(0 if told == signal.SIGTERM else 130)
