@@ -81,6 +81,20 @@ async def stop_the_loop(env: FaultyEnv) -> None:
     await asyncio.Event().wait()
 
 
+async def stop_the_loop_slowly(env: FaultyEnv) -> None:
+    """The loop goes on for half a second, with a task that cleans up."""
+
+    async def clean_up() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.5)
+
+    env.cleaning = asyncio.create_task(clean_up())
+    await asyncio.sleep(0)
+    await stop_the_loop(env)
+
+
 async def refuse_to_end(env: FaultyEnv) -> None:
     """Ignores its cancellation; the second one ends it."""
     try:

@@ -310,8 +310,9 @@ def test_a_coroutine_that_blocks_the_loop_is_named_with_its_line() -> None:
         fakes.RELEASED.set()
 
 
-def test_a_coroutine_that_stops_the_loop_is_an_error_and_the_next_call_has_another_loop() -> None:
-    make, _ = faulty(fakes.stop_the_loop, None)
+@pytest.mark.parametrize("stop", [fakes.stop_the_loop, fakes.stop_the_loop_slowly])
+def test_a_coroutine_that_stops_the_loop_is_an_error_and_the_next_call_has_another_loop(stop: Any) -> None:
+    make, _ = faulty(stop, None)
     with Collector(make, zeros, num_envs=2, frames_per_batch=12, timeouts={"step": None}) as c:
         with pytest.raises(EnvError, match="its coroutine was cancelled"):
             c.rollout()

@@ -14,7 +14,6 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,27 +103,33 @@ class CoroutineRunner:
             MusterError: the worker was ended.
         """
         seconds, finished = self.timeouts.get(phase), threading.Event()
-        home = self._home = _event_loop()
         drivers: list[asyncio.Task[None]] = []
 
         def begin() -> None:
-            drivers.append(home.loop.create_task(_finish(calls, seconds, phase)))
+            drivers.append(asyncio.get_running_loop().create_task(_finish(calls, seconds, phase)))
             drivers[0].add_done_callback(lambda _: finished.set())
 
         blocked_at = None if seconds is None else time.monotonic() + seconds + CANCEL_S + BLOCKED_S
+        home = self._home = _event_loop()
         try:
-            home.loop.call_soon_threadsafe(begin)
+            while not home.call(begin):  # the user's code has stopped that loop
+                home = self._home = _event_loop()
             while not finished.wait(LOOK_S):
                 if self.look():
                     raise MusterError("This worker was ended while it waited for coroutines.")
+                if not home.thread.is_alive():
+                    break
                 if blocked_at is not None and time.monotonic() > blocked_at:
                     self._home = None
                     _note_blocked(home, calls)
                     return
         except BaseException:
-            home.loop.call_soon_threadsafe(lambda: [driver.cancel() for driver in drivers])
+            home.call(lambda: [driver.cancel() for driver in drivers])
             finished.wait(CANCEL_S + BLOCKED_S)
             raise
+        for call in calls:
+            if not call.returned and call.error is None:  # cancelled before it began
+                call.error = RuntimeError("its coroutine was cancelled")
 
     def close(self) -> None:
         """Release the event loop, which stops if nothing else uses it."""
@@ -136,14 +141,40 @@ class EventLoop:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=_serve, args=(self.loop,), name="muster-event-loop", daemon=True)
+        self._door = _Door()
+        self.thread = threading.Thread(
+            target=_serve, args=(self.loop, self._door), name="muster-event-loop", daemon=True
+        )
         self.thread.start()
-        self._end = weakref.finalize(self, _stop, self.loop, self.thread, os.getpid())
+        self._end = weakref.finalize(self, _stop, self.loop, self._door, self.thread, os.getpid())
+
+    @property
+    def is_open(self) -> bool:
+        return self._door.is_open and self.thread.is_alive()
+
+    def call(self, function: Callable[[], Any]) -> bool:
+        """Let the loop call a function soon; False: the loop has been stopped, and calls nothing any more."""
+        with self._door.lock:
+            if self._door.is_open:
+                self.loop.call_soon_threadsafe(function)
+            return self._door.is_open
 
     def abandon(self) -> None:
         """End the thread when it is not blocked any more. Does not wait for that."""
         self._end.detach()
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.call(self.loop.stop)
+
+
+class _Door:
+    """Whether an event loop takes new work. What it has taken before the door was closed, it begins and cancels."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # the garbage collection of another loop may need it at any time
+        self.is_open = True
+
+    def close(self) -> None:
+        with self.lock:
+            self.is_open = False
 
 
 _current: weakref.ref[EventLoop] | None = None
@@ -155,7 +186,7 @@ def _event_loop() -> EventLoop:
     global _current
     with _making:
         home = None if _current is None else _current()
-        if home is None or not home.thread.is_alive():
+        if home is None or not home.is_open:
             home = EventLoop()
             _current = weakref.ref(home)
         return home
@@ -219,10 +250,12 @@ def _user_line(thread: threading.Thread) -> str:
     return f" at {called[0].filename}:{called[0].lineno} in {called[0].name}" if called else ""
 
 
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
+def _serve(loop: asyncio.AbstractEventLoop, door: _Door) -> None:
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
+        door.close()
+        loop.run_until_complete(asyncio.sleep(0))  # calls what came in before
         if tasks := asyncio.all_tasks(loop):  # started by the user's code
             for task in tasks:
                 task.cancel()
@@ -231,13 +264,15 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
     except asyncio.TimeoutError:  # of an asynchronous generator
         pass
     finally:
+        door.close()
         loop.close()
 
 
-def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:
+def _stop(loop: asyncio.AbstractEventLoop, door: _Door, thread: threading.Thread, pid: int) -> None:
     if os.getpid() != pid or not thread.is_alive():
         return
-    with suppress(RuntimeError):  # it has just closed
-        loop.call_soon_threadsafe(loop.stop)
+    with door.lock:
+        if door.is_open:  # else it is stopping, and a second time would disturb that
+            loop.call_soon_threadsafe(loop.stop)
     if thread is not threading.current_thread():
         thread.join(2 * CANCEL_S)
