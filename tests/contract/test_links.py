@@ -7,6 +7,7 @@ one node (or ``count``). Real processes, real kills.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import signal
@@ -27,27 +28,28 @@ JOIN_S = 60.0  # on a busy machine
 SILENCE_S = 200.0  # more than JOIN_S: what is lost by then was not lost for its silence
 
 
-def _distributed(target: str, count: int = 1, deadline_s: float = SILENCE_S, **options: Any) -> Any:
-    from muster.cluster.carrier import Carrier
+def _direct(target: str, count: int = 1, deadline_s: float = SILENCE_S, **options: Any) -> Any:
+    from muster.cluster.direct import DirectCarrier
     from muster.cluster.launchers import MpLauncher
     from muster.cluster.rendezvous import Rendezvous
 
     launcher = MpLauncher(target, **options)
-    return Carrier(launcher=launcher, rendezvous=Rendezvous(count), deadline_s=deadline_s)
+    return DirectCarrier(launcher=launcher, rendezvous=Rendezvous(count), deadline_s=deadline_s)
 
 
-def _ray(target: str, count: int = 1, deadline_s: float = SILENCE_S) -> Any:
+def _ray(target: str, count: int = 1, deadline_s: float = SILENCE_S, *, cls: str = "RayCarrier") -> Any:
     from tests.fakes.ray_cluster import cluster
 
     cluster()
-    from muster.cluster.ray_nodes import RayCarrier
+    from muster.cluster import ray_nodes
 
-    return RayCarrier(count, target=target, deadline_s=deadline_s)
+    return getattr(ray_nodes, cls)(count, target=target, deadline_s=deadline_s)
 
 
-KINDS: dict[str, Callable[..., Any]] = {"torch.distributed": _distributed}
+KINDS: dict[str, Callable[..., Any]] = {"direct": _direct}
 if importlib.util.find_spec("ray") is not None:
     KINDS["ray"] = _ray
+    KINDS["ray, direct"] = functools.partial(_ray, cls="RayDirectCarrier")
 
 
 @pytest.fixture(params=sorted(KINDS))
@@ -374,7 +376,7 @@ def started():
     with contextlib.ExitStack() as stack:
 
         def start(function: str) -> Any:
-            carrier = _distributed(NODES + "echo", entry=NODES + function)
+            carrier = _direct(NODES + "echo", entry=NODES + function)
             stack.callback(carrier.close)
             return carrier
 

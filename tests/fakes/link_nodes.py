@@ -167,7 +167,7 @@ def never_joins(channel):
 
 def under_torchrun():
     """Rank 0 echoes through each of the others, twice; they are nodes. Run by ``torchrun -m``."""
-    from muster.cluster.carrier import Carrier
+    from muster.cluster.direct import DirectCarrier
     from muster.cluster.joining import run_node
     from muster.cluster.rendezvous import Rendezvous
     from muster.cluster.torchrun import TorchrunLauncher
@@ -177,7 +177,7 @@ def under_torchrun():
             assert run_node(target="tests.fakes.link_nodes:introduced")
             continue
         count = int(os.environ["WORLD_SIZE"]) - 1
-        carrier = Carrier(launcher=TorchrunLauncher(), rendezvous=Rendezvous(count))
+        carrier = DirectCarrier(launcher=TorchrunLauncher(), rendezvous=Rendezvous(count))
         for node in range(count):
             link = carrier.connect(node, 0, 60.0, threading.Event())
             said = link.receive().message.decode().split()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from muster.cluster.carrier import Carrier
+from muster.cluster.direct import DirectCarrier
 from muster.cluster.launchers import Launcher
 from muster.cluster.link import Block, Link, LinkLost
 from muster.cluster.rendezvous import Rendezvous, write_token
@@ -54,7 +54,7 @@ def serving(hosts, token):
             with hosts[0].entered():
                 rendezvous = Rendezvous(1, bind=hosts[0].address, token=token)
                 stack.callback(rendezvous.close)
-                carrier = Carrier(launcher=Launcher(), rendezvous=rendezvous, deadline_s=deadline_s)
+                carrier = DirectCarrier(launcher=Launcher(), rendezvous=rendezvous, deadline_s=deadline_s)
             stack.callback(carrier.close)
             return carrier
 
@@ -285,7 +285,7 @@ def test_nothing_is_unpickled_that_comes_from_strangers(hosts, token, tmp_path):
     main, machine, stranger = hosts
     with main.entered():
         rendezvous = Rendezvous(1, bind=main.address, token=token)
-        carrier = Carrier(launcher=Launcher(), rendezvous=rendezvous, deadline_s=5.0)
+        carrier = DirectCarrier(launcher=Launcher(), rendezvous=rendezvous, deadline_s=5.0)
     try:
         marker = tmp_path / "marker"
         coming = Connecting(main, carrier, 0)
@@ -305,7 +305,7 @@ class TestListening:
         main, _, stranger = hosts
         before = everywhere(main)
         with main.entered():
-            carrier = Carrier(launcher=Launcher(), rendezvous=Rendezvous(1))
+            carrier = DirectCarrier(launcher=Launcher(), rendezvous=Rendezvous(1))
         try:
             ports = [port for _, port in everywhere(main) - before]
             assert ports
