@@ -1,7 +1,8 @@
 """``python -m benchmarks.ray_engines``: ``RayCollector`` over both of its engines, "ray" and "direct", side by side.
 
-Measured: CPU of the main process and wall time of a batch. Both collectors of a case are made once and take turns. The
-main process is on the head node of a Ray cluster of two nodes on this machine; actors are on the same node or the other.
+Measured: CPU of the main process and wall time of a batch. Both collectors of a case are made once and take turns.
+The main process is on the head node of a Ray cluster of two nodes on this machine; actors are on the same node or on
+the other.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,50 +55,56 @@ def collector(workload: Workload, engine: str, at: str, nodes: int, policy: Any)
 
 
 @contextmanager
-def batches(workload: Workload, at: str, nodes: int, make: Callable[[], Any], *, publish: bool) -> Iterator[Any]:
-    """By engine, a function that collects a batch, after new weights if there are to be any."""
+def collectors(workload: Workload, at: str, nodes: int, make: Callable[[], Any]) -> Iterator[dict[str, Any]]:
+    """By engine."""
     with ExitStack() as made:
-        found: dict[str, Callable[[], Any]] = {}
-        for engine in ENGINES:
-            own = made.enter_context(collector(workload, engine, at, nodes, make()))
+        yield {engine: made.enter_context(collector(workload, engine, at, nodes, make())) for engine in ENGINES}
 
-            def batch(own: Any = own) -> None:
+
+def measure(each: Mapping[str, Any], rounds: int, turn: int, *, publish: bool) -> dict[str, list[Spent]]:
+    """CPU and wall of a batch in each round of ``turn`` batches of each engine. The first round is left out."""
+    spent: dict[str, list[Spent]] = {engine: [] for engine in each}
+    for number in range(rounds + 1):
+        for engine, own in each.items():
+            cpu, wall = time.process_time(), time.perf_counter()
+            for _ in range(turn):
                 if publish:
                     own.update_policy_weights_()
                 own.next()
-
-            found[engine] = batch
-        yield found
-
-
-def measure(each: Mapping[str, Callable[[], Any]], rounds: int, turn: int) -> dict[str, list[Spent]]:
-    """CPU and wall of a batch in each round, of ``turn`` batches of each engine in turns. The first round is left out."""
-    spent: dict[str, list[Spent]] = {engine: [] for engine in each}
-    for number in range(rounds + 1):
-        for engine, batch in each.items():
-            cpu, wall = time.process_time(), time.perf_counter()
-            for _ in range(turn):
-                batch()
             if number:
                 spent[engine].append(((time.process_time() - cpu) / turn, (time.perf_counter() - wall) / turn))
     return spent
 
 
-def cases(quick: bool) -> Iterator[tuple[str, Workload, str, int, Callable[[], Any], bool, int]]:
-    """Name, workload, place, nodes, policy, whether weights are published, and batches of a turn."""
+@dataclass(frozen=True)
+class Case:
+    """Collectors, and what is measured with them.
 
+    Attributes:
+        names: of a figure, and whether new weights are published before each batch.
+        turn: batches of a turn.
+    """
+
+    names: Mapping[str, bool]
+    workload: Workload
+    place: str
+    nodes: int
+    make: Callable[[], Any]
+    turn: int
+
+
+def cases(quick: bool) -> Iterator[Case]:
     def plain(workload: Workload) -> Callable[[], Any]:
         return lambda: PlainPolicy(workload.make()).eval()
 
-    turn = 5 if quick else 50
-    yield "small", CARTPOLE, PLACES[0], 2, plain(CARTPOLE), False, turn
-    yield "small, new weights", CARTPOLE, PLACES[0], 2, plain(CARTPOLE), True, turn
+    turn = 1 if quick else 3
+    small = {"small": False, "small, new weights": True}
+    yield Case(small, CARTPOLE, PLACES[0], 2, plain(CARTPOLE), 5 if quick else 50)
     for place in PLACES:
-        yield f"58 MB, {place}", SLOW_FRAMES, place, 1, plain(SLOW_FRAMES), False, 1 if quick else 3
+        yield Case({f"58 MB, {place}": False}, SLOW_FRAMES, place, 1, plain(SLOW_FRAMES), turn)
     for nodes in (1, 2) if quick else (1, 2, 4, 8):
-        for publish in (False, True):
-            name = f"40 MB of weights to {nodes}" if publish else f"one step of {nodes}"
-            yield name, WEIGHTS, PLACES[1], nodes, lambda: Heavy(WEIGHTS).eval(), publish, 1 if quick else 3
+        names = {f"one step of {nodes}": False, f"40 MB of weights to {nodes}": True}
+        yield Case(names, WEIGHTS, PLACES[1], nodes, lambda: Heavy(WEIGHTS).eval(), turn)
 
 
 def summary(spent: Mapping[str, list[Spent]]) -> dict[str, Any]:
@@ -129,10 +137,11 @@ def main() -> None:
         ray.init(address=address, log_to_driver=False)
         try:
             at = places()
-            for name, workload, place, nodes, make, publish, turn in cases(options.quick):
-                with batches(workload, at[place], nodes, make, publish=publish) as each:
-                    found[name] = summary(measure(each, rounds, turn))
-                print(name, found[name], flush=True)
+            for case in cases(options.quick):
+                with collectors(case.workload, at[case.place], case.nodes, case.make) as each:
+                    for name, publish in case.names.items():
+                        found[name] = summary(measure(each, rounds, case.turn, publish=publish))
+                        print(name, found[name], flush=True)
         finally:
             ray.shutdown()
     how = {"rounds": rounds, "quick": options.quick}

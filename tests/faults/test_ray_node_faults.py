@@ -1,5 +1,5 @@
-"""Actors that are killed and stopped, over both transports: not a step is doubled or made up, and those that nobody could
-count are bounded. The same as ``test_node_faults``, with Ray's processes.
+"""Actors that are killed and stopped, over both transports: not a step is doubled or made up, and those that nobody
+could count are bounded. The same as ``test_node_faults``, with Ray's processes.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def test_an_actor_killed_between_batches_is_another_actor_afterwards(tmp_path, k
         assert all_gone([first[0]])
         wait_until(lambda: batches.append(collector.next().clone()) or collector.stats().restarts)
         batches += [collector.next().clone() for _ in range(4)]
-        wait_until(lambda: nodes_of(collector).get(0, first[0]) != first[0])
+        wait_until(lambda: batches.append(collector.next().clone()) or nodes_of(collector).get(0, first[0]) != first[0])
         assert nodes_of(collector)[1] == first[1]
         assert alive(first[1])
         stats = collector.stats()

@@ -13,6 +13,9 @@ message of another session, of the other direction, out of order, or with a bloc
 The contents of blocks are not authenticated, since that would cost more than sending them. They are numbers, and are
 never unpickled. Nothing is encrypted. A process that can change packets between the machines can thus change
 observations, rewards and weights: use a private network.
+
+What it guarantees: ``Link``. What it costs: one copy of a block, from the socket into the memory given to ``expect``; a
+block for several nodes is sent once to each. What it trusts: processes that know the token, and the network.
 """
 
 from __future__ import annotations
