@@ -136,6 +136,21 @@ class TestMessages:
             assert link.receive().message == message
 
 
+    def test_are_read_without_an_answer(self, nodes):
+        link = nodes("listens", deadline_s=30.0).connecting()
+        answers: list[Any] = []
+        receiving = threading.Thread(target=lambda: answers.append(link.receive().message), daemon=True)
+        receiving.start()
+        link.send(b"130")
+        for _ in range(100):
+            link.send(b"small")
+        block = Block(np.ones(4_000_000, np.uint8))
+        for tag in range(1, 31):
+            link.send(b"large", block, tag)
+        receiving.join(JOIN_S)
+        assert answers == [b"120000000"]
+
+
 class TestBlocks:
     @pytest.mark.parametrize("size", [1, 3, 4096, 30_000_000])
     @pytest.mark.parametrize("expected", [False, True])
@@ -289,6 +304,13 @@ class TestLost:
         assert link.receive().message == b"last words"
         raised(link.receive)
         raised(lambda: link.send(b"more"))
+
+    def test_by_closing_the_other_end_after_much(self, nodes):
+        link = nodes("closes_after_much").connecting()
+        link.send(b"close")
+        for number in range(10):
+            assert link.receive().message == b"%d" % number + bytes(50_000)
+        raised(link.receive)
 
     def test_by_closing_this_end_while_both_wait(self, nodes, tmp_path):
         link = nodes("loses").connecting()

@@ -141,6 +141,25 @@ def closes(link, node):
     return True
 
 
+def closes_after_much(link, node):
+    """Send more than goes into one packet, and close the link at once."""
+    link.receive()
+    for number in range(10):
+        link.send(b"%d" % number + bytes(50_000))
+    link.close()
+    return True
+
+
+def listens(link, node):
+    """Receive so many messages without an answer to any, then say how many bytes their blocks had."""
+    total = 0
+    for _ in range(int(link.receive().message)):
+        block = link.receive().block
+        total += 0 if block is None else block.size
+    link.send(b"%d" % total)
+    return echo(link, node)
+
+
 def loses(link, node):
     """Wait for a message, and write down how that ends: with the name of the exception, and after saying where."""
     path = link.receive().message.decode()

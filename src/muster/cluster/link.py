@@ -70,7 +70,10 @@ class Received:
 
 
 class Link(ABC):
-    """One end of a session. One thread sends, another receives. Any thread may call ``expect`` and ``close``."""
+    """One end of a session. One thread sends, while another receives: an engine may need both to go on.
+
+    Any thread may call ``expect`` and ``close``.
+    """
 
     @abstractmethod
     def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
