@@ -135,7 +135,6 @@ class TestMessages:
             link.send(message)
             assert link.receive().message == message
 
-
     def test_are_read_without_an_answer(self, nodes):
         link = nodes("listens", deadline_s=30.0).connecting()
         answers: list[Any] = []
