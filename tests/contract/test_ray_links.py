@@ -119,10 +119,10 @@ class TestMachines:
         for link in links:
             link.send(b"weights", block, 1)
             assert (link.receive().block == block.array).all()
-        assert len(carrier._blocks._newest) == 1
+        assert len(carrier._blocks._refs) == 1
         links[0].send(b"others", Block(pattern(1_000_000, 4)), 2)
         assert (links[0].receive().block == pattern(1_000_000, 4)).all()
-        assert len(carrier._blocks._newest) == 2
+        assert list(carrier._blocks._refs) == [block]
 
     @pytest.mark.timeout(300)
     def test_nothing_is_left_in_the_object_store(self, nodes, ray_cluster):  # noqa: F811
@@ -150,6 +150,41 @@ def _objects(made):
             raise
         return float("inf")
     return int(text.split(" objects")[0].split()[-1])
+
+
+class TestShutdown:
+    @pytest.mark.parametrize("joins_again", [False, True])
+    def test_of_ray_by_the_user_loses_links_and_starts_nothing(self, nodes, joins_again):
+        import ray
+
+        carrier = nodes("echo", deadline_s=60.0)
+        link = connected(carrier)
+        link.send(b"hello")
+        assert link.receive().message == b"hello"
+        ends = []
+
+        def receive():
+            try:
+                link.receive()
+            except BaseException as error:  # noqa: BLE001 (Ray raises SystemExit)
+                ends.append(error)
+
+        receiving = threading.Thread(target=receive, daemon=True)
+        receiving.start()
+        begin = time.monotonic()
+        leave()
+        if joins_again:  # another session of Ray, which does not know the actor
+            cluster()
+        receiving.join(30)
+        assert [type(error) for error in ends] == [LinkLost]
+        for call in (lambda: link.send(b"more"), link.receive):
+            with pytest.raises(LinkLost, match="Ray was shut down"):
+                call()
+        link.close()
+        assert time.monotonic() - begin < 30
+        assert ray.is_initialized() == joins_again
+        carrier.close()
+        assert ray.is_initialized() == joins_again
 
 
 class TestOptions:

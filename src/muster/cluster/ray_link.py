@@ -31,19 +31,18 @@ import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import ray
-from ray import exceptions
 
 from muster.cluster.link import SLOWEST, Block, Link, LinkLost, Received
-from muster.cluster.ray_runtime import first_line
+from muster.cluster.ray_runtime import Connection, first_line
 from muster.memory.specs import Array
 from muster.utils.attributes import named
 
-LOST = (exceptions.RayError, ValueError, RuntimeError)  # the latter two: of a Ray that was shut down
 SMALL = 1 << 16  # bytes of a block that travels in the message; Ray stores what has more than 100 kB
 WAITING = 16  # messages that the other end has not read, before the sender waits
 WAITING_BYTES = 64 << 20  # of blocks that the other end has not read, before the sender waits
@@ -111,12 +110,12 @@ def unpacked(packed: bytes, start: int, large: Array | None) -> list[Frame]:
 class StoredBlocks:
     """Large blocks in Ray's store: each is put there once, for all links.
 
-    A block is freed after its ``Block`` and the next two. Where the store still has an older one, it writes a new block
+    A block is freed after its ``Block`` and the next one. Where the store still has an older one, it writes a new block
     of the same size where another one was, which takes a sixth of the time of memory that was not used before.
     """
 
     def __init__(self) -> None:
-        self._newest: deque[Any] = deque(maxlen=2)
+        self._newest: deque[Any] = deque(maxlen=1)
         self._refs: weakref.WeakKeyDictionary[Block, Any] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
@@ -124,8 +123,6 @@ class StoredBlocks:
         with self._lock:
             ref = self._refs.get(block)
             if ref is None:
-                if not ray.is_initialized():  # `ray.put` would start Ray again
-                    raise RuntimeError("Ray was shut down in this process")
                 ref = self._refs[block] = ray.put(block.array)
                 self._newest.append(ref)
             return ref
@@ -247,11 +244,12 @@ class MainEnd(RayEnd):
         self._tell = handle.options(num_returns=0)
         self._blocks = blocks
         self._ended = ended
+        self._connection = Connection()
         self._explain: Callable[[LinkLost], LinkLost] | None = explain
         self._sent = 0
         self._unread: deque[int] = deque()  # bytes of the blocks of messages that the node has not read
         self._calls = 0  # that return with messages of the node
-        self._open: deque[Any] = deque()  # references to the results of those that have not returned
+        self._open: deque[Future[Any]] = deque()  # the results of those that have not returned
         self._begin(PULL)
 
     def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
@@ -277,6 +275,7 @@ class MainEnd(RayEnd):
         with self._changed:
             while self._cause or self._over or not self._has_room(frame.size):
                 self._wait(min(deadline, time.monotonic() + POLL_S), deadline, "read")
+                self._look_at_ray()
                 self._over = self._over or self._ended() or ""
         ref = self._stored(block) if block is not None and frame.is_large else None
         with self._changed:
@@ -302,39 +301,53 @@ class MainEnd(RayEnd):
     def _begin(self, what: int, number: int = 0, packed: bytes = b"") -> None:
         """Begin a call that returns with messages of the node. Called by one thread at a time."""
         with self._of_ray():
-            self._open.append(self._call.remote(_CALL.pack(what, self._calls, number) + packed))
+            future = self._call.remote(_CALL.pack(what, self._calls, number) + packed).future()
+            self._open.append(future)
             self._calls += 1
+            future.add_done_callback(self._returned)
 
     @contextlib.contextmanager
     def _of_ray(self) -> Iterator[None]:
         """A context for what Ray does; its errors lose the link."""
         try:
+            self._connection.check()
             yield
-        except LOST as error:
-            self._close(first_line(error))
+        except (Exception, SystemExit) as error:  # Ray raises even these when it is shut down
+            self._close(self._reason(error))
             raise LinkLost(self._cause) from error
 
-    def _return(self) -> None:
-        """Wait for the oldest call, and take its messages; or return after a while."""
-        with self._changed:
-            self._wait(0.0, self._heard + self._deadline_s, "said anything")
-            oldest = self._open[0]
+    def _reason(self, error: BaseException) -> str:
+        """Why Ray has failed, for the user."""
         try:
-            if not ray.is_initialized():  # `ray.get` would start Ray again
-                raise RuntimeError("Ray was shut down in this process")
-            result = ray.get(oldest, timeout=POLL_S)
-        except exceptions.GetTimeoutError:
-            return
-        except LOST as error:
-            with self._changed:
-                self._over = self._over or first_line(error)
-                self._changed.notify_all()
-            return
-        packed, large = result if isinstance(result, tuple) else (result, None)
-        read, is_closed = _UP.unpack_from(packed)
+            self._connection.check()
+        except RuntimeError as shut_down:
+            return first_line(shut_down)
+        return first_line(error)
+
+    def _return(self) -> None:
+        """Wait until the oldest call has returned, and take its messages.
+
+        The thread waits in Python. One that is in ``ray.get`` while the user calls ``ray.shutdown`` and ``ray.init``
+        makes Ray abort the process.
+        """
         with self._changed:
+            if self._cause or self._over:
+                raise LinkLost(self._cause or self._over)
+            oldest = self._open[0]
+            while not oldest.done():
+                deadline = self._heard + self._deadline_s
+                self._wait(min(deadline, time.monotonic() + POLL_S), deadline, "said anything")
+                self._look_at_ray()
+            error = oldest.exception()
+            if error is not None:
+                self._over = self._over or self._reason(error)
+                self._changed.notify_all()
+                return
             self._heard = time.monotonic()
             self._open.popleft()
+            result = oldest.result()
+            packed, large = result if isinstance(result, tuple) else (result, None)
+            read, is_closed = _UP.unpack_from(packed)
             for _ in range(read - self._sent + len(self._unread)):
                 self._unread.popleft()
             self._inbox.extend(unpacked(packed, _UP.size, large))
@@ -344,8 +357,21 @@ class MainEnd(RayEnd):
                 self._begin(PULL)
             self._changed.notify_all()
 
+    def _look_at_ray(self) -> None:
+        """Lose the link if this process has left Ray, which completes no call any more; with ``_changed`` held."""
+        try:
+            self._connection.check()
+        except RuntimeError as error:
+            self._over = self._over or first_line(error)
+
+    def _returned(self, future: Future[Any]) -> None:
+        """A call has returned. Called by a thread of Ray, which must not be held up."""
+        with self._changed:
+            self._changed.notify_all()
+
     def _tell_closed(self) -> None:
-        with contextlib.suppress(*LOST):  # the actor ends with Ray
+        with contextlib.suppress(Exception):  # the actor ends with its connection to Ray
+            self._connection.check()
             self._tell.remote(_CALL.pack(END, 0, self._sent))
 
     def _explained(self, lost: LinkLost) -> LinkLost:

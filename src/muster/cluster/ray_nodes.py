@@ -22,8 +22,18 @@ from muster.cluster.direct import DirectCarrier
 from muster.cluster.joining import run_node
 from muster.cluster.launchers import Launcher
 from muster.cluster.link import AGENT, LinkLost, NotJoined
-from muster.cluster.ray_link import LOST, THREADS, MainEnd, StoredBlocks
-from muster.cluster.ray_runtime import Lease, actor_class, arrived, call, first_line, listens, search_path
+from muster.cluster.ray_link import THREADS, MainEnd, StoredBlocks
+from muster.cluster.ray_runtime import (
+    LOST,
+    Connection,
+    Lease,
+    actor_class,
+    arrived,
+    call,
+    first_line,
+    listens,
+    search_path,
+)
 from muster.cluster.rendezvous import TOKEN_BYTES, Rendezvous
 from muster.cluster.socket_link import SocketLink
 from muster.errors import BadOption
@@ -249,6 +259,7 @@ class NodeActor:
 
     def _begin(self) -> None:
         try:
+            self._connection = Connection()
             self.actor = self._places.actor(self._node, self._args)
             self._hello = self.actor.where.remote()
             self._serving = call(self.actor, "serve", *self._serving_args)
@@ -269,6 +280,7 @@ class NodeActor:
 
     def ended(self, within_s: float = 0.0) -> str | None:
         try:
+            self._connection.check()
             if not self._where and arrived(self._hello, within_s):
                 host, ray_node, pid = ray.get(self._hello)
                 self._places.used.add(ray_node)
@@ -292,8 +304,8 @@ class NodeActor:
 
     def end(self) -> None:
         with contextlib.suppress(*LOST):
-            if ray.is_initialized():
-                ray.kill(self.actor, no_restart=True)
+            self._connection.check()
+            ray.kill(self.actor, no_restart=True)
 
 
 class JoiningActor:
