@@ -31,7 +31,7 @@ import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,7 @@ WAITING_BYTES = 64 << 20  # of blocks that the other end has not read, before th
 OPEN = 4  # calls that wait for messages of the node
 THREADS = OPEN + 4  # of the actor: one serves, others receive
 
-POLL_S = 0.5  # seconds after which a thread that waits for Ray looks whether the link is closed
+POLL_S = 0.25  # seconds after which a thread that waits for Ray looks whether the link is closed
 
 PUSH, EXCHANGE, PULL, END = range(4)  # what a call of the actor is for, see ``NodeEnd.handle``
 _CALL = struct.Struct("<BQQ")  # what it is for; its number, if it returns messages; number of its message
@@ -301,10 +301,8 @@ class MainEnd(RayEnd):
     def _begin(self, what: int, number: int = 0, packed: bytes = b"") -> None:
         """Begin a call that returns with messages of the node. Called by one thread at a time."""
         with self._of_ray():
-            future = self._call.remote(_CALL.pack(what, self._calls, number) + packed).future()
-            self._open.append(future)
+            self._open.append(self._call.remote(_CALL.pack(what, self._calls, number) + packed).future())
             self._calls += 1
-            future.add_done_callback(self._returned)
 
     @contextlib.contextmanager
     def _of_ray(self) -> Iterator[None]:
@@ -330,19 +328,21 @@ class MainEnd(RayEnd):
         The thread waits in Python. One that is in ``ray.get`` while the user calls ``ray.shutdown`` and ``ray.init``
         makes Ray abort the process.
         """
-        with self._changed:
-            if self._cause or self._over:
-                raise LinkLost(self._cause or self._over)
-            oldest = self._open[0]
-            while not oldest.done():
-                deadline = self._heard + self._deadline_s
-                self._wait(min(deadline, time.monotonic() + POLL_S), deadline, "said anything")
+        oldest = self._open[0]
+        while True:
+            deadline = self._heard + self._deadline_s
+            with self._changed:
                 self._look_at_ray()
-            error = oldest.exception()
+                self._wait(0.0, deadline, "said anything")
+            try:
+                error = oldest.exception(min(POLL_S, max(0.0, deadline - time.monotonic())))
+                break
+            except TimeoutError:
+                pass
+        with self._changed:
             if error is not None:
                 self._over = self._over or self._reason(error)
-                self._changed.notify_all()
-                return
+                raise LinkLost(self._over)
             self._heard = time.monotonic()
             self._open.popleft()
             result = oldest.result()
@@ -363,11 +363,6 @@ class MainEnd(RayEnd):
             self._connection.check()
         except RuntimeError as error:
             self._over = self._over or first_line(error)
-
-    def _returned(self, future: Future[Any]) -> None:
-        """A call has returned. Called by a thread of Ray, which must not be held up."""
-        with self._changed:
-            self._changed.notify_all()
 
     def _tell_closed(self) -> None:
         with contextlib.suppress(Exception):  # the actor ends with its connection to Ray
