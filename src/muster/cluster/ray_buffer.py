@@ -28,7 +28,7 @@ from muster.restore.pickling import dumps, loads
 from muster.utils.attributes import optional
 
 if TYPE_CHECKING:
-    from muster.cluster.ray_runtime import Connection, Lease
+    from muster.cluster.ray_runtime import Lease, RayConnection
 
 STEP_S = 1.0
 
@@ -74,7 +74,7 @@ class RayBuffer:
         made = dumps(buffer, "buffer")
         self._timeout_s, self._closed = timeout_s, False
         self._lease: Lease | None = Lease(ray_init_config)
-        self._connection: Connection | None = None  # of this process, with the first call
+        self._connection: RayConnection | None = None  # of this process, with the first call
         try:
             cls = actor_class("muster.cluster.ray_buffer:BufferActor")
             try:
@@ -135,12 +135,12 @@ class RayBuffer:
         import ray
         from ray import exceptions
 
-        from muster.cluster.ray_runtime import Connection, arrived, call, first_line
+        from muster.cluster.ray_runtime import RayConnection, arrived, call, first_line
 
         if self._closed:
             raise WorkerDied("the replay buffer (a Ray actor) was closed")
         try:
-            self._connection = self._connection or Connection()
+            self._connection = self._connection or RayConnection()
             self._connection.check()
             answer = call(self._actor, method, *args)
             deadline = time.monotonic() + self._timeout_s

@@ -31,7 +31,7 @@ import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, TimeoutError
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ import numpy as np
 import ray
 
 from muster.cluster.link import SLOWEST, Block, Link, LinkLost, Received
-from muster.cluster.ray_runtime import Connection, first_line
+from muster.cluster.ray_runtime import RayConnection, first_line
 from muster.memory.specs import Array
 from muster.utils.attributes import named
 
@@ -244,7 +244,7 @@ class MainEnd(RayEnd):
         self._tell = handle.options(num_returns=0)
         self._blocks = blocks
         self._ended = ended
-        self._connection = Connection()
+        self._connection = RayConnection()
         self._explain: Callable[[LinkLost], LinkLost] | None = explain
         self._sent = 0
         self._unread: deque[int] = deque()  # bytes of the blocks of messages that the node has not read
@@ -323,29 +323,28 @@ class MainEnd(RayEnd):
         return first_line(error)
 
     def _return(self) -> None:
-        """Wait until the oldest call has returned, and take its messages.
+        """Wait until the oldest call has returned, and take its messages; or return after a while.
 
         The thread waits in Python. One that is in ``ray.get`` while the user calls ``ray.shutdown`` and ``ray.init``
         makes Ray abort the process.
         """
-        oldest = self._open[0]
-        while True:
-            deadline = self._heard + self._deadline_s
-            with self._changed:
-                self._look_at_ray()
-                self._wait(0.0, deadline, "said anything")
-            try:
-                error = oldest.exception(min(POLL_S, max(0.0, deadline - time.monotonic())))
-                break
-            except TimeoutError:
-                pass
+        deadline = self._heard + self._deadline_s
         with self._changed:
-            if error is not None:
-                self._over = self._over or self._reason(error)
-                raise LinkLost(self._over)
+            self._look_at_ray()
+            self._wait(0.0, deadline, "said anything")  # raises LinkLost if no call is open
+        oldest = self._open[0]
+        try:
+            result = oldest.result(min(POLL_S, max(0.0, deadline - time.monotonic())))
+        except (Exception, SystemExit):  # noqa: BLE001 (Ray's, or it has not returned in this time)
+            failure = oldest.exception() if oldest.done() else None
+            if failure is not None:
+                with self._changed:
+                    self._over = self._over or self._reason(failure)
+                    self._changed.notify_all()
+            return
+        with self._changed:
             self._heard = time.monotonic()
             self._open.popleft()
-            result = oldest.result()
             packed, large = result if isinstance(result, tuple) else (result, None)
             read, is_closed = _UP.unpack_from(packed)
             for _ in range(read - self._sent + len(self._unread)):

@@ -25,8 +25,8 @@ from muster.cluster.link import AGENT, LinkLost, NotJoined
 from muster.cluster.ray_link import THREADS, MainEnd, StoredBlocks
 from muster.cluster.ray_runtime import (
     LOST,
-    Connection,
     Lease,
+    RayConnection,
     actor_class,
     arrived,
     call,
@@ -259,7 +259,7 @@ class NodeActor:
 
     def _begin(self) -> None:
         try:
-            self._connection = Connection()
+            self._connection = RayConnection()
             self.actor = self._places.actor(self._node, self._args)
             self._hello = self.actor.where.remote()
             self._serving = call(self.actor, "serve", *self._serving_args)

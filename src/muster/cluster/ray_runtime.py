@@ -190,7 +190,7 @@ def _on_loopback() -> Iterator[None]:
 # --- calls ------------------------------------------------------------------------------------------
 
 
-class Connection:
+class RayConnection:
     """The connection of this process to a cluster, as it is when this object is made.
 
     Raises:
