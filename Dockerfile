@@ -11,4 +11,4 @@ RUN pip install --no-cache-dir -c constraints.txt ".[classic]" \
 USER muster
 
 ENTRYPOINT ["muster"]
-CMD ["collect", "CartPole-v1", "--frames", "100k", "--envs", "8", "--policy", "mlp", "--seed", "0", "--out", "runs/demo"]
+CMD ["collect", "CartPole-v1", "--frames", "100k", "--num-envs", "8", "--policy", "mlp", "--seed", "0", "--out", "runs/demo"]

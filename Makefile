@@ -39,7 +39,7 @@ help:
 	@echo "PYTHON=python3.12 chooses the interpreter, VENV=dir the place of the environment."
 
 demo: $(STAMPS)/classic
-	"$(BIN)/muster" collect CartPole-v1 --frames 100k --envs 8 --policy mlp --seed 0 \
+	"$(BIN)/muster" collect CartPole-v1 --frames 100k --num-envs 8 --policy mlp --seed 0 \
 	    --out "runs/demo-$$(date +%Y%m%d-%H%M%S)"
 
 # What is left out, and in which of the two processes tests run: tests/conftest.py.

@@ -6,8 +6,10 @@ replace another exception have it as ``__cause__``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 MAX_TEXT = 20_000  # characters of a message or traceback of a foreign exception
 _NAME: Callable[[type], str] = type.__dict__["__name__"].__get__  # which no metaclass can change
@@ -23,6 +25,7 @@ class MusterError(Exception):
         seed: the last seed of the environment.
         phase: "construct", "reset", "step", "policy", "weights", "call" or "close".
         crash_report: file for ``muster replay``.
+        replay_command: the whole command, which the message has, too; "" without a crash report.
         traceback: of what was raised there, with Muster's frames, which the message leaves out.
     """
 
@@ -32,6 +35,7 @@ class MusterError(Exception):
     seed: int | None = None
     phase: str | None = None
     crash_report: Path | None = None
+    replay_command: str = ""
     traceback: str = ""
 
 
@@ -147,6 +151,36 @@ class BadCheckpoint(MusterError, ValueError):
 
 class BadCrashReport(MusterError, ValueError):
     """A crash report is missing, damaged, of another format, or cannot be replayed."""
+
+
+class FileError(MusterError, OSError):
+    """A file or folder cannot be written or read; the original is ``__cause__``. What was at the path is unchanged.
+
+    It has ``errno``, ``strerror`` and ``filename``, and is of the kind that Python has for this ``errno``:
+    ``FileNotFoundError``, ``PermissionError`` and so on.
+    """
+
+    def __str__(self) -> str:  # ``OSError`` would leave out the remedy
+        return str(self.args[0]) if self.args else ""
+
+    def __reduce__(self) -> Any:
+        return file_error, (str(self), self.errno, self.strerror, self.filename)
+
+
+def file_error(message: str, number: int | None, why: str | None, path: str | None) -> FileError:
+    """Return a ``FileError`` with this ``errno``, ``strerror`` and ``filename``."""
+    kind: Any = type(OSError(number or 0, ""))  # Python chooses it by the number
+    error: FileError = _file_error_like(kind)(message)
+    error.errno, error.strerror, error.filename = number, why, path
+    return error
+
+
+@functools.cache
+def _file_error_like(kind: Any) -> Any:
+    """Return ``FileError``, derived from a class of Python's, too."""
+    if kind is OSError:
+        return FileError
+    return type("FileError", (FileError, kind), {"__module__": __name__, "__doc__": FileError.__doc__})
 
 
 class ImportRefused(MusterError, PermissionError):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from muster.collectors.replay_buffer import ReplaySink
 from muster.errors import BadOption, CollectorTimeout, WorkerDied
 from tests.fakes.ray_cluster import cluster, leave, needs_ray, ray_cluster  # noqa: F401 (a fixture)
 
@@ -102,6 +103,24 @@ class TestRayBuffer:
             buffer.nothing  # noqa: B018
         with pytest.raises(AttributeError, match="_private"):
             buffer._private  # noqa: B018
+
+    def test_refuses_a_batch_of_another_shape_before_it_is_counted(self, made):
+        def grid():
+            return torchrl_data.ReplayBuffer(storage=torchrl_data.LazyTensorStorage(100, ndim=2), batch_size=4)
+
+        def of(*size):
+            return TensorDict({"obs": torch.ones(size)}, size)
+
+        buffer = made(grid)
+        buffer.extend(of(2, 5))
+        for size, message in (((5,), "this one is .5.. Use ndim=1"), ((3, 5), r"for batches \[2, any\]")):
+            with pytest.raises(BadOption, match=message):
+                buffer.extend(of(*size))
+        with pytest.raises(BadOption, match="this one is .5."):
+            ReplaySink(buffer).write(of(5))
+        assert len(buffer) == 10
+        buffer.extend(of(2, 1))
+        assert len(buffer) == buffer.write_count * 2 == 12
 
     def test_death_is_told(self, made):
         buffer = made(Listed)

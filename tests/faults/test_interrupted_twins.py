@@ -30,7 +30,11 @@ from muster import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncColl
 from muster.errors import BadOption, HookError
 from tests.tools import assert_accounted
 
-pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="as the other tests of Ctrl-C")]
+EXAMPLES = int(os.environ.get("MUSTER_EXAMPLES", "0"))
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="as the other tests of Ctrl-C"),
+    pytest.mark.timeout(max(240, 2 * EXAMPLES)),
+]
 
 PACKAGE = str(Path(muster.__file__).parent)
 # Where a Ctrl-C is in Muster's hands, without ``delayed_interrupt``. Elsewhere the user may have the batch already.
@@ -328,7 +332,6 @@ troubles = st.one_of(
     st.builds(Trouble, lines, st.just(0), st.booleans()),
     st.builds(Trouble, st.just(0), st.integers(1, 12), st.booleans()),
 )
-EXAMPLES = int(os.environ.get("MUSTER_EXAMPLES", "0"))
 
 
 def examples(usual: int) -> settings:

@@ -296,6 +296,18 @@ def test_in_a_context_of_the_user_it_waits_for_the_next_call(monkeypatch):
             collector.rollout()
 
 
+def test_while_the_last_batch_is_used_it_waits_for_the_end_of_the_loop(monkeypatch):
+    monkeypatch.setattr(interrupts, "GRACE_S", 0.0)
+    with Collector(partial(CountingEnv, 4), None, frames_per_batch=6, total_frames=6) as collector, delayed_interrupt():
+        batches = []
+        with pytest.raises(KeyboardInterrupt):
+            for batch in collector:
+                press()
+                batches.append(batch)
+        assert len(batches) == 1
+        assert list(collector) == []
+
+
 def test_what_is_left_of_a_context_of_the_user_is_raised_at_its_end():
     done = []
     with pytest.raises(KeyboardInterrupt), delayed_interrupt():

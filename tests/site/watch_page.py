@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +34,18 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 SCRIPT = "<script>document.title='run'</script><img src=x onerror=alert(1)>"
 WITHIN_MS = 120_000
 expect.set_options(timeout=WITHIN_MS)
+
+
+PARENT = """
+import sys
+from muster import Collector, Watch
+from muster.testing import CountingEnv
+
+with Collector(CountingEnv, None, frames_per_batch=8, watch=Watch(sys.argv[1])) as collector:
+    next(iter(collector))
+    print(collector.watch_url, flush=True)
+    sys.stdin.read()
+"""
 
 
 def counting_unless(held: Path) -> CountingEnv:
@@ -250,6 +265,113 @@ def test_a_finished_run_is_shown_and_fits(
     assert page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
     red, green, blue = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3)")
     assert (int(red) + int(green) + int(blue) < 300) is (scheme == "dark")
+
+
+def error_entry(number: int, text: str, **others: Any) -> dict[str, Any]:
+    later = time.time() + 1000 + number  # than the errors of the collection
+    return {"kind": "error", "time": later, "id": 1000 + number, "worker": number % 3, "text": text, **others}
+
+
+@pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_equal_errors_are_one_line_and_leave_the_page_to_the_charts(
+    finished: Path, look: Open, serve: Callable[..., str], viewport: dict[str, int]
+) -> None:
+    long = "\n".join(f"  File {n}" for n in range(60))
+    for n in range(20):
+        text = f"EnvError: step {n} raised ValueError: sheep. In worker {n % 3} (pid {n}).\n\n{long}"
+        lines(finished, error_entry(n, text, crash_report=f"/tmp/{n}", replay=f"muster replay /tmp/{n} --trust"))
+    for n in range(20, 26):
+        lines(finished, error_entry(n, f"{'ABCDEF'[n - 20]}Error: another"))
+    page = look(serve(finished), viewport=viewport)
+    first = page.locator("#errors > li")
+    expect(first).to_have_count(4)
+    expect(first.nth(3)).to_contain_text(re.compile(r"^[4-9] more"))
+    card = page.locator("#errors-card").bounding_box()
+    assert card is not None
+    assert card["height"] < 0.3 * viewport["height"]
+    assert page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
+    page.locator("#errors > li:last-child > details > summary").click()
+    sheep = page.locator("#errors details", has_text="sheep").last
+    expect(sheep.locator("summary")).to_contain_text("20 times")
+    expect(sheep.locator("summary")).to_contain_text("workers 0, 1, 2, last")
+    expect(sheep.locator("pre")).not_to_be_visible()
+    sheep.locator("summary").click()
+    expect(sheep.locator("pre")).to_be_visible()
+    assert page.evaluate("document.body.textContent.split('muster replay').length - 1") == 1
+    expect(sheep.locator("code")).to_have_text("muster replay /tmp/19 --trust")
+    lines(finished, error_entry(30, "EnvError: step 30 raised ValueError: sheep. In worker 7 (pid 3).\n\nnew text"))
+    expect(page.locator("#errors > li").first.locator("summary")).to_contain_text("21 times")
+    opened = page.locator("#errors > li").first.locator("pre")
+    expect(opened).to_be_visible()
+    expect(opened).to_contain_text("new text")
+
+
+def test_the_error_that_ends_a_collection_is_first_and_open(
+    finished: Path, look: Open, serve: Callable[..., str]
+) -> None:
+    text = "EnvError: step 3 raised. In worker 1."
+    lines(finished, error_entry(1, text, crash_report="/tmp/1", replay="muster replay /tmp/1"))
+    lines(finished, error_entry(2, "OtherError: more"))
+    lines(finished, {"kind": "end", "time": time.time(), "error": f"{text}\n\nTo see: muster replay /tmp/1"})
+    page = look(serve(finished))
+    first = page.locator("#errors > li").first
+    expect(first).to_contain_text("The collection ended with this error.")
+    expect(first.locator("pre")).to_be_visible()
+    expect(first.locator("code")).to_have_text("muster replay /tmp/1")
+    assert page.evaluate("document.body.textContent.split('muster replay').length - 1") == 1
+
+
+def test_a_run_with_restarts_is_not_green(finished: Path, look: Open, serve: Callable[..., str]) -> None:
+    newest = RunHistory.read(finished).snapshots[-1]
+    newest |= {"time": time.time(), "restarts": 4}
+    (finished / NAME).unlink()
+    lines(finished, newest | {"time": newest["time"] - 1, "restarts": 1})
+    page = look(serve(finished))
+    state = page.locator("#state")
+    expect(state).to_have_text("running")
+    green = state.evaluate("cell => getComputedStyle(cell).color")
+    lines(finished, newest)
+    expect(state).to_have_text("running, 3 restarts in the last minute")
+    assert state.evaluate("cell => getComputedStyle(cell).color") != green
+    worker = newest["workers"][0]
+    lines(finished, newest | {"restarts": 1, "workers": [worker | {"state": "dropped"}, worker]})
+    expect(state).to_have_text("running, 1 of 2 workers dropped")
+    lines(finished, newest | {"time": time.time() + 100, "workers": [worker]})
+    expect(state).to_have_text("running")
+
+
+def test_the_headline_is_the_end_of_the_curve(finished: Path, look: Open, serve: Callable[..., str]) -> None:
+    newest = RunHistory.read(finished).snapshots[-1] | {"time": time.time(), "return_mean": 19.1, "length_mean": 19.1}
+    (finished / NAME).unlink()
+    sums = {"episodes": 200, "judged": 0, "return_sum": 200 * 21.25, "length_sum": 200 * 8.5, "success_sum": 0}
+    squares = {"return_squares": 200 * 21.25**2, "length_squares": 200 * 8.5**2, "origin": 0.0}
+    lines(finished, newest | {"totals": newest["totals"] | sums | squares})
+    page = look(serve(finished))
+    expect(page.locator("#number-return")).to_have_text("21.3")
+    expect(page.locator("#return")).to_have_attribute("data-value", "21.25")
+    expect(page.locator("#number-length")).to_have_text("8.5")
+    lines(finished, newest | {"totals": newest["totals"] | {"return_sum": None}})
+    expect(page.locator("#number-return")).to_have_text("21.3")
+
+
+def test_a_page_says_how_its_run_has_ended(tmp_path: Path, look: Open) -> None:
+    with Collector(CountingEnv, None, frames_per_batch=12, total_frames=24, watch=Watch(tmp_path)) as collector:
+        page = look(str(collector.watch_url))
+        expect(page.locator("#state")).to_have_text("running")
+        list(collector)
+    expect(page.locator("#state")).to_have_text("ended")
+    expect(page.locator("#over")).to_contain_text(f"muster watch {tmp_path}")
+
+
+def test_a_page_says_that_the_process_of_its_run_has_exited(tmp_path: Path, look: Open) -> None:
+    command = [sys.executable, "-c", PARENT, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        page = look(parent.stdout.readline().strip())
+        expect(page.locator("#state")).to_have_text("running")
+        parent.terminate()
+        expect(page.locator("#state")).to_have_text("lost: its process has exited")
+    expect(page.locator("#over")).to_be_visible()
 
 
 def test_a_run_without_news_is_lost(finished: Path, look: Open, serve: Callable[..., str]) -> None:

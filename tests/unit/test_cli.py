@@ -6,6 +6,7 @@ import contextlib
 import gc
 import io
 import itertools
+import logging
 import os
 import pty
 import re
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +27,19 @@ from torch import nn
 
 from muster import Collector
 from muster.cli import doctor
+from muster.cli.collect import Collect
 from muster.cli.doctor import known_bad
 from muster.cli.main import main
 from muster.cli.options import frames_per_batch, parse_count
-from muster.cli.report import summary
+from muster.cli.report import StopSignals, summary
+from muster.cli.request import prepared
 from muster.episodes.curve import EpisodeTotals
 from muster.episodes.record import Episodes
+from muster.errors import EnvError
 from muster.observing.progress import below, clock, in_one_line, progress, short, worker_lines
 from muster.recording import Recorder, load
+from muster.recording.export import Export
+from muster.utils.texts import counted
 from tests.command_line import refused, run
 from tests.fakes.stats import stats, worker
 from tests.tools import files_limited_to
@@ -325,15 +332,15 @@ def test_an_error_in_allowed_code_shows_where(evil, capsys):
         (["CartPole-v1", "--alternating"], "--alternating is about workers"),
         (["CartPole-v1", "--workers", "2", "--alternating"], "--alternating needs --inference server"),
         (["CartPole-v1", "--workers", "0"], "--workers 0: expected at least 1"),
-        (["CartPole-v1", "--workers", "3"], "--workers 3 x --envs 8; the nearest are 792 or 816"),
-        (["CartPole-v1", "--workers", "3", "--frames-per-batch", "80"], "3 x --envs 8; the nearest are 72 or 96"),
+        (["CartPole-v1", "--workers", "3"], "--workers 3 x --num-envs 8; the nearest are 792 or 816"),
+        (["CartPole-v1", "--workers", "3", "--frames-per-batch", "80"], "3 x --num-envs 8; the nearest are 72 or 96"),
         (
             ["CartPole-v1", "--workers", "3", "--async", "--frames-per-batch", "81"],
-            "multiple of --envs 8; the nearest are 80 or 88",
+            "multiple of --num-envs 8; the nearest are 80 or 88",
         ),
         (["CartPole-v1", "--frames", "1001"], "nearest are 1,000 or 1,008"),
         (["CartPole-v1", "--frames-per-batch", "96"], "multiple of --frames-per-batch 96; the nearest are 768 or 864"),
-        (["CartPole-v1", "--envs", "0"], "--envs 0: expected at least 1"),
+        (["CartPole-v1", "--envs", "0"], "--num-envs 0: expected at least 1"),
         (["CartPole-v1", "--seed", "-1"], "--seed -1: expected at least 0"),
         (["FrozenLake-v1", "--policy", "mlp"], "Box observations"),
         (["FrozenLake-v1", "--policy", "mlp"], "--policy random"),
@@ -739,3 +746,110 @@ def test_doctor_counts_the_descriptors_of_a_worker_right():
     one, three = files_of(1), files_of(3)
     assert three - one == 2 * doctor.FILES_OF_A_WORKER
     assert one - before < doctor.FILES_OF_OTHERS + doctor.FILES_OF_A_WORKER
+
+
+# ------------------------------------------------------------------------- what newcomers stumbled upon
+
+
+@pytest.mark.parametrize("name", ["--num-envs", "--envs"])
+def test_the_number_of_environments_has_one_name_in_all_commands(name, capsys, tmp_path):
+    for argv in (
+        ("collect", "CartPole-v1", "--frames", "12", "--out", tmp_path / "a"),
+        ("eval", "CartPole-v1", "--episodes", "3"),
+        ("tune", "CartPole-v1"),
+    ):
+        assert "--num-envs 0: expected at least 1" in refused(capsys, *argv, name, "0")
+    code, _, _ = run(capsys, "collect", "CartPole-v1", "--frames", "12", "--out", tmp_path / "a", name, "3")
+    assert code == 0
+    assert load(tmp_path / "a").meta["envs"] == 3
+    assert "--num-envs 5; the nearest are 10 or 15" in refused(
+        capsys, "collect", "CartPole-v1", "--frames", "12", name, "5"
+    )
+
+
+@pytest.mark.parametrize("on_a_terminal", [False, True])
+def test_the_remaining_time_is_that_of_the_rate_beside_it(on_a_terminal):
+    """Also in the first batches, when the start of workers has taken most of the time."""
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return on_a_terminal
+
+    stream = Terminal()
+    now = stats(frames=1000, frames_per_s=100.0)
+    with progress("collect", 361_000, every_s=0.0, stream=stream) as show:
+        show(1000, in_one_line(now, 361_000), now.frames_per_s)
+        show(361_000, in_one_line(now, 361_000), now.frames_per_s)
+    text = stream.getvalue()
+    if not on_a_terminal:
+        assert "100 frames/s" in text
+        assert text.endswith("eta 1:00:00\n")
+    assert text.count("eta") <= 1, "there is no rest at the end"
+
+
+def test_a_rate_of_nothing_promises_nothing(capsys):
+    with progress("collect", 100, every_s=0.0) as show:
+        show(10, "10", 0.0)
+    assert capsys.readouterr().out == "collect  10%  10  \n"
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "text"),
+    [(1, "batch", "1 batch"), (0, "batch", "0 batches"), (2000, "batch", "2,000 batches"), (2, "frame", "2 frames")],
+)
+def test_one_is_singular(number, noun, text):
+    assert counted(number, noun) == text
+
+
+def test_a_recording_of_one_batch_and_one_episode_says_so(capsys, tmp_path):
+    code, out, _ = run(
+        capsys, *("collect", "CartPole-v1", "--frames", "16", "--num-envs", "1", "--out", tmp_path / "a", "--seed", "2")
+    )
+    assert code == 0
+    assert "frames    16 in 1 batch\n" in out
+    assert "16 frames in 1 batch and 1 chunk," in repr(load(tmp_path / "a"))
+    assert str(Export(Path("a"), 1, 1, {})) == "wrote     a  (1 episode, 1 frame)"
+
+
+def test_quiet_prints_nothing_but_errors(capfd, tmp_path):
+    argv = ("collect", "CartPole-v1", "--frames", "800", "--quiet")
+    level = logging.getLogger("muster").level
+    assert main([*argv, "--watch", "--out", str(tmp_path / "a")]) == 0
+    assert capfd.readouterr() == ("", "")
+    with prepared(Collect("CartPole-v1", 8, quiet=True), 0):
+        warnings.warn("a worker was restarted", stacklevel=1)
+        logging.getLogger("muster.workers.lives").warning("Waiting for workers 0, 1.")
+        with StopSignals(quiet=True) as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.exit_code == 143
+    assert capfd.readouterr() == ("", "")
+    assert logging.getLogger("muster").level == level
+    with prepared(Collect("CartPole-v1", 8), 0):
+        warnings.warn("a worker was restarted", stacklevel=1)
+        with StopSignals():
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert capfd.readouterr().err == "muster: a worker was restarted\n\nmuster: stopping after this batch; " + (
+        "again to stop at once.\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["bad-name", "a b-v0", "../a-v0", "a//b-v0", "a/b-v", "/a-v0", "a-v0\n", ""])
+def test_a_dataset_id_that_is_none_shows_the_form(name, capsys, tmp_path):
+    pytest.importorskip("minari")
+    run(capsys, "collect", "CartPole-v1", "--frames", "800", "--out", tmp_path / "a", "--quiet")
+    said = refused(capsys, "export", tmp_path / "a", "--to", "minari", "--out", name)
+    assert f"{name!r} is no id of a Minari dataset: expected NAME-vN or NAMESPACE/NAME-vN" in said
+    assert "such as cartpole/ppo-v0" in said
+
+
+def test_the_command_that_replays_a_failure_is_that_of_the_error(capsys):
+    """Once, with --trust exactly if the file needs it."""
+    error = EnvError("Failing[0].step raised.\n\nTo see it happen again under a debugger: muster replay /tmp/a --trust")
+    error.worker, error.replay_command = 0, "muster replay /tmp/a --trust"
+    with (
+        pytest.raises(EnvError, match=r"^Failing\[0\].step raised.\nSee it happen again with: (.*)$") as caught,
+        prepared(Collect("CartPole-v1", 8), 0),
+    ):
+        raise error
+    assert str(caught.value).count("muster replay") == 1
+    assert str(caught.value).endswith("muster replay /tmp/a --trust")

@@ -207,9 +207,15 @@ def test_an_actor_has_a_cpu_for_each_worker(capsys: pytest.CaptureFixture[str]) 
         (["--backend", "manual", "--nodes", "2"], "--backend manual needs --bind HOST:PORT"),
         (["--backend", "manual", "--nodes", "2", "--bind", "127.0.0.1:4"], "--backend manual needs a token"),
         (["--backend", "mp", "--nodes", "2", "--bind", "h:p"], "--bind h:p: expected HOST or HOST:PORT"),
-        (["--backend", "mp", "--nodes", "3"], "--nodes 3 x --envs 8; the nearest are 792 or 816"),
-        (["--backend", "mp", "--nodes", "3", "--workers", "2"], "--nodes 3 x --workers 2 x --envs 8; the nearest are"),
-        (["--backend", "mp", "--nodes", "3", "--async", "--frames-per-batch", "81"], "of --envs 8; the nearest are 80"),
+        (["--backend", "mp", "--nodes", "3"], "--nodes 3 x --num-envs 8; the nearest are 792 or 816"),
+        (
+            ["--backend", "mp", "--nodes", "3", "--workers", "2"],
+            "--nodes 3 x --workers 2 x --num-envs 8; the nearest are",
+        ),
+        (
+            ["--backend", "mp", "--nodes", "3", "--async", "--frames-per-batch", "81"],
+            "of --num-envs 8; the nearest are 80",
+        ),
     ],
 )
 def test_options_of_nodes_have_to_fit(

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from safetensors.torch import save_file
 from torch import nn
 
+from muster.cli import mlp
+from muster.cli.request import spaces_of
 from muster.cli.tune import Tune, program
 from muster.tuning import Candidate, Setup, Tuning
 from tests.command_line import refused, run
@@ -103,3 +108,46 @@ def test_the_program_has_the_dtype_of_observations(dtype: str) -> None:
 def test_environments_are_quoted_in_the_program() -> None:
     code = program(Tune("my'env:Maze-v0"), found(Setup(num_envs=2, groups=3, workers=3)))
     assert code.endswith("""MultiSyncCollector(["my'env:Maze-v0"] * 3, None, num_envs=2, frames_per_batch=768)""")
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_the_program_makes_the_same_network_from_public_names_only(env: str, tmp_path: Path) -> None:
+    tuning = found(Setup(num_envs=2, T=4))
+    found_spaces = spaces_of(env)
+    head, _ = mlp.fresh(*found_spaces, seed=3)
+    of_head, of_net = head.state_dict(), head.net.state_dict()  # type: ignore[union-attr, operator]
+    spread = {name: value + 1 for name, value in of_head.items() if name == "log_std"}
+    without = {name: value for name, value in of_head.items() if name != "log_std"}
+    files = [without | spread, without, of_net | spread, of_net]
+    for number, policy in enumerate(["mlp", *files]):
+        file = "mlp"
+        if policy != "mlp":
+            file = str(tmp_path / f"{number}.safetensors")
+            save_file({name: value.clone() for name, value in policy.items()}, file)  # type: ignore[union-attr]
+        code = program(Tune(env, policy=file), tuning)
+        assert "muster.cli" not in code
+        expected, _ = mlp.fresh(*found_spaces, 0) if policy == "mlp" else mlp.from_file(Path(file), *found_spaces)
+        with collector_of(code) as collector:
+            assert collector.rollout().shape == (2, 4)
+            made = collector.policy.state_dict()
+        assert made.keys() == expected.state_dict().keys()
+        assert all(torch.equal(made[name], value) for name, value in expected.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Box(0, 255, (4, 5), np.uint8),
+        spaces.Box(0, 1, (2, 3), np.float32),
+        spaces.Box(0, 1, (), np.float32),
+        spaces.Box(0, 1, (3,), np.float64),
+    ],
+    ids=str,
+)
+def test_the_source_of_a_network_makes_it(space: spaces.Box) -> None:
+    head, _ = mlp.fresh(space, spaces.Discrete(2), seed=0)
+    names = {"nn": nn, "Float": mlp.Float, "OrderedDict": OrderedDict}
+    made = eval(mlp.source(head.net), names)  # type: ignore[arg-type]
+    made.load_state_dict(head.net.state_dict())  # type: ignore[union-attr, operator]
+    observed = torch.from_numpy(np.stack([[space.sample() for _ in range(3)]] * 2))
+    assert torch.equal(made(observed), head.net(observed))  # type: ignore[operator]

@@ -43,6 +43,7 @@ from muster.rollout.columns import RolloutOptions, lane_columns
 from muster.rollout.group import Group
 from muster.rollout.loop import rollout
 from muster.testing import CountingEnv, FaultyEnv, SpaceEnv, TorchCartPole
+from muster.workers.failures import send_error
 
 ACTION, OBS = ("action",), ("observation",)
 ERROR = EnvError("it broke")
@@ -803,3 +804,18 @@ def test_replay_on_a_terminal_stops_before_what_hung(tmp_path: Path) -> None:
     assert "('at', 'hang')" in terminal.until("(Pdb) ")
     terminal.type("q\n")
     assert terminal.end() == 1
+
+
+def test_an_error_from_another_machine_names_the_file_here(tmp_path):
+    """In its message, its attributes and the command that replays it."""
+    there = tmp_path / "there.crash"
+    there.write_bytes(b"content")
+    error = EnvError(f"raised.\n\nTo see it happen again under a debugger: muster replay {there} --trust")
+    error.crash_report, error.replay_command = there, f"muster replay {there} --trust"
+    made = send_error(error).here(CrashDirectory(tmp_path / "here")).error()
+    here = tmp_path / "here" / "there.crash"
+    assert not there.exists()
+    assert here.read_bytes() == b"content"
+    assert made.crash_report == here
+    assert made.replay_command == f"muster replay {here} --trust"
+    assert str(made).endswith(made.replay_command)

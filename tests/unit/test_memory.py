@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import itertools
+import pickle
 import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -16,13 +20,13 @@ from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster import Collector
+from muster import Collector, MultiAsyncCollector, MultiSyncCollector
 from muster.errors import SlotsExhausted
 from muster.memory.slots import ALIGNMENT, KEPT_FREE, Layout, Slot, SlotRing, SlotState
 from muster.memory.specs import Column
 from muster.memory.views import BatchView
 from muster.testing import CountingEnv, SpaceEnv
-from tests.tools import column, counting, same
+from tests.tools import assert_same, column, counting, same
 
 OBS = Column(("observation",), (3,), np.dtype(np.float32), carry=True)
 FLAG = Column(("next", "done"), (), np.dtype(bool), trailing=True)
@@ -264,6 +268,68 @@ def test_a_column_is_pickled_without_the_others():
     with Collector(CountingEnv, None, num_envs=2, frames_per_batch=2000) as collector:
         batch = collector.rollout()
         assert batch["next", "done"].untyped_storage().nbytes() == batch["next", "done"].numel() == 2000
+
+
+SAVED = {
+    "one environment": (Collector, CountingEnv, {"num_envs": None}),
+    "one group": (Collector, CountingEnv, {}),
+    "one group, time first": (Collector, CountingEnv, {"layout": "time_major"}),
+    "several groups": (Collector, [CountingEnv] * 4, {}),
+    "several groups, time first": (Collector, [CountingEnv] * 4, {"layout": "time_major"}),
+    "whole episodes": (Collector, [CountingEnv] * 4, {"trajs_per_batch": 32}),
+    "threads": (MultiSyncCollector, [CountingEnv] * 4, {"backend": "threads", "num_workers": 2}),
+    "each thread": (MultiAsyncCollector, [CountingEnv] * 2, {"backend": "threads"}),
+}
+ONE_GROUP = [name for name in SAVED if name.startswith(("one", "each"))]
+ENTRY_BYTES = 900  # of a tensor in a file of torch.save, besides its numbers
+
+
+def numbers(batch: Any) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in batch.values(True, True))
+
+
+def storages(batch: Any) -> int:
+    """Bytes of all storages."""
+    found = [leaf.untyped_storage() for leaf in batch.values(True, True)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
+
+
+def saved(thing: Any) -> int:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    return file.tell()
+
+
+def collected(name: str) -> Any:
+    cls, envs, options = SAVED[name]
+    with cls(envs, None, frames_per_batch=2048, **{"num_envs": 8, **options}) as collector:
+        return collector.next()
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_copy_of_a_batch_is_saved_with_its_numbers_and_nothing_else(name, tmp_path):
+    batch = collected(name)
+    size, entries = numbers(batch), ENTRY_BYTES * len(list(batch.keys(True, True)))
+    assert storages(batch.clone()) == storages(copy.deepcopy(batch)) == size
+    assert size < saved(batch.clone()) < size + entries
+    assert size < len(pickle.dumps(batch.clone())) < size + entries
+    part, column = batch[..., :3], batch["next", "observation"]
+    assert saved(part.clone()) < numbers(part) + entries
+    assert saved(column.clone()) < column.numel() * column.element_size() + 2 * ENTRY_BYTES
+    batch.memmap(tmp_path)
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*.memmap")) == size
+    assert_same(pickle.loads(pickle.dumps(batch.clone())), batch)
+
+
+@pytest.mark.parametrize("name", ONE_GROUP)
+def test_a_batch_of_one_group_is_saved_without_a_copy(name):
+    batch = collected(name)
+    size, entries = numbers(batch), ENTRY_BYTES * len(list(batch.keys(True, True)))
+    assert storages(batch) == size
+    assert size < saved(batch) < size + entries
+    assert size < len(pickle.dumps(batch)) < size + entries
+    ForkingPickler.dumps(batch)  # moves it into shared memory, as a queue does
+    assert storages(batch) == size
 
 
 HOLDS = {

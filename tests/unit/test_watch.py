@@ -349,6 +349,8 @@ def test_an_error_of_an_environment_is_told_with_its_crash_report(tmp_path):
     [error] = history.errors
     assert error["worker"] == 1
     assert "ValueError: by me" in error["text"]
+    assert error["replay"] == f"muster replay {error['crash_report']} --trust"
+    assert "muster replay" not in error["text"], "the command is told once"
     assert [error["crash_report"]] == [str(path) for path in (tmp_path / "crashes").iterdir()]
     assert history.snapshots[-1]["discarded"] == discarded != {}
     assert any(label.get_text() == "discarded: env_error" for label in plot_run(history).axes[4].get_yticklabels())
@@ -622,6 +624,86 @@ def test_viewers_get_the_history_and_what_follows(tmp_path, serve):
     for stream in viewers:
         assert next(event for event, _ in stream if event != "clock") == "restart"
         assert [entry.get("frames") for entry in next_entries(stream)] == [None, 9]
+
+
+def to_the_end(answer):
+    """The kinds of all entries until the server says goodbye, and what it says."""
+    kinds = []
+    for event, content in events(answer):
+        if event == "entries":
+            kinds += [entry["kind"] for entry in content]
+        if event == "goodbye":
+            assert answer.read() == b"", "nothing follows"
+            return kinds, content
+    raise AssertionError
+
+
+def test_viewers_get_the_last_entries_and_a_goodbye_when_a_collection_ends(tmp_path):
+    with Collector(ENV, None, watch=Watch(tmp_path), **OPTIONS) as collector:
+        port = int(collector.watch_url.rpartition(":")[2].strip("/"))
+        viewers = [wait_until(lambda: fetched(port, "/events")) for _ in range(3)]
+        list(collector)
+    for viewer in viewers:
+        kinds, goodbye = to_the_end(viewer)
+        assert (kinds[0], kinds[-1], kinds.count("end")) == ("run", "end", 1)
+        assert goodbye == {"of": "run", "run": str(tmp_path)}
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_viewers_are_told_that_the_process_of_a_run_has_exited(tmp_path, number):
+    command = [sys.executable, "-c", PARENT, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        port = int(parent.stdout.readline().rpartition(":")[2].strip("/\n"))
+        viewer = wait_until(lambda: fetched(port, "/events"))
+        parent.send_signal(number)
+        kinds, goodbye = to_the_end(viewer)
+    assert kinds[0] == "run"
+    assert "end" not in kinds
+    assert goodbye == {"of": "run", "run": str(tmp_path / "run")}
+
+
+def test_what_is_written_just_before_the_end_reaches_viewers(tmp_path, monkeypatch):
+    page = PageAddress("127.0.0.1:0")
+    server = PageServer(written(tmp_path, RUN), page.socket, page.token)
+
+    class EndsAfterARead(SnapshotReader):
+        def read(self):
+            found = super().read()
+            if not server.ending.is_set():
+                with open(tmp_path / NAME, "a") as file:
+                    file.write(json.dumps({"kind": "end", "time": 1.0, "error": ""}) + "\n")
+                server.ending.set()
+            return found
+
+    monkeypatch.setattr(page_server, "SnapshotReader", EndsAfterARead)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        kinds, _ = to_the_end(fetched(page.socket.getsockname()[1], "/events"))
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(60)
+    assert kinds == ["run", "end"]
+
+
+def test_a_server_that_closes_says_goodbye_and_waits_for_no_viewer_long(tmp_path, monkeypatch):
+    page = PageAddress("127.0.0.1:0")
+    server = PageServer(written(tmp_path, RUN, line(1)), page.socket, page.token)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    viewer, stuck = (fetched(page.socket.getsockname()[1], "/events") for _ in range(2))
+    server.shutdown()
+    begun = time.monotonic()
+    with server.place(socket.socket()):  # of a viewer that does not leave
+        server.server_close()
+    assert time.monotonic() - begun < 20
+    kinds, goodbye = to_the_end(viewer)
+    assert kinds == ["run", "snapshot"]
+    assert goodbye == {"of": "watch", "run": str(tmp_path)}
+    stuck.close()
+    thread.join(60)
+    server.server_close()
 
 
 # --- pictures and the command line --------------------------------------------------------------------

@@ -14,6 +14,7 @@ from muster.cli.options import check_seconds, refuse_given
 from muster.cli.report import StopSignals
 from muster.errors import BadOption
 from muster.utils.attributes import installed
+from muster.utils.texts import counted
 
 if TYPE_CHECKING:
     from muster.cli.collect import Collect
@@ -101,7 +102,7 @@ def _check_ranks(nodes: int | None) -> None:
     if (ranks := int(os.environ["WORLD_SIZE"])) < 2:
         raise BadOption("torchrun has started one process: at least two are needed, of which the first collects.")
     if nodes is not None and nodes != ranks - 1:
-        raise BadOption(f"--nodes {nodes}, but torchrun has started {ranks} processes: {ranks - 1} nodes.")
+        raise BadOption(f"--nodes {nodes}, but torchrun has started {ranks} processes: {counted(ranks - 1, 'node')}.")
 
 
 def nodes_of(command: Collect) -> int | None:

@@ -13,6 +13,7 @@ from tyro.conf import arg
 
 from muster.cli import cluster
 from muster.cli.options import (
+    NUM_ENVS,
     AllowImport,
     Count,
     Env,
@@ -40,7 +41,7 @@ class Collect:
     frames: Count
     """Exact number of environment steps over all environments: 51200, 51_200, 100k, 1e6."""
 
-    envs: Annotated[int, arg(metavar="B")] = 8
+    num_envs: Annotated[int, NUM_ENVS] = 8
     """Number of environments that are stepped together; with --workers, in each worker."""
 
     workers: Annotated[int | None, arg(metavar="N")] = None
@@ -100,7 +101,7 @@ class Collect:
     allow_import: AllowImport = False
 
     quiet: bool = False
-    """Print errors only."""
+    """Print errors only: also no warnings, and not the address of --watch."""
 
 
 def collect(command: Collect) -> int:
@@ -110,7 +111,7 @@ def collect(command: Collect) -> int:
     frames = _check(command)
     with ExitStack() as stack:
         policy, description = stack.enter_context(prepared(command, command.seed))
-        stop = stack.enter_context(StopSignals())
+        stop = stack.enter_context(StopSignals(quiet=command.quiet))
         collector = stack.enter_context(_make_collector(command, policy, frames))
         recorder = stack.enter_context(_recorder(command, description)) if command.out else None
         return run(command, collector, recorder, stop)
@@ -131,7 +132,7 @@ def run(command: Any, collector: BaseCollector, recorder: Recorder | None, stop:
                     recorder.write(batch)
                 recording_s += time.perf_counter() - began
             now = stats()
-            show(now.frames, in_one_line(now, total))
+            show(now.frames, in_one_line(now, total), now.frames_per_s)
             if stop.received is not None:
                 break
     elapsed_s, now = time.perf_counter() - began_s, stats()
@@ -159,9 +160,9 @@ def _check(command: Collect) -> int:
         raise BadOption("--watch-address needs --watch. Add it, or remove --watch-address.")
     if command.alternating and command.inference != "server":
         raise BadOption("--alternating needs --inference server. Add it, or remove --alternating.")
-    check_numbers(command, workers=1, envs=1, seed=0)
+    check_numbers(command, workers=1, num_envs=1, seed=0)
     workers, nodes = (1, 1) if command.asynchronous else (command.workers or 1, cluster.nodes_of(command) or 1)
-    return frames_per_batch(command.frames, command.envs, command.frames_per_batch, workers, nodes)
+    return frames_per_batch(command.frames, command.num_envs, command.frames_per_batch, workers, nodes)
 
 
 def _make_collector(command: Collect, policy: Any, frames: int) -> BaseCollector:
@@ -169,7 +170,7 @@ def _make_collector(command: Collect, policy: Any, frames: int) -> BaseCollector
     from muster.collectors.options import Watch
 
     options: dict[str, Any] = {
-        "num_envs": command.envs,
+        "num_envs": command.num_envs,
         "frames_per_batch": frames,
         "total_frames": command.frames,
         "seed": command.seed,
@@ -177,7 +178,7 @@ def _make_collector(command: Collect, policy: Any, frames: int) -> BaseCollector
     }
     if command.watch:
         address: dict[str, Any] = {} if command.watch_address is None else {"address": command.watch_address}
-        options["watch"] = Watch(command.out, **address)
+        options["watch"] = Watch(command.out, **address, announce=not command.quiet)
     if command.backend is not None:
         return cluster.make_collector(command, policy, options)
     if command.workers is None:
@@ -210,6 +211,12 @@ def _recorder(command: Collect, policy: str) -> Recorder:
     from muster.recording import Recorder
 
     assert command.out is not None
-    meta = {"env": command.env, "seed": command.seed, "policy": policy, "envs": command.envs, "frames": command.frames}
+    meta = {
+        "env": command.env,
+        "seed": command.seed,
+        "policy": policy,
+        "envs": command.num_envs,
+        "frames": command.frames,
+    }
     where = {"workers": command.workers, "backend": command.backend, "nodes": cluster.nodes_of(command)}
     return Recorder(command.out, meta=meta | {name: value for name, value in where.items() if value is not None})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from muster.cli.options import AllowImport, Count, Env, ObsDtype, Policy, check_numbers
+from muster.cli.options import NUM_ENVS, AllowImport, Count, Env, ObsDtype, Policy, check_numbers
 from muster.cli.report import StopSignals, symbols
 from muster.cli.request import obs_dtype_of, prepared
 from muster.episodes.rules import RuleName
@@ -37,7 +37,7 @@ class Eval:
     same number from each, the rest from the first that end one more; last_even: the first to start; first_done: the
     first to end."""
 
-    num_envs: Annotated[int, arg(metavar="B")] = 8
+    num_envs: Annotated[int, NUM_ENVS] = 8
     """Number of environments that are stepped together; with --workers, in each worker."""
 
     workers: Annotated[int, arg(metavar="N")] = 0
@@ -72,7 +72,7 @@ class Eval:
     allow_import: AllowImport = False
 
     quiet: bool = False
-    """Print no progress."""
+    """Print the result and errors only."""
 
 
 def evaluate(command: Eval) -> int:
@@ -83,7 +83,7 @@ def evaluate(command: Eval) -> int:
         from muster.utils.mp4 import check_ffmpeg
 
         check_ffmpeg()  # raises now, not at the end
-    with prepared(command, command.seed) as (policy, description), StopSignals() as stop:
+    with prepared(command, command.seed) as (policy, description), StopSignals(quiet=command.quiet) as stop:
         evaluation = _evaluate(command, policy, stop)
         files: list[Path] = []
         try:

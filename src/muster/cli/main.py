@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import io
 import operator
 import os
 import sys
@@ -24,6 +26,7 @@ from muster.cli.serve import Serve, serve
 from muster.cli.tune import Tune, tune
 from muster.errors import BadOption, MusterError
 from muster.utils.attributes import installed
+from muster.utils.whole_files import write_whole
 
 
 @dataclass(frozen=True)
@@ -102,14 +105,17 @@ def _draw(run: Path, file: Path) -> int:
     from muster.observing.snapshots import RunHistory
 
     figure = plot_run(RunHistory.read(run))
+    picture = io.BytesIO()
     try:
-        figure.savefig(file, dpi=110)
-    except (OSError, ValueError) as error:
+        figure.savefig(picture, dpi=110, format=file.suffix.removeprefix(".") or "png")
+    except ValueError as error:
         raise BadOption(f"--png {file}: the picture cannot be written: {error}") from error
+    write_whole(file, [picture.getbuffer()])
     print(f"wrote {file}")
     return 0
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of standard output on a disk
 COMMANDS: dict[type, Callable[[Any], int]] = {
     Collect: collect,
     Serve: serve,
@@ -128,7 +134,7 @@ EXAMPLES = """Collects reinforcement-learning experience at the speed of the env
 
 examples:
   muster collect CartPole-v1 --frames 100k --out runs/a
-  muster collect Pendulum-v1 --frames 1e6 --envs 16 --policy mlp --seed 3 --out runs/b
+  muster collect Pendulum-v1 --frames 1e6 --num-envs 16 --policy mlp --seed 3 --out runs/b
   muster collect CartPole-v1 --frames 50_000 --policy net.safetensors
   muster collect my_envs:Maze-v0 --frames 10k --policy agent.py:policy --allow-import
   muster serve random --obs float32:4 --act discrete:2 --frames 10k --address 127.0.0.1:7000
@@ -149,12 +155,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         the exit code: 0; 1 if doctor found a problem, a replay failed or a node has lost its collector; 2 for a
-        ``MusterError``, with one message; 130 and 143 when stopped by Ctrl-C and SIGTERM; 141 if stdout was closed.
+        ``MusterError``, with one message, or if stdout is on a full disk; 130 and 143 when stopped by Ctrl-C and
+        SIGTERM; 141 if stdout was closed.
 
     Raises:
         SystemExit: from the parser, for ``--help`` (0) and invalid arguments (2).
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            if sys.stdout is not None:  # it was closed
+                sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the output has exited: `muster ... | head`
+        _discard_output()
+        return 141
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        _discard_output()
+        print(f"muster: the output cannot be written: {error.strerror}.", file=sys.stderr)
+        return 2
+
+
+def _run(arguments: list[str]) -> int:
     if arguments in (["--version"], ["-V"]):
         print(f"muster {installed('muster-rl') or 'from a source tree'}")
         return 0
@@ -169,9 +193,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("muster: stopped at once", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of the output has exited: `muster ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 141
+
+
+def _discard_output() -> None:
+    """Redirect standard output, so that what is in its buffer is no second error at the exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _parse(arguments: Sequence[str]) -> Any:

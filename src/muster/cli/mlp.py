@@ -65,6 +65,37 @@ def from_file(path: Path, observation: Any, action: Any) -> tuple[nn.Module, str
     return head, f"MLP {_arrow(sizes)} tanh from {path.name}, sha256 {digest}"
 
 
+def source(net: nn.Module) -> str:
+    """Return Python code that makes a network of ``fresh`` or ``from_file``. It needs ``nn`` and, maybe, ``Float``."""
+    layers = {name: _source_of(layer) for name, layer in net.named_children()}
+    if all(name.isdecimal() for name in layers):
+        return f"nn.Sequential({', '.join(layers.values())})"
+    named = ", ".join(f"({name!r}, {layer})" for name, layer in layers.items())
+    return f"nn.Sequential(OrderedDict([{named}]))"
+
+
+def _source_of(layer: nn.Module) -> str:
+    if isinstance(layer, nn.Linear):
+        return f"nn.Linear({layer.in_features}, {layer.out_features})"
+    if isinstance(layer, nn.Flatten):
+        return f"nn.Flatten({layer.start_dim})"
+    if isinstance(layer, nn.Unflatten):
+        return f"nn.Unflatten({layer.dim}, {layer.unflattened_size})"
+    return "Float()" if isinstance(layer, Float) else f"nn.{type(layer).__name__}()"
+
+
+def source_of_weights(path: Path, head: nn.Module) -> list[str]:
+    """Return the lines of Python that load a file of ``from_file`` into ``policy``, which is ``head(net)``."""
+    names = _read(path).keys()
+    lines = [f"weights = load_file({str(path)!r})"]
+    if any(name.startswith("net.") for name in names):
+        partly = "" if names == head.state_dict().keys() else ", strict=False"
+        return [*lines, f"policy.load_state_dict(weights{partly})"]
+    if "log_std" in names:
+        lines.append("policy.load_state_dict({'log_std': weights.pop('log_std')}, strict=False)")
+    return [*lines, "net.load_state_dict(weights)"]
+
+
 def _widths(observation: Any, action: Any) -> tuple[int, int]:
     """The numbers of inputs and outputs of a network for these spaces."""
     if not isinstance(observation, spaces.Box):

@@ -55,6 +55,9 @@ Policy = Annotated[
     ),
 ]
 
+NUM_ENVS = arg(metavar="B", aliases=("--envs",))
+"""``--num-envs`` has the same names in all commands."""
+
 ObsDtype = Annotated[
     Literal["policy", "env", "float16", "float32", "float64"],
     arg(
@@ -101,7 +104,7 @@ def frames_per_batch(frames: int, envs: int, wanted: int | None, workers: int = 
 
     If ``wanted`` is None, it is the size nearest to ``TARGET_FRAMES``. ``BadOption`` names the nearest valid numbers.
     """
-    of = f"--envs {envs}" if workers == 1 else f"--workers {workers} x --envs {envs}"
+    of = f"--num-envs {envs}" if workers == 1 else f"--workers {workers} x --num-envs {envs}"
     of = of if nodes == 1 else f"--nodes {nodes} x {of}"
     envs *= workers * nodes
     if wanted is None:

@@ -12,6 +12,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from muster.observing.progress import MOST_LINES, short, troubles
+from muster.utils.texts import counted
 
 if TYPE_CHECKING:
     from muster.episodes.curve import EpisodeTotals
@@ -24,7 +25,7 @@ def summary(stats: CollectorStats, totals: EpisodeTotals, recording_s: float | N
     ``recording_s`` is the time spent writing (None: no recording), ``elapsed_s`` the time of the whole collection.
     """
     plus_minus, _ = symbols()
-    lines = [f"frames    {stats.frames:,} in {stats.batches:,} batches"]
+    lines = [f"frames    {stats.frames:,} in {counted(stats.batches, 'batch')}"]
     if stats.discarded:
         lines[0] += "; discarded " + ", ".join(f"{n:,} ({reason})" for reason, n in stats.discarded.items())
     if n := totals.episodes:
@@ -82,15 +83,15 @@ def symbols() -> tuple[str, str]:
 
 
 class StopSignals:
-    """Context in which Ctrl-C or SIGTERM sets ``received`` and prints ``say`` instead of ending the process.
+    """Context in which Ctrl-C or SIGTERM sets ``received`` and, unless ``quiet``, prints ``say``, and ends nothing.
 
     The second signal raises KeyboardInterrupt. The third has its default effect, for code that does not return to the
     interpreter.
     """
 
-    def __init__(self, say: str = "stopping after this batch; again to stop at once.") -> None:
+    def __init__(self, say: str = "stopping after this batch; again to stop at once.", *, quiet: bool = False) -> None:
         self.received: int | None = None
-        self._say = say
+        self._say, self._quiet = say, quiet
         self._old: dict[int, Any] = {}
 
     @property
@@ -114,5 +115,5 @@ class StopSignals:
                 signal.signal(each, signal.SIG_DFL)
             raise KeyboardInterrupt
         self.received = number
-        # Not print: the signal may have interrupted one.
-        os.write(2, f"\nmuster: {self._say}\n".encode())
+        if not self._quiet:  # not print: the signal may have interrupted one
+            os.write(2, f"\nmuster: {self._say}\n".encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import logging
 import os
 import re
 import runpy
@@ -46,9 +47,8 @@ def prepared(command: Any, seed: int, spaces: tuple[Any, Any] | None = None) -> 
     _check_policy(command.policy, allow_import=allow_import)
     if spaces is None:
         _find_env(env)
-    policy = _make_policy(command.policy, lambda: spaces or _spaces(env), seed)
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_: print(f"muster: {_first_part(message)}", file=sys.stderr)
+    policy = _make_policy(command.policy, lambda: spaces or spaces_of(env), seed)
+    with _printed_warnings(quiet=getattr(command, "quiet", False)):
         try:
             yield policy
         except MusterError as error:
@@ -57,11 +57,27 @@ def prepared(command: Any, seed: int, spaces: tuple[Any, Any] | None = None) -> 
             if allow_import:
                 print(error, file=sys.stderr)
             text = _first_part(error)
-            if error.crash_report is not None:
-                trust = " --trust" * (":" in env)
-                text += f"\nSee it happen again with: muster replay {error.crash_report}{trust}"
+            if error.replay_command:
+                text += f"\nSee it happen again with: {error.replay_command}"
             error.args = (text,)
             raise error from None  # the original has no traceback in this process
+
+
+@contextmanager
+def _printed_warnings(*, quiet: bool) -> Iterator[None]:
+    """Context in which only the first part of warnings is printed, or no warning and no log below errors."""
+    log = logging.getLogger("muster")
+    level = log.level
+    with warnings.catch_warnings():
+        if quiet:
+            warnings.showwarning = lambda *_: None
+            log.setLevel(logging.ERROR)
+        else:
+            warnings.showwarning = lambda message, *_: print(f"muster: {_first_part(message)}", file=sys.stderr)
+        try:
+            yield
+        finally:
+            log.setLevel(level)
 
 
 def obs_dtype_of(name: str) -> Any:
@@ -146,7 +162,8 @@ def _import(module: str) -> None:
         raise BadOption(f"There is no module {module!r} to import (searched where Python does, and here).") from error
 
 
-def _spaces(env: str) -> tuple[Any, Any]:
+def spaces_of(env: str) -> tuple[Any, Any]:
+    """Return the spaces of observations and actions of an id. Raises ``EnvError``."""
     import gymnasium
 
     make: Callable[..., Any] = gymnasium.make

@@ -55,7 +55,7 @@ class Serve:
     allow_import: AllowImport = False
 
     quiet: bool = False
-    """Print errors only."""
+    """Print errors only: also no warnings, and not the address."""
 
 
 def serve(command: Serve) -> int:
@@ -66,7 +66,7 @@ def serve(command: Serve) -> int:
     frames = frames_per_batch(command.frames, 1, command.frames_per_batch)
     with ExitStack() as stack:
         policy, description = stack.enter_context(prepared(command, command.seed, spaces))
-        stop = stack.enter_context(StopSignals())
+        stop = stack.enter_context(StopSignals(quiet=command.quiet))
         from muster.collectors.serving import serve as collector_of
 
         server = stack.enter_context(

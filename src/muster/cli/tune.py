@@ -6,15 +6,18 @@ import dataclasses
 import json
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
 
 from tyro.conf import arg
 
-from muster.cli.options import AllowImport, Count, Env, ObsDtype, Policy, check_numbers, check_seconds
+from muster.cli.options import NUM_ENVS, AllowImport, Count, Env, ObsDtype, Policy, check_numbers, check_seconds
 from muster.cli.request import obs_dtype_of, prepared
 from muster.observing.progress import short
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from muster.tuning import Candidate, Tuning
 
 MOST_ROWS = 12  # of the table
@@ -30,7 +33,7 @@ class Tune:
     seconds: Annotated[float, arg(metavar="S")] = 20.0
     """Total seconds of collecting, without the start of workers."""
 
-    num_envs: Annotated[tuple[int, ...], arg(metavar="N")] = ()
+    num_envs: Annotated[tuple[int, ...], NUM_ENVS] = ()
     """Total numbers of environments to try. Default: 8 32."""
 
     frames_per_batch: Annotated[Count, arg(metavar="N")] = 2048
@@ -64,8 +67,9 @@ def tune(command: Tune) -> int:
     if command.json:
         print(json.dumps({**dataclasses.asdict(found), "program": code}, indent=2))
         return 0
+    cores = f"{found.cores:g} core{'s' * (found.cores != 1)}"
     print(
-        f"One worker computes {found.cpu_share:.0%} of the time, and this process may use {found.cores:g} cores "
+        f"One worker computes {found.cpu_share:.0%} of the time, and this process may use {cores} "
         f"(policy: {description})."
     )
     _print_table(found)
@@ -77,21 +81,41 @@ def program(command: Tune, found: Tuning) -> str:
     """A complete Python program that makes the best collector."""
     dtype = {"policy": "", "env": ", obs_dtype='env'"}.get(command.obs_dtype, f", obs_dtype=torch.{command.obs_dtype}")
     made = found.constructor_call(repr(command.env), "None" if command.policy == "random" else "policy", dtype)
-    spaces = "env.observation_space, env.action_space"
     lines = [f"from muster import {made.partition('(')[0]}"]
-    if "torch." in dtype:
+    if "torch." in dtype or command.policy == "mlp":
         lines.append("import torch")
     if command.policy == "mlp" or command.policy.endswith(".safetensors"):
-        chosen = f"mlp.fresh({spaces}, seed=0)"
-        if command.policy != "mlp":
-            lines.append("from pathlib import Path")
-            chosen = f"mlp.from_file(Path({command.policy!r}), {spaces})"
-        lines += ["from muster.cli import mlp", "import gymnasium"]
-        lines += ["", f"env = gymnasium.make({command.env!r})", f"policy, _ = {chosen}"]
+        lines += network(command)
     elif command.policy != "random":
         file, _, name = command.policy.rpartition(":")
         lines += ["import runpy", "", f"policy = runpy.run_path({file!r})[{name!r}]"]
     return "\n".join([*lines, f"collector = {made}"])
+
+
+def network(command: Tune) -> list[str]:
+    """The lines of the program that make the MLP of ``--policy``, with its weights."""
+    from muster.cli import mlp
+    from muster.cli.request import spaces_of
+
+    spaces = spaces_of(command.env)
+    fresh = command.policy == "mlp"
+    policy, _ = mlp.fresh(*spaces, seed=0) if fresh else mlp.from_file(Path(command.policy), *spaces)
+    layers = mlp.source(cast("nn.Module", policy.net))
+    head = "categorical" if not hasattr(policy, "log_std") else "gaussian"
+    lines = [f"from muster.policies import {head}"]
+    if "OrderedDict" in layers:
+        lines.append("from collections import OrderedDict")
+    if not fresh:
+        lines.append("from safetensors.torch import load_file")
+    lines += ["from torch import nn", ""]
+    if "Float()" in layers:
+        lines += ["class Float(nn.Module):", "    def forward(self, x):", "        return x.float()", ""]
+    if fresh:
+        lines.append("torch.manual_seed(0)")
+    lines += [f"net = {layers}", f"policy = {head}(net)"]
+    if not fresh:
+        lines += mlp.source_of_weights(Path(command.policy), policy)
+    return lines
 
 
 def _say(text: str) -> None:

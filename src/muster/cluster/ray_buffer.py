@@ -22,6 +22,7 @@ import cloudpickle
 import numpy as np
 import torch
 
+from muster.episodes.stored import StoredItems
 from muster.errors import BadOption, CollectorTimeout, WorkerDied
 from muster.memory.specs import Array
 from muster.restore.pickling import dumps, loads
@@ -52,6 +53,7 @@ class RayBuffer:
 
     Raises:
         BadOption: Ray is not installed, ``buffer`` is no buffer or cannot be pickled, or Ray refuses an option.
+            From ``extend``: a TorchRL buffer stores batches of another shape; nothing was written.
         WorkerDied: the buffer could not be made in the actor, or (from any method) the actor has ended.
         CollectorTimeout: no answer within ``timeout_s``.
     """
@@ -170,14 +172,25 @@ class BufferActor:
                 f"extend(batch) or add(transition)"
             )
 
+        self._stored: StoredItems | None = None  # made for the first batch, since it initialises a lazy buffer
+
     def call(self, name: str, payload: bytes, arrays: Sequence[Array]) -> tuple[bytes, list[Array]]:
         args, kwargs = _unpack(payload, arrays, copy=False)
+        if name == "extend":
+            self._check(args[0])
         return _pack(getattr(self._buffer, name)(*args, **kwargs))
 
     def look(self, name: str) -> tuple[bytes, list[Array]]:
         """Return whether ``name`` is a method, and its value if it is not."""
         value = getattr(self._buffer, name)
         return _pack((True, None) if callable(value) else (False, value))
+
+    def _check(self, data: Any) -> None:
+        """Raise ``BadOption`` if a TorchRL buffer stores batches of another shape."""
+        if self._stored is None:
+            self._stored = StoredItems(self._buffer)
+        if (problem := self._stored.problem(data)) and self._stored.is_certain:
+            raise BadOption(problem)
 
 
 def for_nodes(buffer: Any) -> Any:

@@ -34,7 +34,8 @@ class Collector(BaseCollector):
     ``done``, ``terminated``, ``truncated``, ``("next", ...)`` of these and ``reward``, and
     ``("collector", "traj_ids")``. Its shape is ``[num_envs, T]``, or ``[T]`` without ``num_envs``; if ``create_env_fn``
     is a list, the number of groups comes first. It is a view of Muster's memory, which is not reused while you hold
-    any tensor of it. ``batch.reshape(-1)`` copies.
+    any tensor of it. ``batch.reshape(-1)`` copies. Save or send ``batch.clone()``: ``torch.save``, ``pickle`` and
+    queues take the whole memory of a view, which for several groups is many times the batch.
 
     After an error in an environment or policy, the next iteration continues with the rows collected so far.
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from muster.episodes.stored import leading_dims
 from muster.errors import BadOption
 
 if TYPE_CHECKING:
@@ -110,6 +111,8 @@ def _check_batches(o: CollectorOptions) -> None:
             "extend_buffer=False adds single steps, so a batch cannot end early: leave out reset_when_done=False and "
             "interruptor, or use extend_buffer=True"
         )
+    if buffer:
+        _check_stored_shape(o)
     if o.return_same_td and buffer:
         raise BadOption("return_same_td yields batches, which replay_buffer takes: give one of them")
     if o.return_same_td and any((o.split_trajs, o.trajs_per_batch)):
@@ -125,6 +128,29 @@ def _check_batches(o: CollectorOptions) -> None:
         )
     if o.set_truncated and (o.trajs_per_batch or o.on_episode_done):
         raise BadOption(f"set_truncated marks ends that are none, and {waits} waits for real ones: give one of them")
+
+
+def _check_stored_shape(o: CollectorOptions) -> None:
+    """Raise ``BadOption`` if a TorchRL buffer is for batches of more dimensions than these options give."""
+    dims = leading_dims(o.replay_buffer)
+    if dims < 2 or o.postproc is not None:
+        return
+    found, batches, remedy = 0, "", "use ndim=1, with an item per frame"
+    if o.trajectories is not None and o.traj_format in (None, "cat"):
+        found, batches = 1, "the episodes of trajs_per_batch follow one another in one"
+    elif o.trajectories is not None or o.split_trajs:
+        found, batches, remedy = 2, "padded trajectories have two", "use ndim=1, with an item per trajectory"
+    elif isinstance(o.create_env_fn, str) and o.num_envs is None and not hasattr(o, "num_workers"):
+        found, batches, remedy = (
+            1,
+            "the batches of one environment have one",
+            "pass num_envs=1 (or more), or use ndim=1",
+        )
+    if 0 < found < dims:
+        raise BadOption(
+            f"replay_buffer stores batches of {dims} dimensions (ndim={dims} of its storage, or its dim_extend), and "
+            f"{batches}: {remedy}"
+        )
 
 
 def _check_objects(o: CollectorOptions) -> None:

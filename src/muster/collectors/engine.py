@@ -238,6 +238,7 @@ class Engine:
             if pipeline.ready:
                 self.shown_episodes = pipeline.ready[0].episodes
                 yield pipeline.take()  # the pipeline has no reference to it while the next one is collected
+        checkpoint()  # a Ctrl-C that came while the last batch was used; after the loop the program may have no handler
 
     def put_batch(self) -> None:
         """Collect a batch, and put it through the hooks into the pipeline."""

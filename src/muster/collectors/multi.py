@@ -327,6 +327,7 @@ class MultiSyncCollector(MultiCollector):
 
     Workers act with copies of the policy; ``update_policy_weights_()`` sends them the optimizer's changes. They are
     idle while you train. The data equals that of ``Collector`` with the same ``create_env_fn``, options and seed.
+    Save or send ``batch.clone()``: ``torch.save``, ``pickle`` and queues take all columns for each column of a view.
 
     Raises:
         BadOption, UnknownOption: an option is wrong. No worker was started.

@@ -57,7 +57,7 @@ class Observers:
                 film=film_command(trust=True),  # of files that this process writes
             )
             weakref.finalize(collector, self.watched.close)
-            if watch.address is not None:
+            if watch.address is not None and watch.announce:
                 later = f"muster watch {self.watched.directory}"
                 print(f"watch     {self.watched.url}  (afterwards: {later})", file=sys.stderr, flush=True)  # noqa: T201
 

@@ -24,6 +24,7 @@ from muster.recording.writer import Recorder
 from muster.rollout.columns import Validate
 from muster.utils.addresses import host_and_port
 from muster.utils.integers import integer
+from muster.utils.whole_files import check_folder
 from muster.workers.config import check_timeouts
 
 Device = torch.device | str | int | None
@@ -79,6 +80,7 @@ class Autosave(Details):
     def __post_init__(self) -> None:
         if not self.every > 0:
             raise BadOption(f"every={self.every!r}: expected seconds, more than 0")
+        check_folder(self.folder)
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,13 +95,16 @@ class Watch(Details):
         films: keep the actions of the newest, best and worst episode, from which viewers can make films. None: if
             there are workers, whose actions are kept for crash reports anyway; without workers it costs a few percent
             of the time of CartPole's steps.
+        announce: print the page's address to standard error. ``watch_url`` of the collector has it, too.
     """
 
     directory: str | os.PathLike[str] | None = None
     address: str | None = "127.0.0.1:0"
     films: bool | None = None
+    announce: bool = True
 
     def __post_init__(self) -> None:
+        check_bool("announce", self.announce)
         if self.films is not None:
             check_bool("films", self.films)
         if self.address is not None:

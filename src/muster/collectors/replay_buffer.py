@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from muster.episodes.segment import MASK, take, time_last, written
+from muster.episodes.stored import StoredItems
 from muster.errors import BadOption
 
 if TYPE_CHECKING:
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
 
 
 class ReplaySink:
-    """Writes batches to ``buffer``, in the thread that collects. The buffer's errors are raised unchanged.
+    """Writes batches to ``buffer``, in the thread that collects.
+
+    The buffer's errors are raised unchanged, except where the shape of the batch is their cause.
 
     Batches are views of lent memory. A buffer that copies (``LazyTensorStorage``, ``LazyMemmapStorage``) releases it
     at once; a buffer that keeps references (a list) releases it when it drops them.
@@ -37,7 +40,7 @@ class ReplaySink:
             raise BadOption(f"extend_buffer=False needs replay_buffer.add, which {type(buffer).__name__} has not")
         self.buffer = buffer
         self._extends = extend and "extend" in methods
-        self._dims: int | None = None  # number of leading dimensions of the buffer's items; 0: items are whole batches
+        self._stored: StoredItems | None = None
         self._left: tuple[TensorDict, deque[TensorDict]] | None = None  # a batch, and its transitions still to be added
         self._added = 0  # number of its other transitions
 
@@ -51,9 +54,12 @@ class ReplaySink:
 
         ``add`` gets one transition at a time (a copy, shape ``[]``), in the same order. After an error of ``add``,
         writing the same batch again continues with the transition that failed.
+
+        Raises:
+            BadOption: the batch has another shape than a TorchRL buffer stores. Nothing was written.
         """
         if self._extends:
-            self.buffer.extend(self._items(batch))
+            self._extend(batch)
             return
         if self._left is None or self._left[0] is not batch:
             self.continue_with(batch, 0)
@@ -75,26 +81,28 @@ class ReplaySink:
         self._left = batch, deque(take(ordered, rows).unbind(0) if len(rows) else ())
         self._added = added
 
-    def _items(self, batch: TensorDict) -> TensorDict:
-        """Return the batch in the shape that the buffer stores."""
-        if self._dims is None:
-            self._dims = _item_dims(self.buffer)
+    def _extend(self, batch: TensorDict) -> None:
+        if self._stored is None:
+            self._stored = StoredItems(self.buffer)
+        items = self._items(batch, self._stored.dims)
+        problem = self._stored.problem(items)
+        if problem and self._stored.is_certain:
+            raise BadOption(problem)
+        try:
+            self.buffer.extend(items)
+        except Exception as error:
+            if not problem:
+                raise
+            raise BadOption(problem) from error
+        self._stored.wrote(items)
+
+    def _items(self, batch: TensorDict, dims: int) -> TensorDict:
+        """Return the batch in the shape that the buffer stores, indexed by ``dims`` dimensions."""
         names = getattr(batch, "names", None) or ()  # a postproc may return any object
-        if "time" not in names or batch.get(MASK, None) is not None or not 0 < self._dims < batch.ndim:
+        if "time" not in names or batch.get(MASK, None) is not None or not 0 < dims < batch.ndim:
             return batch
         ordered = time_last(batch)
-        if self._dims > 1:
-            return ordered.reshape(-1, *ordered.shape[1 - self._dims :])
+        if dims > 1:
+            return ordered.reshape(-1, *ordered.shape[1 - dims :])
         used = written(ordered)
         return ordered.reshape(-1) if used.all() else take(ordered, np.flatnonzero(used))
-
-
-def _item_dims(buffer: Any) -> int:
-    """Return the number of batch dimensions that index a TorchRL buffer's storage (also in a Ray actor); else 0."""
-    if not hasattr(buffer, "dim_extend"):
-        return 0
-    len(buffer)  # initialises a lazy buffer
-    dims = (buffer.dim_extend or 0) + 1
-    if hasattr(type(buffer), "storage") and getattr(buffer, "service_backend", "direct") == "direct":
-        dims = max(dims, buffer.storage.ndim)
-    return int(dims)

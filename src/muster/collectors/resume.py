@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from muster.errors import BadCheckpoint, BadWeights, MusterError, described
 from muster.restore import checkpoint
 from muster.utils.interrupts import postponed
+from muster.utils.whole_files import make_folder
 from muster.workers.requests import LoadState, MarkResumed, TakeState
 
 if TYPE_CHECKING:
@@ -157,8 +158,8 @@ def _load_groups(engine: Engine, state: dict[str, Any], trust: bool) -> dict[int
 
 
 def autosave(collector: BaseCollector, folder: str | os.PathLike[str]) -> None:
-    """Write a collector's state to a folder, which is created if it does not exist."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    """Write a collector's state to a folder, which is created if it does not exist. Raises ``FileError``."""
+    make_folder(folder)
     checkpoint.save(Path(folder) / STATE_FILE, state_of(collector))
 
 

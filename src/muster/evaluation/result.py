@@ -12,6 +12,8 @@ import numpy as np
 
 from muster.errors import BadOption
 from muster.memory.specs import Array
+from muster.observing.plot import plot_returns, png_of
+from muster.utils.texts import counted
 
 if TYPE_CHECKING:
     from muster.evaluation.video import Tape
@@ -151,6 +153,23 @@ class Evaluation:
         half = student_quantile(level, n - 1) * self.std / math.sqrt(n)
         return self.mean - half, self.mean + half
 
+    def plot(self) -> Any:
+        """Draw the returns with the 95 % interval of their mean, and each return over the length of its episode.
+
+        Needs matplotlib: ``pip install 'muster-rl[plot]'``.
+
+        Returns:
+            a ``matplotlib.figure.Figure``, which notebooks show; ``savefig(path)`` writes it.
+
+        Raises:
+            BadOption: matplotlib is not installed.
+        """
+        truncated = np.array([record.truncated for record in self.records], bool)
+        return plot_returns(self.returns, self.lengths, truncated, self.confidence_interval(), str(self))
+
+    def _repr_png_(self) -> bytes | None:
+        return png_of(self.plot)
+
     def video(self, which: str | int, folder: str | Path = "videos", *, fps: float | None = None) -> Path:
         """Repeat an episode in an environment that renders, and write an mp4 file. Needs ``muster-rl[video]``.
 
@@ -210,7 +229,8 @@ class Evaluation:
         if not self.complete:
             notes.append(f"incomplete: stopped by {self.stopped_by}, {len(self.unfinished)} unfinished")
         return (
-            f"{self.env}: return {self.mean:,.2f} [{low:,.2f}, {high:,.2f}] (95%) over {len(self.records)} episodes of "
+            f"{self.env}: return {self.mean:,.2f} [{low:,.2f}, {high:,.2f}] (95%) over "
+            f"{counted(len(self.records), 'episode')} of "
             f"{self.length_mean:,.1f} steps; {', '.join(notes)}"
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import inspect
 import json
 import math
@@ -10,8 +9,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,7 +20,15 @@ from muster.episodes.record import Episodes
 from muster.episodes.summary import SequenceSummaryStats, successes
 from muster.errors import BadOption, HookError, described
 from muster.observing.stats import CollectorStats
-from muster.utils.whole_files import read_json, try_lock
+from muster.utils.whole_files import (
+    append_whole,
+    check_writable,
+    explained,
+    file_errors,
+    make_folder,
+    read_json,
+    try_lock,
+)
 
 Log = Callable[[Mapping[str, float], int], None]
 
@@ -139,13 +146,16 @@ class JsonlLogger:
 
     Raises:
         BadOption: the file ends with an incomplete line of another format, or another process appends to it.
+        FileError: the file cannot be opened, or is not an ordinary file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._lock = threading.Lock()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115 (closed by close)
+        make_folder(self.path.parent)
+        check_writable(self.path)
+        with file_errors(self.path, "written"):
+            self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115 (closed by close)
         try:
             self._claim: _Claim | None = _Claim.on(self._file.fileno(), self.path)
             self._mend()
@@ -158,7 +168,7 @@ class JsonlLogger:
 
         Raises:
             BadOption: the logger is closed.
-            OSError: the record cannot be written; the file is unchanged.
+            FileError: the record cannot be written; the file is unchanged.
         """
         numbers = {name: plain(value) for name, value in metrics.items()}
         line = json.dumps({"step": int(step), "time": time.time(), "metrics": numbers}, allow_nan=False) + "\n"
@@ -166,9 +176,7 @@ class JsonlLogger:
             if self._file.closed:
                 raise BadOption(f"{self.path}: this JsonlLogger is closed; make another one to append more")
             end, data = self._file.seek(0, os.SEEK_END), line.encode()
-            if self._file.write(data) != len(data):  # for example, the disk is full
-                self._file.truncate(end)
-                raise OSError(errno.ENOSPC, "no space left for a record", str(self.path))
+            append_whole(self._file, data, end, self.path)
 
     def close(self) -> None:
         """Close the file. May be called again."""
@@ -232,40 +240,72 @@ def plain(value: Any) -> float | None:
 class TensorBoardLogger:
     """Writes scalars for TensorBoard. Needs the extra ``muster-rl[tensorboard]``.
 
+    A thread of TensorBoard writes them, some time later. After an error of it the next call begins another file.
+
     Args:
         folder: folder of the run, created if necessary.
 
     Raises:
         BadOption: TensorBoard is not installed.
+        FileError: the folder cannot be used.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise BadOption(
-                "TensorBoardLogger writes with TensorBoard: pip install 'muster-rl[tensorboard]'"
-            ) from error
-        self._writer = SummaryWriter(os.fspath(folder))
+        self.folder = os.fspath(folder)
         self._closed = False
+        self._writer: Any = self._begin()
 
     def __call__(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write scalars. Raises ``BadOption`` after ``close``."""
+        """Write scalars.
+
+        Raises:
+            BadOption: the logger is closed.
+            FileError: these or earlier scalars cannot be written, for example because the disk is full.
+        """
         if self._closed:  # the writer would start another file
-            raise BadOption(f"{self._writer.log_dir}: this TensorBoardLogger is closed; make another one")
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            raise BadOption(f"{self.folder}: this TensorBoardLogger is closed; make another one")
+        if self._writer is None:
+            self._writer = self._begin()
+        with self._ends_with_errors():
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write buffered scalars and close. May be called again."""
+        """Write buffered scalars and close. May be called again.
+
+        Raises:
+            FileError: buffered scalars cannot be written. The logger is closed.
+        """
         self._closed = True
-        self._writer.close()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with self._ends_with_errors():
+                writer.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _begin(self) -> Any:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise BadOption(
+                "TensorBoardLogger writes with TensorBoard: pip install 'muster-rl[tensorboard]'"
+            ) from error
+        with file_errors(self.folder, "used as a folder"):
+            return SummaryWriter(self.folder)
+
+    @contextmanager
+    def _ends_with_errors(self) -> Iterator[None]:
+        """Context in which an error of the writer ends it: its thread has ended, too."""
+        try:
+            yield
+        except OSError as error:
+            self._writer = None
+            raise explained(self.folder, "written", error) from error
 
 
 class CollectionLog:

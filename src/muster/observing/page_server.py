@@ -33,6 +33,7 @@ _POLL_S = 0.5  # between two looks at the file
 _ADMISSION_S = 10.0  # for a whole request, with its token
 _TIMEOUT_S = 30.0  # of a viewer that does not read
 _MOST_VIEWERS = 64
+_GOODBYE_S = 3.0  # for viewers to get the last entries
 _AT_ONCE = 500  # entries of a message
 _FILM_S = 330.0  # for a process that makes a film, which has a limit of 300 s itself
 _MOST_FILMS = 6  # that are kept
@@ -190,6 +191,7 @@ class PageServer(ThreadingHTTPServer):
         self.files = {path: ((folder / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()}
         self._strangers, self._places = Strangers(), threading.BoundedSemaphore(_MOST_VIEWERS)
         self._parent = parent
+        self.goodbye = {"of": "watch" if parent is None else "run", "run": str(run)}  # the last event of viewers
         self.ending = threading.Event()
         self.films = Films(film, (run if run.is_dir() else run.parent) / EPISODES)
 
@@ -218,12 +220,22 @@ class PageServer(ThreadingHTTPServer):
     def service_actions(self) -> None:
         self._strangers.end_late(_ADMISSION_S)
         if self._parent is not None and os.getppid() != self._parent:
-            self.films.close()
+            self.say_goodbye()
             os._exit(0)
 
-    def server_close(self) -> None:
+    def say_goodbye(self) -> None:
+        """Let viewers know that the page ends, after the last entries of the file. May be called again."""
+        if self.ending.is_set():
+            return
         self.ending.set()
         self.films.close()
+        deadline = time.monotonic() + _GOODBYE_S
+        for _ in range(_MOST_VIEWERS):  # a place is free when its viewer has left
+            if not self._places.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                break
+
+    def server_close(self) -> None:
+        self.say_goodbye()
         super().server_close()
 
 
@@ -330,7 +342,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply(206, film[first : last + 1], **headers, **{"Content-Range": f"bytes {first}-{last}/{len(film)}"})
 
     def _stream(self) -> None:
-        """Send all entries, then new ones as they appear in the file, until the viewer leaves."""
+        """Send all entries, then new ones as they appear in the file, until the viewer leaves or the server ends."""
         try:
             reader = SnapshotReader(self.server.run)
         except BadOption:
@@ -339,7 +351,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._start(200, {"Content-Type": "text/event-stream; charset=utf-8"})
         try:
             self._send("restart", None)
-            while not self.server.ending.is_set():
+            is_last = False
+            while not is_last:
+                is_last = self.server.ending.is_set()  # first: the entries before it have been written
                 restarted, entries = reader.read()
                 if restarted:
                     self._send("restart", None)
@@ -347,6 +361,7 @@ class _Handler(BaseHTTPRequestHandler):
                     self._send("entries", entries[begin : begin + _AT_ONCE])
                 self._send("clock", time.time())  # also detects a viewer that has left
                 self.server.ending.wait(_POLL_S)
+            self._send("goodbye", self.server.goodbye)
         finally:
             reader.close()
 
@@ -366,4 +381,4 @@ def main(arguments: Sequence[str]) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
-        server.films.close()
+        server.say_goodbye()

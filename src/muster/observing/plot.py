@@ -1,23 +1,32 @@
-"""Pictures of a collection, with matplotlib: ``collector.plot()`` and ``muster watch --png``."""
+"""Pictures with matplotlib: of collections (``collector.plot()``, ``muster watch --png``), evaluations, timelines."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from muster.episodes.curve import EpisodeTotals, Quantity, running_means
+from muster.errors import BadOption
+from muster.memory.specs import Array
 from muster.observing.progress import clock, short
 from muster.observing.snapshots import RunHistory, snapshot
 from muster.observing.stats import CollectorStats
 from muster.utils.attributes import optional
 
+if TYPE_CHECKING:
+    from muster.observing.timeline import Span
+
 BLUE, ORANGE, GREEN, RED, GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#8a8f98"  # Okabe and Ito's palette
 PARTS = {"env": GREEN, "policy": BLUE, "copy": ORANGE, "rest": GREY}
 """Parts of the time of rollouts."""
+OTHERS = (GREY, "#56b4e9", "#cc79a7", "#f0e442")
+"""Colours of other spans of a timeline."""
 _LEAST_S = 0.5  # between two snapshots, for a rate
-MOST_BARS = 12  # of a histogram, and rows of workers
+MOST_BARS = 12  # of policy lags, and rows of workers
+MOST_BINS = 30  # of the histogram of returns
 Points = Sequence[tuple[float, EpisodeTotals]]
 
 
@@ -57,11 +66,83 @@ def plot_run(history: RunHistory) -> Any:
     return figure
 
 
+def plot_returns(returns: Array, lengths: Array, truncated: Array, interval: tuple[float, float], title: str) -> Any:
+    """Return the picture of an evaluation.
+
+    Args:
+        returns, lengths, truncated: of its episodes, ``[n]``.
+        interval: ends of a confidence interval of the mean return; not drawn if they are not finite.
+    """
+    figure, (histogram, scatter) = _figure(1, 2)
+    figure.suptitle("\n".join(textwrap.wrap(title, 110)), fontsize="medium", parse_math=False)
+    histogram.set_title("Returns")
+    scatter.set_title("Return and length")
+    if not len(returns):
+        _empty(histogram, "no complete episode")
+        _empty(scatter, "no complete episode")
+        return figure
+    histogram.hist(returns, bins=min(MOST_BINS, max(1, len(returns) // 2)), color=BLUE, alpha=0.6)
+    histogram.axvline(returns.mean(), color=RED, label="mean")
+    if np.isfinite(interval).all():
+        histogram.axvspan(*interval, color=RED, alpha=0.15, linewidth=0, label="95 % interval")
+    histogram.set_xlabel("return")
+    histogram.set_ylabel("episodes")
+    histogram.legend()
+    for label, chosen, colour in (("terminated", ~truncated, BLUE), ("truncated", truncated, ORANGE)):
+        if chosen.any():
+            scatter.scatter(lengths[chosen], returns[chosen], s=14, color=colour, label=label)
+    scatter.set_xlabel("steps")
+    scatter.set_ylabel("return")
+    scatter.legend()
+    return figure
+
+
+def plot_spans(spans: Sequence[Span], tracks: Mapping[int, str]) -> Any:
+    """Return the picture of a timeline: a row for each track, over milliseconds.
+
+    Args:
+        spans: spans, outer ones before those inside them.
+        tracks: names of tracks; "track 0" and so on by default.
+    """
+    figure, (axis,) = _figure(1, 1)
+    axis.set_title("Timeline")
+    if not spans:
+        _empty(axis, "no spans: call start() first")
+        return figure
+    first = min(begin for _, begin, _, _ in spans)
+    rows = {track: row for row, track in enumerate(sorted({track for *_, track in spans}))}
+    bars: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    for name, begin, end, track in spans:
+        of_row = bars.setdefault(name, {}).setdefault(rows[track], [])
+        of_row.append(((begin - first) / 1e6, (end - begin) / 1e6))
+    for number, (name, by_row) in enumerate(bars.items()):
+        colour = PARTS.get(name, OTHERS[number % len(OTHERS)])
+        for row, drawn in by_row.items():
+            label = name if row == min(by_row) else "_"  # one entry in the legend
+            axis.broken_barh(drawn, (row - 0.4, 0.8), color=colour, label=label)
+    figure.set_size_inches(12, 1.6 + 0.35 * len(rows))
+    axis.set_yticks(range(len(rows)), [tracks.get(track, f"track {track}") for track in rows], parse_math=False)
+    axis.invert_yaxis()
+    axis.set_xlabel("ms")
+    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
+
+
+def png_of(plot: Callable[[], Any]) -> bytes | None:
+    """Return the picture that ``plot`` draws, for IPython; None without matplotlib: notebooks show the text."""
+    try:
+        figure = plot()
+    except BadOption:
+        return None
+    picture: bytes = figure._repr_png_()
+    return picture
+
+
 def _figure(rows: int, columns: int) -> tuple[Any, list[Any]]:
     with optional("plot", "matplotlib", "plot"):
-        from matplotlib.figure import Figure
-    figure = Figure(figsize=(4.6 * columns, 3.1 * rows), layout="constrained")
-    axes = list(figure.subplots(rows, columns).flat)
+        from muster.observing.figure import NotebookFigure
+    figure = NotebookFigure(figsize=(4.6 * columns, 3.1 * rows), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muster.errors import BadOption
-from muster.utils.whole_files import written_elsewhere
+from muster.utils.whole_files import file_errors, make_folder, written_elsewhere
 
 if TYPE_CHECKING:
     import torch
@@ -143,8 +143,8 @@ class RolloutProfiler:
 
 
 def _export(path: Path, profile: torch.profiler.profile) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with written_elsewhere(path) as made:
+    make_folder(path.parent)
+    with written_elsewhere(path) as made, file_errors(made, "written"):
         profile.export_chrome_trace(str(made))
 
 

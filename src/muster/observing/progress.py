@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 if TYPE_CHECKING:
     from muster.observing.stats import CollectorStats, WorkerStats
@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 LINE_EVERY_S = 5.0
 MOST_LINES = 16  # of workers
 
-Show = Callable[[int, str], object]
+
+class Show(Protocol):
+    """Shows the progress: what is done, a text, and per second how much; without it, as on average so far."""
+
+    def __call__(self, done: int, text: str, rate: float | None = None, /) -> object: ...
 
 
 class CollectionProgress:
@@ -33,7 +37,7 @@ class CollectionProgress:
         if self._show is None:
             shown = progress("collect", self._total, lines=lambda: worker_lines(self._workers()), stream=sys.stderr)
             self._show = self._made.enter_context(shown)
-        self._show(stats.frames, in_one_line(stats, self._total))
+        self._show(stats.frames, in_one_line(stats, self._total), stats.frames_per_s)
         if 0 <= self._total <= stats.frames:
             self.close()
 
@@ -60,7 +64,7 @@ def progress(
         lines: returns what is shown below the bar; a thread of the display calls it a few times per second.
     """
     if quiet:
-        yield lambda done, text: None
+        yield lambda done, text, rate=None: None
         return
     stream = sys.stdout if stream is None else stream
     if not (stream.isatty() or "ipykernel" in sys.modules):
@@ -68,19 +72,24 @@ def progress(
         return
     from rich.console import Console
     from rich.live import Live
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-    columns = (BarColumn(bar_width=24), TaskProgressColumn(), TextColumn("{task.fields[text]}"), TextColumn("eta"))
-    bar = Progress(TextColumn(name), *columns, TimeRemainingColumn(compact=True))
-    task = bar.add_task(name, total=None if total < 0 else total, text="")
+    texts = [TextColumn(f"{{task.fields[{field}]}}", markup=False) for field in ("text", "eta")]
+    bar = Progress(TextColumn(name), BarColumn(bar_width=24), TaskProgressColumn(), *texts)
+    task = bar.add_task(name, total=None if total < 0 else total, text="", eta="")
+    began = time.monotonic()
+
+    def show(done: int, text: str, rate: float | None = None) -> None:
+        bar.update(task, completed=done, text=text, eta=_eta(done, total, rate, time.monotonic() - began))
+
     with Live(get_renderable=below(bar, lines), refresh_per_second=10, console=Console(file=stream)):
-        yield lambda done, text: bar.update(task, completed=done, text=text)
+        yield show
 
 
 def _lines(name: str, total: int, every_s: float, stream: TextIO) -> Show:
     began = last = time.monotonic()
 
-    def show(done: int, text: str) -> None:
+    def show(done: int, text: str, rate: float | None = None) -> None:
         nonlocal last
         now = time.monotonic()
         if now - last < every_s:
@@ -88,13 +97,21 @@ def _lines(name: str, total: int, every_s: float, stream: TextIO) -> Show:
         if total < 0:
             print(f"{name}  {text}", file=stream, flush=True)
         elif 0 < done < total:
-            eta = clock((now - began) * (total / done - 1))
-            print(f"{name} {done / total:4.0%}  {text}  eta {eta}", file=stream, flush=True)
+            eta = _eta(done, total, rate, now - began)
+            print(f"{name} {done / total:4.0%}  {text}  {eta}", file=stream, flush=True)
         else:
             return
         last = now
 
     return show
+
+
+def _eta(done: int, total: int, rate: float | None, elapsed_s: float) -> str:
+    """The time that the rest takes at ``rate``, the one of the text before it; None: at the average so far."""
+    if not 0 < done < total:
+        return ""
+    per_s = done / elapsed_s if rate is None and elapsed_s > 0 else rate
+    return f"eta {clock((total - done) / per_s)}" if per_s else ""
 
 
 def below(bar: Any, lines: Callable[[], list[str]]) -> Callable[[], Any]:

@@ -13,7 +13,6 @@ All counts of a snapshot are totals since the start, so that snapshots can be re
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import time
@@ -26,7 +25,7 @@ from muster.episodes.curve import EpisodeTotals
 from muster.errors import BadOption
 from muster.observing.loggers import plain
 from muster.observing.stats import CollectorStats
-from muster.utils.whole_files import write_whole
+from muster.utils.whole_files import append_whole, explained, make_folder, open_regular, write_whole
 
 NAME = "watch.jsonl"
 LIMIT_BYTES = 4 << 20
@@ -77,25 +76,30 @@ class SnapshotFile:
     def __init__(
         self, directory: str | os.PathLike[str], about: Mapping[str, Any], *, limit_bytes: int = LIMIT_BYTES
     ) -> None:
-        self.path, self._limit = Path(directory).resolve() / NAME, limit_bytes
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self._limit = Path(os.path.realpath(directory), NAME), limit_bytes
+        make_folder(self.path.parent)
         try:
             self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115 (closed by close)
         except FileExistsError as error:
             raise BadOption(f"{self.path} has the snapshots of another run. Give another directory.") from error
-        self.append("run", **about)
+        except OSError as error:
+            raise explained(self.path, "written", error) from error
+        try:
+            self.append("run", **about)
+        except BaseException:
+            self._file.close()
+            self.path.unlink(missing_ok=True)  # so that the same directory can be given again
+            raise
 
     def append(self, kind: str, **entries: Any) -> None:
-        """Append a line. Raises ``OSError`` if it cannot be written; the file is unchanged."""
+        """Append a line. Raises ``FileError`` if it cannot be written; the file is unchanged."""
         entry = {"kind": kind, "time": time.time(), **entries}
         line = json.dumps(entry, allow_nan=False, default=plain).encode() + b"\n"  # NumPy's numbers, too
         end = self._file.seek(0, os.SEEK_END)
         if end + len(line) > self._limit and kind == "snapshot":
             self._thin()
             end = self._file.seek(0, os.SEEK_END)
-        if self._file.write(line) != len(line):  # for example, the disk is full
-            self._file.truncate(end)
-            raise OSError(errno.ENOSPC, "no space left for a snapshot", str(self.path))
+        append_whole(self._file, line, end, self.path)
 
     def close(self) -> None:
         """Close the file. May be called again."""
@@ -103,7 +107,8 @@ class SnapshotFile:
 
     def _thin(self) -> None:
         """Remove every second snapshot, and the rows of workers of all but the newest: nothing shows them."""
-        entries = [entry for line in self.path.read_bytes().splitlines() if (entry := parsed(line)) is not None]
+        with open_regular(self.path) as file:
+            entries = [entry for line in file.read().splitlines() if (entry := parsed(line)) is not None]
         of = _by_kind(entries)
         newest = {entry["which"]: entry for entry in of["episode"]}
         kept = [*of["run"], *of["error"][-MOST_ERRORS:], *newest.values(), *of["snapshot"][::-2], *of["end"]]
@@ -183,7 +188,7 @@ class SnapshotReader:
                 f"{given} has no snapshots ({NAME}). Give the directory that a collection with watch=True or --watch "
                 f"has printed at its start."
             )
-        self._file = open(self.path, "rb")  # noqa: SIM115 (closed by close)
+        self._file = open_regular(self.path)
         self._rest = b""
 
     def read(self) -> tuple[bool, list[dict[str, Any]]]:
@@ -191,7 +196,7 @@ class SnapshotReader:
         replaced = self._is_replaced()
         if replaced:
             self._file.close()
-            self._file, self._rest = open(self.path, "rb"), b""  # noqa: SIM115
+            self._file, self._rest = open_regular(self.path), b""
         *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
         if len(self._rest) > _LONGEST:
             self._rest = b""

@@ -7,12 +7,15 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from muster.errors import BadOption
-from muster.utils.whole_files import write_whole
+from muster.observing.plot import plot_spans, png_of
+from muster.utils.whole_files import make_folder, write_whole
 
+MOST_DRAWN = 5_000  # spans of a picture
 Span = tuple[str, int, int, int]  # name, begin and end in ns, track
 
 
@@ -73,11 +76,14 @@ class Timeline:
             self.dropped = 0
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a Chrome trace (JSON) as a whole or not at all. Folders are created."""
+        """Write a Chrome trace (JSON) as a whole or not at all. Folders are created.
+
+        Raises:
+            FileError: it cannot be written.
+        """
         with self._lock:
-            spans, dropped = list(self._spans), self.dropped
-        # An outer span comes before its inner ones: viewers nest spans with the same start in the order of the file.
-        spans.sort(key=lambda span: (span[3], span[1], -span[2]))
+            spans = _outer_first(self._spans)
+            dropped = self.dropped
         pid = os.getpid()
         events = [_label("process_name", pid, 0, self.name)]
         for track in sorted({span[3] for span in spans}):
@@ -90,8 +96,29 @@ class Timeline:
         metadata = {"clock": clock, "dropped_spans": dropped}
         trace = {"traceEvents": events, "displayTimeUnit": "ns", "metadata": metadata}
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         write_whole(path, [json.dumps(trace).encode()])
+
+    def plot(self) -> Any:
+        """Draw the newest 5,000 spans, a row for each track. Needs matplotlib: ``pip install 'muster-rl[plot]'``.
+
+        Returns:
+            a ``matplotlib.figure.Figure``, which notebooks show; ``savefig(path)`` writes it.
+
+        Raises:
+            BadOption: matplotlib is not installed.
+        """
+        with self._lock:
+            newest = list(self._spans)[-MOST_DRAWN:]
+        return plot_spans(_outer_first(newest), self.tracks)
+
+    def _repr_png_(self) -> bytes | None:
+        return png_of(self.plot)
+
+
+def _outer_first(spans: Iterable[Span]) -> list[Span]:
+    """Sort spans by track and time: viewers nest spans with the same start in their order."""
+    return sorted(spans, key=lambda span: (span[3], span[1], -span[2]))
 
 
 def _label(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class WatchedRun:
         self.due = True
         page = None if address is None else PageAddress(address)
         try:
-            self.directory = Path(directory).resolve()
+            self.directory = Path(os.path.realpath(directory))
             self._file = SnapshotFile(self.directory, {**about, "every_s": every_s, "pid": os.getpid()})
             with ExitStack() as made:
                 made.callback(self._file.close)
@@ -193,11 +193,13 @@ class WatchedRun:
             if error is not known:
                 number, self._errors = self._errors, self._errors + 1
             report = error.crash_report if isinstance(error, MusterError) else None
+            replay = error.replay_command if isinstance(error, MusterError) else ""
             told = {
                 "id": number,
                 "worker": index,
-                "text": described(error)[:MOST_TEXT],
+                "text": _without(replay, described(error))[:MOST_TEXT],
                 "crash_report": None if report is None else str(report),
+                "replay": replay,
             }
             if told != line:
                 self._told[index] = number, error, told
@@ -213,6 +215,11 @@ class WatchedRun:
         if not self._failed:
             _log.warning("Snapshots for muster watch are missing: %s: %s", self._file.path, error)
         self._failed = True
+
+
+def _without(command: str, text: str) -> str:
+    """Return the text of an error without its last paragraph, if this tells the command, which has its own entry."""
+    return text.rpartition("\n\n")[0] if command and text.endswith(command) else text
 
 
 def _memory(pid: int) -> int | None:

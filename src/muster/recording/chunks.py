@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import stat
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,10 +17,10 @@ from typing import IO, Any
 
 import torch
 
-from muster.errors import BadRecording
+from muster.errors import BadRecording, FileError
 from muster.keys import Key
 from muster.utils import tensor_files
-from muster.utils.whole_files import NO_LINKS, is_at, try_lock, unlock
+from muster.utils.whole_files import NO_LINKS, NO_WAIT, is_at, open_regular, try_lock, unlock
 
 MANIFEST = "recording.json"
 LOCK = ".lock"
@@ -33,20 +32,13 @@ def chunk_name(index: int) -> str:
     return f"chunk-{index:06d}.safetensors"
 
 
-def open_regular(path: Path) -> tuple[IO[bytes], int]:
-    """Open a regular file (no link) for reading; return it and its size in bytes. Raises ``BadRecording``."""
+def open_part(path: Path) -> IO[bytes]:
+    """Open a file of a recording (no link) for reading. Raises ``BadRecording``."""
     try:
-        # Without O_NONBLOCK, a pipe in place of the file would block.
-        fd = os.open(path, os.O_RDONLY | NO_LINKS | getattr(os, "O_NONBLOCK", 0))
-    except OSError as error:
+        return open_regular(path, links=False)
+    except FileError as error:
         link = " It is a symbolic link: put the file itself there." if path.is_symlink() else ""
-        raise BadRecording(f"{path} cannot be read: {error.strerror}.{link}") from error
-    file = open(fd, "rb")  # noqa: SIM115  (the caller closes it)
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        file.close()
-        raise BadRecording(f"{path} is not an ordinary file, so it is not part of a recording. Remove it.")
-    return file, status.st_size
+        raise BadRecording(f"{error}{link}") from error
 
 
 class DirectoryLock:
@@ -84,7 +76,7 @@ class DirectoryLock:
 def is_locked(directory: Path) -> bool:
     """Return whether a recorder is using the directory."""
     try:
-        fd = os.open(directory / LOCK, os.O_RDONLY | NO_LINKS)
+        fd = os.open(directory / LOCK, os.O_RDONLY | NO_LINKS | NO_WAIT)
     except OSError:
         return False
     try:
@@ -141,10 +133,10 @@ def encode(about: dict[str, Any], leaves: Mapping[Key, torch.Tensor], objects: M
 
 def read_chunk(path: Path) -> Chunk:
     """Read and check the header of a chunk, without its data."""
-    file, size = open_regular(path)
+    file = open_part(path)
     try:
         with file, tensor_files.opened(file, path) as opened:
-            return _parse(path, size, opened)
+            return _parse(path, os.fstat(file.fileno()).st_size, opened)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DamagedChunk(path, repr(str(error)[:200])) from error  # the message may contain any part of the file
 

@@ -19,7 +19,8 @@ from muster.keys import FLAGS, INFO, NEXT_OBS_VALID, RESERVED, REWARD, STEP_COUN
 from muster.memory.specs import Array
 from muster.recording.reader import Recording, cut_out
 from muster.utils.attributes import optional
-from muster.utils.whole_files import written_elsewhere
+from muster.utils.texts import counted
+from muster.utils.whole_files import file_errors, make_folder, written_elsewhere
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -47,7 +48,7 @@ class Export:
 
     def __str__(self) -> str:
         said = "".join(f"\nleft out  {count:,} ({why})" for why, count in self.left_out.items())
-        return f"wrote     {self.path}  ({self.episodes:,} episodes, {self.frames:,} frames){said}"
+        return f"wrote     {self.path}  ({counted(self.episodes, 'episode')}, {counted(self.frames, 'frame')}){said}"
 
 
 class CompleteEpisodes:
@@ -149,7 +150,7 @@ def write_parquet(recording: Recording, path: Any) -> Export:
     target, episodes = new_path(path), CompleteEpisodes(recording)
     with optional("an export", "pyarrow", "parquet"):
         import pyarrow as pa
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     keys = recording.keys
 
     def tables() -> Iterator[Any]:
@@ -158,7 +159,7 @@ def write_parquet(recording: Recording, path: Any) -> Export:
             columns |= {dotted(key): column_of(data, key) for key in keys}
             yield pa.table({name: arrow_column(column) for name, column in columns.items()})
 
-    with written_elsewhere(target) as made:
+    with written_elsewhere(target) as made, file_errors(made, "written"):
         write_tables(made, tables())
     return episodes.written(target)
 

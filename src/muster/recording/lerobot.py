@@ -29,6 +29,7 @@ from muster.recording.export import (
 )
 from muster.utils.attributes import optional
 from muster.utils.mp4 import check_ffmpeg, write_mp4
+from muster.utils.whole_files import file_errors, make_folder
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -85,16 +86,19 @@ def write_lerobot(
 
     rows: list[dict[str, Any]] = []
     try:
-        for i, file in enumerate(_files(episodes.lengths, most)):
-            place = {"chunk_index": i // FILES_PER_CHUNK, "file_index": i % FILES_PER_CHUNK}
-            _make_parent(path := root / DATA.format(**place))
-            write_tables(path, map(table, file))
-            for camera in cameras:
-                _make_parent(path := root / VIDEO.format(video_key=camera, **place))
-                write_mp4(path, pictures(camera, file), fps)
-            rows += _rows(file, episodes.lengths, place, fps, task, cameras)
-        by_column = {name: [row[name] for row in rows] for name in rows[0]}
-        _write_meta(root, _info(first, columns, cameras, episodes, fps), by_column, task, stats)
+        with file_errors(root, "written"):
+            for i, file in enumerate(_files(episodes.lengths, most)):
+                place = {"chunk_index": i // FILES_PER_CHUNK, "file_index": i % FILES_PER_CHUNK}
+                path = root / DATA.format(**place)
+                make_folder(path.parent)
+                write_tables(path, map(table, file))
+                for camera in cameras:
+                    path = root / VIDEO.format(video_key=camera, **place)
+                    make_folder(path.parent)
+                    write_mp4(path, pictures(camera, file), fps)
+                rows += _rows(file, episodes.lengths, place, fps, task, cameras)
+            by_column = {name: [row[name] for row in rows] for name in rows[0]}
+            _write_meta(root, _info(first, columns, cameras, episodes, fps), by_column, task, stats)
     except BaseException:
         shutil.rmtree(root, ignore_errors=True)
         raise
@@ -160,7 +164,8 @@ def _write_meta(
     from pyarrow import parquet as pq
 
     meta = root / "meta"
-    _make_parent(path := meta / "episodes" / "chunk-000" / "file-000.parquet")
+    path = meta / "episodes" / "chunk-000" / "file-000.parquet"
+    make_folder(path.parent)
     pq.write_table(pa.table(episodes), path)
     # lerobot reads the tasks with pandas, as its index
     index = {"index_columns": ["task"], "column_indexes": [], "columns": [], "pandas_version": "2.0.0"}
@@ -233,7 +238,3 @@ def _flat(rows: Array | list[str]) -> Array | list[str]:
 def _bytes(rows: Array | list[str]) -> int:
     """Return the size of a row."""
     return rows[0].nbytes if isinstance(rows, np.ndarray) else max(map(len, rows))
-
-
-def _make_parent(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,9 @@ from muster.recording.episodes import Episode, Piece
 from muster.recording.export import CompleteEpisodes, Export, array_of, column_of, observation_keys
 from muster.recording.reader import MINARI, Recording
 from muster.utils.attributes import optional
+from muster.utils.texts import counted
+
+DATASET_ID = re.compile(r"(?:[\w-]+/)*[\w-]+-v\d+", re.ASCII)
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -62,6 +66,11 @@ def write_minari(
         seen = [_as_space({key: array_of(data, key) for key in actions}, ACTION) for data in episodes]
         action_space = action_space or _space_of(seen, is_action=True)
         observation_space = observation_space or _space_of([buffer(episodes[0]).observations])
+    if not DATASET_ID.fullmatch(dataset_id):
+        raise BadOption(
+            f"{dataset_id!r} is no id of a Minari dataset: expected NAME-vN or NAMESPACE/NAME-vN, with letters, "
+            f"digits, _ and -, such as cartpole/ppo-v0."
+        )
     path = get_dataset_path(dataset_id)
     if path.exists():
         raise BadOption(f"there is a Minari dataset {dataset_id!r}: give another id, or `minari delete` that one.")
@@ -142,7 +151,8 @@ class MinariRecording:
         )
 
     def __repr__(self) -> str:
-        return f"MinariRecording({str(self.directory)!r}: {len(self):,} frames in {self.batches:,} episodes)"
+        held = f"{counted(len(self), 'frame')} in {counted(self.batches, 'episode')}"
+        return f"MinariRecording({str(self.directory)!r}: {held})"
 
 
 def load_minari(source: str | os.PathLike[str]) -> MinariRecording:

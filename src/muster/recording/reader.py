@@ -26,12 +26,13 @@ from muster.recording.chunks import (
     DamagedChunk,
     chunk_name,
     is_locked,
-    open_regular,
+    open_part,
     read_chunk,
 )
 from muster.recording.episodes import IS_INIT, Episode, find_episodes
 from muster.recording.writer import FORMAT, VERSION
 from muster.utils.tensor_files import Damaged, bytes_of, opened, unseal
+from muster.utils.texts import counted
 from muster.utils.whole_files import TEMPORARY, read_json
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def load(directory: str | os.PathLike[str], *, skip_damaged: bool = False) -> Re
         BadRecording: there is no recording, or a part of it is damaged. A last chunk that is truncated by a crash, or
             whose header is damaged, is not an error: see ``Recording.lost``.
     """
-    root = Path(directory).resolve()
+    root = Path(os.path.realpath(directory))
     if str(directory).startswith(MINARI) or (root / "data" / "metadata.json").exists():
         from muster.recording.minari import load_minari
 
@@ -259,8 +260,8 @@ class Recording:
         size = sum(chunk.size_bytes for chunk in self._chunks)
         env = f", env={self.meta['env']!r}" if "env" in self.meta else ""
         lines = [
-            f"Recording({str(self.directory)!r}{env}: {len(self):,} frames in {self.batches:,} batches"
-            f" and {len(self._chunks):,} chunks, {size / 1e6:,.1f} MB)"
+            f"Recording({str(self.directory)!r}{env}: {counted(len(self), 'frame')} in {counted(self.batches, 'batch')}"
+            f" and {counted(len(self._chunks), 'chunk')}, {size / 1e6:,.1f} MB)"
         ]
         if self._chunks:
             first = self._chunks[0]
@@ -271,7 +272,7 @@ class Recording:
 
     def _columns(self, chunk: Chunk, keys: Iterable[Key]) -> dict[Key, Any]:
         """Map the leaves of all batches of a chunk. The first time, their checksums are verified."""
-        file, _ = open_regular(chunk.path)
+        file = open_part(chunk.path)
         columns: dict[Key, Any] = {}
         try:
             with file, opened(file, chunk.path) as stored:
@@ -373,7 +374,7 @@ def _stack(value: Any, size: tuple[int, ...]) -> Any:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    file, _ = open_regular(path)
+    file = open_part(path)
     with file:
         text = file.read()
     with suppress(Damaged):

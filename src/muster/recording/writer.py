@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from muster.errors import BadOption, BadRecording, UnsupportedSpace
+from muster.errors import BadOption, BadRecording, FileError, UnsupportedSpace
 from muster.keys import Key, dotted
 from muster.recording import chunks
 from muster.utils.attributes import installed
 from muster.utils.forks import Owner
 from muster.utils.tensor_files import STORABLE, seal
-from muster.utils.whole_files import write_whole
+from muster.utils.texts import counted
+from muster.utils.whole_files import make_folder, write_whole
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
@@ -69,7 +70,7 @@ class Recorder:
             meta = json.loads(_exact_json(meta))
         except TypeError as error:
             raise BadOption(f"meta may hold str, numbers, bool, None, lists and dicts, and has {error}.") from None
-        self.directory = Path(directory).resolve()
+        self.directory = Path(os.path.realpath(directory))
         self._chunk_bytes, self._max_age_s = chunk_bytes, max_age_s
         self._chunks = self._batches = self._frames = 0  # on disk
         self._pending: _Pending | None = None
@@ -198,12 +199,15 @@ class Recorder:
 
     def __repr__(self) -> str:
         state = "closed" if self._lock is None else "open"
-        return f"Recorder({str(self.directory)!r}, {state}, {self._frames:,} frames in {self._chunks} chunks)"
+        held = f"{counted(self._frames, 'frame')} in {counted(self._chunks, 'chunk')}"
+        return f"Recorder({str(self.directory)!r}, {state}, {held})"
 
     def _claim(self) -> chunks.DirectoryLock:
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            make_folder(self.directory)
             lock = chunks.DirectoryLock(self.directory)
+        except FileError as error:
+            raise BadRecording(f"Cannot record: {error}") from error
         except OSError as error:
             raise BadRecording(f"Cannot record into {self.directory}: {error.strerror}.") from error
         try:

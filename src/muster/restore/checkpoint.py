@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from muster.errors import BadCheckpoint
+from muster.errors import BadCheckpoint, FileError
 from muster.utils.tensor_files import STORABLE, Damaged, TensorFile, bytes_of, encode, from_bytes, opened
-from muster.utils.whole_files import write_whole
+from muster.utils.whole_files import open_regular, write_whole
 
 FORMAT = 2
 SMALL = 1 << 63  # limit of integers that any JSON reader supports
@@ -34,7 +34,7 @@ def save(path: str | Path, state: Any, *, mode: int = 0o666) -> None:
 
     Raises:
         BadCheckpoint: the state contains a value of another type; the message says where.
-        OSError: the file cannot be written, and nothing was changed.
+        FileError: the file cannot be written, and nothing was changed.
     """
     writer = _Writer()
     try:
@@ -56,7 +56,7 @@ def load(path: str | Path) -> Any:
         BadCheckpoint: the file is missing, damaged, or not a checkpoint.
     """
     try:
-        with open(path, "rb") as file, opened(file, path) as found:
+        with open_regular(path) as file, opened(file, path) as found:
             if found.about["format"] != FORMAT:
                 raise BadCheckpoint(
                     f"{path} has format {found.about['format']}, and this version of Muster reads {FORMAT}."
@@ -64,6 +64,8 @@ def load(path: str | Path) -> Any:
             return _decode(found.about["state"], found)
     except BadCheckpoint:
         raise
+    except FileError as error:
+        raise BadCheckpoint(str(error)) from error
     except OSError as error:
         raise BadCheckpoint(f"{path} cannot be read: {error.strerror}.") from error
     except Damaged as error:

@@ -32,7 +32,7 @@ from muster.restore.registered import (
     sent_spec,
 )
 from muster.utils.attributes import installed
-from muster.utils.whole_files import write_whole
+from muster.utils.whole_files import make_folder, write_whole
 
 FORMAT = 2
 MOST_FILES = 32  # per collector
@@ -207,7 +207,7 @@ class CrashDirectory:
     def _make(self) -> None:
         if self.path is None:
             self.path = Path(tempfile.mkdtemp(prefix="muster-crash-"))
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
 
 
 def versions() -> dict[str, str]:

@@ -28,6 +28,7 @@ from muster.restore.crash_report import CrashReport, EnvFactory
 from muster.restore.player import Player
 from muster.utils.mp4 import check_ffmpeg, write_mp4
 from muster.utils.programs import program
+from muster.utils.whole_files import make_folder, open_regular
 
 FPS = 30.0  # default for environments without render_fps
 LIMIT_S = 300  # to make a film
@@ -50,7 +51,7 @@ def film(moves: CrashReport, path: Path, fps: float | None = None) -> tuple[list
         start = max(n for n, move in enumerate(order) if move[0] == "reset")
         for move in order[:start]:
             player.make(move)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         write_mp4(path, _pictures(player, order[start:], rewards), fps)
     return rewards, fps
 
@@ -100,7 +101,7 @@ def load_own(path: str | Path, *, trust: bool) -> CrashReport:
     file raises ``ImportRefused``. A missing or damaged file raises ``BadCrashReport``.
     """
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             about = os.fstat(file.fileno())
             own = about.st_uid == os.geteuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
             kept = CrashReport.load(f"/dev/fd/{file.fileno()}", trust=trust and own)
@@ -114,7 +115,7 @@ def load_own(path: str | Path, *, trust: bool) -> CrashReport:
         )
         raise ImportRefused(f"To repeat this episode, code of the run's directory has to run. {how}") from error
     except OSError as error:
-        raise BadCrashReport(f"The episode cannot be read: {error.strerror}.") from error
+        raise BadCrashReport(f"The episode {path} cannot be read: {error.strerror or error}.") from error
     except BadCrashReport as error:
         raise BadCrashReport(f"No episode: {error}") from error
     return kept

@@ -16,6 +16,7 @@ from muster.memory.specs import Array
 from muster.observing.snapshots import EPISODES, WHICH
 from muster.restore.action_log import ActionLog, ResetLog
 from muster.restore.crash_report import EPISODE, CrashReport
+from muster.utils.whole_files import make_folder
 
 LIMIT_BYTES = 4 << 20  # for the actions of an episode, and for the pickle of its environment
 NEWEST_EVERY_S = 5.0
@@ -99,6 +100,6 @@ def _save(kept: CrashReport, path: Path) -> str:
     if len(state["pickle"]) > LIMIT_BYTES:
         return f"The pickle of its environment has more than {LIMIT_BYTES:,} bytes."
     if not state["missing"]:
-        path.parent.mkdir(exist_ok=True)
+        make_folder(path.parent)
         checkpoint.save(path, state, mode=0o600)
     return str(state["missing"])

@@ -106,8 +106,10 @@ class SentError:
         if self.crash_report is None:
             return self
         there, path = self.known["crash_report"], directory.put(*self.crash_report)
-        known = {**self.known, "crash_report": path}
-        return replace(self, message=self.message.replace(str(there), str(path)), known=known, crash_report=None)
+        message = self.message.replace(str(there), str(path))
+        command = str(self.known.get("replay_command", "")).replace(str(there), str(path))
+        known = {**self.known, "crash_report": path, "replay_command": command}
+        return replace(self, message=message, known=known, crash_report=None)
 
     def error(self) -> MusterError:
         """Make the exception; its ``__cause__`` is the original exception or a ``RemoteError``."""

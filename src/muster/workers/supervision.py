@@ -389,10 +389,10 @@ def _add_crash_report(error: Exception, save: Callable[[], Replay] | None) -> No
     if save is None or not isinstance(error, MusterError):
         return
     try:
-        error.crash_report, command = save()
+        error.crash_report, error.replay_command = save()
     except Exception as problem:  # noqa: BLE001 (no descriptors or memory, most often; it must not hide the failure)
         with suppress(Warning):  # filters may turn it into an exception
             warnings.warn(f"No crash report was written: {described(problem)}", stacklevel=2)
         return
-    if command:
-        error.args = (f"{error}\n\nTo see it happen again under a debugger: {command}",)
+    if error.replay_command:
+        error.args = (f"{error}\n\nTo see it happen again under a debugger: {error.replay_command}",)

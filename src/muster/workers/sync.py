@@ -99,7 +99,9 @@ class Sync(Schedule):
                             _raise_error_of(result)
                         batch.results[group] = result
             else:
-                before = None if self._streams is None else self._streams.before()
+                # A thread that is at work since an interrupted call has the generators of its group in place.
+                is_quiet = not self.pool.outstanding
+                before = self._streams.before() if self._streams is not None and is_quiet else None
                 self._work(batch)
                 if self._streams is not None and before is not None:
                     self._streams.check(before)

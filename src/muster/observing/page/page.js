@@ -3,6 +3,7 @@
 
 const RUNNING_S = 10; // a run without news for longer is lost
 const LANE_S = 60;
+const FIRST_KINDS = 3, MOST_KINDS = 20; // of errors: above the charts, and in all
 const WINDOW = 100; // episodes of a running mean; episodes/curve.py computes the same
 const PARTS = [["env", "green"], ["policy", "blue"], ["copy", "orange"], ["rest", "grey"]];
 const PHASES = { // letters of observing/watching.py: name, colour
@@ -13,6 +14,9 @@ const PHASES = { // letters of observing/watching.py: name, colour
 const SHOWN = [["step", "--green"], ["policy", "--blue"], ["reset", "--orange"], ["wait", "--sky"],
   ["construct, weights, calls", "--pink"], ["dead", "--red"]];
 
+let goodbye = null; // the last event of the server
+const opened = new Set(["end"]); // keys of errors whose texts are shown
+let listed = ""; // what the list of errors shows
 let run = {}, end = null, snapshots = [], errors = new Map(), now = 0, paused = false, dirty = true;
 let episodes = new Map(), filming = ""; // by name: newest, best, worst; the one of which a film is being made
 const lanes = new Map(); // worker: [[time, letters], ...] of the last minute
@@ -34,6 +38,7 @@ function short(n) {
   }
   return Math.abs(n) >= 100 || Number.isInteger(n) ? n.toFixed(0) : n.toPrecision(3).replace(/\.?0+$/, "");
 }
+const counted = (n, noun) => `${whole(n)} ${noun}${n === 1 ? "" : "s"}`;
 const whole = (n) => (Number.isFinite(n) ? Math.round(n).toLocaleString("en-US") : "–");
 const percent = (share) => (Number.isFinite(share) ? `${(100 * share).toFixed(0)} %` : "–");
 function clock(seconds) {
@@ -68,6 +73,14 @@ function listen() {
   source.addEventListener("restart", forget);
   source.addEventListener("entries", (event) => JSON.parse(event.data).forEach(take));
   source.addEventListener("clock", (event) => { now = JSON.parse(event.data); show(); });
+  source.addEventListener("goodbye", (event) => {
+    source.close(); // otherwise the browser would try to connect again
+    goodbye = JSON.parse(event.data);
+    $("over").hidden = false;
+    $("over").querySelector("code").textContent = `muster watch ${goodbye.run}`;
+    dirty = true;
+    show();
+  });
   source.onerror = () => setState("unknown", "no connection to muster watch");
 }
 
@@ -106,6 +119,11 @@ function rates() {
     before = s;
   }
   return columns;
+}
+
+function newestMean(what, otherwise) { // the last value of the curve
+  const means = runningMeans(what)[1];
+  return means.length ? means[means.length - 1] : otherwise;
 }
 
 function recent(seconds) { // the first snapshot of the last seconds
@@ -160,16 +178,28 @@ function setState(state, text) {
   $("state").textContent = text;
 }
 
+function troubles(newest) {
+  const restarts = newest.restarts - recent(LANE_S).restarts;
+  const dropped = newest.workers.filter((worker) => worker.state === "dropped").length;
+  const found = [];
+  if (restarts > 0) found.push(`${counted(restarts, "restart")} in the last minute`);
+  if (dropped) found.push(`${dropped} of ${counted(newest.workers.length, "worker")} dropped`);
+  return found;
+}
+
 function showState(newest) {
   const age = now - newest.time;
   if (end && end.error) setState("failed", "failed");
   else if (end) setState("ended", "ended");
+  else if (goodbye && goodbye.of === "run") setState("lost", "lost: its process has exited");
+  else if (goodbye) setState("unknown", "muster watch has ended");
   else if (age > Math.max(RUNNING_S, 5 * (Number(run.every_s) || 1))) setState("lost", `lost: no news for ${clock(age)}`);
+  else if (troubles(newest).length) setState("troubled", `running, ${troubles(newest).join(", ")}`);
   else setState("running", "running");
   const name = String(run.env ?? "run");
   $("title").textContent = name;
   document.title = `${name} · ${short(newest.frames)} frames · muster watch`;
-  $("about").textContent = `${run.collector ?? ""} · ${whole(run.num_envs)} environments · pid ${run.pid ?? "?"}`;
+  $("about").textContent = `${run.collector ?? ""} · ${counted(run.num_envs, "environment")} · pid ${run.pid ?? "?"}`;
 }
 
 function showNumbers(newest) {
@@ -179,8 +209,8 @@ function showNumbers(newest) {
     ["frames/s", short(end ? newest.frames_per_s : rate[rate.length - 1])],
     ["elapsed", clock(newest.elapsed ?? newest.time - snapshots[0].time)],
     ["episodes", whole(newest.episodes)],
-    ["return", short(newest.return_mean)],
-    ["length", short(newest.length_mean)],
+    ["return", short(newestMean("return", newest.return_mean))],
+    ["length", short(newestMean("length", newest.length_mean))],
     ["policy version", String(newest.policy_version)],
     ["policy path", String(newest.policy_path || "–")],
   ];
@@ -284,27 +314,72 @@ function showWorkers(newest) {
   });
 }
 
-function showErrors() {
-  $("errors-card").hidden = !errors.size && !(end && end.error);
-  const shown = [...errors.values()].sort((a, b) => b.time - a.time).slice(0, 20);
-  const items = shown.map((error) => {
-    const item = element("li"), place = error.worker === undefined || error.worker === null ? "" : `worker ${error.worker}, `;
-    item.append(`${place}${new Date(1000 * error.time).toLocaleTimeString()}`, element("pre", error.text));
-    if (error.crash_report) {
-      item.append("crash report ", element("code", error.crash_report), ", replayed by ",
-        element("code", `muster replay ${error.crash_report}`));
-    }
-    return item;
-  });
-  if (end && end.error) {
-    const item = element("li");
-    item.append("The collection ended with ", element("pre", end.error));
-    items.unshift(item);
+// Errors that differ in numbers only (of workers, processes, steps) are one entry.
+const kindOf = (text) => text.split("\n")[0].replace(/\d+/g, "#");
+
+function kindsOfErrors() { // newest first: key, newest error, number of errors, their workers
+  const kinds = new Map();
+  for (const error of [...errors.values()].sort((a, b) => a.time - b.time)) {
+    const key = kindOf(error.text);
+    const kind = kinds.get(key) ?? { key, count: 0, workers: new Set() };
+    kinds.delete(key); // to be the last of them
+    kinds.set(key, { ...kind, newest: error, count: kind.count + 1, workers: kind.workers.add(error.worker) });
   }
-  $("errors").replaceChildren(...items);
+  return [...kinds.values()].reverse();
 }
 
-const told = (e) => `return ${Number(e.episode_return.toPrecision(6))}, ${whole(e.length)} steps, environment ${e.env_id}`;
+function errorEntry(kind, isEnd) {
+  const item = element("li"), details = element("details"), summary = element("summary"), error = kind.newest;
+  const key = isEnd ? "end" : kind.key;
+  details.dataset.key = key;
+  details.open = opened.has(key);
+  details.addEventListener("toggle", () => (details.open ? opened.add(key) : opened.delete(key)));
+  const workers = [...kind.workers].filter((worker) => Number.isFinite(worker)).sort((a, b) => a - b);
+  const facts = [];
+  if (workers.length) facts.push(`worker${workers.length > 1 ? "s" : ""} ${workers.slice(0, 8).join(", ")}${workers.length > 8 ? " ..." : ""}`);
+  if (error.time) facts.push(`${kind.count > 1 ? "last " : ""}${new Date(1000 * error.time).toLocaleTimeString()}`);
+  if (kind.count > 1) summary.append(element("b", `${kind.count} times`));
+  summary.append(element("span", error.text.split("\n")[0]), element("small", facts.join(", ")));
+  details.append(summary, element("pre", error.text));
+  if (error.crash_report) {
+    const replay = error.replay || `muster replay ${error.crash_report}`;
+    details.append("To see it happen again under a debugger: ", element("code", replay));
+  }
+  if (isEnd) item.append("The collection ended with this error.");
+  item.append(details);
+  return item;
+}
+
+function showErrors() {
+  const failed = end && end.error ? end.error : "";
+  $("errors-card").hidden = !errors.size && !failed;
+  const shows = JSON.stringify([[...errors.values()], failed]);
+  if (shows === listed) return; // what the viewer has opened and selected stays
+  listed = shows;
+  const focused = document.activeElement && document.activeElement.parentElement.dataset.key;
+  const kinds = kindsOfErrors(), last = failed && kinds.find((kind) => kind.key === kindOf(failed));
+  const others = kinds.filter((kind) => kind !== last).slice(0, MOST_KINDS);
+  const items = others.map((kind) => errorEntry(kind, false));
+  if (failed) {
+    items.unshift(errorEntry(last || { newest: { text: failed }, count: 1, workers: new Set() }, true));
+  }
+  const more = items.splice(FIRST_KINDS);
+  if (more.length) {
+    const item = element("li"), details = element("details"), list = element("ol");
+    details.dataset.key = "more";
+    details.open = opened.has("more");
+    details.addEventListener("toggle", () => (details.open ? opened.add("more") : opened.delete("more")));
+    list.append(...more);
+    details.append(element("summary", `${more.length} more`), list);
+    item.append(details);
+    items.push(item);
+  }
+  $("errors").replaceChildren(...items);
+  const again = [...document.querySelectorAll("#errors details")].find((each) => each.dataset.key === focused);
+  if (focused && again) again.firstChild.focus();
+}
+
+const told = (e) => `return ${Number(e.episode_return.toPrecision(6))}, ${counted(e.length, "step")}, environment ${e.env_id}`;
 
 function showEpisodes() {
   $("films-card").hidden = !episodes.size && !run.no_film;
@@ -350,7 +425,7 @@ async function makeFilm(which) {
     note.textContent = made.error;
     return;
   }
-  note.textContent = `${which}: ${told(made)}; ${whole(made.frames)} frames. ${made.note}`;
+  note.textContent = `${which}: ${told(made)}; ${counted(made.frames, "frame")}. ${made.note}`;
   video.src = `films/${made.film}.mp4`;
   video.setAttribute("aria-label", `Film of the ${which} episode`);
   video.hidden = false;

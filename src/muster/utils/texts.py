@@ -1,0 +1,10 @@
+"""Texts for people."""
+
+from __future__ import annotations
+
+
+def counted(number: int, noun: str) -> str:
+    """Format ``1, "batch"`` as ``1 batch``, and ``2000, "batch"`` as ``2,000 batches``."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}{'es' if noun.endswith('ch') else 's'}"
