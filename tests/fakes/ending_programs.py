@@ -8,6 +8,7 @@ written to standard error, and the seconds from the end of its main thread's wor
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import json
 import os
@@ -28,6 +29,11 @@ from torch import nn
 import muster
 from muster.testing import CountingEnv
 from tests.waits import wait_until
+
+with contextlib.suppress(ImportError):
+    # If it is installed, an exit handler of torch imports it. That runs code from a string, whereupon CPython forgets
+    # that the program was ended by Ctrl-C, and ends with status 1.
+    import tabulate  # noqa: F401
 
 LIMIT_S = 90.0
 KEPT: list[Any] = []  # until the interpreter ends
