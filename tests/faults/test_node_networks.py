@@ -235,7 +235,7 @@ class TestMachines:
     def test_slow_network(self, hosts, serving, token):
         main, machine, _ = hosts
         carrier = serving(deadline_s=15.0)
-        machine.delay(0.05)
+        machine.cable(delay_s=0.05)
         Node(machine, carrier, token, "link_nodes:echo")
         link = connect(main, carrier)
         block = np.random.default_rng(0).integers(0, 256, 300_000, np.uint8)
@@ -298,6 +298,19 @@ def test_nothing_is_unpickled_that_comes_from_strangers(hosts, token, tmp_path):
         session.link.close()
     finally:
         carrier.close()
+
+
+def test_a_firewall_lets_through_only_what_it_is_told(hosts):
+    """The one of ``test_engine_networks``."""
+    main, machine, _ = hosts
+    machine.cable(opened="29600,29700-29710")
+    for port, passes in ((29600, True), (29705, True), (29601, False), (22, False)):
+        with main.entered():
+            listening_socket = socket.create_server((main.address, port))
+        with listening_socket, machine.entered():
+            outcome = contextlib.nullcontext() if passes else pytest.raises(TimeoutError)
+            with outcome:
+                socket.create_connection((main.address, port), timeout=20 if passes else 0.5).close()
 
 
 class TestListening:

@@ -238,6 +238,26 @@ def test_nothing_is_left_of_actors_after_the_shutdown(tmp_path, kind):
 
 
 @pytest.mark.parametrize("transport", ["ray", "direct"])
+def test_sixteen_actors_on_two_machines_of_which_two_are_killed(tmp_path, transport):
+    path, small = tmp_path / "counts", {"num_cpus": 0.25, "memory": 2**26}
+    envs = [partial(OracleEnv, path, number) for number in range(16)]
+    options = {"frames_per_batch": T, "total_frames": 16 * T * 6, "on_failure": "restart", "seed": 1}
+    batches = []
+    with on_ray(transport, False, envs, remote_configs=small, **options) as collector:
+        for number, batch in enumerate(collector):
+            batches.append(batch.clone())
+            if number in (20, 40):
+                os.kill(nodes_of(collector)[number // 5], signal.SIGKILL)
+        stats = collector.stats()
+    rows = check_stream(batches)
+    assert len(stats.workers) == 16
+    assert stats.frames == sum(rows.values()) == 16 * T * 6
+    assert stats.executed == stats.frames + sum(stats.discarded.values())
+    counts = OracleEnv.read(path)
+    assert stats.executed <= counts[:, 2].sum() <= stats.executed + stats.unseen
+
+
+@pytest.mark.parametrize("transport", ["ray", "direct"])
 def test_the_rows_are_those_of_workers_of_this_machine(tmp_path, transport):
     theirs = run(tmp_path, None, MultiSyncCollector)
     mine = run(tmp_path, None, partial(on_ray, transport, True))
