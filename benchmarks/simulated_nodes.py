@@ -88,7 +88,7 @@ class SocketLink:
 class Pairs:
     """Implements ``Carrier`` with links that are there from the beginning."""
 
-    name = "socket pairs"
+    engine = name = "socket pairs"
     address = "sockets of this process"
 
     def __init__(self, links: list[Link]) -> None:

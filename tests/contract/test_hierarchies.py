@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from muster import DistributedCollector, MultiAsyncCollector, MultiSyncCollector
+from muster import DistributedCollector, MultiAsyncCollector, MultiSyncCollector, RayCollector
 from muster.errors import BadOption
 from muster.testing import CountingEnv
 from muster.weights import (
@@ -22,11 +22,17 @@ from muster.weights import (
     RayWeightSyncScheme,
     SharedMemoryWeightSyncScheme,
 )
+from tests.fakes.ray_cluster import cluster, needs_ray
 from tests.tools import assert_accounted, counting
 
 PATIENCE = 60.0
 VERSION = ("collector", "policy_version")
 STEPS = 3  # of every environment in a batch
+ENGINES = [
+    "direct",
+    pytest.param("ray", marks=[needs_ray, pytest.mark.slow]),
+    pytest.param("ray, direct", marks=[needs_ray, pytest.mark.slow]),
+]
 
 
 class Actor(nn.Module):
@@ -54,17 +60,25 @@ class Two(nn.Module):
 
 
 @contextlib.contextmanager
-def nodes(policy: Any, *, workers: int = 2, frames: int = 0, **options: Any) -> Iterator[DistributedCollector]:
+def nodes(
+    policy: Any, *, workers: int = 2, frames: int = 0, engine: str = "direct", **options: Any
+) -> Iterator[DistributedCollector | RayCollector]:
     """Two nodes on this machine, with two environments in each of their workers; single nodes' batches by default."""
     told: dict[str, Any] = {
         "collector_class": MultiSyncCollector,
         "num_workers_per_collector": workers,
-        "launcher": "mp",
         "num_envs": 2,
         "frames_per_batch": frames or 2 * workers * STEPS,
         "track_policy_version": True,
     }
-    with DistributedCollector([counting(5)] * 2, policy, **{**told, **options}) as collector:
+    make: Any = DistributedCollector
+    if engine == "direct":
+        told["launcher"] = "mp"
+    else:
+        cluster()
+        make = RayCollector
+        told |= {"transport": engine.rpartition(" ")[2], "remote_configs": {"num_cpus": 1, "memory": 2**28}}
+    with make([counting(5)] * 2, policy, **{**told, **options}) as collector:
         yield collector
 
 
@@ -77,9 +91,11 @@ def of(batch: Any) -> tuple[list[float], list[int]]:
 
 
 @pytest.mark.parametrize("inference", ["worker", "server"])
-def test_weights_and_versions_reach_the_leaves(inference):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_weights_and_versions_reach_the_leaves(engine, inference):
     policy = Actor(0.0)
-    with nodes(policy, sync=True, collector_kwargs={"inference": inference}) as collector:
+    with nodes(policy, engine=engine, sync=True, collector_kwargs={"inference": inference}) as collector:
+        assert collector.stats().engine == engine.rpartition(" ")[2]
         batch = collector.rollout()
         assert batch["weight"].numel() == 2 * 2 * 2 * STEPS, "two nodes, two workers, two environments"
         assert of(batch) == ([0.0], [0])
@@ -97,14 +113,16 @@ def test_weights_and_versions_reach_the_leaves(inference):
 
 
 @pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
-def test_the_seeds_example(cls):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_seeds_example(engine, cls):
     """Nodes that go on while the user trains: a rollout has the weights that were newest when it was begun. (A worker's
     very first action is asked for when it is started, to see what the policy returns.)
     """
     policy = Actor(0.0)
     frames = 2 * STEPS * (2 if cls is MultiSyncCollector else 1)
-    scheme = {"policy": DistributedWeightSyncScheme()}
-    with nodes(policy, collector_class=cls, frames=frames, weight_sync_schemes=scheme, total_frames=-1) as collector:
+    scheme = {"policy": DistributedWeightSyncScheme() if engine == "direct" else RayWeightSyncScheme()}
+    options = {"collector_class": cls, "weight_sync_schemes": scheme, "total_frames": -1}
+    with nodes(policy, engine=engine, frames=frames, **options) as collector:
         seen: list[int] = []
         for batch in collector:
             assert batch["weight"].numel() == frames

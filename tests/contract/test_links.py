@@ -7,6 +7,7 @@ one node (or ``count``). Real processes, real kills.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import signal
@@ -27,27 +28,28 @@ JOIN_S = 60.0  # on a busy machine
 SILENCE_S = 200.0  # more than JOIN_S: what is lost by then was not lost for its silence
 
 
-def _distributed(target: str, count: int = 1, deadline_s: float = SILENCE_S, **options: Any) -> Any:
-    from muster.cluster.carrier import Carrier
+def _direct(target: str, count: int = 1, deadline_s: float = SILENCE_S, **options: Any) -> Any:
+    from muster.cluster.direct import DirectCarrier
     from muster.cluster.launchers import MpLauncher
     from muster.cluster.rendezvous import Rendezvous
 
     launcher = MpLauncher(target, **options)
-    return Carrier(launcher=launcher, rendezvous=Rendezvous(count), deadline_s=deadline_s)
+    return DirectCarrier(launcher=launcher, rendezvous=Rendezvous(count), deadline_s=deadline_s)
 
 
-def _ray(target: str, count: int = 1, deadline_s: float = SILENCE_S) -> Any:
+def _ray(target: str, count: int = 1, deadline_s: float = SILENCE_S, *, cls: str = "RayCarrier") -> Any:
     from tests.fakes.ray_cluster import cluster
 
     cluster()
-    from muster.cluster.ray_nodes import RayCarrier
+    from muster.cluster import ray_nodes
 
-    return RayCarrier(count, target=target, deadline_s=deadline_s)
+    return getattr(ray_nodes, cls)(count, target=target, deadline_s=deadline_s)
 
 
-KINDS: dict[str, Callable[..., Any]] = {"torch.distributed": _distributed}
+KINDS: dict[str, Callable[..., Any]] = {"direct": _direct}
 if importlib.util.find_spec("ray") is not None:
     KINDS["ray"] = _ray
+    KINDS["ray, direct"] = functools.partial(_ray, cls="RayDirectCarrier")
 
 
 @pytest.fixture(params=sorted(KINDS))
@@ -132,6 +134,20 @@ class TestMessages:
             message = os.urandom(length)
             link.send(message)
             assert link.receive().message == message
+
+    def test_are_read_without_an_answer(self, nodes):
+        link = nodes("listens", deadline_s=30.0).connecting()
+        answers: list[Any] = []
+        receiving = threading.Thread(target=lambda: answers.append(link.receive().message), daemon=True)
+        receiving.start()
+        link.send(b"130")
+        for _ in range(100):
+            link.send(b"small")
+        block = Block(np.ones(4_000_000, np.uint8))
+        for tag in range(1, 31):
+            link.send(b"large", block, tag)
+        receiving.join(JOIN_S)
+        assert answers == [b"120000000"]
 
 
 class TestBlocks:
@@ -288,6 +304,13 @@ class TestLost:
         raised(link.receive)
         raised(lambda: link.send(b"more"))
 
+    def test_by_closing_the_other_end_after_much(self, nodes):
+        link = nodes("closes_after_much").connecting()
+        link.send(b"close")
+        for number in range(10):
+            assert link.receive().message == b"%d" % number + bytes(50_000)
+        raised(link.receive)
+
     def test_by_closing_this_end_while_both_wait(self, nodes, tmp_path):
         link = nodes("loses").connecting()
         link.send(str(tmp_path / "outcome").encode())
@@ -374,7 +397,7 @@ def started():
     with contextlib.ExitStack() as stack:
 
         def start(function: str) -> Any:
-            carrier = _distributed(NODES + "echo", entry=NODES + function)
+            carrier = _direct(NODES + "echo", entry=NODES + function)
             stack.callback(carrier.close)
             return carrier
 

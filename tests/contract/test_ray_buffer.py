@@ -12,7 +12,7 @@ from tensordict import TensorDict
 
 from muster.collectors.replay_buffer import ReplaySink
 from muster.errors import BadOption, CollectorTimeout, WorkerDied
-from tests.fakes.ray_cluster import needs_ray, ray_cluster  # noqa: F401 (a fixture)
+from tests.fakes.ray_cluster import cluster, leave, needs_ray, ray_cluster  # noqa: F401 (a fixture)
 
 pytestmark = [needs_ray, pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 torchrl_data = pytest.importorskip("torchrl.data")
@@ -127,6 +127,20 @@ class TestRayBuffer:
         os.kill(buffer.pid(), signal.SIGKILL)
         with pytest.raises(WorkerDied, match="replay buffer .* cannot be reached: The actor died"):
             len(buffer)
+
+    @pytest.mark.parametrize("joins_again", [False, True])
+    def test_ray_that_the_user_has_shut_down_is_not_started_again(self, made, joins_again):
+        import ray
+
+        buffer = made(Listed)
+        assert len(buffer) == 0
+        leave()
+        if joins_again:  # another session of Ray, which does not know the actor
+            cluster()
+        with pytest.raises(WorkerDied, match="cannot be reached: Ray was shut down in this process"):
+            len(buffer)
+        buffer.close()
+        assert ray.is_initialized() == joins_again
 
     def test_closing_ends_it(self, made):
         buffer = made(Listed)

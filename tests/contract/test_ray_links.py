@@ -29,9 +29,10 @@ def nodes():
     with contextlib.ExitStack() as stack:
 
         def start(function, count=1, **options):
-            from muster.cluster.ray_nodes import RayCarrier
+            from muster.cluster import ray_nodes
 
-            carrier = RayCarrier(count, target=options.pop("target", NODES + function), **options)
+            make = getattr(ray_nodes, options.pop("cls", "RayCarrier"))
+            carrier = make(count, target=options.pop("target", NODES + function), **options)
             stack.callback(carrier.close)
             connect = carrier.connect
 
@@ -111,6 +112,18 @@ class TestMachines:
         carrier.close()
         ray_cluster.remove_node(machine)
 
+    def test_a_block_for_many_nodes_is_stored_once(self, nodes):
+        carrier = nodes("echo", count=2)
+        links = [connected(carrier, node) for node in range(2)]
+        block = Block(pattern(1_000_000, 3))
+        for link in links:
+            link.send(b"weights", block, 1)
+            assert (link.receive().block == block.array).all()
+        assert len(carrier._blocks._refs) == 1
+        links[0].send(b"others", Block(pattern(1_000_000, 4)), 2)
+        assert (links[0].receive().block == pattern(1_000_000, 4)).all()
+        assert list(carrier._blocks._refs) == [block]
+
     @pytest.mark.timeout(300)
     def test_nothing_is_left_in_the_object_store(self, nodes, ray_cluster):  # noqa: F811
         link = connected(nodes("echo", deadline_s=90.0))  # counting takes long where a machine has died
@@ -139,6 +152,41 @@ def _objects(made):
     return int(text.split(" objects")[0].split()[-1])
 
 
+class TestShutdown:
+    @pytest.mark.parametrize("joins_again", [False, True])
+    def test_of_ray_by_the_user_loses_links_and_starts_nothing(self, nodes, joins_again):
+        import ray
+
+        carrier = nodes("echo", deadline_s=60.0)
+        link = connected(carrier)
+        link.send(b"hello")
+        assert link.receive().message == b"hello"
+        ends = []
+
+        def receive():
+            try:
+                link.receive()
+            except BaseException as error:  # noqa: BLE001 (Ray raises SystemExit)
+                ends.append(error)
+
+        receiving = threading.Thread(target=receive, daemon=True)
+        receiving.start()
+        begin = time.monotonic()
+        leave()
+        if joins_again:  # another session of Ray, which does not know the actor
+            cluster()
+        receiving.join(30)
+        assert [type(error) for error in ends] == [LinkLost]
+        for call in (lambda: link.send(b"more"), link.receive):
+            with pytest.raises(LinkLost, match="Ray was shut down"):
+                call()
+        link.close()
+        assert time.monotonic() - begin < 30
+        assert ray.is_initialized() == joins_again
+        carrier.close()
+        assert ray.is_initialized() == joins_again
+
+
 class TestOptions:
     @pytest.mark.parametrize(
         ("configs", "match"),
@@ -154,7 +202,7 @@ class TestOptions:
 
     def test_defaults(self, nodes):
         carrier = nodes("echo")
-        assert carrier._launcher.configs == [{"scheduling_strategy": "SPREAD", "num_cpus": 1, "memory": 2 * 1024**3}]
+        assert carrier._places.configs == [{"scheduling_strategy": "SPREAD", "num_cpus": 1, "memory": 2 * 1024**3}]
 
     def test_one_config_per_node(self, nodes):
         carrier = nodes("introduced", count=2, remote_configs=[{"num_cpus": 1}, {"num_cpus": 1000}])
@@ -165,6 +213,21 @@ class TestOptions:
     def test_clients_are_refused_also_where_ray_runs(self, nodes):
         with pytest.raises(BadOption, match="'ray://somewhere:10001', a Ray client"):
             nodes("echo", ray_init_config={"address": "ray://somewhere:10001"})
+
+    def test_no_port_besides_rays_is_opened(self, nodes):
+        import psutil
+
+        def listening():
+            connections = psutil.Process().net_connections("inet")
+            return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
+
+        before = listening()
+        direct = nodes("introduced", cls="RayDirectCarrier")
+        assert len(listening() - before) == 1
+        direct.close()
+        link = connected(nodes("introduced"))
+        link.receive()
+        assert listening() <= before
 
     def test_a_ray_of_the_users_is_left_running(self, nodes):
         import ray

@@ -141,6 +141,25 @@ def closes(link, node):
     return True
 
 
+def closes_after_much(link, node):
+    """Send more than goes into one packet, and close the link at once."""
+    link.receive()
+    for number in range(10):
+        link.send(b"%d" % number + bytes(50_000))
+    link.close()
+    return True
+
+
+def listens(link, node):
+    """Receive so many messages without an answer to any, then say how many bytes their blocks had."""
+    total = 0
+    for _ in range(int(link.receive().message)):
+        block = link.receive().block
+        total += 0 if block is None else block.size
+    link.send(b"%d" % total)
+    return echo(link, node)
+
+
 def loses(link, node):
     """Wait for a message, and write down how that ends: with the name of the exception, and after saying where."""
     path = link.receive().message.decode()
@@ -167,7 +186,7 @@ def never_joins(channel):
 
 def under_torchrun():
     """Rank 0 echoes through each of the others, twice; they are nodes. Run by ``torchrun -m``."""
-    from muster.cluster.carrier import Carrier
+    from muster.cluster.direct import DirectCarrier
     from muster.cluster.joining import run_node
     from muster.cluster.rendezvous import Rendezvous
     from muster.cluster.torchrun import TorchrunLauncher
@@ -177,7 +196,7 @@ def under_torchrun():
             assert run_node(target="tests.fakes.link_nodes:introduced")
             continue
         count = int(os.environ["WORLD_SIZE"]) - 1
-        carrier = Carrier(launcher=TorchrunLauncher(), rendezvous=Rendezvous(count))
+        carrier = DirectCarrier(launcher=TorchrunLauncher(), rendezvous=Rendezvous(count))
         for node in range(count):
             link = carrier.connect(node, 0, 60.0, threading.Event())
             said = link.receive().message.decode().split()

@@ -7,7 +7,8 @@ import struct
 import threading
 from dataclasses import dataclass
 
-from muster.cluster.link import Link, LinkLost
+from muster.cluster.link import LinkLost
+from muster.cluster.socket_link import SocketLink
 
 TOKEN = b"0123456789abcdef"
 HEADER = struct.Struct("<QQQ")  # length of the message, tag, length of the block
@@ -36,8 +37,8 @@ def read_frame(end):
 class Linked:
     """The ends (or the errors of ``Link``), the stranger's sockets to them, and the frames of their handshake."""
 
-    main: Link | LinkLost
-    node: Link | LinkLost
+    main: SocketLink | LinkLost
+    node: SocketLink | LinkLost
     to_main: socket.socket
     to_node: socket.socket
     handshake: list[Frame]
@@ -58,7 +59,7 @@ def linked(main_token=TOKEN, node_token=TOKEN, deadline_s=20.0):
 
     def make(name, end, token):
         try:
-            ends[name] = Link(end, token, main=name == "main", deadline_s=deadline_s)
+            ends[name] = SocketLink(end, token, main=name == "main", deadline_s=deadline_s)
         except LinkLost as error:
             ends[name] = error
 

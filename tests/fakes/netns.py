@@ -8,7 +8,7 @@
         client = node.start([sys.executable, "-c", "..."])
         node.unplug()                     # packets vanish, without a word to either side
         node.plug_in()
-        node.delay(0.05)                  # each way
+        node.cable(delay_s=0.05)          # each way
 
 Linux, as root, with iproute2 and util-linux.
 """
@@ -20,6 +20,7 @@ import ctypes
 import heapq
 import itertools
 import os
+import random
 import select
 import shutil
 import socket
@@ -31,7 +32,9 @@ from pathlib import Path
 from typing import Any
 
 CLONE_NEWNET = 0x40000000
-SOL_PACKET, PACKET_VNET_HDR, PACKET_OUTGOING, ETH_P_ALL = 263, 15, 4, 3
+SOL_PACKET, PACKET_VNET_HDR, PACKET_OUTGOING, ETH_P_ALL, ETH_P_IP = 263, 15, 4, 3, 0x800
+VNET_HDR_BYTES = 10
+SYN, ACK = 0x02, 0x10  # flags of TCP
 END_S = 5.0
 
 _numbers = itertools.count()
@@ -78,8 +81,15 @@ class Host:
         """What was sent and has not arrived is lost, unless it is sent again."""
         self._at_switch("link", "set", self._port, "nomaster")
 
-    def delay(self, seconds: float) -> None:
-        """Let each packet travel so long, to this machine and from it; no more unplugging."""
+    def cable(self, *, delay_s: float = 0.0, loss: float = 0.0, opened: str | None = None) -> None:
+        """Give this machine another cable; no more unplugging.
+
+        Args:
+            delay_s: for which each packet travels, to this machine and from it.
+            loss: part of the packets that are lost.
+            opened: a firewall drops each TCP connection to another port than these, in both directions: "22,80-90".
+                None: there is no firewall.
+        """
         one, other = f"{self._port}a", f"{self._port}b"
         self._at_switch("link", "set", self._port, "nomaster")
         self._at_switch("link", "add", one, "type", "veth", "peer", "name", other)
@@ -88,10 +98,19 @@ class Host:
             self._at_switch("link", "set", name, "up")
         self._at_switch("link", "set", self._port, "promisc", "on")
         self._at_switch("link", "set", one, "promisc", "on")
-        command = [sys.executable, __file__, self._port, one, str(seconds)]
-        relay = self.start(command, switch=True, stdout=subprocess.PIPE)
+        what = [str(delay_s), str(loss), "0-65535" if opened is None else opened]
+        relay = self.start([sys.executable, __file__, self._port, one, *what], switch=True, stdout=subprocess.PIPE)
         assert relay.stdout is not None
         assert relay.stdout.readline() == "ready\n"
+
+    def give_route(self) -> None:
+        """Let this machine believe that it reaches the rest of the world through its cable."""
+        self._own("route", "add", "default", "dev", "eth0")
+
+    def give_out_ports(self, first: int, last: int) -> None:
+        """Let sockets of this machine that are bound to no port in particular get one of these."""
+        command = ["sysctl", "-q", "-w", f"net.ipv4.ip_local_port_range={first} {last}"]
+        assert self.start(command).wait(END_S) == 0
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -177,8 +196,13 @@ def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=10)
 
 
-def _relay(one: str, other: str, seconds: float) -> None:
+def _relay(one: str, other: str, seconds: float, loss: float, opened: str) -> None:
     """Carry frames between two interfaces, late. (The kernel's own means for that, netem, is often not there.)"""
+    ports = set[int]()
+    for part in opened.split(","):
+        first, _, last = part.partition("-")
+        ports.update(range(int(first), int(last or first) + 1))
+    passing = {None, *ports}
     ends = []
     for name in (one, other):
         end = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
@@ -187,19 +211,32 @@ def _relay(one: str, other: str, seconds: float) -> None:
         end.bind((name, ETH_P_ALL))
         ends.append(end)
     print("ready", flush=True)
+    rng = random.Random(0)
     late: list[tuple[float, int, int, bytes]] = []
     numbers = itertools.count()
     while True:
         left = max(0.0, late[0][0] - time.monotonic()) if late else None
         for end in select.select(ends, [], [], left)[0]:
             frame, sender = end.recvfrom(1 << 17)
-            if sender[2] != PACKET_OUTGOING:
-                heapq.heappush(late, (time.monotonic() + seconds, next(numbers), 1 - ends.index(end), frame))
+            if sender[2] == PACKET_OUTGOING or rng.random() < loss or _connects_to(frame) not in passing:
+                continue
+            heapq.heappush(late, (time.monotonic() + seconds, next(numbers), 1 - ends.index(end), frame))
         while late and late[0][0] <= time.monotonic():
             _, _, to, frame = heapq.heappop(late)
             with contextlib.suppress(OSError):
                 ends[to].send(frame)
 
 
+def _connects_to(frame: bytes) -> int | None:
+    """The port of the TCP connection that this frame wants to open; None: it does not."""
+    packet = frame[VNET_HDR_BYTES:]
+    kind = int.from_bytes(packet[12:14], "big")
+    if kind != ETH_P_IP or packet[23] != socket.IPPROTO_TCP:
+        return None
+    segment = packet[14 + 4 * (packet[14] & 15) :]
+    opens = segment[13] & (SYN | ACK) == SYN
+    return int.from_bytes(segment[2:4], "big") if opens else None
+
+
 if __name__ == "__main__":
-    _relay(sys.argv[1], sys.argv[2], float(sys.argv[3]))
+    _relay(sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4]), sys.argv[5])

@@ -10,7 +10,8 @@ import threading
 from pathlib import Path
 
 from muster.cluster.joining import run_node
-from muster.cluster.link import MAGIC, NONCE_BYTES, LinkLost
+from muster.cluster.link import LinkLost
+from muster.cluster.socket_link import MAGIC, NONCE_BYTES
 from tests.fakes.linked import Frame
 
 BEAT_S = 0.2

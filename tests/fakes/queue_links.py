@@ -121,7 +121,7 @@ class QueueCarrier:
         ended: how these ended: what ``serve`` has returned or raised.
     """
 
-    name = "queues"
+    engine = name = "queues"
     address = "the memory of this process"
 
     def __init__(self, end: type[QueueLink] = QueueLink) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from muster.cluster.carrier import Carrier
+from muster.cluster.direct import DirectCarrier
 from muster.cluster.launchers import Launcher
 from muster.cluster.link import Block, Link, LinkLost
 from muster.cluster.rendezvous import Rendezvous, write_token
@@ -54,7 +54,7 @@ def serving(hosts, token):
             with hosts[0].entered():
                 rendezvous = Rendezvous(1, bind=hosts[0].address, token=token)
                 stack.callback(rendezvous.close)
-                carrier = Carrier(launcher=Launcher(), rendezvous=rendezvous, deadline_s=deadline_s)
+                carrier = DirectCarrier(launcher=Launcher(), rendezvous=rendezvous, deadline_s=deadline_s)
             stack.callback(carrier.close)
             return carrier
 
@@ -235,7 +235,7 @@ class TestMachines:
     def test_slow_network(self, hosts, serving, token):
         main, machine, _ = hosts
         carrier = serving(deadline_s=15.0)
-        machine.delay(0.05)
+        machine.cable(delay_s=0.05)
         Node(machine, carrier, token, "link_nodes:echo")
         link = connect(main, carrier)
         block = np.random.default_rng(0).integers(0, 256, 300_000, np.uint8)
@@ -285,7 +285,7 @@ def test_nothing_is_unpickled_that_comes_from_strangers(hosts, token, tmp_path):
     main, machine, stranger = hosts
     with main.entered():
         rendezvous = Rendezvous(1, bind=main.address, token=token)
-        carrier = Carrier(launcher=Launcher(), rendezvous=rendezvous, deadline_s=5.0)
+        carrier = DirectCarrier(launcher=Launcher(), rendezvous=rendezvous, deadline_s=5.0)
     try:
         marker = tmp_path / "marker"
         coming = Connecting(main, carrier, 0)
@@ -300,12 +300,25 @@ def test_nothing_is_unpickled_that_comes_from_strangers(hosts, token, tmp_path):
         carrier.close()
 
 
+def test_a_firewall_lets_through_only_what_it_is_told(hosts):
+    """The one of ``test_engine_networks``."""
+    main, machine, _ = hosts
+    machine.cable(opened="29600,29700-29710")
+    for port, passes in ((29600, True), (29705, True), (29601, False), (22, False)):
+        with main.entered():
+            listening_socket = socket.create_server((main.address, port))
+        with listening_socket, machine.entered():
+            outcome = contextlib.nullcontext() if passes else pytest.raises(TimeoutError)
+            with outcome:
+                socket.create_connection((main.address, port), timeout=20 if passes else 0.5).close()
+
+
 class TestListening:
     def test_on_loopback_cannot_be_reached_from_another_machine(self, hosts):
         main, _, stranger = hosts
         before = everywhere(main)
         with main.entered():
-            carrier = Carrier(launcher=Launcher(), rendezvous=Rendezvous(1))
+            carrier = DirectCarrier(launcher=Launcher(), rendezvous=Rendezvous(1))
         try:
             ports = [port for _, port in everywhere(main) - before]
             assert ports

@@ -23,8 +23,9 @@ import torch.distributed as dist
 from muster.cluster import joining, torchrun
 from muster.cluster import rendezvous as rendezvous_module
 from muster.cluster.joining import Member, run_node
-from muster.cluster.link import LONGEST, MAC_BYTES, MAGIC, NONCE_BYTES, Link, LinkLost, WrongToken
+from muster.cluster.link import LinkLost, WrongToken
 from muster.cluster.rendezvous import ANSWER_S, Rendezvous
+from muster.cluster.socket_link import LONGEST, MAC_BYTES, MAGIC, NONCE_BYTES, SocketLink
 from muster.errors import BadOption
 from tests.fakes.netns_nodes import Bomb
 from tests.waits import wait_until
@@ -386,7 +387,7 @@ class TestStrangersAtTheMainProcess:
         sending = threading.Thread(target=lambda: other.sendall(struct.pack("<QQQ", *header) + bytes(LONGEST)))
         sending.start()
         with pytest.raises(LinkLost, match=why):
-            Link(one, TOKEN, main=True, deadline_s=DEADLINE_S)
+            SocketLink(one, TOKEN, main=True, deadline_s=DEADLINE_S)
         sending.join(DEADLINE_S)
 
     def test_leave_no_threads_and_no_descriptors(self, monkeypatch):

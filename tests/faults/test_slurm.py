@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("submitit")
 
-from muster.cluster.carrier import Carrier
+from muster.cluster.direct import DirectCarrier
 from muster.cluster.link import LinkLost
 from muster.cluster.rendezvous import Rendezvous
 from muster.cluster.submitit import GONE, Queue, SubmititLauncher
@@ -55,7 +55,7 @@ def carrier_of(launcher_of):
         def make(target=ECHO, **kwargs):
             launcher = launcher_of(target, **kwargs)
             # The nodes of these tests send no beats, and only the end of a job is to end a link.
-            carrier = Carrier(launcher=launcher, rendezvous=Rendezvous(1), deadline_s=100)
+            carrier = DirectCarrier(launcher=launcher, rendezvous=Rendezvous(1), deadline_s=100)
             stack.callback(carrier.close)
             return carrier, launcher
 

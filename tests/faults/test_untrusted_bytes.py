@@ -26,8 +26,9 @@ import torch
 import muster
 from muster import Collector, Watch
 from muster.cluster.joining import Member
-from muster.cluster.link import MAGIC, Block, LinkLost
+from muster.cluster.link import Block, LinkLost
 from muster.cluster.rendezvous import Rendezvous
+from muster.cluster.socket_link import MAGIC
 from muster.errors import BadRecording, MusterError
 from muster.observing.page_server import PageAddress, PageServer
 from muster.observing.snapshots import NAME, SnapshotReader

@@ -10,7 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from muster.cluster.link import MAC_BYTES, MAGIC, Block, Link, LinkLost, WrongToken
+from muster.cluster.link import Block, LinkLost, WrongToken
+from muster.cluster.socket_link import MAC_BYTES, MAGIC, SocketLink
 from tests.fakes.linked import TOKEN, Frame, linked, read_exactly, read_frame
 
 DEADLINE_S = 20.0
@@ -85,7 +86,7 @@ def test_own_proof_sent_back_is_none(stranger):
     thread = threading.Thread(target=reflect)
     thread.start()
     with pytest.raises(WrongToken):
-        Link(here, TOKEN, main=True, deadline_s=DEADLINE_S)
+        SocketLink(here, TOKEN, main=True, deadline_s=DEADLINE_S)
     thread.join(30)
 
 
@@ -94,7 +95,7 @@ def test_handshake_of_an_earlier_session_repeated_is_refused(ends, stranger):
     for frame in ends.handshake[1::2]:
         there.sendall(bytes(frame))
     with pytest.raises(WrongToken):
-        Link(here, TOKEN, main=True, deadline_s=DEADLINE_S)
+        SocketLink(here, TOKEN, main=True, deadline_s=DEADLINE_S)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_what_speaks_something_else_is_refused(stranger, first, why):
     there, here = stranger
     there.sendall(bytes(first))
     with pytest.raises(LinkLost, match=why):
-        Link(here, TOKEN, main=True, deadline_s=DEADLINE_S)
+        SocketLink(here, TOKEN, main=True, deadline_s=DEADLINE_S)
     assert read_frame(there).message.startswith(MAGIC)
     assert to_the_end(there)
 

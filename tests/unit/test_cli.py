@@ -622,6 +622,9 @@ def test_workers_of_nodes_say_where_they_are():
     assert worker_lines(nodes)[2].endswith("restarts 0  lag 0  node 1 (b)")
     text = summary(stats(workers=tuple(nodes), unseen=2048), EpisodeTotals(), recording_s=None)
     assert "\nworkers   3 on 2 nodes: 0 (a) 50%, 1 (b) 50%  unseen at most 2,048 frames\n" in text
+    assert "\nengine" not in text
+    text = summary(stats(workers=tuple(nodes), engine="ray"), EpisodeTotals(), recording_s=None)
+    assert "\nengine    ray\n" in text
     many = tuple(worker(n, node=f"{n} (a)", share=0.05) for n in range(20))
     text = summary(stats(workers=many), EpisodeTotals(), recording_s=None)
     assert "workers   20 on 20 nodes: 0 (a) 5%, " in text

@@ -167,6 +167,7 @@ def test_actors_of_a_ray_cluster_are_nodes(expected: Path, tmp_path: Path) -> No
     assert code == 0, err
     assert_same(tmp_path / "a", expected)
     assert "workers   2 on 2 nodes" in out
+    assert "\nengine    ray\n" in out
 
 
 @needs_ray

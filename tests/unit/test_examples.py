@@ -24,6 +24,7 @@ from examples import (
     ppo_atari,
     ppo_cartpole,
     ppo_lstm,
+    ray_cluster,
     sac,
     self_play,
     slow_simulator,
@@ -265,6 +266,25 @@ def test_actors_of_a_cluster_share_the_work(tmp_path):
 
     assert frames_of(said) == 10_240
     assert said.count("on node 0 (") == said.count("on node 1 (") == 1
+
+
+def test_the_manifest_for_kubernetes_asks_for_what_it_provides():
+    """Its fields were checked with the schema of KubeRay of August 2026."""
+    yaml = pytest.importorskip("yaml")
+    spec = yaml.safe_load((EXAMPLES / "kuberay.yaml").read_text())["spec"]
+    ray = spec["rayClusterSpec"]
+    (group,) = ray["workerGroupSpecs"]
+    (container,) = group["template"]["spec"]["containers"]
+    interpreter, file, *arguments = spec["entrypoint"].split()
+    asked = dict(zip(arguments[::2], arguments[1::2], strict=True))
+
+    assert (interpreter, file) == ("python", f"examples/{ray_cluster.__name__.rpartition('.')[2]}.py")
+    assert f"ray=={ray['rayVersion']}\n" in (EXAMPLES.parent / "constraints.txt").read_text()
+    assert ray["authOptions"] == {"mode": "token"}
+    assert int(asked["--nodes"]) == group["replicas"] == group["minReplicas"]
+    assert asked["--workers"] == container["resources"]["requests"]["cpu"]
+    with pytest.raises(SystemExit, match="0"):  # it knows the arguments
+        ray_cluster.main([*arguments, "--help"])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("submitit") is None, reason="submitit is not installed")

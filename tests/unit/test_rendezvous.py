@@ -17,11 +17,12 @@ from pathlib import Path
 import pytest
 
 from muster import DistributedCollector, RPCCollector
-from muster.cluster.carrier import Carrier
+from muster.cluster.direct import DirectCarrier
 from muster.cluster.joining import Member, run_node
 from muster.cluster.launchers import Launcher, MpLauncher, check_backend
-from muster.cluster.link import Link, LinkLost, WrongToken
+from muster.cluster.link import LinkLost, WrongToken
 from muster.cluster.rendezvous import Rendezvous, hear, read_token, say, write_token
+from muster.cluster.socket_link import SocketLink
 from muster.cluster.torchrun import TorchrunLauncher, find_rendezvous
 from muster.errors import BadOption
 from muster.utils.addresses import is_loopback
@@ -55,7 +56,7 @@ def outward_address():
 
 def test_a_node_that_cannot_be_accepted_is_lost_with_the_reason(rendezvous, monkeypatch):
     monkeypatch.setattr("muster.cluster.rendezvous.STUCK_S", 0.0)
-    carrier = Carrier(launcher=Launcher(), rendezvous=rendezvous)
+    carrier = DirectCarrier(launcher=Launcher(), rendezvous=rendezvous)
     host, port = rendezvous.address.split(":")
     with contextlib.ExitStack() as nodes:
         several = [nodes.enter_context(socket.socket()) for _ in range(5)]  # threads of other tests may free some
@@ -84,7 +85,7 @@ class TestListening:
     def test_on_loopback_only_with_nodes_there(self):
         before = listening(os.getpid())
         rendezvous = Rendezvous(1)
-        carrier = Carrier(launcher=MpLauncher(INTRODUCED), rendezvous=rendezvous)
+        carrier = DirectCarrier(launcher=MpLauncher(INTRODUCED), rendezvous=rendezvous)
         try:
             link = carrier.connect(0, 0, 60.0, threading.Event())
             link.receive()
@@ -187,7 +188,7 @@ class TestTokens:
 
     def test_node_with_another_one_is_told_so_and_so_is_the_main_process(self):
         rendezvous = Rendezvous(1)
-        carrier = Carrier(launcher=Launcher(), rendezvous=rendezvous)
+        carrier = DirectCarrier(launcher=Launcher(), rendezvous=rendezvous)
         try:
             with pytest.raises(WrongToken, match="another token than this node"):
                 run_node(rendezvous.address, 0, TOKEN, target=INTRODUCED)
@@ -198,7 +199,7 @@ class TestTokens:
 
     def test_stranger_does_not_keep_the_right_node_out(self):
         rendezvous = Rendezvous(1)
-        carrier = Carrier(launcher=MpLauncher(INTRODUCED), rendezvous=rendezvous)
+        carrier = DirectCarrier(launcher=MpLauncher(INTRODUCED), rendezvous=rendezvous)
         try:
             with pytest.raises(WrongToken):
                 run_node(rendezvous.address, 0, TOKEN, target=INTRODUCED)
@@ -230,7 +231,7 @@ class TestAdmission:
         host, port = rendezvous.address.split(":")
         for answers in (1, 2):
             connection = socket.create_connection((host, int(port)))
-            with contextlib.closing(Link(connection, rendezvous.token, main=False, deadline_s=10.0)) as channel:
+            with contextlib.closing(SocketLink(connection, rendezvous.token, main=False, deadline_s=10.0)) as channel:
                 say(channel, node=None)
                 assert hear(channel)["node"] == 0
                 assert answers  # and it is gone without having accepted
@@ -240,7 +241,7 @@ class TestAdmission:
         rendezvous.admit(0, 0)
         host, port = rendezvous.address.split(":")
         connection = socket.create_connection((host, int(port)))
-        with contextlib.closing(Link(connection, rendezvous.token, main=False, deadline_s=10.0)) as channel:
+        with contextlib.closing(SocketLink(connection, rendezvous.token, main=False, deadline_s=10.0)) as channel:
             say(channel, node=0)
             assert hear(channel)["epoch"] == 0
             rendezvous.withdraw(0)
@@ -314,7 +315,7 @@ class TestAdmission:
 class TestWaitingNodes:
     def test_serve_session_after_session_until_goodbye(self):
         rendezvous = Rendezvous(1)
-        carrier = Carrier(launcher=Launcher(), rendezvous=rendezvous)
+        carrier = DirectCarrier(launcher=Launcher(), rendezvous=rendezvous)
         ends = []
         arguments = (rendezvous.address, None, rendezvous.token)
         thread = threading.Thread(target=lambda: ends.append(run_node(*arguments, target=INTRODUCED)))
@@ -333,7 +334,7 @@ class TestWaitingNodes:
 
     def test_end_with_a_main_process_that_says_nothing(self):
         rendezvous = Rendezvous(1)
-        carrier = Carrier(launcher=Launcher(), rendezvous=rendezvous)
+        carrier = DirectCarrier(launcher=Launcher(), rendezvous=rendezvous)
         ends = []
         arguments = (rendezvous.address, 0, rendezvous.token)
         thread = threading.Thread(target=lambda: ends.append(run_node(*arguments, target=INTRODUCED)))
@@ -344,7 +345,7 @@ class TestWaitingNodes:
         assert ends == [False]
 
     def test_that_do_not_come_are_asked_for(self, rendezvous):
-        carrier = Carrier(launcher=Launcher(), rendezvous=rendezvous)
+        carrier = DirectCarrier(launcher=Launcher(), rendezvous=rendezvous)
         begin = time.monotonic()
         with pytest.raises(LinkLost, match=rf"Node 2 .*{rendezvous.address} within 0.2 s.*run_node\(address\)"):
             carrier.connect(2, 0, 0.2, threading.Event())
@@ -352,7 +353,7 @@ class TestWaitingNodes:
 
     def test_that_say_nothing_once_they_have_joined(self, join):
         rendezvous = Rendezvous(1)
-        carrier = Carrier(launcher=Launcher(), rendezvous=rendezvous, deadline_s=1.0)
+        carrier = DirectCarrier(launcher=Launcher(), rendezvous=rendezvous, deadline_s=1.0)
         try:
             accepted = []
             thread = threading.Thread(

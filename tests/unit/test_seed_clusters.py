@@ -449,3 +449,5 @@ def test_lists_of_another_length_are_refused(ray_cluster: Any) -> None:
         RayCollector([env_maker] * 2, linear(), frames_per_batch=50, num_collectors=3)
     with pytest.raises(BadOption, match=r"remote_configs.*2"):
         RayCollector([env_maker] * 2, linear(), frames_per_batch=50, remote_configs=[{"num_cpus": 1}] * 3)
+    with pytest.raises(BadOption, match=r"transport='socket': expected 'ray' or 'direct'"):
+        RayCollector([env_maker] * 2, linear(), frames_per_batch=50, transport="socket")

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("submitit")
 
-from muster.cluster.carrier import Carrier
+from muster.cluster.direct import DirectCarrier
 from muster.cluster.link import LinkLost
 from muster.cluster.rendezvous import Rendezvous
 from muster.cluster.submitit import SubmititLauncher
@@ -40,7 +40,7 @@ def carrier_of(tmp_path):
 
         def make(target=ECHO, **options):
             launcher = SubmititLauncher(folder=tmp_path, target=target, **{"cluster": "local", **options})
-            carrier = Carrier(launcher=launcher, rendezvous=Rendezvous(1))
+            carrier = DirectCarrier(launcher=launcher, rendezvous=Rendezvous(1))
             stack.callback(carrier.close)
             return carrier, launcher
 
@@ -167,7 +167,7 @@ def delayed(tmp_path, **options):
 
 def main_program(message):
     """What a main job does: with a node that says who it is, and echoes."""
-    carrier = Carrier(launcher=DelayedLauncher(ECHO), rendezvous=Rendezvous(1))
+    carrier = DirectCarrier(launcher=DelayedLauncher(ECHO), rendezvous=Rendezvous(1))
     with contextlib.closing(carrier), contextlib.closing(connect(carrier)) as link:
         number, pid = link.receive().message.split()
         link.send(message)
@@ -178,7 +178,7 @@ def main_program(message):
 
 def main_that_kills_its_node():
     """The node's job then has failed, and is submitted again."""
-    carrier = Carrier(launcher=DelayedLauncher(ECHO), rendezvous=Rendezvous(1))
+    carrier = DirectCarrier(launcher=DelayedLauncher(ECHO), rendezvous=Rendezvous(1))
     pids = []
     with contextlib.closing(carrier):
         for epoch in range(2):

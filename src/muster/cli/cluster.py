@@ -193,16 +193,24 @@ def cluster(_: ClusterCommand) -> int:
     alone = "" if shutil.which("srun") else "; without SLURM, jobs are processes of this machine"
 
     rows = [
-        ("mp", "nodes are processes of this machine"),
+        ("mp", "nodes are processes of this machine; engine: direct"),
         ("", "muster collect ENV --frames N --backend mp --nodes 2"),
-        ("torchrun", "the first rank collects, the others are nodes"),
+        ("torchrun", "the first rank collects, the others are nodes; engine: direct"),
         ("", "torchrun --nproc-per-node=3 -m muster collect ENV --frames N --backend torchrun"),
-        ("manual", "nodes are started by you, anywhere"),
+        ("manual", "nodes are started by you, anywhere; engine: direct"),
         ("", "muster collect ENV --frames N --backend manual --nodes 2 --bind HOST:PORT"),
         ("", "muster node HOST:PORT"),
-        ("ray", f"Ray {ray}" if ray else "not installed: pip install 'muster-rl[ray]'"),
+        (
+            "ray",
+            f"Ray {ray}; engine: ray, or direct (in Python)" if ray else "not installed: pip install 'muster-rl[ray]'",
+        ),
         ("", "muster collect ENV --frames N --backend ray --address auto --nodes 2" if ray else ""),
-        ("slurm", f"submitit {submitit}{alone}" if submitit else "not installed: pip install 'muster-rl[slurm]'"),
+        (
+            "slurm",
+            f"submitit {submitit}{alone}; engine: direct"
+            if submitit
+            else "not installed: pip install 'muster-rl[slurm]'",
+        ),
         ("", 'DistributedCollector(envs, policy, launcher="submitit", ...)' if submitit else ""),
     ]
     try:

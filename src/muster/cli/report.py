@@ -44,6 +44,8 @@ def summary(stats: CollectorStats, totals: EpisodeTotals, recording_s: float | N
         idle_s = elapsed_s * len(stats.workers) - sum(parts.values())  # time of lost workers counts as idle
         here = {"waiting": stats.wait_s, **here}
         lines.append(f"workers   {len(stats.workers)}{_nodes(stats)}{troubles(stats)}")
+        if stats.engine:
+            lines.append(f"engine    {stats.engine}")
         lines.append("in them   " + _shares({**parts, "idle": max(0.0, idle_s)}))
         lines.append("here      " + _shares({**here, "rest": max(0.0, elapsed_s - sum(here.values()))}))
     else:

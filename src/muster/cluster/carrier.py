@@ -1,46 +1,33 @@
-"""Starts the nodes of a collector, and waits until each has joined at the rendezvous.
-
-The connection through which a node has joined is the link of its session.
-"""
+"""A carrier: starts the nodes of a collector, and gives a link for each session. One class for each engine."""
 
 from __future__ import annotations
 
 import threading
-import time
+from abc import ABC, abstractmethod
+from typing import ClassVar
 
-from muster.cluster.launchers import Launcher, Started
-from muster.cluster.link import Link, LinkLost, NotJoined
-from muster.cluster.rendezvous import Rendezvous
+from muster.cluster.link import Link
 
 JOIN_POLL_S = 0.02
 
 
-class Carrier:
+class Carrier(ABC):
     """Connects the nodes of a collector.
 
-    Args:
-        launcher: starts the nodes; closed by ``close``.
-        rendezvous: where they join; closed by ``close``.
-        deadline_s: seconds without a message after which a link is lost.
-
     Attributes:
-        name: of the connection, for messages to the user.
+        engine: what carries messages and blocks, for ``stats()`` and messages to the user: "ray", "direct", ...
+        name: the family of collectors whose ``weight_sync_schemes`` fit.
     """
 
-    name = "torch.distributed"
-
-    def __init__(self, launcher: Launcher, rendezvous: Rendezvous, deadline_s: float = 15.0) -> None:
-        self._launcher, self.rendezvous = launcher, rendezvous
-        self._started: dict[int, Started] = {}
-        self._lock = threading.Lock()
-        self._closed = False
-        rendezvous.deadline_s = deadline_s
+    engine: ClassVar[str]
+    name: ClassVar[str]
 
     @property
+    @abstractmethod
     def address(self) -> str:
-        """Where nodes join, "host:port"."""
-        return self.rendezvous.address
+        """Where nodes join, for messages to the user."""
 
+    @abstractmethod
     def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> Link:
         """Start a node, and wait until it has joined. Each node is connected by a thread of its own.
 
@@ -54,62 +41,10 @@ class Carrier:
             NotJoined: the node did not join in time.
             LinkLost: the node exited, or was given up. The text says which, and what to do.
         """
-        if self._closed:
-            raise LinkLost(f"Node {node} is not started: the collector is closed.")
-        deadline = time.monotonic() + within_s
-        self._end(node)
-        self.rendezvous.admit(node, epoch)
-        try:
-            self._start(node, epoch)
-            return self._wait(node, epoch, deadline, within_s, given_up)
-        except BaseException:
-            self.rendezvous.withdraw(node)
-            self._end(node)
-            raise
 
+    @abstractmethod
     def close(self) -> None:
-        """End the nodes that the launcher has started, by force if necessary, and free the port.
+        """End the nodes that were started, by force if necessary, and free everything else.
 
         All links are closed before. May be called again.
         """
-        with self._lock:
-            self._closed = True
-            nodes = list(self._started)
-        for node in nodes:
-            self._end(node)
-        self._launcher.close()
-        self.rendezvous.close()
-
-    def _start(self, node: int, epoch: int) -> None:
-        started = self._launcher.start(node, epoch, self.rendezvous)
-        with self._lock:
-            if started is not None:
-                self._started[node] = started
-            closed = self._closed
-        if closed:  # meanwhile
-            self._end(node)
-            raise LinkLost(f"Node {node} was given up: the collector is closed.")
-
-    def _end(self, node: int) -> None:
-        with self._lock:
-            started = self._started.pop(node, None)
-        if started is not None:
-            started.end()
-
-    def _wait(self, node: int, epoch: int, deadline: float, within_s: float, given_up: threading.Event) -> Link:
-        with self._lock:
-            started = self._started.get(node)
-        while (link := self.rendezvous.joined(node, epoch, JOIN_POLL_S)) is None:
-            if given_up.is_set():
-                raise LinkLost(f"Node {node} was given up before it had joined.")
-            if started is not None and (reason := started.ended()):
-                raise LinkLost(f"Node {node} has not joined: {reason}. {self._launcher.advice}".rstrip())
-            if reason := self.rendezvous.stuck():
-                raise LinkLost(f"Node {node} has not joined: {reason}.")
-            if time.monotonic() > deadline:
-                state = "" if started is None else f" Its {started} is {started.state}."
-                raise NotJoined(
-                    f"Node {node} has not joined at {self.address} within {within_s:g} s.{state} "
-                    f"{self._launcher.advice}{self.rendezvous.refused()}".rstrip()
-                )
-        return link

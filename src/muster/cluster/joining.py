@@ -12,6 +12,7 @@ from os import PathLike
 
 from muster.cluster.link import AGENT, Link, LinkLost, WrongToken
 from muster.cluster.rendezvous import ANSWER_S, POLL_S, hear, read_token, say
+from muster.cluster.socket_link import SocketLink
 from muster.cluster.torchrun import find_rendezvous
 from muster.errors import BadOption
 from muster.utils.addresses import host_and_port
@@ -78,7 +79,7 @@ class Membership:
     node: int
     epoch: int
     deadline_s: float
-    channel: Link
+    channel: SocketLink
 
 
 class Member:
@@ -124,7 +125,7 @@ class Member:
         while True:
             try:
                 connection = socket.create_connection(self._endpoint, timeout=1.0)
-                channel = Link(connection, self._token, main=False, deadline_s=ANSWER_S)
+                channel = SocketLink(connection, self._token, main=False, deadline_s=ANSWER_S)
                 with contextlib.ExitStack() as failed:
                     failed.callback(channel.close)
                     self._met, reached = True, time.monotonic()
@@ -146,7 +147,7 @@ class Member:
                 raise LinkLost(f"The main process at {host}:{port} could not be reached for {limit:g} s.")
             pause.wait(POLL_S)
 
-    def _ask(self, channel: Link) -> Membership | None:
+    def _ask(self, channel: SocketLink) -> Membership | None:
         say(channel, node=self._node)
         told = hear(channel)
         if self._node is not None and self._node >= told["count"]:

@@ -79,6 +79,7 @@ class NodePool(Watcher):
         """The worker pool; nodes get their places."""
         pool = WorkerPool(self.proxies, infos, self)
         pool.hold, pool.elastic = self._held, self.elastic
+        pool.engine = self.nodes.carrier.engine
         if self.config.server is not None:
             pool.server = NodeServers(self.proxies)
         self.counters = pool.counters

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import time
@@ -28,7 +29,7 @@ from muster.restore.pickling import dumps, loads
 from muster.utils.attributes import optional
 
 if TYPE_CHECKING:
-    from muster.cluster.ray_runtime import Lease
+    from muster.cluster.ray_runtime import Lease, RayConnection
 
 STEP_S = 1.0
 
@@ -75,6 +76,7 @@ class RayBuffer:
         made = dumps(buffer, "buffer")
         self._timeout_s, self._closed = timeout_s, False
         self._lease: Lease | None = Lease(ray_init_config)
+        self._connection: RayConnection | None = None  # of this process, with the first call
         try:
             cls = actor_class("muster.cluster.ray_buffer:BufferActor")
             try:
@@ -88,7 +90,7 @@ class RayBuffer:
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_lease": None}
+        return {**vars(self), "_lease": None, "_connection": None}
 
     def extend(self, data: Any) -> Any:
         """Write a batch; returns the result of the buffer's ``extend``."""
@@ -116,10 +118,13 @@ class RayBuffer:
         lease, self._lease = self._lease, None
         if lease is not None:
             import ray
+            from ray import exceptions
 
             self._closed = True
-            if ray.is_initialized():
-                ray.kill(self._actor, no_restart=True)
+            with contextlib.suppress(exceptions.RayError, ValueError, RuntimeError):  # it has ended with its connection
+                if self._connection is not None:
+                    self._connection.check()
+                    ray.kill(self._actor, no_restart=True)
             lease.close()
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -132,11 +137,13 @@ class RayBuffer:
         import ray
         from ray import exceptions
 
-        from muster.cluster.ray_runtime import arrived, call, first_line
+        from muster.cluster.ray_runtime import RayConnection, arrived, call, first_line
 
         if self._closed:
             raise WorkerDied("the replay buffer (a Ray actor) was closed")
         try:
+            self._connection = self._connection or RayConnection()
+            self._connection.check()
             answer = call(self._actor, method, *args)
             deadline = time.monotonic() + self._timeout_s
             while not arrived(answer, min(STEP_S, self._timeout_s)):

@@ -1,28 +1,41 @@
 """Nodes as Ray actors: Ray finds a machine for each, and starts it there.
 
-The actor then joins like any other node, and its link is its connection to this process. It gets the token as an
-argument, through Ray: a process that can read it can run code in the cluster anyway.
+With the engine "ray", the actor is the node, and calls of it are the link (``ray_link.py``). With the engine "direct",
+the actor joins like any other node (``joining.py``), and its link is its connection to this process. It gets the token
+as an argument, through Ray: a process that can read it can run code in the cluster anyway.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 from ray import exceptions
 
-from muster.cluster.carrier import Carrier
+from muster.cluster.carrier import JOIN_POLL_S, Carrier
+from muster.cluster.direct import DirectCarrier
 from muster.cluster.joining import run_node
 from muster.cluster.launchers import Launcher
-from muster.cluster.link import AGENT, Link, LinkLost
-from muster.cluster.ray_runtime import Lease, actor_class, arrived, call, first_line, listens, search_path
+from muster.cluster.link import AGENT, LinkLost, NotJoined
+from muster.cluster.ray_link import THREADS, MainEnd, StoredBlocks
+from muster.cluster.ray_runtime import (
+    LOST,
+    Lease,
+    RayConnection,
+    actor_class,
+    arrived,
+    call,
+    first_line,
+    listens,
+    search_path,
+)
 from muster.cluster.rendezvous import TOKEN_BYTES, Rendezvous
+from muster.cluster.socket_link import SocketLink
 from muster.errors import BadOption
 from muster.utils.attributes import named
 
@@ -35,16 +48,92 @@ OURS = {  # options of an actor that Muster sets
 NODE_LABEL = "ray.io/node-id"  # Ray's own label
 NODE_DIED = "its node has died"  # in Ray's error
 WHY_S = 1.0  # for Ray to report the end of an actor whose connection has ended
-LOST = (exceptions.RayError, ValueError, RuntimeError)  # the latter two: of a Ray that was shut down
 
 
 class RayCarrier(Carrier):
     """Nodes as actors of a Ray cluster, one per node and session; see ``RayCollector`` for the options.
 
     Ray is started or joined here (see ``ray_runtime.Lease``) and left by ``close``, unless the user did it before.
-    Nodes find this process at the address that it has in the cluster. They are spread over the machines
-    (``scheduling_strategy="SPREAD"``), unless ``remote_configs`` say otherwise.
+    Nodes are spread over the machines (``scheduling_strategy="SPREAD"``), unless ``remote_configs`` say otherwise.
+
+    Args:
+        deadline_s: seconds without a message after which a link is lost.
+        target: the function that a node runs, "module:function".
     """
+
+    engine = "ray"
+    name = "ray"
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        ray_init_config: Mapping[str, Any] | None = None,
+        remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        deadline_s: float = 15.0,
+        target: str = AGENT,
+    ) -> None:
+        self._places = ActorPlaces(_per_node(remote_configs, count), ray_init_config, "ray_link:ActorMain", THREADS)
+        self._target = target
+        self._deadline_s = deadline_s
+        self._blocks = StoredBlocks()
+        self._started: dict[int, NodeActor] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def address(self) -> str:
+        return f"the Ray cluster {ray.get_runtime_context().gcs_address}"
+
+    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> MainEnd:
+        deadline = time.monotonic() + within_s
+        self._end(node)
+        actor = NodeActor(self._places, node, (node, self._target, self._deadline_s), ())
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._started[node] = actor
+        if closed:
+            actor.end()
+            raise LinkLost(f"Node {node} is not started: the collector is closed.")
+        try:
+            self._wait(actor, node, deadline, within_s, given_up)
+            return MainEnd(actor.actor.handle, self._blocks, self._deadline_s, actor.ended, actor.lost)
+        except BaseException:
+            self._end(node)
+            raise
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            nodes = list(self._started)
+        for node in nodes:
+            self._end(node)
+        self._places.close()
+
+    def _wait(self, actor: NodeActor, node: int, deadline: float, within_s: float, given_up: threading.Event) -> None:
+        """Wait until the actor runs."""
+        while True:
+            if reason := actor.ended(JOIN_POLL_S):
+                raise LinkLost(f"Node {node} has not joined: {reason}.")
+            if actor.is_running:
+                return
+            if given_up.is_set():
+                raise LinkLost(f"Node {node} was given up before it had joined.")
+            if time.monotonic() > deadline:
+                raise NotJoined(
+                    f"Node {node} has not joined {self.address} within {within_s:g} s. Its {actor} is {actor.state}."
+                )
+
+    def _end(self, node: int) -> None:
+        with self._lock:
+            actor = self._started.pop(node, None)
+        if actor is not None:
+            actor.end()
+
+
+class RayDirectCarrier(DirectCarrier):
+    """Nodes as actors of a Ray cluster, as ``RayCarrier``, which join at the address that this process has there."""
 
     name = "ray"
 
@@ -66,7 +155,7 @@ class RayCarrier(Carrier):
             launcher.close()
             raise
 
-    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> Link:
+    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> SocketLink:
         link = super().connect(node, epoch, within_s, given_up)
         actor = self._started.get(node)
         if isinstance(actor, NodeActor):  # else it was ended meanwhile
@@ -76,12 +165,7 @@ class RayCarrier(Carrier):
 
 
 class RayLauncher(Launcher):
-    """Starts nodes as actors.
-
-    Attributes:
-        configs: options of the actor of each node.
-        used: Ray nodes on which actors have run.
-    """
+    """Starts nodes as actors, which join at the rendezvous."""
 
     name = "ray"
     advice = ""
@@ -89,11 +173,42 @@ class RayLauncher(Launcher):
     def __init__(
         self, configs: Sequence[dict[str, Any] | None], ray_init_config: Mapping[str, Any] | None, target: str
     ) -> None:
+        self.places = ActorPlaces(configs, ray_init_config, "ray_nodes:JoiningActor")
         self._target = target
+
+    def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> NodeActor:
+        return NodeActor(self.places, node, (self._target,), (rendezvous.address, node, rendezvous.token))
+
+    def close(self) -> None:
+        self.places.close()
+
+
+class ActorPlaces:
+    """Makes the actors of nodes, each with its options, on machines that are there.
+
+    Args:
+        configs: options of the actor of each node; None: the default.
+        ray_init_config: see ``Lease``.
+        cls: "module:class" in this folder, of the object in the actor.
+        threads: of an actor, in which its methods run.
+
+    Attributes:
+        configs: completed.
+        used: Ray nodes on which actors have run.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[dict[str, Any] | None],
+        ray_init_config: Mapping[str, Any] | None,
+        cls: str,
+        threads: int = 1,
+    ) -> None:
         self.used: set[str] = set()
+        self._threads = threads
         self._lease = Lease(ray_init_config)
         try:
-            self._class = actor_class("muster.cluster.ray_nodes:ActorMain")
+            self._class = actor_class(f"muster.cluster.{cls}")
             self.configs = [_complete(config) for config in configs]
             for node, config in enumerate(self.configs):
                 try:
@@ -105,13 +220,7 @@ class RayLauncher(Launcher):
             self._lease.close()
             raise
 
-    def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> NodeActor:
-        return NodeActor(self, node, rendezvous)
-
-    def close(self) -> None:
-        self._lease.close()
-
-    def actor(self, node: int) -> Any:
+    def actor(self, node: int, args: Sequence[Any]) -> Any:
         """A new actor, not on machines that are dead, which Ray notices only after 15 s or more."""
         listed = {one["NodeID"]: one for one in ray.nodes() if one["Alive"]}  # type: ignore[no-untyped-call]
         dead = [
@@ -124,22 +233,36 @@ class RayLauncher(Launcher):
             config = config | {
                 "label_selector": {NODE_LABEL: f"!in({','.join(dead)})"} | config.get("label_selector", {})
             }
-        return self._class.options(**config).remote(search_path(), self._target)
+        return self._class.options(max_concurrency=self._threads, **config).remote(search_path(), *args)
+
+    def close(self) -> None:
+        """Leave Ray. May be called again."""
+        self._lease.close()
 
 
 class NodeActor:
-    """An actor that is a node, or waits for a machine; implements ``Started``."""
+    """An actor that is a node, or waits for a machine; implements ``Started``.
 
-    def __init__(self, launcher: RayLauncher, node: int, rendezvous: Rendezvous) -> None:
-        self._launcher, self._node, self._rendezvous = launcher, node, rendezvous
+    Args:
+        args: of the object in the actor.
+        serving: arguments of its method ``serve``.
+
+    Attributes:
+        actor: Ray's handle of it.
+    """
+
+    def __init__(self, places: ActorPlaces, node: int, args: Sequence[Any], serving: Sequence[Any]) -> None:
+        self._places, self._node = places, node
+        self._args, self._serving_args = args, serving
         self._where = ""
         self._begin()
 
     def _begin(self) -> None:
         try:
-            self._actor = self._launcher.actor(self._node)
-            self._hello = call(self._actor, "hello")
-            self._serving = call(self._actor, "serve", self._rendezvous.address, self._node, self._rendezvous.token)
+            self._connection = RayConnection()
+            self.actor = self._places.actor(self._node, self._args)
+            self._hello = self.actor.where.remote()
+            self._serving = call(self.actor, "serve", *self._serving_args)
         except LOST as error:
             raise LinkLost(f"Node {self._node} could not be started: {first_line(error)}") from error
 
@@ -148,13 +271,19 @@ class NodeActor:
 
     @property
     def state(self) -> str:
-        return f"on {self._where}" if self._where else _lack(self._launcher.configs[self._node])
+        return f"on {self._where}" if self._where else _lack(self._places.configs[self._node])
+
+    @property
+    def is_running(self) -> bool:
+        """Whether ``ended`` has found it on a machine."""
+        return bool(self._where)
 
     def ended(self, within_s: float = 0.0) -> str | None:
         try:
+            self._connection.check()
             if not self._where and arrived(self._hello, within_s):
                 host, ray_node, pid = ray.get(self._hello)
-                self._launcher.used.add(ray_node)
+                self._places.used.add(ray_node)
                 self._where = f"{host}, Ray node {ray_node[:8]}, process {pid}"
             if not self._where or not arrived(self._serving, within_s):
                 return None
@@ -175,20 +304,16 @@ class NodeActor:
 
     def end(self) -> None:
         with contextlib.suppress(*LOST):
-            if ray.is_initialized():
-                ray.kill(self._actor, no_restart=True)
+            self._connection.check()
+            ray.kill(self.actor, no_restart=True)
 
 
-class ActorMain:
-    """The object in the actor's process."""
+class JoiningActor:
+    """The object in the actor of a node that joins at the rendezvous."""
 
     def __init__(self, target: str) -> None:
         named(target)  # raises at once if it does not exist
         self._target = target
-
-    def hello(self) -> tuple[str, str, int]:
-        """Host, id of the Ray node, and process."""
-        return socket.gethostname(), ray.get_runtime_context().get_node_id(), os.getpid()
 
     def serve(self, address: str, node: int, token: bytes) -> bool:
         """Run the node; see ``run_node``."""

@@ -28,7 +28,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from muster.cluster.link import Link, LinkLost, WrongToken
+from muster.cluster.link import LinkLost, WrongToken
+from muster.cluster.socket_link import SocketLink
 from muster.errors import BadOption
 from muster.utils.addresses import is_loopback
 from muster.utils.integers import integer
@@ -92,7 +93,7 @@ class Rendezvous:
         self.token = given or secrets.token_hex(TOKEN_BYTES).encode()
         self._open: dict[int, int] = {}  # by node, the epoch in which it may join
         self._offered: set[tuple[int, int] | None] = set()  # offers that a node has not accepted yet
-        self._joined: dict[tuple[int, int], Link] = {}  # by node and epoch, until ``joined`` takes it
+        self._joined: dict[tuple[int, int], SocketLink] = {}  # by node and epoch, until ``joined`` takes it
         self._connections: set[socket.socket] = set()  # that no node has accepted
         self._strangers = Strangers(KEEPS_S)  # those of them that have not proved that they know the token
         self._refused, self._last_refused = 0, ""
@@ -122,7 +123,7 @@ class Rendezvous:
         for channel in unused:
             channel.close()
 
-    def joined(self, node: int, epoch: int, within_s: float) -> Link | None:
+    def joined(self, node: int, epoch: int, within_s: float) -> SocketLink | None:
         """The link to a node that has joined, which the caller closes; None: it has not joined in this time."""
         with self._changed:
             self._changed.wait_for(lambda: (node, epoch) in self._joined or self._closed, within_s)
@@ -199,7 +200,7 @@ class Rendezvous:
         """Serve one connection until it is the link of a session, or ends."""
         is_known = False
         try:
-            link = Link(connection, self.token, main=True, deadline_s=ANSWER_S)
+            link = SocketLink(connection, self.token, main=True, deadline_s=ANSWER_S)
             is_known = True
             with contextlib.ExitStack() as unused:
                 unused.callback(link.close)
@@ -222,7 +223,7 @@ class Rendezvous:
         with self._changed:
             self._refused, self._last_refused = self._refused + 1, whom
 
-    def _offer(self, channel: Link) -> bool:
+    def _offer(self, channel: SocketLink) -> bool:
         """Offer free numbers until one is accepted; False: the offer was withdrawn meanwhile."""
         while True:
             found = self._claim(hear(channel)["node"])
@@ -260,12 +261,12 @@ class Rendezvous:
             return found
 
 
-def say(channel: Link, **record: Any) -> None:
+def say(channel: SocketLink, **record: Any) -> None:
     """Send a record; raises LinkLost."""
     channel.send(json.dumps(record).encode())
 
 
-def hear(channel: Link) -> dict[str, Any]:
+def hear(channel: SocketLink) -> dict[str, Any]:
     """Receive a record; raises LinkLost."""
     record: dict[str, Any] = json.loads(channel.receive().message)
     return record

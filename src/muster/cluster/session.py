@@ -114,7 +114,7 @@ class Session:
     def _send(self) -> None:
         try:
             link = self._connect(self._given_up)
-        except Exception as error:  # noqa: BLE001 (``lost`` has it)
+        except BaseException as error:  # noqa: BLE001 (``lost`` has it; libraries raise SystemExit in threads)
             self.late = isinstance(error, NotJoined)
             self.lose(_text(error))
             return
@@ -130,7 +130,7 @@ class Session:
                 link.send(item.message, item.block, item.tag if item.block else 0)
         except LinkLost:
             pass  # the receiving thread notices it too, after the messages that had arrived
-        except Exception as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001
             self.lose(_text(error))
 
     def _next(self) -> Outgoing | None:
@@ -157,9 +157,9 @@ class Session:
                     message = error
                 self.inbox.append((message, received.block, received.tag))
                 self._ring()
-        except Exception as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001
             self.lose(_text(error))
 
 
-def _text(error: Exception) -> str:
+def _text(error: BaseException) -> str:
     return str(error) or "the link was closed" if isinstance(error, LinkLost) else f"{type(error).__name__}: {error}"

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed
 
 from muster.cluster.launchers import Launcher
-from muster.cluster.link import LinkLost, signature
+from muster.cluster.link import LinkLost
 from muster.cluster.rendezvous import ANSWER_S, POLL_S, Rendezvous, read_token
+from muster.cluster.socket_link import signature
 from muster.errors import BadOption
 from muster.utils.addresses import is_loopback
 from muster.utils.whole_files import read_json, write_whole

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed import rpc
@@ -98,6 +98,7 @@ class DistributedOptions(ClusterOptions):
     token: Any = None
 
     def carrier(self, nodes: int, workers: int, deadline_s: float) -> Carrier:
+        from muster.cluster.direct import DirectCarrier
         from muster.cluster.launchers import check_backend, launcher_for
         from muster.cluster.rendezvous import Rendezvous
 
@@ -105,7 +106,7 @@ class DistributedOptions(ClusterOptions):
         told = {"slurm_kwargs": self.slurm_kwargs, "bind": self.bind, "token": self.token}
         launcher = launcher_for(self.launcher, **told, workers=workers)
         rendezvous = Rendezvous(nodes, bind=self.bind, tcp_port=self.tcp_port or 0, token=self.token)
-        return Carrier(launcher, rendezvous, deadline_s)
+        return DirectCarrier(launcher, rendezvous, deadline_s)
 
 
 class DistributedCollector(ClusterCollector):
@@ -199,6 +200,9 @@ class RayOptions(ClusterOptions):
     Attributes:
         create_env_fn: a list with one entry per actor, or one entry for all; see ``muster.Collector`` for entries.
         num_collectors: number of actors. None: one per entry of ``create_env_fn``.
+        transport: what carries requests, rollouts and weights. "ray": calls of the actors, and Ray's object store; no
+            port besides Ray's is used. "direct": one TCP connection of each actor to this process, with a random token,
+            unencrypted; small batches take less of this process' time.
         ray_init_config: arguments of ``ray.init``, if Ray is not initialized. ``{"address": "auto"}`` joins a cluster.
         remote_configs: options of the Ray actors: a dict for all, or a list with one dict per actor. None: one CPU and
             2 GiB of memory, and 0.2 of a GPU if the cluster has any.
@@ -208,6 +212,7 @@ class RayOptions(ClusterOptions):
     """
 
     num_collectors: int | None = None
+    transport: Literal["ray", "direct"] = "ray"
     ray_init_config: Mapping[str, Any] | None = None
     remote_configs: Any = None
 
@@ -217,10 +222,15 @@ class RayOptions(ClusterOptions):
 
     def carrier(self, nodes: int, workers: int, deadline_s: float) -> Carrier:
         with optional("RayCollector", "ray", "ray"):
-            from muster.cluster.ray_nodes import RayCarrier
+            from muster.cluster.ray_nodes import RayCarrier, RayDirectCarrier
 
+        carriers: dict[str, type[Carrier]] = {"ray": RayCarrier, "direct": RayDirectCarrier}
+        if self.transport not in carriers:
+            raise BadOption(f"transport={self.transport!r}: expected {' or '.join(map(repr, carriers))}")
         config, remote = self.ray_init_config, self.remote_configs
-        return RayCarrier(nodes, ray_init_config=config, remote_configs=remote, deadline_s=deadline_s)
+        make: Any = carriers[self.transport]
+        carrier: Carrier = make(nodes, ray_init_config=config, remote_configs=remote, deadline_s=deadline_s)
+        return carrier
 
 
 class RayCollector(ClusterCollector):

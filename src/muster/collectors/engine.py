@@ -441,6 +441,7 @@ class Engine:
             cut_short=self._cut_short,
             workers=workers,
             inference=server.stats() if (server := self.source.pool.server) is not None else None,
+            engine=self.source.pool.engine,
         )
 
     def _discarded(self) -> Counter[str]:

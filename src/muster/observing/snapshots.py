@@ -62,7 +62,7 @@ def snapshot(
     means = {name: None if (mean := getattr(stats, name)) is None else plain(mean) for name in _MEANS}
     named = {name: {str(key): n for key, n in getattr(stats, name).items()} for name in _BY_NAME}
     sums = {name: plain(value) for name, value in asdict(totals).items()}
-    policy = {"policy_path": stats.policy_path, "policy_version": stats.policy_version}
+    policy = {"policy_path": stats.policy_path, "policy_version": stats.policy_version, "engine": stats.engine}
     return {**known, **means, **named, **policy, "totals": sums, "workers": list(workers[:MOST_WORKERS]), **others}
 
 

@@ -96,6 +96,8 @@ class CollectorStats:
         workers: statistics of each worker; empty for a collector in its own process.
         inference: statistics of the server of ``inference="server"``.
         ended_by: type and message of the error that ended the background thread of ``start()``; else empty.
+        engine: what carries requests, rollouts and weights between this process and its nodes: "ray", "direct", ...;
+            empty without nodes.
     """
 
     frames: int
@@ -123,6 +125,7 @@ class CollectorStats:
     inference: InferenceStats | None = None
     ended_by: str = ""
     success_rate: float | None = None
+    engine: str = ""
 
     @property
     def nodes(self) -> int:

@@ -102,6 +102,7 @@ class WorkerPool:
         hold: context manager. Requests submitted inside are simultaneous for a server, and one message for a node.
         numbers: numbers for new requests.
         elastic: workers may be absent (see ``Proxy``), at the start and later.
+        engine: see ``CollectorStats``.
         notes: action logs of the groups; None: they are kept by nodes, or not at all.
         log: adds rollouts in this thread to them; None: there is none.
         waited: nanoseconds spent waiting for results.
@@ -136,6 +137,7 @@ class WorkerPool:
         self.server: Servers | None = None
         self.hold: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.elastic = False
+        self.engine = ""
         self.notes: CrashNotes | None = None
         self.log: LocalLog | None = None
         self.waited = 0

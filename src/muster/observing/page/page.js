@@ -214,6 +214,7 @@ function showNumbers(newest) {
     ["policy version", String(newest.policy_version)],
     ["policy path", String(newest.policy_path || "–")],
   ];
+  if (newest.engine) numbers.push(["engine of nodes", newest.engine]);
   if (newest.restarts) numbers.push(["restarts", whole(newest.restarts)]);
   $("numbers").replaceChildren(...numbers.map(([name, value]) => {
     const pair = element("div"), given = element("dd", value);

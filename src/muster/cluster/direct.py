@@ -1,0 +1,97 @@
+"""The engine "direct": starts the nodes of a collector, and waits until each has joined at the rendezvous.
+
+The connection through which a node has joined is the link of its session.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from muster.cluster.carrier import JOIN_POLL_S, Carrier
+from muster.cluster.launchers import Launcher, Started
+from muster.cluster.link import LinkLost, NotJoined
+from muster.cluster.rendezvous import Rendezvous
+from muster.cluster.socket_link import SocketLink
+
+
+class DirectCarrier(Carrier):
+    """Nodes that join over a TCP connection each, however they are started.
+
+    Args:
+        launcher: starts the nodes; closed by ``close``.
+        rendezvous: where they join; closed by ``close``.
+        deadline_s: seconds without a message after which a link is lost.
+    """
+
+    engine = "direct"
+    name = "torch.distributed"
+
+    def __init__(self, launcher: Launcher, rendezvous: Rendezvous, deadline_s: float = 15.0) -> None:
+        self._launcher = launcher
+        self.rendezvous = rendezvous
+        self._started: dict[int, Started] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        rendezvous.deadline_s = deadline_s
+
+    @property
+    def address(self) -> str:
+        return self.rendezvous.address
+
+    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> SocketLink:
+        if self._closed:
+            raise LinkLost(f"Node {node} is not started: the collector is closed.")
+        deadline = time.monotonic() + within_s
+        self._end(node)
+        self.rendezvous.admit(node, epoch)
+        try:
+            self._start(node, epoch)
+            return self._wait(node, epoch, deadline, within_s, given_up)
+        except BaseException:
+            self.rendezvous.withdraw(node)
+            self._end(node)
+            raise
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            nodes = list(self._started)
+        for node in nodes:
+            self._end(node)
+        self._launcher.close()
+        self.rendezvous.close()
+
+    def _start(self, node: int, epoch: int) -> None:
+        started = self._launcher.start(node, epoch, self.rendezvous)
+        with self._lock:
+            if started is not None:
+                self._started[node] = started
+            closed = self._closed
+        if closed:  # meanwhile
+            self._end(node)
+            raise LinkLost(f"Node {node} was given up: the collector is closed.")
+
+    def _end(self, node: int) -> None:
+        with self._lock:
+            started = self._started.pop(node, None)
+        if started is not None:
+            started.end()
+
+    def _wait(self, node: int, epoch: int, deadline: float, within_s: float, given_up: threading.Event) -> SocketLink:
+        with self._lock:
+            started = self._started.get(node)
+        while (link := self.rendezvous.joined(node, epoch, JOIN_POLL_S)) is None:
+            if given_up.is_set():
+                raise LinkLost(f"Node {node} was given up before it had joined.")
+            if started is not None and (reason := started.ended()):
+                raise LinkLost(f"Node {node} has not joined: {reason}. {self._launcher.advice}".rstrip())
+            if reason := self.rendezvous.stuck():
+                raise LinkLost(f"Node {node} has not joined: {reason}.")
+            if time.monotonic() > deadline:
+                state = "" if started is None else f" Its {started} is {started.state}."
+                raise NotJoined(
+                    f"Node {node} has not joined at {self.address} within {within_s:g} s.{state} "
+                    f"{self._launcher.advice}{self.rendezvous.refused()}".rstrip()
+                )
+        return link

@@ -1,0 +1,513 @@
+"""The engine "ray": a link whose messages are calls of an actor, and whose blocks are in Ray's object store.
+
+::
+
+    main process                                        actor
+       |-- call: exchange(message) ------------------------>|  received in the order of sending
+       |<------------------ result: messages, a block ------|  as soon as the node has something to send
+
+A call carries a message to the node, and returns with the node's next messages. So a request and its result cost one
+call, and a node without anything to send costs none: at least one call is open all the time. Large blocks to nodes are
+put into the store once for all nodes, and fetched by the machines of the nodes. Large blocks from nodes are results of
+calls, and are copied once, from the store of this machine into the memory given to ``expect``.
+
+What it guarantees: ``Link``. Ray may execute calls in another order than they were made in, so messages and calls are
+numbered. Both ends count what the other end has received, and wait where it does not read.
+
+What it costs: per rollout of a node one call of the main process, which for small batches is what a call of Ray costs.
+Two copies of a large block, into the store and out of it, and one more between the stores of two machines.
+
+What it trusts: Ray. A process that can connect to the cluster can call the actor, and run code in it. Ray's token and
+TLS settings say which can (docs/clusters.md). Muster listens at no port.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import threading
+import time
+import weakref
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+
+from muster.cluster.link import SLOWEST, Block, Link, LinkLost, Received
+from muster.cluster.ray_runtime import RayConnection, first_line
+from muster.memory.specs import Array
+from muster.utils.attributes import named
+
+SMALL = 1 << 16  # bytes of a block that travels in the message; Ray stores what has more than 100 kB
+WAITING = 16  # messages that the other end has not read, before the sender waits
+WAITING_BYTES = 64 << 20  # of blocks that the other end has not read, before the sender waits
+OPEN = 4  # calls that wait for messages of the node
+THREADS = OPEN + 4  # of the actor: one serves, others receive
+
+POLL_S = 0.25  # seconds after which a thread that waits for Ray looks whether the link is closed
+
+PUSH, EXCHANGE, PULL, END = range(4)  # what a call of the actor is for, see ``NodeEnd.handle``
+_CALL = struct.Struct("<BQQ")  # what it is for; its number, if it returns messages; number of its message
+_UP = struct.Struct("<Q?")  # messages read; whether the node has closed
+_FRAME = struct.Struct("<QQQ?")  # bytes of the message, tag and bytes of its block, whether the block follows
+
+
+@dataclass(eq=False)
+class Frame:
+    """A message on its way, with its block.
+
+    Attributes:
+        is_taken: a call has taken it.
+        is_stored: set when the block's memory is not used any more.
+    """
+
+    message: bytes
+    tag: int = 0
+    block: Any = None  # uint8 [n], or None
+    is_taken: bool = False
+    is_stored: threading.Event | None = None
+
+    @property
+    def size(self) -> int:
+        return 0 if self.block is None else int(self.block.size)
+
+    @property
+    def is_large(self) -> bool:
+        return self.size > SMALL
+
+    def packed(self) -> bytes:
+        """Return the message, and the block if it is small."""
+        head = _FRAME.pack(len(self.message), self.tag, self.size, not self.is_large)
+        if self.block is None or self.is_large:
+            return head + self.message
+        small: bytes = self.block.tobytes()
+        return head + self.message + small
+
+
+def unpacked(packed: bytes, start: int, large: Array | None) -> list[Frame]:
+    """The frames from ``start`` on. ``large`` is the block of the one frame whose block does not follow."""
+    frames = []
+    while start < len(packed):
+        length, tag, size, follows = _FRAME.unpack_from(packed, start)
+        start += _FRAME.size
+        message = packed[start : start + length]
+        start += length
+        block = None
+        if tag and follows:
+            block = np.frombuffer(packed, np.uint8, size, start)
+            start += size
+        elif tag:
+            block = large
+        frames.append(Frame(message, tag, block))
+    return frames
+
+
+class StoredBlocks:
+    """Large blocks in Ray's store: each is put there once, for all links.
+
+    A block is freed after its ``Block`` and the next one. Where the store still has an older one, it writes a new block
+    of the same size where another one was, which takes a sixth of the time of memory that was not used before.
+    """
+
+    def __init__(self) -> None:
+        self._newest: deque[Any] = deque(maxlen=1)
+        self._refs: weakref.WeakKeyDictionary[Block, Any] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def ref(self, block: Block) -> Any:
+        with self._lock:
+            ref = self._refs.get(block)
+            if ref is None:
+                ref = self._refs[block] = ray.put(block.array)
+                self._newest.append(ref)
+            return ref
+
+
+class RayEnd(Link):
+    """What both ends do: put what arrives in order, write it where it is expected, and notice silence.
+
+    Args:
+        deadline_s: seconds without a message after which the link is lost.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._changed = threading.Condition()  # held for a short time only
+        self._heard = time.monotonic()
+        self._inbox: deque[Frame] = deque()
+        self._read = 0  # messages
+        self._cause = ""  # why the link is closed
+        self._over = ""  # why nothing more arrives, after what has arrived
+        self._expected: dict[int, Array] = {}
+        self._writing = threading.Lock()  # held while memory is written
+
+    def expect(self, tag: int, memory: Array) -> None:
+        with self._writing:
+            if not self._cause:
+                self._expected[tag] = memory
+
+    def receive(self) -> Received:
+        with self._changed:
+            while not self._inbox:
+                deadline = self._heard + self._deadline_s
+                self._wait(deadline, deadline, "said anything")
+            if self._cause:
+                raise LinkLost(self._cause)
+            frame = self._inbox.popleft()
+            self._read += 1
+            self._note_read(frame)
+        return self._placed(frame)
+
+    def close(self) -> None:
+        self._close("The link was closed here.")
+
+    def _note_read(self, frame: Frame) -> None:
+        """A message was taken from the inbox. Called with ``_changed`` held."""
+
+    @abstractmethod
+    def _tell_closed(self) -> None:
+        """Let the other end know that this one is closed. Called once."""
+
+    def _wait(self, until: float, deadline: float, late: str) -> None:
+        """Wait for a change until then, with ``_changed`` held. Raises LinkLost if it is late, or cannot come."""
+        if not (self._cause or self._over) and time.monotonic() > deadline:
+            self._shut(f"The other end has not {late} for {self._deadline_s:g} s.")
+        if self._cause or self._over:
+            raise LinkLost(self._cause or self._over)
+        if until:
+            self._changed.wait(max(0.0, until - time.monotonic()) + 0.01)
+
+    def _placed(self, frame: Frame) -> Received:
+        """The message, with its block where it was expected."""
+        if frame.block is None:
+            return Received(frame.message)
+        with self._writing:
+            if self._cause:
+                raise LinkLost(self._cause)
+            memory = self._expected.pop(frame.tag, None)
+            if memory is None:
+                memory = np.empty(frame.size, np.uint8)
+            fits = memory.size == frame.size
+            if fits:
+                memory[:] = frame.block
+        if not fits:
+            self._close(f"Block {frame.tag} has {frame.size} bytes where {memory.size} were expected.")
+            raise LinkLost(self._cause)
+        return Received(frame.message, frame.tag, memory)
+
+    def _close(self, cause: str) -> None:
+        with self._changed:
+            self._shut(cause)
+        with self._writing:  # nothing is written after this
+            self._expected.clear()
+
+    def _shut(self, cause: str) -> None:
+        """Close, with ``_changed`` held."""
+        if not self._cause:
+            self._cause = cause
+            self._changed.notify_all()
+            self._tell_closed()
+
+    def _allowed_s(self, nbytes: int) -> float:
+        """Seconds that so many bytes may take."""
+        return self._deadline_s + nbytes / SLOWEST
+
+
+class MainEnd(RayEnd):
+    """The end of the main process.
+
+    Calls return in the order in which they were made, so that the receiving thread waits for the oldest one.
+
+    Args:
+        handle: the method ``handle`` of an actor with an ``ActorMain``.
+        blocks: of all links.
+        deadline_s: seconds without a message after which the link is lost.
+        ended: returns why the actor has ended; None while it runs.
+        explain: returns a better error for a lost link.
+    """
+
+    def __init__(
+        self,
+        handle: Any,
+        blocks: StoredBlocks,
+        deadline_s: float,
+        ended: Callable[[], str | None],
+        explain: Callable[[LinkLost], LinkLost],
+    ) -> None:
+        super().__init__(deadline_s)
+        self._call = handle
+        self._tell = handle.options(num_returns=0)
+        self._blocks = blocks
+        self._ended = ended
+        self._connection = RayConnection()
+        self._explain: Callable[[LinkLost], LinkLost] | None = explain
+        self._sent = 0
+        self._unread: deque[int] = deque()  # bytes of the blocks of messages that the node has not read
+        self._calls = 0  # that return with messages of the node
+        self._open: deque[Future[Any]] = deque()  # the results of those that have not returned
+        self._begin(PULL)
+
+    def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
+        try:
+            self._send(Frame(message, tag, None if block is None else block.array), block)
+        except LinkLost as lost:
+            raise self._explained(lost) from None
+
+    def receive(self) -> Received:
+        try:
+            while not self._inbox:
+                self._return()
+            return super().receive()
+        except LinkLost as lost:
+            raise self._explained(lost) from None
+
+    def close(self) -> None:
+        self._explain = None
+        super().close()
+
+    def _send(self, frame: Frame, block: Block | None) -> None:
+        deadline = time.monotonic() + self._allowed_s(frame.size)
+        with self._changed:
+            while self._cause or self._over or not self._has_room(frame.size):
+                self._wait(min(deadline, time.monotonic() + POLL_S), deadline, "read")
+                self._look_at_ray()
+                self._over = self._over or self._ended() or ""
+        ref = self._stored(block) if block is not None and frame.is_large else None
+        with self._changed:
+            number = self._sent
+            self._sent += 1
+            self._unread.append(frame.size)
+            if ref is None and len(self._open) < OPEN:
+                self._begin(EXCHANGE, number, frame.packed())
+                return
+        packed = _CALL.pack(PUSH, 0, number) + frame.packed()
+        with self._of_ray():
+            self._tell.remote(packed, *([] if ref is None else [ref]))  # the block is freed when the call has ended
+
+    def _has_room(self, size: int) -> bool:
+        unread = sum(self._unread)
+        return len(self._unread) < WAITING and (not unread or unread + size <= WAITING_BYTES)
+
+    def _stored(self, block: Block) -> Any:
+        """A reference to a block in Ray's store."""
+        with self._of_ray():
+            return self._blocks.ref(block)
+
+    def _begin(self, what: int, number: int = 0, packed: bytes = b"") -> None:
+        """Begin a call that returns with messages of the node. Called by one thread at a time."""
+        with self._of_ray():
+            self._open.append(self._call.remote(_CALL.pack(what, self._calls, number) + packed).future())
+            self._calls += 1
+
+    @contextlib.contextmanager
+    def _of_ray(self) -> Iterator[None]:
+        """A context for what Ray does; its errors lose the link."""
+        try:
+            self._connection.check()
+            yield
+        except (Exception, SystemExit) as error:  # Ray raises even these when it is shut down
+            self._close(self._reason(error))
+            raise LinkLost(self._cause) from error
+
+    def _reason(self, error: BaseException) -> str:
+        """Why Ray has failed, for the user."""
+        try:
+            self._connection.check()
+        except RuntimeError as shut_down:
+            return first_line(shut_down)
+        return first_line(error)
+
+    def _return(self) -> None:
+        """Wait until the oldest call has returned, and take its messages; or return after a while.
+
+        The thread waits in Python. One that is in ``ray.get`` while the user calls ``ray.shutdown`` and ``ray.init``
+        makes Ray abort the process.
+        """
+        deadline = self._heard + self._deadline_s
+        with self._changed:
+            self._look_at_ray()
+            self._wait(0.0, deadline, "said anything")  # raises LinkLost if no call is open
+        oldest = self._open[0]
+        try:
+            result = oldest.result(min(POLL_S, max(0.0, deadline - time.monotonic())))
+        except (Exception, SystemExit):  # noqa: BLE001 (Ray's, or it has not returned in this time)
+            failure = oldest.exception() if oldest.done() else None
+            if failure is not None:
+                with self._changed:
+                    self._over = self._over or self._reason(failure)
+                    self._changed.notify_all()
+            return
+        with self._changed:
+            self._heard = time.monotonic()
+            self._open.popleft()
+            packed, large = result if isinstance(result, tuple) else (result, None)
+            read, is_closed = _UP.unpack_from(packed)
+            for _ in range(read - self._sent + len(self._unread)):
+                self._unread.popleft()
+            self._inbox.extend(unpacked(packed, _UP.size, large))
+            if is_closed:
+                self._over = self._over or "The other end has closed the link."
+            elif not self._open:
+                self._begin(PULL)
+            self._changed.notify_all()
+
+    def _look_at_ray(self) -> None:
+        """Lose the link if this process has left Ray, which completes no call any more; with ``_changed`` held."""
+        try:
+            self._connection.check()
+        except RuntimeError as error:
+            self._over = self._over or first_line(error)
+
+    def _tell_closed(self) -> None:
+        with contextlib.suppress(Exception):  # the actor ends with its connection to Ray
+            self._connection.check()
+            self._tell.remote(_CALL.pack(END, 0, self._sent))
+
+    def _explained(self, lost: LinkLost) -> LinkLost:
+        return lost if self._explain is None else self._explain(lost)
+
+
+class NodeEnd(RayEnd):
+    """The end of the node. Calls of the main process, each in a thread of its own, are executed by ``handle``."""
+
+    def __init__(self, deadline_s: float) -> None:
+        super().__init__(deadline_s)
+        self._early: dict[int, list[Frame]] = {}  # by number, until all earlier messages have arrived
+        self._number = 0  # of the message that arrives next
+        self._last: int | None = None  # number of messages after which the main process has closed
+        self._outbox: deque[Frame] = deque()
+        self._returned = 0  # calls
+        self._told = 0  # messages of which the main process knows that they were read
+        self._owes = False  # it has to know more
+
+    def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
+        frame = Frame(message, tag, None if block is None else block.array)
+        if frame.is_large:
+            frame.block = frame.block.view()
+            frame.is_stored = threading.Event()
+            weakref.finalize(frame.block, frame.is_stored.set).atexit = False
+        elif frame.block is not None:
+            frame.block = np.array(frame.block)
+        deadline = time.monotonic() + self._allowed_s(frame.size)
+        with self._changed:
+            if time.monotonic() - self._heard > self._deadline_s:  # this process may have been stopped
+                self._shut(f"The other end has not said anything for {self._deadline_s:g} s.")
+            while self._cause or self._over or len(self._outbox) >= WAITING:
+                self._wait(deadline, deadline, "read")
+            self._outbox.append(frame)
+            self._changed.notify_all()
+            if frame.is_stored is None:
+                return
+            self._wait_until_taken(frame, deadline)
+        if not frame.is_stored.wait(self._allowed_s(0)):
+            self._close("Ray has not stored a block in time.")
+            raise LinkLost(self._cause)
+
+    def _wait_until_taken(self, frame: Frame, deadline: float) -> None:
+        """Wait until a call has taken the frame, and with it its block; with ``_changed`` held."""
+        try:
+            while not frame.is_taken:
+                self._wait(deadline, deadline, "read")
+        except LinkLost:
+            self._outbox.remove(frame)
+            raise
+
+    # --- called by the main process -----------------------------------------------------------------
+
+    def handle(self, packed: bytes, large: Array | None = None) -> Any:
+        """Receive the message in a call, and return the next messages of the node if the call waits for them.
+
+        Args:
+            packed: what the call is for, its number, and its message.
+            large: the block of the message, if it is large.
+        """
+        what, call, number = _CALL.unpack_from(packed)
+        if what in (PUSH, EXCHANGE):
+            self._push(number, unpacked(packed, _CALL.size, large))
+        if what == END:
+            self._end(number)
+        return self._pull(call) if what in (EXCHANGE, PULL) else None
+
+    def _push(self, number: int, frames: list[Frame]) -> None:
+        """Receive a message, when all earlier ones have arrived."""
+        with self._changed:
+            self._heard = time.monotonic()
+            self._early[number] = frames
+            while (arrived := self._early.pop(self._number, None)) is not None:
+                self._number += 1
+                self._inbox.extend(arrived)
+            self._finish()
+
+    def _pull(self, call: int) -> Any:
+        """Wait until all earlier calls have returned and there is something to send, and return it."""
+        with self._changed:
+            self._heard = time.monotonic()
+            self._changed.wait_for(lambda: self._returned == call and self._has_news())
+            taken: list[Frame] = []
+            size = 0
+            while self._outbox and size <= SMALL and not (taken and self._outbox[0].is_large):
+                frame = self._outbox.popleft()
+                frame.is_taken = True
+                taken.append(frame)
+                size += len(frame.message) + frame.size
+            is_closed = bool(self._cause or self._over) and not self._outbox
+            packed = _UP.pack(self._read, is_closed) + b"".join(frame.packed() for frame in taken)
+            self._returned += 1
+            self._told = self._read
+            self._owes = False
+            self._changed.notify_all()
+        if taken and taken[-1].is_large:
+            large = taken[-1].block
+            taken[-1].block = None  # Ray has the only reference to it, so that its end can be noticed
+            return packed, large
+        return packed
+
+    def _end(self, last: int) -> None:
+        """The main process has closed the link, after so many messages."""
+        with self._changed:
+            self._last = last
+            self._finish()
+
+    def _has_news(self) -> bool:
+        return bool(self._outbox or self._cause or self._over or self._owes)
+
+    def _finish(self) -> None:
+        if self._last is not None and self._number >= self._last:
+            self._over = self._over or "The main process has closed the link."
+        self._changed.notify_all()
+
+    def _note_read(self, frame: Frame) -> None:
+        if frame.is_large or self._read - self._told >= WAITING // 2:
+            self._owes = True
+            self._changed.notify_all()
+
+    def _tell_closed(self) -> None:
+        """The open calls return, and say so."""
+
+
+class ActorMain:
+    """The object in the actor of a node.
+
+    Args:
+        node: its number.
+        target: the function that the node runs, "module:function".
+        deadline_s: seconds without a message after which the link is lost.
+    """
+
+    def __init__(self, node: int, target: str, deadline_s: float) -> None:
+        self._function = named(target)  # raises at once if it does not exist
+        self._node = node
+        self._end = NodeEnd(deadline_s)
+        self.handle = self._end.handle
+
+    def serve(self) -> bool:
+        """Run the node for one session."""
+        try:
+            return bool(self._function(self._end, self._node))
+        finally:
+            self._end.close()
