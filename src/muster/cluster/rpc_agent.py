@@ -55,6 +55,9 @@ class Settings:
     options: Mapping[str, Any] = field(default_factory=dict)
     maps: Maps = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        return f"bind={self.host!r}, tensorpipe_options={dict(self.options)} and device maps {dict(self.maps)}"
+
 
 class OwnAgent:
     """An agent that Muster has made, which is the current one of this process.
@@ -91,7 +94,7 @@ class OwnAgent:
                 self._agent = core.TensorPipeAgent(store, name, number, None, options, {}, self._devices)
                 core._set_and_start_rpc_agent(self._agent)
         except (RuntimeError, ValueError, TypeError) as error:
-            raise BadOption(f"TensorPipe refuses {settings}: {str(error).splitlines()[0]}") from error
+            raise BadOption(f"torch RPC refuses {settings}: {str(error).splitlines()[0]}") from error
         self.info = self._agent.get_worker_info()
         self.address = bytes(self._addresses.get(name)).decode()
         try:
@@ -202,9 +205,9 @@ class Lease:
                 _at_exit()
             elif settings != _shared.settings and not joins:
                 raise BadOption(
-                    f"another RPCCollector of this process has an agent with {_shared.settings}, and a process has one "
-                    f"agent: shut that collector down, or give this one the same bind, tensorpipe_options and no "
-                    f"visible_devices"
+                    f"another RPCCollector of this process has an RPC agent with {_shared.settings}, this one wants "
+                    f"{settings}, and a process has one agent: shut that collector down, or give both the same options "
+                    f"(without visible_devices of GPUs)"
                 )
             self.agent = _shared
             _users += 1

@@ -113,7 +113,7 @@ class RpcEnd(End):
             number, self._sent = self._sent, self._sent + 1
             self._unread[number] = size
         self._call(
-            deliver, (number, message, tag, small, *large), 2 * allowed_s, lambda _: self._unread.pop(number), block
+            deliver, (number, message, tag, small, *large), 2 * allowed_s, lambda: self._unread.pop(number), block
         )
         if large:
             self._wait_until_read(number, deadline)
@@ -145,7 +145,7 @@ class RpcEnd(End):
         function: Callable[..., Any],
         args: tuple[Any, ...],
         timeout_s: float,
-        answered: Callable[[Any], Any] | None = None,
+        answered: Callable[[], Any] | None = None,
         owner: Any = None,
     ) -> None:
         """Call a function of the other process with the session and arguments.
@@ -155,34 +155,35 @@ class RpcEnd(End):
             owner: an object that keeps the memory of tensors reserved until then.
         """
 
-        def returned(call: Future[Any]) -> None:
+        def ended(closed: int | None, failure: str) -> None:
             nonlocal owner
             owner = None
-            closed, failure = None, ""
-            try:
-                closed = call.wait()
-            except Exception as error:  # noqa: BLE001 (RPC's, of any kind)
-                failure = _first_line(error)
             with self._changed:
                 if answered is None:
                     self._open -= 1
                 else:
-                    answered(call)
+                    answered()
                 if failure:
                     self._over = self._over or f"The other end is gone ({failure})."
                 elif closed is not None:
                     self._closed_there(self._number if closed == GONE else closed)
                 self._changed.notify_all()
 
+        def returned(call: Future[Any]) -> None:
+            try:
+                closed = call.wait()
+            except Exception as error:  # noqa: BLE001 (RPC's, of any kind)
+                ended(None, _first_line(error))
+            else:
+                ended(closed, "")
+
         if answered is None:
             with self._changed:
                 self._open += 1
         try:
-            call = rpc.rpc_async(self._peer, function, (self._there, *args), timeout=timeout_s)
+            rpc.rpc_async(self._peer, function, (self._there, *args), timeout=timeout_s).add_done_callback(returned)
         except Exception as error:  # noqa: BLE001 (the agent was shut down)
-            call = Future()
-            call.set_exception(RuntimeError(_first_line(error)))
-        call.add_done_callback(returned)
+            ended(None, _first_line(error))
 
     def _wait_for_message(self, deadline: float) -> None:
         until = max(self._heard, self._probed) + PROBE_S

@@ -18,6 +18,7 @@ from muster.collectors.base import BaseCollector
 from muster.collectors.cluster_options import ClusterOptions, over_nodes
 from muster.collectors.engine import Engine
 from muster.collectors.multi import MultiCollector
+from muster.collectors.references import accept_remote_rref_udf_invocation
 from muster.collectors.replay_buffer import ReplaySink
 from muster.collectors.signatures import takes
 from muster.errors import BadOption
@@ -180,11 +181,15 @@ class RPCOptions(DistributedOptions):
         )
 
 
+@accept_remote_rref_udf_invocation
 class RPCCollector(ClusterCollector):
     """Collects on nodes with torch RPC, through Muster's agents, or your agent if you have called ``init_rpc``.
 
     With your agent, its other workers are the nodes, in turn; ``launcher``, ``bind``, ``tcp_port`` and ``token`` are
     not used. Otherwise nodes join as those of ``DistributedCollector``.
+
+    Other workers of an RPC group can call its methods with a reference to it, as they can with TorchRL's:
+    ``rpc.rpc_sync(reference.owner(), RPCCollector.next, args=(reference,))``.
 
     Raises:
         BadOption: an option is wrong, or other machines could run code in this process (see ``trust_network``).
