@@ -160,10 +160,10 @@ class TestOptions:
         assert listening(os.getpid()) == before
 
     def test_an_address_that_is_no_interfaces_own_is_refused(self):
-        from muster.cluster.rpc_agent import Lease, Settings
+        from muster.cluster.rpc_agent import AgentLease, Settings
 
         with pytest.raises(BadOption, match="192.0.2.7 is not the first IPv4 address of an interface"):
-            Lease("somebody", 0, Settings("192.0.2.7"))
+            AgentLease("somebody", 0, Settings("192.0.2.7"))
         assert not torch._C._distributed_rpc._is_current_rpc_agent_set()
 
     def test_a_gpu_that_the_machine_of_the_node_lacks(self):

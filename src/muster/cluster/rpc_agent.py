@@ -185,7 +185,7 @@ _shared: OwnAgent | None = None
 _users = 0
 
 
-class Lease:
+class AgentLease:
     """The use of Muster's agent in this process, which is made for the first user and ends with the last.
 
     Args:

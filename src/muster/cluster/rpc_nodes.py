@@ -32,7 +32,7 @@ from muster.cluster.joining import Membership
 from muster.cluster.launchers import Launcher
 from muster.cluster.link import AGENT, Link, LinkLost, NotJoined
 from muster.cluster.rendezvous import Rendezvous, hear, say
-from muster.cluster.rpc_agent import Lease, Settings, users_agent
+from muster.cluster.rpc_agent import AgentLease, Settings, users_agent
 from muster.cluster.rpc_link import RpcEnd
 from muster.cluster.socket_link import SocketLink
 from muster.errors import BadOption
@@ -79,7 +79,7 @@ class RpcCarrier(DirectCarrier):
         self._members: dict[int, WorkerInfo] = {}
         self._maps = self._device_maps(devices or ())
         try:
-            self._lease = Lease(self._name, 0, Settings(rendezvous.host, self._options, self._maps))
+            self._lease = AgentLease(self._name, 0, Settings(rendezvous.host, self._options, self._maps))
         except BaseException:
             super().close()
             raise
@@ -276,7 +276,7 @@ def joined(membership: Membership) -> Iterator[Link]:
         yield link
 
 
-def _lease(told: Mapping[str, Any], host: str) -> Lease:
+def _lease(told: Mapping[str, Any], host: str) -> AgentLease:
     """The agent of a node, at this address of its machine."""
     if not (is_loopback(host) or told["trust_network"]):
         raise BadOption(
@@ -290,7 +290,7 @@ def _lease(told: Mapping[str, Any], host: str) -> Lease:
             raise BadOption(f"visible_devices names {here}, but this machine has {torch.cuda.device_count()} GPUs")
         maps = {told["main"][0]: {here: there}}
     name, number = told["node"]
-    return Lease(name, number, Settings(host, told["options"], maps), joins=True)
+    return AgentLease(name, number, Settings(host, told["options"], maps), joins=True)
 
 
 def _heard(channel: SocketLink) -> dict[str, Any]:
