@@ -22,19 +22,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._C import _distributed_c10d as stores
-from torch._C import _distributed_rpc as core
-from torch.distributed import autograd, rpc
+from torch.distributed import HashStore, PrefixStore, autograd, rpc  # type: ignore[attr-defined]
+from torch.distributed.rpc import TensorPipeAgent, WorkerInfo  # type: ignore[attr-defined]
 
 from muster.cluster.link import LinkLost
 from muster.errors import BadOption
 from muster.utils.addresses import is_loopback
+from muster.utils.private_names import usable
 
 DEFAULTS: Mapping[str, Any] = {  # of TensorPipe; its own ones keep a processor busy, and listen at 17 ports
     "num_worker_threads": 4,
     "_transports": ["uv"],
     "_channels": ["cma", "basic"],
 }
+PRIVATE = (  # of torch.distributed.rpc
+    *("_cleanup_python_rpc_handler", "_destroy_rref_context", "_get_current_rpc_agent", "_is_current_rpc_agent_set"),
+    *("_reset_current_rpc_agent", "_set_and_start_rpc_agent"),
+)
+core: Any = rpc  # for its private names
 HIGHEST_NUMBER = 32767  # of an agent in a group
 SHUTDOWN_S = 5.0  # for functions that others have called here
 INTERFACE = "TP_SOCKET_IFNAME"  # read by TensorPipe
@@ -79,8 +84,8 @@ class OwnAgent:
         self.numbers = itertools.count(number + 1)  # for those that join
         self._members = threading.Lock()
         self._reverse: dict[str, dict[torch.device, torch.device]] = {}
-        store = stores.HashStore()
-        self._addresses = stores.PrefixStore("addrs", store)
+        store = HashStore()
+        self._addresses = PrefixStore("addrs", store)
         self._maps = {there: _devices(own) for there, own in settings.maps.items()}
         self._devices = sorted({own for map_ in self._maps.values() for own in map_}, key=str)
         try:
@@ -91,7 +96,7 @@ class OwnAgent:
             if self._devices:
                 torch.cuda.init()  # type: ignore[no-untyped-call]
             with _listening_at(settings.host):
-                self._agent = core.TensorPipeAgent(store, name, number, None, options, {}, self._devices)
+                self._agent = TensorPipeAgent(store, name, number, None, options, {}, self._devices)
                 core._set_and_start_rpc_agent(self._agent)
         except (RuntimeError, ValueError, TypeError) as error:
             raise BadOption(f"torch RPC refuses {settings}: {str(error).splitlines()[0]}") from error
@@ -119,7 +124,7 @@ class OwnAgent:
         """What others need to know to call it: the arguments of ``admit``."""
         return self.info.name, self.info.id, self.address
 
-    def admit(self, name: str, number: int, address: str) -> core.WorkerInfo:
+    def admit(self, name: str, number: int, address: str) -> WorkerInfo:
         """Let an agent join the group of this one; an earlier one of this name leaves.
 
         Args:
@@ -127,7 +132,7 @@ class OwnAgent:
         """
         if name == self.info.name:
             return self.info
-        member = core.WorkerInfo(name, number)
+        member = WorkerInfo(name, number)
         with self._members:
             for known in self._agent.get_worker_infos():
                 if known.name == name:
@@ -138,14 +143,14 @@ class OwnAgent:
             self._change(member, joins=True)
         return member
 
-    def dismiss(self, member: core.WorkerInfo) -> None:
+    def dismiss(self, member: WorkerInfo) -> None:
         """Let an agent leave the group."""
         with self._members:
             if member.id != self.info.id and member.id in {known.id for known in self._agent.get_worker_infos()}:
                 self._reverse.pop(member.name, None)
                 self._change(member, joins=False)
 
-    def _change(self, member: core.WorkerInfo, *, joins: bool) -> None:
+    def _change(self, member: WorkerInfo, *, joins: bool) -> None:
         self._agent._update_group_membership(member, self._devices, self._reverse, joins)
 
     def next_number(self) -> int:
@@ -163,21 +168,21 @@ class OwnAgent:
         """
         if _shut_down(self._agent):
             core._destroy_rref_context(True)
-            core._cleanup_python_rpc_handler()  # type: ignore[no-untyped-call]
+            core._cleanup_python_rpc_handler()
         else:
             _keep(self._agent)
-        core._reset_current_rpc_agent()  # type: ignore[no-untyped-call]
+        core._reset_current_rpc_agent()
 
     def end(self) -> None:
         """Stop listening because this process ends; other threads may still use the agent."""
         if not _shut_down(self._agent):
             _keep(self._agent)
-            core._reset_current_rpc_agent()  # type: ignore[no-untyped-call]
+            core._reset_current_rpc_agent()
 
     def forget(self) -> None:
         """Forget the agent in a fork, which has none of its threads."""
         _keep(self._agent)
-        core._reset_current_rpc_agent()  # type: ignore[no-untyped-call]
+        core._reset_current_rpc_agent()
 
 
 _lock = threading.Lock()
@@ -224,6 +229,15 @@ class AgentLease:
             if not _users:
                 _shared = None
                 self.agent.close()
+
+
+def check_torch() -> None:
+    """Raise BadOption if this PyTorch was not checked: RPC has no public names for what is needed here."""
+    if not usable("torch", (rpc, PRIVATE), (TensorPipeAgent, ("_update_group_membership",)), (autograd, ("_init",))):
+        raise BadOption(
+            f"transport='rpc' needs private names of torch that were not checked with this version "
+            f"({torch.__version__}), or must not be used (MUSTER_PRIVATE_NAMES): pass transport='direct'"
+        )
 
 
 def users_agent() -> Any:

@@ -33,8 +33,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._C._distributed_rpc import WorkerInfo
 from torch.distributed import rpc
+from torch.distributed.rpc import WorkerInfo  # type: ignore[attr-defined]
 from torch.futures import Future
 
 from muster.cluster.end import End, Frame

@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._C._distributed_rpc import WorkerInfo
 from torch.distributed import rpc
+from torch.distributed.rpc import WorkerInfo  # type: ignore[attr-defined]
 
 from muster.cluster.carrier import JOIN_POLL_S, Carrier
 from muster.cluster.direct import DirectCarrier

@@ -161,10 +161,11 @@ class RPCOptions(DistributedOptions):
             raise BadOption("transport='rpc': this PyTorch was built without RPC. Pass transport='direct'")
         from muster.cluster.launchers import check_backend, launcher_for
         from muster.cluster.rendezvous import Rendezvous
-        from muster.cluster.rpc_agent import users_agent
+        from muster.cluster.rpc_agent import check_torch, users_agent
         from muster.cluster.rpc_nodes import RpcCarrier, UsersCarrier
 
         check_backend(self.backend)
+        check_torch()
         if users_agent() is not None:
             return UsersCarrier(deadline_s=deadline_s)
         _check_trust(self.bind, self.trust_network)
