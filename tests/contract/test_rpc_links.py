@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,29 @@ class TestMembers:
         assert rpc_link.deliver(("here", True), 3, b"late", 0, None).value() == 0
         del end
         assert rpc_link.deliver(("here", True), 4, b"later", 0, None).value() == rpc_link.GONE
+
+    def test_a_node_that_reads_nothing_is_sent_only_some_messages(self, nodes):
+        from muster.cluster import rpc_link
+
+        link = connected(nodes("deaf", deadline_s=3.0))
+        link.receive()
+        for _ in range(rpc_link.WAITING):
+            link.send(b"small")
+        begin = time.monotonic()
+        with pytest.raises(LinkLost, match="has not read for 3 s"):
+            link.send(b"one more")
+        assert time.monotonic() - begin > 2.0
+
+    def test_blocks_of_all_sizes_are_the_receivers_own(self, nodes):
+        from muster.cluster import rpc_link
+
+        link = connected(nodes("echo"))
+        for tag, size in enumerate([1, rpc_link.SMALL, rpc_link.SMALL + 1, rpc_link.PART, rpc_link.PART + 1], 1):
+            sent = pattern(size, tag)
+            link.send(b"take", Block(sent), tag)
+            got = link.receive().block
+            assert (got == sent).all()
+            got[:] = 0
 
 
 class TestOptions:
@@ -291,6 +315,18 @@ def test_collectors_share_an_agent_and_the_user_can_have_one_afterwards():
     assert not found["is_set"]
     assert "'mine', has no other workers" in found["alone"]
     assert (found["works"], found["engine"]) == (2, "rpc")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_trusted_network():
+    """Agents listen at the address that was given, and nowhere else; torch does not change it within a process."""
+    host = _other_address()
+    found, _ = run("trusts", host)
+    assert found["own"] == [host]
+    assert found["nodes"] == [host] * 2
+    assert f"torch RPC listens at {host}, not at 127.0.0.1" in found["refused"]
+    assert found["left"] == 0
 
 
 @pytest.mark.slow

@@ -16,6 +16,8 @@ from torch.distributed import rpc
 from muster import Restart, RPCCollector
 from muster.errors import BadOption, WorkerDied
 from muster.testing import CountingEnv
+from tests.fakes.lost_nodes import node_of
+from tests.fakes.netns import listening
 
 OPTIONS: dict[str, Any] = {"frames_per_batch": 20, "launcher": "mp", "seed": 0}
 WITHIN_S = 100.0
@@ -50,7 +52,7 @@ def ends(how: str) -> None:
         rpc.rpc_async(own, sleeps, (1000.0,), timeout=0)
     if how == "stopped":
         for worker in collector.stats().workers:
-            os.kill(_parent(_parent(worker.pid)), signal.SIGSTOP)
+            os.kill(node_of(worker.pid), signal.SIGSTOP)
     say(engine=collector.stats().engine)
     if how == "error":
         raise ValueError("of the program")
@@ -101,6 +103,21 @@ def own_agents(port: str) -> None:
         again.next()
     say(names=names, same=same, members=members, left=left, threads=threads, refused=refused, is_set=is_set)
     say(alone=alone, works=works, engine=again.stats().engine)
+
+
+def trusts(host: str) -> None:
+    """Agents at an address that other machines can reach; then at loopback, where they cannot be any more."""
+    options = OPTIONS | {"token": b"0123456789abcdef", "bind": host, "trust_network": True}
+    with RPCCollector([CountingEnv] * 2, None, **options) as collector:
+        collector.next()
+        node_pids = {node_of(worker.pid) for worker in collector.stats().workers}
+        own = listening(os.getpid())
+        nodes = [address for pid in node_pids for address in listening(pid)]
+    say(own=sorted({address for address, _ in own}), nodes=[address for address, _ in nodes])
+    try:
+        RPCCollector([CountingEnv], None, **OPTIONS)
+    except BadOption as error:
+        say(refused=str(error), left=len(listening(os.getpid())))
 
 
 # --- the user's agent -------------------------------------------------------------------------------
