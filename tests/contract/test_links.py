@@ -322,6 +322,12 @@ class TestLost:
             assert link.receive().message == b"%d" % number + bytes(50_000)
         raised(link.receive)
 
+    def test_by_closing_the_other_end_after_a_large_message(self, nodes):
+        link = nodes("closes_after_a_large_message").connecting()
+        link.send(b"60000000")
+        assert len(link.receive().message) == 60_000_000
+        raised(link.receive)
+
     def test_by_closing_this_end_while_both_wait(self, nodes, tmp_path):
         link = nodes("loses").connecting()
         link.send(str(tmp_path / "outcome").encode())
