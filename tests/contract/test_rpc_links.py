@@ -169,6 +169,13 @@ class TestOptions:
         link.send(b"take", Block(sent), 1)
         assert (link.receive().block == sent).all()
 
+    def test_transports_that_this_machine_lacks(self, nodes):
+        before = listening(os.getpid())
+        with pytest.raises(BadOption, match=r"torch RPC refuses .*'_transports': \['ibv'\]"):
+            nodes("echo", options={"_transports": ["ibv"], "_channels": ["basic"]})
+        assert not torch._C._distributed_rpc._is_current_rpc_agent_set()
+        assert listening(os.getpid()) == before
+
     def test_other_machines_are_not_let_in_without_trust(self):
         host = _other_address()
         before = listening(os.getpid())

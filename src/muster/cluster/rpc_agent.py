@@ -50,10 +50,12 @@ Maps = Mapping[str, Mapping[str, str]]  # by the name of the other agent: its de
 
 @dataclass(frozen=True)
 class Settings:
-    """Attributes:
-    host: address of this machine at which the agent listens.
-    options: of ``TensorPipeRpcBackendOptions``, beside ``DEFAULTS``.
-    maps: which device of another process a tensor is sent to.
+    """How an agent is made.
+
+    Attributes:
+        host: address of this machine at which the agent listens.
+        options: of ``TensorPipeRpcBackendOptions``, beside ``DEFAULTS``.
+        maps: which device of another process a tensor is sent to.
     """
 
     host: str
@@ -99,6 +101,8 @@ class OwnAgent:
                 self._agent = TensorPipeAgent(store, name, number, None, options, {}, self._devices)
                 core._set_and_start_rpc_agent(self._agent)
         except (RuntimeError, ValueError, TypeError) as error:
+            if core._is_current_rpc_agent_set():  # it was made, but cannot listen
+                core._reset_current_rpc_agent()
             raise BadOption(f"torch RPC refuses {settings}: {str(error).splitlines()[0]}") from error
         self.info = self._agent.get_worker_info()
         self.address = bytes(self._addresses.get(name)).decode()
@@ -205,7 +209,10 @@ class AgentLease:
         with _lock:
             if _shared is None:
                 if users_agent() is not None:
-                    raise BadOption("this process has an RPC agent of its own (init_rpc)")
+                    raise BadOption(
+                        "this process has an RPC agent of its own (init_rpc), and torch allows one: make it after the "
+                        "collector's, or run the node in another process"
+                    )
                 _shared = OwnAgent(name, number, settings)
                 _at_exit()
             elif settings != _shared.settings and not joins:
