@@ -91,7 +91,7 @@ def _ray_is_left() -> Iterator[None]:
 
 
 OF_NODES = re.compile(
-    r"/test_(links|ray_\w+|slurm|hierarchies|elastic|sync_schemes|\w*nodes?\w*|\w*clusters?\w*)\.py"
+    r"/test_(links|ray_\w+|rpc_\w+|slurm|hierarchies|elastic|sync_schemes|\w*nodes?\w*|\w*clusters?\w*)\.py"
     r"|::.*(nodes|random_kills|[\[-](ray|rpc)\b)"  # also one engine of a suite that runs on all
 )
 

@@ -38,9 +38,10 @@ def _of(name: str, value: Any, seen: set[Any]) -> Iterator[str]:
     yield from _signature(name, value)
     if isinstance(value, type):
         for other, member in sorted(_members(value)):
-            if member not in seen:
+            own = inspect.unwrap(member) if inspect.isfunction(member) else member  # which a class may have decorated
+            if own not in seen:
                 yield from _signature(f"{name}.{other}", member)
-            seen.add(member)
+            seen.add(own)
 
 
 def _is_own(name: str, value: Any, module: ModuleType) -> bool:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from muster import DistributedCollector, RayCollector
+from muster import DistributedCollector, RayCollector, RPCCollector
 from tests.fakes.leisurely import LeisurelyEnv
 from tests.fakes.ray_cluster import Remote, needs_ray, ray_cluster  # noqa: F401 (a fixture)
 from tests.waits import free_port
@@ -23,6 +24,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 USUAL = {"num_envs": 2, "frames_per_batch": 100, "sync": False, "on_failure": "restart", "seed": 0, "min_nodes": 1}
 TRIES = 100_000
+KINDS: list[Any] = [DistributedCollector]
+if torch.distributed.rpc.is_available():
+    KINDS.append(RPCCollector)
 
 
 def until(collector: Any, batches: Iterator[Any], *contributing: int) -> None:
@@ -51,13 +55,14 @@ def node(where: str, token: str) -> Iterator[subprocess.Popen[bytes]]:
             started.kill()
 
 
-def test_nodes_that_people_start_when_they_like() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_nodes_that_people_start_when_they_like(kind: Any) -> None:
     port, token = free_port(), secrets.token_hex(32)
     where = f"127.0.0.1:{port}"
     options: dict[str, Any] = {"launcher": "manual", "tcp_port": port, "token": token.encode(), "total_frames": -1}
     with (
         node(where, token) as first,
-        DistributedCollector([LeisurelyEnv] * 3, None, **USUAL | options) as collector,
+        kind([LeisurelyEnv] * 3, None, **USUAL | options) as collector,
         node(where, token),
     ):
         batches = iter(collector)
@@ -86,12 +91,13 @@ def test_nodes_that_people_start_when_they_like() -> None:
     assert_exact(collector.stats())
 
 
-def test_the_end_does_not_wait_for_nodes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_end_does_not_wait_for_nodes(tmp_path: Path, kind: Any) -> None:
     port, token = free_port(), secrets.token_hex(32)
     options: dict[str, Any] = {"launcher": "manual", "tcp_port": port, "token": token.encode(), "total_frames": 2000}
     with (
         node(f"127.0.0.1:{port}", token),
-        DistributedCollector([LeisurelyEnv] * 3, None, **USUAL | options) as collector,
+        kind([LeisurelyEnv] * 3, None, **USUAL | options) as collector,
     ):
         assert sum(batch.numel() for batch in collector) == 2000
         assert sum(worker.frames > 0 for worker in collector.stats().workers) == 1

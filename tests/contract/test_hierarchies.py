@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from muster import DistributedCollector, MultiAsyncCollector, MultiSyncCollector, RayCollector
+from muster import DistributedCollector, MultiAsyncCollector, MultiSyncCollector, RayCollector, RPCCollector
 from muster.errors import BadOption
 from muster.testing import CountingEnv
 from muster.weights import (
@@ -20,6 +20,7 @@ from muster.weights import (
     MultiProcessWeightSyncScheme,
     NoWeightSyncScheme,
     RayWeightSyncScheme,
+    RPCWeightSyncScheme,
     SharedMemoryWeightSyncScheme,
 )
 from tests.fakes.ray_cluster import cluster, needs_ray
@@ -28,8 +29,10 @@ from tests.tools import assert_accounted, counting
 PATIENCE = 60.0
 VERSION = ("collector", "policy_version")
 STEPS = 3  # of every environment in a batch
+needs_rpc = pytest.mark.skipif(not torch.distributed.rpc.is_available(), reason="this PyTorch has no RPC")
 ENGINES = [
     "direct",
+    pytest.param("rpc", marks=[needs_rpc, pytest.mark.slow]),
     pytest.param("ray", marks=[needs_ray, pytest.mark.slow]),
     pytest.param("ray, direct", marks=[needs_ray, pytest.mark.slow]),
 ]
@@ -62,7 +65,7 @@ class Two(nn.Module):
 @contextlib.contextmanager
 def nodes(
     policy: Any, *, workers: int = 2, frames: int = 0, engine: str = "direct", **options: Any
-) -> Iterator[DistributedCollector | RayCollector]:
+) -> Iterator[DistributedCollector | RPCCollector | RayCollector]:
     """Two nodes on this machine, with two environments in each of their workers; single nodes' batches by default."""
     told: dict[str, Any] = {
         "collector_class": MultiSyncCollector,
@@ -71,8 +74,8 @@ def nodes(
         "frames_per_batch": frames or 2 * workers * STEPS,
         "track_policy_version": True,
     }
-    make: Any = DistributedCollector
-    if engine == "direct":
+    make: Any = RPCCollector if engine == "rpc" else DistributedCollector
+    if engine in ("direct", "rpc"):
         told["launcher"] = "mp"
     else:
         cluster()
@@ -120,7 +123,8 @@ def test_the_seeds_example(engine, cls):
     """
     policy = Actor(0.0)
     frames = 2 * STEPS * (2 if cls is MultiSyncCollector else 1)
-    scheme = {"policy": DistributedWeightSyncScheme() if engine == "direct" else RayWeightSyncScheme()}
+    schemes = {"direct": DistributedWeightSyncScheme, "rpc": RPCWeightSyncScheme}
+    scheme = {"policy": schemes.get(engine, RayWeightSyncScheme)()}
     options = {"collector_class": cls, "weight_sync_schemes": scheme, "total_frames": -1}
     with nodes(policy, engine=engine, frames=frames, **options) as collector:
         seen: list[int] = []

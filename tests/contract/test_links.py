@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from muster.cluster.link import Block, LinkLost
 from tests.fakes.link_nodes import pattern
@@ -46,7 +47,17 @@ def _ray(target: str, count: int = 1, deadline_s: float = SILENCE_S, *, cls: str
     return getattr(ray_nodes, cls)(count, target=target, deadline_s=deadline_s)
 
 
+def _rpc(target: str, count: int = 1, deadline_s: float = SILENCE_S) -> Any:
+    from muster.cluster.launchers import MpLauncher
+    from muster.cluster.rendezvous import Rendezvous
+    from muster.cluster.rpc_nodes import RpcCarrier
+
+    return RpcCarrier(MpLauncher(target), Rendezvous(count), deadline_s=deadline_s)
+
+
 KINDS: dict[str, Callable[..., Any]] = {"direct": _direct}
+if torch.distributed.rpc.is_available():
+    KINDS["rpc"] = _rpc
 if importlib.util.find_spec("ray") is not None:
     KINDS["ray"] = _ray
     KINDS["ray, direct"] = functools.partial(_ray, cls="RayDirectCarrier")
@@ -309,6 +320,12 @@ class TestLost:
         link.send(b"close")
         for number in range(10):
             assert link.receive().message == b"%d" % number + bytes(50_000)
+        raised(link.receive)
+
+    def test_by_closing_the_other_end_after_a_large_message(self, nodes):
+        link = nodes("closes_after_a_large_message").connecting()
+        link.send(b"60000000")
+        assert len(link.receive().message) == 60_000_000
         raised(link.receive)
 
     def test_by_closing_this_end_while_both_wait(self, nodes, tmp_path):

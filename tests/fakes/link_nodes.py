@@ -150,6 +150,14 @@ def closes_after_much(link, node):
     return True
 
 
+def closes_after_a_large_message(link, node):
+    """Send a message that takes some time on its way, and close the link at once."""
+    size = int(link.receive().message)
+    link.send(bytes(size))
+    link.close()
+    return True
+
+
 def listens(link, node):
     """Receive so many messages without an answer to any, then say how many bytes their blocks had."""
     total = 0

@@ -13,7 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from muster import DistributedCollector
+import torch
+
+from muster import DistributedCollector, RPCCollector
 from muster.cluster import joining, node_main
 from muster.cluster.launchers import MpLauncher
 from muster.cluster.link import Link, Received
@@ -39,7 +41,20 @@ def async_nodes(create_env_fn: Any, policy: Any = None, **options: Any) -> Distr
     return DistributedCollector(create_env_fn, policy, **{"launcher": "mp", "sync": False, **options})
 
 
-NODE_KINDS = [sync_nodes, async_nodes]
+def rpc_sync_nodes(create_env_fn: Any, policy: Any = None, **options: Any) -> RPCCollector:
+    """The same over torch RPC; a batch has the rollouts of both."""
+    return RPCCollector(create_env_fn, policy, **{"launcher": "mp", "sync": True, **options})
+
+
+def rpc_async_nodes(create_env_fn: Any, policy: Any = None, **options: Any) -> RPCCollector:
+    """The same; a batch has the rollout of one."""
+    return RPCCollector(create_env_fn, policy, **{"launcher": "mp", "sync": False, **options})
+
+
+HAS_RPC = torch.distributed.rpc.is_available()
+SYNC_KINDS = [sync_nodes, rpc_sync_nodes] if HAS_RPC else [sync_nodes]
+ASYNC_KINDS = [async_nodes, rpc_async_nodes] if HAS_RPC else [async_nodes]
+NODE_KINDS = [*SYNC_KINDS, *ASYNC_KINDS]
 
 
 def factories(path: Path, fault: Any = None) -> list[Any]:

@@ -29,11 +29,12 @@ from tests.fakes import faults
 from tests.fakes.fault_runs import MODES, T, alive, all_gone, deadlines, run
 from tests.fakes.lost_nodes import NodeSignalled
 from tests.fakes.node_runs import (
+    ASYNC_KINDS,
     MARK,
     NODE_KINDS,
+    SYNC_KINDS,
     KilledForMemory,
     MadeOnce,
-    async_nodes,
     births,
     came_by_themselves,
     factories,
@@ -94,7 +95,7 @@ def assert_said(error, node, phase=None, why=""):
 def test_a_node_killed_in_the_middle_of_a_rollout_loses_that_and_nothing_else(tmp_path, undisturbed, kind, on_failure):
     got = run(tmp_path, Fault(KILLS, at=AT), kind, on_failure=on_failure)
     rows = check(got, undisturbed=undisturbed[kind])
-    assert rows[0, 0] == T or (kind is async_nodes and not rows[0, 0])  # which may not have left the node yet
+    assert rows[0, 0] == T or (kind in ASYNC_KINDS and not rows[0, 0])  # which may not have left the node yet
     assert got.counts[0, 0] == (1 if on_failure == "drop" else 2)
     assert len(got.errors) == (on_failure == "raise")
     for error in got.errors:
@@ -118,9 +119,10 @@ def test_a_node_killed_while_environments_are_made_ends_the_construction(tmp_pat
 
 
 @pytest.mark.parametrize("on_failure", MODES)
-def test_a_node_killed_between_batches_costs_nothing(tmp_path, on_failure):
+@pytest.mark.parametrize("kind", SYNC_KINDS)
+def test_a_node_killed_between_batches_costs_nothing(tmp_path, on_failure, kind):
     path = tmp_path / "counts"
-    with sync_nodes(factories(path), frames_per_batch=T, on_failure=on_failure, seed=1) as collector:
+    with kind(factories(path), frames_per_batch=T, on_failure=on_failure, seed=1) as collector:
         batches = [collector.next().clone() for _ in range(2)]
         pids = node_pids()
         os.kill(pids[0], signal.SIGKILL)
@@ -145,10 +147,11 @@ def test_a_node_killed_between_batches_costs_nothing(tmp_path, on_failure):
     assert (0, 1) in rows or on_failure == "drop"
 
 
-def test_a_node_that_nobody_has_missed_before_the_shutdown_is_accounted_for(tmp_path):
+@pytest.mark.parametrize("kind", ASYNC_KINDS)
+def test_a_node_that_nobody_has_missed_before_the_shutdown_is_accounted_for(tmp_path, kind):
     path = tmp_path / "counts"
     fault = Fault(NodeSignalled(signal.SIGKILL, once=tmp_path / "delivered"), at=AT)
-    with async_nodes(factories(path, fault), frames_per_batch=T, seed=1) as collector:
+    with kind(factories(path, fault), frames_per_batch=T, seed=1) as collector:
         doomed = node_pids()[0]
         batches = [collector.next().clone()]  # two rollouts of each were requested
         (tmp_path / "delivered").touch()
@@ -162,16 +165,17 @@ def test_a_node_that_nobody_has_missed_before_the_shutdown_is_accounted_for(tmp_
 
 
 @pytest.mark.parametrize("what", ["setup", "weights", "start", "requests"])
-def test_a_node_killed_when_something_reaches_it(tmp_path, monkeypatch, what):
+@pytest.mark.parametrize("kind", SYNC_KINDS)
+def test_a_node_killed_when_something_reaches_it(tmp_path, monkeypatch, what, kind):
     """While it joins, and before its first step."""
     monkeypatch.setenv(MARK, str(tmp_path / "mark"))
     launcher = MpLauncher(f"{FAKES}:dies_of_{what}")
     if what != "requests":
         with pytest.raises(WorkerDied) as caught:
-            run(tmp_path, None, sync_nodes, launcher=launcher)
+            run(tmp_path, None, kind, launcher=launcher)
         assert_said(caught.value, 0)
         return
-    got = run(tmp_path, None, sync_nodes, launcher=launcher, on_failure="restart")
+    got = run(tmp_path, None, kind, launcher=launcher, on_failure="restart")
     check(got)
     assert got.counts[0, 0] == 2
 
@@ -190,20 +194,22 @@ def test_a_worker_that_its_node_had_no_memory_for_says_so(tmp_path, monkeypatch)
     got.check()
 
 
-def test_a_node_killed_before_it_has_joined_says_so(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", SYNC_KINDS)
+def test_a_node_killed_before_it_has_joined_says_so(tmp_path, monkeypatch, kind):
     monkeypatch.setenv(MARK, str(tmp_path / "mark"))
     with pytest.raises(WorkerDied) as caught:
-        run(tmp_path, None, sync_nodes, launcher=MpLauncher(entry=f"{FAKES}:dies_at_birth"), on_failure="restart")
+        run(tmp_path, None, kind, launcher=MpLauncher(entry=f"{FAKES}:dies_at_birth"), on_failure="restart")
     assert_said(caught.value, "[01]", why=r"has not joined: its process \d+ ended with exit code -9\. ")
 
 
-def test_a_node_that_does_not_join_in_time_says_so(tmp_path):
+@pytest.mark.parametrize("kind", SYNC_KINDS)
+def test_a_node_that_does_not_join_in_time_says_so(tmp_path, kind):
     begin = time.monotonic()
     with pytest.raises((WorkerDied, CollectorTimeout), match=r"has not joined at \S+ within 3 s"):
         run(
             tmp_path,
             None,
-            sync_nodes,
+            kind,
             launcher=late(tmp_path / "births", joins=0),
             timeouts={**deadlines(100.0), "join": 3.0},
         )
@@ -212,10 +218,11 @@ def test_a_node_that_does_not_join_in_time_says_so(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_node_killed_while_it_is_sent_weights(tmp_path):
+@pytest.mark.parametrize("kind", ASYNC_KINDS)
+def test_a_node_killed_while_it_is_sent_weights(tmp_path, kind):
     """40 MB do not fit into any buffer: a stopped node has not got all of them."""
     path, policy = tmp_path / "counts", Wide(10_000_000)
-    with async_nodes(factories(path), policy, frames_per_batch=T, on_failure="restart", seed=1) as collector:
+    with kind(factories(path), policy, frames_per_batch=T, on_failure="restart", seed=1) as collector:
         batches = [collector.next().clone() for _ in range(4)]
         pid = node_pids()[0]
         os.kill(pid, signal.SIGSTOP)
@@ -272,10 +279,11 @@ def test_a_node_whose_own_thread_hangs_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
-def test_a_node_that_cannot_be_started_again_says_so_until_it_can(tmp_path, on_failure):
+@pytest.mark.parametrize("kind", SYNC_KINDS)
+def test_a_node_that_cannot_be_started_again_says_so_until_it_can(tmp_path, on_failure, kind):
     """The main process has no descriptors for its launcher."""
     path = tmp_path / "counts"
-    with sync_nodes(factories(path), frames_per_batch=T, on_failure=on_failure, seed=1) as collector:
+    with kind(factories(path), frames_per_batch=T, on_failure=on_failure, seed=1) as collector:
         batches = [collector.next().clone()]
         pid = node_pids()[0]
         with descriptors_left(3):
@@ -358,11 +366,12 @@ class EnvFactory:
 
 
 @pytest.mark.slow
-def test_the_other_node_goes_on_while_one_is_away(tmp_path):
+@pytest.mark.parametrize("kind", ASYNC_KINDS)
+def test_the_other_node_goes_on_while_one_is_away(tmp_path, kind):
     """Node 0 does not come back; shutdown does not wait for it."""
     path, folder = tmp_path / "counts", tmp_path / "births"
     launcher = late(folder, joins=2)
-    with async_nodes(factories(path), frames_per_batch=T, launcher=launcher, on_failure="restart") as collector:
+    with kind(factories(path), frames_per_batch=T, launcher=launcher, on_failure="restart") as collector:
         batches = [collector.next().clone() for _ in range(4)]
         os.kill(node_pids()[0], signal.SIGKILL)
         wait_until(lambda: batches.append(collector.next().clone()) or len(births(folder)) == 3)
@@ -408,11 +417,12 @@ def test_a_node_that_dies_too_often_within_a_minute_is_given_up(tmp_path):
         drain(collector, match="restart 1")
 
 
-def test_when_all_nodes_are_dropped_the_end_is_said(tmp_path):
+@pytest.mark.parametrize("kind", ASYNC_KINDS)
+def test_when_all_nodes_are_dropped_the_end_is_said(tmp_path, kind):
     path = tmp_path / "counts"
     fault = Fault(KILLS, at=AT, runs=None)
     both = [factories(path, fault)[0], factories(path, fault)[0]]
-    with warnings.catch_warnings(), async_nodes(both, frames_per_batch=T, on_failure="drop") as collector:
+    with warnings.catch_warnings(), kind(both, frames_per_batch=T, on_failure="drop") as collector:
         warnings.filterwarnings("ignore", "a worker is dropped")
         for _ in range(2):
             drain(collector, match="all workers have been dropped")
@@ -434,13 +444,14 @@ def test_a_node_that_is_stopped_is_replaced(tmp_path, undisturbed, kind):
     timeouts = {**deadlines(30.0), "heartbeat": HEARTBEAT_S}
     got = run(tmp_path, Fault(NodeSignalled(signal.SIGSTOP), at=AT), kind, timeouts=timeouts)
     rows = check(got)
-    assert rows[0, 0] == T or (kind is async_nodes and not rows[0, 0])  # which may not have left the node yet
+    assert rows[0, 0] == T or (kind in ASYNC_KINDS and not rows[0, 0])  # which may not have left the node yet
     assert_said(got.error, 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [None, Fault(faults.holds_the_gil, at=AT)])
-def test_a_node_that_wakes_up_is_not_heard_and_joins_again(tmp_path, fault):
+@pytest.mark.parametrize("kind", ASYNC_KINDS)
+def test_a_node_that_wakes_up_is_not_heard_and_joins_again(tmp_path, fault, kind):
     """Nobody else can end it: what it had made meanwhile is not in any batch, and its successor begins after it."""
     path, token = tmp_path / "counts", tmp_path / "token"
     write_token(token, secrets.token_hex(16).encode())
@@ -448,7 +459,7 @@ def test_a_node_that_wakes_up_is_not_heard_and_joins_again(tmp_path, fault):
     options = {"launcher": "manual", "tcp_port": port, "token": token, "on_failure": "restart", "seed": 1}
     timeouts = {"heartbeat": HEARTBEAT_S}
     with came_by_themselves(f"127.0.0.1:{port}", token) as nodes:
-        with async_nodes(factories(path, fault), frames_per_batch=T, timeouts=timeouts, **options) as collector:
+        with kind(factories(path, fault), frames_per_batch=T, timeouts=timeouts, **options) as collector:
             batches = [collector.next().clone()]
             wait_until(lambda: batches.append(collector.next().clone()) or OracleEnv.read(path)[0, 1] > AT)
             worker = collector.stats().workers[0].pid
@@ -473,10 +484,11 @@ def test_a_node_that_wakes_up_is_not_heard_and_joins_again(tmp_path, fault):
 
 
 @pytest.mark.slow
-def test_a_short_stop_is_no_loss(tmp_path):
+@pytest.mark.parametrize("kind", ASYNC_KINDS)
+def test_a_short_stop_is_no_loss(tmp_path, kind):
     path = tmp_path / "counts"
     timeouts = {**deadlines(0.5), "construct": 60.0, "call": 60.0, "heartbeat": 20.0}
-    with async_nodes(factories(path), frames_per_batch=T, timeouts=timeouts) as collector:
+    with kind(factories(path), frames_per_batch=T, timeouts=timeouts) as collector:
         batches = [collector.next().clone() for _ in range(4)]
         pid, begin = node_pids()[0], time.monotonic()
         os.kill(pid, signal.SIGSTOP)

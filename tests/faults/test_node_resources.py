@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from muster.testing import CountingEnv
 from tests.fakes import on_nodes
@@ -18,6 +19,7 @@ from tests.faults.test_worker_resources import descendants, descriptors
 from tests.waits import without_delays
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+needs_rpc = pytest.mark.skipif(not torch.distributed.rpc.is_available(), reason="this PyTorch has no RPC")
 CYCLES = 3
 END_S = 60.0
 
@@ -43,9 +45,13 @@ def cycle(cls: Any, **options: Any) -> None:
         assert collector.next() is not None
 
 
-@pytest.mark.parametrize("cls", [on_nodes.Together, on_nodes.AsReady])
+@pytest.mark.parametrize(
+    "cls", [on_nodes.Together, on_nodes.AsReady, pytest.param(on_nodes.RpcTogether, marks=needs_rpc)]
+)
 def test_nothing_is_left_of_collectors_that_were_shut_down(cls):
     cycle(on_nodes.Together)  # imports, and the fork server
+    if cls is on_nodes.RpcTogether:
+        cycle(cls)  # torch keeps threads of the first agent of a process
     before = resources()
     cycle(cls)
     running = threads()
@@ -63,12 +69,13 @@ def test_nothing_is_left_of_collectors_that_were_shut_down(cls):
 
 
 @pytest.mark.slow
-def test_a_process_that_ends_without_shutdown_says_nothing():
+@pytest.mark.parametrize("cls", ["DistributedCollector", pytest.param("RPCCollector", marks=needs_rpc)])
+def test_a_process_that_ends_without_shutdown_says_nothing(cls):
     """Neither torch nor this library aborts, or prints a traceback, when the interpreter is taken down."""
-    code = """
+    code = f"""
 import muster
 from muster.testing import CountingEnv
-c = muster.DistributedCollector([CountingEnv] * 2, None, launcher="mp", sync=False, frames_per_batch=20)
+c = muster.{cls}([CountingEnv] * 2, None, launcher="mp", sync=False, frames_per_batch=20)
 assert c.next() is not None
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TORCH_CPP_LOG_LEVEL": "ERROR"}

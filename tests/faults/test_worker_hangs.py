@@ -22,7 +22,7 @@ from muster.errors import WorkerHung
 from muster.testing import Fault, OracleEnv, check_stream
 from tests.fakes import faults
 from tests.fakes.fault_runs import FRAMES, KINDS, MODES, T, alive, deadlines, run
-from tests.fakes.node_runs import NODE_KINDS, sync_nodes
+from tests.fakes.node_runs import NODE_KINDS, async_nodes, sync_nodes
 from tests.waits import without_delays
 
 pytestmark = [
@@ -313,7 +313,7 @@ def served(factories, **options):
 @pytest.mark.filterwarnings("ignore:a worker is dropped")
 @pytest.mark.parametrize(
     ("kind", "on_failure"),
-    [*product(KINDS, MODES), (served, "restart"), (NODE_KINDS[0], "raise"), (NODE_KINDS[1], "restart")],
+    [*product(KINDS, MODES), (served, "restart"), (sync_nodes, "raise"), (async_nodes, "restart")],
 )
 def test_what_a_worker_makes_while_its_hang_is_dealt_with_is_in_the_account(tmp_path, kind, on_failure):
     """The signal that asks for the stack ends the call that hangs, and the worker completes its rollout."""

@@ -255,9 +255,21 @@ def test_rpc_collector_of_whole_episodes() -> None:
     assert batch["next", "done"][..., 0].nonzero()[:, 0].tolist() == [24, 49, 74]
 
 
-def test_rpc_collector_listens_where_nodes_join_and_nowhere_else() -> None:
+def test_rpc_collector_listens_where_nodes_join_and_where_rpc_does() -> None:
     before = listening(os.getpid())
     with RPCCollector([env_maker], linear(), frames_per_batch=10, launcher="mp") as collector:
+        collector.next()
+        here = listening(os.getpid()) - before
+        nodes = {pid: found for pid in descendants() if (found := listening(pid))}
+    assert len(here) == 2
+    assert [len(found) for found in nodes.values()] == [1]
+    assert {host for found in (here, *nodes.values()) for host, _ in found} == {"127.0.0.1"}
+    assert listening(os.getpid()) == before
+
+
+def test_rpc_collector_without_rpc_listens_where_nodes_join_and_nowhere_else() -> None:
+    before = listening(os.getpid())
+    with RPCCollector([env_maker], linear(), frames_per_batch=10, launcher="mp", transport="direct") as collector:
         collector.next()
         assert len(listening(os.getpid()) - before) == 1
         started = descendants()

@@ -46,7 +46,7 @@ def run_node(
     Raises:
         WrongToken: this node has another token than the main process.
         LinkLost: the main process was unreachable for too long.
-        BadOption: the token or the address is missing.
+        BadOption: the token or the address is missing, or the engine of the main process is refused here.
     """
     secret = read_token(token)
     if address is None:
@@ -57,11 +57,9 @@ def run_node(
     serve: Callable[[Link, int], bool] = named(target)
     member = Member(address, secret, node, within_s=within_s, patience_s=patience_s)
     while (membership := member.join()) is not None:
-        try:
-            if serve(membership.channel, membership.node):
+        with contextlib.suppress(LinkLost), ENDS[membership.engine](membership) as link:
+            if serve(link, membership.node):
                 return True
-        finally:
-            membership.channel.close()
     return False
 
 
@@ -74,12 +72,34 @@ def node_main(channel: Channel) -> None:
 
 @dataclass(frozen=True)
 class Membership:
-    """A session that the node has joined. The caller closes ``channel``, which goes to the main process."""
+    """A session that the node has joined. The caller closes ``channel``, which goes to the main process.
+
+    Attributes:
+        host: the address of this end of ``channel``.
+    """
 
     node: int
     epoch: int
     deadline_s: float
     channel: SocketLink
+    engine: str = "direct"
+    host: str = "127.0.0.1"
+
+
+def _over_channel(membership: Membership) -> contextlib.closing[SocketLink]:
+    return contextlib.closing(membership.channel)
+
+
+def _over_rpc(membership: Membership) -> contextlib.AbstractContextManager[Link]:
+    from muster.cluster.rpc_nodes import joined
+
+    return joined(membership)
+
+
+ENDS: dict[str, Callable[[Membership], contextlib.AbstractContextManager[Link]]] = {
+    "direct": _over_channel,
+    "rpc": _over_rpc,
+}  # by engine: a context with the node's end of the link
 
 
 class Member:
@@ -129,7 +149,8 @@ class Member:
                 with contextlib.ExitStack() as failed:
                     failed.callback(channel.close)
                     self._met, reached = True, time.monotonic()
-                    while (found := self._ask(channel)) is None:
+                    host = connection.getsockname()[0]
+                    while (found := self._ask(channel, host)) is None:
                         reached = time.monotonic()
                     channel.deadline_s = found.deadline_s
                     failed.pop_all()
@@ -147,7 +168,7 @@ class Member:
                 raise LinkLost(f"The main process at {host}:{port} could not be reached for {limit:g} s.")
             pause.wait(POLL_S)
 
-    def _ask(self, channel: SocketLink) -> Membership | None:
+    def _ask(self, channel: SocketLink, host: str) -> Membership | None:
         say(channel, node=self._node)
         told = hear(channel)
         if self._node is not None and self._node >= told["count"]:
@@ -155,4 +176,4 @@ class Member:
         if told["node"] is None:
             return None
         say(channel, accepted=True)
-        return Membership(told["node"], told["epoch"], told["deadline_s"], channel)
+        return Membership(told["node"], told["epoch"], told["deadline_s"], channel, told["engine"], host)

@@ -17,6 +17,7 @@ An engine is a ``Carrier``, which starts nodes and gives a link for each session
 engine    what carries messages and blocks                   files
 ========  =================================================  ===============================
 "ray"     calls of an actor, and Ray's object store          ``ray_link.py``, ``ray_nodes.py``
+"rpc"     calls of torch RPC                                 ``rpc_link.py``, ``rpc_nodes.py``
 "direct"  one TCP connection per node, with a token of ours  ``socket_link.py``, ``direct.py``
 ========  =================================================  ===============================
 

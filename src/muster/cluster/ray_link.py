@@ -28,7 +28,6 @@ import struct
 import threading
 import time
 import weakref
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -38,7 +37,8 @@ from typing import Any
 import numpy as np
 import ray
 
-from muster.cluster.link import SLOWEST, Block, Link, LinkLost, Received
+from muster.cluster.end import End, Frame
+from muster.cluster.link import Block, LinkLost, Received
 from muster.cluster.ray_runtime import RayConnection, first_line
 from muster.memory.specs import Array
 from muster.utils.attributes import named
@@ -58,7 +58,7 @@ _FRAME = struct.Struct("<QQQ?")  # bytes of the message, tag and bytes of its bl
 
 
 @dataclass(eq=False)
-class Frame:
+class RayFrame(Frame):
     """A message on its way, with its block.
 
     Attributes:
@@ -66,15 +66,8 @@ class Frame:
         is_stored: set when the block's memory is not used any more.
     """
 
-    message: bytes
-    tag: int = 0
-    block: Any = None  # uint8 [n], or None
     is_taken: bool = False
     is_stored: threading.Event | None = None
-
-    @property
-    def size(self) -> int:
-        return 0 if self.block is None else int(self.block.size)
 
     @property
     def is_large(self) -> bool:
@@ -89,7 +82,7 @@ class Frame:
         return head + self.message + small
 
 
-def unpacked(packed: bytes, start: int, large: Array | None) -> list[Frame]:
+def unpacked(packed: bytes, start: int, large: Array | None) -> list[RayFrame]:
     """The frames from ``start`` on. ``large`` is the block of the one frame whose block does not follow."""
     frames = []
     while start < len(packed):
@@ -103,7 +96,7 @@ def unpacked(packed: bytes, start: int, large: Array | None) -> list[Frame]:
             start += size
         elif tag:
             block = large
-        frames.append(Frame(message, tag, block))
+        frames.append(RayFrame(message, tag, block))
     return frames
 
 
@@ -128,97 +121,7 @@ class StoredBlocks:
             return ref
 
 
-class RayEnd(Link):
-    """What both ends do: put what arrives in order, write it where it is expected, and notice silence.
-
-    Args:
-        deadline_s: seconds without a message after which the link is lost.
-    """
-
-    def __init__(self, deadline_s: float) -> None:
-        self._deadline_s = deadline_s
-        self._changed = threading.Condition()  # held for a short time only
-        self._heard = time.monotonic()
-        self._inbox: deque[Frame] = deque()
-        self._read = 0  # messages
-        self._cause = ""  # why the link is closed
-        self._over = ""  # why nothing more arrives, after what has arrived
-        self._expected: dict[int, Array] = {}
-        self._writing = threading.Lock()  # held while memory is written
-
-    def expect(self, tag: int, memory: Array) -> None:
-        with self._writing:
-            if not self._cause:
-                self._expected[tag] = memory
-
-    def receive(self) -> Received:
-        with self._changed:
-            while not self._inbox:
-                deadline = self._heard + self._deadline_s
-                self._wait(deadline, deadline, "said anything")
-            if self._cause:
-                raise LinkLost(self._cause)
-            frame = self._inbox.popleft()
-            self._read += 1
-            self._note_read(frame)
-        return self._placed(frame)
-
-    def close(self) -> None:
-        self._close("The link was closed here.")
-
-    def _note_read(self, frame: Frame) -> None:
-        """A message was taken from the inbox. Called with ``_changed`` held."""
-
-    @abstractmethod
-    def _tell_closed(self) -> None:
-        """Let the other end know that this one is closed. Called once."""
-
-    def _wait(self, until: float, deadline: float, late: str) -> None:
-        """Wait for a change until then, with ``_changed`` held. Raises LinkLost if it is late, or cannot come."""
-        if not (self._cause or self._over) and time.monotonic() > deadline:
-            self._shut(f"The other end has not {late} for {self._deadline_s:g} s.")
-        if self._cause or self._over:
-            raise LinkLost(self._cause or self._over)
-        if until:
-            self._changed.wait(max(0.0, until - time.monotonic()) + 0.01)
-
-    def _placed(self, frame: Frame) -> Received:
-        """The message, with its block where it was expected."""
-        if frame.block is None:
-            return Received(frame.message)
-        with self._writing:
-            if self._cause:
-                raise LinkLost(self._cause)
-            memory = self._expected.pop(frame.tag, None)
-            if memory is None:
-                memory = np.empty(frame.size, np.uint8)
-            fits = memory.size == frame.size
-            if fits:
-                memory[:] = frame.block
-        if not fits:
-            self._close(f"Block {frame.tag} has {frame.size} bytes where {memory.size} were expected.")
-            raise LinkLost(self._cause)
-        return Received(frame.message, frame.tag, memory)
-
-    def _close(self, cause: str) -> None:
-        with self._changed:
-            self._shut(cause)
-        with self._writing:  # nothing is written after this
-            self._expected.clear()
-
-    def _shut(self, cause: str) -> None:
-        """Close, with ``_changed`` held."""
-        if not self._cause:
-            self._cause = cause
-            self._changed.notify_all()
-            self._tell_closed()
-
-    def _allowed_s(self, nbytes: int) -> float:
-        """Seconds that so many bytes may take."""
-        return self._deadline_s + nbytes / SLOWEST
-
-
-class MainEnd(RayEnd):
+class MainEnd(End):
     """The end of the main process.
 
     Calls return in the order in which they were made, so that the receiving thread waits for the oldest one.
@@ -254,7 +157,7 @@ class MainEnd(RayEnd):
 
     def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
         try:
-            self._send(Frame(message, tag, None if block is None else block.array), block)
+            self._send(RayFrame(message, tag, None if block is None else block.array), block)
         except LinkLost as lost:
             raise self._explained(lost) from None
 
@@ -270,7 +173,7 @@ class MainEnd(RayEnd):
         self._explain = None
         super().close()
 
-    def _send(self, frame: Frame, block: Block | None) -> None:
+    def _send(self, frame: RayFrame, block: Block | None) -> None:
         deadline = time.monotonic() + self._allowed_s(frame.size)
         with self._changed:
             while self._cause or self._over or not self._has_room(frame.size):
@@ -372,21 +275,18 @@ class MainEnd(RayEnd):
         return lost if self._explain is None else self._explain(lost)
 
 
-class NodeEnd(RayEnd):
+class NodeEnd(End):
     """The end of the node. Calls of the main process, each in a thread of its own, are executed by ``handle``."""
 
     def __init__(self, deadline_s: float) -> None:
         super().__init__(deadline_s)
-        self._early: dict[int, list[Frame]] = {}  # by number, until all earlier messages have arrived
-        self._number = 0  # of the message that arrives next
-        self._last: int | None = None  # number of messages after which the main process has closed
-        self._outbox: deque[Frame] = deque()
+        self._outbox: deque[RayFrame] = deque()
         self._returned = 0  # calls
         self._told = 0  # messages of which the main process knows that they were read
         self._owes = False  # it has to know more
 
     def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
-        frame = Frame(message, tag, None if block is None else block.array)
+        frame = RayFrame(message, tag, None if block is None else block.array)
         if frame.is_large:
             frame.block = frame.block.view()
             frame.is_stored = threading.Event()
@@ -395,8 +295,7 @@ class NodeEnd(RayEnd):
             frame.block = np.array(frame.block)
         deadline = time.monotonic() + self._allowed_s(frame.size)
         with self._changed:
-            if time.monotonic() - self._heard > self._deadline_s:  # this process may have been stopped
-                self._shut(f"The other end has not said anything for {self._deadline_s:g} s.")
+            self._check_not_stopped()
             while self._cause or self._over or len(self._outbox) >= WAITING:
                 self._wait(deadline, deadline, "read")
             self._outbox.append(frame)
@@ -408,7 +307,7 @@ class NodeEnd(RayEnd):
             self._close("Ray has not stored a block in time.")
             raise LinkLost(self._cause)
 
-    def _wait_until_taken(self, frame: Frame, deadline: float) -> None:
+    def _wait_until_taken(self, frame: RayFrame, deadline: float) -> None:
         """Wait until a call has taken the frame, and with it its block; with ``_changed`` held."""
         try:
             while not frame.is_taken:
@@ -428,27 +327,19 @@ class NodeEnd(RayEnd):
         """
         what, call, number = _CALL.unpack_from(packed)
         if what in (PUSH, EXCHANGE):
-            self._push(number, unpacked(packed, _CALL.size, large))
+            with self._changed:
+                self._arrived(number, unpacked(packed, _CALL.size, large)[0])
         if what == END:
-            self._end(number)
+            with self._changed:
+                self._closed_there(number)
         return self._pull(call) if what in (EXCHANGE, PULL) else None
-
-    def _push(self, number: int, frames: list[Frame]) -> None:
-        """Receive a message, when all earlier ones have arrived."""
-        with self._changed:
-            self._heard = time.monotonic()
-            self._early[number] = frames
-            while (arrived := self._early.pop(self._number, None)) is not None:
-                self._number += 1
-                self._inbox.extend(arrived)
-            self._finish()
 
     def _pull(self, call: int) -> Any:
         """Wait until all earlier calls have returned and there is something to send, and return it."""
         with self._changed:
             self._heard = time.monotonic()
             self._changed.wait_for(lambda: self._returned == call and self._has_news())
-            taken: list[Frame] = []
+            taken: list[RayFrame] = []
             size = 0
             while self._outbox and size <= SMALL and not (taken and self._outbox[0].is_large):
                 frame = self._outbox.popleft()
@@ -467,22 +358,11 @@ class NodeEnd(RayEnd):
             return packed, large
         return packed
 
-    def _end(self, last: int) -> None:
-        """The main process has closed the link, after so many messages."""
-        with self._changed:
-            self._last = last
-            self._finish()
-
     def _has_news(self) -> bool:
         return bool(self._outbox or self._cause or self._over or self._owes)
 
-    def _finish(self) -> None:
-        if self._last is not None and self._number >= self._last:
-            self._over = self._over or "The main process has closed the link."
-        self._changed.notify_all()
-
     def _note_read(self, frame: Frame) -> None:
-        if frame.is_large or self._read - self._told >= WAITING // 2:
+        if frame.size > SMALL or self._read - self._told >= WAITING // 2:
             self._owes = True
             self._changed.notify_all()
 

@@ -18,9 +18,11 @@ from muster.collectors.base import BaseCollector
 from muster.collectors.cluster_options import ClusterOptions, over_nodes
 from muster.collectors.engine import Engine
 from muster.collectors.multi import MultiCollector
+from muster.collectors.references import accept_remote_rref_udf_invocation
 from muster.collectors.replay_buffer import ReplaySink
 from muster.collectors.signatures import takes
 from muster.errors import BadOption
+from muster.utils.addresses import is_loopback
 from muster.utils.attributes import optional
 from muster.workers.config import timeout_of
 
@@ -130,28 +132,68 @@ class DistributedCollector(ClusterCollector):
 
 @dataclass(frozen=True, kw_only=True)
 class RPCOptions(DistributedOptions):
-    """Checked options of ``RPCCollector``. All data goes through the hosts' memory, over Muster's own connection.
+    """Checked options of ``RPCCollector``.
 
     Attributes:
-        visible_devices: one device per node: the number of a GPU, "cuda:1", "cpu" or None. Checked, but not used.
-        tensorpipe_options: keyword arguments of ``torch.distributed.rpc.TensorPipeRpcBackendOptions``. Checked, but not
-            used.
+        transport: what carries requests, rollouts and weights. "rpc": torch RPC. "direct": Muster's own connections, as
+            with ``DistributedCollector``.
+        visible_devices: one device per node: the number of a GPU, "cuda:1", "cpu" or None. Where this process has a
+            GPU, calls carry tensors between its current one and that of the node. Batches go through the hosts' memory.
+        tensorpipe_options: keyword arguments of ``torch.distributed.rpc.TensorPipeRpcBackendOptions``, for the agents
+            of this process and of all nodes. If you have called ``init_rpc``, your agent has its own.
+        trust_network: let torch RPC listen at a ``bind`` that other machines can reach. Every process that reaches it
+            can run code in this process and in the nodes.
     """
 
+    transport: Literal["rpc", "direct"] = "rpc"
     visible_devices: Sequence[Any] | None = None
     tensorpipe_options: Mapping[str, Any] | None = None
+    trust_network: bool = False
 
     def carrier(self, nodes: int, workers: int, deadline_s: float) -> Carrier:
-        _check_devices(self.visible_devices, nodes)
+        devices = _checked_devices(self.visible_devices, nodes)
         _check_tensorpipe(dict(self.tensorpipe_options or {}))
-        return super().carrier(nodes, workers, deadline_s)
+        if self.transport == "direct":
+            return super().carrier(nodes, workers, deadline_s)
+        if self.transport != "rpc":
+            raise BadOption(f"transport={self.transport!r}: expected 'rpc' or 'direct'")
+        if not (torch.distributed.is_available() and rpc.is_available()):
+            raise BadOption("transport='rpc': this PyTorch was built without RPC. Pass transport='direct'")
+        from muster.cluster.launchers import check_backend, launcher_for
+        from muster.cluster.rendezvous import Rendezvous
+        from muster.cluster.rpc_agent import check_torch, users_agent
+        from muster.cluster.rpc_nodes import RpcCarrier, UsersCarrier
+
+        check_backend(self.backend)
+        check_torch()
+        if users_agent() is not None:
+            return UsersCarrier(deadline_s=deadline_s)
+        _check_trust(self.bind, self.trust_network)
+        told = {"slurm_kwargs": self.slurm_kwargs, "bind": self.bind, "token": self.token}
+        launcher = launcher_for(self.launcher, **told, workers=workers)
+        rendezvous = Rendezvous(nodes, bind=self.bind, tcp_port=self.tcp_port or 0, token=self.token)
+        return RpcCarrier(
+            launcher,
+            rendezvous,
+            devices=devices,
+            options=self.tensorpipe_options,
+            trust_network=self.trust_network,
+            deadline_s=deadline_s,
+        )
 
 
+@accept_remote_rref_udf_invocation
 class RPCCollector(ClusterCollector):
-    """``DistributedCollector`` with the arguments of TorchRL's ``RPCCollector``. No RPC agent is made or used.
+    """Collects on nodes with torch RPC, through Muster's agents, or your agent if you have called ``init_rpc``.
+
+    With your agent, its other workers are the nodes, in turn; ``launcher``, ``bind``, ``tcp_port`` and ``token`` are
+    not used. Otherwise nodes join as those of ``DistributedCollector``.
+
+    Other workers of an RPC group can call its methods with a reference to it, as they can with TorchRL's:
+    ``rpc.rpc_sync(reference.owner(), RPCCollector.next, args=(reference,))``.
 
     Raises:
-        BadOption: an option is wrong.
+        BadOption: an option is wrong, or other machines could run code in this process (see ``trust_network``).
         WorkerDied: a node did not join, or was lost.
     """
 
@@ -160,9 +202,20 @@ class RPCCollector(ClusterCollector):
         super().__init__(options)
 
 
-def _check_devices(devices: Sequence[Any] | None, count: int) -> None:
+def _check_trust(bind: str, trust_network: bool) -> None:
+    if not (trust_network or is_loopback(bind)):
+        raise BadOption(
+            f"bind={bind!r} can be reached from other machines, and torch RPC runs any function for every process that "
+            f"reaches it, without a token. On a network where you trust all, pass trust_network=True; otherwise use "
+            f"DistributedCollector or RayCollector, which authenticate, or transport='direct'"
+        )
+
+
+def _checked_devices(devices: Sequence[Any] | None, count: int) -> list[str | None]:
+    """Return the GPU of each node, such as "cuda:1"; None: it has none."""
     if devices is not None and len(devices) != count:
         raise BadOption(f"visible_devices has {len(devices)} devices for {count} nodes: name one for each")
+    checked: list[str | None] = []
     for device in devices or ():
         try:
             one = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cpu")
@@ -170,13 +223,15 @@ def _check_devices(devices: Sequence[Any] | None, count: int) -> None:
             raise BadOption(f"visible_devices has {device!r}, which is no device: {error}") from error
         if one.type not in ("cpu", "cuda"):
             raise BadOption(f"visible_devices has {device!r}: expected 'cpu', 'cuda:0', ... or the number of a GPU")
+        checked.append(f"cuda:{one.index or 0}" if one.type == "cuda" else None)
+    return checked
 
 
 def _check_tensorpipe(options: dict[str, Any]) -> None:
     instead = {
         "init_method": "nodes are found by tcp_port and bind",
-        "device_maps": "data goes through the hosts' memory",
-        "devices": "data goes through the hosts' memory",
+        "device_maps": "visible_devices makes them; batches go through the hosts' memory",
+        "devices": "visible_devices names them; batches go through the hosts' memory",
     }
     for name in options.keys() & instead.keys():
         raise BadOption(f"tensorpipe_options has {name!r}: leave it out, {instead[name]}")

@@ -21,6 +21,7 @@ import muster.collectors.clusters as clusters
 from muster.cluster.submitit import DEFAULT_SLURM_CONF
 from muster.cluster.submitit_delayed import submitit_delayed_launcher
 from muster.collectors.options import Execution, Trajectories
+from muster.collectors.references import accept_remote_rref_udf_invocation
 from muster.collectors.signatures import OF_TORCHRL, passes_on
 from muster.compat.torchrl.policies import ActedOn, CopiedEnv, check_graph
 from muster.compat.torchrl.weight_names import flattened
@@ -134,6 +135,7 @@ class DistributedSyncCollector(DistributedCollector):
         super().__init__(create_env_fn, policy, update_interval=update_interval, sync=True, **options)
 
 
+@accept_remote_rref_udf_invocation
 class RPCCollector(_OverNodes, clusters.RPCCollector):
     """``muster.RPCCollector`` with TorchRL's batches: with ``sync=True``, ``frames_per_batch`` over all nodes, joined.
 
