@@ -37,6 +37,14 @@ def _direct(target: str, count: int = 1, deadline_s: float = SILENCE_S, **option
     return DirectCarrier(launcher=launcher, rendezvous=Rendezvous(count), deadline_s=deadline_s)
 
 
+def _torch(target: str, count: int = 1, deadline_s: float = SILENCE_S, **options: Any) -> Any:
+    from muster.cluster.distributed import TorchCarrier
+    from muster.cluster.launchers import MpLauncher
+    from muster.cluster.rendezvous import Rendezvous
+
+    return TorchCarrier(MpLauncher(target), Rendezvous(count), deadline_s, **options)
+
+
 def _ray(target: str, count: int = 1, deadline_s: float = SILENCE_S, *, cls: str = "RayCarrier") -> Any:
     from tests.fakes.ray_cluster import cluster
 
@@ -46,7 +54,11 @@ def _ray(target: str, count: int = 1, deadline_s: float = SILENCE_S, *, cls: str
     return getattr(ray_nodes, cls)(count, target=target, deadline_s=deadline_s)
 
 
-KINDS: dict[str, Callable[..., Any]] = {"direct": _direct}
+KINDS: dict[str, Callable[..., Any]] = {
+    "direct": _direct,
+    "torch_distributed": _torch,
+    "torch_distributed, all blocks": functools.partial(_torch, large=1),
+}
 if importlib.util.find_spec("ray") is not None:
     KINDS["ray"] = _ray
     KINDS["ray, direct"] = functools.partial(_ray, cls="RayDirectCarrier")

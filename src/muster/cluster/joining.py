@@ -79,7 +79,7 @@ class Membership:
     node: int
     epoch: int
     deadline_s: float
-    channel: SocketLink
+    channel: Link
 
 
 class Member:
@@ -131,7 +131,6 @@ class Member:
                     self._met, reached = True, time.monotonic()
                     while (found := self._ask(channel)) is None:
                         reached = time.monotonic()
-                    channel.deadline_s = found.deadline_s
                     failed.pop_all()
                     return found
             except WrongToken:
@@ -155,4 +154,10 @@ class Member:
         if told["node"] is None:
             return None
         say(channel, accepted=True)
-        return Membership(told["node"], told["epoch"], told["deadline_s"], channel)
+        channel.deadline_s = told["deadline_s"]
+        link: Link = channel
+        if told["groups"] is not None:
+            from muster.cluster.distributed_link import DistributedLink, Groups
+
+            link = DistributedLink(channel, Groups(**told["groups"]), main=False)
+        return Membership(told["node"], told["epoch"], told["deadline_s"], link)

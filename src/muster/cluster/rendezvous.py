@@ -8,7 +8,8 @@ token can delay nodes that join, by more connections than ``STRANGERS`` in every
 ::
 
     node -> main   {"node": number or null}                  the number that it wants
-    main -> node   {"count", "deadline_s", "node", "epoch"}  an offer; "node" is null if there is none yet
+    main -> node   {"count", "deadline_s", "groups",
+                    "node", "epoch"}                         an offer; "node" is null if there is none yet
     node -> main   {"accepted": true}                        afterwards the connection is the session's
 """
 
@@ -65,6 +66,8 @@ class Rendezvous:
         host: the address of ``bind``.
         token: the secret.
         deadline_s: of the links of sessions, at both ends; set by the carrier.
+        groups: of the sessions' process groups, see ``distributed_link.Groups``; None: they have none. Set by the
+            carrier.
 
     Raises:
         BadOption: the port does not exist or is taken, ``bind`` is not an address of this machine, or other machines
@@ -72,6 +75,7 @@ class Rendezvous:
     """
 
     deadline_s = ANSWER_S
+    groups: dict[str, Any] | None = None
 
     def __init__(
         self,
@@ -227,7 +231,7 @@ class Rendezvous:
         """Offer free numbers until one is accepted; False: the offer was withdrawn meanwhile."""
         while True:
             found = self._claim(hear(channel)["node"])
-            told = {"count": self.count, "deadline_s": self.deadline_s}
+            told = {"count": self.count, "deadline_s": self.deadline_s, "groups": self.groups}
             node, epoch = found or (None, None)
             try:
                 say(channel, **told, node=node, epoch=epoch)

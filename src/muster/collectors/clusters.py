@@ -73,13 +73,23 @@ class ClusterCollector(MultiCollector):
             self.update_policy_weights_(worker_ids=due)
 
 
+def check_transport(given: str, *known: str) -> None:
+    """Raise BadOption unless the transport is one of these."""
+    if given not in known:
+        raise BadOption(f"transport={given!r}: expected {' or '.join(map(repr, known))}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DistributedOptions(ClusterOptions):
     """Checked options of ``DistributedCollector``.
 
     Attributes:
-        backend: only "gloo" is supported: data goes through the hosts' memory. PyTorch's other backends ("nccl", "ucc",
-            "mpi") are refused, because they have not been tested.
+        transport: what carries rollouts, weights and policies. "torch_distributed": process groups of
+            torch.distributed, which belong to Muster; the default group is neither used nor made. "direct": the TCP
+            connection through which a node has joined.
+        backend: of the process groups. "gloo": through the hosts' memory. "nccl", "ucc": through buffers on the current
+            GPU, or of UCC, of each process. A backend that this PyTorch does not have is refused, and so is "mpi",
+            whose ranks are fixed by mpirun.
         launcher: how nodes are started. "mp": as processes of this machine. "submitit": as SLURM jobs.
             "submitit_delayed": as jobs of ``submitit_delayed_launcher``. "torchrun": by torchrun; all other ranks call
             ``run_node()``. "manual": by you, with ``muster node``. Or a ``Launcher`` (``muster.cluster.launchers``).
@@ -90,6 +100,7 @@ class DistributedOptions(ClusterOptions):
             environment variable MUSTER_TOKEN_FILE or MUSTER_TOKEN, or else a random one.
     """
 
+    transport: Literal["torch_distributed", "direct"] = "torch_distributed"
     backend: str = "gloo"
     launcher: Any = "submitit"
     slurm_kwargs: Mapping[str, Any] | None = None
@@ -99,18 +110,24 @@ class DistributedOptions(ClusterOptions):
 
     def carrier(self, nodes: int, workers: int, deadline_s: float) -> Carrier:
         from muster.cluster.direct import DirectCarrier
+        from muster.cluster.distributed import TorchCarrier
         from muster.cluster.launchers import check_backend, launcher_for
+        from muster.cluster.process_groups import check_backend as check_groups
         from muster.cluster.rendezvous import Rendezvous
 
-        check_backend(self.backend)
+        check_transport(self.transport, "torch_distributed", "direct")
+        uses_groups = self.transport == "torch_distributed"
+        (check_groups if uses_groups else check_backend)(self.backend)
         told = {"slurm_kwargs": self.slurm_kwargs, "bind": self.bind, "token": self.token}
         launcher = launcher_for(self.launcher, **told, workers=workers)
         rendezvous = Rendezvous(nodes, bind=self.bind, tcp_port=self.tcp_port or 0, token=self.token)
+        if uses_groups:
+            return TorchCarrier(launcher, rendezvous, deadline_s, backend=self.backend)
         return DirectCarrier(launcher, rendezvous, deadline_s)
 
 
 class DistributedCollector(ClusterCollector):
-    """Collects on nodes with one TCP connection per node, where TorchRL uses process groups of torch.distributed.
+    """Collects on nodes whose rollouts and weights go through process groups of torch.distributed.
 
     ::
 
@@ -138,6 +155,7 @@ class RPCOptions(DistributedOptions):
             used.
     """
 
+    transport: Literal["direct"] = "direct"
     visible_devices: Sequence[Any] | None = None
     tensorpipe_options: Mapping[str, Any] | None = None
 
@@ -225,8 +243,7 @@ class RayOptions(ClusterOptions):
             from muster.cluster.ray_nodes import RayCarrier, RayDirectCarrier
 
         carriers: dict[str, type[Carrier]] = {"ray": RayCarrier, "direct": RayDirectCarrier}
-        if self.transport not in carriers:
-            raise BadOption(f"transport={self.transport!r}: expected {' or '.join(map(repr, carriers))}")
+        check_transport(self.transport, *carriers)
         config, remote = self.ray_init_config, self.remote_configs
         make: Any = carriers[self.transport]
         carrier: Carrier = make(nodes, ray_init_config=config, remote_configs=remote, deadline_s=deadline_s)
