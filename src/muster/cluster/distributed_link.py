@@ -90,6 +90,7 @@ class DistributedLink(Link):
             channel.close()
             raise
         channel.deadline_s = deadline_s
+        _made.update(self._ways)
         _open.add(self)
 
     def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
@@ -141,17 +142,22 @@ class DistributedLink(Link):
     def _abort(self) -> None:
         """Close the groups, on a connection that is closed. On return no expected memory is written."""
         with self._ending:  # so that a second caller returns as late as the first
-            ways = self._ways
-            for way in ways or ():
+            for way in self._ways or ():
                 way.abort()
             self._ways = None  # a thread that is in torch has a reference of its own until it returns
 
 
 _open: weakref.WeakSet[DistributedLink] = weakref.WeakSet()
+_made: weakref.WeakSet[Way] = weakref.WeakSet()  # also of links that are closed
+_kept: list[Way] = []
 
 
 def _end_all() -> None:
-    """At the end of the program: threads leave torch, since Python would unwind them there, which aborts."""
+    """At the end of the program: threads leave torch, and do not enter it again to free what is torch's.
+
+    Python unwinds a thread that asks for its lock in torch's code, which aborts the process.
+    """
+    _kept.extend(_made)
     links = list(_open)
     for link in links:
         link.close()
@@ -162,10 +168,10 @@ def _end_all() -> None:
 
 def _keep_in_fork() -> None:
     """In a fork of this process: groups are never freed, since that waits for threads which a fork does not have."""
-    for link in list(_open):
-        for way in link._ways or ():
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(way))
+    for way in list(_made):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(way))
     _open.clear()  # they are the parent's
+    _made.clear()
 
 
 atexit.register(_end_all)

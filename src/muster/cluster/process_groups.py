@@ -162,22 +162,30 @@ class GlooWay(Way):
         self.group: Any = group
         self._peer = 1 - rank
         self._one = torch.zeros(1, dtype=torch.uint8)
-        self._last_sent: Any = None  # an acknowledgement: gloo uses it until it is sent
+        # The transfers of the newest block: gloo uses an acknowledgement until it is sent. Nor are they freed with the
+        # frames of a thread, which may be when the program ends (``distributed_link._end_all``).
+        self._works: list[Any] = []
 
     def send(self, array: Array, within_s: float) -> None:
         with _gloos_errors():
-            block = self.group.send([tensor_over(array)], self._peer, BLOCK)
-            mark = self.group.send([self._one], self._peer, MARK)
-            self.group.recv([torch.empty_like(self._one)], self._peer, ACKNOWLEDGEMENT).wait(_seconds(within_s))
-            for work in (block, mark):
+            self._works = [
+                self.group.send([tensor_over(array)], self._peer, BLOCK),
+                self.group.send([self._one], self._peer, MARK),
+                self.group.recv([torch.empty_like(self._one)], self._peer, ACKNOWLEDGEMENT),
+            ]
+            self._works[2].wait(_seconds(within_s))
+            for work in self._works[:2]:
                 work.wait(_seconds(AT_ONCE_S))
 
     def receive(self, memory: Array, within_s: float) -> None:
         with _gloos_errors():
-            block = self.group.recv([tensor_over(memory)], self._peer, BLOCK)
-            self.group.recv([torch.empty_like(self._one)], self._peer, MARK).wait(_seconds(within_s))
-            block.wait(_seconds(AT_ONCE_S))
-            self._last_sent = self.group.send([self._one], self._peer, ACKNOWLEDGEMENT)
+            self._works = [
+                self.group.recv([tensor_over(memory)], self._peer, BLOCK),
+                self.group.recv([torch.empty_like(self._one)], self._peer, MARK),
+            ]
+            self._works[1].wait(_seconds(within_s))
+            self._works[0].wait(_seconds(AT_ONCE_S))
+            self._works.append(self.group.send([self._one], self._peer, ACKNOWLEDGEMENT))
 
     def abort(self) -> None:
         with contextlib.suppress(RuntimeError):  # that the deadline has passed, or that the group was closed before
@@ -243,12 +251,12 @@ def two_ways(channel: SocketLink, backend: str, *, main: bool) -> tuple[Way, Way
     Raises:
         LinkLost: the groups could not be made, at one end or the other. The text says why.
     """
-    channel.deadline_s = SET_UP_S
+    channel.deadline_s, host = SET_UP_S, channel.host
     store = LinkStore(channel)
     made: list[Way] = []
     try:
         for root, prefix in enumerate(("down", "up")):
-            made.append(_way(_c10d.PrefixStore(prefix, store), channel.host, backend, 0 if main else 1, root, made))
+            made.append(_way(_c10d.PrefixStore(prefix, store), host, backend, 0 if main else 1, root, made))
         for root, way in enumerate(made):
             _prove(channel, way, root, sends=main == (root == 0))
         store.end()
@@ -259,7 +267,7 @@ def two_ways(channel: SocketLink, backend: str, *, main: bool) -> tuple[Way, Way
         with contextlib.suppress(LinkLost):
             say(channel, failed=reason)
         raise LinkLost(
-            f"torch.distributed ({backend}) has not connected {channel.host} with the other end: {reason} Each end "
+            f"torch.distributed ({backend}) has not connected {host} with the other end: {reason} Each end "
             f"listens at a free port of this address, which firewalls have to let through; transport='direct' needs "
             f"only the port at which nodes join."
         ) from error
