@@ -22,14 +22,16 @@ from muster.weights import (
     RayWeightSyncScheme,
     SharedMemoryWeightSyncScheme,
 )
+from tests.fakes.node_runs import all_blocks_in_groups
 from tests.fakes.ray_cluster import cluster, needs_ray
 from tests.tools import assert_accounted, counting
 
 PATIENCE = 60.0
 VERSION = ("collector", "policy_version")
 STEPS = 3  # of every environment in a batch
+TORCH_ENGINES = ("torch_distributed", "direct")  # of DistributedCollector
 ENGINES = [
-    "direct",
+    *TORCH_ENGINES,
     pytest.param("ray", marks=[needs_ray, pytest.mark.slow]),
     pytest.param("ray, direct", marks=[needs_ray, pytest.mark.slow]),
 ]
@@ -61,7 +63,7 @@ class Two(nn.Module):
 
 @contextlib.contextmanager
 def nodes(
-    policy: Any, *, workers: int = 2, frames: int = 0, engine: str = "direct", **options: Any
+    policy: Any, *, workers: int = 2, frames: int = 0, engine: str = "torch_distributed", **options: Any
 ) -> Iterator[DistributedCollector | RayCollector]:
     """Two nodes on this machine, with two environments in each of their workers; single nodes' batches by default."""
     told: dict[str, Any] = {
@@ -72,13 +74,13 @@ def nodes(
         "track_policy_version": True,
     }
     make: Any = DistributedCollector
-    if engine == "direct":
-        told["launcher"] = "mp"
+    if engine in TORCH_ENGINES:
+        told |= {"launcher": "mp", "transport": engine}
     else:
         cluster()
         make = RayCollector
         told |= {"transport": engine.rpartition(" ")[2], "remote_configs": {"num_cpus": 1, "memory": 2**28}}
-    with make([counting(5)] * 2, policy, **{**told, **options}) as collector:
+    with all_blocks_in_groups(), make([counting(5)] * 2, policy, **{**told, **options}) as collector:
         yield collector
 
 
@@ -120,7 +122,7 @@ def test_the_seeds_example(engine, cls):
     """
     policy = Actor(0.0)
     frames = 2 * STEPS * (2 if cls is MultiSyncCollector else 1)
-    scheme = {"policy": DistributedWeightSyncScheme() if engine == "direct" else RayWeightSyncScheme()}
+    scheme = {"policy": DistributedWeightSyncScheme() if engine in TORCH_ENGINES else RayWeightSyncScheme()}
     options = {"collector_class": cls, "weight_sync_schemes": scheme, "total_frames": -1}
     with nodes(policy, engine=engine, frames=frames, **options) as collector:
         seen: list[int] = []

@@ -15,6 +15,7 @@ from typing import Any
 
 from muster import DistributedCollector
 from muster.cluster import joining, node_main
+from muster.cluster.distributed import TorchCarrier
 from muster.cluster.launchers import MpLauncher
 from muster.cluster.link import Link, Received
 from muster.cluster.node_main import NodeMain
@@ -29,17 +30,37 @@ ROOT = Path(__file__).parents[2]
 MARK, JOINS = "MUSTER_TEST_MARK", "MUSTER_TEST_JOINS"  # environment variables of nodes
 
 
+@contextmanager
+def all_blocks_in_groups() -> Iterator[None]:
+    """Collectors that are made meanwhile send small blocks, too, through process groups of torch.distributed."""
+    defaults: Any = TorchCarrier.__init__.__kwdefaults__
+    before = defaults["large"]
+    defaults["large"] = 1
+    try:
+        yield
+    finally:
+        defaults["large"] = before
+
+
 def sync_nodes(create_env_fn: Any, policy: Any = None, **options: Any) -> DistributedCollector:
     """Two nodes of one worker each; a batch has the rollouts of both."""
-    return DistributedCollector(create_env_fn, policy, **{"launcher": "mp", "sync": True, **options})
+    with all_blocks_in_groups():
+        return DistributedCollector(create_env_fn, policy, **{"launcher": "mp", "sync": True, **options})
 
 
 def async_nodes(create_env_fn: Any, policy: Any = None, **options: Any) -> DistributedCollector:
     """The same; a batch has the rollout of one."""
-    return DistributedCollector(create_env_fn, policy, **{"launcher": "mp", "sync": False, **options})
+    with all_blocks_in_groups():
+        return DistributedCollector(create_env_fn, policy, **{"launcher": "mp", "sync": False, **options})
 
 
-NODE_KINDS = [sync_nodes, async_nodes]
+def direct_nodes(create_env_fn: Any, policy: Any = None, **options: Any) -> DistributedCollector:
+    """As ``sync_nodes``, with the engine "direct"."""
+    given = {"launcher": "mp", "sync": True, "transport": "direct", **options}
+    return DistributedCollector(create_env_fn, policy, **given)
+
+
+NODE_KINDS = [sync_nodes, async_nodes, direct_nodes]
 
 
 def factories(path: Path, fault: Any = None) -> list[Any]:
