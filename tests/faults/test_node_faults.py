@@ -36,6 +36,7 @@ from tests.fakes.node_runs import (
     async_nodes,
     births,
     came_by_themselves,
+    direct_nodes,
     factories,
     late,
     node_pids,
@@ -273,9 +274,9 @@ def test_a_node_whose_own_thread_hangs_says_so(tmp_path):
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 def test_a_node_that_cannot_be_started_again_says_so_until_it_can(tmp_path, on_failure):
-    """The main process has no descriptors for its launcher."""
+    """The main process has no descriptors for its launcher. (A lost process group would free enough of them.)"""
     path = tmp_path / "counts"
-    with sync_nodes(factories(path), frames_per_batch=T, on_failure=on_failure, seed=1) as collector:
+    with direct_nodes(factories(path), frames_per_batch=T, on_failure=on_failure, seed=1) as collector:
         batches = [collector.next().clone()]
         pid = node_pids()[0]
         with descriptors_left(3):

@@ -1,4 +1,4 @@
-"""Pairs of process groups, and the links over them: both ends are threads of this process, except where one is killed."""
+"""Pairs of process groups, and the links over them. Both ends are threads of this process, unless one is stopped."""
 
 from __future__ import annotations
 
@@ -68,6 +68,13 @@ def channels(stack: contextlib.ExitStack) -> list[SocketLink]:
     return made
 
 
+def linked(ends: list[SocketLink], large: int = LARGE) -> list[DistributedLink]:
+    """The links over both ends of a connection."""
+    main, node = ends
+    groups = Groups("gloo", large)
+    return both(lambda: DistributedLink(main, groups, main=True), lambda: DistributedLink(node, groups, main=False))
+
+
 @pytest.fixture
 def connected():
     with contextlib.ExitStack() as stack:
@@ -79,7 +86,9 @@ def ends():
     with contextlib.ExitStack() as stack:
         main, node = channels(stack)
         groups = Groups("gloo", LARGE)
-        links = both(lambda: DistributedLink(main, groups, main=True), lambda: DistributedLink(node, groups, main=False))
+        links = both(
+            lambda: DistributedLink(main, groups, main=True), lambda: DistributedLink(node, groups, main=False)
+        )
         for link in links:
             stack.callback(link.close)
         yield links
@@ -222,15 +231,13 @@ def test_a_stopped_process_in_the_middle_of_a_block_does_not_delay_closing(tmp_p
 
 def test_ports_are_those_of_the_link_and_end_with_it(connected):
     before, files, threads = listening(), open_files(), threading.active_count()
-    main, node = connected
-    groups = Groups("gloo", LARGE)
-    links = both(lambda: DistributedLink(main, groups, main=True), lambda: DistributedLink(node, groups, main=False))
+    links = linked(connected)
     opened = listening() - before
     assert opened
     assert {host for host, _ in opened} == {"0100007F"}, "loopback only, as the connection; and no store"
     for link in links:
         link.close()
-    del links, main, node
+    del links, link
     connected.clear()
     wait_until(lambda: open_files() <= files)
     assert listening() <= before
@@ -347,7 +354,9 @@ def test_a_backend_that_torch_lacks_is_refused_with_its_reason(backend):
     if getattr(dist, f"is_{backend}_available")():
         pytest.skip(f"this PyTorch has {backend}")
     name = backend.upper()
-    with pytest.raises(BadOption, match=f"backend='{backend}' .*torch {torch.__version__.replace('+', '.')} says: .*{name}"):
+    with pytest.raises(
+        BadOption, match=f"backend='{backend}' .*torch {torch.__version__.replace('+', '.')} says: .*{name}"
+    ):
         DistributedCollector(["CartPole-v1"], frames_per_batch=10, launcher="mp", backend=backend)
 
 
@@ -366,9 +375,7 @@ ENDS = """
     import numpy as np
     from tests.unit.test_process_groups import *
     stack = contextlib.ExitStack()
-    main, node = channels(stack)
-    groups = Groups("gloo", 1)
-    links = both(lambda: DistributedLink(main, groups, main=True), lambda: DistributedLink(node, groups, main=False))
+    links = linked(channels(stack), 1)
     memory, block = np.zeros(1 << 28, np.uint8), Block(np.ones(1 << 28, np.uint8))
     def run(call, *given):
         try:

@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import re
 import threading
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -255,8 +256,9 @@ def two_ways(channel: SocketLink, backend: str, *, main: bool) -> tuple[Way, Way
     store = LinkStore(channel)
     made: list[Way] = []
     try:
+        make = _maker(host, backend, 0 if main else 1)
         for root, prefix in enumerate(("down", "up")):
-            made.append(_way(_c10d.PrefixStore(prefix, store), host, backend, 0 if main else 1, root, made))
+            made.append(make(_c10d.PrefixStore(prefix, store), root))
         for root, way in enumerate(made):
             _prove(channel, way, root, sends=main == (root == 0))
         store.end()
@@ -268,24 +270,33 @@ def two_ways(channel: SocketLink, backend: str, *, main: bool) -> tuple[Way, Way
             say(channel, failed=reason)
         raise LinkLost(
             f"torch.distributed ({backend}) has not connected {host} with the other end: {reason} Each end "
-            f"listens at a free port of this address, which firewalls have to let through; transport='direct' needs "
-            f"only the port at which nodes join."
+            f"listens at a free port of the address of its connection, and firewalls have to let these through. "
+            f"(transport='direct' needs only the port at which nodes join.)"
         ) from error
     return (made[0], made[1]) if main else (made[1], made[0])
 
 
-def _way(store: Any, host: str, backend: str, rank: int, root: int, made: Sequence[Way]) -> Way:
+def _maker(host: str, backend: str, rank: int) -> Callable[[Any, int], Way]:
+    """Return a function that makes the way from the process of rank ``root``; it takes a store and ``root``."""
     check_backend(backend)
-    if backend == "gloo":
-        gloo = _c10d.ProcessGroupGloo
-        names = ("_devices", "_threads", "_timeout")
-        is_known = usable("torch", (gloo, ("_Options", "create_device"))) and usable("torch", (gloo._Options, names))
-        return GlooWay(store, rank, gloo.create_device(hostname=host) if is_known else None)
     timeout = timedelta(seconds=SET_UP_S)
+    if backend == "gloo":
+        device = _device(host)
+        return lambda store, root: GlooWay(store, rank, device)
     if backend == "nccl":
-        device = torch.device("cuda", torch.cuda.current_device())
-        return BufferedWay(_c10d.ProcessGroupNCCL(store, rank, 2, timeout), root, device)
-    return BufferedWay(_c10d.ProcessGroupUCC(store, rank, 2, timeout), root, torch.device("cpu"))
+        gpu = torch.device("cuda", torch.cuda.current_device())
+        return lambda store, root: BufferedWay(_c10d.ProcessGroupNCCL(store, rank, 2, timeout), root, gpu)
+    cpu = torch.device("cpu")
+    return lambda store, root: BufferedWay(_c10d.ProcessGroupUCC(store, rank, 2, timeout), root, cpu)
+
+
+def _device(host: str) -> Any:
+    """Gloo's thread and port at an address; None: gloo makes them, at the address of the host's name."""
+    gloo = _c10d.ProcessGroupGloo
+    names = ("_devices", "_threads", "_timeout")
+    if usable("torch", (gloo, ("_Options", "create_device"))) and usable("torch", (gloo._Options, names)):
+        return gloo.create_device(hostname=host)
+    return None
 
 
 def _prove(channel: SocketLink, way: Way, root: int, *, sends: bool) -> None:
@@ -311,13 +322,13 @@ def tensor_over(array: Array) -> torch.Tensor:
 
 def first_line(error: BaseException) -> str:
     """What an error of torch says, without the place in its source and its stack."""
-    lines: Iterable[str] = str(error).strip().splitlines() or [type(error).__name__]
-    text = next(iter(lines)).strip()
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    text = re.sub(r"^\[[^\]]*\] ", "", lines[0])
     return text if text.endswith((".", "!")) else f"{text}."
 
 
 @contextlib.contextmanager
-def _gloos_errors() -> Any:
+def _gloos_errors() -> Iterator[None]:
     """A context in which gloo's errors become errors of sockets."""
     try:
         yield
