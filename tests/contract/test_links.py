@@ -334,6 +334,13 @@ class TestLost:
         raised(lambda: link.send(b"more"))
         link.expect(1, np.zeros(3, np.uint8))  # does nothing
 
+    def test_by_closing_this_end_while_it_sends_to_a_node_that_does_not_read(self, nodes):
+        link = nodes("deaf").connecting()
+        link.receive()
+        tags = iter(range(1, 10_000))
+        threading.Timer(0.5, link.close).start()
+        raised(lambda: link.send(b"x", Block(np.zeros(5_000_000, np.uint8)), next(tags)))
+
     def test_and_then_no_expected_memory_is_written(self, nodes, tmp_path):
         link = nodes("sends_until_lost").connecting()
         size = 80_000_000
