@@ -193,7 +193,9 @@ def nodes() -> None:
 
 def nodes_with_large_batches() -> None:
     """They are in torch, in threads of gloo and of Muster, most of the time."""
-    in_background(muster.DistributedCollector, ["CartPole-v1"] * 2, launcher="mp", num_envs=512, frames_per_batch=1 << 16)
+    in_background(
+        muster.DistributedCollector, ["CartPole-v1"] * 2, launcher="mp", num_envs=512, frames_per_batch=1 << 17
+    )
 
 
 def policy_server() -> None:
