@@ -341,6 +341,23 @@ def test_buffers_of_a_closed_way_are_not_copied(buffered):
     assert not memory.any()
 
 
+class ClosedMeanwhile(BufferedWay):
+    """Closed when a block has arrived in its buffer."""
+
+    def _broadcast(self, buffer, within_s):
+        super()._broadcast(buffer, within_s)
+        self.abort()
+
+
+def test_a_block_that_has_arrived_in_its_buffer_is_not_copied_after_closing(buffered):
+    sender, receiver = buffered
+    closed = ClosedMeanwhile(receiver.group, 0, torch.device("cpu"))
+    memory = np.zeros(5000, np.uint8)
+    _, error = both(lambda: sender.send(np.ones(5000, np.uint8), 10.0), lambda: closed.receive(memory, 10.0))
+    assert isinstance(error, ConnectionError)
+    assert not memory.any()
+
+
 def test_buffers_that_do_not_come(buffered):
     _, receiver = buffered
     begin = time.monotonic()
@@ -366,6 +383,48 @@ def test_a_backend_that_does_not_exist_is_refused():
     with pytest.raises(BadOption, match="transport='ray': expected 'torch_distributed' or 'direct'"):
         DistributedCollector(["CartPole-v1"], frames_per_batch=10, launcher="mp", transport="ray")
     check_backend("gloo")
+
+
+# --- the default group ------------------------------------------------------------------------------------
+
+DEFAULT = """
+    import os, sys
+    import torch
+    import torch.distributed as dist
+    from muster import DistributedCollector
+    from tests.fakes.node_runs import all_blocks_in_groups
+
+    def init():
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", "0"
+        dist.init_process_group(backend="gloo", init_method="env://", rank=0, world_size=1)
+
+    if sys.argv[1] == "before":
+        init()
+    options = {"frames_per_batch": 20, "total_frames": -1, "sync": True, "launcher": "mp"}
+    with all_blocks_in_groups():
+        made = DistributedCollector(["CartPole-v1"] * 2, None, **options)
+    made.next()
+    assert made.stats().engine == "torch_distributed"
+    assert dist.is_initialized() == (sys.argv[1] == "before")
+    if sys.argv[1] == "later":
+        init()
+    total = torch.ones(())
+    dist.all_reduce(total, group=dist.new_group([0]))
+    assert (total, dist.get_world_size()) == (1, 1)
+    made.next()
+    dist.destroy_process_group()
+    made.next()
+    made.shutdown()
+    print("through")
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "later"])
+def test_a_default_group_of_the_programs_own(when):
+    command = [sys.executable, "-c", textwrap.dedent(DEFAULT), when]
+    run = subprocess.run(command, timeout=100, capture_output=True, text=True)
+    assert run.stdout == "through\n", run.stderr
+    assert run.returncode == 0
 
 
 # --- processes that end, and forks -----------------------------------------------------------------------
