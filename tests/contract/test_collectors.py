@@ -83,6 +83,7 @@ KINDS = [
     Kind("nodes-async", on_nodes.AsReady),
     Kind("nodes-sync-server", on_nodes.Together, options={"inference": "server"}),
     Kind("nodes-async-server", on_nodes.AsReady, options={"inference": "server"}),
+    Kind("direct-async", on_nodes.DirectAsReady),
     Kind("rpc-sync", on_nodes.RpcTogether),
     Kind("ray-sync", on_nodes.RayTogether, groups=2),  # an actor takes seconds to start
     Kind("ray-async", on_nodes.RayAsReady, groups=2),

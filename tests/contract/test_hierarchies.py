@@ -23,6 +23,7 @@ from muster.weights import (
     RPCWeightSyncScheme,
     SharedMemoryWeightSyncScheme,
 )
+from tests.fakes.node_runs import all_blocks_in_groups
 from tests.fakes.ray_cluster import cluster, needs_ray
 from tests.tools import assert_accounted, counting
 
@@ -30,8 +31,9 @@ PATIENCE = 60.0
 VERSION = ("collector", "policy_version")
 STEPS = 3  # of every environment in a batch
 needs_rpc = pytest.mark.skipif(not torch.distributed.rpc.is_available(), reason="this PyTorch has no RPC")
+TORCH_ENGINES = ("torch_distributed", "direct")  # of DistributedCollector
 ENGINES = [
-    "direct",
+    *TORCH_ENGINES,
     pytest.param("rpc", marks=[needs_rpc, pytest.mark.slow]),
     pytest.param("ray", marks=[needs_ray, pytest.mark.slow]),
     pytest.param("ray, direct", marks=[needs_ray, pytest.mark.slow]),
@@ -64,7 +66,7 @@ class Two(nn.Module):
 
 @contextlib.contextmanager
 def nodes(
-    policy: Any, *, workers: int = 2, frames: int = 0, engine: str = "direct", **options: Any
+    policy: Any, *, workers: int = 2, frames: int = 0, engine: str = "torch_distributed", **options: Any
 ) -> Iterator[DistributedCollector | RPCCollector | RayCollector]:
     """Two nodes on this machine, with two environments in each of their workers; single nodes' batches by default."""
     told: dict[str, Any] = {
@@ -75,13 +77,13 @@ def nodes(
         "track_policy_version": True,
     }
     make: Any = RPCCollector if engine == "rpc" else DistributedCollector
-    if engine in ("direct", "rpc"):
-        told["launcher"] = "mp"
+    if engine in (*TORCH_ENGINES, "rpc"):
+        told |= {"launcher": "mp", "transport": engine}
     else:
         cluster()
         make = RayCollector
         told |= {"transport": engine.rpartition(" ")[2], "remote_configs": {"num_cpus": 1, "memory": 2**28}}
-    with make([counting(5)] * 2, policy, **{**told, **options}) as collector:
+    with all_blocks_in_groups(), make([counting(5)] * 2, policy, **{**told, **options}) as collector:
         yield collector
 
 
@@ -123,7 +125,7 @@ def test_the_seeds_example(engine, cls):
     """
     policy = Actor(0.0)
     frames = 2 * STEPS * (2 if cls is MultiSyncCollector else 1)
-    schemes = {"direct": DistributedWeightSyncScheme, "rpc": RPCWeightSyncScheme}
+    schemes = {**dict.fromkeys(TORCH_ENGINES, DistributedWeightSyncScheme), "rpc": RPCWeightSyncScheme}
     scheme = {"policy": schemes.get(engine, RayWeightSyncScheme)()}
     options = {"collector_class": cls, "weight_sync_schemes": scheme, "total_frames": -1}
     with nodes(policy, engine=engine, frames=frames, **options) as collector:

@@ -38,6 +38,14 @@ def _direct(target: str, count: int = 1, deadline_s: float = SILENCE_S, **option
     return DirectCarrier(launcher=launcher, rendezvous=Rendezvous(count), deadline_s=deadline_s)
 
 
+def _torch(target: str, count: int = 1, deadline_s: float = SILENCE_S, **options: Any) -> Any:
+    from muster.cluster.distributed import TorchCarrier
+    from muster.cluster.launchers import MpLauncher
+    from muster.cluster.rendezvous import Rendezvous
+
+    return TorchCarrier(MpLauncher(target), Rendezvous(count), deadline_s, **options)
+
+
 def _ray(target: str, count: int = 1, deadline_s: float = SILENCE_S, *, cls: str = "RayCarrier") -> Any:
     from tests.fakes.ray_cluster import cluster
 
@@ -55,7 +63,11 @@ def _rpc(target: str, count: int = 1, deadline_s: float = SILENCE_S) -> Any:
     return RpcCarrier(MpLauncher(target), Rendezvous(count), deadline_s=deadline_s)
 
 
-KINDS: dict[str, Callable[..., Any]] = {"direct": _direct}
+KINDS: dict[str, Callable[..., Any]] = {
+    "direct": _direct,
+    "torch_distributed": _torch,
+    "torch_distributed, all blocks": functools.partial(_torch, large=1),
+}
 if torch.distributed.rpc.is_available():
     KINDS["rpc"] = _rpc
 if importlib.util.find_spec("ray") is not None:
@@ -338,6 +350,13 @@ class TestLost:
         raised(link.receive)
         raised(lambda: link.send(b"more"))
         link.expect(1, np.zeros(3, np.uint8))  # does nothing
+
+    def test_by_closing_this_end_while_it_sends_to_a_node_that_does_not_read(self, nodes):
+        link = nodes("deaf").connecting()
+        link.receive()
+        tags = iter(range(1, 10_000))
+        threading.Timer(0.5, link.close).start()
+        raised(lambda: link.send(b"x", Block(np.zeros(5_000_000, np.uint8)), next(tags)))
 
     def test_and_then_no_expected_memory_is_written(self, nodes, tmp_path):
         link = nodes("sends_until_lost").connecting()

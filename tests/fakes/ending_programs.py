@@ -191,6 +191,13 @@ def nodes() -> None:
     in_background(muster.DistributedCollector, ["CartPole-v1"] * 2, launcher="mp", on_failure="restart")
 
 
+def nodes_with_large_batches() -> None:
+    """They are in torch, in threads of gloo and of Muster, most of the time."""
+    in_background(
+        muster.DistributedCollector, ["CartPole-v1"] * 2, launcher="mp", num_envs=512, frames_per_batch=1 << 17
+    )
+
+
 def policy_server() -> None:
     """No client ever comes."""
     obs, act = gymnasium.spaces.Box(-1, 1, (4,)), gymnasium.spaces.Discrete(2)

@@ -17,6 +17,7 @@ import torch
 
 from muster import DistributedCollector, RPCCollector
 from muster.cluster import joining, node_main
+from muster.cluster.distributed import TorchCarrier
 from muster.cluster.launchers import MpLauncher
 from muster.cluster.link import Link, Received
 from muster.cluster.node_main import NodeMain
@@ -31,14 +32,28 @@ ROOT = Path(__file__).parents[2]
 MARK, JOINS = "MUSTER_TEST_MARK", "MUSTER_TEST_JOINS"  # environment variables of nodes
 
 
+@contextmanager
+def all_blocks_in_groups() -> Iterator[None]:
+    """Collectors that are made meanwhile send small blocks, too, through process groups of torch.distributed."""
+    defaults: Any = TorchCarrier.__init__.__kwdefaults__
+    before = defaults["large"]
+    defaults["large"] = 1
+    try:
+        yield
+    finally:
+        defaults["large"] = before
+
+
 def sync_nodes(create_env_fn: Any, policy: Any = None, **options: Any) -> DistributedCollector:
     """Two nodes of one worker each; a batch has the rollouts of both."""
-    return DistributedCollector(create_env_fn, policy, **{"launcher": "mp", "sync": True, **options})
+    with all_blocks_in_groups():
+        return DistributedCollector(create_env_fn, policy, **{"launcher": "mp", "sync": True, **options})
 
 
 def async_nodes(create_env_fn: Any, policy: Any = None, **options: Any) -> DistributedCollector:
     """The same; a batch has the rollout of one."""
-    return DistributedCollector(create_env_fn, policy, **{"launcher": "mp", "sync": False, **options})
+    with all_blocks_in_groups():
+        return DistributedCollector(create_env_fn, policy, **{"launcher": "mp", "sync": False, **options})
 
 
 def rpc_sync_nodes(create_env_fn: Any, policy: Any = None, **options: Any) -> RPCCollector:
@@ -51,10 +66,16 @@ def rpc_async_nodes(create_env_fn: Any, policy: Any = None, **options: Any) -> R
     return RPCCollector(create_env_fn, policy, **{"launcher": "mp", "sync": False, **options})
 
 
+def direct_nodes(create_env_fn: Any, policy: Any = None, **options: Any) -> DistributedCollector:
+    """As ``sync_nodes``, with the engine "direct"."""
+    given = {"launcher": "mp", "sync": True, "transport": "direct", **options}
+    return DistributedCollector(create_env_fn, policy, **given)
+
+
 HAS_RPC = torch.distributed.rpc.is_available()
 SYNC_KINDS = [sync_nodes, rpc_sync_nodes] if HAS_RPC else [sync_nodes]
 ASYNC_KINDS = [async_nodes, rpc_async_nodes] if HAS_RPC else [async_nodes]
-NODE_KINDS = [*SYNC_KINDS, *ASYNC_KINDS]
+NODE_KINDS = [*SYNC_KINDS, *ASYNC_KINDS, direct_nodes]
 
 
 def factories(path: Path, fault: Any = None) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from muster import DistributedCollector, RayCollector, RPCCollector
+from tests.fakes.node_runs import all_blocks_in_groups
 from tests.fakes.ray_cluster import cluster
 
 
@@ -28,10 +29,22 @@ class _AsReady:
         super().__init__(factories, policy, **{**self.always, **options})  # type: ignore[call-arg]
 
 
-class Together(_Together, DistributedCollector): ...
+class _InGroups(DistributedCollector):
+    """All blocks go through process groups."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        with all_blocks_in_groups():
+            super().__init__(*given, **options)
 
 
-class AsReady(_AsReady, DistributedCollector): ...
+class Together(_Together, _InGroups): ...
+
+
+class AsReady(_AsReady, _InGroups): ...
+
+
+class DirectAsReady(_AsReady, DistributedCollector):
+    always: ClassVar[dict[str, Any]] = {**_AsReady.always, "transport": "direct"}
 
 
 class RpcTogether(_Together, RPCCollector): ...
@@ -51,4 +64,4 @@ class RayAsReady(_AsReady, _OnRay): ...
 
 
 TOGETHER = (Together, RpcTogether, RayTogether)
-AS_READY = (AsReady, RayAsReady)
+AS_READY = (AsReady, DirectAsReady, RayAsReady)

@@ -12,12 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from muster.cluster.direct import DirectCarrier
+from muster.cluster.distributed import TorchCarrier
 from muster.cluster.launchers import Launcher
 from muster.cluster.link import Block, Link, LinkLost
 from muster.cluster.rendezvous import Rendezvous, write_token
@@ -45,16 +47,17 @@ def token(tmp_path):
     return path
 
 
-@pytest.fixture
-def serving(hosts, token):
+@pytest.fixture(params=["direct", "torch_distributed"])
+def serving(request, hosts, token):
     """Open a carrier for one node on the first machine; closed in the end."""
+    engines = {"direct": DirectCarrier, "torch_distributed": partial(TorchCarrier, large=1)}
     with contextlib.ExitStack() as stack:
 
         def open_(deadline_s: float = 2.0) -> Any:
             with hosts[0].entered():
                 rendezvous = Rendezvous(1, bind=hosts[0].address, token=token)
                 stack.callback(rendezvous.close)
-                carrier = DirectCarrier(launcher=Launcher(), rendezvous=rendezvous, deadline_s=deadline_s)
+                carrier = engines[request.param](Launcher(), rendezvous, deadline_s)
             stack.callback(carrier.close)
             return carrier
 

@@ -22,7 +22,14 @@ LONGEST_S = 40.0  # on a busy machine; threads get 5 s, and the end of an interp
 PROGRAMS = ["in_process/", "in_process/error", "in_process/exit", "in_process/interrupt"]
 PROGRAMS += ["completes_its_batch/exit", "threads/error", "served/exit", "policy_server/exit", "blocked_in_a_loop/"]
 ALONE = ["dropped/", "long_batch/error", "blocked_in_a_lock/exit", "recorded_and_watched/error", "threads_ahead/exit"]
-OTHERS = ["processes/error", "async_process/interrupt", "served/", "nodes/error", "evaluator/"]
+OTHERS = [
+    "processes/error",
+    "async_process/interrupt",
+    "served/",
+    "nodes/error",
+    "nodes_with_large_batches/exit",
+    "evaluator/",
+]
 
 
 @pytest.mark.timeout(500)

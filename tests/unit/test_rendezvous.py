@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -371,7 +372,7 @@ class TestWaitingNodes:
 
 
 class TestBackends:
-    @pytest.mark.parametrize("kind", [DistributedCollector, RPCCollector])
+    @pytest.mark.parametrize("kind", [partial(DistributedCollector, transport="direct"), RPCCollector])
     @pytest.mark.parametrize("backend", ["ucc", "mpi", "nccl"])
     def test_that_have_not_run(self, kind, backend):
         with pytest.raises(

@@ -111,6 +111,7 @@ def test_a_batch_has_a_row_per_node_with_one_worker_after_another() -> None:
     seen: list[TensorDict] = []
     with ours.DistributedCollector([env_maker()] * 2, linear(), **options) as collector:
         batches = list(collector)
+        assert collector.stats().engine == "torch_distributed"
     for batch, shown in zip(batches, seen, strict=True):
         assert batch.shape == (2, 10)
         assert batch.names == [None, "time"]

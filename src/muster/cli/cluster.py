@@ -193,11 +193,11 @@ def cluster(_: ClusterCommand) -> int:
     alone = "" if shutil.which("srun") else "; without SLURM, jobs are processes of this machine"
 
     rows = [
-        ("mp", "nodes are processes of this machine; engine: direct"),
+        ("mp", "nodes are processes of this machine; engine: torch_distributed"),
         ("", "muster collect ENV --frames N --backend mp --nodes 2"),
-        ("torchrun", "the first rank collects, the others are nodes; engine: direct"),
+        ("torchrun", "the first rank collects, the others are nodes; engine: torch_distributed"),
         ("", "torchrun --nproc-per-node=3 -m muster collect ENV --frames N --backend torchrun"),
-        ("manual", "nodes are started by you, anywhere; engine: direct"),
+        ("manual", "nodes are started by you, anywhere; engine: torch_distributed"),
         ("", "muster collect ENV --frames N --backend manual --nodes 2 --bind HOST:PORT"),
         ("", "muster node HOST:PORT"),
         (
@@ -207,7 +207,7 @@ def cluster(_: ClusterCommand) -> int:
         ("", "muster collect ENV --frames N --backend ray --address auto --nodes 2" if ray else ""),
         (
             "slurm",
-            f"submitit {submitit}{alone}; engine: direct"
+            f"submitit {submitit}{alone}; engine: torch_distributed"
             if submitit
             else "not installed: pip install 'muster-rl[slurm]'",
         ),

@@ -15,7 +15,7 @@ class Carrier(ABC):
     """Connects the nodes of a collector.
 
     Attributes:
-        engine: what carries messages and blocks, for ``stats()`` and messages to the user: "ray", "direct", ...
+        engine: what carries messages and blocks, for ``stats()`` and messages to the user; see ``link.py``.
         name: the family of collectors whose ``weight_sync_schemes`` fit.
     """
 

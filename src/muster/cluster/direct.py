@@ -10,7 +10,7 @@ import time
 
 from muster.cluster.carrier import JOIN_POLL_S, Carrier
 from muster.cluster.launchers import Launcher, Started
-from muster.cluster.link import LinkLost, NotJoined
+from muster.cluster.link import Link, LinkLost, NotJoined
 from muster.cluster.rendezvous import Rendezvous
 from muster.cluster.socket_link import SocketLink
 
@@ -39,7 +39,11 @@ class DirectCarrier(Carrier):
     def address(self) -> str:
         return self.rendezvous.address
 
-    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> SocketLink:
+    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> Link:
+        return self._joined(node, epoch, within_s, given_up)
+
+    def _joined(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> SocketLink:
+        """Start a node, and wait until it has joined; see ``connect``."""
         if self._closed:
             raise LinkLost(f"Node {node} is not started: the collector is closed.")
         deadline = time.monotonic() + within_s

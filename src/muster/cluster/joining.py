@@ -6,9 +6,10 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
+from typing import TYPE_CHECKING, Any
 
 from muster.cluster.link import AGENT, Link, LinkLost, WrongToken
 from muster.cluster.rendezvous import ANSWER_S, POLL_S, hear, read_token, say
@@ -19,6 +20,9 @@ from muster.utils.addresses import host_and_port
 from muster.utils.attributes import named
 from muster.workers.channel import Channel
 from muster.workers.launch import fork_server_here
+
+if TYPE_CHECKING:
+    from muster.cluster.distributed_link import DistributedLink
 
 
 def run_node(
@@ -75,19 +79,26 @@ class Membership:
     """A session that the node has joined. The caller closes ``channel``, which goes to the main process.
 
     Attributes:
-        host: the address of this end of ``channel``.
+        groups: of ``distributed_link.Groups``, if the engine has any.
     """
 
     node: int
     epoch: int
     deadline_s: float
     channel: SocketLink
-    engine: str = "direct"
-    host: str = "127.0.0.1"
+    engine: str
+    groups: Mapping[str, Any] | None
 
 
 def _over_channel(membership: Membership) -> contextlib.closing[SocketLink]:
     return contextlib.closing(membership.channel)
+
+
+def _over_groups(membership: Membership) -> contextlib.closing[DistributedLink]:
+    from muster.cluster.distributed_link import DistributedLink, Groups
+
+    assert membership.groups is not None
+    return contextlib.closing(DistributedLink(membership.channel, Groups(**membership.groups), main=False))
 
 
 def _over_rpc(membership: Membership) -> contextlib.AbstractContextManager[Link]:
@@ -98,6 +109,7 @@ def _over_rpc(membership: Membership) -> contextlib.AbstractContextManager[Link]
 
 ENDS: dict[str, Callable[[Membership], contextlib.AbstractContextManager[Link]]] = {
     "direct": _over_channel,
+    "torch_distributed": _over_groups,
     "rpc": _over_rpc,
 }  # by engine: a context with the node's end of the link
 
@@ -149,10 +161,8 @@ class Member:
                 with contextlib.ExitStack() as failed:
                     failed.callback(channel.close)
                     self._met, reached = True, time.monotonic()
-                    host = connection.getsockname()[0]
-                    while (found := self._ask(channel, host)) is None:
+                    while (found := self._ask(channel)) is None:
                         reached = time.monotonic()
-                    channel.deadline_s = found.deadline_s
                     failed.pop_all()
                     return found
             except WrongToken:
@@ -168,7 +178,7 @@ class Member:
                 raise LinkLost(f"The main process at {host}:{port} could not be reached for {limit:g} s.")
             pause.wait(POLL_S)
 
-    def _ask(self, channel: SocketLink, host: str) -> Membership | None:
+    def _ask(self, channel: SocketLink) -> Membership | None:
         say(channel, node=self._node)
         told = hear(channel)
         if self._node is not None and self._node >= told["count"]:
@@ -176,4 +186,5 @@ class Member:
         if told["node"] is None:
             return None
         say(channel, accepted=True)
-        return Membership(told["node"], told["epoch"], told["deadline_s"], channel, told["engine"], host)
+        channel.deadline_s = told["deadline_s"]
+        return Membership(told["node"], told["epoch"], told["deadline_s"], channel, told["engine"], told["groups"])

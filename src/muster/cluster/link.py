@@ -13,13 +13,15 @@ sent in an earlier session is received in a later one.
 
 An engine is a ``Carrier``, which starts nodes and gives a link for each session, and the two ends of that link:
 
-========  =================================================  ===============================
-engine    what carries messages and blocks                   files
-========  =================================================  ===============================
-"ray"     calls of an actor, and Ray's object store          ``ray_link.py``, ``ray_nodes.py``
-"rpc"     calls of torch RPC                                 ``rpc_link.py``, ``rpc_nodes.py``
-"direct"  one TCP connection per node, with a token of ours  ``socket_link.py``, ``direct.py``
-========  =================================================  ===============================
+===================  ===================================================  ===========================================
+engine               what carries messages and blocks                     files
+===================  ===================================================  ===========================================
+"ray"                calls of an actor, and Ray's object store            ``ray_link.py``, ``ray_nodes.py``
+"torch_distributed"  large blocks: process groups of torch.distributed;   ``distributed_link.py``,
+                     the rest as with "direct"                            ``process_groups.py``, ``distributed.py``
+"rpc"                calls of torch RPC                                   ``rpc_link.py``, ``rpc_nodes.py``
+"direct"             one TCP connection per node, with a token of ours    ``socket_link.py``, ``direct.py``
+===================  ===================================================  ===========================================
 
 ``tests/contract/test_links.py`` holds all engines to what is said here.
 """

@@ -156,7 +156,7 @@ class RayDirectCarrier(DirectCarrier):
             raise
 
     def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> SocketLink:
-        link = super().connect(node, epoch, within_s, given_up)
+        link = self._joined(node, epoch, within_s, given_up)
         actor = self._started.get(node)
         if isinstance(actor, NodeActor):  # else it was ended meanwhile
             actor.ended()  # from now on it is known where it runs

@@ -8,7 +8,7 @@ token can delay nodes that join, by more connections than ``STRANGERS`` in every
 ::
 
     node -> main   {"node": number or null}                  the number that it wants
-    main -> node   {"count", "deadline_s", "engine",
+    main -> node   {"count", "deadline_s", "engine", "groups",
                     "node", "epoch"}                         an offer; "node" is null if there is none yet
     node -> main   {"accepted": true}                        afterwards the connection is the session's
 """
@@ -25,6 +25,7 @@ import socket
 import stat
 import threading
 import time
+from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ class Rendezvous:
         token: the secret.
         deadline_s: of the links of sessions, at both ends; set by the carrier.
         engine: of the carrier, which sets it.
+        groups: of the sessions' process groups, see ``distributed_link.Groups``; None: they have none. Set by the
+            carrier.
 
     Raises:
         BadOption: the port does not exist or is taken, ``bind`` is not an address of this machine, or other machines
@@ -75,6 +78,7 @@ class Rendezvous:
 
     deadline_s = ANSWER_S
     engine = "direct"
+    groups: Mapping[str, Any] | None = None
 
     def __init__(
         self,
@@ -230,7 +234,12 @@ class Rendezvous:
         """Offer free numbers until one is accepted; False: the offer was withdrawn meanwhile."""
         while True:
             found = self._claim(hear(channel)["node"])
-            told = {"count": self.count, "deadline_s": self.deadline_s, "engine": self.engine}
+            told = {
+                "count": self.count,
+                "deadline_s": self.deadline_s,
+                "engine": self.engine,
+                "groups": self.groups,
+            }
             node, epoch = found or (None, None)
             try:
                 say(channel, **told, node=node, epoch=epoch)

@@ -85,8 +85,8 @@ class RpcCarrier(DirectCarrier):
             raise
         self._agent = self._lease.agent
 
-    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> RpcEnd:  # type: ignore[override]
-        channel = super().connect(node, epoch, within_s, given_up)
+    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> RpcEnd:
+        channel = self._joined(node, epoch, within_s, given_up)
         with contextlib.closing(channel):
             try:
                 return self._met(channel, node)
@@ -253,7 +253,7 @@ def joined(membership: Membership) -> Iterator[Link]:
         opened.callback(channel.close)
         told = hear(channel)
         try:
-            lease = _lease(told, membership.host)
+            lease = _lease(told, channel.host)
         except BadOption as refused:
             say(channel, refused=str(refused))
             raise

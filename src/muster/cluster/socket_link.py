@@ -38,7 +38,7 @@ from muster.memory.specs import Array
 LONGEST = 1 << 16  # bytes of a message before authentication; blocks are refused
 LONGEST_KNOWN = 1 << 40  # a peer that announces more speaks another protocol
 PART = 64 << 20  # bytes
-MAGIC = b"muster-3"
+MAGIC = b"muster-4"
 NONCE_BYTES = 32
 MAC_BYTES = 32
 _HEADER = struct.Struct("<QQQ")
@@ -97,6 +97,33 @@ class SocketLink(Link):
             if not self._cause:
                 self._expected[tag] = memory
 
+    @property
+    def host(self) -> str:
+        """The address of this end."""
+        name = self._socket.getsockname()
+        return str(name[0]) if isinstance(name, tuple) else "127.0.0.1"
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a thread sends or receives."""
+        return self._users > 0
+
+    def claim(self, tag: int, size: int) -> Array | None:
+        """The memory that is expected for a block which arrives in another way; None: there is none.
+
+        Raises:
+            LinkLost: it has not so many bytes.
+        """
+        with self._lock:
+            memory = self._expected.pop(tag, None)
+        if memory is not None and memory.size != size:
+            raise LinkLost(f"Block {tag} has {size} bytes where {memory.size} were expected.")
+        return memory
+
+    def derived(self, purpose: bytes) -> bytes:
+        """32 bytes that only the two ends of this session can know."""
+        return _hmac(self._key, b"derived", purpose)
+
     def receive(self) -> Received:
         got = self._read()
         mac, message = got.message[:MAC_BYTES], got.message[MAC_BYTES:]
@@ -150,8 +177,8 @@ class SocketLink(Link):
     def _write(self, message: bytes, array: Array | None = None, tag: int = 0) -> None:
         array = np.empty(0, np.uint8) if array is None else array
         parts = [memoryview(_HEADER.pack(len(message), tag, array.size) + message), array.data]
-        deadline = time.monotonic() + self._allowed_s(len(message) + array.size)
-        with self._used("read"):
+        deadline = time.monotonic() + self.allowed_s(len(message) + array.size)
+        with self.used("read"):
             while parts := [part for part in parts if part.nbytes]:
                 try:
                     sent = self._socket.sendmsg(parts)
@@ -163,22 +190,19 @@ class SocketLink(Link):
                     sent -= part.nbytes - parts[number].nbytes
 
     def _read(self) -> Received:
-        with self._used("said anything"):
+        with self.used("said anything"):
             header = np.empty(_HEADER.size, np.uint8)
             self._fill(header, time.monotonic() + self.deadline_s)
             length, tag, size = _HEADER.unpack_from(header.data)
             if max(length, size) > self._longest or (size and self._longest == LONGEST):
                 raise LinkLost(f"The other end announced a message of {length} and a block of {size} bytes.")
-            deadline = time.monotonic() + self._allowed_s(length + size)
+            deadline = time.monotonic() + self.allowed_s(length + size)
             message = self._filled(length, deadline).tobytes()
             if not tag:
                 return Received(message)
-            with self._lock:
-                block = self._expected.pop(tag, None)
+            block = self.claim(tag, size)
             if block is None:
                 block = self._filled(size, deadline)
-            elif block.size != size:
-                raise LinkLost(f"Block {tag} has {size} bytes where {block.size} were expected.")
             else:
                 self._fill(block, deadline)
             return Received(message, tag, block)
@@ -216,7 +240,7 @@ class SocketLink(Link):
         if not poller.poll(1000 * max(0.0, deadline - time.monotonic())):
             raise TimeoutError
 
-    def _allowed_s(self, nbytes: int) -> float:
+    def allowed_s(self, nbytes: int) -> float:
         """Seconds that so many bytes may take."""
         return self.deadline_s + nbytes / SLOWEST
 
@@ -232,8 +256,12 @@ class SocketLink(Link):
                 self._socket.close()
 
     @contextlib.contextmanager
-    def _used(self, late: str) -> Iterator[None]:
-        """A context for a thread that uses the socket. Errors close the link, and are raised as ``LinkLost``."""
+    def used(self, late: str) -> Iterator[None]:
+        """A context for a thread that sends or receives. Errors close the link, and are raised as ``LinkLost``.
+
+        Args:
+            late: what the other end has not done in time, if it is a TimeoutError.
+        """
         with self._lock:
             if self._cause:
                 raise self._lost(self._cause)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.distributed import rpc
@@ -25,6 +25,10 @@ from muster.errors import BadOption
 from muster.utils.addresses import is_loopback
 from muster.utils.attributes import optional
 from muster.workers.config import timeout_of
+
+if TYPE_CHECKING:
+    from muster.cluster.launchers import Launcher
+    from muster.cluster.rendezvous import Rendezvous
 
 
 class ClusterCollector(MultiCollector):
@@ -75,13 +79,17 @@ class ClusterCollector(MultiCollector):
             self.update_policy_weights_(worker_ids=due)
 
 
+def check_transport(given: str, *known: str) -> None:
+    """Raise BadOption unless the transport is one of these."""
+    if given not in known:
+        raise BadOption(f"transport={given!r}: expected {' or '.join(map(repr, known))}")
+
+
 @dataclass(frozen=True, kw_only=True)
-class DistributedOptions(ClusterOptions):
-    """Checked options of ``DistributedCollector``.
+class JoiningOptions(ClusterOptions):
+    """Checked options of collectors whose nodes join at an address of this process.
 
     Attributes:
-        backend: only "gloo" is supported: data goes through the hosts' memory. PyTorch's other backends ("nccl", "ucc",
-            "mpi") are refused, because they have not been tested.
         launcher: how nodes are started. "mp": as processes of this machine. "submitit": as SLURM jobs.
             "submitit_delayed": as jobs of ``submitit_delayed_launcher``. "torchrun": by torchrun; all other ranks call
             ``run_node()``. "manual": by you, with ``muster node``. Or a ``Launcher`` (``muster.cluster.launchers``).
@@ -99,20 +107,48 @@ class DistributedOptions(ClusterOptions):
     bind: str = "127.0.0.1"
     token: Any = None
 
-    def carrier(self, nodes: int, workers: int, deadline_s: float) -> Carrier:
-        from muster.cluster.direct import DirectCarrier
-        from muster.cluster.launchers import check_backend, launcher_for
+    def joining(self, nodes: int, workers: int) -> tuple[Launcher, Rendezvous]:
+        """Return what starts so many nodes, with so many workers each, and where they join."""
+        from muster.cluster.launchers import launcher_for
         from muster.cluster.rendezvous import Rendezvous
 
-        check_backend(self.backend)
-        told = {"slurm_kwargs": self.slurm_kwargs, "bind": self.bind, "token": self.token}
-        launcher = launcher_for(self.launcher, **told, workers=workers)
-        rendezvous = Rendezvous(nodes, bind=self.bind, tcp_port=self.tcp_port or 0, token=self.token)
-        return DirectCarrier(launcher, rendezvous, deadline_s)
+        launcher = launcher_for(
+            self.launcher, slurm_kwargs=self.slurm_kwargs, bind=self.bind, token=self.token, workers=workers
+        )
+        return launcher, Rendezvous(nodes, bind=self.bind, tcp_port=self.tcp_port or 0, token=self.token)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedOptions(JoiningOptions):
+    """Checked options of ``DistributedCollector``.
+
+    Attributes:
+        transport: what carries rollouts, weights and policies. "torch_distributed": process groups of
+            torch.distributed, which belong to Muster; the default group is neither used nor made. "direct": the TCP
+            connection through which a node has joined.
+        backend: of the process groups. "gloo": through the hosts' memory. "nccl", "ucc": through buffers on the current
+            GPU, or of UCC, of each process. A backend that this PyTorch does not have is refused, and so is "mpi",
+            whose ranks are fixed by mpirun.
+    """
+
+    transport: Literal["torch_distributed", "direct"] = "torch_distributed"
+
+    def carrier(self, nodes: int, workers: int, deadline_s: float) -> Carrier:
+        from muster.cluster.direct import DirectCarrier
+        from muster.cluster.distributed import TorchCarrier
+        from muster.cluster.launchers import check_backend
+        from muster.cluster.process_groups import check_backend as check_groups
+
+        check_transport(self.transport, "torch_distributed", "direct")
+        if self.transport == "direct":
+            check_backend(self.backend)
+            return DirectCarrier(*self.joining(nodes, workers), deadline_s)
+        check_groups(self.backend)
+        return TorchCarrier(*self.joining(nodes, workers), deadline_s, backend=self.backend)
 
 
 class DistributedCollector(ClusterCollector):
-    """Collects on nodes with one TCP connection per node, where TorchRL uses process groups of torch.distributed.
+    """Collects on nodes whose rollouts and weights go through process groups of torch.distributed.
 
     ::
 
@@ -131,7 +167,7 @@ class DistributedCollector(ClusterCollector):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RPCOptions(DistributedOptions):
+class RPCOptions(JoiningOptions):
     """Checked options of ``RPCCollector``.
 
     Attributes:
@@ -151,30 +187,26 @@ class RPCOptions(DistributedOptions):
     trust_network: bool = False
 
     def carrier(self, nodes: int, workers: int, deadline_s: float) -> Carrier:
+        from muster.cluster.direct import DirectCarrier
+        from muster.cluster.launchers import check_backend
+
         devices = _checked_devices(self.visible_devices, nodes)
         _check_tensorpipe(dict(self.tensorpipe_options or {}))
+        check_transport(self.transport, "rpc", "direct")
+        check_backend(self.backend)
         if self.transport == "direct":
-            return super().carrier(nodes, workers, deadline_s)
-        if self.transport != "rpc":
-            raise BadOption(f"transport={self.transport!r}: expected 'rpc' or 'direct'")
+            return DirectCarrier(*self.joining(nodes, workers), deadline_s)
         if not (torch.distributed.is_available() and rpc.is_available()):
             raise BadOption("transport='rpc': this PyTorch was built without RPC. Pass transport='direct'")
-        from muster.cluster.launchers import check_backend, launcher_for
-        from muster.cluster.rendezvous import Rendezvous
         from muster.cluster.rpc_agent import check_torch, users_agent
         from muster.cluster.rpc_nodes import RpcCarrier, UsersCarrier
 
-        check_backend(self.backend)
         check_torch()
         if users_agent() is not None:
             return UsersCarrier(deadline_s=deadline_s)
         _check_trust(self.bind, self.trust_network)
-        told = {"slurm_kwargs": self.slurm_kwargs, "bind": self.bind, "token": self.token}
-        launcher = launcher_for(self.launcher, **told, workers=workers)
-        rendezvous = Rendezvous(nodes, bind=self.bind, tcp_port=self.tcp_port or 0, token=self.token)
         return RpcCarrier(
-            launcher,
-            rendezvous,
+            *self.joining(nodes, workers),
             devices=devices,
             options=self.tensorpipe_options,
             trust_network=self.trust_network,
@@ -280,8 +312,7 @@ class RayOptions(ClusterOptions):
             from muster.cluster.ray_nodes import RayCarrier, RayDirectCarrier
 
         carriers: dict[str, type[Carrier]] = {"ray": RayCarrier, "direct": RayDirectCarrier}
-        if self.transport not in carriers:
-            raise BadOption(f"transport={self.transport!r}: expected {' or '.join(map(repr, carriers))}")
+        check_transport(self.transport, *carriers)
         config, remote = self.ray_init_config, self.remote_configs
         make: Any = carriers[self.transport]
         carrier: Carrier = make(nodes, ray_init_config=config, remote_configs=remote, deadline_s=deadline_s)

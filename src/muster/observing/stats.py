@@ -96,8 +96,8 @@ class CollectorStats:
         workers: statistics of each worker; empty for a collector in its own process.
         inference: statistics of the server of ``inference="server"``.
         ended_by: type and message of the error that ended the background thread of ``start()``; else empty.
-        engine: what carries requests, rollouts and weights between this process and its nodes: "ray", "direct", ...;
-            empty without nodes.
+        engine: what carries rollouts and weights between this process and its nodes: "ray", "torch_distributed",
+            "direct"; empty without nodes.
     """
 
     frames: int
