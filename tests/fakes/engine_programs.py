@@ -21,9 +21,9 @@ from muster import DistributedCollector, MultiSyncCollector, RayCollector, RPCCo
 from muster.testing import CountingEnv
 
 NODES = 2
-BATCHES = 4
-ROWS = 32  # of each node in a batch
-WIDTH = 4_000  # numbers of an observation: a rollout and the weights are large blocks
+BATCHES = 3
+ROWS = 64  # of each node in a batch
+WIDTH = 20_000  # numbers of an observation: a rollout is a large block for each engine
 
 
 class Wide(gymnasium.ObservationWrapper[Any, Any, Any]):
@@ -48,9 +48,10 @@ def collector(engine: str, address: str, policy: Any) -> Any:
             [Wide] * NODES, policy, ray_init_config=told, remote_configs={"num_cpus": 1, "memory": 2**28}, **options
         )
     bind, _, port = address.partition(":")
-    cls = RPCCollector if engine == "rpc" else DistributedCollector
-    told = {"trust_network": True} if engine == "rpc" else {}
-    return cls([Wide] * NODES, policy, launcher="manual", bind=bind, tcp_port=int(port), **told, **options)
+    options |= {"transport": engine, "launcher": "manual", "bind": bind, "tcp_port": int(port)}
+    if engine == "rpc":
+        return RPCCollector([Wide] * NODES, policy, trust_network=True, **options)
+    return DistributedCollector([Wide] * NODES, policy, **options)
 
 
 def run(engine: str, address: str) -> dict[str, Any]:

@@ -37,6 +37,7 @@ ROOT = Path(__file__).parents[2]
 LONGEST_S = 300.0  # of a program, on a busy machine
 SLOW = {"delay_s": 0.01, "loss": 0.005}
 JOIN_PORT = 29600
+FREE_PORTS = 20000, 20199
 RAY_PORT = 6379
 RAY_PORTS = {
     "node-manager-port": 10011,
@@ -162,11 +163,15 @@ def test_the_script_for_slurm_runs_ray_on_all_machines(machines):
     assert not list(machines.folder.glob("ray-token-*"))
 
 
-@pytest.mark.parametrize("engine", ["direct"])
-def test_other_engines_need_no_port_but_those_that_are_named(machines, engine):
-    """``direct``: only the one where nodes join."""
+@pytest.mark.parametrize("engine", ["direct", "torch_distributed", "rpc"])
+def test_other_engines_need_the_port_where_nodes_join_and_some_need_free_ones(machines, engine):
     main, other = machines.main, machines.other
-    other.cable(**SLOW, opened=str(JOIN_PORT))
+    opened = str(JOIN_PORT)
+    if engine != "direct":
+        opened += f",{FREE_PORTS[0]}-{FREE_PORTS[1]}"
+        main.give_out_ports(*FREE_PORTS)
+        other.give_out_ports(*FREE_PORTS)
+    other.cable(**SLOW, opened=opened)
     address = f"{main.address}:{JOIN_PORT}"
     for node in range(NODES):
         machines.starts(other, f"node-{node}", "-m", "muster", "node", address)
