@@ -18,7 +18,7 @@ What it costs: per rollout of a node one call of the main process, which for sma
 Two copies of a large block, into the store and out of it, and one more between the stores of two machines.
 
 What it trusts: Ray. A process that can connect to the cluster can call the actor, and run code in it. Ray's token and
-TLS settings say which can (docs/clusters.md). Muster listens at no port.
+TLS settings say which can (docs/engines.md). Muster listens at no port.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ What it costs: two calls per rollout of a node, and one copy of a block, besides
 it.
 
 What it trusts: every process that can connect to the agent of this process or of a node, because torch RPC calls any
-function for it, without authentication and encryption (docs/clusters.md).
+function for it, without authentication and encryption (docs/engines.md).
 """
 
 from __future__ import annotations
