@@ -364,5 +364,5 @@ def test_nothing_is_left_of_agents(nodes):
         link.close()
         carrier.close()
     assert not torch._C._distributed_rpc._is_current_rpc_agent_set()
-    wait_until(lambda: threading.active_count() == before[0])
+    wait_until(lambda: threading.active_count() <= before[0])  # threads that other tests have left may end
     assert listening(os.getpid()) == before[1]

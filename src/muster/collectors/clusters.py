@@ -175,6 +175,7 @@ class RPCOptions(JoiningOptions):
             with ``DistributedCollector``.
         visible_devices: one device per node: the number of a GPU, "cuda:1", "cpu" or None. Where this process has a
             GPU, calls carry tensors between its current one and that of the node. Batches go through the hosts' memory.
+        backend: "gloo", as in TorchRL, where a process group goes with RPC. None is made here; others are refused.
         tensorpipe_options: keyword arguments of ``torch.distributed.rpc.TensorPipeRpcBackendOptions``, for the agents
             of this process and of all nodes. If you have called ``init_rpc``, your agent has its own.
         trust_network: let torch RPC listen at a ``bind`` that other machines can reach. Every process that reaches it
