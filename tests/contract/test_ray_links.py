@@ -79,7 +79,7 @@ class TestJoining:
     def test_says_where_nodes_are(self, nodes):
         carrier = nodes("introduced", count=2)
         pids = [connected(carrier, node).receive().message.split()[1].decode() for node in range(2)]
-        states = [carrier._started[node].state.split() for node in range(2)]
+        states = [carrier._started.get(node).state.split() for node in range(2)]
         assert [words[-1] for words in states] == pids
         assert states[0][4] != states[1][4]  # spread over the machines
 

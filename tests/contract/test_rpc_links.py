@@ -124,11 +124,11 @@ class TestMembers:
         assert rpc_link.deliver(("here", True), 4, b"later", 0, None).value() == rpc_link.GONE
 
     def test_a_node_that_reads_nothing_is_sent_only_some_messages(self, nodes):
-        from muster.cluster import rpc_link
+        from muster.cluster import end
 
         link = connected(nodes("deaf", deadline_s=3.0))
         link.receive()
-        for _ in range(rpc_link.WAITING):
+        for _ in range(end.WAITING):
             link.send(b"small")
         begin = time.monotonic()
         with pytest.raises(LinkLost, match="has not read for 3 s"):

@@ -9,7 +9,7 @@ import threading
 import time
 
 from muster.cluster.carrier import JOIN_POLL_S, Carrier
-from muster.cluster.launchers import Launcher, Started
+from muster.cluster.launchers import Launcher, StartedNodes
 from muster.cluster.link import Link, LinkLost, NotJoined
 from muster.cluster.rendezvous import Rendezvous
 from muster.cluster.socket_link import SocketLink
@@ -30,9 +30,7 @@ class DirectCarrier(Carrier):
     def __init__(self, launcher: Launcher, rendezvous: Rendezvous, deadline_s: float = 15.0) -> None:
         self._launcher = launcher
         self.rendezvous = rendezvous
-        self._started: dict[int, Started] = {}
-        self._lock = threading.Lock()
-        self._closed = False
+        self._started = StartedNodes()
         rendezvous.deadline_s = deadline_s
 
     @property
@@ -44,13 +42,13 @@ class DirectCarrier(Carrier):
 
     def _joined(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> SocketLink:
         """Start a node, and wait until it has joined; see ``connect``."""
-        if self._closed:
+        if self._started.is_closed:
             raise LinkLost(f"Node {node} is not started: the collector is closed.")
         deadline = time.monotonic() + within_s
         self._end(node)
         self.rendezvous.admit(node, epoch)
         try:
-            self._start(node, epoch)
+            self._started.add(node, self._launcher.start(node, epoch, self.rendezvous))
             return self._wait(node, epoch, deadline, within_s, given_up)
         except BaseException:
             self.rendezvous.withdraw(node)
@@ -58,33 +56,16 @@ class DirectCarrier(Carrier):
             raise
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            nodes = list(self._started)
-        for node in nodes:
+        for node in self._started.close():
             self._end(node)
         self._launcher.close()
         self.rendezvous.close()
 
-    def _start(self, node: int, epoch: int) -> None:
-        started = self._launcher.start(node, epoch, self.rendezvous)
-        with self._lock:
-            if started is not None:
-                self._started[node] = started
-            closed = self._closed
-        if closed:  # meanwhile
-            self._end(node)
-            raise LinkLost(f"Node {node} was given up: the collector is closed.")
-
     def _end(self, node: int) -> None:
-        with self._lock:
-            started = self._started.pop(node, None)
-        if started is not None:
-            started.end()
+        self._started.end(node)
 
     def _wait(self, node: int, epoch: int, deadline: float, within_s: float, given_up: threading.Event) -> SocketLink:
-        with self._lock:
-            started = self._started.get(node)
+        started = self._started.get(node)
         while (link := self.rendezvous.joined(node, epoch, JOIN_POLL_S)) is None:
             if given_up.is_set():
                 raise LinkLost(f"Node {node} was given up before it had joined.")

@@ -10,6 +10,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,20 @@ import numpy as np
 
 from muster.cluster.link import SLOWEST, Link, LinkLost, Received
 from muster.memory.specs import Array
+
+WAITING = 16  # messages that the other end has not read, before the sender waits
+WAITING_BYTES = 64 << 20  # of blocks that the other end has not read, before the sender waits
+
+
+def has_room(unread: Collection[int], size: int) -> bool:
+    """Whether a message may be sent.
+
+    Args:
+        unread: bytes of the blocks of messages that the other end has not read.
+        size: bytes of the message's block.
+    """
+    waiting = sum(unread)
+    return len(unread) < WAITING and (not waiting or waiting + size <= WAITING_BYTES)
 
 
 @dataclass(eq=False)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from muster.cluster.link import AGENT
+from muster.cluster.link import AGENT, LinkLost
 from muster.cluster.rendezvous import Rendezvous, read_token
 from muster.errors import BadOption
 from muster.workers.channel import Channel
@@ -28,6 +29,47 @@ class Started(Protocol):
 
     def end(self) -> None:
         """End it and all its child processes, by force if necessary. May be called again."""
+
+
+class StartedNodes:
+    """What a carrier has started, by number of the node. Threads of several nodes use it at the same time."""
+
+    def __init__(self) -> None:
+        self._started: dict[int, Started] = {}
+        self._lock = threading.Lock()
+        self.is_closed = False
+
+    def get(self, node: int) -> Started | None:
+        with self._lock:
+            return self._started.get(node)
+
+    def add(self, node: int, started: Started | None) -> None:
+        """Keep what was started for a node; None: it is started elsewhere.
+
+        Raises:
+            LinkLost: the carrier was closed meanwhile. What was started is ended.
+        """
+        with self._lock:
+            if not self.is_closed:
+                if started is not None:
+                    self._started[node] = started
+                return
+        if started is not None:
+            started.end()
+        raise LinkLost(f"Node {node} was given up: the collector is closed.")
+
+    def end(self, node: int) -> None:
+        """End what was started for a node. Does nothing if there is nothing."""
+        with self._lock:
+            started = self._started.pop(node, None)
+        if started is not None:
+            started.end()
+
+    def close(self) -> list[int]:
+        """Take nothing more; return the numbers of the nodes that are left, which the caller ends."""
+        with self._lock:
+            self.is_closed = True
+            return list(self._started)
 
 
 class Launcher:

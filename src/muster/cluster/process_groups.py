@@ -38,6 +38,7 @@ from muster.cluster.socket_link import SocketLink
 from muster.errors import BadOption
 from muster.memory.specs import Array
 from muster.utils.private_names import usable
+from muster.utils.texts import first_line
 
 BACKENDS = ("gloo", "nccl", "ucc", "mpi")
 SET_UP_S = 30.0  # for the other end to import torch and to connect
@@ -241,7 +242,7 @@ class BufferedWay(Way):
                 pause = min(2 * pause, LONGEST_POLL_S)
             work.wait()
         except RuntimeError as error:
-            raise ConnectionError(first_line(error)) from error
+            raise ConnectionError(reason_of(error)) from error
 
 
 def two_ways(channel: SocketLink, backend: str, *, main: bool) -> tuple[Way, Way]:
@@ -265,7 +266,7 @@ def two_ways(channel: SocketLink, backend: str, *, main: bool) -> tuple[Way, Way
     except Exception as error:
         for way in made:
             way.abort()
-        reason = first_line(error)
+        reason = reason_of(error)
         with contextlib.suppress(LinkLost):
             say(channel, failed=reason)
         raise LinkLost(
@@ -320,10 +321,9 @@ def tensor_over(array: Array) -> torch.Tensor:
         return torch.from_numpy(array)
 
 
-def first_line(error: BaseException) -> str:
-    """What an error of torch says, without the place in its source and its stack."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    text = re.sub(r"^\[[^\]]*\] ", "", lines[0])
+def reason_of(error: BaseException) -> str:
+    """What an error of torch says, as a sentence, without the place in its source and its stack."""
+    text = re.sub(r"^\[[^\]]*\] ", "", first_line(error))
     return text if text.endswith((".", "!")) else f"{text}."
 
 
@@ -335,7 +335,7 @@ def _gloos_errors() -> Iterator[None]:
     except RuntimeError as error:
         if "Timed out waiting" in str(error):
             raise TimeoutError from error
-        raise ConnectionError(first_line(error)) from error
+        raise ConnectionError(reason_of(error)) from error
 
 
 def _seconds(number: float) -> timedelta:

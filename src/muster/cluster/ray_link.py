@@ -37,15 +37,13 @@ from typing import Any
 import numpy as np
 import ray
 
-from muster.cluster.end import End, Frame
+from muster.cluster.end import WAITING, End, Frame, has_room
 from muster.cluster.link import Block, LinkLost, Received
 from muster.cluster.ray_runtime import RayConnection, first_line
 from muster.memory.specs import Array
 from muster.utils.attributes import named
 
 SMALL = 1 << 16  # bytes of a block that travels in the message; Ray stores what has more than 100 kB
-WAITING = 16  # messages that the other end has not read, before the sender waits
-WAITING_BYTES = 64 << 20  # of blocks that the other end has not read, before the sender waits
 OPEN = 4  # calls that wait for messages of the node
 THREADS = OPEN + 4  # of the actor: one serves, others receive
 
@@ -176,7 +174,7 @@ class MainEnd(End):
     def _send(self, frame: RayFrame, block: Block | None) -> None:
         deadline = time.monotonic() + self._allowed_s(frame.size)
         with self._changed:
-            while self._cause or self._over or not self._has_room(frame.size):
+            while self._cause or self._over or not has_room(self._unread, frame.size):
                 self._wait(min(deadline, time.monotonic() + POLL_S), deadline, "read")
                 self._look_at_ray()
                 self._over = self._over or self._ended() or ""
@@ -191,10 +189,6 @@ class MainEnd(End):
         packed = _CALL.pack(PUSH, 0, number) + frame.packed()
         with self._of_ray():
             self._tell.remote(packed, *([] if ref is None else [ref]))  # the block is freed when the call has ended
-
-    def _has_room(self, size: int) -> bool:
-        unread = sum(self._unread)
-        return len(self._unread) < WAITING and (not unread or unread + size <= WAITING_BYTES)
 
     def _stored(self, block: Block) -> Any:
         """A reference to a block in Ray's store."""

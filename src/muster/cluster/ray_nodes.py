@@ -20,7 +20,7 @@ from ray import exceptions
 from muster.cluster.carrier import JOIN_POLL_S, Carrier
 from muster.cluster.direct import DirectCarrier
 from muster.cluster.joining import run_node
-from muster.cluster.launchers import Launcher
+from muster.cluster.launchers import Launcher, StartedNodes
 from muster.cluster.link import AGENT, LinkLost, NotJoined
 from muster.cluster.ray_link import THREADS, MainEnd, StoredBlocks
 from muster.cluster.ray_runtime import (
@@ -77,9 +77,7 @@ class RayCarrier(Carrier):
         self._target = target
         self._deadline_s = deadline_s
         self._blocks = StoredBlocks()
-        self._started: dict[int, NodeActor] = {}
-        self._lock = threading.Lock()
-        self._closed = False
+        self._started = StartedNodes()
 
     @property
     def address(self) -> str:
@@ -87,28 +85,19 @@ class RayCarrier(Carrier):
 
     def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> MainEnd:
         deadline = time.monotonic() + within_s
-        self._end(node)
+        self._started.end(node)
         actor = NodeActor(self._places, node, (node, self._target, self._deadline_s), ())
-        with self._lock:
-            closed = self._closed
-            if not closed:
-                self._started[node] = actor
-        if closed:
-            actor.end()
-            raise LinkLost(f"Node {node} is not started: the collector is closed.")
+        self._started.add(node, actor)
         try:
             self._wait(actor, node, deadline, within_s, given_up)
             return MainEnd(actor.actor.handle, self._blocks, self._deadline_s, actor.ended, actor.lost)
         except BaseException:
-            self._end(node)
+            self._started.end(node)
             raise
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            nodes = list(self._started)
-        for node in nodes:
-            self._end(node)
+        for node in self._started.close():
+            self._started.end(node)
         self._places.close()
 
     def _wait(self, actor: NodeActor, node: int, deadline: float, within_s: float, given_up: threading.Event) -> None:
@@ -124,12 +113,6 @@ class RayCarrier(Carrier):
                 raise NotJoined(
                     f"Node {node} has not joined {self.address} within {within_s:g} s. Its {actor} is {actor.state}."
                 )
-
-    def _end(self, node: int) -> None:
-        with self._lock:
-            actor = self._started.pop(node, None)
-        if actor is not None:
-            actor.end()
 
 
 class RayDirectCarrier(DirectCarrier):

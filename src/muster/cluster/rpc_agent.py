@@ -29,6 +29,7 @@ from muster.cluster.link import LinkLost
 from muster.errors import BadOption
 from muster.utils.addresses import is_loopback
 from muster.utils.private_names import usable
+from muster.utils.texts import first_line
 
 DEFAULTS: Mapping[str, Any] = {  # of TensorPipe; its own ones keep a processor busy, and listen at 17 ports
     "num_worker_threads": 4,
@@ -103,7 +104,7 @@ class OwnAgent:
         except (RuntimeError, ValueError, TypeError) as error:
             if core._is_current_rpc_agent_set():  # it was made, but cannot listen
                 core._reset_current_rpc_agent()
-            raise BadOption(f"torch RPC refuses {settings}: {str(error).splitlines()[0]}") from error
+            raise BadOption(f"torch RPC refuses {settings}: {first_line(error)}") from error
         self.info = self._agent.get_worker_info()
         self.address = bytes(self._addresses.get(name)).decode()
         try:

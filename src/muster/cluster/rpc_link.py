@@ -37,14 +37,13 @@ from torch.distributed import rpc
 from torch.distributed.rpc import WorkerInfo  # type: ignore[attr-defined]
 from torch.futures import Future
 
-from muster.cluster.end import End, Frame
+from muster.cluster.end import End, Frame, has_room
 from muster.cluster.link import Block, LinkLost, Received
 from muster.memory.specs import Array
+from muster.utils.texts import first_line
 
 SMALL = 1 << 16  # bytes of a block that is pickled with its message
 PART = 8 << 20  # bytes of a tensor: malloc uses the memory of such tensors again, which takes a third of the CPU time
-WAITING = 16  # messages that the other end has not read, before the sender waits
-WAITING_BYTES = 64 << 20  # of blocks that the other end has not read, before the sender waits
 PROBE_S = 1.0  # seconds without a message after which an end looks whether the other process runs
 GONE = -1  # instead of a number of messages: there is no such session
 
@@ -108,7 +107,7 @@ class RpcEnd(End):
         deadline = time.monotonic() + allowed_s
         with self._changed:
             self._check_not_stopped()
-            while self._cause or self._over or not self._has_room(size):
+            while self._cause or self._over or not has_room(self._unread.values(), size):
                 self._wait(deadline, deadline, "read")
             number, self._sent = self._sent, self._sent + 1
             self._unread[number] = size
@@ -130,9 +129,6 @@ class RpcEnd(End):
         """Wait until the other end has read everything and knows that this end is closed, or is lost."""
         with self._changed:
             self._changed.wait_for(lambda: self._over or not (self._unread or self._open), within_s)
-
-    def _has_room(self, size: int) -> bool:
-        return len(self._unread) < WAITING and (not self._unread or sum(self._unread.values()) + size <= WAITING_BYTES)
 
     def _wait_until_read(self, number: int, deadline: float) -> None:
         """Wait until the memory of the block is not used any more."""
@@ -173,7 +169,7 @@ class RpcEnd(End):
             try:
                 closed = call.wait()
             except Exception as error:  # noqa: BLE001 (RPC's, of any kind)
-                ended(None, _first_line(error))
+                ended(None, first_line(error))
             else:
                 ended(closed, "")
 
@@ -183,7 +179,7 @@ class RpcEnd(End):
         try:
             rpc.rpc_async(self._peer, function, (self._there, *args), timeout=timeout_s).add_done_callback(returned)
         except Exception as error:  # noqa: BLE001 (the agent was shut down)
-            ended(None, _first_line(error))
+            ended(None, first_line(error))
 
     def _wait_for_message(self, deadline: float) -> None:
         until = max(self._heard, self._probed) + PROBE_S
@@ -275,7 +271,3 @@ def _packed(array: Array | None) -> tuple[bytes | None, Sequence[torch.Tensor]]:
     if not array.flags.writeable:  # PyTorch has no tensors that are read-only
         array = np.array(array)
     return None, torch.split(torch.from_numpy(array), PART)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -38,6 +38,7 @@ from muster.cluster.socket_link import SocketLink
 from muster.errors import BadOption
 from muster.utils.addresses import is_loopback
 from muster.utils.attributes import named
+from muster.utils.texts import first_line
 
 CALL_S = 10.0  # for the first call of an agent
 FLUSH_S = 2.0  # for the last messages of a node to be read
@@ -77,6 +78,7 @@ class RpcCarrier(DirectCarrier):
         self._name = f"muster-{secrets.token_hex(4)}"
         self._number = next(_carriers)
         self._members: dict[int, WorkerInfo] = {}
+        self._members_lock = threading.Lock()
         self._maps = self._device_maps(devices or ())
         try:
             self._lease = AgentLease(self._name, 0, Settings(rendezvous.host, self._options, self._maps))
@@ -103,7 +105,7 @@ class RpcCarrier(DirectCarrier):
 
     def _end(self, node: int) -> None:
         super()._end(node)
-        with self._lock:
+        with self._members_lock:
             member = self._members.pop(node, None)
         if member is not None:
             self._agent.dismiss(member)
@@ -123,7 +125,7 @@ class RpcCarrier(DirectCarrier):
         )
         told = _heard(channel)
         member = agent.admit(*told["agent"])
-        with self._lock:
+        with self._members_lock:
             self._members[node] = member
         link = RpcEnd(member, session, main=True, deadline_s=self.rendezvous.deadline_s)
         try:
@@ -215,7 +217,7 @@ class UsersCarrier(Carrier):
         except BaseException as error:
             link.close()
             if isinstance(error, RuntimeError):  # RPC's
-                raise LinkLost(str(error).strip().splitlines()[0]) from error
+                raise LinkLost(first_line(error)) from error
             raise
 
 

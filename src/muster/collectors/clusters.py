@@ -24,6 +24,7 @@ from muster.collectors.signatures import takes
 from muster.errors import BadOption
 from muster.utils.addresses import is_loopback
 from muster.utils.attributes import optional
+from muster.utils.texts import first_line
 from muster.workers.config import timeout_of
 
 if TYPE_CHECKING:
@@ -278,7 +279,7 @@ def _check_tensorpipe(options: dict[str, Any]) -> None:
     except TypeError as error:  # its message is a page long
         raise BadOption(f"tensorpipe_options={options!r}: a value has a wrong type") from error
     except RuntimeError as error:
-        raise BadOption(f"tensorpipe_options={options!r}: {str(error).splitlines()[0]}") from error
+        raise BadOption(f"tensorpipe_options={options!r}: {first_line(error)}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,3 +8,8 @@ def counted(number: int, noun: str) -> str:
     if number == 1:
         return f"1 {noun}"
     return f"{number:,} {noun}{'es' if noun.endswith('ch') else 's'}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, without what libraries of C++ write below; its type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
