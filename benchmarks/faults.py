@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from muster.errors import WorkerDied, WorkerHung
 from muster.testing import CountingEnv, Fault, OracleEnv, TorchCartPole, check_stream
 from tests.fakes import faults
 from tests.fakes.fault_runs import all_gone, family
+from tests.fakes.killers import Killer
 from tests.faults.test_worker_resources import anonymous_bytes, descendants, processor_time, resources
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,44 +40,30 @@ PLACES = ("idle", "stepping", "waiting", "hung", "grandchildren", "starting", "s
 EVERY_S = 0.2  # between two kills, at most
 
 
-class Killer:
-    """Kills random workers at random times; measures how long it takes until their successors' first batch."""
+class Recoveries:
+    """How long it takes from the kill of a worker to its successor's first batch."""
 
-    def __init__(self, collector: Any, kills: int, seed: int) -> None:
-        self.collector, self.kills, self.rng = collector, kills, random.Random(seed)
-        self.done, self.recoveries = 0, list[float]()
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
         self._since: dict[int, list[Any]] = {}  # by worker: when it was killed, the run seen before, it was only once
         self._runs: dict[int, int] = {}
-        self._over = threading.Event()
 
-    def batches(self) -> Iterator[Any]:
-        thread = threading.Thread(target=self._kill)
-        thread.start()
+    def kill(self, collector: Any, rng: random.Random) -> bool:
+        """Kill a worker; see ``Killer``."""
+        worker = rng.choice(collector.stats().workers)
+        at = time.monotonic()
         try:
-            for batch in self.collector:
-                self._look(batch)
-                yield batch
-                if not thread.is_alive():
-                    return
-        finally:
-            self._over.set()
-            thread.join()
+            os.kill(worker.pid, signal.SIGKILL)
+        except ProcessLookupError:  # not started again yet
+            return False
+        # One that is hit again while it starts waits for its back-off besides, and is not measured.
+        first = worker.index not in self._since
+        since = self._since.setdefault(worker.index, [at, self._runs.get(worker.index, 0), True])
+        since[2] &= first
+        return True
 
-    def _kill(self) -> None:
-        while self.done < self.kills and not self._over.wait(self.rng.uniform(0, EVERY_S)):
-            worker = self.rng.choice(self.collector.stats().workers)
-            at = time.monotonic()
-            try:
-                os.kill(worker.pid, signal.SIGKILL)
-            except ProcessLookupError:  # not started again yet
-                continue
-            self.done += 1
-            # One that is hit again while it starts waits for its back-off besides, and is not measured.
-            first = worker.index not in self._since
-            since = self._since.setdefault(worker.index, [at, self._runs.get(worker.index, 0), True])
-            since[2] &= first
-
-    def _look(self, batch: Any) -> None:
+    def seen(self, batch: Any) -> Any:
+        """Look who has made a batch, and return it."""
         now = time.monotonic()
         for env, run in batch["observation"][..., -1, :2].reshape(-1, 2).tolist():
             worker = env // 3
@@ -84,7 +71,8 @@ class Killer:
             at, known, once = self._since.get(worker, (now, run, False))
             if run > known:
                 del self._since[worker]
-                self.recoveries += [now - at] if once else []
+                self.seconds += [now - at] if once else []
+        return batch
 
 
 def kills(kind: str, count: int) -> dict[str, Any]:
@@ -94,14 +82,18 @@ def kills(kind: str, count: int) -> dict[str, Any]:
         factories = [partial(OracleEnv, path, 3 * i, 3) for i in range(2)]
         options = {"num_envs": 3, "frames_per_batch": 600, "seed": 1, "on_failure": Restart(max_restarts=None)}
         collector = KINDS[kind](factories, None, **options)
-        killer, begun = Killer(collector, count, count), time.monotonic()
-        rows = check_stream(killer.batches())  # raises if anything is lost, doubled or shifted
+        recoveries = Recoveries()
+        killer = Killer(count, random.Random(count), EVERY_S, recoveries.kill)
+        begun = time.monotonic()
+        rows = check_stream(
+            map(recoveries.seen, killer.until_done(collector))
+        )  # raises if anything is lost, doubled or shifted
         seconds = time.monotonic() - begun
         collector.shutdown()
         stats, counts = collector.stats(), OracleEnv.read(path)
     own = int(counts[:, 2].sum())
     discarded = dict(stats.discarded)
-    times = sorted(killer.recoveries)
+    times = sorted(recoveries.seconds)
     return {
         "kills": killer.done,
         "seconds": round(seconds, 1),

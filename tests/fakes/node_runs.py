@@ -15,16 +15,17 @@ from typing import Any
 
 import torch
 
-from muster import DistributedCollector, RPCCollector
+from muster import DistributedCollector, Restart, RPCCollector
 from muster.cluster import joining, node_main
 from muster.cluster.distributed import TorchCarrier
 from muster.cluster.launchers import MpLauncher
 from muster.cluster.link import Link, Received
 from muster.cluster.node_main import NodeMain
-from muster.testing import OracleEnv
+from muster.testing import OracleEnv, check_stream
 from muster.workers.channel import Channel
 from tests.fakes import faults
 from tests.fakes.fault_runs import alive
+from tests.fakes.killers import Killer
 from tests.fakes.lost_nodes import NAME, NodeSignalled, status
 from tests.fakes.mounts import mount, own_mounts
 
@@ -81,6 +82,21 @@ NODE_KINDS = [*SYNC_KINDS, *ASYNC_KINDS, direct_nodes]
 def factories(path: Path, fault: Any = None) -> list[Any]:
     """Environments of two nodes, of which number 0 goes wrong."""
     return [partial(OracleEnv, path, 0, 1, fault), partial(OracleEnv, path, 1)]
+
+
+def check_random_kills(path: Path, kind: Any, killer: Killer) -> None:
+    """Kills of two nodes of ``kind`` and their workers lose nothing and double nothing; ``path`` is of the counts."""
+    options = {"on_failure": Restart(max_restarts=None), "seed": 1}
+    with kind(factories(path), frames_per_batch=200, **options) as collector:
+        rows = check_stream(killer.until_done(collector))
+    stats, counts = collector.stats(), OracleEnv.read(path)
+    assert killer.done == killer.kills
+    assert stats.frames == sum(rows.values())
+    assert stats.in_flight == 0
+    assert stats.executed == stats.frames + sum(stats.discarded.values())
+    # A worker that is killed after a step and before its reward is stored has made one that nobody can know of.
+    assert stats.executed <= counts[:, 2].sum() <= stats.executed + stats.unseen + killer.kills
+    assert all(count <= counts[env, 2] for (env, _), count in rows.items())
 
 
 class MadeOnce(OracleEnv):

@@ -22,8 +22,9 @@ from muster.policies import categorical
 from muster.testing import CountingEnv, Fault, OracleEnv, check_stream
 from tests.fakes import faults
 from tests.fakes.fault_runs import FRAMES, KINDS, MODES, T, all_gone, deadlines, run
+from tests.fakes.killers import Killer
 from tests.fakes.served import Known, pid_of
-from tests.faults.test_worker_deaths import Killer
+from tests.faults.test_worker_deaths import kills_a_worker
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="kills processes"),
@@ -172,8 +173,8 @@ def test_random_kills_lose_nothing_and_double_nothing(tmp_path, kind):
     factories = [partial(OracleEnv, path, 3 * i, 3) for i in range(3)]
     options = {"num_envs": 3, "frames_per_batch": 450, "seed": 1, "on_failure": Restart(max_restarts=None)}
     collector = kind(factories, Mod5(), **(SERVED | options))
-    killer = Killer(collector, kills, random.Random(kills))
-    rows = check_stream(killer.until_done())
+    killer = Killer(kills, random.Random(kills), 0.3, kills_a_worker)
+    rows = check_stream(killer.until_done(collector))
     collector.shutdown()
     stats, counts = collector.stats(), OracleEnv.read(path)
     assert stats.frames == sum(rows.values())

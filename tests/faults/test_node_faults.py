@@ -27,6 +27,7 @@ from muster.errors import CollectorTimeout, WorkerDied, WorkerHung
 from muster.testing import Fault, OracleEnv, check_stream
 from tests.fakes import faults
 from tests.fakes.fault_runs import MODES, T, alive, all_gone, deadlines, run
+from tests.fakes.killers import Killer
 from tests.fakes.lost_nodes import NodeSignalled
 from tests.fakes.node_runs import (
     ASYNC_KINDS,
@@ -37,6 +38,7 @@ from tests.fakes.node_runs import (
     MadeOnce,
     births,
     came_by_themselves,
+    check_random_kills,
     direct_nodes,
     factories,
     late,
@@ -508,19 +510,18 @@ def test_a_short_stop_is_no_loss(tmp_path, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", NODE_KINDS)
 def test_random_kills_of_nodes_and_workers_lose_nothing_and_double_nothing(tmp_path, kind):
-    kills, path = 12, tmp_path / "counts"
-    killer = Killer(kills, random.Random(7))
-    options = {"on_failure": Restart(max_restarts=None), "seed": 1}
-    with kind(factories(path), frames_per_batch=200, **options) as collector:
-        rows = check_stream(killer.until_done(collector))
-    stats, counts = collector.stats(), OracleEnv.read(path)
-    assert killer.done == kills
-    assert stats.frames == sum(rows.values())
-    assert stats.in_flight == 0
-    assert stats.executed == stats.frames + sum(stats.discarded.values())
-    # A worker that is killed after a step and before its reward is stored has made one that nobody can know of.
-    assert stats.executed <= counts[:, 2].sum() <= stats.executed + stats.unseen + kills
-    assert all(count <= counts[env, 2] for (env, _), count in rows.items())
+    check_random_kills(tmp_path / "counts", kind, Killer(12, random.Random(7), 1.5, kills_a_node_or_worker))
+
+
+def kills_a_node_or_worker(collector, rng):
+    worker = rng.choice(collector.stats().workers)
+    nodes = list(node_pids().values())
+    pid = rng.choice([worker.pid, rng.choice(nodes or [0])])
+    with suppress(ProcessLookupError):  # not started again yet
+        if pid and worker.state == "working":
+            os.kill(pid, signal.SIGKILL)
+            return True
+    return False
 
 
 class DiesInItsSecondRun:
@@ -539,33 +540,3 @@ def test_numbers_of_episodes_go_on_where_a_worker_dies_before_its_node_has_repor
         os.kill(node_pids()[0], signal.SIGKILL)
         until_run(collector, batches, env=0, run=2)
     check_stream(batches)
-
-
-class Killer:
-    """Kills nodes and workers at random times, in a thread of its own, while batches are collected."""
-
-    def __init__(self, kills, rng):
-        self.kills, self.rng, self.done = kills, rng, 0
-        self.stopped = threading.Event()
-
-    def until_done(self, collector):
-        thread = threading.Thread(target=self.run, args=(collector,), daemon=True)
-        thread.start()
-        try:
-            for batch in collector:
-                yield batch
-                if not thread.is_alive():
-                    return
-        finally:
-            self.stopped.set()
-            thread.join()
-
-    def run(self, collector):
-        while self.done < self.kills and not self.stopped.wait(self.rng.uniform(0, 1.5)):
-            worker = self.rng.choice(collector.stats().workers)
-            nodes = list(node_pids().values())
-            pid = self.rng.choice([worker.pid, self.rng.choice(nodes or [0])])
-            with suppress(ProcessLookupError):  # not started again yet
-                if pid and worker.state == "working":
-                    os.kill(pid, signal.SIGKILL)
-                    self.done += 1

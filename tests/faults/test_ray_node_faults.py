@@ -9,7 +9,6 @@ import random
 import re
 import signal
 import sys
-import threading
 import time
 from contextlib import suppress
 from functools import partial
@@ -24,8 +23,9 @@ from muster import MultiSyncCollector, RayCollector, Restart
 from muster.errors import WorkerDied
 from muster.testing import Fault, OracleEnv, check_stream
 from tests.fakes.fault_runs import FRAMES, MODES, T, alive, all_gone, deadlines, run
+from tests.fakes.killers import Killer
 from tests.fakes.lost_nodes import NodeSignalled, node_of
-from tests.fakes.node_runs import factories
+from tests.fakes.node_runs import check_random_kills, factories
 from tests.fakes.ray_cluster import cluster, needs_ray, ray_cluster  # noqa: F401 (a fixture)
 from tests.tools import assert_accounted
 from tests.waits import wait_until
@@ -180,50 +180,19 @@ def test_an_actor_killed_while_it_is_sent_weights_gets_the_newest(tmp_path, kind
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_kills_of_actors_and_workers_lose_nothing_and_double_nothing(tmp_path, kind):
-    path = tmp_path / "counts"
-    killer = Killer(RANDOM_KILLS, random.Random(7))
-    options = {"on_failure": Restart(max_restarts=None), "seed": 1}
-    with kind(factories(path), frames_per_batch=200, **options) as collector:
-        rows = check_stream(killer.until_done(collector))
-    stats, counts = collector.stats(), OracleEnv.read(path)
-    assert killer.done == RANDOM_KILLS
-    assert stats.frames == sum(rows.values())
-    assert stats.in_flight == 0
-    assert stats.executed == stats.frames + sum(stats.discarded.values())
-    # A worker that is killed after a step and before its reward is stored has made one that nobody can know of.
-    assert stats.executed <= counts[:, 2].sum() <= stats.executed + stats.unseen + RANDOM_KILLS
-    assert all(count <= counts[env, 2] for (env, _), count in rows.items())
+    check_random_kills(tmp_path / "counts", kind, Killer(RANDOM_KILLS, random.Random(7), 1.0, kills_an_actor_or_worker))
 
 
-class Killer:
-    """Kills actors and workers at random times, in a thread of its own, while batches are collected."""
-
-    def __init__(self, kills, rng):
-        self.kills, self.rng, self.done = kills, rng, 0
-        self.stopped = threading.Event()
-
-    def until_done(self, collector):
-        thread = threading.Thread(target=self.run, args=(collector,), daemon=True)
-        thread.start()
-        try:
-            for batch in collector:
-                yield batch
-                if not thread.is_alive():
-                    return
-        finally:
-            self.stopped.set()
-            thread.join()
-
-    def run(self, collector):
-        while self.done < self.kills and not self.stopped.wait(self.rng.uniform(0, 1.0)):
-            worker = self.rng.choice(collector.stats().workers)
-            if worker.state != "working" or not worker.pid:
-                continue
-            with suppress(OSError, ValueError, IndexError):  # it has ended meanwhile
-                pid = self.rng.choice([worker.pid, node_of(worker.pid)])
-                if pid > 1:
-                    os.kill(pid, signal.SIGKILL)
-                    self.done += 1
+def kills_an_actor_or_worker(collector, rng):
+    worker = rng.choice(collector.stats().workers)
+    if worker.state != "working" or not worker.pid:
+        return False
+    with suppress(OSError, ValueError, IndexError):  # it has ended meanwhile
+        pid = rng.choice([worker.pid, node_of(worker.pid)])
+        if pid > 1:
+            os.kill(pid, signal.SIGKILL)
+            return True
+    return False
 
 
 @pytest.mark.parametrize("kind", KINDS)

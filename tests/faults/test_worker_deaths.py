@@ -7,7 +7,6 @@ import random
 import re
 import signal
 import sys
-import threading
 from functools import partial
 
 import pytest
@@ -19,6 +18,7 @@ from muster.restore.crash_report import CrashReport
 from muster.testing import CountingEnv, Fault, OracleEnv, check_stream
 from tests.fakes import faults
 from tests.fakes.fault_runs import FRAMES, KINDS, MODES, T, alive, all_gone, run
+from tests.fakes.killers import Killer
 from tests.fakes.mortal import KilledByANeighbour
 from tests.fakes.node_runs import NODE_KINDS, async_nodes
 from tests.waits import wait_until
@@ -385,8 +385,8 @@ def test_random_kills_lose_nothing_and_double_nothing(tmp_path, kind):
     kills, path = 30, tmp_path / "counts"
     factories = [partial(OracleEnv, path, 3 * i, 3) for i in range(2)]
     collector = kind(factories, None, num_envs=3, frames_per_batch=600, seed=1, on_failure=Restart(max_restarts=None))
-    killer = Killer(collector, kills, random.Random(kills))
-    rows = check_stream(killer.until_done())
+    killer = Killer(kills, random.Random(kills), 0.3, kills_a_worker)
+    rows = check_stream(killer.until_done(collector))
     collector.shutdown()
     stats, counts = collector.stats(), OracleEnv.read(path)
     assert stats.frames == sum(rows.values())
@@ -401,35 +401,15 @@ def test_random_kills_lose_nothing_and_double_nothing(tmp_path, kind):
     assert stats.restarts >= kills // 2  # some had not been started again yet
 
 
-class Killer:
-    """Kills workers at random times, in a thread of its own, while batches are collected."""
-
-    def __init__(self, collector, kills, rng):
-        self.collector, self.kills, self.rng, self.done = collector, kills, rng, 0
-        self.stopped = threading.Event()
-
-    def until_done(self):
-        thread = threading.Thread(target=self.run)
-        thread.start()
-        try:
-            for batch in self.collector:
-                yield batch
-                if not thread.is_alive():
-                    return
-        finally:
-            self.stopped.set()
-            thread.join()
-
-    def run(self):
-        while self.done < self.kills and not self.stopped.wait(self.rng.uniform(0, 0.3)):
-            worker = self.rng.choice(self.collector.stats().workers)
-            if not worker.pid:  # its node has not started it yet
-                continue
-            try:
-                os.kill(worker.pid, self.rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
-            except ProcessLookupError:  # not started again yet
-                continue
-            self.done += 1
+def kills_a_worker(collector, rng):
+    worker = rng.choice(collector.stats().workers)
+    if not worker.pid:  # its node has not started it yet
+        return False
+    try:
+        os.kill(worker.pid, rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
+    except ProcessLookupError:  # not started again yet
+        return False
+    return True
 
 
 def test_a_death_after_the_last_step_of_a_rollout_is_raised_too(tmp_path):
