@@ -22,16 +22,33 @@ PARTS = ("speed", "import", "soak")
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a minute: few workloads, no peers but SyncVectorEnv")
-    parser.add_argument("--workload", action="append", choices=WORKLOADS, help="repeatable; default all")
-    parser.add_argument("--system", action="append", choices=SYSTEMS, help="repeatable; default all")
+    parser.add_argument(
+        "--quick", action="store_true", help="a minute: few workloads, no peers but SyncVectorEnv"
+    )
+    parser.add_argument(
+        "--workload", action="append", choices=WORKLOADS, help="repeatable; default all"
+    )
+    parser.add_argument(
+        "--system", action="append", choices=SYSTEMS, help="repeatable; default all"
+    )
     parser.add_argument("--slices", type=int, help="rounds (default 9; quick 4)")
     parser.add_argument("--seconds", type=float, help="per slice (default 0.4; quick 0.25)")
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for a machine in use by others")
-    parser.add_argument("--soak", type=int, metavar="FRAMES", help="also watch memory over so many frames")
-    parser.add_argument("--only", choices=PARTS, action="append", help="repeatable; default speed, import")
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="cpu: for a machine in use by others",
+    )
+    parser.add_argument(
+        "--soak", type=int, metavar="FRAMES", help="also watch memory over so many frames"
+    )
+    parser.add_argument(
+        "--only", choices=PARTS, action="append", help="repeatable; default speed, import"
+    )
     runner.add_python_option(parser)
-    parser.add_argument("--output", type=Path, help="JSON file (default benchmarks/results/<date>.json)")
+    parser.add_argument(
+        "--output", type=Path, help="JSON file (default benchmarks/results/<date>.json)"
+    )
     return parser.parse_args()
 
 
@@ -40,7 +57,9 @@ def main() -> None:
     os.environ.update(runner.ONE_THREAD)
     start = time.perf_counter()
     workloads = options.workload or (QUICK_WORKLOADS if options.quick else tuple(WORKLOADS))
-    systems = options.system or [name for name, entry in SYSTEMS.items() if entry.quick or not options.quick]
+    systems = options.system or [
+        name for name, entry in SYSTEMS.items() if entry.quick or not options.quick
+    ]
     default_parts = ("speed",) if options.quick or options.system or options.workload else PARTS[:3]
     parts = set(options.only or default_parts) | ({"soak"} if options.soak else set())
     slices = options.slices or (4 if options.quick else 9)
@@ -50,7 +69,12 @@ def main() -> None:
     extra: dict[str, Any] = {}
     if "speed" in parts:
         results = runner.measure(
-            systems, workloads, slices=slices, seconds=seconds, pythons=options.python, clock=options.clock
+            systems,
+            workloads,
+            slices=slices,
+            seconds=seconds,
+            pythons=options.python,
+            clock=options.clock,
         )
         extra["versions_by_interpreter"] = runner.peer_versions(
             {*runner.find_pythons(systems, options.python).values()}
@@ -79,7 +103,9 @@ def main() -> None:
 
 
 def import_cost(repeats: int = 5) -> dict[str, float]:
-    """CPU seconds of ``import muster``, and of ``from muster import Collector`` beyond torch; target < 0.3 s."""
+    """CPU seconds of ``import muster``, and of ``from muster import Collector`` beyond torch;
+    target < 0.3 s.
+    """
     scripts = {
         "torch": "import torch",
         "muster": "import muster",
@@ -92,11 +118,19 @@ def import_cost(repeats: int = 5) -> dict[str, float]:
             code = f"import time, json; t = time.process_time; s = t(); {script}; print(json.dumps(t() - s))"
             command = [sys.executable, "-c", code]
             run = subprocess.run(
-                command, capture_output=True, text=True, check=True, cwd=runner.ROOT, env=runner.environment()
+                command,
+                capture_output=True,
+                text=True,
+                check=True,
+                cwd=runner.ROOT,
+                env=runner.environment(),
             )
             found[name].append(json.loads(run.stdout))
     result = {name: round(statistics.median(values), 3) for name, values in found.items()}
-    print("\nCPU seconds to import: " + ", ".join(f"{name} {value:.3f}" for name, value in result.items()))
+    print(
+        "\nCPU seconds to import: "
+        + ", ".join(f"{name} {value:.3f}" for name, value in result.items())
+    )
     return result
 
 

@@ -1,4 +1,6 @@
-"""Benchmarks that consist of cases: the systems of a case take turns, and ratios are formed within a round."""
+"""Benchmarks that consist of cases: the systems of a case take turns, and ratios are formed within
+a round.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def run_cases(
     seconds: float,
     clock: runner.Clock,
 ) -> None:
-    """``python -m benchmarks.NAME``: measure, print a table for each case and the targets, write the results.
+    """``python -m benchmarks.NAME``: measure, print a table for each case and the targets, write
+    the results.
 
     Args:
         name: ``benchmarks.NAME_child`` is what runs the systems, each home in a process of its own.
@@ -42,22 +45,33 @@ def run_cases(
         clock: default.
     """
     options = _parse(name, description, cases, seconds, clock)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that all processes are ended
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("terminated")
+    )  # so that all processes are ended
     os.environ.update(runner.ONE_THREAD)
     begin = time.perf_counter()
     chosen = [cases[case] for case in options.case or cases]
-    interpreters = runner.find_pythons({system for case in chosen for system in _systems(case)}, options.python)
+    interpreters = runner.find_pythons(
+        {system for case in chosen for system in _systems(case)}, options.python
+    )
     results: report.Results = {}
     with runner.Homes(interpreters, partial(runner.WorkerProcess, module=f"{name}_child")) as homes:
         for case in chosen:
             since, systems = time.perf_counter(), _systems(case)
             measured = runner.measure_one(
-                case.name, systems, homes.of(systems), slices=options.rounds, seconds=options.seconds
+                case.name,
+                systems,
+                homes.of(systems),
+                slices=options.rounds,
+                seconds=options.seconds,
             )
             for one in measured.values():
                 one.clock = options.clock
             results[case.name] = measured
-            print(f"\n{_table(measured, case, bases(case))}\n({time.perf_counter() - since:.0f} s)", flush=True)
+            print(
+                f"\n{_table(measured, case, bases(case))}\n({time.perf_counter() - since:.0f} s)",
+                flush=True,
+            )
     figures = [target.figure(results) for target in targets if target.workload in results]
     if figures:
         print("\n" + workers_targets.table(figures))
@@ -65,19 +79,32 @@ def run_cases(
         "targets": [figure.summary() for figure in figures],
         "versions_by_interpreter": runner.peer_versions({*interpreters.values()}),
     }
-    how = {key: getattr(options, key) for key in ("rounds", "seconds", "clock")} | {"cases": [*results]}
+    how = {key: getattr(options, key) for key in ("rounds", "seconds", "clock")} | {
+        "cases": [*results]
+    }
     path = report.save(results, how, extra, options.output)
     print(f"\n{time.perf_counter() - begin:.0f} s; written to {path}")
 
 
 def _parse(
-    name: str, description: str | None, cases: Mapping[str, Any], seconds: float, clock: runner.Clock
+    name: str,
+    description: str | None,
+    cases: Mapping[str, Any],
+    seconds: float,
+    clock: runner.Clock,
 ) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
     parser.add_argument("--case", action="append", choices=cases, help="repeatable; default all")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=seconds, help=f"per slice (default {seconds})")
-    parser.add_argument("--clock", choices=("wall", "cpu"), default=clock, help="cpu: for a machine in use by others")
+    parser.add_argument(
+        "--seconds", type=float, default=seconds, help=f"per slice (default {seconds})"
+    )
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        default=clock,
+        help="cpu: for a machine in use by others",
+    )
     runner.add_python_option(parser)
     parser.add_argument("--output", type=Path, default=report.RESULTS / f"{name}.json")
     return parser.parse_args()

@@ -1,7 +1,9 @@
-"""``python -m benchmarks.cluster_kills``: nodes that are killed again and again while the others go on.
+"""``python -m benchmarks.cluster_kills``: nodes that are killed again and again while the others go
+on.
 
-First-ready, four nodes as processes of this machine. Measured: seconds from the kill until the node's successor has
-joined, and until its first batch; the longest wait for a batch of any other node; and what the books say at the end.
+First-ready, four nodes as processes of this machine. Measured: seconds from the kill until the
+node's successor has joined, and until its first batch; the longest wait for a batch of any other
+node; and what the books say at the end.
 """
 
 from __future__ import annotations
@@ -98,12 +100,16 @@ def kill(worker: int) -> None:
 
 
 def node_of(worker: int) -> int:
-    """The process of a worker's node: this process, its fork server, the node, the node's fork server, the worker."""
+    """The process of a worker's node: this process, its fork server, the node, the node's fork
+    server, the worker.
+    """
     line = [worker]
     while line[-1] not in (0, os.getpid()):
         line.append(parent(line[-1]))
     if line[-1] != os.getpid() or len(line) < 4:
-        raise ProcessLookupError(f"worker {worker} is no grandchild of a node of this process: {line}")
+        raise ProcessLookupError(
+            f"worker {worker} is no grandchild of a node of this process: {line}"
+        )
     return line[-3]
 
 
@@ -116,7 +122,9 @@ def parent(pid: int) -> int:
 
 
 def summary(collector: Any, watch: Watch) -> dict[str, Any]:
-    """What is asked for: nobody else stops, nothing is lost without being accounted for, back within ten seconds."""
+    """What is asked for: nobody else stops, nothing is lost without being accounted for, back
+    within ten seconds.
+    """
     stats = collector.stats()
     return {
         "kills": len(watch.first_batch),
@@ -129,7 +137,10 @@ def summary(collector: Any, watch: Watch) -> dict[str, Any]:
         "delivered": stats.frames,
         "discarded": dict(stats.discarded),
         "unseen_at_most": getattr(stats, "unseen", 0),
-        "unaccounted": stats.executed - stats.frames - sum(stats.discarded.values()) - stats.in_flight,
+        "unaccounted": stats.executed
+        - stats.frames
+        - sum(stats.discarded.values())
+        - stats.in_flight,
     }
 
 
@@ -140,13 +151,33 @@ def table(found: dict[str, Any]) -> str:
         [
             [f"{found['kills']} kills of a node, one after the other; {WORKLOAD.describe}"],
             ["", "asked", "median", "maximum"],
-            ["seconds until the node has joined again", "<= 10", f"{joined['median']:g}", f"{joined['max']:g}"],
+            [
+                "seconds until the node has joined again",
+                "<= 10",
+                f"{joined['median']:g}",
+                f"{joined['max']:g}",
+            ],
             ["seconds until its first batch", "", f"{first['median']:g}", f"{first['max']:g}"],
-            ["longest wait for a batch of another node, seconds", "", "", f"{found['longest_wait_for_others_s']:g}"],
+            [
+                "longest wait for a batch of another node, seconds",
+                "",
+                "",
+                f"{found['longest_wait_for_others_s']:g}",
+            ],
             ["the same before the kills", "", "", f"{found['longest_wait_before_kills_s']:g}"],
             ["frames unaccounted for", "0", "", f"{found['unaccounted']}"],
-            ["frames that were lost, and counted as such", "", "", f"{sum(found['discarded'].values()):,}"],
-            ["frames more that a node may have made unseen, at most", "", "", f"{found['unseen_at_most']:,}"],
+            [
+                "frames that were lost, and counted as such",
+                "",
+                "",
+                f"{sum(found['discarded'].values()):,}",
+            ],
+            [
+                "frames more that a node may have made unseen, at most",
+                "",
+                "",
+                f"{found['unseen_at_most']:,}",
+            ],
         ]
     )
 
@@ -179,7 +210,9 @@ def main() -> None:
     ) as collector:
         found = summary(collector, kills(collector, options.kills))
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps({"machine": report.machine(), "distributed": found}, indent=1) + "\n")
+    options.output.write_text(
+        json.dumps({"machine": report.machine(), "distributed": found}, indent=1) + "\n"
+    )
     print(f"{table(found)}\n\n{time.perf_counter() - begin:.0f} s; written to {options.output}")
 
 

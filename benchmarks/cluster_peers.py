@@ -1,6 +1,8 @@
-"""Collectors with nodes, Muster's and TorchRL's, and torch.distributed by itself; importing this makes them known.
+"""Collectors with nodes, Muster's and TorchRL's, and torch.distributed by itself; importing this
+makes them known.
 
-``python -m benchmarks.cluster_peers`` is the process of one system of ``benchmarks.clusters``; see ``worker``.
+``python -m benchmarks.cluster_peers`` is the process of one system of ``benchmarks.clusters``; see
+``worker``.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from benchmarks.workers_systems import PAIRS, Crewed
 from benchmarks.workloads import WORKLOADS, Workload
 
 SLOW_ID = "MusterBench/SlowFrames-v0"
-RAY_ADDRESS = "MUSTER_BENCH_RAY"  # environment variable; the cluster that all systems with Ray share
+RAY_ADDRESS = (
+    "MUSTER_BENCH_RAY"  # environment variable; the cluster that all systems with Ray share
+)
 HEAVY = 10_000_000  # float32: 40 MB
 MEMORY = 512 * 2**20  # of an actor, for Ray's scheduler
 QUIET: dict[str, Any] = {"object_store_memory": 400 * 2**20, "include_dashboard": False}
@@ -41,7 +45,9 @@ gymnasium.register(
 
 
 CARTPOLE = Workload("nodes-cartpole", "CartPole-v1", 16, 128, "2 nodes, 8 CartPoles on each")
-FRAMES = Workload("nodes-frames", envs.FRAMES, 8, 128, "2 nodes, 4 envs on each, 84x84x4 uint8, 20 us step")
+FRAMES = Workload(
+    "nodes-frames", envs.FRAMES, 8, 128, "2 nodes, 4 envs on each, 84x84x4 uint8, 20 us step"
+)
 SLOW_FRAMES = Workload(
     "nodes-slow-frames",
     f"benchmarks.cluster_peers:{SLOW_ID}",
@@ -49,10 +55,12 @@ SLOW_FRAMES = Workload(
     128,
     "2 nodes, 4 envs on each, 84x84x4 uint8, 200 us step",
 )
-WEIGHTS = Workload("nodes-weights", "CartPole-v1", 4, 1, "4 nodes, 1 CartPole on each, 40 MB of weights, one step")
+WEIGHTS = Workload(
+    "nodes-weights", "CartPole-v1", 4, 1, "4 nodes, 1 CartPole on each, 40 MB of weights, one step"
+)
 
 
-# --- TorchRL -----------------------------------------------------------------------------------------
+# --- TorchRL --------------------------------------------------------------------------------------
 
 
 def serial(workload: Workload) -> Any:
@@ -89,7 +97,8 @@ def actor(workload: Workload) -> Any:
 class TorchRL:
     """A collector of two nodes, each with half of the workload's environments.
 
-    TorchRL divides ``frames_per_batch`` by the nodes if they are synchronous, and does not if they are not.
+    TorchRL divides ``frames_per_batch`` by the nodes if they are synchronous, and does not if they
+    are not.
 
     Args:
         engine: "DistributedCollector" or "RayCollector".
@@ -120,38 +129,56 @@ def distributed_options() -> dict[str, Any]:
 
 
 def ray_options(nodes: int, *, one_store: bool = False) -> dict[str, Any]:
-    """One actor on each of the cluster's nodes. For every whole CPU of a node Ray starts a process in advance.
+    """One actor on each of the cluster's nodes.
+
+    For every whole CPU of a node Ray starts a process in advance.
 
     Args:
-        one_store: instead, all of them on the only node of a Ray of their own, as ``ray.init()`` starts it.
+        one_store: instead, all of them on the only node of a Ray of their own, as ``ray.init()``
+            starts it.
     """
     if one_store:
         store = {"address": "local", "num_cpus": 1, "log_to_driver": False, **QUIET}
-        return {"ray_init_config": store, "remote_configs": {"num_cpus": 0.1, "num_gpus": 0, "memory": MEMORY}}
-    each = [{"num_cpus": 0.1, "num_gpus": 0, "memory": MEMORY, "resources": {f"place-{i}": 1}} for i in range(nodes)]
+        return {
+            "ray_init_config": store,
+            "remote_configs": {"num_cpus": 0.1, "num_gpus": 0, "memory": MEMORY},
+        }
+    each = [
+        {"num_cpus": 0.1, "num_gpus": 0, "memory": MEMORY, "resources": {f"place-{i}": 1}}
+        for i in range(nodes)
+    ]
     address = os.environ[RAY_ADDRESS]
-    quiet = {"log_to_driver": False, "runtime_env": {"env_vars": {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}}}
+    quiet = {
+        "log_to_driver": False,
+        "runtime_env": {"env_vars": {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}},
+    }
     return {"ray_init_config": {"address": address, **quiet}, "remote_configs": each}
 
 
 @contextmanager
 def ray_cluster(nodes: int) -> Iterator[str]:
-    """A Ray head and so many nodes with processes and object stores of their own on this machine; its address."""
-    folder = tempfile.mkdtemp(prefix="bench-ray-", dir="/tmp")  # else other clusters' users would find this one
+    """A Ray head and so many nodes with processes and object stores of their own on this machine;
+    its address.
+    """
+    folder = tempfile.mkdtemp(
+        prefix="bench-ray-", dir="/tmp"
+    )  # else other clusters' users would find this one
     os.environ["RAY_TMPDIR"] = folder
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **QUIET})
     try:
         for i in range(nodes):
-            cluster.add_node(num_cpus=1, resources={f"place-{i}": 100}, memory=100 * MEMORY, **QUIET)
+            cluster.add_node(
+                num_cpus=1, resources={f"place-{i}": 100}, memory=100 * MEMORY, **QUIET
+            )
         yield cluster.address
     finally:
         cluster.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# --- torch.distributed by itself -----------------------------------------------------------------------
+# --- torch.distributed by itself ------------------------------------------------------------------
 
 
 class Broadcast:
@@ -166,7 +193,9 @@ class Broadcast:
         path = Path(tempfile.mkdtemp(prefix="muster-bench-")) / "store"
         context = multiprocessing.get_context("fork")
         for rank in range(1, nodes + 1):
-            context.Process(target=_get, args=(str(path), rank, nodes + 1, collective), daemon=True).start()
+            context.Process(
+                target=_get, args=(str(path), rank, nodes + 1, collective), daemon=True
+            ).start()
         self._buffer = _join(str(path), 0, nodes + 1)
 
     def rollout(self) -> int:
@@ -175,7 +204,9 @@ class Broadcast:
         if self._collective:
             distributed.broadcast(self._buffer, 0)
         else:
-            for work in [distributed.isend(self._buffer, rank) for rank in range(1, self._nodes + 1)]:
+            for work in [
+                distributed.isend(self._buffer, rank) for rank in range(1, self._nodes + 1)
+            ]:
                 assert work is not None
                 work.wait()
         distributed.barrier()
@@ -188,7 +219,9 @@ class Broadcast:
 def _join(path: str, rank: int, world: int) -> Tensor:
     from torch import distributed
 
-    distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{path}", rank=rank, world_size=world
+    )
     return torch.ones(HEAVY)
 
 
@@ -218,7 +251,7 @@ class Heavy(nn.Module):
         return found
 
 
-# --- Muster's ----------------------------------------------------------------------------------------
+# --- Muster's -------------------------------------------------------------------------------------
 
 
 class Nodes:
@@ -243,7 +276,10 @@ class Nodes:
         share = workload.B // nodes
         ray = engine == "RayCollector"
         own = ray_options(nodes, one_store=one_store) if ray else {"launcher": "mp"}
-        makes = {"plain": lambda: PlainPolicy(workload.make()).eval(), "heavy": lambda: Heavy(workload).eval()}
+        makes = {
+            "plain": lambda: PlainPolicy(workload.make()).eval(),
+            "heavy": lambda: Heavy(workload).eval(),
+        }
         makes["heads"] = lambda: head_for(workload.make())
         self.collector: Any = getattr(muster, engine)(
             [workload.make] * nodes,
@@ -272,7 +308,9 @@ class Publish:
         one_store: see ``ray_options``.
     """
 
-    def __init__(self, workload: Workload, engine: str, *, publish: bool, one_store: bool = False) -> None:
+    def __init__(
+        self, workload: Workload, engine: str, *, publish: bool, one_store: bool = False
+    ) -> None:
         self._nodes, self._publish = _heavy(workload, engine, one_store=one_store), publish
 
     def rollout(self) -> int:
@@ -290,13 +328,16 @@ def _heavy(workload: Workload, engine: str, *, one_store: bool) -> Nodes:
     return Nodes(workload, engine, "heavy", nodes=4, sync=True, one_store=one_store)
 
 
-# --- all systems, by name ----------------------------------------------------------------------------------
+# --- all systems, by name -------------------------------------------------------------------------
 
 
 _NEEDS = {"DistributedCollector": ("torch", "gymnasium", "tensordict")}
 _NEEDS["RayCollector"] = (*_NEEDS["DistributedCollector"], "ray")
 SHORT = {"DistributedCollector": "dist", "RayCollector": "ray"}
-OF_SHORT = {**{short: (engine, False) for engine, short in SHORT.items()}, "ray-one-store": ("RayCollector", True)}
+OF_SHORT = {
+    **{short: (engine, False) for engine, short in SHORT.items()},
+    "ray-one-store": ("RayCollector", True),
+}
 
 
 def _ours(engine: str, policy: str, *, sync: bool) -> dict[str, Crewed]:
@@ -316,7 +357,9 @@ def _theirs(engine: str, *, sync: bool) -> dict[str, Crewed]:
     label = f"TorchRL {engine}, {how}"
     options = {"engine": engine, "sync": sync}
     return {
-        f"torchrl-{SHORT[engine]}-{how}": Crewed("cluster_peers:TorchRL", label, needs, options=options, ahead=not sync)
+        f"torchrl-{SHORT[engine]}-{how}": Crewed(
+            "cluster_peers:TorchRL", label, needs, options=options, ahead=not sync
+        )
     }
 
 
@@ -344,8 +387,12 @@ SPEED = {
     }.items()
 }
 PLAIN = {
-    "broadcast": Crewed("cluster_peers:Broadcast", "torch.distributed.broadcast", options={"collective": True}),
-    "isends": Crewed("cluster_peers:Broadcast", "4 x torch.distributed.isend", options={"collective": False}),
+    "broadcast": Crewed(
+        "cluster_peers:Broadcast", "torch.distributed.broadcast", options={"collective": True}
+    ),
+    "isends": Crewed(
+        "cluster_peers:Broadcast", "4 x torch.distributed.isend", options={"collective": False}
+    ),
 }
 ONE_STORE = {
     "ray-one-store": Crewed(

@@ -1,7 +1,9 @@
-"""``python -m benchmarks.clusters``: nodes on this machine, beside TorchRL's, workers without nodes, and a broadcast.
+"""``python -m benchmarks.clusters``: nodes on this machine, beside TorchRL's, workers without
+nodes, and a broadcast.
 
-As in ``python -m benchmarks.workers``, every system is built once per case and the systems take turns. Where the user
-may, everything runs in a network of its own, so that the bytes on its loopback device are those of the benchmark.
+As in ``python -m benchmarks.workers``, every system is built once per case and the systems take
+turns. Where the user may, everything runs in a network of its own, so that the bytes on its
+loopback device are those of the benchmark.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from benchmarks.workloads import WORKLOADS, Workload
 CLONE_NEWNET = 0x40000000
 SIOCSIFFLAGS, IFF_UP = 0x8914, 0x1
 
-# --- what is compared with what --------------------------------------------------------------------------
+# --- what is compared with what -------------------------------------------------------------------
 
 
 _PAYLOAD = ("muster-sync-plain", "dist-sync-plain", "ray-sync-plain", "ray-one-store")
@@ -69,7 +71,9 @@ class Bound(workers_targets.Speed):
 
 SPEEDS = (
     *(
-        workers_targets.Speed(CARTPOLE.name, f"{ours} / torchrl", 5.0, (ours,), (f"torchrl-{short}-{how}",))
+        workers_targets.Speed(
+            CARTPOLE.name, f"{ours} / torchrl", 5.0, (ours,), (f"torchrl-{short}-{how}",)
+        )
         for short in SHORT.values()
         for how in ("sync", "async")
         for ours in (f"{short}-{how}-plain", f"{short}-{how}-heads")
@@ -77,16 +81,21 @@ SPEEDS = (
     *(
         Bound(w.name, f"wall of {name} over MultiSync", most, ("muster-sync-plain",), (name,))
         for w in (SLOW_FRAMES, FRAMES)
-        for name, most in (("dist-sync-plain", 1.2), ("ray-sync-plain", 1.3), ("ray-one-store", 1.3))
+        for name, most in (
+            ("dist-sync-plain", 1.2),
+            ("ray-sync-plain", 1.3),
+            ("ray-one-store", 1.3),
+        )
     ),
 )
 
 
-# --- measuring -------------------------------------------------------------------------------------------
+# --- measuring ------------------------------------------------------------------------------------
 
 
 class NodesProcess(PoolProcess):
-    """A ``PoolProcess`` that also counts bytes on the loopback device, and waits until Ray is still.
+    """A ``PoolProcess`` that also counts bytes on the loopback device, and waits until Ray is
+    still.
 
     Attributes:
         wire: of every turn, by system: bytes.
@@ -108,15 +117,21 @@ class NodesProcess(PoolProcess):
 def measure(
     cases: Mapping[str, Sequence[str]], *, rounds: int, seconds: float, pythons: Sequence[str] = ()
 ) -> tuple[report.Results, dict[str, Any]]:
-    """Slices of all systems of each case, in turns; and bytes on the wire per frame, by case and system."""
+    """Slices of all systems of each case, in turns; and bytes on the wire per frame, by case and
+    system.
+    """
     results: report.Results = {}
     wire: dict[str, Any] = {}
-    interpreters = runner.find_pythons({name for names in cases.values() for name in names}, pythons)
+    interpreters = runner.find_pythons(
+        {name for names in cases.values() for name in names}, pythons
+    )
     for case, systems in cases.items():
         begin = time.perf_counter()
         with runner.Homes(interpreters, NodesProcess) as homes:
             workers = homes.of(systems)
-            results[case] = runner.measure_one(case, systems, workers, slices=rounds, seconds=seconds)
+            results[case] = runner.measure_one(
+                case, systems, workers, slices=rounds, seconds=seconds
+            )
             wire[case] = {
                 name: per_frame(cast(NodesProcess, workers[name]).wire[name][-rounds:], series)
                 for name, series in results[case].items()
@@ -143,7 +158,12 @@ def table(results: report.Results, wire: Mapping[str, Any], case: str) -> str:
             rows.append([label, own.note.partition("\n")[0][:120] or "no slices"])
             continue
         rate, spread = report.median_iqr(own.fps)
-        cells = [f"{rate:,.4g}", f"{spread / rate:.0%}", f"{1e3 / rate:.3g}", f"{wire[case][name][0]:,.0f}"]
+        cells = [
+            f"{rate:,.4g}",
+            f"{spread / rate:.0%}",
+            f"{1e3 / rate:.3g}",
+            f"{wire[case][name][0]:,.0f}",
+        ]
         rows.append([label, *cells])
     return report.aligned(rows)
 
@@ -153,14 +173,19 @@ def figures_of(results: report.Results, wire: Mapping[str, Any]) -> list[Figure]
     found = [
         speed.figure(results)
         for speed in SPEEDS
-        if speed.workload in results and {*speed.over, *speed.under} <= results[speed.workload].keys()
+        if speed.workload in results
+        and {*speed.over, *speed.under} <= results[speed.workload].keys()
     ]
     for case in (FRAMES.name, SLOW_FRAMES.name):
         payload = payload_per_frame(WORKLOADS[case]) if case in results else 0.0
         for name in ("dist-sync-plain", "ray-sync-plain"):
             if case in results and name in wire[case]:
                 over = wire[case][name][0] / payload
-                found.append(Figure(f"{case}: {name}, bytes on the wire / payload", 1.02, over, at_least=False))
+                found.append(
+                    Figure(
+                        f"{case}: {name}, bytes on the wire / payload", 1.02, over, at_least=False
+                    )
+                )
     if WEIGHTS.name in results:
         found += [publish_figure(results, short) for short in OF_SHORT]
     return found
@@ -180,7 +205,9 @@ def publish_figure(results: report.Results, short: str) -> Figure:
 
 
 def object_store(address: str, rounds: int) -> dict[str, Any]:
-    """Ray's object store by itself: median and IQR of each piece in ms, and of two nodes over one in each round."""
+    """Ray's object store by itself: median and IQR of each piece in ms, and of two nodes over one
+    in each round.
+    """
     import ray
 
     from benchmarks.ray_store import PLACES, measure
@@ -198,7 +225,9 @@ def object_store(address: str, rounds: int) -> dict[str, Any]:
     ratios = _rounded([b / a for a, b in zip(one, two, strict=True)], 2)
     pieces = list(milliseconds[PLACES[0]])
     rows = [["Ray's object store, 58 MB, ms", *pieces]]
-    rows += [[place, *(f"{milliseconds[place][piece][0]:g}" for piece in pieces)] for place in PLACES]
+    rows += [
+        [place, *(f"{milliseconds[place][piece][0]:g}" for piece in pieces)] for place in PLACES
+    ]
     print(f"\n{report.aligned(rows)}\ntwo nodes over one: {ratios[0]:g}")
     return {"ms": milliseconds, "two_nodes_over_one": ratios}
 
@@ -209,9 +238,13 @@ def _rounded(values: Sequence[float], digits: int) -> list[float]:
 
 
 def payload_per_frame(workload: Workload) -> float:
-    """Bytes of memory under the tensors of a batch of one machine's collector, which are what has to travel."""
+    """Bytes of memory under the tensors of a batch of one machine's collector, which are what has
+    to travel.
+    """
     policy = PlainPolicy(workload.make()).eval()
-    with muster.Collector(workload.make, policy, num_envs=4, frames_per_batch=4 * workload.T, seed=0) as collector:
+    with muster.Collector(
+        workload.make, policy, num_envs=4, frames_per_batch=4 * workload.T, seed=0
+    ) as collector:
         batch = collector.next()
         return covered(batch) / batch.numel()
 
@@ -220,7 +253,9 @@ def covered(batch: Any) -> int:
     """Bytes under a batch's tensors; what is under several of them counts once."""
     spans = []
     for tensor in batch.values(True, True):
-        extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        extent = 1 + sum(
+            (n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         spans.append((tensor.data_ptr(), tensor.data_ptr() + extent * tensor.element_size()))
     total, reached = 0, 0
     for begin, end in sorted(spans):
@@ -229,11 +264,13 @@ def covered(batch: Any) -> int:
     return total
 
 
-# --- a network of one's own --------------------------------------------------------------------------------
+# --- a network of one's own -----------------------------------------------------------------------
 
 
 def own_network() -> bool:
-    """Put this process, and all that it starts, into a network with nothing but a loopback device, if it may."""
+    """Put this process, and all that it starts, into a network with nothing but a loopback device,
+    if it may.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if not sys.platform.startswith("linux") or libc.unshare(CLONE_NEWNET) != 0:
         return False
@@ -245,7 +282,9 @@ def own_network() -> bool:
 def loopback_bytes() -> int:
     """Received on the loopback device so far, headers included."""
     lines = Path("/proc/net/dev").read_text().splitlines()
-    return next((int(line.split(":")[1].split()[0]) for line in lines if line.strip().startswith("lo:")), 0)
+    return next(
+        (int(line.split(":")[1].split()[0]) for line in lines if line.strip().startswith("lo:")), 0
+    )
 
 
 def parse() -> argparse.Namespace:
@@ -254,7 +293,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="default 7; quick 2")
     parser.add_argument("--seconds", type=float, help="per slice (default 0.5; quick 0.2)")
     parser.add_argument("--case", action="append", choices=CASES, help="repeatable; default all")
-    parser.add_argument("--system", action="append", choices=SYSTEMS, help="repeatable; default all")
+    parser.add_argument(
+        "--system", action="append", choices=SYSTEMS, help="repeatable; default all"
+    )
     runner.add_python_option(parser)
     parser.add_argument("--output", type=Path, default=report.RESULTS / "clusters.json")
     return parser.parse_args()
@@ -262,31 +303,54 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that all processes are ended
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("terminated")
+    )  # so that all processes are ended
     os.environ.update(runner.ONE_THREAD)
     alone, begin = own_network(), time.perf_counter()
     quick = options.quick
-    rounds, seconds = options.rounds or (2 if quick else 7), options.seconds or (0.2 if quick else 0.5)
-    wanted = options.system or [name for name in SYSTEMS if not quick or ("ray" not in name and "torchrl" not in name)]
-    cases = {case: [name for name in CASES[case] if name in wanted] for case in options.case or CASES}
+    rounds, seconds = (
+        options.rounds or (2 if quick else 7),
+        options.seconds or (0.2 if quick else 0.5),
+    )
+    wanted = options.system or [
+        name for name in SYSTEMS if not quick or ("ray" not in name and "torchrl" not in name)
+    ]
+    cases = {
+        case: [name for name in CASES[case] if name in wanted] for case in options.case or CASES
+    }
     store: dict[str, Any] = {}
     with ExitStack() as stack:
         if any("ray" in name for names in cases.values() for name in names):
             os.environ.update(runner.environment())
-            os.environ.update({"RAY_worker_niceness": "0"})  # not 15, with which actors would come after all others
-            os.environ.update({"RAY_raylet_start_wait_time_s": "120"})  # not 30: a busy machine may need more
-            os.environ[RAY_ADDRESS] = stack.enter_context(ray_cluster(4 if WEIGHTS.name in cases else 2))
+            os.environ.update(
+                {"RAY_worker_niceness": "0"}
+            )  # not 15, with which actors would come after all others
+            os.environ.update(
+                {"RAY_raylet_start_wait_time_s": "120"}
+            )  # not 30: a busy machine may need more
+            os.environ[RAY_ADDRESS] = stack.enter_context(
+                ray_cluster(4 if WEIGHTS.name in cases else 2)
+            )
             store = object_store(os.environ[RAY_ADDRESS], 3 * rounds)
         results, wire = measure(cases, rounds=rounds, seconds=seconds, pythons=options.python)
     figures = figures_of(results, wire)
     print("\n" + workers_targets.table(figures))
-    how = {"rounds": rounds, "seconds": seconds, "cases": cases, "own_network": alone, "quick": quick}
+    how = {
+        "rounds": rounds,
+        "seconds": seconds,
+        "cases": cases,
+        "own_network": alone,
+        "quick": quick,
+    }
     names = {name for systems in cases.values() for name in systems}
     extra = {
         "targets": [figure.summary() for figure in figures],
         "wire_bytes_each": wire,
         "object_store": store,
-        "versions_by_interpreter": runner.peer_versions({*runner.find_pythons(names, options.python).values()}),
+        "versions_by_interpreter": runner.peer_versions(
+            {*runner.find_pythons(names, options.python).values()}
+        ),
     }
     path = report.save(results, how, extra, options.output)
     print(f"\n{time.perf_counter() - begin:.0f} s; written to {path}")

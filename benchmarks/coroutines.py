@@ -1,9 +1,11 @@
-"""Time steps of many environments that wait 100 ms per step, as coroutines on one event loop, in units of the delay.
+"""Time steps of many environments that wait 100 ms per step, as coroutines on one event loop, in
+units of the delay.
 
-    python -m benchmarks.coroutines [--envs 1 10 100 1000 3000] [--json benchmarks/results/coroutines.json]
+    python -m benchmarks.coroutines [--envs 1 10 100 1000 3000] [--json
+    benchmarks/results/coroutines.json]
 
-A process-wide measure of processor time shows what Muster and asyncio add per environment and step. ``asyncio`` is the
-bare loop: the same coroutines in ``asyncio.gather``, with nothing stored.
+A process-wide measure of processor time shows what Muster and asyncio add per environment and step.
+``asyncio`` is the bare loop: the same coroutines in ``asyncio.gather``, with nothing stored.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ async def bare(num_envs: int, steps: int) -> tuple[list[float], float]:
 def muster(num_envs: int, steps: int) -> tuple[list[float], float]:
     """See ``bare``."""
     actions = torch.zeros(num_envs, dtype=torch.int64)
-    with Collector(WaitingEnv, lambda obs: actions, num_envs=num_envs, frames_per_batch=num_envs) as collector:
+    with Collector(
+        WaitingEnv, lambda obs: actions, num_envs=num_envs, frames_per_batch=num_envs
+    ) as collector:
         collector.rollout()
         walls = []
         cpu = time.process_time()
@@ -68,7 +72,9 @@ def muster(num_envs: int, steps: int) -> tuple[list[float], float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--envs", type=int, nargs="+", default=[1, 10, 100, 1000, 3000])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--json", type=Path)
@@ -77,7 +83,10 @@ def main() -> None:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one core for everything
     rows = []
     for num_envs in args.envs:
-        measured = {"asyncio": asyncio.run(bare(num_envs, args.steps)), "muster": muster(num_envs, args.steps)}
+        measured = {
+            "asyncio": asyncio.run(bare(num_envs, args.steps)),
+            "muster": muster(num_envs, args.steps),
+        }
         for system, (walls, cpu) in measured.items():
             rows.append(
                 {

@@ -1,11 +1,14 @@
-"""Learning curves of the examples, beside CleanRL's scripts of the same algorithm and hyperparameters.
+"""Learning curves of the examples, beside CleanRL's scripts of the same algorithm and
+hyperparameters.
 
-    python -m benchmarks.curves [--example NAME ...] [--seeds 3] [--frames N] [--gym PYTHON] [--gymnasium PYTHON]
+    python -m benchmarks.curves [--example NAME ...] [--seeds 3] [--frames N] [--gym PYTHON]
+    [--gymnasium PYTHON]
 
-Each run is a process of its own, one at a time; seed by seed, an example and then CleanRL's script. A point is the mean
-return of the last episodes (``Curve.window``) while training. Seconds are those of the whole process with its imports,
-and its processor time. CleanRL 1.2.0 needs older packages: benchmarks/README.md has the two environments for it.
-Results are added to ``benchmarks/results/curves.json`` after every run; the table of docs/examples.md is made from it.
+Each run is a process of its own, one at a time; seed by seed, an example and then CleanRL's script.
+A point is the mean return of the last episodes (``Curve.window``) while training. Seconds are those
+of the whole process with its imports, and its processor time. CleanRL 1.2.0 needs older packages:
+benchmarks/README.md has the two environments for it. Results are added to
+``benchmarks/results/curves.json`` after every run; the table of docs/examples.md is made from it.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ class Curve:
     arguments: str = ""
     options: str = "--eval-episodes 1"  # of the example
     window: int = 20  # episodes of a point, as the example prints them
-    gymnasium: bool = False  # CleanRL's script with environments of Gymnasium, by ``benchmarks.gym_envs``
+    gymnasium: bool = (
+        False  # CleanRL's script with environments of Gymnasium, by ``benchmarks.gym_envs``
+    )
 
 
 _MUJOCO = "--env-id HalfCheetah-v5 --learning-starts 1024 --batch-size 256"
@@ -107,7 +112,9 @@ CURVES = {
 
 
 def lines(command: list[str]) -> Iterator[tuple[float, str]]:
-    """Run a program; yield what it prints, with the seconds since its start, and last ("cpu", its processor time)."""
+    """Run a program; yield what it prints, with the seconds since its start, and last ("cpu", its
+    processor time).
+    """
     started, before = time.perf_counter(), os.times()
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
         with subprocess.Popen(
@@ -118,16 +125,23 @@ def lines(command: list[str]) -> Iterator[tuple[float, str]]:
                 yield time.perf_counter() - started, line
         if process.returncode:
             errors.seek(0)
-            raise RuntimeError(f"{command} ended with {process.returncode}: {errors.read()[-2000:]}")
+            raise RuntimeError(
+                f"{command} ended with {process.returncode}: {errors.read()[-2000:]}"
+            )
     after = os.times()
-    yield after.children_user + after.children_system - before.children_user - before.children_system, "cpu"
+    yield (
+        after.children_user + after.children_system - before.children_user - before.children_system,
+        "cpu",
+    )
 
 
 def ours(name: str, seed: int, frames: int) -> dict[str, Any]:
     """Run an example; return its curve, rows of frames, mean return and seconds."""
     rows, cpu = [], 0.0
     command = [sys.executable, "-u", str(ROOT / "examples" / f"{name}.py"), "--seed", str(seed)]
-    for seconds, line in lines([*command, "--total-frames", str(frames), *CURVES[name].options.split()]):
+    for seconds, line in lines(
+        [*command, "--total-frames", str(frames), *CURVES[name].options.split()]
+    ):
         if line == "cpu":
             cpu = seconds
         elif found := ROW.search(line):
@@ -137,8 +151,17 @@ def ours(name: str, seed: int, frames: int) -> dict[str, Any]:
 
 def cleanrl(curve: Curve, python: str, seed: int, frames: int) -> dict[str, Any]:
     """Run CleanRL's script; return the same as ``ours``."""
-    script = next(Path(python).parent.parent.glob(f"lib/python*/site-packages/cleanrl/{curve.script}"))
-    command = [python, "-u", "-W", "ignore", *(["-m", "benchmarks.gym_envs"] if curve.gymnasium else []), str(script)]
+    script = next(
+        Path(python).parent.parent.glob(f"lib/python*/site-packages/cleanrl/{curve.script}")
+    )
+    command = [
+        python,
+        "-u",
+        "-W",
+        "ignore",
+        *(["-m", "benchmarks.gym_envs"] if curve.gymnasium else []),
+        str(script),
+    ]
     command += ["--seed", str(seed), "--total-timesteps", str(frames)]
     returns, rows, cpu, ended = list[float](), [], 0.0, 0.0
     every = max(1, frames // POINTS)
@@ -151,7 +174,13 @@ def cleanrl(curve: Curve, python: str, seed: int, frames: int) -> dict[str, Any]
         if found := EPISODE.search(line):
             step = int(found[1])
             while step >= following and returns:
-                rows.append([following, round(statistics.fmean(returns[-curve.window :]), 1), round(seconds, 1)])
+                rows.append(
+                    [
+                        following,
+                        round(statistics.fmean(returns[-curve.window :]), 1),
+                        round(seconds, 1),
+                    ]
+                )
                 following += every
             returns.append(float(found[2]))
     rows.append([frames, round(statistics.fmean(returns[-curve.window :]), 1), round(ended, 1)])
@@ -167,7 +196,9 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Return the rows of docs/examples.md: final return, seconds and processor seconds of each system."""
+    """Return the rows of docs/examples.md: final return, seconds and processor seconds of each
+    system.
+    """
     text = [
         "| example | frames | seeds | system | mean return at the end (95 % interval) | seconds | CPU seconds |",
         "|---|---|---|---|---|---|---|",
@@ -199,7 +230,10 @@ def read() -> dict[str, Any]:
 
 def write(results: dict[str, Any]) -> None:
     """Write the results, and the table into the page."""
-    OUTPUT.write_text(json.dumps(results, indent=None, separators=(",", ":")).replace('{"seed"', '\n{"seed"') + "\n")
+    OUTPUT.write_text(
+        json.dumps(results, indent=None, separators=(",", ":")).replace('{"seed"', '\n{"seed"')
+        + "\n"
+    )
     before, rest = PAGE.read_text("utf-8").split(BEGIN)
     after = rest.split(END)[1]
     PAGE.write_text(f"{before}{BEGIN}\n{table(results)}\n{END}{after}", "utf-8")
@@ -208,12 +242,22 @@ def write(results: dict[str, Any]) -> None:
 def main() -> None:
     """Run, and write what was found so far after each run."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__)
-    parser.add_argument("--example", action="append", choices=CURVES, help="repeatable; default: all")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--frames", type=int, help="of each run, in place of the example's own number")
-    parser.add_argument("--gym", default=os.environ.get("MUSTER_CLEANRL_GYM"), help="Python with CleanRL and gym 0.23")
     parser.add_argument(
-        "--gymnasium", default=os.environ.get("MUSTER_CLEANRL_GYMNASIUM"), help="Python with CleanRL and gymnasium 0.28"
+        "--example", action="append", choices=CURVES, help="repeatable; default: all"
+    )
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--frames", type=int, help="of each run, in place of the example's own number"
+    )
+    parser.add_argument(
+        "--gym",
+        default=os.environ.get("MUSTER_CLEANRL_GYM"),
+        help="Python with CleanRL and gym 0.23",
+    )
+    parser.add_argument(
+        "--gymnasium",
+        default=os.environ.get("MUSTER_CLEANRL_GYMNASIUM"),
+        help="Python with CleanRL and gymnasium 0.28",
     )
     options = parser.parse_args()
     for name in options.example or CURVES:
@@ -223,8 +267,15 @@ def main() -> None:
         runs: dict[str, list[Any]] = {"Muster": []} | ({"CleanRL": []} if python else {})
         for seed in range(1, options.seeds + 1):
             for system, done in runs.items():
-                done.append(ours(name, seed, frames) if system == "Muster" else cleanrl(curve, python, seed, frames))
-                print(f"{name} seed {seed} {system}: {done[-1]['rows'][-1]}, cpu {done[-1]['cpu_s']} s", flush=True)
+                done.append(
+                    ours(name, seed, frames)
+                    if system == "Muster"
+                    else cleanrl(curve, python, seed, frames)
+                )
+                print(
+                    f"{name} seed {seed} {system}: {done[-1]['rows'][-1]}, cpu {done[-1]['cpu_s']} s",
+                    flush=True,
+                )
             write(read() | {name: {"title": curve.title, "machine": machine(), "runs": runs}})
 
 

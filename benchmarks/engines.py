@@ -1,8 +1,9 @@
-"""``python -m benchmarks.engines ENGINE``: a collector over its engine and over "direct", side by side.
+"""``python -m benchmarks.engines ENGINE``: a collector over its engine and over "direct", side by
+side.
 
-ENGINE is "ray", "torch_distributed" or "rpc". Measured: CPU of the main process and wall time of a batch. Both
-collectors of a case are made once and take turns. Nodes are processes of this machine; with Ray they are actors on the
-Ray node of the main process, or on another one.
+ENGINE is "ray", "torch_distributed" or "rpc". Measured: CPU of the main process and wall time of a
+batch. Both collectors of a case are made once and take turns. Nodes are processes of this machine;
+with Ray they are actors on the Ray node of the main process, or on another one.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ Figures = dict[str, Any]
 
 
 def in_turns(calls: Mapping[str, Callable[[], Any]], rounds: int, times: int) -> Figures:
-    """Median and IQR of a call in ms, and of the second over the first in each round. The first round is left out."""
+    """Median and IQR of a call in ms, and of the second over the first in each round.
+
+    The first round is left out.
+    """
     found: dict[str, list[Spent]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name, call in calls.items():
@@ -64,7 +68,11 @@ def _rounded(values: list[float]) -> list[float]:
     return [round(value, 3) for value in report.median_iqr(values)]
 
 
-def run(name: str, parts: Callable[[bool, int], Iterator[tuple[str, Figures]]], arguments: argparse.Namespace) -> None:
+def run(
+    name: str,
+    parts: Callable[[bool, int], Iterator[tuple[str, Figures]]],
+    arguments: argparse.Namespace,
+) -> None:
     """Print the figures as they come, and write them to a file of this name."""
     rounds = arguments.rounds or (2 if arguments.quick else 9)
     found: Figures = {}
@@ -72,7 +80,9 @@ def run(name: str, parts: Callable[[bool, int], Iterator[tuple[str, Figures]]], 
         found[what] = figures
         print(what, figures, flush=True)
     how = {"rounds": rounds, "quick": arguments.quick}
-    path = report.save({}, how, {"engines": found}, arguments.output or report.RESULTS / f"{name}.json")
+    path = report.save(
+        {}, how, {"engines": found}, arguments.output or report.RESULTS / f"{name}.json"
+    )
     print(f"written to {path}")
 
 
@@ -123,11 +133,15 @@ def batches(engine: str) -> Callable[[bool, int], Iterator[tuple[str, Figures]]]
             for case in cases(engine, quick):
                 with ExitStack() as made:
                     each = {
-                        transport: made.enter_context(collector(engine, transport, case, options[case.place]))
+                        transport: made.enter_context(
+                            collector(engine, transport, case, options[case.place])
+                        )
                         for transport in ("direct", engine)
                     }
                     for name, publishes in case.names.items():
-                        calls = {e: publishing(one) if publishes else one.next for e, one in each.items()}
+                        calls = {
+                            e: publishing(one) if publishes else one.next for e, one in each.items()
+                        }
                         yield name, in_turns(calls, rounds, case.turn)
 
     return measured

@@ -1,10 +1,11 @@
-"""What rules for a number of episodes make of the mean return: the tables of ``docs/evaluation.md``, as Markdown.
+"""What rules for a number of episodes make of the mean return: the tables of
+``docs/evaluation.md``, as Markdown.
 
     python -m benchmarks.episode_bias
 
-An episode has 10 steps and return 1, or 100 steps and return 0. Either each is one or the other with probability 1/2,
-whatever the environment; or half of the environments have only the short ones, and half only the long ones. In both
-cases the true mean is 0.5. Seeded; takes a few seconds.
+An episode has 10 steps and return 1, or 100 steps and return 0. Either each is one or the other
+with probability 1/2, whatever the environment; or half of the environments have only the short
+ones, and half only the long ones. In both cases the true mean is 0.5. Seeded; takes a few seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from muster.episodes.rules import RuleName, make_rule
 
 SHORT, LONG = 10, 100
 COUNTED = 60_000  # episodes in each mean
-CASES = ((8, 4), (8, 12), (8, 32), (8, 128), (32, 16), (32, 32), (32, 48), (32, 128))  # environments, episodes
+CASES = (
+    (8, 4),
+    (8, 12),
+    (8, 32),
+    (8, 128),
+    (32, 16),
+    (32, 32),
+    (32, 48),
+    (32, 128),
+)  # environments, episodes
 
 Lengths = Callable[[int], int]
 
@@ -49,11 +59,15 @@ def counted(name: RuleName, episodes: int, num_envs: int, lengths: Lengths) -> I
             end[i] += length[i]
 
 
-def mean_return(name: RuleName, episodes: int, num_envs: int, kind: Callable[..., Lengths]) -> tuple[float, float]:
+def mean_return(
+    name: RuleName, episodes: int, num_envs: int, kind: Callable[..., Lengths]
+) -> tuple[float, float]:
     """Over all runs, and its standard error."""
     rng = np.random.default_rng([episodes, num_envs])
     means = [
-        np.mean([length == SHORT for length in counted(name, episodes, num_envs, kind(rng, num_envs))])
+        np.mean(
+            [length == SHORT for length in counted(name, episodes, num_envs, kind(rng, num_envs))]
+        )
         for _ in range(COUNTED // episodes)
     ]
     return float(np.mean(means)), float(np.std(means) / math.sqrt(len(means)))
@@ -68,7 +82,11 @@ def main() -> None:
         for num_envs, episodes in CASES:
             results = [mean_return(name, episodes, num_envs, kind) for name in get_args(RuleName)]
             worst = max(worst, *(error for _, error in results))
-            print(f"| {num_envs} | {episodes} | " + " | ".join(f"{mean:.2f}" for mean, _ in results) + " |")
+            print(
+                f"| {num_envs} | {episodes} | "
+                + " | ".join(f"{mean:.2f}" for mean, _ in results)
+                + " |"
+            )
     print(f"\nThe standard error is {worst:.3f} at most")
 
 

@@ -1,10 +1,13 @@
-"""``python -m benchmarks.fault_matrix`` (``make faults``): every fault, on every backend, with every ``on_failure``.
+"""``python -m benchmarks.fault_matrix`` (``make faults``): every fault, on every backend, with
+every ``on_failure``.
 
-The result is docs/fault_matrix.md, cell by cell, and benchmarks/results/fault_matrix.json. ``--backend``, ``--fault``
-and ``--failure`` run some cells again; their results replace those of the last run.
+The result is docs/fault_matrix.md, cell by cell, and benchmarks/results/fault_matrix.json.
+``--backend``, ``--fault`` and ``--failure`` run some cells again; their results replace those of
+the last run.
 
-Cells run in a program of their own (``fault_matrix_cells.serve``), several after one another, unless the fault
-ends the program. A cell that takes longer than ``LIMIT_S`` is a finding: its processes are killed.
+Cells run in a program of their own (``fault_matrix_cells.serve``), several after one another,
+unless the fault ends the program. A cell that takes longer than ``LIMIT_S`` is a finding: its
+processes are killed.
 """
 
 from __future__ import annotations
@@ -35,7 +38,12 @@ from benchmarks.report import RESULTS, machine
 from tests.fakes.fault_runs import MODES, all_gone, family
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT_S = {"here": 100.0, "threads": 100.0, "processes": 150.0, "nodes": 280.0}  # less than the deadlines of a cell
+LIMIT_S = {
+    "here": 100.0,
+    "threads": 100.0,
+    "processes": 150.0,
+    "nodes": 280.0,
+}  # less than the deadlines of a cell
 START_S = 120.0
 OUTPUT, PAGE = RESULTS / "fault_matrix.json", ROOT / "docs" / "fault_matrix.md"
 BEGIN, END = "<!-- made by make faults -->", "<!-- end -->"
@@ -55,7 +63,14 @@ class Program:
         key, value = self.mark.split("=")
         with there, self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.fault_matrix", "--serve", str(there.fileno()), str(self.folder)],
+                [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.fault_matrix",
+                    "--serve",
+                    str(there.fileno()),
+                    str(self.folder),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -149,7 +164,12 @@ def run_backend(name: str, keys: list[Key], folder: Path) -> Iterator[tuple[Key,
                 kind, said = "finding", f"{said}, and {wrong}"
             if not alone:
                 shared = None if gone else program
-            yield key, {"outcome": said} if kind == "outcome" else {"finding": said, "log": program.tail()}
+            yield (
+                key,
+                {"outcome": said}
+                if kind == "outcome"
+                else {"finding": said, "log": program.tail()},
+            )
         if shared is not None and (wrong := shared.close()):
             yield ("end of the program", name, "raise"), {"finding": wrong, "log": shared.tail()}
     finally:
@@ -157,7 +177,7 @@ def run_backend(name: str, keys: list[Key], folder: Path) -> Iterator[tuple[Key,
             shared.kill()
 
 
-# --- the page ---------------------------------------------------------------------------------------
+# --- the page -------------------------------------------------------------------------------------
 
 
 def table(cells: dict[Key, dict[str, str]]) -> str:
@@ -167,7 +187,9 @@ def table(cells: dict[Key, dict[str, str]]) -> str:
         rows: dict[tuple[str, ...], list[str]] = {}
         for backend, place in BACKENDS.items():
             if place.where in case.places:
-                got = [cells.get((fault, backend, mode), {"outcome": "not run"}) for mode in case.modes]
+                got = [
+                    cells.get((fault, backend, mode), {"outcome": "not run"}) for mode in case.modes
+                ]
                 said = [one.get("outcome") or f"**finding**: {one['finding']}" for one in got]
                 if len(set(said)) == 1 and said != ["not run"] * len(MODES):
                     said[1:] = ['"'] * (len(MODES) - 1)
@@ -204,9 +226,15 @@ def write(result: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fault_matrix", description=__doc__)
-    parser.add_argument("--backend", action="append", choices=[*BACKENDS], help="only this one; may be repeated")
-    parser.add_argument("--fault", action="append", choices=[*FAULTS], help="only this one; may be repeated")
-    parser.add_argument("--failure", action="append", choices=MODES, help="only this on_failure; may be repeated")
+    parser.add_argument(
+        "--backend", action="append", choices=[*BACKENDS], help="only this one; may be repeated"
+    )
+    parser.add_argument(
+        "--fault", action="append", choices=[*FAULTS], help="only this one; may be repeated"
+    )
+    parser.add_argument(
+        "--failure", action="append", choices=MODES, help="only this on_failure; may be repeated"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="backends at the same time")
     parser.add_argument("--dry", action="store_true", help="print the results, and write no file")
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
@@ -217,24 +245,38 @@ def main() -> int:
     chosen = {
         name: [
             (fault, name, mode)
-            for mode in options.failure or MODES  # a run that is interrupted has all faults with the first ones
+            for mode in options.failure
+            or MODES  # a run that is interrupted has all faults with the first ones
             for fault, case in FAULTS.items()
-            if place.where in case.places and fault in (options.fault or FAULTS) and mode in case.modes
+            if place.where in case.places
+            and fault in (options.fault or FAULTS)
+            and mode in case.modes
         ]
         for name, place in BACKENDS.items()
         if name in (options.backend or BACKENDS)
     }
     folder = Path(tempfile.mkdtemp(prefix="muster-faults-"))
     result = json.loads(OUTPUT.read_text()) if OUTPUT.exists() else {"cells": {}}
-    versions = {"Python": platform.python_version(), **{name: importlib.metadata.version(name) for name in PACKAGES}}
-    result |= {"date": datetime.date.today().isoformat(), "machine": machine(), "versions": versions}
+    versions = {
+        "Python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in PACKAGES},
+    }
+    result |= {
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "versions": versions,
+    }
     findings, writing = list[Key](), threading.Lock()
 
     def backend(name: str) -> None:
         for key, got in run_backend(name, chosen[name], folder):
             log = got.pop("log", "")
             kind, said = next(iter(got.items()))
-            print(" | ".join(key), f": {'FINDING ' * (kind == 'finding')}{said}\n{log}".rstrip(), flush=True)
+            print(
+                " | ".join(key),
+                f": {'FINDING ' * (kind == 'finding')}{said}\n{log}".rstrip(),
+                flush=True,
+            )
             with writing:
                 findings.extend([key] * (kind == "finding"))
                 result["cells"][" | ".join(key)] = got

@@ -1,8 +1,9 @@
 """The cells of ``benchmarks.fault_matrix``: faults, backends, and what is checked for each pair.
 
-A cell collects ``FRAMES`` frames from environments that count their steps in memory that survives SIGKILL
-(``muster.testing.OracleEnv``), of which number 0 fails. It passes if no frame is lost, counted twice or torn, the error
-is of the right type and phase and says what to do, and nothing is left behind. Its outcome is one line for the table.
+A cell collects ``FRAMES`` frames from environments that count their steps in memory that survives
+SIGKILL (``muster.testing.OracleEnv``), of which number 0 fails. It passes if no frame is lost,
+counted twice or torn, the error is of the right type and phase and says what to do, and nothing is
+left behind. Its outcome is one line for the table.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class NotHere(Exception):
     """This machine cannot make the fault."""
 
 
-# --- backends ---------------------------------------------------------------------------------------
+# --- backends -------------------------------------------------------------------------------------
 
 
 def on_ray(*given: Any, **options: Any) -> RayCollector:
@@ -89,7 +90,9 @@ class Backend:
     frames: int = T  # per batch
 
     def options(self, path: Path, folder: Path, fault: Fault | None, mode: str) -> dict[str, Any]:
-        factories = [partial(OracleEnv, path, 0, 1, fault), partial(OracleEnv, path, 1)][: self.workers]
+        factories = [partial(OracleEnv, path, 0, 1, fault), partial(OracleEnv, path, 1)][
+            : self.workers
+        ]
         given: dict[str, Any] = {
             "create_env_fn": factories[0] if self.where == "here" else factories,
             "policy": Adds(),
@@ -123,7 +126,7 @@ BACKENDS = {
 }
 
 
-# --- faults of the program --------------------------------------------------------------------------
+# --- faults of the program ------------------------------------------------------------------------
 
 
 def killed(place: Backend, folder: Path, connection: Connection) -> str:
@@ -151,10 +154,14 @@ def stopped(place: Backend, folder: Path, connection: Connection) -> str:
 
 
 def interrupted_twice(place: Backend, folder: Path, connection: Connection) -> str:
-    """While an environment hangs, and while ``shutdown()`` waits for it; neither has a deadline that comes."""
+    """While an environment hangs, and while ``shutdown()`` waits for it; neither has a deadline
+    that comes.
+    """
     undisturbed(place, folder)
     before, counts, batches = Before(place), folder / "counts", list[Any]()
-    collector = place.collector(folder, Fault(faults.waits, at=AT["step"]), timeouts=deadlines(LONG_S))
+    collector = place.collector(
+        folder, Fault(faults.waits, at=AT["step"]), timeouts=deadlines(LONG_S)
+    )
 
     def press() -> None:
         wait_until(lambda: len(found := OracleEnv.read(counts)) and found[0, 1] > AT["step"])
@@ -202,7 +209,11 @@ def out_of_descriptors(place: Backend, folder: Path, _: Connection) -> str:
             said.add(type(error).__name__)
         before.check()
     undisturbed(place, folder)
-    return f"the constructor raises {' or '.join(sorted(said))}: too many open files" if said else "no effect"
+    return (
+        f"the constructor raises {' or '.join(sorted(said))}: too many open files"
+        if said
+        else "no effect"
+    )
 
 
 def out_of_disk(place: Backend, folder: Path, _: Connection) -> str:
@@ -240,7 +251,7 @@ def tiny_shm(place: Backend, folder: Path, _: Connection) -> str:
     return "no effect"
 
 
-# --- faults -----------------------------------------------------------------------------------------
+# --- faults ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -248,11 +259,14 @@ class Case:
     """A fault, and what has to come of it.
 
     Attributes:
-        make: what the failing environment does, from the folder of the cell; or what the program does.
-        errors: types of the error with ``on_failure="raise"``, by name; empty: the fault has no effect.
+        make: what the failing environment does, from the folder of the cell; or what the program
+            does.
+        errors: types of the error with ``on_failure="raise"``, by name; empty: the fault has no
+            effect.
         says: pattern in the error's text: what happened, and what to do.
         apart: in places where environments share the program, the cell has a program of its own.
-        elsewhere: outcomes that are not the rule, by ``Backend.where``: ``ENDS``, or why the fault does not apply.
+        elsewhere: outcomes that are not the rule, by ``Backend.where``: ``ENDS``, or why the fault
+            does not apply.
         phase: that of the error, if it is not ``on``.
         ending: how a program ends where the outcome is ``ENDS``.
         run: what the cell does, if the fault is one of the program.
@@ -292,7 +306,9 @@ def always(what: Any) -> Callable[[Path], Any]:
 def dies(do: Any, ending: str, says: str, make: Any = None) -> Case:
     """The process of the environment ends."""
     elsewhere = {"here": ENDS, "threads": ENDS}
-    return Case(make or always(do), errors=("WorkerDied",), says=says, elsewhere=elsewhere, ending=ending)
+    return Case(
+        make or always(do), errors=("WorkerDied",), says=says, elsewhere=elsewhere, ending=ending
+    )
 
 
 def short_of_memory(folder: Path) -> Any:
@@ -311,12 +327,23 @@ def events() -> Path:
 
 
 def hangs(
-    do: Any, *, on: str = "step", threads: str = "", says: str = r"its deadline is 1 s\..*longer deadline"
+    do: Any,
+    *,
+    on: str = "step",
+    threads: str = "",
+    says: str = r"its deadline is 1 s\..*longer deadline",
 ) -> Case:
     elsewhere = {"here": "does not apply: your own thread has no deadline; Ctrl-C ends it"}
     if threads:
         elsewhere["threads"] = f"does not apply: {threads}"
-    return Case(always(do), on, errors=("WorkerHung",), says=says, deadlines={on: SHORT_S}, elsewhere=elsewhere)
+    return Case(
+        always(do),
+        on,
+        errors=("WorkerHung",),
+        says=says,
+        deadlines={on: SHORT_S},
+        elsewhere=elsewhere,
+    )
 
 
 def raises(error: Any, says: str, on: str = "step") -> Case:
@@ -356,16 +383,30 @@ STOPS = "it stops your program, until SIGCONT"
 
 FAULTS: dict[str, Case] = {
     "SIGKILL": dies(
-        faults.Signalled(signal.SIGKILL), "SIGKILL", r"killed by SIGKILL during step\. .*Another program sent SIGKILL"
+        faults.Signalled(signal.SIGKILL),
+        "SIGKILL",
+        r"killed by SIGKILL during step\. .*Another program sent SIGKILL",
     ),
     "SIGSEGV": dies(
-        faults.Signalled(signal.SIGSEGV), "SIGSEGV", r"killed by SIGSEGV during step\. That is a crash in native code"
+        faults.Signalled(signal.SIGSEGV),
+        "SIGSEGV",
+        r"killed by SIGSEGV during step\. That is a crash in native code",
     ),
-    "out of memory": dies(None, "SIGKILL", r"killed by SIGKILL during step\. Probably out of memory", short_of_memory),
-    "os._exit": dies(faults.exits_at_once, "exit code 0", r"ended with exit code 0 during step\. .*called os\._exit"),
+    "out of memory": dies(
+        None, "SIGKILL", r"killed by SIGKILL during step\. Probably out of memory", short_of_memory
+    ),
+    "os._exit": dies(
+        faults.exits_at_once,
+        "exit code 0",
+        r"ended with exit code 0 during step\. .*called os\._exit",
+    ),
     "hang in Python": hangs(faults.waits),
-    "hang in C, GIL held": hangs(faults.holds_the_gil, threads="a thread that keeps the GIL stops the whole program"),
-    "SIGSTOP": hangs(faults.stops, threads=STOPS, says=r"its deadline is 1 s\. The process is stopped"),
+    "hang in C, GIL held": hangs(
+        faults.holds_the_gil, threads="a thread that keeps the GIL stops the whole program"
+    ),
+    "SIGSTOP": hangs(
+        faults.stops, threads=STOPS, says=r"its deadline is 1 s\. The process is stopped"
+    ),
     "error": raises(partial(ValueError, "boom"), "ValueError: boom"),
     "unpicklable error": raises(faults.Unpicklable, "Unpicklable: holds a function"),
     "chained error": raises(faults.chained, r"ValueError: outer.*'inner'"),
@@ -373,11 +414,17 @@ FAULTS: dict[str, Case] = {
     "SystemExit": raises(partial(SystemExit, 3), "SystemExit was raised: 3"),
     "KeyboardInterrupt": raises(KeyboardInterrupt, "KeyboardInterrupt was raised"),
     "StopIteration": raises(partial(StopIteration, 7), "StopIteration: 7"),
-    "error whose __str__ raises": raises(foreign.Mute, "Mute: <could not be shown: ZeroDivisionError>"),
+    "error whose __str__ raises": raises(
+        foreign.Mute, "Mute: <could not be shown: ZeroDivisionError>"
+    ),
     "error whose __reduce__ raises": raises(foreign.Unreducible, "Unreducible"),
     "error whose properties raise": raises(foreign.Shy, "Shy"),
-    "wrong shape": returns(faults.wrong_shape, r"observation is an array of shape \(3,\).* Fix the environment"),
-    "wrong dtype": returns(faults.wrong_dtype, "observation is an array of dtype complex128.* Fix the environment"),
+    "wrong shape": returns(
+        faults.wrong_shape, r"observation is an array of shape \(3,\).* Fix the environment"
+    ),
+    "wrong dtype": returns(
+        faults.wrong_dtype, "observation is an array of dtype complex128.* Fix the environment"
+    ),
     "NaN": returns(faults.nan_reward, "reward is nan. The 10 rows before it are kept"),
     "inf": returns(faults.Reward(float("inf")), "reward is inf. The 10 rows before it are kept"),
     "None": returns(faults.nothing, "returned NoneType"),
@@ -387,23 +434,33 @@ FAULTS: dict[str, Case] = {
     "close fails": raises(partial(ValueError, "boom"), "ValueError: boom", "close"),
     "close hangs": hangs(faults.waits, on="close"),
     "close exits": Case(
-        always(faults.exits_at_once), "close", elsewhere={"here": ENDS, "threads": ENDS}, ending="exit code 0"
+        always(faults.exits_at_once),
+        "close",
+        elsewhere={"here": ENDS, "threads": ENDS},
+        ending="exit code 0",
     ),
     "forks": Case(forks, elsewhere={"here": YOURS, "threads": YOURS}),
-    "starts threads": Case(always(faults.Does(faults.starts_threads)), elsewhere={"here": YOURS, "threads": YOURS}),
+    "starts threads": Case(
+        always(faults.Does(faults.starts_threads)), elsewhere={"here": YOURS, "threads": YOURS}
+    ),
     "closes descriptors": breaks(faults.closes_descriptors),
     "changes signal handlers": changes(faults.changes_signal_handlers, threads=MAIN_ONLY),
     "changes the directory": changes(faults.changes_directory),
     "changes modules": changes(faults.removes_modules, "gymnasium"),
     "removes Muster's modules": breaks(faults.removes_modules, "muster"),
-    "program is killed": Case(killed, run=killed, elsewhere=dict.fromkeys(PLACES, ENDS), ending="SIGKILL"),
+    "program is killed": Case(
+        killed, run=killed, elsewhere=dict.fromkeys(PLACES, ENDS), ending="SIGKILL"
+    ),
     "program is stopped": Case(stopped, run=stopped),
     "Ctrl-C, twice": Case(interrupted_twice, run=interrupted_twice),
     "out of descriptors": Case(out_of_descriptors, run=out_of_descriptors),
     "out of disk": Case(out_of_disk, run=out_of_disk),
     "tiny /dev/shm": Case(tiny_shm, run=tiny_shm),
     "node is killed": Case(
-        always(NodeSignalled(signal.SIGKILL)), errors=("WorkerDied",), says="is lost with its node", places=("nodes",)
+        always(NodeSignalled(signal.SIGKILL)),
+        errors=("WorkerDied",),
+        says="is lost with its node",
+        places=("nodes",),
     ),
     "node is stopped": Case(
         always(NodeSignalled(signal.SIGSTOP)),
@@ -415,7 +472,7 @@ FAULTS: dict[str, Case] = {
 }
 
 
-# --- one cell ---------------------------------------------------------------------------------------
+# --- one cell -------------------------------------------------------------------------------------
 
 
 def cell(fault: str, backend: str, mode: str, folder: Path, connection: Connection) -> str:
@@ -451,7 +508,11 @@ def undisturbed(place: Backend, folder: Path) -> None:
     """Collect once without a fault. What fork servers need and imports open stays open."""
     inside = Path(tempfile.mkdtemp(dir=folder))
     run(
-        inside, None, place.make, counts=inside / "counts", **place.options(inside / "counts", inside, None, "raise")
+        inside,
+        None,
+        place.make,
+        counts=inside / "counts",
+        **place.options(inside / "counts", inside, None, "raise"),
     ).check()
 
 
@@ -465,7 +526,10 @@ class Before:
         self.resources, self.files = resources(), self._files()
 
     def allow_hung(self) -> str:
-        """A thread that hangs cannot be ended: it keeps what it has. Return a remark on that for the table."""
+        """A thread that hangs cannot be ended: it keeps what it has.
+
+        Return a remark on that for the table.
+        """
         if self.place.where == "threads":
             self.but += ("descriptors",)
             return "; its thread stays"
@@ -520,7 +584,9 @@ def judged(got: Outcome, case: Case, place: Backend, mode: str) -> str:
     # What was in flight at the end depends on timing.
     lost = {why: rows for why, rows in got.stats.discarded.items() if why != "shutdown"}
     assert {*lost} <= {why for name in case.errors for why in REASONS[name]}, lost
-    said += [f"{rows} {'row' if rows == 1 else 'rows'} discarded ({why})" for why, rows in lost.items()]
+    said += [
+        f"{rows} {'row' if rows == 1 else 'rows'} discarded ({why})" for why, rows in lost.items()
+    ]
     return "; ".join(said) or "no effect"
 
 
@@ -530,18 +596,22 @@ def named(error: Any, case: Case, place: Backend) -> str:
     if place.where == "here" and not isinstance(error, MusterError):
         return f"{name} as it was raised"
     assert name in case.errors, f"{name}: {text_of(error)}"
-    assert error.phase == (case.phase or case.on) or case.places == ("nodes",), f"phase {error.phase}: {text_of(error)}"
+    assert error.phase == (case.phase or case.on) or case.places == ("nodes",), (
+        f"phase {error.phase}: {text_of(error)}"
+    )
     text = text_of(error)
     if type(error.__cause__) is ValueError:  # no other one is chained
         text += text_of(error.__cause__.__cause__ or ValueError())
     assert re.search(case.says, text, re.DOTALL), text
-    phase = "" if case.places == ("nodes",) else f", phase {error.phase}"  # of the last message of the node
+    phase = (
+        "" if case.places == ("nodes",) else f", phase {error.phase}"
+    )  # of the last message of the node
     where = f", worker {error.worker}" if error.worker is not None else ""
     where += f", environment {error.env_id}" if error.env_id is not None else ""
     return name + phase + where
 
 
-# --- the process that runs cells --------------------------------------------------------------------
+# --- the process that runs cells ------------------------------------------------------------------
 
 
 def serve(connection: Connection, temporary: Path) -> None:

@@ -1,7 +1,8 @@
-"""``python -m benchmarks.faults``: workers that are killed, hang, or lose their parent; ``--quick`` for a look.
+"""``python -m benchmarks.faults``: workers that are killed, hang, or lose their parent; ``--quick``
+for a look.
 
-Environments that count their own steps in memory that no kill can take say what was executed; the data says by itself
-if anything is lost or doubled (``muster.testing.OracleEnv``).
+Environments that count their own steps in memory that no kill can take say what was executed; the
+data says by itself if anything is lost or doubled (``muster.testing.OracleEnv``).
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ from muster.testing import CountingEnv, Fault, OracleEnv, TorchCartPole, check_s
 from tests.fakes import faults
 from tests.fakes.fault_runs import all_gone, family
 from tests.fakes.killers import Killer
-from tests.faults.test_worker_resources import anonymous_bytes, descendants, processor_time, resources
+from tests.faults.test_worker_resources import (
+    anonymous_bytes,
+    descendants,
+    processor_time,
+    resources,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = {"MultiSyncCollector": MultiSyncCollector, "MultiAsyncCollector": MultiAsyncCollector}
@@ -45,7 +51,9 @@ class Recoveries:
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
-        self._since: dict[int, list[Any]] = {}  # by worker: when it was killed, the run seen before, it was only once
+        self._since: dict[
+            int, list[Any]
+        ] = {}  # by worker: when it was killed, the run seen before, it was only once
         self._runs: dict[int, int] = {}
 
     def kill(self, collector: Any, rng: random.Random) -> bool:
@@ -80,7 +88,12 @@ def kills(kind: str, count: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "counts"
         factories = [partial(OracleEnv, path, 3 * i, 3) for i in range(2)]
-        options = {"num_envs": 3, "frames_per_batch": 600, "seed": 1, "on_failure": Restart(max_restarts=None)}
+        options = {
+            "num_envs": 3,
+            "frames_per_batch": 600,
+            "seed": 1,
+            "on_failure": Restart(max_restarts=None),
+        }
         collector = KINDS[kind](factories, None, **options)
         recoveries = Recoveries()
         killer = Killer(count, random.Random(count), EVERY_S, recoveries.kill)
@@ -103,7 +116,8 @@ def kills(kind: str, count: int) -> dict[str, Any]:
         "delivered": stats.frames,
         "discarded": discarded,
         "unaccounted": stats.executed - stats.frames - sum(discarded.values()) - stats.in_flight,
-        "in_the_middle_of_a_step": own - stats.executed,  # made, and killed before its reward was stored
+        "in_the_middle_of_a_step": own
+        - stats.executed,  # made, and killed before its reward was stored
         "lost": stats.frames - sum(rows.values()),
         "doubled": 0,  # else check_stream had raised
         "recovery_ms": {"n": len(times), **quantiles(times)},
@@ -116,7 +130,10 @@ def detection(trials: int) -> dict[str, Any]:
     for _ in range(trials):
         with tempfile.TemporaryDirectory() as folder:
             path, at = Path(folder) / "counts", list[float]()
-            factories = [partial(OracleEnv, path, 0, 1, Fault(faults.waits, at=30)), partial(OracleEnv, path, 1)]
+            factories = [
+                partial(OracleEnv, path, 0, 1, Fault(faults.waits, at=30)),
+                partial(OracleEnv, path, 1),
+            ]
             with MultiSyncCollector(factories, None, frames_per_batch=40) as collector:
                 collector.next()
                 pid = collector.stats().workers[0].pid
@@ -133,7 +150,9 @@ def detection(trials: int) -> dict[str, Any]:
                     collector.next()
                 except WorkerDied as error:
                     times.append(time.monotonic() - at[0])
-                    said += "killed by SIGKILL during step" in str(error) and f"pid {pid}" in str(error)
+                    said += "killed by SIGKILL during step" in str(error) and f"pid {pid}" in str(
+                        error
+                    )
                 thread.join()
     return {"trials": trials, "with_cause": said, "ms": quantiles(times)}
 
@@ -146,26 +165,39 @@ def hangs(trials: int, deadline: float = 1.0) -> dict[str, Any]:
         for _ in range(trials):
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "counts"
-                factories = [partial(OracleEnv, path, 0, 1, Fault(way, at=20)), partial(OracleEnv, path, 1)]
-                with MultiSyncCollector(factories, None, frames_per_batch=40, timeouts={"step": deadline}) as collector:
+                factories = [
+                    partial(OracleEnv, path, 0, 1, Fault(way, at=20)),
+                    partial(OracleEnv, path, 1),
+                ]
+                with MultiSyncCollector(
+                    factories, None, frames_per_batch=40, timeouts={"step": deadline}
+                ) as collector:
                     collector.next()
                     begun = time.monotonic()
                     try:
                         collector.next()
                     except WorkerHung as error:
                         times.append(time.monotonic() - begun)
-                        where = "The process is stopped" if way is faults.stops else faults.line_of(way)
+                        where = (
+                            "The process is stopped" if way is faults.stops else faults.line_of(way)
+                        )
                         said += where in str(error)
         found[way.__name__] = {"trials": trials, "with_place": said, "s": quantiles(times, 1)}
     return found
 
 
 def parents(trials: int) -> dict[str, Any]:
-    """SIGKILL for programs at different places: processes that are left after 5 s, and how long the last one lived."""
+    """SIGKILL for programs at different places: processes that are left after 5 s, and how long the
+    last one lived.
+    """
 
     def one(number: int) -> tuple[int, float]:
         place, mark = PLACES[number % len(PLACES)], uuid.uuid4().hex
-        environ = {**os.environ, "MUSTER_TEST": mark, "PYTHONPATH": os.pathsep.join(["src", *sys.path])}
+        environ = {
+            **os.environ,
+            "MUSTER_TEST": mark,
+            "PYTHONPATH": os.pathsep.join(["src", *sys.path]),
+        }
         with tempfile.TemporaryDirectory() as folder:
             program = subprocess.Popen(
                 [sys.executable, "-m", "tests.fakes.fault_parents", place, folder],
@@ -211,7 +243,9 @@ def closing(cycles: int, hung: int) -> dict[str, Any]:
     for _ in range(hung):
         with tempfile.TemporaryDirectory() as folder:
             collector = MultiSyncCollector(
-                partial(OracleEnv, Path(folder) / "counts", fault=Fault(faults.holds_the_gil, "close")),
+                partial(
+                    OracleEnv, Path(folder) / "counts", fault=Fault(faults.holds_the_gil, "close")
+                ),
                 None,
                 frames_per_batch=20,
             )
@@ -221,7 +255,10 @@ def closing(cycles: int, hung: int) -> dict[str, Any]:
             slow.append(time.monotonic() - begun)
     return {
         "cycles": cycles,
-        "growth": {key: None if before[key] == after[key] else [str(before[key]), str(after[key])] for key in after},
+        "growth": {
+            key: None if before[key] == after[key] else [str(before[key]), str(after[key])]
+            for key in after
+        },
         "close_ms": quantiles(times),
         "close_of_a_hung_one_s": quantiles(slow, 1),
     }
@@ -242,7 +279,9 @@ def idling(seconds: float) -> dict[str, float]:
 
 
 def memory(frames: int) -> dict[str, float]:
-    """Largest growth of any process, in MiB, over so many frames, after a part of that in which allocators warm up."""
+    """Largest growth of any process, in MiB, over so many frames, after a part of that in which
+    allocators warm up.
+    """
     found, warm = {}, frames * 2 // 5
     for name, kind in KINDS.items():
         make = partial(TorchCartPole, 256)
@@ -272,31 +311,56 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
     runs = list(result["kills"].values())
     kills_done = sum(run["kills"] for run in runs)
     rows = [
-        ("steps that nobody accounts for, over all kills", 0, sum(abs(run["unaccounted"]) for run in runs)),
-        ("steps made and not seen, per kill", 1, max(run["in_the_middle_of_a_step"] / run["kills"] for run in runs)),
+        (
+            "steps that nobody accounts for, over all kills",
+            0,
+            sum(abs(run["unaccounted"]) for run in runs),
+        ),
+        (
+            "steps made and not seen, per kill",
+            1,
+            max(run["in_the_middle_of_a_step"] / run["kills"] for run in runs),
+        ),
         ("recovery from a kill, p50, ms", 100, max(run["recovery_ms"]["p50"] for run in runs)),
         ("recovery from a kill, p99, ms", 500, max(run["recovery_ms"]["p99"] for run in runs)),
         ("detection of a death, p50, ms", 100, result["detection"]["ms"]["p50"]),
-        ("hang resolved after its deadline of 1 s, max, s", 2, max(w["s"]["max"] for w in result["hangs"].values())),
+        (
+            "hang resolved after its deadline of 1 s, max, s",
+            2,
+            max(w["s"]["max"] for w in result["hangs"].values()),
+        ),
         ("processes left 5 s after the parent's death", 0, result["parents"]["left_after_5_s"]),
         ("close, p99, ms", 300, result["closing"]["close_ms"]["p99"]),
-        ("close of a hung environment, max, s", 6, result["closing"]["close_of_a_hung_one_s"]["max"]),
+        (
+            "close of a hung environment, max, s",
+            6,
+            result["closing"]["close_of_a_hung_one_s"]["max"],
+        ),
         (
             "resources that grow with open and close",
             0,
             sum(g is not None for g in result["closing"]["growth"].values()),
         ),
         ("processor share while nobody asks", 0.02, max(result["idling"].values())),
-        ("memory growth, MiB", 1.0 if result["memory_frames"] >= 10**7 else 4.0, max(result["memory"].values())),
+        (
+            "memory growth, MiB",
+            1.0 if result["memory_frames"] >= 10**7 else 4.0,
+            max(result["memory"].values()),
+        ),
     ]
     print(f"{kills_done} kills")
-    return [{"what": what, "at_most": most, "measured": round(got, 4), "met": got <= most} for what, most, got in rows]
+    return [
+        {"what": what, "at_most": most, "measured": round(got, 4), "met": got <= most}
+        for what, most, got in rows
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a look, in less than a minute")
-    parser.add_argument("--output", type=Path, help="default: results/faults.json; nothing with --quick")
+    parser.add_argument(
+        "--output", type=Path, help="default: results/faults.json; nothing with --quick"
+    )
     options = parser.parse_args()
     quick = options.quick
     result: dict[str, Any] = {"machine": machine(), "quick": quick}
@@ -315,7 +379,9 @@ def main() -> None:
         print(name, json.dumps(result[name]), flush=True)
     result["targets"] = targets(result)
     for row in result["targets"]:
-        print(f"{'met   ' if row['met'] else 'MISSED'} {row['what']}: {row['measured']} (at most {row['at_most']})")
+        print(
+            f"{'met   ' if row['met'] else 'MISSED'} {row['what']}: {row['measured']} (at most {row['at_most']})"
+        )
     output = options.output or (None if quick else RESULTS / "faults.json")
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)

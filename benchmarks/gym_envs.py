@@ -1,4 +1,5 @@
-"""Run a script of CleanRL with Gymnasium's environments: MuJoCo's and Atari's for its gym 0.23 do not install any more.
+"""Run a script of CleanRL with Gymnasium's environments: MuJoCo's and Atari's for its gym 0.23 do
+not install any more.
 
     python -m benchmarks.gym_envs SCRIPT --env-id HalfCheetah-v5 ...
 
@@ -22,7 +23,9 @@ IDS = ("HalfCheetah-v5", "BoxingNoFrameskip-v4")
 
 
 class OldApi(gym.Env):
-    """An environment of Gymnasium with gym 0.23's ``reset``, ``step`` and ``seed``; other attributes are passed on."""
+    """An environment of Gymnasium with gym 0.23's ``reset``, ``step`` and ``seed``; other
+    attributes are passed on.
+    """
 
     def __init__(self, env_id: str) -> None:
         self.inner = gymnasium.make(env_id)
@@ -54,7 +57,9 @@ class OldApi(gym.Env):
         return obs
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, dict[str, Any]]:
-        """Return observation, reward, done and info; a time limit shows as gym 0.23's TimeLimit shows it."""
+        """Return observation, reward, done and info; a time limit shows as gym 0.23's TimeLimit
+        shows it.
+        """
         obs, reward, terminated, truncated, info = self.inner.step(action)
         if truncated and not terminated:
             info["TimeLimit.truncated"] = True

@@ -1,7 +1,9 @@
-"""``python -m benchmarks.inference``: where the policy runs, who waits for whom, and when environments are reset.
+"""``python -m benchmarks.inference``: where the policy runs, who waits for whom, and when
+environments are reset.
 
-All systems of a case are built once and take turns of a fraction of a second; every ratio is formed within a round.
-The parts of a limit (bare loops in as many processes, the policy alone) are systems among the others.
+All systems of a case are built once and take turns of a fraction of a second; every ratio is formed
+within a round. The parts of a limit (bare loops in as many processes, the policy alone) are systems
+among the others.
 """
 
 from __future__ import annotations
@@ -38,8 +40,16 @@ class Bench:
         for name, one in series.items():
             runner._try(one, process, do="build", system=name, workload=case.name)
         for turn in range(self._turns):
-            for name in runner._rotated([name for name, one in series.items() if not one.note], turn):
-                answer = runner._try(series[name], process, do="run", system=name, seconds=case.seconds * self._seconds)
+            for name in runner._rotated(
+                [name for name, one in series.items() if not one.note], turn
+            ):
+                answer = runner._try(
+                    series[name],
+                    process,
+                    do="run",
+                    system=name,
+                    seconds=case.seconds * self._seconds,
+                )
                 if answer:
                     series[name].slices.append(Slice(**answer))
         for name, one in series.items():
@@ -58,7 +68,9 @@ class Bench:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.inference", description=__doc__)
-    parser.add_argument("--case", action="append", choices=[*CASES, CUDA_CASE.name], help="repeatable; default all")
+    parser.add_argument(
+        "--case", action="append", choices=[*CASES, CUDA_CASE.name], help="repeatable; default all"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.3, help="per slice (default 0.3)")
     parser.add_argument("--output", type=Path, default=report.RESULTS / "inference.json")
@@ -76,7 +88,9 @@ def shown(bench: Bench, case: Case) -> tuple[dict[str, Series], Told]:
 
 def main() -> None:
     options = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that all processes are ended
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("terminated")
+    )  # so that all processes are ended
     begin = time.perf_counter()
     wanted = options.case or [*CASES, CUDA_CASE.name]
     results: report.Results = {}
@@ -86,10 +100,14 @@ def main() -> None:
             if name != CUDA_CASE.name:
                 results[name], tellings[name] = shown(bench, CASES[name])
     if CUDA_CASE.name in wanted and inference_systems.has_gpu():
-        with closing(Bench(options.rounds, options.seconds, os.environ.get("CUDA_VISIBLE_DEVICES", "0"))) as bench:
+        with closing(
+            Bench(options.rounds, options.seconds, os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
+        ) as bench:
             results[CUDA_CASE.name], tellings[CUDA_CASE.name] = shown(bench, CUDA_CASE)
     elif CUDA_CASE.name in wanted:
-        results[CUDA_CASE.name] = {system: Series(note="no GPU here") for system in CUDA_CASE.systems}
+        results[CUDA_CASE.name] = {
+            system: Series(note="no GPU here") for system in CUDA_CASE.systems
+        }
         print(f"\n{CUDA_CASE.name}: no GPU here")
     figures = [asked.figure(results) for asked in inference_targets.TARGETS if asked.case in wanted]
     if figures:

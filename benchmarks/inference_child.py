@@ -1,4 +1,6 @@
-"""``python -m benchmarks.inference_child``: ``benchmarks.worker`` that knows the systems of central inference."""
+"""``python -m benchmarks.inference_child``: ``benchmarks.worker`` that knows the systems of central
+inference.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from benchmarks import inference_systems, worker
 
 
 class Worker(worker.Worker):
-    """Its systems may have something to tell, and what they have made ahead of a turn does not count."""
+    """Its systems may have something to tell, and what they have made ahead of a turn does not
+    count.
+    """
 
     def run(self, system: str, seconds: float) -> dict[str, Any]:
         built = self.systems[system]

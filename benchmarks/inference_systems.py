@@ -1,4 +1,6 @@
-"""Muster's collectors with either placement of the policy, and the parts of their limits, as systems to measure."""
+"""Muster's collectors with either placement of the policy, and the parts of their limits, as
+systems to measure.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,13 @@ class Convolutional(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(
-            *(nn.Conv2d(4, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU(), nn.Conv2d(64, 64, 3, 1)),
+            *(
+                nn.Conv2d(4, 32, 8, 4),
+                nn.ReLU(),
+                nn.Conv2d(32, 64, 4, 2),
+                nn.ReLU(),
+                nn.Conv2d(64, 64, 3, 1),
+            ),
             *(nn.ReLU(), nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(), nn.Linear(512, actions)),
         )
 
@@ -107,16 +115,23 @@ class Served:
 
 
 class Calls:
-    """Nothing but the policy, on as many environments at once as there are; on a GPU with the copies that it needs."""
+    """Nothing but the policy, on as many environments at once as there are; on a GPU with the
+    copies that it needs.
+    """
 
     def __init__(self, case: Case, parts: int = 1) -> None:
         env = case.make()
         self._rows, self._T = case.B // parts, case.T
         space = env.observation_space
-        obs = torch.zeros(self._rows, *(space.shape or ()), dtype=torch.from_numpy(space.sample()).dtype)
+        obs = torch.zeros(
+            self._rows, *(space.shape or ()), dtype=torch.from_numpy(space.sample()).dtype
+        )
         cuda = case.policy == "convolutional"
         self._device = torch.device("cuda" if cuda else "cpu")
-        self._obs, self._policy = obs.pin_memory() if cuda else obs, policy_of(case).to(self._device)
+        self._obs, self._policy = (
+            obs.pin_memory() if cuda else obs,
+            policy_of(case).to(self._device),
+        )
 
     def rollout(self) -> int:
         with torch.inference_mode():
@@ -141,7 +156,9 @@ class Pairs:
             here, there = context.Pipe()
             fds = self._mailbox.fds_for(number)
             self._mailbox.expect(number, 1)  # it is at work for ever
-            process = context.Process(target=_ask, args=(number, case.workers, fds, there, case.T), daemon=True)
+            process = context.Process(
+                target=_ask, args=(number, case.workers, fds, there, case.T), daemon=True
+            )
             process.start()
             self._pipes.append(here)
             self._processes.append(process)
@@ -180,7 +197,9 @@ def _ask(number: int, workers: int, fds: list[int], pipe: Any, times: int) -> No
 
 
 def bare(case: Case, parts: int = 1) -> System:
-    """The bare loop in as many processes as there are workers, or in a part of them with their environments."""
+    """The bare loop in as many processes as there are workers, or in a part of them with their
+    environments.
+    """
     return BareTwice(replace(case, B=case.B // parts), case.workers // parts)
 
 
@@ -211,24 +230,39 @@ SYSTEMS.update(
         "bare-one": Part("workers_systems:bare_one", "bare loop of one env"),
         "worker": _part("Served", "inference in the workers"),
         "server": _part("Served", "inference on the server", **_SERVER),
-        "alternating": _part("Served", "... alternating", inference=CentralInference(alternating=True)),
+        "alternating": _part(
+            "Served", "... alternating", inference=CentralInference(alternating=True)
+        ),
         "worker-wait": _part("Served", "inference in the workers, resets wait", **_WAIT),
         "server-wait": _part("Served", "inference on the server, resets wait", **_SERVER, **_WAIT),
         "free-worker": _part("Served", "inference in the workers", **_FREE),
         "free-threads": _part("Served", "... threads", **_FREE, backend="threads"),
         "free-server-0": _part("Served", "server, who is ready", **_FREE, **_SERVER),
         "free-server-1ms": _part(
-            "Served", "server, max_wait_s=0.001", **_FREE, inference=CentralInference(max_wait_s=1e-3)
+            "Served",
+            "server, max_wait_s=0.001",
+            **_FREE,
+            inference=CentralInference(max_wait_s=1e-3),
         ),
         "free-server-3ms": _part(
-            "Served", "server, max_wait_s=0.003", **_FREE, inference=CentralInference(max_wait_s=3e-3)
+            "Served",
+            "server, max_wait_s=0.003",
+            **_FREE,
+            inference=CentralInference(max_wait_s=3e-3),
         ),
-        "free-threads-server": _part("Served", "server, threads", **_FREE, **_SERVER, backend="threads"),
+        "free-threads-server": _part(
+            "Served", "server, threads", **_FREE, **_SERVER, backend="threads"
+        ),
         "cuda-worker": _part("Served", "GPU, inference in the workers", **_CUDA),
         "cuda-server": _part("Served", "GPU, server", **_CUDA, **_SERVER),
         "cuda-alternating": _part(
-            "Served", "GPU, server, alternating", **_CUDA, inference=CentralInference(alternating=True)
+            "Served",
+            "GPU, server, alternating",
+            **_CUDA,
+            inference=CentralInference(alternating=True),
         ),
-        "cuda-graph": _part("Served", "GPU, server, CUDA graph", **_CUDA, **_SERVER, cudagraph_policy=True),
+        "cuda-graph": _part(
+            "Served", "GPU, server, CUDA graph", **_CUDA, **_SERVER, cudagraph_policy=True
+        ),
     }
 )

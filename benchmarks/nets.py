@@ -1,4 +1,6 @@
-"""The one network every system runs: obs-64-64-act with tanh, a sampled action and its log-probability."""
+"""The one network every system runs: obs-64-64-act with tanh, a sampled action and its
+log-probability.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from torch.distributions import Categorical, Normal
 
 
 class Pixels(nn.Module):
-    """Every eighth pixel as floats in [0, 1]: a cheap policy, so that moving the images is what is measured."""
+    """Every eighth pixel as floats in [0, 1]: a cheap policy, so that moving the images is what is
+    measured.
+    """
 
     stride = 8
 
@@ -24,10 +28,24 @@ def trunk(env: gymnasium.Env) -> nn.Sequential:  # type: ignore[type-arg]
     torch.manual_seed(0)
     space, actions = env.observation_space, env.action_space
     assert space.shape is not None
-    outputs = int(actions.n) if isinstance(actions, gymnasium.spaces.Discrete) else math.prod(actions.shape or (1,))
+    outputs = (
+        int(actions.n)
+        if isinstance(actions, gymnasium.spaces.Discrete)
+        else math.prod(actions.shape or (1,))
+    )
     images = len(space.shape) == 3
-    inputs = math.prod(-(-n // Pixels.stride) for n in space.shape[:2]) * space.shape[2] if images else space.shape[0]
-    layers = [nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)]
+    inputs = (
+        math.prod(-(-n // Pixels.stride) for n in space.shape[:2]) * space.shape[2]
+        if images
+        else space.shape[0]
+    )
+    layers = [
+        nn.Linear(inputs, 64),
+        nn.Tanh(),
+        nn.Linear(64, 64),
+        nn.Tanh(),
+        nn.Linear(64, outputs),
+    ]
     return nn.Sequential(*([Pixels()] * images), *layers)
 
 

@@ -1,7 +1,9 @@
-"""``python -m benchmarks.on_demand``: ``collect`` and the compat layers, beside the collectors that they stand in for.
+"""``python -m benchmarks.on_demand``: ``collect`` and the compat layers, beside the collectors that
+they stand in for.
 
-As in ``python -m benchmarks``, the systems of a case take turns of a fraction of a second, and every ratio is formed
-within a round. A compat layer and its peer share a process, and so do Muster's collector and the bare loops.
+As in ``python -m benchmarks``, the systems of a case take turns of a fraction of a second, and
+every ratio is formed within a round. A compat layer and its peer share a process, and so do
+Muster's collector and the bare loops.
 """
 
 from __future__ import annotations

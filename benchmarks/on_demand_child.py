@@ -1,4 +1,6 @@
-"""``python -m benchmarks.on_demand_child``: ``benchmarks.worker`` that knows the systems of ``collect``."""
+"""``python -m benchmarks.on_demand_child``: ``benchmarks.worker`` that knows the systems of
+``collect``.
+"""
 
 from benchmarks import on_demand_systems, worker
 

@@ -1,7 +1,9 @@
-"""Tianshou, prt_rl and Stable-Baselines3, as their users call them, and the compat layers in their place.
+"""Tianshou, prt_rl and Stable-Baselines3, as their users call them, and the compat layers in their
+place.
 
-Peer and compat layer get equal policies, environments and buffers. The limits are the bare loop with one call of the
-policy per time step, observations stacked: what no collector can beat that calls such a policy.
+Peer and compat layer get equal policies, environments and buffers. The limits are the bare loop
+with one call of the policy per time step, observations stacked: what no collector can beat that
+calls such a policy.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class _Limit(BareWithPolicy):
         return lambda: self._act(self.obs)
 
 
-# --- Tianshou ---------------------------------------------------------------------------------------
+# --- Tianshou -------------------------------------------------------------------------------------
 
 
 def _tianshou_policy(case: Case, kind: str) -> Any:
@@ -55,9 +57,15 @@ def _tianshou_policy(case: Case, kind: str) -> Any:
     env = case.make()
     actor: Any = _Actor(PlainPolicy(env))
     if kind == "dqn":
-        return DiscreteQLearningPolicy(model=actor, action_space=env.action_space, eps_inference=EPSILON)
+        return DiscreteQLearningPolicy(
+            model=actor, action_space=env.action_space, eps_inference=EPSILON
+        )
     return _WithLogProb(
-        actor=actor, dist_fn=_categorical, action_space=env.action_space, action_scaling=False, action_bound_method=None
+        actor=actor,
+        dist_fn=_categorical,
+        action_space=env.action_space,
+        action_scaling=False,
+        action_bound_method=None,
     )
 
 
@@ -66,9 +74,15 @@ def tianshou(case: Case, kind: str, compat: bool = False) -> System:
     from tianshou.data import VectorReplayBuffer
     from tianshou.env import DummyVectorEnv
 
-    envs, made = DummyVectorEnv(case.factories()), "muster.compat.tianshou" if compat else "tianshou.data"
+    envs, made = (
+        DummyVectorEnv(case.factories()),
+        "muster.compat.tianshou" if compat else "tianshou.data",
+    )
     collector = importlib.import_module(made).Collector(
-        _tianshou_policy(case, kind), envs, VectorReplayBuffer(BUFFER_SIZE, case.B), exploration_noise=kind == "dqn"
+        _tianshou_policy(case, kind),
+        envs,
+        VectorReplayBuffer(BUFFER_SIZE, case.B),
+        exploration_noise=kind == "dqn",
     )
     collector.reset()
     return _Calling(lambda: int(collector.collect(**case.asked).n_collected_steps), envs)
@@ -89,7 +103,7 @@ def tianshou_limit(case: Case, kind: str) -> System:
     return _Limit(case, act)
 
 
-# --- prt_rl -----------------------------------------------------------------------------------------
+# --- prt_rl ---------------------------------------------------------------------------------------
 
 
 class _Sampled(nn.Module):
@@ -114,7 +128,11 @@ def prt(case: Case, kind: str, compat: bool = False) -> System:
     from prt_rl.env.wrappers import GymnasiumWrapper
 
     env = GymnasiumWrapper(env_factory=lambda index, seed: case.make(), num_envs=case.B)
-    policy: Any = head_for(case.make()) if kind == "heads" else {"sampled": _Sampled, "greedy": _Greedy}[kind](case)
+    policy: Any = (
+        head_for(case.make())
+        if kind == "heads"
+        else {"sampled": _Sampled, "greedy": _Greedy}[kind](case)
+    )
     made = "muster.compat.prt_rl" if compat else "prt_rl.common.collectors"
     collector = importlib.import_module(made).Collector(env)
 
@@ -132,18 +150,28 @@ def prt_limit(case: Case, kind: str) -> System:
     return _Limit(case, lambda obs: policy.act(torch.from_numpy(obs))[0].squeeze(-1).tolist())
 
 
-# --- Stable-Baselines3 ------------------------------------------------------------------------------
+# --- Stable-Baselines3 ----------------------------------------------------------------------------
 
 
 def sb3(case: Case) -> System:
-    """PPO with its own actor and critic of 64-64 each. Its advantages are left out: nobody else computes any."""
+    """PPO with its own actor and critic of 64-64 each.
+
+    Its advantages are left out: nobody else computes any.
+    """
     from stable_baselines3 import PPO
     from stable_baselines3.common.vec_env import DummyVecEnv
 
     from benchmarks.systems.sb3_ import _Nothing
 
     envs = DummyVecEnv(case.factories())
-    ppo: Any = PPO("MlpPolicy", envs, n_steps=case.T, batch_size=case.frames, normalize_advantage=False, device="cpu")
+    ppo: Any = PPO(
+        "MlpPolicy",
+        envs,
+        n_steps=case.T,
+        batch_size=case.frames,
+        normalize_advantage=False,
+        device="cpu",
+    )
     ppo.rollout_buffer.compute_returns_and_advantage = lambda **_: None
     _, callback = ppo._setup_learn(total_timesteps=10**12, callback=_Nothing())
 

@@ -1,4 +1,7 @@
-"""``Collector.collect`` in its forms, and the peers: what there is to measure. Importing this makes it known."""
+"""``Collector.collect`` in its forms, and the peers: what there is to measure.
+
+Importing this makes it known.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,13 @@ class Collect:
     """
 
     def __init__(
-        self, case: Case, policy: str = "heads", *, hook: str = "", jsonl: bool = False, **arguments: Any
+        self,
+        case: Case,
+        policy: str = "heads",
+        *,
+        hook: str = "",
+        jsonl: bool = False,
+        **arguments: Any,
     ) -> None:
         options: dict[str, Any] = {hook: _nothing} if hook else {}
         if jsonl:
@@ -88,7 +97,9 @@ def _nothing(*_: Any) -> None: ...
 
 def _here(name: str, label: str, **options: Any) -> Crewed:
     needs = ("torch", "gymnasium", "tensordict")
-    return Crewed(f"on_demand_systems:{name}", label, needs, home="muster", children=False, options=options)
+    return Crewed(
+        f"on_demand_systems:{name}", label, needs, home="muster", children=False, options=options
+    )
 
 
 def _collect(label: str, policy: str = "heads", **arguments: Any) -> Crewed:
@@ -96,14 +107,20 @@ def _collect(label: str, policy: str = "heads", **arguments: Any) -> Crewed:
 
 
 def _peer(name: str, label: str, needs: str, **options: Any) -> Crewed:
-    """Peer and compat layer share a process, and with it the memory, in which one of them could be luckier."""
+    """Peer and compat layer share a process, and with it the memory, in which one of them could be
+    luckier.
+    """
     modules = (needs, "tensordict") if name != "sb3" else (needs,)
-    return Crewed(f"on_demand_peers:{name}", label, modules, home=needs, children=False, options=options)
+    return Crewed(
+        f"on_demand_peers:{name}", label, modules, home=needs, children=False, options=options
+    )
 
 
 def _tianshou(kind: str) -> dict[str, Crewed]:
     return {
-        f"limit-tianshou-{kind}": _peer("tianshou_limit", f"bare loop + Tianshou's {kind}", "tianshou", kind=kind),
+        f"limit-tianshou-{kind}": _peer(
+            "tianshou_limit", f"bare loop + Tianshou's {kind}", "tianshou", kind=kind
+        ),
         f"tianshou-{kind}": _peer("tianshou", f"Tianshou, {kind}", "tianshou", kind=kind),
         f"tianshou-compat-{kind}": _peer(
             "tianshou", f"Muster's compat layer, {kind}", "tianshou", kind=kind, compat=True
@@ -113,9 +130,13 @@ def _tianshou(kind: str) -> dict[str, Crewed]:
 
 def _prt(kind: str) -> dict[str, Crewed]:
     return {
-        f"limit-prt-{kind}": _peer("prt_limit", f"bare loop + prt_rl policy, {kind}", "prt_rl", kind=kind),
+        f"limit-prt-{kind}": _peer(
+            "prt_limit", f"bare loop + prt_rl policy, {kind}", "prt_rl", kind=kind
+        ),
         f"prt-{kind}": _peer("prt", f"prt_rl, {kind}", "prt_rl", kind=kind),
-        f"prt-compat-{kind}": _peer("prt", f"Muster's compat layer, {kind}", "prt_rl", kind=kind, compat=True),
+        f"prt-compat-{kind}": _peer(
+            "prt", f"Muster's compat layer, {kind}", "prt_rl", kind=kind, compat=True
+        ),
     }
 
 
@@ -125,15 +146,21 @@ SYSTEMS.update(
         **_tianshou("dqn"),
         **_prt("sampled"),
         **_prt("greedy"),
-        "prt-compat-heads": _peer("prt", "Muster's prt_rl compat layer, heads", "prt_rl", kind="heads", compat=True),
+        "prt-compat-heads": _peer(
+            "prt", "Muster's prt_rl compat layer, heads", "prt_rl", kind="heads", compat=True
+        ),
         "sb3-critic": _peer("sb3", "Stable-Baselines3 PPO", "stable_baselines3"),
         "limit-greedy": _here("LimitGreedy", "bare loop + epsilon-greedy"),
         "collect-heads": _collect("Muster collect, heads"),
         "collect-plain": _collect("Muster collect, plain module", "plain"),
         "collect-greedy": _collect("Muster collect, epsilon-greedy", "greedy"),
-        "collect-critic": _collect("Muster collect, actor and critic, bootstrap", "critic", bootstrap=True),
+        "collect-critic": _collect(
+            "Muster collect, actor and critic, bootstrap", "critic", bootstrap=True
+        ),
         "collect-critic-alone": _collect("... actor and critic", "critic"),
-        "collect-critic-truncations": _collect("... bootstrap='truncations'", "critic", bootstrap="truncations"),
+        "collect-critic-truncations": _collect(
+            "... bootstrap='truncations'", "critic", bootstrap="truncations"
+        ),
         "collect-on-step": _collect("... on_step", hook="on_step"),
         "collect-on-episode": _collect("... on_episode_done", hook="on_episode_done"),
         "collect-logger": _collect("... logger that does nothing", hook="logger"),
@@ -142,7 +169,11 @@ SYSTEMS.update(
         "collect-last-even": _collect("Muster collect, heads, last_even", rule="last_even"),
         "collect-per-env": _collect("Muster collect, heads, per_env", rule="per_env"),
         "collect-first-done": _collect("Muster collect, heads, first_done", rule="first_done"),
-        "collect-kept": _collect("Muster collect, heads, fair, surplus kept", rule="fair", surplus="keep"),
-        "collect-even-plain": _collect("Muster collect, plain module, last_even", "plain", rule="last_even"),
+        "collect-kept": _collect(
+            "Muster collect, heads, fair, surplus kept", rule="fair", surplus="keep"
+        ),
+        "collect-even-plain": _collect(
+            "Muster collect, plain module, last_even", "plain", rule="last_even"
+        ),
     }
 )

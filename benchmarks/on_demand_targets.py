@@ -40,11 +40,18 @@ TARGETS = (
     *(_asked(case, "collect-plain", "tianshou-actor", 4.0, "limit-plain") for case in EACH),
     *(_asked(case, "collect-greedy", "tianshou-dqn", 5.0, "limit-greedy") for case in EACH),
     *(_asked(case, "collect-critic", "sb3-critic", 1.0) for case in EACH),
-    *(_asked(case, f"collect-{kind}", f"muster-{kind}", 0.96) for case in EACH for kind in ("heads", "plain")),
+    *(
+        _asked(case, f"collect-{kind}", f"muster-{kind}", 0.96)
+        for case in EACH
+        for kind in ("heads", "plain")
+    ),
     _asked("episodes-8", "collect-last-even", "tianshou-actor", 5.0),
     _asked("episodes-8", "collect-even-plain", "tianshou-actor", 4.0),
     _asked("episodes-8", "tianshou-compat-actor", "tianshou-actor", 2.0),
-    *(_asked("episodes-8", f"prt-compat-{kind}", "prt-sampled", 3.0) for kind in ("sampled", "heads")),
+    *(
+        _asked("episodes-8", f"prt-compat-{kind}", "prt-sampled", 3.0)
+        for kind in ("sampled", "heads")
+    ),
     *(_asked(case, "collect-critic", "sb3-critic", 1.0) for case in ("busy-8", "a2c-8")),
     *(
         _asked(case, over, under, 1.0)

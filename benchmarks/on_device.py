@@ -1,7 +1,9 @@
-"""``python -m benchmarks.on_device``: environments on a GPU, stepped by hand, by Muster and by TorchRL's collector.
+"""``python -m benchmarks.on_device``: environments on a GPU, stepped by hand, by Muster and by
+TorchRL's collector.
 
-All systems step the same batch of CartPoles on tensors with the same network, and take turns. Wall time, and each turn
-ends when the device has finished. Ratios are formed within a round, then the median. ``--device cpu`` for a look.
+All systems step the same batch of CartPoles on tensors with the same network, and take turns. Wall
+time, and each turn ends when the device has finished. Ratios are formed within a round, then the
+median. ``--device cpu`` for a look.
 """
 
 from __future__ import annotations
@@ -28,11 +30,15 @@ from muster.testing import TorchCartPole
 
 def network(device: str) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)).to(device)
+    return nn.Sequential(
+        nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)
+    ).to(device)
 
 
 def sample(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Actions and their log-probabilities, without waiting for the device (``torch.multinomial`` would)."""
+    """Actions and their log-probabilities, without waiting for the device (``torch.multinomial``
+    would).
+    """
     log_prob = logits.log_softmax(-1)
     action = (log_prob - torch.empty_like(log_prob).exponential_().log()).argmax(-1)
     return action, log_prob.gather(-1, action[:, None])[:, 0]
@@ -62,7 +68,9 @@ class ForTensorDict(nn.Module):
 
 
 def by_hand(B: int, T: int, device: str, *, stored: bool) -> Callable[[], Any]:
-    """The loop that a user writes: with ``stored`` it keeps all columns of a batch in tensors made before."""
+    """The loop that a user writes: with ``stored`` it keeps all columns of a batch in tensors made
+    before.
+    """
     env, net = TorchCartPole(B, device), network(device)
     obs, _ = env.reset(seed=0)
     rows = {
@@ -82,7 +90,15 @@ def by_hand(B: int, T: int, device: str, *, stored: bool) -> Callable[[], Any]:
                 action, log_prob = sample(net(obs))
                 after, reward, terminated, truncated, info = env.step(action)
                 if stored:
-                    given = (obs, info["final_obs"], action, log_prob, reward, terminated, truncated)
+                    given = (
+                        obs,
+                        info["final_obs"],
+                        action,
+                        log_prob,
+                        reward,
+                        terminated,
+                        truncated,
+                    )
                     for row, value in zip(rows.values(), given, strict=True):
                         row[t].copy_(value)
                 obs = after
@@ -92,7 +108,9 @@ def by_hand(B: int, T: int, device: str, *, stored: bool) -> Callable[[], Any]:
 
 
 def muster(B: int, T: int, device: str, policy: Any, **options: Any) -> Callable[[], Any]:
-    collector = Collector(partial(TorchCartPole, B, device), policy, frames_per_batch=T * B, seed=0, **options)
+    collector = Collector(
+        partial(TorchCartPole, B, device), policy, frames_per_batch=T * B, seed=0, **options
+    )
     return iter(collector).__next__
 
 
@@ -107,19 +125,25 @@ def torchrl(B: int, T: int, device: str) -> Callable[[], Any]:
             super().__init__(device=device, batch_size=(B,))
             self.made = TorchCartPole(B, device)
             self.made.metadata = {"autoreset_mode": None}  # TorchRL resets
-            self.observation_spec = Composite(observation=Unbounded((B, 4), device=device), shape=(B,))
+            self.observation_spec = Composite(
+                observation=Unbounded((B, 4), device=device), shape=(B,)
+            )
             self.action_spec = Categorical(2, (B,), device=device)
             self.reward_spec = Unbounded((B, 1), device=device)
             flags = {
-                name: Binary(1, (B, 1), dtype=torch.bool, device=device) for name in ("done", "terminated", "truncated")
+                name: Binary(1, (B, 1), dtype=torch.bool, device=device)
+                for name in ("done", "terminated", "truncated")
             }
             self.done_spec = Composite(flags, shape=(B,))
 
         def _reset(self, td: Any = None, **_: Any) -> Any:
             mask = None if td is None else td.get("_reset", None)
-            obs, _info = self.made.reset(options=None if mask is None else {"reset_mask": mask.reshape(B)})
+            obs, _info = self.made.reset(
+                options=None if mask is None else {"reset_mask": mask.reshape(B)}
+            )
             flags = {
-                name: torch.zeros(B, 1, dtype=torch.bool, device=device) for name in ("done", "terminated", "truncated")
+                name: torch.zeros(B, 1, dtype=torch.bool, device=device)
+                for name in ("done", "terminated", "truncated")
             }
             return TensorDict({"observation": obs, **flags}, (B,), device=device)
 
@@ -140,12 +164,16 @@ def torchrl(B: int, T: int, device: str) -> Callable[[], Any]:
         def _set_seed(self, seed: int | None) -> None:
             self.made.reset(seed=seed)
 
-    collector = TorchRLCollector(CartPoles(), td_policy(device), frames_per_batch=T * B, total_frames=-1, device=device)
+    collector = TorchRLCollector(
+        CartPoles(), td_policy(device), frames_per_batch=T * B, total_frames=-1, device=device
+    )
     return iter(collector).__next__
 
 
 def td_policy(device: str) -> TensorDictModule:
-    return TensorDictModule(ForTensorDict(network(device)), ["observation"], ["action", "action_log_prob"])
+    return TensorDictModule(
+        ForTensorDict(network(device)), ["observation"], ["action", "action_log_prob"]
+    )
 
 
 def systems(B: int, T: int, device: str) -> dict[str, Callable[[], Callable[[], Any]]]:
@@ -194,7 +222,9 @@ def measure(B: int, T: int, device: str, rounds: int) -> dict[str, Any]:
         result[name] = {
             "frames_per_s": round(T * B / statistics.median(series)),
             "us_per_step": round(statistics.median(series) / T * 1e6, 1),
-            "of_loop": round(statistics.median(a / b for a, b in zip(loop, series, strict=True)), 3),
+            "of_loop": round(
+                statistics.median(a / b for a, b in zip(loop, series, strict=True)), 3
+            ),
         }
     return result
 
@@ -210,7 +240,12 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     card = torch.cuda.get_device_name() if options.device != "cpu" else "CPU"
-    results: dict[str, Any] = {"machine": machine(), "card": card, "steps": options.steps, "rounds": options.rounds}
+    results: dict[str, Any] = {
+        "machine": machine(),
+        "card": card,
+        "steps": options.steps,
+        "rounds": options.rounds,
+    }
     for B in options.envs:
         results[str(B)] = found = measure(B, options.steps, options.device, options.rounds)
         print(f"{B} environments, {options.steps} steps per batch, {card}", flush=True)
@@ -219,7 +254,10 @@ def main() -> None:
                 print(f"  {name:40} {row['note']}", flush=True)
             else:
                 fps, us, share = row["frames_per_s"], row["us_per_step"], row["of_loop"]
-                print(f"  {name:40} {fps:14,} frames/s {us:9.1f} us/step {share:7.3f} of the loop", flush=True)
+                print(
+                    f"  {name:40} {fps:14,} frames/s {us:9.1f} us/step {share:7.3f} of the loop",
+                    flush=True,
+                )
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -1,7 +1,8 @@
-"""``python -m benchmarks.pools``: EnvPool through Muster, and in a loop that stores nothing; both modes of EnvPool.
+"""``python -m benchmarks.pools``: EnvPool through Muster, and in a loop that stores nothing; both
+modes of EnvPool.
 
-EnvPool is not among the peers that ``make bench`` installs (885 MB): ``pip install envpool``, here or in an environment
-that ``--python`` names.
+EnvPool is not among the peers that ``make bench`` installs (885 MB): ``pip install envpool``, here
+or in an environment that ``--python`` names.
 """
 
 from __future__ import annotations
@@ -19,4 +20,12 @@ TARGETS = [
 
 
 if __name__ == "__main__":
-    run_cases("pools", __doc__, CASES, TARGETS, lambda case: ("pools-bare", "pools-loop"), seconds=0.3, clock="cpu")
+    run_cases(
+        "pools",
+        __doc__,
+        CASES,
+        TARGETS,
+        lambda case: ("pools-bare", "pools-loop"),
+        seconds=0.3,
+        clock="cpu",
+    )

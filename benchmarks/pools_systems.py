@@ -1,4 +1,7 @@
-"""EnvPool's CartPoles: stepped alone, with a network, and by Muster. Importing this makes them known."""
+"""EnvPool's CartPoles: stepped alone, with a network, and by Muster.
+
+Importing this makes them known.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ def pool_of(case: Case) -> Any:
 
 
 class Loop:
-    """A pool in a loop that stores nothing; finished environments are reset in EnvPool's own next step.
+    """A pool in a loop that stores nothing; finished environments are reset in EnvPool's own next
+    step.
 
     An asynchronous pool is stepped by ``send`` and ``recv``.
 
@@ -46,7 +50,9 @@ class Loop:
         with torch.inference_mode():
             for _ in range(self.steps):
                 if self.module is not None:
-                    self.actions = self.module(torch.from_numpy(self.obs))[0].numpy().astype(np.int32)
+                    self.actions = (
+                        self.module(torch.from_numpy(self.obs))[0].numpy().astype(np.int32)
+                    )
                 self.obs, *_, self.info = self.pool.step(self.actions, self.info["env_id"])
         return self.frames
 
@@ -64,7 +70,9 @@ class Muster(Collecting):
 
 def _entry(name: str, label: str, *, acts: bool) -> Crewed:
     needs = ("torch", "gymnasium", "tensordict", "envpool")
-    return Crewed(f"pools_systems:{name}", label, needs, home="muster", children=False, options={"acts": acts})
+    return Crewed(
+        f"pools_systems:{name}", label, needs, home="muster", children=False, options={"acts": acts}
+    )
 
 
 POOLS = {

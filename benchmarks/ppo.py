@@ -1,4 +1,7 @@
-"""``python -m benchmarks.ppo``: does what is collected train? The PPO example with several seeds, one at a time."""
+"""``python -m benchmarks.ppo``: does what is collected train?
+
+The PPO example with several seeds, one at a time.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,28 @@ EXAMPLE = ROOT / "examples" / "ppo_cartpole.py"
 
 def run(seed: int, total_frames: int) -> dict[str, float]:
     """One training run in a process of its own."""
-    command = [sys.executable, str(EXAMPLE), "--seed", str(seed), "--total-frames", str(total_frames)]
+    command = [
+        sys.executable,
+        str(EXAMPLE),
+        "--seed",
+        str(seed),
+        "--total-frames",
+        str(total_frames),
+    ]
     start = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=environment())
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=ROOT, env=environment()
+    )
     wall = time.perf_counter() - start
     last = re.findall(r"frames .*?([\d.]+) s$", done.stdout, re.M)[-1]
     score = re.search(r"evaluation: mean return ([\d.]+)", done.stdout)
     assert score is not None, done.stdout
-    return {"seed": seed, "return": float(score[1]), "train_s": float(last), "process_s": round(wall, 1)}
+    return {
+        "seed": seed,
+        "return": float(score[1]),
+        "train_s": float(last),
+        "process_s": round(wall, 1),
+    }
 
 
 def main() -> None:

@@ -1,7 +1,9 @@
-"""Ray's object store without Muster: images from one process to another, on one node and between two, in pieces.
+"""Ray's object store without Muster: images from one process to another, on one node and between
+two, in pieces.
 
-An actor puts a batch into the store of its node. This process takes it out of the store of its own node, into memory
-that exists, as a collector does with a rollout. Beside it, the same bytes over a socket between the same processes.
+An actor puts a batch into the store of its node. This process takes it out of the store of its own
+node, into memory that exists, as a collector does with a rollout. Beside it, the same bytes over a
+socket between the same processes.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ Times = dict[str, list[float]]  # seconds of each round, by piece
 def images(frames: int) -> dict[str, NDArray[np.uint8]]:
     """Nearly all bytes of a batch."""
     rng = np.random.default_rng(0)
-    return {key: rng.integers(0, 256, (frames, *SHAPE), np.uint8) for key in ("observation", "next observation")}
+    return {
+        key: rng.integers(0, 256, (frames, *SHAPE), np.uint8)
+        for key in ("observation", "next observation")
+    }
 
 
 class Sender:
@@ -39,7 +44,9 @@ class Sender:
 
     def serialise(self) -> float:
         buffers: list[pickle.PickleBuffer] = []
-        return seconds(lambda: pickle.dumps(self._batch, protocol=5, buffer_callback=buffers.append))[0]
+        return seconds(
+            lambda: pickle.dumps(self._batch, protocol=5, buffer_callback=buffers.append)
+        )[0]
 
     def put(self) -> tuple[float, list[Any]]:
         """And the reference, in a list: Ray resolves others."""
@@ -59,11 +66,16 @@ def seconds(do: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def measure(rounds: int, frames: int = FRAMES) -> dict[str, Times]:
-    """All pieces, by place; the places take turns. This process is connected to a cluster of two nodes or more."""
+    """All pieces, by place; the places take turns.
+
+    This process is connected to a cluster of two nodes or more.
+    """
     here = ray.get_runtime_context().get_node_id()
     nodes = [one["NodeID"] for one in ray.nodes() if one["Alive"]]  # type: ignore[no-untyped-call]
     there = next(node for node in nodes if node != here)
-    receivers = {place: Receiver(node, frames) for place, node in zip(PLACES, (here, there), strict=True)}
+    receivers = {
+        place: Receiver(node, frames) for place, node in zip(PLACES, (here, there), strict=True)
+    }
     found: dict[str, Times] = {place: defaultdict(list) for place in PLACES}
     for _ in range(rounds):
         for place, receiver in receivers.items():

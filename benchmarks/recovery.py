@@ -1,10 +1,13 @@
-"""``python -m benchmarks.recovery``: how long a batch is delayed by the kill of a worker; ``--kills 20`` for a look.
+"""``python -m benchmarks.recovery``: how long a batch is delayed by the kill of a worker; ``--kills
+20`` for a look.
 
-Two workers with three environments each, restarted; sync and first-ready. A worker is killed (SIGKILL) at a random time
-while batches are collected, and again when its successor has delivered: every kill is measured, from the signal to the
-batch with the successor's first rows. Environments count their own steps, and the data says if any is lost or doubled.
+Two workers with three environments each, restarted; sync and first-ready. A worker is killed
+(SIGKILL) at a random time while batches are collected, and again when its successor has delivered:
+every kill is measured, from the signal to the batch with the successor's first rows. Environments
+count their own steps, and the data says if any is lost or doubled.
 
-What else runs on the machine is part of the result: the load, and how many cores other processes took meanwhile.
+What else runs on the machine is part of the result: the load, and how many cores other processes
+took meanwhile.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ ENVS = 3  # per worker
 WARM = 10  # batches before the first kill
 UNTIL_S = 0.05  # from a recovery to the next kill, at most
 TARGET_MS = 500.0
-QUIET = 0.1  # cores that others take, at most; where it is more, the figures are not about Muster alone
+QUIET = (
+    0.1  # cores that others take, at most; where it is more, the figures are not about Muster alone
+)
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -64,7 +69,12 @@ class Recoveries:
     def __init__(self, collector: Any, path: Path, count: int) -> None:
         self.seconds: list[float] = []
         self.cpu: list[float] = []
-        self._collector, self._path, self._left, self._rng = collector, path, count, random.Random(count)
+        self._collector, self._path, self._left, self._rng = (
+            collector,
+            path,
+            count,
+            random.Random(count),
+        )
         self._killed_at = self._cpu_at = 0.0
         self._worker = self._run = 0
 
@@ -88,7 +98,10 @@ class Recoveries:
     def _kill(self) -> None:
         time.sleep(self._rng.uniform(0, UNTIL_S))  # noqa: TID251 (kills at random times are what is measured)
         worker = self._rng.choice(self._collector.stats().workers)
-        self._worker, self._run = worker.index, int(OracleEnv.read(self._path)[worker.index * ENVS, 0])
+        self._worker, self._run = (
+            worker.index,
+            int(OracleEnv.read(self._path)[worker.index * ENVS, 0]),
+        )
         self._killed_at, self._cpu_at = time.monotonic(), time.process_time()
         os.kill(worker.pid, signal.SIGKILL)
 
@@ -103,7 +116,12 @@ def measure(kind: str, count: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path, times = Path(folder) / "counts", Path(folder) / "times"
         factories = [partial(Timed, path, times, ENVS * i) for i in range(2)]
-        options = {"num_envs": ENVS, "frames_per_batch": 600, "seed": 1, "on_failure": Restart(max_restarts=None)}
+        options = {
+            "num_envs": ENVS,
+            "frames_per_batch": 600,
+            "seed": 1,
+            "on_failure": Restart(max_restarts=None),
+        }
         with KINDS[kind](factories, None, **options) as collector:
             recoveries, load = Recoveries(collector, path, count), os.getloadavg()[0]
             begun, own, every = time.monotonic(), own_ticks(), busy_ticks()
@@ -118,7 +136,10 @@ def measure(kind: str, count: int) -> dict[str, Any]:
         "recovery_ms": quantiles(recoveries.seconds),
         "cpu_of_the_worker_until_its_first_step_ms": quantiles(workers),
         "cpu_of_this_process_meanwhile_ms": round(1e3 * statistics.median(recoveries.cpu), 1),
-        "unaccounted": stats.executed - stats.frames - sum(stats.discarded.values()) - stats.in_flight,
+        "unaccounted": stats.executed
+        - stats.frames
+        - sum(stats.discarded.values())
+        - stats.in_flight,
         "in_the_middle_of_a_step": made - stats.executed,
         "load": [round(load, 2), round(os.getloadavg()[0], 2)],
         "cores_taken_by_others": round((every - own) / TICKS / seconds, 2),
@@ -127,7 +148,9 @@ def measure(kind: str, count: int) -> dict[str, Any]:
 
 def busy_ticks() -> int:
     """Of all processors."""
-    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    user, nice, system, _, _, irq, softirq, steal = map(
+        int, Path("/proc/stat").read_text().split()[1:9]
+    )
     return user + nice + system + irq + softirq + steal
 
 
@@ -136,7 +159,9 @@ def own_ticks() -> int:
     total = 0
     for pid in [os.getpid(), *descendants()]:
         try:
-            total += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))
+            total += sum(
+                map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15])
+            )
         except OSError:  # it has ended
             pass
     return total
@@ -148,7 +173,11 @@ def table(found: dict[str, Any]) -> str:
     for kind, run in found.items():
         ms, others = run["recovery_ms"], run["cores_taken_by_others"]
         verdict = "met" if ms["p99"] <= TARGET_MS else "missed"
-        quiet = "quiet machine" if others <= QUIET else f"NOT a quiet machine: others took {others:g} cores, rerun"
+        quiet = (
+            "quiet machine"
+            if others <= QUIET
+            else f"NOT a quiet machine: others took {others:g} cores, rerun"
+        )
         worker_ms = run["cpu_of_the_worker_until_its_first_step_ms"]["p50"]
         own_ms = run["cpu_of_this_process_meanwhile_ms"]
         before, after = run["load"]

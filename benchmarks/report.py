@@ -56,7 +56,9 @@ def table(results: Results, workload: str) -> str:
         limit = "limit-heads" if name in ("muster-heads", "limit-heads") else "limit-plain"
         cells = [
             _cell(series, name, "bare"),
-            _cell(series, name, limit) if name not in ("bare", "muster-random", "muster-compact") else "",
+            _cell(series, name, limit)
+            if name not in ("bare", "muster-random", "muster-compact")
+            else "",
             _cell(series, "muster-plain", name),
             _cell(series, "muster-heads", name),
         ]
@@ -79,11 +81,22 @@ def target_table(results: Results) -> str:
         else:
             met = "met" if got[0] >= target.at_least else "MISSED"
             cpu = ratio(series[target.faster], series[target.slower], "cpu") or got
-            rows.append([name, f"{target.at_least:.2f}", f"{got[0]:.2f}", f"{got[1]:.2f}", f"{cpu[0]:.2f}", met])
+            rows.append(
+                [
+                    name,
+                    f"{target.at_least:.2f}",
+                    f"{got[0]:.2f}",
+                    f"{got[1]:.2f}",
+                    f"{cpu[0]:.2f}",
+                    met,
+                ]
+            )
     return aligned(rows) if len(rows) > 1 else ""
 
 
-def save(results: Results, options: dict[str, Any], extra: dict[str, Any], path: Path | None = None) -> Path:
+def save(
+    results: Results, options: dict[str, Any], extra: dict[str, Any], path: Path | None = None
+) -> Path:
     """Write everything that was measured, with what is needed to judge it."""
     now = datetime.datetime.now(datetime.timezone.utc)
     path = path or RESULTS / f"{now:%Y-%m-%d-%H%M%S}.json"
@@ -91,8 +104,13 @@ def save(results: Results, options: dict[str, Any], extra: dict[str, Any], path:
         "date": now.isoformat(timespec="seconds"),
         "machine": machine(),
         "options": options,
-        "workloads": {w: {s: _summary(series, one) for s, one in series.items()} for w, series in results.items()},
-        "targets": [_target_summary(results, target) for target in TARGETS if target.workload in results],
+        "workloads": {
+            w: {s: _summary(series, one) for s, one in series.items()}
+            for w, series in results.items()
+        },
+        "targets": [
+            _target_summary(results, target) for target in TARGETS if target.workload in results
+        ],
         **extra,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +123,9 @@ def machine() -> dict[str, Any]:
     cpu = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), cpu)
+        cpu = next(
+            (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), cpu
+        )
     except OSError:
         pass
     versions = {}
@@ -147,8 +167,16 @@ def _target_summary(results: Results, target: Any) -> dict[str, Any]:
     measured = None
     if got is not None:
         cpu = ratio(series[target.faster], series[target.slower], "cpu") or got
-        measured = {"median": round(got[0], 3), "iqr": round(got[1], 3), "by_cpu_time": round(cpu[0], 3)}
-    return {**vars(target), "measured": measured, "met": None if got is None else got[0] >= target.at_least}
+        measured = {
+            "median": round(got[0], 3),
+            "iqr": round(got[1], 3),
+            "by_cpu_time": round(cpu[0], 3),
+        }
+    return {
+        **vars(target),
+        "measured": measured,
+        "met": None if got is None else got[0] >= target.at_least,
+    }
 
 
 def _cell(series: dict[str, Series], faster: str, slower: str) -> str:
@@ -165,6 +193,9 @@ def aligned(rows: list[list[str]]) -> str:
     widths[0] = max(widths[0], *(len(row[0]) for row in rows if len(row) == 2), 0)
     lines = []
     for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(widths[i]) for i, cell in enumerate(row) if i)]
+        cells = [
+            row[0].ljust(widths[0]),
+            *(cell.rjust(widths[i]) for i, cell in enumerate(row) if i),
+        ]
         lines.append("  ".join(cells).rstrip() if len(row) > 1 else row[0])
     return "\n".join(lines)

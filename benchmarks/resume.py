@@ -1,7 +1,7 @@
 """``python -m benchmarks.resume``: is resuming exact, and what do autosave and the timeline cost?
 
-Save points are random steps of random collections; what a new collector gives after loading is compared with what
-the old one gave, bit by bit.
+Save points are random steps of random collections; what a new collector gives after loading is
+compared with what the old one gave, bit by bit.
 """
 
 from __future__ import annotations
@@ -63,14 +63,18 @@ def differing_bits(env: str, point: int, seed: int) -> tuple[int, int]:
             for a, b in zip(expected, got, strict=True):
                 assert set(a.keys(True, True)) == set(b.keys(True, True))
                 for key in a.keys(True, True):
-                    x, y = (t.get(key).contiguous().reshape(-1).view(torch.uint8).int() for t in (a, b))
+                    x, y = (
+                        t.get(key).contiguous().reshape(-1).view(torch.uint8).int() for t in (a, b)
+                    )
                     wrong += sum(int(v).bit_count() for v in (x ^ y)[x != y])
                     compared += 8 * x.numel()
     return wrong, compared
 
 
 def share_of_saving(env: str, rounds: int, every: float, **options: Any) -> float:
-    """Median share of time that autosave takes, over rounds of collecting with and without it in turns."""
+    """Median share of time that autosave takes, over rounds of collecting with and without it in
+    turns.
+    """
     shares = []
     with tempfile.TemporaryDirectory() as folder:
         common: dict[str, Any] = {"num_envs": 8, "frames_per_batch": 2048, "seed": 0, **options}
@@ -134,7 +138,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     rng = random.Random(0)
-    result: dict[str, Any] = {"machine": machine(), "save_points": options.points, "differing_bits": {}}
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "save_points": options.points,
+        "differing_bits": {},
+    }
     for number in range(options.points):
         env = ENVS[number % len(ENVS)]
         wrong, compared = differing_bits(env, rng.randrange(1, 300), rng.randrange(10_000))
@@ -146,11 +154,18 @@ def main() -> None:
     result["save"] = {}
     for env in ("CartPole-v1", "HalfCheetah-v5", "Humanoid-v5"):
         seconds, size = seconds_per_save(env)
-        result["save"][env] = {"ms": round(seconds * 1e3, 2), "bytes": size, "share_at_1_per_s": round(seconds, 4)}
+        result["save"][env] = {
+            "ms": round(seconds * 1e3, 2),
+            "bytes": size,
+            "share_at_1_per_s": round(seconds, 4),
+        }
     result["autosave_share_at_1_per_s"] = {
-        env: round(share_of_saving(env, options.rounds, 1.0), 4) for env in ("CartPole-v1", "HalfCheetah-v5")
+        env: round(share_of_saving(env, options.rounds, 1.0), 4)
+        for env in ("CartPole-v1", "HalfCheetah-v5")
     }
-    result["timeline_share"] = {env: round(share_of_timeline(env, 4 * options.rounds), 4) for env in ENVS[:2]}
+    result["timeline_share"] = {
+        env: round(share_of_timeline(env, 4 * options.rounds), 4) for env in ENVS[:2]
+    }
     for key in ("save", "autosave_share_at_1_per_s", "timeline_share"):
         print(key, result[key])
     options.output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,6 @@
-"""Runs systems side by side: one process each, slices in turn, so that a slow moment of the machine hits all."""
+"""Runs systems side by side: one process each, slices in turn, so that a slow moment of the machine
+hits all.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ Clock = Literal["wall", "cpu"]
 
 @dataclass(frozen=True)
 class Slice:
-    """What one slice measured: seconds on the wall, and of the CPU by this process (without its children)."""
+    """What one slice measured: seconds on the wall, and of the CPU by this process (without its
+    children).
+    """
 
     frames: int
     wall: float
@@ -56,7 +60,9 @@ class Series:
 
 
 def environment() -> dict[str, str]:
-    """Of every subprocess: one thread, this checkout importable, no telemetry or accelerator look-ups."""
+    """Of every subprocess: one thread, this checkout importable, no telemetry or accelerator
+    look-ups.
+    """
     path = [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     quiet = {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore", "RAY_USAGE_STATS_ENABLED": "0"}
     return {**os.environ, **ONE_THREAD, **quiet, "PYTHONPATH": os.pathsep.join(path)}
@@ -73,7 +79,9 @@ def add_python_option(parser: argparse.ArgumentParser) -> None:
 
 
 def find_pythons(systems: Iterable[str], extra: Sequence[str]) -> dict[str, str | None]:
-    """The first interpreter (this one, then ``extra``) in which all modules a system needs are installed."""
+    """The first interpreter (this one, then ``extra``) in which all modules a system needs are
+    installed.
+    """
     wanted = sorted({module for name in systems for module in SYSTEMS[name].needs})
     script = (
         "import importlib.util as u, json, sys; "
@@ -81,10 +89,19 @@ def find_pythons(systems: Iterable[str], extra: Sequence[str]) -> dict[str, str 
     )
     found: dict[str, set[str]] = {}
     for python in (sys.executable, *extra):
-        run = subprocess.run([python, "-c", script, *wanted], capture_output=True, text=True, timeout=60, check=True)
+        run = subprocess.run(
+            [python, "-c", script, *wanted], capture_output=True, text=True, timeout=60, check=True
+        )
         found[python] = set(json.loads(run.stdout))
     return {
-        name: next((python for python, modules in found.items() if modules.issuperset(SYSTEMS[name].needs)), None)
+        name: next(
+            (
+                python
+                for python, modules in found.items()
+                if modules.issuperset(SYSTEMS[name].needs)
+            ),
+            None,
+        )
         for name in systems
     }
 
@@ -96,7 +113,17 @@ def peer_versions(pythons: Iterable[str | None]) -> dict[str, dict[str, str]]:
         "found = {d.metadata['Name']: d.version for d in m.distributions()}; "
         "print(json.dumps({n: found[n] for n in sys.argv[1:] if n in found}))"
     )
-    names = ("torch", "numpy", "gymnasium", "tensordict", "torchrl", "pandas", "tianshou", "ray", "pufferlib")
+    names = (
+        "torch",
+        "numpy",
+        "gymnasium",
+        "tensordict",
+        "torchrl",
+        "pandas",
+        "tianshou",
+        "ray",
+        "pufferlib",
+    )
     names += ("stable_baselines3", "stable-baselines3", "prt-rl")
     return {
         # by the environment's folder: where it lies on this machine is nobody's business
@@ -167,14 +194,18 @@ class WorkerProcess:
 
 
 class Homes(ExitStack):
-    """The processes of systems; those that share a home and an interpreter share one. They end with the context.
+    """The processes of systems; those that share a home and an interpreter share one.
+
+    They end with the context.
 
     Args:
         pythons: the interpreter of each system; None: it cannot run here.
         start: starts a process in an interpreter.
     """
 
-    def __init__(self, pythons: Mapping[str, str | None], start: Callable[[str], WorkerProcess]) -> None:
+    def __init__(
+        self, pythons: Mapping[str, str | None], start: Callable[[str], WorkerProcess]
+    ) -> None:
         super().__init__()
         self._pythons, self._start = pythons, start
         self._homes: dict[tuple[str, str], WorkerProcess] = {}
@@ -203,15 +234,17 @@ def measure(
     clock: Clock = "wall",
     progress: Callable[[str], None] = print,
 ) -> dict[str, dict[str, Series]]:
-    """Slices of every system on every workload, as ``result[workload][system]``. A failing system gets a note.
+    """Slices of every system on every workload, as ``result[workload][system]``.
+
+    A failing system gets a note.
 
     Args:
         systems, workloads: names.
         slices: rounds.
         seconds: per slice; a rollout that has begun is completed.
         pythons: interpreters to look for peers in, besides this one.
-        clock: what rates are computed from. ``"cpu"`` is for machines that others use at the same time, and
-            leaves out systems whose work is done by other processes.
+        clock: what rates are computed from. ``"cpu"`` is for machines that others use at the same
+            time, and leaves out systems whose work is done by other processes.
         progress: gets one line per workload.
     """
     if clock == "cpu":
@@ -220,15 +253,24 @@ def measure(
     with Homes(find_pythons(systems, pythons), WorkerProcess) as homes:
         workers = homes.of(systems)
         for workload in workloads:
-            results[workload] = measure_one(workload, systems, workers, slices=slices, seconds=seconds)
+            results[workload] = measure_one(
+                workload, systems, workers, slices=slices, seconds=seconds
+            )
             for one in results[workload].values():
                 one.clock = clock
-            progress(f"{workload}: {slices} slices of {sum(not s.note for s in results[workload].values())} systems")
+            progress(
+                f"{workload}: {slices} slices of {sum(not s.note for s in results[workload].values())} systems"
+            )
     return results
 
 
 def measure_one(
-    workload: str, systems: Sequence[str], workers: dict[str, WorkerProcess], *, slices: int, seconds: float
+    workload: str,
+    systems: Sequence[str],
+    workers: dict[str, WorkerProcess],
+    *,
+    slices: int,
+    seconds: float,
 ) -> dict[str, Series]:
     series = {name: Series(note="" if name in workers else "not installed") for name in systems}
     for name in workers:

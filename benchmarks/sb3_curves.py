@@ -1,10 +1,12 @@
-"""Stable-Baselines3's algorithms, which collect by themselves or with Muster: speed of collection, and learning curves.
+"""Stable-Baselines3's algorithms, which collect by themselves or with Muster: speed of collection,
+and learning curves.
 
     python -m benchmarks.sb3_curves [--rounds 8] [--seeds 3] [--frames 50000] [--json FILE]
 
-Speed is the time from ``on_rollout_start`` to ``on_rollout_end`` for a step of all 8 CartPoles. Every round measures
-all systems one after another; the processor time of all processes is a second measure, on which other programs of the
-machine have little influence. torch has one thread. Curves are mean returns of the episodes since the row before.
+Speed is the time from ``on_rollout_start`` to ``on_rollout_end`` for a step of all 8 CartPoles.
+Every round measures all systems one after another; the processor time of all processes is a second
+measure, on which other programs of the machine have little influence. torch has one thread. Curves
+are mean returns of the episodes since the row before.
 """
 
 from __future__ import annotations
@@ -28,7 +30,14 @@ from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 from muster.compat.sb3 import collect_with_muster
 
 NUM_ENVS, WORKERS = 8, 2
-TUNED = {"n_steps": 32, "batch_size": 256, "n_epochs": 20, "gae_lambda": 0.8, "gamma": 0.98, "learning_rate": 1e-3}
+TUNED = {
+    "n_steps": 32,
+    "batch_size": 256,
+    "n_epochs": 20,
+    "gae_lambda": 0.8,
+    "gamma": 0.98,
+    "learning_rate": 1e-3,
+}
 
 
 def make() -> Any:
@@ -40,7 +49,9 @@ def ppo(env: Any, **options: Any) -> PPO:
 
 
 def dqn(env: Any) -> DQN:
-    return DQN("MlpPolicy", env, device="cpu", train_freq=1, learning_starts=10**9, buffer_size=50_000)
+    return DQN(
+        "MlpPolicy", env, device="cpu", train_freq=1, learning_starts=10**9, buffer_size=50_000
+    )
 
 
 def with_muster(model: Any, **options: Any) -> Any:
@@ -83,7 +94,9 @@ class Clock(BaseCallback):
         self.steps += steps
 
 
-def speed(systems: dict[str, Callable[[], Any]], rounds: int, frames: int) -> dict[str, dict[str, float]]:
+def speed(
+    systems: dict[str, Callable[[], Any]], rounds: int, frames: int
+) -> dict[str, dict[str, float]]:
     """Measure ``frames`` frames of every system in every round."""
     models = {name: make_model() for name, make_model in systems.items()}
     clocks = {name: Clock() for name in models}
@@ -101,7 +114,10 @@ def speed(systems: dict[str, Callable[[], Any]], rounds: int, frames: int) -> di
             "wall_us_median": statistics.median(clock.walls),
             "cpu_us": clock.cpu / clock.steps * 1e6,  # with the training of PPO, the same for all
         }
-        print(f"{name:32}" + "".join(f" {key} {value:8.0f}" for key, value in found[name].items()), flush=True)
+        print(
+            f"{name:32}" + "".join(f" {key} {value:8.0f}" for key, value in found[name].items()),
+            flush=True,
+        )
     for model in models.values():
         model.env.close()
     return found
@@ -124,7 +140,11 @@ class Curve(BaseCallback):
 
 def curves(seeds: int, frames: int) -> dict[str, list[list[tuple[int, float]]]]:
     """Train PPO with and without Muster, with several seeds."""
-    found: dict[str, list[Any]] = {"SB3": [], "Muster, in process": [], f"Muster, {WORKERS} workers": []}
+    found: dict[str, list[Any]] = {
+        "SB3": [],
+        "Muster, in process": [],
+        f"Muster, {WORKERS} workers": [],
+    }
     for seed in range(seeds):
         for name, rows in found.items():
             model = ppo(DummyVecEnv([make] * NUM_ENVS), seed=seed, **TUNED)
@@ -133,7 +153,9 @@ def curves(seeds: int, frames: int) -> dict[str, list[list[tuple[int, float]]]]:
             curve = Curve(frames // 10 // 256 * 256)
             model.learn(frames, curve)
             rows.append(curve.rows)
-            print(f"seed {seed} {name:20}", *(f"{value:4.0f}" for _, value in curve.rows), flush=True)
+            print(
+                f"seed {seed} {name:20}", *(f"{value:4.0f}" for _, value in curve.rows), flush=True
+            )
     return found
 
 
@@ -147,13 +169,22 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     few = {"n_steps": 128, "batch_size": 1024, "n_epochs": 1}
-    results: dict[str, Any] = {"load": os.getloadavg(), "cpus": os.cpu_count(), "workers": WORKERS, "envs": NUM_ENVS}
+    results: dict[str, Any] = {
+        "load": os.getloadavg(),
+        "cpus": os.cpu_count(),
+        "workers": WORKERS,
+        "envs": NUM_ENVS,
+    }
     results["ppo"] = speed(
         {
             "DummyVecEnv": lambda: ppo(DummyVecEnv([make] * NUM_ENVS), **few),
             "SubprocVecEnv": lambda: ppo(SubprocVecEnv([make] * NUM_ENVS), **few),
-            "Muster, in process": lambda: with_muster(ppo(DummyVecEnv([make] * NUM_ENVS), **few), num_workers=0),
-            "Muster, workers": lambda: with_muster(ppo(DummyVecEnv([make] * NUM_ENVS), **few), num_workers=WORKERS),
+            "Muster, in process": lambda: with_muster(
+                ppo(DummyVecEnv([make] * NUM_ENVS), **few), num_workers=0
+            ),
+            "Muster, workers": lambda: with_muster(
+                ppo(DummyVecEnv([make] * NUM_ENVS), **few), num_workers=WORKERS
+            ),
         },
         options.rounds,
         4 * 1024,
@@ -162,7 +193,9 @@ def main() -> None:
         {
             "DummyVecEnv": lambda: dqn(DummyVecEnv([make] * NUM_ENVS)),
             "SubprocVecEnv": lambda: dqn(SubprocVecEnv([make] * NUM_ENVS)),
-            "Muster, workers": lambda: with_muster(dqn(DummyVecEnv([make] * NUM_ENVS)), num_workers=WORKERS),
+            "Muster, workers": lambda: with_muster(
+                dqn(DummyVecEnv([make] * NUM_ENVS)), num_workers=WORKERS
+            ),
         },
         options.rounds,
         1024,

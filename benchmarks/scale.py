@@ -1,9 +1,9 @@
 """``python -m benchmarks.scale``: what a frame costs as a collector grows, in CPU time and memory.
 
-Each curve doubles one size, and runs in a process of its own. What is judged is the CPU time (of the process and its
-workers) of the same piece of work of the whole collector: if the size doubles, it may grow 2.2 times at most, so that a
-frame costs at most a tenth more; where a bare loop over the same environments more than doubles, as much more. The same
-2.2 holds for the memory of a slot.
+Each curve doubles one size, and runs in a process of its own. What is judged is the CPU time (of
+the process and its workers) of the same piece of work of the whole collector: if the size doubles,
+it may grow 2.2 times at most, so that a frame costs at most a tenth more; where a bare loop over
+the same environments more than doubles, as much more. The same 2.2 holds for the memory of a slot.
 """
 
 from __future__ import annotations
@@ -41,7 +41,12 @@ def in_a_process(name: str, *, quick: bool) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.scale", "--measure", name, *["--quick"] * quick]
     try:
         ran = subprocess.run(
-            command, capture_output=True, text=True, timeout=CURVE_WITHIN_S, cwd=runner.ROOT, env=runner.environment()
+            command,
+            capture_output=True,
+            text=True,
+            timeout=CURVE_WITHIN_S,
+            cwd=runner.ROOT,
+            env=runner.environment(),
         )
         return {"points": json.loads(ran.stdout.splitlines()[-1])}
     except subprocess.TimeoutExpired:
@@ -51,10 +56,15 @@ def in_a_process(name: str, *, quick: bool) -> dict[str, Any]:
 
 
 def curve(name: str, *, quick: bool) -> dict[str, Any]:
-    """A curve, judged. One beyond the limit is measured once more: a cliff stands in both measurements."""
+    """A curve, judged.
+
+    One beyond the limit is measured once more: a cliff stands in both measurements.
+    """
     result = judged(CURVES[name], in_a_process(name, quick=quick))
     if result.get("within") is False and "points" in (again := in_a_process(name, quick=quick)):
-        result = judged(CURVES[name], {"points": least(result["points"], again["points"]), "measured": 2})
+        result = judged(
+            CURVES[name], {"points": least(result["points"], again["points"]), "measured": 2}
+        )
     return result
 
 
@@ -67,7 +77,9 @@ def judged(curve: Curve, found: dict[str, Any]) -> dict[str, Any]:
     for name in ("cost_us", "slot_kib"):
         steps = growth(found["points"], name)
         times, allowed, at = max(steps, key=lambda step: step[0] / step[1], default=(0.0, LIMIT, 0))
-        result[name] = {"times": round(times, 3), "allowed": round(allowed, 3), "at": at} if steps else None
+        result[name] = (
+            {"times": round(times, 3), "allowed": round(allowed, 3), "at": at} if steps else None
+        )
         result["within"] = result["within"] and times <= allowed
     return result
 
@@ -92,7 +104,13 @@ def table(name: str, result: dict[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+    return (
+        value
+        if isinstance(value, str)
+        else f"{value:,}"
+        if isinstance(value, int)
+        else f"{value:,.4g}"
+    )
 
 
 def per_worker(curves: dict[str, Any]) -> list[dict[str, Any]]:
@@ -118,7 +136,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="the first points of each curve")
     parser.add_argument("--curve", action="append", choices=CURVES, help="repeatable; default all")
     parser.add_argument("--measure", choices=CURVES, help=argparse.SUPPRESS)
-    parser.add_argument("--output", type=Path, help="JSON file; curves that are not measured keep their values in it")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="JSON file; curves that are not measured keep their values in it",
+    )
     return parser.parse_args(argv)
 
 
@@ -134,15 +156,27 @@ def main() -> int:
         since = time.perf_counter()
         curves[name] = curve(name, quick=options.quick)
         print(f"\n{table(name, curves[name])}\n({time.perf_counter() - since:.0f} s)", flush=True)
-    path = options.output or report.RESULTS / ("scale-quick.json" if options.quick else "scale.json")
+    path = options.output or report.RESULTS / (
+        "scale-quick.json" if options.quick else "scale.json"
+    )
     if path.exists():
         kept = json.loads(path.read_text())["curves"]
-        curves = {name: curves.get(name) or kept[name] for name in CURVES if name in curves or name in kept}
+        curves = {
+            name: curves.get(name) or kept[name]
+            for name in CURVES
+            if name in curves or name in kept
+        }
     workers = per_worker(curves)
     print()
     for figure in workers:
         print(f"{figure['figure']}: {figure['measured']} (at most {figure['limit']})")
-    result = {"machine": report.machine(), "quick": options.quick, "limit": LIMIT, "workers": workers, "curves": curves}
+    result = {
+        "machine": report.machine(),
+        "quick": options.quick,
+        "limit": LIMIT,
+        "workers": workers,
+        "curves": curves,
+    }
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"\n{time.perf_counter() - begin:.0f} s; written to {path}")
     return 0 if all(one.get("within", "error" not in one) for one in curves.values()) else 1

@@ -18,7 +18,15 @@ import torch
 from torch import nn
 
 from benchmarks import schedule_simulation
-from benchmarks.scale_measure import Point, Subject, family_clock, in_turns, measure, one_by_one, slot_kib
+from benchmarks.scale_measure import (
+    Point,
+    Subject,
+    family_clock,
+    in_turns,
+    measure,
+    one_by_one,
+    slot_kib,
+)
 from benchmarks.workers_envs import FLOATS, PlainEnv
 from benchmarks.workers_family import cpu_seconds, pss_mib
 from muster import Collector, MultiAsyncCollector, MultiSyncCollector, Watch, policies
@@ -43,7 +51,9 @@ def bare_loop(make: Callable[[], PlainEnv], envs: int, steps: int) -> Callable[[
 
 
 def bare_copies(make: Callable[[], PlainEnv], steps: int) -> Callable[[], object]:
-    """Steps of an environment whose observations are copied twice, as those of a batch with ``next`` are."""
+    """Steps of an environment whose observations are copied twice, as those of a batch with
+    ``next`` are.
+    """
     env = make()
     size = env.observation_space.shape[0]
     now, following = np.zeros((steps + 1, size), np.float32), np.zeros((steps, size), np.float32)
@@ -57,7 +67,9 @@ def bare_copies(make: Callable[[], PlainEnv], steps: int) -> Callable[[], object
 
 
 def bare_threads(make: Callable[[], PlainEnv], threads: int, steps: int) -> Callable[[], object]:
-    """``bare_loop`` of an environment in each of so many threads, which wait for each other at the end."""
+    """``bare_loop`` of an environment in each of so many threads, which wait for each other at the
+    end.
+    """
     pool = ThreadPoolExecutor(threads)
     loops = [bare_loop(make, 1, steps) for _ in range(threads)]
     return lambda: wait([pool.submit(loop) for loop in loops])
@@ -69,19 +81,31 @@ def head(floats: int = FLOATS) -> Any:
     return policies.categorical(nn.Sequential(nn.Linear(floats, 16), nn.Tanh(), nn.Linear(16, 2)))
 
 
-# --- in process --------------------------------------------------------------------------------------------
+# --- in process -----------------------------------------------------------------------------------
 
 
 @contextmanager
 def in_process(
-    x: float, make: Any, policy: Any = None, *, envs: int, T: int, groups: int = 0, bare: Any = None, **options: Any
+    x: float,
+    make: Any,
+    policy: Any = None,
+    *,
+    envs: int,
+    T: int,
+    groups: int = 0,
+    bare: Any = None,
+    **options: Any,
 ) -> Iterator[Subject]:
     """``Collector`` with so many environments (in each of its groups), and the bare loop."""
     frames = envs * T * max(groups, 1)
     envs_fn = [make] * groups if groups else make
-    with Collector(envs_fn, policy, num_envs=envs, frames_per_batch=frames, seed=0, **options) as collector:
+    with Collector(
+        envs_fn, policy, num_envs=envs, frames_per_batch=frames, seed=0, **options
+    ) as collector:
         batches = iter(collector)
-        yield Subject(x, lambda: next(batches), frames, bare or bare_loop(make, envs * max(groups, 1), T))
+        yield Subject(
+            x, lambda: next(batches), frames, bare or bare_loop(make, envs * max(groups, 1), T)
+        )
 
 
 def envs_curve(policy: Callable[[], Any], size: int) -> Any:
@@ -110,7 +134,7 @@ def episodes_curve(options: dict[str, Any], size: int) -> Any:
     return in_process(size, partial(PlainEnv, length=1024 // size), envs=ENVS, T=256, **options)
 
 
-# --- with workers ------------------------------------------------------------------------------------------
+# --- with workers ---------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -120,9 +144,13 @@ def in_workers(kind: Any, options: dict[str, Any], x: int) -> Iterator[Subject]:
 
     def made(workers: int) -> Any:
         frames = ENVS * T * (1 if ahead else workers)
-        return kind([PlainEnv] * workers, head(), num_envs=ENVS, frames_per_batch=frames, seed=0, **options)
+        return kind(
+            [PlainEnv] * workers, head(), num_envs=ENVS, frames_per_batch=frames, seed=0, **options
+        )
 
-    with made(1) as collector:  # the first one of a program starts the fork server, which imports torch
+    with made(
+        1
+    ) as collector:  # the first one of a program starts the fork server, which imports torch
         next(iter(collector))
     memory, before = pss_mib(os.getpid()), cpu_seconds(os.getpid())
     with made(x) as collector:
@@ -147,7 +175,9 @@ def in_workers(kind: Any, options: dict[str, Any], x: int) -> Iterator[Subject]:
 @contextmanager
 def groups_in_workers(x: int) -> Iterator[Subject]:
     """So many groups of one environment in two workers."""
-    collector = MultiSyncCollector([PlainEnv] * x, None, num_workers=2, num_envs=1, frames_per_batch=16 * x, seed=0)
+    collector = MultiSyncCollector(
+        [PlainEnv] * x, None, num_workers=2, num_envs=1, frames_per_batch=16 * x, seed=0
+    )
     with collector:
         batches = iter(collector)
         found = {"slot_kib": slot_kib(next(batches))}
@@ -158,13 +188,15 @@ def groups_in_workers(x: int) -> Iterator[Subject]:
 def in_threads(x: int) -> Iterator[Subject]:
     """So many threads, each with an environment that waits 100 ms per step."""
     make, T = partial(PlainEnv, sleep_s=0.1), 4
-    with MultiSyncCollector([make] * x, None, backend="threads", frames_per_batch=T * x, seed=0) as collector:
+    with MultiSyncCollector(
+        [make] * x, None, backend="threads", frames_per_batch=T * x, seed=0
+    ) as collector:
         batches = iter(collector)
         found = {"slot_kib": slot_kib(next(batches))}
         yield Subject(x, lambda: next(batches), T * x, bare_threads(make, x, T), found=found)
 
 
-# --- weights -----------------------------------------------------------------------------------------------
+# --- weights --------------------------------------------------------------------------------------
 
 
 class Weights(nn.Module):
@@ -183,7 +215,9 @@ def publishing(x: int, size: int, workers: int) -> Iterator[Subject]:
     """A publish, and a batch of a step for which all workers take the weights."""
     policy = Weights(size)
     before = pss_mib(os.getpid())
-    with MultiSyncCollector([PlainEnv] * workers, policy, frames_per_batch=workers, seed=0) as collector:
+    with MultiSyncCollector(
+        [PlainEnv] * workers, policy, frames_per_batch=workers, seed=0
+    ) as collector:
         batches = iter(collector)
         next(batches)
 
@@ -196,13 +230,16 @@ def publishing(x: int, size: int, workers: int) -> Iterator[Subject]:
         yield Subject(x, run, workers, clock=family_clock(), found=found)
 
 
-# --- hooks -------------------------------------------------------------------------------------------------
+# --- hooks ----------------------------------------------------------------------------------------
 
 HOOKS: dict[str, Callable[[str], dict[str, Any]]] = {
     "none": lambda folder: {},
     "on_batch": lambda folder: {"on_batch": lambda batch: None},
     "postproc": lambda folder: {"postproc": lambda batch: None},
-    "pre and post collect": lambda folder: {"pre_collect_hook": int, "post_collect_hook": lambda batch: None},
+    "pre and post collect": lambda folder: {
+        "pre_collect_hook": int,
+        "post_collect_hook": lambda batch: None,
+    },
     "on_step": lambda folder: {"on_step": lambda step: None},
     "on_episode_done": lambda folder: {"on_episode_done": lambda episode: None},
     "logger": lambda folder: {"logger": lambda metrics, step: None},
@@ -227,25 +264,33 @@ def hooks(sizes: Sequence[int], *, rounds: int, seconds: float) -> list[Point]:
     ]
 
 
-# --- nodes -------------------------------------------------------------------------------------------------
+# --- nodes ----------------------------------------------------------------------------------------
 
 
 def nodes(sync: bool, sizes: Sequence[int], *, rounds: int, seconds: float) -> list[Point]:
-    """CPU time of the main process for one rollout of each of so many nodes, which another process plays."""
+    """CPU time of the main process for one rollout of each of so many nodes, which another process
+    plays.
+    """
     case = "cartpole-1k"
     with tempfile.TemporaryDirectory() as folder:
         recorded = Path(folder) / case
-        recorded.write_bytes(pickle.dumps(schedule_simulation.record(schedule_simulation.CASES[case])))
-        found = schedule_simulation.run(recorded, case, tuple(sizes), 4.0, sync=sync)["points"]  # 8 batches of 256
+        recorded.write_bytes(
+            pickle.dumps(schedule_simulation.record(schedule_simulation.CASES[case]))
+        )
+        found = schedule_simulation.run(recorded, case, tuple(sizes), 4.0, sync=sync)[
+            "points"
+        ]  # 8 batches of 256
     frames = schedule_simulation.CASES[case].frames
     points = []
     for point in found:
         cost = point["main_us_per_batch"] * (1 if sync else point["nodes"])
-        points.append({"x": point["nodes"], "cost_us": cost, "us_per_frame": cost / point["nodes"] / frames})
+        points.append(
+            {"x": point["nodes"], "cost_us": cost, "us_per_frame": cost / point["nodes"] / frames}
+        )
     return points
 
 
-# --- all of them -------------------------------------------------------------------------------------------
+# --- all of them ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -284,16 +329,37 @@ CURVES = {
         partial(in_turns, partial(envs_curve, lambda: None)),
     ),
     "envs-head": Curve(
-        "environments in a process, a head", ROWS, doublings(1, 4096), partial(in_turns, partial(envs_curve, head))
+        "environments in a process, a head",
+        ROWS,
+        doublings(1, 4096),
+        partial(in_turns, partial(envs_curve, head)),
     ),
-    "groups": Curve("groups of an environment in a process", ROWS, doublings(1, 512), partial(in_turns, groups_curve)),
+    "groups": Curve(
+        "groups of an environment in a process",
+        ROWS,
+        doublings(1, 512),
+        partial(in_turns, groups_curve),
+    ),
     "observation": Curve(
-        "bytes of an observation", "16 time steps", doublings(4, 4 * MB), partial(in_turns, observation_curve)
+        "bytes of an observation",
+        "16 time steps",
+        doublings(4, 4 * MB),
+        partial(in_turns, observation_curve),
     ),
-    "leaves": Curve("entries of an observation", "64 time steps", doublings(1, 200), partial(in_turns, leaves_curve)),
-    "T": Curve("time steps in a batch", "a batch", doublings(1, 16384), partial(in_turns, length_curve)),
+    "leaves": Curve(
+        "entries of an observation",
+        "64 time steps",
+        doublings(1, 200),
+        partial(in_turns, leaves_curve),
+    ),
+    "T": Curve(
+        "time steps in a batch", "a batch", doublings(1, 16384), partial(in_turns, length_curve)
+    ),
     "episodes": Curve(
-        "episodes in 1,024 steps", "2,048 frames", doublings(1, 1024), partial(in_turns, partial(episodes_curve, {}))
+        "episodes in 1,024 steps",
+        "2,048 frames",
+        doublings(1, 1024),
+        partial(in_turns, partial(episodes_curve, {})),
     ),
     "episodes-hook": Curve(
         "episodes in 1,024 steps, on_episode_done",
@@ -350,7 +416,10 @@ CURVES = {
         partial(one_by_one, lambda x: publishing(x, 64 * MB, x)),
     ),
     "nodes": Curve(
-        "simulated nodes", "a rollout of each, in the main process", doublings(1, 256), partial(nodes, True)
+        "simulated nodes",
+        "a rollout of each, in the main process",
+        doublings(1, 256),
+        partial(nodes, True),
     ),
     "nodes-first-ready": Curve(
         "simulated nodes, first ready",

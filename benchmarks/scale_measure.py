@@ -32,7 +32,8 @@ class Subject:
         x: position on the curve.
         run: collects one batch, or publishes, and returns the batch.
         frames: frames per ``run``.
-        bare: as many frames in a loop that does nothing but step the same environments; None: there is none.
+        bare: as many frames in a loop that does nothing but step the same environments; None: there
+            is none.
         clock: CPU seconds of all processes that work for it.
         ahead: workers make batches before ``run`` asks for them, so a call may find its work done.
         found: what else was measured.
@@ -76,9 +77,9 @@ def one_by_one(make: Make, sizes: Sequence[int], *, rounds: int, seconds: float)
 def measure(subjects: Sequence[Subject], *, rounds: int, seconds: float) -> list[Point]:
     """The least CPU time of ``run`` over some rounds, in which all subjects take turns.
 
-    Other processes can only add to a CPU time (by what they take from caches), so the least one is closest to the cost.
-    Of subjects that work ahead it is the mean, of slices of ten times that duration: the least one would be of a round
-    whose work was done before.
+    Other processes can only add to a CPU time (by what they take from caches), so the least one is
+    closest to the cost. Of subjects that work ahead it is the mean, of slices of ten times that
+    duration: the least one would be of a round whose work was done before.
 
     Args:
         rounds: number of slices of each subject.
@@ -98,8 +99,16 @@ def measure(subjects: Sequence[Subject], *, rounds: int, seconds: float) -> list
             times.setdefault(key, []).append(_seconds_per_call(job, calls[key], subject.clock))
     points = []
     for subject in subjects:
-        cost = statistics.fmean(times[subject.x, "run"]) if subject.ahead else min(times[subject.x, "run"])
-        point: Point = {"x": subject.x, "cost_us": 1e6 * cost, "us_per_frame": 1e6 * cost / subject.frames}
+        cost = (
+            statistics.fmean(times[subject.x, "run"])
+            if subject.ahead
+            else min(times[subject.x, "run"])
+        )
+        point: Point = {
+            "x": subject.x,
+            "cost_us": 1e6 * cost,
+            "us_per_frame": 1e6 * cost / subject.frames,
+        }
         if subject.bare is not None:
             point["of_bare"] = cost / min(times[subject.x, "bare"])
         points.append(point | (subject.found or {}))
@@ -131,19 +140,25 @@ def family_clock() -> Clock:
 
 
 def slot_kib(batch: Any) -> float:
-    """Memory below a batch: the union of its tensors' storages, each of which may reach to the slot's end."""
+    """Memory below a batch: the union of its tensors' storages, each of which may reach to the
+    slot's end.
+    """
     storages = [tensor.untyped_storage() for tensor in pytree.tree_leaves(batch.to_dict())]
     total = end = 0
-    for first, last in sorted((storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages):
+    for first, last in sorted(
+        (storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages
+    ):
         total += max(0, last - max(first, end))
         end = max(end, last)
     return total / 2**10
 
 
 def growth(points: Sequence[Point], name: str) -> list[tuple[float, float, float]]:
-    """Growth of ``name`` from each point to the next as that of one doubling, how much is allowed, and the next x.
+    """Growth of ``name`` from each point to the next as that of one doubling, how much is allowed,
+    and the next x.
 
-    Where the cost of the bare loop more than doubles (caches, Python's threads), the limit grows as much.
+    Where the cost of the bare loop more than doubles (caches, Python's threads), the limit grows as
+    much.
     """
     grown = []
     for low, high in pairwise(points):
@@ -160,4 +175,6 @@ def growth(points: Sequence[Point], name: str) -> list[tuple[float, float, float
 
 def least(first: Sequence[Point], second: Sequence[Point]) -> list[Point]:
     """The cheaper ones of the points of a curve that was measured twice."""
-    return [min(pair, key=lambda point: point["cost_us"]) for pair in zip(first, second, strict=True)]
+    return [
+        min(pair, key=lambda point: point["cost_us"]) for pair in zip(first, second, strict=True)
+    ]

@@ -1,8 +1,10 @@
-"""``python -m benchmarks.schedule_simulation``: the main process of up to 256 nodes, which are played by one process.
+"""``python -m benchmarks.schedule_simulation``: the main process of up to 256 nodes, which are
+played by one process.
 
-One real leaf is recorded: its answers, its lanes, how long its rollouts take. A single process then plays any number of
-nodes with these, each behind a socket pair, and so uses the second core; all else (threads per node, schedules,
-accounting, lanes in shared memory) is what a collector with nodes really does. What saturates is the main process.
+One real leaf is recorded: its answers, its lanes, how long its rollouts take. A single process then
+plays any number of nodes with these, each behind a socket pair, and so uses the second core; all
+else (threads per node, schedules, accounting, lanes in shared memory) is what a collector with
+nodes really does. What saturates is the main process.
 """
 
 from __future__ import annotations
@@ -41,15 +43,19 @@ LIMIT_S = 150.0  # for one point
 CASES = {
     w.name: w
     for w in (
-        Workload("cartpole-1k", "CartPole-v1", 8, 128, "8 CartPoles per node, 1,024 frames per batch"),
-        Workload("cartpole-8k", "CartPole-v1", 8, 1024, "8 CartPoles per node, 8,192 frames per batch"),
+        Workload(
+            "cartpole-1k", "CartPole-v1", 8, 128, "8 CartPoles per node, 1,024 frames per batch"
+        ),
+        Workload(
+            "cartpole-8k", "CartPole-v1", 8, 1024, "8 CartPoles per node, 8,192 frames per batch"
+        ),
         Workload("frames-64", envs.FRAMES, 8, 8, "84x84x4 uint8, 64 frames per batch"),
     )
 }
 WORKLOADS.update(CASES)
 
 
-# --- a collector of such nodes -----------------------------------------------------------------------------
+# --- a collector of such nodes --------------------------------------------------------------------
 
 
 def record(workload: Workload) -> Recording:
@@ -94,11 +100,13 @@ class PairsOptions(ClusterOptions):
         return Pairs(self.links)
 
 
-# --- measuring -------------------------------------------------------------------------------------------
+# --- measuring ------------------------------------------------------------------------------------
 
 
 def ideal(recording: Recording, nodes: int, *, sync: bool) -> float:
-    """Batches per second if the main process took no time; those of ``Sync`` have the rollouts of all nodes."""
+    """Batches per second if the main process took no time; those of ``Sync`` have the rollouts of
+    all nodes.
+    """
     median, sigma = recording.latency
     rng = np.random.default_rng(0)
     rollouts = median * np.exp(sigma * rng.standard_normal((400, nodes)))
@@ -117,7 +125,9 @@ def point(path: str, case: str, nodes: int, seconds: float, *, sync: bool) -> di
     with collector(CASES[case], list(links), sync=sync) as made:
         built = time.perf_counter() - begin
         parts = []
-        for _ in range(1 if sync else 2 * nodes):  # what was ordered at the beginning comes all at once
+        for _ in range(
+            1 if sync else 2 * nodes
+        ):  # what was ordered at the beginning comes all at once
             made.next()
         for _ in range(4):
             parts.append(_stretch(made, seconds / 4, farm))
@@ -134,7 +144,10 @@ def point(path: str, case: str, nodes: int, seconds: float, *, sync: bool) -> di
         "lane_bytes": len(recording.lane),
         "rollout_ms": round(1e3 * recording.latency[0], 2),
         "built_s": round(built, 2),
-        "unaccounted": stats.executed - stats.frames - sum(stats.discarded.values()) - stats.in_flight,
+        "unaccounted": stats.executed
+        - stats.frames
+        - sum(stats.discarded.values())
+        - stats.in_flight,
     }
 
 
@@ -154,21 +167,41 @@ def _stretch(made: Any, seconds: float, farm: int) -> dict[str, float]:
     }
 
 
-def run(path: Path, case: str, nodes: tuple[int, ...], seconds: float, *, sync: bool) -> dict[str, Any]:
+def run(
+    path: Path, case: str, nodes: tuple[int, ...], seconds: float, *, sync: bool
+) -> dict[str, Any]:
     """All points of a case, each in a process of its own."""
     points = []
     for count in nodes:
-        command = [sys.executable, "-m", "benchmarks.schedule_simulation", "--point", str(path), case, str(count)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.schedule_simulation",
+            "--point",
+            str(path),
+            case,
+            str(count),
+        ]
         command += ["--seconds", str(seconds), *["--sync"] * sync]
         try:
             ran = subprocess.run(
-                command, capture_output=True, text=True, timeout=LIMIT_S, cwd=runner.ROOT, env=runner.environment()
+                command,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+                cwd=runner.ROOT,
+                env=runner.environment(),
             )
             points.append(json.loads(ran.stdout.splitlines()[-1]))
         except subprocess.TimeoutExpired:
             points.append({"nodes": count, "error": f"not over after {LIMIT_S:g} s"})
         except (IndexError, ValueError):
-            points.append({"nodes": count, "error": (ran.stderr.strip().splitlines() or ["no output"])[-1][:300]})
+            points.append(
+                {
+                    "nodes": count,
+                    "error": (ran.stderr.strip().splitlines() or ["no output"])[-1][:300],
+                }
+            )
         print(f"  {count} nodes: {points[-1].get('error', 'measured')}", flush=True)
     kept = [one["nodes"] for one in points if one.get("of_ideal", 0.0) >= KEEPING_UP]
     most = max((one["frames_per_s"] for one in points if "error" not in one), default=0.0)
@@ -177,20 +210,41 @@ def run(path: Path, case: str, nodes: tuple[int, ...], seconds: float, *, sync: 
 
 def table(results: dict[str, Any]) -> str:
     """All points."""
-    rows = [["", "nodes", "batches/s", "of ideal", "frames/s", "cores of main", "us of main per batch", "unaccounted"]]
+    rows = [
+        [
+            "",
+            "nodes",
+            "batches/s",
+            "of ideal",
+            "frames/s",
+            "cores of main",
+            "us of main per batch",
+            "unaccounted",
+        ]
+    ]
     for name, one in results.items():
         for point in one["points"]:
             if "error" in point:
                 rows.append([name, f"{point['nodes']}", point["error"][:60]])
                 continue
-            cells = [f"{point['batches_per_s']:,.0f}", f"{point['of_ideal']:.0%}", f"{point['frames_per_s']:,.0f}"]
-            cells += [f"{point['main_cores']:.2f}", f"{point['main_us_per_batch']:,.0f}", f"{point['unaccounted']}"]
+            cells = [
+                f"{point['batches_per_s']:,.0f}",
+                f"{point['of_ideal']:.0%}",
+                f"{point['frames_per_s']:,.0f}",
+            ]
+            cells += [
+                f"{point['main_cores']:.2f}",
+                f"{point['main_us_per_batch']:,.0f}",
+                f"{point['unaccounted']}",
+            ]
             rows.append([name, f"{point['nodes']}", *cells])
     return report.aligned(rows)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.schedule_simulation", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.schedule_simulation", description=__doc__
+    )
     parser.add_argument("--quick", action="store_true", help="two points of a case")
     parser.add_argument("--case", action="append", choices=CASES, help="repeatable; default all")
     parser.add_argument("--nodes", action="append", type=int, help=f"repeatable; default {NODES}")

@@ -1,7 +1,8 @@
 """``python -m benchmarks.short_batches``: batches of few steps, as DQN, SAC and TD3 collect them.
 
-As in ``python -m benchmarks``, the systems of a case take turns of a fraction of a second, and every ratio is formed
-within a round. Muster, the bare loops and the loop written by hand share a process.
+As in ``python -m benchmarks``, the systems of a case take turns of a fraction of a second, and
+every ratio is formed within a round. Muster, the bare loops and the loop written by hand share a
+process.
 """
 
 from __future__ import annotations
@@ -28,4 +29,12 @@ TARGETS = (
 
 
 if __name__ == "__main__":
-    run_cases("short_batches", __doc__, CASES, TARGETS, lambda case: ("bare", "loop-plain"), seconds=0.2, clock="cpu")
+    run_cases(
+        "short_batches",
+        __doc__,
+        CASES,
+        TARGETS,
+        lambda case: ("bare", "loop-plain"),
+        seconds=0.2,
+        clock="cpu",
+    )

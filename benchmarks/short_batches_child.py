@@ -1,4 +1,6 @@
-"""``python -m benchmarks.short_batches_child``: ``benchmarks.worker`` that knows the systems of short batches."""
+"""``python -m benchmarks.short_batches_child``: ``benchmarks.worker`` that knows the systems of
+short batches.
+"""
 
 from benchmarks import short_batches_systems, worker
 

@@ -1,4 +1,6 @@
-"""Batches of few steps: Muster in its forms, a loop written by hand, and the peers. Importing this makes them known.
+"""Batches of few steps: Muster in its forms, a loop written by hand, and the peers.
+
+Importing this makes them known.
 
 All act greedily with the same network, as DQN does once it explores no more.
 """
@@ -42,7 +44,10 @@ class Ring:
         rows = BUFFER_SIZE // case.B
         self.rows, self.at = rows, 0
         self.obs, self.next_obs = (np.zeros((rows, *obs.shape), obs.dtype) for _ in range(2))
-        self.action, self.reward = np.zeros((rows, case.B), np.int64), np.zeros((rows, case.B), np.float32)
+        self.action, self.reward = (
+            np.zeros((rows, case.B), np.int64),
+            np.zeros((rows, case.B), np.float32),
+        )
         self.done = np.zeros((rows, case.B), bool)
 
     def add(self, obs: Any, action: Any, reward: Any, done: Any, next_obs: Any) -> None:
@@ -113,16 +118,23 @@ class Muster:
         buffer: "ring" or "torchrl"; empty: none.
     """
 
-    def __init__(self, case: Workload, policy: str, *, asks: bool = False, buffer: str = "") -> None:
+    def __init__(
+        self, case: Workload, policy: str, *, asks: bool = False, buffer: str = ""
+    ) -> None:
         import muster
 
         env = case.make()
-        acting = {"plain": lambda: Greedy(env), "heads": lambda: muster.policies.deterministic(trunk(env))}
+        acting = {
+            "plain": lambda: Greedy(env),
+            "heads": lambda: muster.policies.deterministic(trunk(env)),
+        }
         options: dict[str, Any] = {}
         if buffer == "torchrl":
             from torchrl.data import LazyTensorStorage, ReplayBuffer
 
-            options["replay_buffer"] = ReplayBuffer(storage=LazyTensorStorage(BUFFER_SIZE), batch_size=32)
+            options["replay_buffer"] = ReplayBuffer(
+                storage=LazyTensorStorage(BUFFER_SIZE), batch_size=32
+            )
         self.frames, self.asks = case.frames, asks
         self.collector: Any = muster.Collector(
             case.make,
@@ -173,7 +185,9 @@ class SB3:
 
     def rollout(self) -> int:
         dqn = self.dqn
-        dqn.collect_rollouts(dqn.env, self.callback, dqn.train_freq, dqn.replay_buffer, learning_starts=0)
+        dqn.collect_rollouts(
+            dqn.env, self.callback, dqn.train_freq, dqn.replay_buffer, learning_starts=0
+        )
         return self.frames
 
     def close(self) -> None:
@@ -204,13 +218,24 @@ class TorchRL:
 
 
 def _muster(label: str, **options: Any) -> Crewed:
-    needs = ("torch", "gymnasium", "tensordict") + (("torchrl",) if options.get("buffer") == "torchrl" else ())
-    return Crewed("short_batches_systems:Muster", label, needs, home="muster", children=False, options=options)
+    needs = ("torch", "gymnasium", "tensordict") + (
+        ("torchrl",) if options.get("buffer") == "torchrl" else ()
+    )
+    return Crewed(
+        "short_batches_systems:Muster", label, needs, home="muster", children=False, options=options
+    )
 
 
 def _loop(label: str, policy: str) -> Crewed:
     needs = ("torch", "gymnasium", "tensordict")
-    return Crewed("short_batches_systems:Loop", label, needs, home="muster", children=False, options={"policy": policy})
+    return Crewed(
+        "short_batches_systems:Loop",
+        label,
+        needs,
+        home="muster",
+        children=False,
+        options={"policy": policy},
+    )
 
 
 OWN = {
@@ -218,9 +243,14 @@ OWN = {
     "loop-random": _loop("hand-written loop, random actions", "random"),
     "short-random": _muster("Muster, random actions", policy="random"),
     **{f"short-{p}": _muster(f"Muster, {p}", policy=p) for p in ("plain", "heads")},
-    **{f"short-{p}-asked": _muster(f"Muster, {p}, collect(n_step=)", policy=p, asks=True) for p in ("plain", "heads")},
     **{
-        f"short-heads-{buffer}": _muster(f"Muster, heads, {buffer} buffer", policy="heads", buffer=buffer)
+        f"short-{p}-asked": _muster(f"Muster, {p}, collect(n_step=)", policy=p, asks=True)
+        for p in ("plain", "heads")
+    },
+    **{
+        f"short-heads-{buffer}": _muster(
+            f"Muster, heads, {buffer} buffer", policy="heads", buffer=buffer
+        )
         for buffer in ("ring", "torchrl")
     },
     "short-plain-ring": _muster("Muster, plain, ring buffer", policy="plain", buffer="ring"),
@@ -249,6 +279,8 @@ CASES = {
     case.name: case
     for T in BATCH_SIZES
     for B in ENVS
-    for case in [Case(f"short-{T}-{B}", "CartPole-v1", B, T, f"{B} x CartPole, batches of {T} time steps")]
+    for case in [
+        Case(f"short-{T}-{B}", "CartPole-v1", B, T, f"{B} x CartPole, batches of {T} time steps")
+    ]
 }
 WORKLOADS.update(CASES)

@@ -1,4 +1,6 @@
-"""A process that plays nodes with what a real one was heard to say, with one worker; see ``schedule_simulation``."""
+"""A process that plays nodes with what a real one was heard to say, with one worker; see
+``schedule_simulation``.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ READ = 1 << 20
 ONE_WAY_S = 0.2e-3  # of a message, in a data centre
 
 
-# --- a link over a socket pair ---------------------------------------------------------------------------
+# --- a link over a socket pair --------------------------------------------------------------------
 
 
 class SocketLink:
@@ -103,7 +105,7 @@ class Pairs:
         """Nothing was started."""
 
 
-# --- recording -------------------------------------------------------------------------------------------
+# --- recording ------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -165,7 +167,7 @@ def _name(said: Tell) -> str:
     return type(said.args[0]).__name__ if said.args else said.method.__name__
 
 
-# --- playing ---------------------------------------------------------------------------------------------
+# --- playing --------------------------------------------------------------------------------------
 
 
 class Player:
@@ -253,7 +255,9 @@ class Player:
         """One rollout after the other, as in a worker."""
         begin = max(time.monotonic() + ONE_WAY_S, self._busy_until)
         self._busy_until = begin + self.farm.rollout_s()
-        result: RolloutResult = replace(self.farm.recording.result, number=request.number, group=self._group)
+        result: RolloutResult = replace(
+            self.farm.recording.result, number=request.number, group=self._group
+        )
         self.farm.at(self._busy_until + ONE_WAY_S, self, {"results": [result]}, tag)
 
     def _beat(self) -> None:

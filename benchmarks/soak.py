@@ -1,8 +1,10 @@
-"""``python -m benchmarks.soak``: every backend in turn for half an hour, with kills, publishes and recordings.
+"""``python -m benchmarks.soak``: every backend in turn for half an hour, with kills, publishes and
+recordings.
 
-In every round each backend collects for some seconds: some batches are kept and others dropped, weights are published,
-every fourth segment is recorded, and workers are killed. After each segment the counts must be exact; after each round
-memory, descriptors, threads and processes are measured. At the end their slopes over the rounds must be flat.
+In every round each backend collects for some seconds: some batches are kept and others dropped,
+weights are published, every fourth segment is recorded, and workers are killed. After each segment
+the counts must be exact; after each round memory, descriptors, threads and processes are measured.
+At the end their slopes over the rounds must be flat.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ WORKERS, ENVS, FRAMES = 2, 4, 512
 KEPT = 8  # batches that are kept at a time
 KILL_EVERY_S, PUBLISH_EVERY = 2.0, 5
 LEVEL = 0.05  # growth of memory over the whole run, as a share of its level, that counts as flat
-DECLINE = 0.1  # of a rate over the whole run that counts as flat, if it is more than twice its standard error
+# of a rate over the whole run that counts as flat, if it is more than twice its standard error
+DECLINE = 0.1
 WARM_UP = 2  # rounds that are not judged: imports, the fork server, the allocator's pools
 
 
@@ -119,9 +122,17 @@ class Segment:
         assert stats.frames == sum(rows.values()), self.name
         assert stats.in_flight == 0, self.name
         assert stats.executed == stats.frames + sum(stats.discarded.values()), self.name
-        assert 0 <= truth - stats.executed <= self.killed + stats.unseen, (self.name, truth, stats.executed)
+        assert 0 <= truth - stats.executed <= self.killed + stats.unseen, (
+            self.name,
+            truth,
+            stats.executed,
+        )
         shutil.rmtree(folder)
-        return {"frames": stats.frames, "frames_per_s": stats.frames / seconds, "kills": self.killed}
+        return {
+            "frames": stats.frames,
+            "frames_per_s": stats.frames / seconds,
+            "kills": self.killed,
+        }
 
     def _kill(self, collector: Any) -> None:
         pids = [worker.pid for worker in collector.stats().workers if worker.pid]
@@ -133,7 +144,9 @@ class Segment:
 def measured() -> dict[str, float]:
     """Memory in MiB (of this process, and of all below it), and counts."""
     gc.collect()
-    with suppress(AttributeError):  # glibc has it; what the allocator keeps for later would look like growth
+    with suppress(
+        AttributeError
+    ):  # glibc has it; what the allocator keeps for later would look like growth
         ctypes.CDLL(None).malloc_trim(0)
     below = descendants()
     mine, others = anonymous_bytes([os.getpid()]), 0
@@ -141,19 +154,31 @@ def measured() -> dict[str, float]:
         with suppress(OSError, StopIteration):
             others += sum(anonymous_bytes([pid]).values())
     shared = sum(
-        int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("Shmem:")
+        int(line.split()[1])
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("Shmem:")
     )
-    found = {"memory_mib": sum(mine.values()) / 2**20, "children_mib": others / 2**20, "shared_mib": shared / 2**10}
+    found = {
+        "memory_mib": sum(mine.values()) / 2**20,
+        "children_mib": others / 2**20,
+        "shared_mib": shared / 2**10,
+    }
     return {**found, **resources()}
 
 
 def slope(values: list[float]) -> float:
     """Change over the whole run by a line through the values (least squares)."""
-    return float(np.polyfit(np.arange(len(values)), values, 1)[0] * (len(values) - 1)) if len(values) > 1 else 0.0
+    return (
+        float(np.polyfit(np.arange(len(values)), values, 1)[0] * (len(values) - 1))
+        if len(values) > 1
+        else 0.0
+    )
 
 
 def pace(rates: list[float]) -> dict[str, Any]:
-    """Median of a backend's rates, and their change over the judged rounds with its standard error, as shares of it."""
+    """Median of a backend's rates, and their change over the judged rounds with its standard error,
+    as shares of it.
+    """
     judged, median = rates[WARM_UP:], float(np.median(rates))
     x, changed = np.arange(len(judged)), slope(judged) / median
     error = 0.0
@@ -162,7 +187,13 @@ def pace(rates: list[float]) -> dict[str, Any]:
         spread = np.sqrt((rest**2).sum() / (len(x) - 2) / ((x - x.mean()) ** 2).sum())
         error = float(spread * (len(x) - 1) / median)
     flat = changed >= -DECLINE or changed >= -2 * error
-    return {"median": median, "change": round(changed, 3), "error": round(error, 3), "flat": flat, "rates": rates}
+    return {
+        "median": median,
+        "change": round(changed, 3),
+        "error": round(error, 3),
+        "flat": flat,
+        "rates": rates,
+    }
 
 
 def verdict(rounds: list[dict[str, float]]) -> dict[str, Any]:
@@ -172,7 +203,12 @@ def verdict(rounds: list[dict[str, float]]) -> dict[str, Any]:
         values = [one[name] for one in rounds[WARM_UP:]] or [rounds[-1][name]]
         grown, level = slope(values), max(float(np.mean(values)), 1.0)
         room = LEVEL * level + (4.0 if name.endswith("mib") else 1.0)
-        found[name] = {"first": values[0], "last": values[-1], "growth": round(grown, 2), "flat": grown <= room}
+        found[name] = {
+            "first": values[0],
+            "last": values[-1],
+            "growth": round(grown, 2),
+            "flat": grown <= room,
+        }
     return found
 
 
@@ -193,7 +229,11 @@ def memory_slope(frames: int) -> dict[str, float]:
             if i >= total:
                 break
     half = samples[len(samples) // 2 :]
-    slope = float(np.polyfit([f for f, _ in half], [m for _, m in half], 1)[0]) * 1e7 if len(half) > 2 else float("nan")
+    slope = (
+        float(np.polyfit([f for f, _ in half], [m for _, m in half], 1)[0]) * 1e7
+        if len(half) > 2
+        else float("nan")
+    )
     result = {
         "frames": total * B * T,
         "seconds": time.perf_counter() - start,
@@ -211,8 +251,12 @@ def memory_slope(frames: int) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--segment", type=float, default=8.0, help="seconds of a backend in a round")
-    parser.add_argument("--backend", action="append", choices=[*BACKENDS], help="only this one; may be repeated")
+    parser.add_argument(
+        "--segment", type=float, default=8.0, help="seconds of a backend in a round"
+    )
+    parser.add_argument(
+        "--backend", action="append", choices=[*BACKENDS], help="only this one; may be repeated"
+    )
     options = parser.parse_args()
     rng, until = random.Random(0), time.monotonic() + 60 * options.minutes
     names = options.backend or [*BACKENDS]
@@ -229,7 +273,10 @@ def main() -> int:
             }
         rounds.append(measured())
         shown = "  ".join(f"{name} {value:,.0f}" for name, value in rounds[-1].items())
-        print(f"round {len(rounds)}: {totals['frames']:,} frames, {totals['kills']} kills  {shown}", flush=True)
+        print(
+            f"round {len(rounds)}: {totals['frames']:,} frames, {totals['kills']} kills  {shown}",
+            flush=True,
+        )
     growth = verdict(rounds)
     rate = {name: pace(one) for name, one in rates.items()}
     result = {
@@ -243,10 +290,16 @@ def main() -> int:
     }
     if not options.backend and options.minutes >= 30:
         (RESULTS / "soak.json").write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps({key: result[key] for key in ("segments", "frames", "kills", "growth")}, indent=2))
+    print(
+        json.dumps(
+            {key: result[key] for key in ("segments", "frames", "kills", "growth")}, indent=2
+        )
+    )
     for name, one in rate.items():
         change = f"{one['change']:+.1%} (standard error {one['error']:.1%})"
-        print(f"{name}: {one['median']:,.0f} frames per second, {change}, {'flat' if one['flat'] else 'NOT FLAT'}")
+        print(
+            f"{name}: {one['median']:,.0f} frames per second, {change}, {'flat' if one['flat'] else 'NOT FLAT'}"
+        )
     print(f"threads at the end: {[thread.name for thread in threading.enumerate()]}")
     return 0 if all(entry["flat"] for entry in (*growth.values(), *rate.values())) else 1
 

@@ -16,7 +16,9 @@ class Target:
 
 
 def _series(faster: str, slower: str, **at_least: float) -> list[Target]:
-    return [Target(name.replace("_", "-"), faster, slower, value) for name, value in at_least.items()]
+    return [
+        Target(name.replace("_", "-"), faster, slower, value) for name, value in at_least.items()
+    ]
 
 
 _LIMITS = {
@@ -30,7 +32,9 @@ _LIMITS = {
 }
 
 TARGETS = (
-    *_series("muster-random", "bare", cartpole_1=0.80, cartpole_8=0.88, cartpole_64=0.92, frames_8=0.70),
+    *_series(
+        "muster-random", "bare", cartpole_1=0.80, cartpole_8=0.88, cartpole_64=0.92, frames_8=0.70
+    ),
     *_series("muster-compact", "bare", frames_8=0.80),
     *_series("muster-heads", "bare", pendulum_8=0.70, frames_8=0.33),
     *_series("muster-plain", "limit-plain", **_LIMITS),
@@ -41,6 +45,13 @@ TARGETS = (
     *_series("muster-plain", "tianshou", cartpole_1=4.0, cartpole_8=4.0, cartpole_64=4.0),
     *_series("muster-plain", "sb3", cartpole_8=2.0),
     *_series("muster-plain", "rllib", cartpole_1=5.0, cartpole_8=5.0, cartpole_64=5.0),
-    *_series("muster-plain", "sync-vector", cartpole_1=1.2, cartpole_8=1.2, cartpole_64=1.2, pendulum_8=1.2),
+    *_series(
+        "muster-plain",
+        "sync-vector",
+        cartpole_1=1.2,
+        cartpole_8=1.2,
+        cartpole_64=1.2,
+        pendulum_8=1.2,
+    ),
     *_series("muster-plain", "pufferlib", cartpole_1=1.1, cartpole_8=1.1, cartpole_64=1.1),
 )

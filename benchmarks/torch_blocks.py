@@ -1,7 +1,8 @@
-"""``python -m benchmarks.torch_blocks``: what a block costs through a process group, and over "direct".
+"""``python -m benchmarks.torch_blocks``: what a block costs through a process group, and over
+"direct".
 
-A request and one block from a node, by size; and weights for several nodes over bare process groups, broadcast and one
-after the other. Measured: CPU of this process and wall time, in turns.
+A request and one block from a node, by size; and weights for several nodes over bare process
+groups, broadcast and one after the other. Measured: CPU of this process and wall time, in turns.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ WEIGHT_BYTES = 40 << 20
 WITHIN_S = 120.0
 
 
-# --- blocks -------------------------------------------------------------------------------------------
+# --- blocks ---------------------------------------------------------------------------------------
 
 
 def sends(link: Link, node: int) -> bool:
@@ -75,7 +76,7 @@ def blocks(rounds: int) -> Iterator[tuple[str, Figures]]:
             link.send(b"0")
 
 
-# --- weights over bare groups -------------------------------------------------------------------------
+# --- weights over bare groups ---------------------------------------------------------------------
 
 
 def _receives(rank: int, size: int, port: int, count: int) -> None:
@@ -97,7 +98,10 @@ def weights(quick: bool, rounds: int) -> Iterator[tuple[str, Figures]]:
     """A group of all processes: a broadcast, and sends to each node, all begun at once."""
     for nodes in (1, 2) if quick else (1, 2, 4, 8):
         given = (nodes + 1, _free_port(), rounds + 1)
-        others = [mp.get_context("spawn").Process(target=_receives, args=(n + 1, *given)) for n in range(nodes)]
+        others = [
+            mp.get_context("spawn").Process(target=_receives, args=(n + 1, *given))
+            for n in range(nodes)
+        ]
         for other in others:
             other.start()
         group = _all(0, *given[:2])

@@ -1,6 +1,8 @@
-"""``python -m benchmarks.torchrl_envs``: a TensorDict policy on TorchRL envs, in its Collector and Muster's.
+"""``python -m benchmarks.torchrl_envs``: a TensorDict policy on TorchRL envs, in its Collector and
+Muster's.
 
-One process, one torch thread, slices in turn; CPU time of the process; ratios per round, then the median.
+One process, one torch thread, slices in turn; CPU time of the process; ratios per round, then the
+median.
 """
 
 from __future__ import annotations
@@ -25,18 +27,24 @@ TARGETS = {"TorchRL env": 3.0, "Gymnasium env": 10.0}
 
 
 def policy(name: str, env: Any) -> Any:
-    """A 64-64 network: one-hot samples with log-probabilities for CartPole, a plain action for Pendulum."""
+    """A 64-64 network: one-hot samples with log-probabilities for CartPole, a plain action for
+    Pendulum.
+    """
     from torchrl.modules import OneHotCategorical, ProbabilisticActor
 
     torch.manual_seed(0)
     obs, out = SIZES[name]
-    net = nn.Sequential(nn.Linear(obs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, out))
+    net = nn.Sequential(
+        nn.Linear(obs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, out)
+    )
     if name == "Pendulum-v1":
         return TensorDictModule(net, ["observation"], ["action"])
     return ProbabilisticActor(
         TensorDictModule(net, ["observation"], ["logits"]),
         in_keys=["logits"],
-        distribution_class=OneHotCategorical if env == "TorchRL env" else torch.distributions.Categorical,
+        distribution_class=OneHotCategorical
+        if env == "TorchRL env"
+        else torch.distributions.Categorical,
         return_log_prob=True,
     )
 
@@ -87,7 +95,9 @@ def env_alone(name: str, frames: int) -> Callable[[], None]:
 def measure(name: str, envs: int, rounds: int, frames: int, *, transformed: bool) -> dict[str, Any]:
     iterators = systems(name, envs, frames, transformed=transformed)
     alone = env_alone(name, frames)
-    runs: dict[str, Callable[[], Any]] = {label: (lambda it=it: next(it)) for label, it in iterators.items()}
+    runs: dict[str, Callable[[], Any]] = {
+        label: (lambda it=it: next(it)) for label, it in iterators.items()
+    }
     runs["torchrl's env.step alone"] = alone
     for run in runs.values():
         run(), run()
@@ -101,7 +111,8 @@ def measure(name: str, envs: int, rounds: int, frames: int, *, transformed: bool
         label: {
             "us_per_frame": round(statistics.median(series), 1),
             "times_torchrl": round(
-                statistics.median(t / own for t, own in zip(times["torchrl"], series, strict=True)), 2
+                statistics.median(t / own for t, own in zip(times["torchrl"], series, strict=True)),
+                2,
             ),
         }
         for label, series in times.items()
@@ -130,7 +141,9 @@ def main() -> None:
                 )
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"asked: {TARGETS['TorchRL env']} with TorchRL's env, {TARGETS['Gymnasium env']} with Gymnasium's x 8")
+    print(
+        f"asked: {TARGETS['TorchRL env']} with TorchRL's env, {TARGETS['Gymnasium env']} with Gymnasium's x 8"
+    )
 
 
 if __name__ == "__main__":

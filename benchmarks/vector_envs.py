@@ -1,9 +1,11 @@
-"""Steps per second of vector environments: Muster's, Gymnasium's and SB3's, at CartPole, interleaved in one run.
+"""Steps per second of vector environments: Muster's, Gymnasium's and SB3's, at CartPole,
+interleaved in one run.
 
-    python -m benchmarks.vector_envs [--envs 8 16 32 64] [--workers 2] [--json benchmarks/results/vector_envs.json]
+    python -m benchmarks.vector_envs [--envs 8 16 32 64] [--workers 2] [--json
+    benchmarks/results/vector_envs.json]
 
-Every round measures all systems one after another. The processor time of all processes is a second measure, on which
-other programs of the machine have little influence.
+Every round measures all systems one after another. The processor time of all processes is a second
+measure, on which other programs of the machine have little influence.
 """
 
 from __future__ import annotations
@@ -40,7 +42,11 @@ def systems(num_envs: int, workers: int) -> dict[str, Any]:
         from muster.compat.sb3 import VecEnv
     except ImportError:
         return made
-    return {**made, "muster sb3": VecEnv(env_fns, num_workers=workers), "SubprocVecEnv": SubprocVecEnv(env_fns)}
+    return {
+        **made,
+        "muster sb3": VecEnv(env_fns, num_workers=workers),
+        "SubprocVecEnv": SubprocVecEnv(env_fns),
+    }
 
 
 def pids(env: Any) -> list[int]:
@@ -60,7 +66,9 @@ def cpu_seconds(processes: list[int]) -> float:
 
 
 def measure(num_envs: int, workers: int, rounds: int, steps: int) -> dict[str, dict[str, float]]:
-    """Return microseconds per step of the vector environment: wall time and processor time, by system."""
+    """Return microseconds per step of the vector environment: wall time and processor time, by
+    system.
+    """
     made = systems(num_envs, workers)
     walls: dict[str, list[float]] = {name: [] for name in made}
     cpus: dict[str, float] = dict.fromkeys(made, 0.0)
@@ -97,11 +105,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    results: dict[str, Any] = {"load": os.getloadavg(), "cpus": os.cpu_count(), "workers": options.workers, "envs": {}}
+    results: dict[str, Any] = {
+        "load": os.getloadavg(),
+        "cpus": os.cpu_count(),
+        "workers": options.workers,
+        "envs": {},
+    }
     for num_envs in options.envs:
-        results["envs"][num_envs] = measured = measure(num_envs, options.workers, options.rounds, options.steps)
+        results["envs"][num_envs] = measured = measure(
+            num_envs, options.workers, options.rounds, options.steps
+        )
         for name, numbers in measured.items():
-            print(f"{num_envs:3} {name:17}" + "".join(f" {key} {value:8.0f}" for key, value in numbers.items()))
+            print(
+                f"{num_envs:3} {name:17}"
+                + "".join(f" {key} {value:8.0f}" for key, value in numbers.items())
+            )
     results["load_at_the_end"] = os.getloadavg()
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1) + "\n")

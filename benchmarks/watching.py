@@ -1,8 +1,9 @@
 """``python -m benchmarks.watching``: what does ``watch=`` cost?
 
-Collectors with and without ``watch=`` take turns; the page of those with it is served to one viewer. Every ratio is
-that of two neighbouring slices, by wall time and by CPU time of the process (with workers: of the main process). On a
-machine in use by others, only the CPU time of the thread that writes snapshots, per second, can be compared with 1 %.
+Collectors with and without ``watch=`` take turns; the page of those with it is served to one
+viewer. Every ratio is that of two neighbouring slices, by wall time and by CPU time of the process
+(with workers: of the main process). On a machine in use by others, only the CPU time of the thread
+that writes snapshots, per second, can be compared with 1 %.
 """
 
 from __future__ import annotations
@@ -41,11 +42,17 @@ def collector(options: dict[str, Any], **others: Any) -> Any:
 
 
 def measured(options: dict[str, Any], seconds: float, *, watched: bool) -> dict[str, float]:
-    """Frames per second of wall time and of CPU time of this process, and CPU seconds of the thread per second."""
+    """Frames per second of wall time and of CPU time of this process, and CPU seconds of the thread
+    per second.
+    """
     with tempfile.TemporaryDirectory() as folder:
         others = {"watch": Watch(folder)} if watched else {}
         with collector(options, **others) as made:
-            viewer = subprocess.Popen([sys.executable, "-c", VIEWER, made.watch_url]) if watched else None
+            viewer = (
+                subprocess.Popen([sys.executable, "-c", VIEWER, made.watch_url])
+                if watched
+                else None
+            )
             clocks = [
                 time.pthread_getcpuclockid(thread.ident)
                 for thread in threading.enumerate()
@@ -81,15 +88,25 @@ def main() -> None:
         costs: dict[str, list[float]] = {"wall": [], "cpu": [], "thread": []}
         for turn in range(options.rounds):
             order = (False, True) if turn % 2 else (True, False)
-            got = {watched: measured(CASES[name], options.seconds, watched=watched) for watched in order}
+            got = {
+                watched: measured(CASES[name], options.seconds, watched=watched)
+                for watched in order
+            }
             costs["wall"].append(got[False]["wall"] / got[True]["wall"] - 1)
             costs["cpu"].append(got[False]["cpu"] / got[True]["cpu"] - 1)
             costs["thread"].append(got[True]["thread"])
-        found[name] = {kind: {"median_iqr": median_iqr(rounds), "rounds": rounds} for kind, rounds in costs.items()}
-        told = "  ".join("{} {:+.2%} (IQR {:.2%})".format(kind, *median_iqr(costs[kind])) for kind in costs)
+        found[name] = {
+            kind: {"median_iqr": median_iqr(rounds), "rounds": rounds}
+            for kind, rounds in costs.items()
+        }
+        told = "  ".join(
+            "{} {:+.2%} (IQR {:.2%})".format(kind, *median_iqr(costs[kind])) for kind in costs
+        )
         print(f"{name:30} {told}  asked: at most {MOST:.0%}", flush=True)
     how = {"rounds": options.rounds, "seconds": options.seconds, "asked": MOST}
-    options.output.write_text(json.dumps({"machine": machine(), "how": how, "costs": found}, indent=1) + "\n")
+    options.output.write_text(
+        json.dumps({"machine": machine(), "how": how, "costs": found}, indent=1) + "\n"
+    )
     print(f"written to {options.output}")
 
 

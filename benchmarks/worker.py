@@ -1,4 +1,5 @@
-"""One or a few systems in a process of their own: ``python -m benchmarks.worker``, driven by lines of JSON.
+"""One or a few systems in a process of their own: ``python -m benchmarks.worker``, driven by lines
+of JSON.
 
 Commands on stdin, one answer each on stdout::
 
@@ -38,7 +39,11 @@ class Worker:
         cpu, start = time.process_time(), time.perf_counter()
         while time.perf_counter() - start < seconds:
             frames += rollout()
-        return {"frames": frames, "wall": time.perf_counter() - start, "cpu": time.process_time() - cpu}
+        return {
+            "frames": frames,
+            "wall": time.perf_counter() - start,
+            "cpu": time.process_time() - cpu,
+        }
 
     def drop(self, system: str) -> dict[str, Any]:
         built = self.systems.pop(system, None)

@@ -1,4 +1,6 @@
-"""``python -m benchmarks.workers_child``: ``benchmarks.worker`` that also knows the systems of several workers."""
+"""``python -m benchmarks.workers_child``: ``benchmarks.worker`` that also knows the systems of
+several workers.
+"""
 
 from benchmarks import worker, workers_systems
 

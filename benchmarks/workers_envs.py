@@ -17,7 +17,9 @@ SLEEP = f"{__name__}:MusterBench/Sleep-v0"
 
 
 class SleepEnv(gymnasium.Env[NDArray[np.float32], Any]):
-    """Every step waits 0.5 to 5 ms, uniform and drawn from the environment's own generator, and uses no CPU time."""
+    """Every step waits 0.5 to 5 ms, uniform and drawn from the environment's own generator, and
+    uses no CPU time.
+    """
 
     def __init__(self) -> None:
         self.observation_space = gymnasium.spaces.Box(-1.0, 1.0, (4,), np.float32)
@@ -34,7 +36,8 @@ class SleepEnv(gymnasium.Env[NDArray[np.float32], Any]):
 
 
 class PlainEnv(gymnasium.Env[Any, Any]):
-    """Returns the same array in every step, so that what is measured is what a collector does with it.
+    """Returns the same array in every step, so that what is measured is what a collector does with
+    it.
 
     Args:
         floats: in an observation, or in each entry of one.
@@ -43,11 +46,15 @@ class PlainEnv(gymnasium.Env[Any, Any]):
         sleep_s: that a step waits.
     """
 
-    def __init__(self, floats: int = FLOATS, leaves: int = 0, length: int | None = None, sleep_s: float = 0.0) -> None:
+    def __init__(
+        self, floats: int = FLOATS, leaves: int = 0, length: int | None = None, sleep_s: float = 0.0
+    ) -> None:
         box = gymnasium.spaces.Box(-1.0, 1.0, (floats,), np.float32)
         array: NDArray[np.float32] = np.zeros(floats, np.float32)
         names = [f"sensor_{i}" for i in range(leaves)]
-        self.observation_space: Any = gymnasium.spaces.Dict(dict.fromkeys(names, box)) if leaves else box
+        self.observation_space: Any = (
+            gymnasium.spaces.Dict(dict.fromkeys(names, box)) if leaves else box
+        )
         self.action_space = gymnasium.spaces.Discrete(2)
         self._observation: Any = dict.fromkeys(names, array) if leaves else array
         self._length, self._sleep_s, self._t = length, sleep_s, 0
@@ -63,4 +70,6 @@ class PlainEnv(gymnasium.Env[Any, Any]):
         return self._observation, 1.0, self._t == self._length, False, {}
 
 
-gymnasium.register(SLEEP.partition(":")[2], entry_point=f"{__name__}:SleepEnv", max_episode_steps=200)
+gymnasium.register(
+    SLEEP.partition(":")[2], entry_point=f"{__name__}:SleepEnv", max_episode_steps=200
+)

@@ -13,7 +13,9 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def family(root: int) -> dict[int, float]:
-    """CPU seconds of ``root``, its descendants, and whatever else belongs to the session it leads, by process id."""
+    """CPU seconds of ``root``, its descendants, and whatever else belongs to the session it leads,
+    by process id.
+    """
     cpu: dict[int, float] = {}
     under: dict[int, set[int]] = defaultdict(set)
     for entry in Path("/proc").iterdir():
@@ -43,7 +45,9 @@ def cpu_seconds(root: int, *, without_root: bool = False) -> float:
 
 
 def settle(root: int, *, still_s: float = 0.06, at_most_s: float = 3.0) -> None:
-    """Wait until nobody in the family uses the CPU: who works ahead must not do it in another system's turn."""
+    """Wait until nobody in the family uses the CPU: who works ahead must not do it in another
+    system's turn.
+    """
     end = time.perf_counter() + at_most_s
     before = family(root)
     while time.perf_counter() < end:
@@ -55,13 +59,17 @@ def settle(root: int, *, still_s: float = 0.06, at_most_s: float = 3.0) -> None:
 
 
 def cpu_clocks(pids: Iterable[int]) -> float:
-    """CPU seconds of living processes by their CPU clocks: nanoseconds, where /proc counts in units of 10 ms."""
+    """CPU seconds of living processes by their CPU clocks: nanoseconds, where /proc counts in units
+    of 10 ms.
+    """
     # the number is that of clock_getcpuclockid(3), which Python has for threads only
     return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
 
 
 def pss_mib(root: int) -> float:
-    """Memory of the whole family: its proportional set size, in which a page shared by n processes counts 1/n."""
+    """Memory of the whole family: its proportional set size, in which a page shared by n processes
+    counts 1/n.
+    """
     total = 0
     for pid in family(root):
         with suppress(OSError):

@@ -1,4 +1,5 @@
-"""``python -m benchmarks.workers_micro``: single operations of collectors with worker processes, in this process.
+"""``python -m benchmarks.workers_micro``: single operations of collectors with worker processes, in
+this process.
 
 The last line of what it prints is JSON: the figures, and everything else that was measured.
 """
@@ -40,9 +41,11 @@ def small(workers: int, *, kind: str = "MultiSyncCollector") -> Any:
 
 
 def hand_over(quick: bool) -> Found:
-    """Microseconds from the end of a batch's last rollout, when its slots are full, until the user has it.
+    """Microseconds from the end of a batch's last rollout, when its slots are full, until the user
+    has it.
 
-    For comparison: a fourth of the batch, and the same batch in one process, where nothing is handed over.
+    For comparison: a fourth of the batch, and the same batch in one process, where nothing is
+    handed over.
     """
     sizes = {"1024 frames": 128, "256 frames": 32, "1024 frames, one process": 128}
     microseconds: dict[str, list[float]] = {name: [] for name in sizes}
@@ -51,10 +54,14 @@ def hand_over(quick: bool) -> Found:
         workload = Workload(name, envs.FRAMES, 8, T, "")
         policy = PlainPolicy(workload.make()).eval()
         if name.endswith("one process"):
-            collectors[name] = muster.Collector(workload.make, policy, num_envs=8, frames_per_batch=8 * T, seed=0)
+            collectors[name] = muster.Collector(
+                workload.make, policy, num_envs=8, frames_per_batch=8 * T, seed=0
+            )
         else:
             factories = [workload.make] * 2
-            collectors[name] = muster.MultiSyncCollector(factories, policy, num_envs=4, frames_per_batch=8 * T, seed=0)
+            collectors[name] = muster.MultiSyncCollector(
+                factories, policy, num_envs=4, frames_per_batch=8 * T, seed=0
+            )
     iterators = {name: iter(collector) for name, collector in collectors.items()}
     for _ in range(8 if quick else 40):
         for name, iterator in iterators.items():
@@ -70,7 +77,14 @@ def hand_over(quick: bool) -> Found:
     medians = {name: statistics.median(series[2:]) for name, series in microseconds.items()}
     large, fourth, alone = medians.values()
     figures = [
-        Figure("hand-over of 84x84x4 x 1024 frames", 200, large, False, "us", note=f"in one process {alone:.0f}"),
+        Figure(
+            "hand-over of 84x84x4 x 1024 frames",
+            200,
+            large,
+            False,
+            "us",
+            note=f"in one process {alone:.0f}",
+        ),
         Figure("... of a fourth of that", 200, fourth, False, "us"),
         Figure("... the first over the second", 1.5, large / fourth, False),
     ]
@@ -78,7 +92,9 @@ def hand_over(quick: bool) -> Found:
 
 
 def rollouts_end(timeline: Any) -> float:
-    """When the last of the timeline's rollouts ended, in microseconds of ``time.perf_counter_ns()``."""
+    """When the last of the timeline's rollouts ended, in microseconds of
+    ``time.perf_counter_ns()``.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         timeline.save(path)
@@ -87,7 +103,9 @@ def rollouts_end(timeline: Any) -> float:
 
 
 def open_and_close(quick: bool) -> Found:
-    """Seconds to the first batch of 8 workers, and to close them; the fork server is warm from the second time on."""
+    """Seconds to the first batch of 8 workers, and to close them; the fork server is warm from the
+    second time on.
+    """
     opened, first, closed = [], [], []
     for _ in range(3 if quick else 6):
         begin = time.perf_counter()
@@ -100,8 +118,17 @@ def open_and_close(quick: bool) -> Found:
         closed.append(time.perf_counter() - begin)
     warm = first[1:]
     figures = [
-        Figure("8 workers, warm, to the first batch", 2.0, statistics.median(warm), False, "s", note=_worst(warm)),
-        Figure("close of 8 workers", 0.3, statistics.median(closed), False, "s", note=_worst(closed)),
+        Figure(
+            "8 workers, warm, to the first batch",
+            2.0,
+            statistics.median(warm),
+            False,
+            "s",
+            note=_worst(warm),
+        ),
+        Figure(
+            "close of 8 workers", 0.3, statistics.median(closed), False, "s", note=_worst(closed)
+        ),
     ]
     return figures, {"open_s": opened, "first_batch_s": first, "close_s": closed}
 
@@ -141,7 +168,10 @@ def cycles(quick: bool) -> Found:
     after = some(number)
     seconds = time.perf_counter() - begin
     grown = {name: after[name] - before[name] for name in before}
-    loose = {"RSS MiB": 4.0, "memory maps": 16.0}  # allocators move; a leak of one page per cycle would not pass
+    loose = {
+        "RSS MiB": 4.0,
+        "memory maps": 16.0,
+    }  # allocators move; a leak of one page per cycle would not pass
     figures = [
         Figure(f"{name} left by {number} open/close cycles", loose.get(name, 0.0), value, False, "")
         for name, value in grown.items()
@@ -150,7 +180,9 @@ def cycles(quick: bool) -> Found:
 
 
 def sleeping_consumer(quick: bool) -> Found:
-    """CPU seconds of the workers while the user does nothing, after the second that they may take to work ahead."""
+    """CPU seconds of the workers while the user does nothing, after the second that they may take
+    to work ahead.
+    """
     seconds = 3.0 if quick else 10.0
     collector = small(2, kind="MultiAsyncCollector")
     batches = iter(collector)
@@ -162,7 +194,9 @@ def sleeping_consumer(quick: bool) -> Found:
         marks.append(cpu_seconds(os.getpid(), without_root=True))
     collector.shutdown()
     ahead, idle = marks[1] - marks[0], marks[2] - marks[1]
-    figure = Figure(f"workers' CPU while the consumer sleeps {seconds:.0f} s", 0.02, round(idle, 3), False, "s")
+    figure = Figure(
+        f"workers' CPU while the consumer sleeps {seconds:.0f} s", 0.02, round(idle, 3), False, "s"
+    )
     return [figure], {"cpu_s_first_second": ahead, "cpu_s_after": idle}
 
 
@@ -180,7 +214,14 @@ def main() -> None:
         try:
             found, details[part.__name__] = part(quick)
         except Exception as error:
-            found = [Figure(part.__name__.replace("_", " "), 0.0, None, note=f"{type(error).__name__}: {error}"[:200])]
+            found = [
+                Figure(
+                    part.__name__.replace("_", " "),
+                    0.0,
+                    None,
+                    note=f"{type(error).__name__}: {error}"[:200],
+                )
+            ]
         figures += found
     print(json.dumps({"figures": [one.summary() for one in figures], "details": details}))
 

@@ -20,7 +20,9 @@ class WorkerPool:
         options: of the collector.
     """
 
-    def __init__(self, workload: Workload, kind: str, heads: bool, groups: int | None = 2, **options: Any) -> None:
+    def __init__(
+        self, workload: Workload, kind: str, heads: bool, groups: int | None = 2, **options: Any
+    ) -> None:
         groups = groups or workload.B
         envs = workload.B // groups
         self.batches_per_rollout = 1 if "Sync" in kind else groups

@@ -1,7 +1,8 @@
-"""The peers with worker processes: as in ``systems/``, with the class exchanged that decides where environments run.
+"""The peers with worker processes: as in ``systems/``, with the class exchanged that decides where
+environments run.
 
-TorchRL and PufferLib get two workers. The others know one process per environment only. Those that can fork do:
-64 interpreters that import torch anew would take minutes to start.
+TorchRL and PufferLib get two workers. The others know one process per environment only. Those that
+can fork do: 64 interpreters that import torch anew would take minutes to start.
 """
 
 from __future__ import annotations
@@ -26,10 +27,15 @@ def torchrl(workload: Workload) -> System:
     half = replace(workload, B=workload.B // 2)
 
     def make() -> Any:
-        return SerialEnv(half.B, lambda: GymWrapper(half.make(), categorical_action_encoding=True, from_pixels=False))
+        return SerialEnv(
+            half.B,
+            lambda: GymWrapper(half.make(), categorical_action_encoding=True, from_pixels=False),
+        )
 
     def both(_: Any, actor: Any, *, frames_per_batch: int, **options: Any) -> Any:
-        return MultiSyncCollector([make] * 2, actor, frames_per_batch=2 * frames_per_batch, **options)
+        return MultiSyncCollector(
+            [make] * 2, actor, frames_per_batch=2 * frames_per_batch, **options
+        )
 
     with patch.object(torchrl_, "Collector", both):
         return torchrl_.TorchRL(half)
@@ -62,8 +68,12 @@ def puffer(workload: Workload) -> System:
 
     class Two(puffer_._Envs):
         def __init__(self) -> None:
-            make = functools.partial(pufferlib.emulation.GymnasiumPufferEnv, env_creator=workload.make)
+            make = functools.partial(
+                pufferlib.emulation.GymnasiumPufferEnv, env_creator=workload.make
+            )
             backend = pufferlib.vector.Multiprocessing
-            self.envs = pufferlib.vector.make(make, backend=backend, num_envs=workload.B, num_workers=2, overwork=True)
+            self.envs = pufferlib.vector.make(
+                make, backend=backend, num_envs=workload.B, num_workers=2, overwork=True
+            )
 
     return _Loop(workload, Two())  # type: ignore[arg-type]

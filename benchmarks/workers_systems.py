@@ -1,4 +1,6 @@
-"""Systems with processes or threads of their own, and sleeping environments; importing this module makes them known."""
+"""Systems with processes or threads of their own, and sleeping environments; importing this module
+makes them known.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,14 @@ from benchmarks.workloads import WORKLOADS, Workload
 
 @dataclass(frozen=True)
 class Crewed(Entry):
-    """A system whose work is done by processes or threads of its own; ``path`` is a module of ``benchmarks``.
+    """A system whose work is done by processes or threads of its own; ``path`` is a module of
+    ``benchmarks``.
 
     Args:
         children: always true here.
         options: keyword arguments of the class.
-        ahead: works ahead of whoever takes its rollouts, so that a slice must not begin with what lies ready.
+        ahead: works ahead of whoever takes its rollouts, so that a slice must not begin with what
+            lies ready.
     """
 
     children: bool = True
@@ -35,7 +39,9 @@ class Crewed(Entry):
 
 
 class BareTwice:
-    """``Bare`` in two or more processes at once, each with its share of the environments; none waits for another."""
+    """``Bare`` in two or more processes at once, each with its share of the environments; none
+    waits for another.
+    """
 
     AHEAD = 2  # rollouts
 
@@ -96,25 +102,43 @@ _EACH: dict[str, Any] = {"groups": None, "heads": True}  # a group per environme
 
 PAIRS = {
     "bare-2": Crewed(
-        "workers_systems:BareTwice", "bare env.step loop, 2 processes", quick=True, home="muster", ahead=True
+        "workers_systems:BareTwice",
+        "bare env.step loop, 2 processes",
+        quick=True,
+        home="muster",
+        ahead=True,
     ),
     "muster-sync-plain": _muster(_SYNC, "Muster MultiSync, plain module", heads=False),
     "muster-sync-heads": _muster(_SYNC, "Muster MultiSync, heads", heads=True),
     "muster-free-plain": _muster(_FREE, "Muster MultiAsync, plain module", heads=False, ahead=True),
     "muster-free-heads": _muster(_FREE, "Muster MultiAsync, heads", heads=True, ahead=True),
-    "torchrl-2": Crewed("workers_peers:torchrl", "TorchRL MultiSyncCollector", ("torchrl", "gymnasium", "pandas")),
+    "torchrl-2": Crewed(
+        "workers_peers:torchrl", "TorchRL MultiSyncCollector", ("torchrl", "gymnasium", "pandas")
+    ),
     "tianshou-2": Crewed("workers_peers:tianshou", "Tianshou SubprocVectorEnv", ("tianshou",)),
     "sb3-2": Crewed("workers_peers:sb3", "Stable-Baselines3 SubprocVecEnv", ("stable_baselines3",)),
-    "pufferlib-2": Crewed("workers_peers:puffer", "PufferLib Multiprocessing", ("pufferlib", "psutil", "torch")),
+    "pufferlib-2": Crewed(
+        "workers_peers:puffer", "PufferLib Multiprocessing", ("pufferlib", "psutil", "torch")
+    ),
 }
 SLEEPERS = {
-    "bare-one": Crewed("workers_systems:bare_one", "bare loop of one env", quick=True, home="muster", children=False),
+    "bare-one": Crewed(
+        "workers_systems:bare_one",
+        "bare loop of one env",
+        quick=True,
+        home="muster",
+        children=False,
+    ),
     "sleep-sync-threads": _muster(_SYNC, "Muster MultiSync, threads", backend="threads", **_EACH),
     "sleep-sync-processes": _muster(_SYNC, "Muster MultiSync, processes", **_EACH),
-    "sleep-free-threads": _muster(_FREE, "Muster MultiAsync, threads", ahead=True, backend="threads", **_EACH),
+    "sleep-free-threads": _muster(
+        _FREE, "Muster MultiAsync, threads", ahead=True, backend="threads", **_EACH
+    ),
     "sleep-free-processes": _muster(_FREE, "Muster MultiAsync, processes", ahead=True, **_EACH),
 }
-SLEEP_WORKLOAD = Workload("sleep-16", workers_envs.SLEEP, 16, 64, "16 envs whose step waits 0.5 to 5 ms")
+SLEEP_WORKLOAD = Workload(
+    "sleep-16", workers_envs.SLEEP, 16, 64, "16 envs whose step waits 0.5 to 5 ms"
+)
 
 SYSTEMS.update(PAIRS | SLEEPERS)
 WORKLOADS[SLEEP_WORKLOAD.name] = SLEEP_WORKLOAD

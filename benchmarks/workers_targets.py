@@ -41,7 +41,9 @@ class Figure:
 
 @dataclass(frozen=True)
 class Speed:
-    """``scale`` times the rates of ``over``, divided by those of ``under``, within each round; then the median."""
+    """``scale`` times the rates of ``over``, divided by those of ``under``, within each round; then
+    the median.
+    """
 
     workload: str
     name: str
@@ -54,14 +56,24 @@ class Speed:
         series, name = results[self.workload], f"{self.workload}: {self.name}"
         got = combined(results, self.workload, self.over, self.under, self.scale)
         if got is None:
-            missing = [one for one in (*self.over, *self.under) if one not in series or not series[one].slices]
-            why = "; ".join(f"{one}: {series[one].note if one in series else 'not run'}" for one in missing)
+            missing = [
+                one
+                for one in (*self.over, *self.under)
+                if one not in series or not series[one].slices
+            ]
+            why = "; ".join(
+                f"{one}: {series[one].note if one in series else 'not run'}" for one in missing
+            )
             return Figure(name, self.at_least, None, note=why)
         return Figure(name, self.at_least, got[0], spread=got[1])
 
 
 def combined(
-    results: Results, workload: str, over: tuple[str, ...], under: tuple[str, ...], scale: float = 1.0
+    results: Results,
+    workload: str,
+    over: tuple[str, ...],
+    under: tuple[str, ...],
+    scale: float = 1.0,
 ) -> tuple[float, float] | None:
     """Median and IQR over the rounds; None if a system has no slices."""
     series = results[workload]
@@ -69,13 +81,17 @@ def combined(
         return None
     up, down = ([series[name].fps for name in names] for names in (over, under))
     rounds = min(map(len, up + down))
-    values = [scale * math.prod(r[i] for r in up) / math.prod(r[i] for r in down) for i in range(rounds)]
+    values = [
+        scale * math.prod(r[i] for r in up) / math.prod(r[i] for r in down) for i in range(rounds)
+    ]
     return median_iqr(values)
 
 
 def _scaling(workload: str, kind: str, at_least: float) -> Speed:
     name = f"{kind} over one process, relative to the bare loop's scaling"
-    return Speed(workload, name, at_least, (f"muster-sync-{kind}", "bare"), (f"muster-{kind}", "bare-2"))
+    return Speed(
+        workload, name, at_least, (f"muster-sync-{kind}", "bare"), (f"muster-{kind}", "bare-2")
+    )
 
 
 def _limit(workload: str, at_least: float) -> Speed:
@@ -85,7 +101,9 @@ def _limit(workload: str, at_least: float) -> Speed:
 def _peer(peer: str, **at_least: float) -> list[Speed]:
     """Both of Muster's forms of the same policy: the peers' plain module, and heads."""
     return [
-        Speed(workload.replace("_", "-"), f"{kind} / {peer}", asked, (f"muster-sync-{kind}",), (peer,))
+        Speed(
+            workload.replace("_", "-"), f"{kind} / {peer}", asked, (f"muster-sync-{kind}",), (peer,)
+        )
         for workload, asked in at_least.items()
         for kind in ("plain", "heads")
     ]
@@ -118,7 +136,12 @@ def table(figures: list[Figure]) -> str:
     rows, verdicts = [["figure", "asked", "measured", "IQR"]], [""]
     for one in figures:
         asked = f"{'>=' if one.at_least else '<='} {one.asked:g} {one.unit}"
-        measured, spread = ("-", "") if one.measured is None else (f"{one.measured:.3g}", f"{one.spread:.2g}")
+        measured, spread = (
+            ("-", "") if one.measured is None else (f"{one.measured:.3g}", f"{one.spread:.2g}")
+        )
         rows.append([one.name, asked, measured, spread])
         verdicts.append(f"  {_VERDICTS[one.met]}  {one.note[:80]}")
-    return "\n".join((line + end).rstrip() for line, end in zip(aligned(rows).splitlines(), verdicts, strict=True))
+    return "\n".join(
+        (line + end).rstrip()
+        for line, end in zip(aligned(rows).splitlines(), verdicts, strict=True)
+    )

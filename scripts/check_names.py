@@ -2,7 +2,8 @@
 
     python scripts/check_names.py [FOLDER]
 
-A compat layer may use a name again that the modules beside it offer as another system's (``__all__``).
+A compat layer may use a name again that the modules beside it offer as another system's
+(``__all__``).
 """
 
 from __future__ import annotations

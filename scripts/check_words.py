@@ -32,7 +32,9 @@ def main() -> int:
     for path in sorted(path for place in PLACES for path in ROOT.glob(place)):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             for match in unwanted.finditer(line):
-                print(f"{path.relative_to(ROOT)}:{number}: {match[0]!r}: write {INSTEAD[match[1].lower()]}")
+                print(
+                    f"{path.relative_to(ROOT)}:{number}: {match[0]!r}: write {INSTEAD[match[1].lower()]}"
+                )
                 found += 1
     return min(found, 1)
 

@@ -1,8 +1,10 @@
-"""Record what prt_rl's own collector returns, for the tests that compare Muster's compat layer with it.
+"""Record what prt_rl's own collector returns, for the tests that compare Muster's compat layer with
+it.
 
     python scripts/record_prt_rl.py [FILE]
 
-with a Python that has prt_rl (0.6.3) installed; Muster's is not needed. The cases are in tests/fakes/prt_rl_parts.py.
+with a Python that has prt_rl (0.6.3) installed; Muster's is not needed. The cases are in
+tests/fakes/prt_rl_parts.py.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ def main(target: Path) -> None:
 
     from tests.fakes.prt_rl_parts import CASES, run
 
-    lines = [f"{json.dumps(case)}: {json.dumps(run(Collector, case), separators=(',', ':'))}" for case in CASES]
+    lines = [
+        f"{json.dumps(case)}: {json.dumps(run(Collector, case), separators=(',', ':'))}"
+        for case in CASES
+    ]
     target.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
     print(f"{len(lines)} cases in {target}, {target.stat().st_size:,} bytes")
 

@@ -1,4 +1,7 @@
-"""Every public name with its methods, parameters and defaults. ``python -m tests.public_api`` writes them to a file."""
+"""Every public name with its methods, parameters and defaults.
+
+``python -m tests.public_api`` writes them to a file.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +26,34 @@ PARTS = (  # classes of values inside public results
 
 
 def describe() -> list[str]:
-    """A line for each name and method; where it would be long, one for each parameter (``kw``: by keyword only)."""
-    seen: set[Any] = set()  # members that several classes inherit are shown once, at the shortest name
-    names = [f"muster.{name}" for name in sorted(muster.__all__, key=lambda name: (len(name), name))]
-    return [line for name in [*names, *PARTS] for line in _of(name, pkgutil.resolve_name(name), seen)]
+    """A line for each name and method; where it would be long, one for each parameter (``kw``: by
+    keyword only).
+    """
+    seen: set[Any] = (
+        set()
+    )  # members that several classes inherit are shown once, at the shortest name
+    names = [
+        f"muster.{name}" for name in sorted(muster.__all__, key=lambda name: (len(name), name))
+    ]
+    return [
+        line for name in [*names, *PARTS] for line in _of(name, pkgutil.resolve_name(name), seen)
+    ]
 
 
 def _of(name: str, value: Any, seen: set[Any]) -> Iterator[str]:
     if isinstance(value, ModuleType):
-        inside = getattr(value, "__all__", None) or [n for n, v in vars(value).items() if _is_own(n, v, value)]
+        inside = getattr(value, "__all__", None) or [
+            n for n, v in vars(value).items() if _is_own(n, v, value)
+        ]
         for other in sorted(inside):
             yield from _of(f"{name}.{other}", getattr(value, other), seen)
         return
     yield from _signature(name, value)
     if isinstance(value, type):
         for other, member in sorted(_members(value)):
-            own = inspect.unwrap(member) if inspect.isfunction(member) else member  # which a class may have decorated
+            own = (
+                inspect.unwrap(member) if inspect.isfunction(member) else member
+            )  # which a class may have decorated
             if own not in seen:
                 yield from _signature(f"{name}.{other}", member)
             seen.add(own)
@@ -50,10 +65,14 @@ def _is_own(name: str, value: Any, module: ModuleType) -> bool:
 
 def _members(cls: type) -> Iterator[tuple[str, Any]]:
     """Public methods and properties that Muster defines."""
-    for name in {name for base in cls.__mro__ if base.__module__.startswith("muster") for name in vars(base)}:
+    for name in {
+        name for base in cls.__mro__ if base.__module__.startswith("muster") for name in vars(base)
+    }:
         member = inspect.getattr_static(cls, name)
         member = getattr(member, "__func__", member)  # of class and static methods
-        if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, (property, cached_property))):
+        if not name.startswith("_") and (
+            inspect.isfunction(member) or isinstance(member, (property, cached_property))
+        ):
             yield name, member
 
 

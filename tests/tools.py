@@ -37,7 +37,9 @@ def counting(length: int = 3, **options: Any) -> Callable[[], CountingEnv]:
 
 
 def recorded(make: Callable[..., Any]) -> tuple[Callable[[], Any], list[Any]]:
-    """``make`` (called with the number of the environment if it takes one), and the list of what it has made."""
+    """``make`` (called with the number of the environment if it takes one), and the list of what it
+    has made.
+    """
     made: list[Any] = []
     numbered = getattr(make, "__code__", None) is not None and make.__code__.co_argcount > 0
 
@@ -64,7 +66,11 @@ def column(batch: Any, *key: str) -> list[Any]:
 def same(a: Any, b: Any) -> bool:
     """Two columns are equal; NaN equals NaN."""
     if torch.is_tensor(a):
-        return a.shape == b.shape and a.dtype == b.dtype and bool(torch.isclose(a, b, 0, 0, equal_nan=True).all())
+        return (
+            a.shape == b.shape
+            and a.dtype == b.dtype
+            and bool(torch.isclose(a, b, 0, 0, equal_nan=True).all())
+        )
     return list(a) == list(b)
 
 
@@ -94,7 +100,8 @@ def assert_accounted(collector: Collector) -> None:
 
 
 def assert_chain(batch: Any, ends: int = 5) -> None:
-    """Every row of a ``ChainEnv`` batch follows from its own observation and action, and rows follow each other.
+    """Every row of a ``ChainEnv`` batch follows from its own observation and action, and rows
+    follow each other.
 
     Where an episode was cut (``max_frames_per_traj``, a fault), ``truncated`` may be set besides.
     """
@@ -108,7 +115,9 @@ def assert_chain(batch: Any, ends: int = 5) -> None:
     assert torch.equal(done, (after["terminated"] | after["truncated"])[..., 0])
     assert not any(batch[flag].any() for flag in ("done", "terminated", "truncated"))
     going_on = ~done[..., :-1]
-    assert torch.equal(after["observation"][..., :-1, :][going_on], batch["observation"][..., 1:, :][going_on])
+    assert torch.equal(
+        after["observation"][..., :-1, :][going_on], batch["observation"][..., 1:, :][going_on]
+    )
     begins = batch["observation"][..., 1:, :][done[..., :-1]]
     assert (begins[..., 1] == 0).all()
     ids = batch["collector", "traj_ids"]

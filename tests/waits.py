@@ -1,4 +1,6 @@
-"""Waiting for what happens, counting what is open, and a free port; for tests that run without torch, too."""
+"""Waiting for what happens, counting what is open, and a free port; for tests that run without
+torch, too.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def wait_until(happened: Callable[[], Any], within_s: float = 60.0) -> Any:
 def open_files() -> int:
     """How many descriptors this process has, without those that garbage of other tests holds.
 
-    Compare with ``<=`` and wait for it: threads that other tests have left may close theirs at any time.
+    Compare with ``<=`` and wait for it: threads that other tests have left may close theirs at any
+    time.
     """
     gc.collect()
     return len(os.listdir("/proc/self/fd"))

@@ -24,10 +24,11 @@ class Entry:
 
     Args:
         path: ``module:Class``.
-        needs: modules that must be importable; the first interpreter that has them all runs the system.
+        needs: modules that must be importable; the first interpreter that has them all runs the
+            system.
         quick: part of ``--quick``.
-        home: systems of the same home share a process, so that not even the layout of its memory differs between
-            Muster and its limit; empty for a process of its own.
+        home: systems of the same home share a process, so that not even the layout of its memory
+            differs between Muster and its limit; empty for a process of its own.
         children: works in processes of its own, whose CPU time is not seen.
     """
 
@@ -40,7 +41,9 @@ class Entry:
 
     def build(self, workload: Workload) -> System:
         module, _, name = self.path.partition(":")
-        system: System = getattr(importlib.import_module(f"benchmarks.systems.{module}"), name)(workload)
+        system: System = getattr(importlib.import_module(f"benchmarks.systems.{module}"), name)(
+            workload
+        )
         return system
 
 
@@ -57,12 +60,21 @@ SYSTEMS = {
     "muster-plain": _here("muster_:Plain", "Muster, plain module"),
     "muster-eager": _here("muster_:HeadsEager", "Muster, heads, executor off", quick=False),
     "muster-heads": _here("muster_:Heads", "Muster, heads and executor"),
-    "sync-vector": Entry("vector_loop:Sync", "gymnasium SyncVectorEnv, CleanRL-style loop", quick=True),
-    "async-vector": Entry("vector_loop:Async", "gymnasium AsyncVectorEnv, CleanRL-style loop", children=True),
-    # pandas: without it TorchRL searches the disk for it at every forward, which is nobody's normal installation.
+    "sync-vector": Entry(
+        "vector_loop:Sync", "gymnasium SyncVectorEnv, CleanRL-style loop", quick=True
+    ),
+    "async-vector": Entry(
+        "vector_loop:Async", "gymnasium AsyncVectorEnv, CleanRL-style loop", children=True
+    ),
+    # pandas: without it TorchRL searches the disk for it at every forward, which is nobody's normal
+    # installation.
     "torchrl": Entry("torchrl_:TorchRL", "TorchRL Collector", ("torchrl", "gymnasium", "pandas")),
     "tianshou": Entry("tianshou_:Tianshou", "Tianshou Collector", ("tianshou",)),
     "sb3": Entry("sb3_:SB3", "Stable-Baselines3 collect_rollouts", ("stable_baselines3",)),
-    "rllib": Entry("rllib_:RLlib", "RLlib SingleAgentEnvRunner", ("ray", "torch", "gymnasium", "tree")),
-    "pufferlib": Entry("puffer_:Puffer", "PufferLib Serial, CleanRL-style loop", ("pufferlib", "torch")),
+    "rllib": Entry(
+        "rllib_:RLlib", "RLlib SingleAgentEnvRunner", ("ray", "torch", "gymnasium", "tree")
+    ),
+    "pufferlib": Entry(
+        "puffer_:Puffer", "PufferLib Serial, CleanRL-style loop", ("pufferlib", "torch")
+    ),
 }

@@ -43,12 +43,15 @@ class Bare:
 
 
 def cells_of(row: NDArray[Any]) -> list[Any]:
-    """One place to write to per environment; memoryviews where they can be used, as they are faster than arrays."""
+    """One place to write to per environment; memoryviews where they can be used, as they are faster
+    than arrays.
+    """
     return [memoryview(cell) if cell.ndim == 1 else cell for cell in row]
 
 
 class BareWithPolicy:
-    """The bare loop with ``act()`` called once per time step, between ``self.obs`` and ``self.action``.
+    """The bare loop with ``act()`` called once per time step, between ``self.obs`` and
+    ``self.action``.
 
     Observations are stacked into ``obs`` ``[B, ...]``, which is all that is written.
     """

@@ -1,4 +1,6 @@
-"""The bare loop with Muster's own heads, called once per time step: what their collector could reach at most."""
+"""The bare loop with Muster's own heads, called once per time step: what their collector could
+reach at most.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from muster.rng import GroupRng
 
 
 class LimitHeads(BareWithPolicy):
-    """Observations go into the rows of a lane, since that is where a head reads; actions come out of its rows."""
+    """Observations go into the rows of a lane, since that is where a head reads; actions come out
+    of its rows.
+    """
 
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload)
@@ -29,7 +33,9 @@ class LimitHeads(BareWithPolicy):
         ((self.obs_key, obs_spec),) = stacked.observation_specs.items()
         ((self.action_key, action_spec),) = stacked.action_specs.items()
         self.rng = GroupRng(0)
-        self.head: Any = adapt(head_for(self.envs[0]), stacked, batch_shape=(workload.B,) if batched else ())
+        self.head: Any = adapt(
+            head_for(self.envs[0]), stacked, batch_shape=(workload.B,) if batched else ()
+        )
         first = torch.from_numpy(self.obs if batched else self.obs[0])
         self.head.first({self.obs_key: first}, self.rng)
         columns = (
@@ -44,7 +50,8 @@ class LimitHeads(BareWithPolicy):
         self.cells = [cells_of(row) for row in self.rows]
         actions = list(self.lane.arrays[self.action_key])
         self.actions: list[Callable[[], Any]] = [
-            row.tolist if action_spec.dtype.kind == "i" and not action_spec.shape else row.copy for row in actions
+            row.tolist if action_spec.dtype.kind == "i" and not action_spec.shape else row.copy
+            for row in actions
         ]
 
     def rollout(self) -> int:
@@ -54,7 +61,9 @@ class LimitHeads(BareWithPolicy):
             act = self.head.start(self.lane, self.rng)
             for t in range(self.T):
                 act(t)
-                for (step, reset), action, cell in zip(steps, actions[t](), cells[t + 1], strict=True):
+                for (step, reset), action, cell in zip(
+                    steps, actions[t](), cells[t + 1], strict=True
+                ):
                     obs, _, terminated, truncated, _ = step(action)
                     if terminated or truncated:
                         obs, _ = reset()

@@ -18,7 +18,9 @@ class _Envs:
 
     def __init__(self, workload: Workload) -> None:
         make = functools.partial(pufferlib.emulation.GymnasiumPufferEnv, env_creator=workload.make)
-        self.envs: Any = pufferlib.vector.make(make, backend=pufferlib.vector.Serial, num_envs=workload.B)
+        self.envs: Any = pufferlib.vector.make(
+            make, backend=pufferlib.vector.Serial, num_envs=workload.B
+        )
 
     def reset(self, seed: int) -> tuple[Any, Any]:
         obs, infos = self.envs.reset(seed)

@@ -22,15 +22,23 @@ class RLlib:
     def __init__(self, workload: Workload) -> None:
         logging.getLogger("ray").setLevel(logging.ERROR)
         if len(workload.make().observation_space.shape or ()) == 3:
-            raise NotImplementedError("RLlib's default module for images is a CNN, not this benchmark's network")
+            raise NotImplementedError(
+                "RLlib's default module for images is a CNN, not this benchmark's network"
+            )
         register_env(workload.name, lambda _: workload.make())
         self.frames = workload.frames
         config = (
             PPOConfig()
             .environment(workload.name)
             .framework("torch")
-            .env_runners(num_env_runners=0, num_envs_per_env_runner=workload.B, rollout_fragment_length=workload.T)
-            .rl_module(model_config=DefaultModelConfig(fcnet_hiddens=[64, 64], fcnet_activation="tanh"))
+            .env_runners(
+                num_env_runners=0,
+                num_envs_per_env_runner=workload.B,
+                rollout_fragment_length=workload.T,
+            )
+            .rl_module(
+                model_config=DefaultModelConfig(fcnet_hiddens=[64, 64], fcnet_activation="tanh")
+            )
         )
         self.runner: Any = SingleAgentEnvRunner(config=config)
 

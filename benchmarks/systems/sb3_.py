@@ -15,7 +15,9 @@ from benchmarks.workloads import Workload
 
 
 class _ActorOnly(ActorCriticPolicy):
-    """The plain policy where SB3 expects an actor and a critic: its own critic would be work nobody else does."""
+    """The plain policy where SB3 expects an actor and a critic: its own critic would be work nobody
+    else does.
+    """
 
     plain: PlainPolicy
 
@@ -41,7 +43,9 @@ class SB3:
         self.envs = DummyVecEnv(workload.factories())
         images = len(single.observation_space.shape or ()) == 3
         small = {"net_arch": [1]} if images else {}  # SB3's own layers are never called
-        self.ppo: Any = PPO(_ActorOnly, self.envs, n_steps=self.T, batch_size=self.frames, policy_kwargs=small)
+        self.ppo: Any = PPO(
+            _ActorOnly, self.envs, n_steps=self.T, batch_size=self.frames, policy_kwargs=small
+        )
         self.ppo.policy.plain = PlainPolicy(single)
         _, self.callback = self.ppo._setup_learn(total_timesteps=10**12, callback=_Nothing())
 

@@ -22,11 +22,16 @@ class _Actor(nn.Module):
 
     def forward(self, obs: Any, state: Any = None, info: Any = None) -> tuple[Any, Any]:
         out = self.plain.net(torch.as_tensor(obs))
-        return (out if self.plain.discrete else (out, self.plain.log_std.exp().expand_as(out))), state
+        return (
+            out if self.plain.discrete else (out, self.plain.log_std.exp().expand_as(out))
+        ), state
 
 
 class _WithLogProb(ProbabilisticActorPolicy):
-    """Stores the log-probability, as the other systems do. Tianshou itself keeps gradients on; that costs it more."""
+    """Stores the log-probability, as the other systems do.
+
+    Tianshou itself keeps gradients on; that costs it more.
+    """
 
     @torch.no_grad()
     def forward(self, batch: Any, state: Any = None) -> Any:
@@ -56,7 +61,9 @@ class Tianshou:
         )
         self.frames = workload.frames
         self.envs = DummyVectorEnv(workload.factories())
-        self.collector: Any = Collector(policy, self.envs, VectorReplayBuffer(workload.frames, workload.B))
+        self.collector: Any = Collector(
+            policy, self.envs, VectorReplayBuffer(workload.frames, workload.B)
+        )
         self.collector.reset()
 
     def rollout(self) -> int:

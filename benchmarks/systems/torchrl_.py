@@ -1,4 +1,6 @@
-"""TorchRL's Collector; several environments are a SerialEnv, as its documentation advises for one process."""
+"""TorchRL's Collector; several environments are a SerialEnv, as its documentation advises for one
+process.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class TorchRL:
         plain = PlainPolicy(workload.make())
         out_keys = ["logits"] if plain.discrete else ["loc", "scale"]
         key = "pixels" if "Frames" in workload.env_id else "observation"
-        module = TensorDictModule(plain.net if plain.discrete else _Gaussian(plain), [key], out_keys)
+        module = TensorDictModule(
+            plain.net if plain.discrete else _Gaussian(plain), [key], out_keys
+        )
         dist: Any = Categorical if plain.discrete else _normal
 
         def make() -> GymWrapper:
@@ -45,12 +49,18 @@ class TorchRL:
 
         env = make() if workload.B == 1 else SerialEnv(workload.B, make)
         actor = ProbabilisticActor(
-            module, in_keys=out_keys, spec=env.action_spec, distribution_class=dist, return_log_prob=True
+            module,
+            in_keys=out_keys,
+            spec=env.action_spec,
+            distribution_class=dist,
+            return_log_prob=True,
         )
         if key == "pixels" and key not in env.observation_spec:
             module.in_keys = ["observation"]
         torch.manual_seed(0)
-        self.collector: Any = Collector(env, actor, frames_per_batch=workload.frames, total_frames=-1)
+        self.collector: Any = Collector(
+            env, actor, frames_per_batch=workload.frames, total_frames=-1
+        )
         self.batches: Iterator[Any] = iter(self.collector)
 
     def rollout(self) -> int:

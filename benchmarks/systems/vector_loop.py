@@ -1,4 +1,6 @@
-"""A CleanRL-style loop: Gymnasium's vector environments, a plain module, storage tensors ``[T, B]``."""
+"""A CleanRL-style loop: Gymnasium's vector environments, a plain module, storage tensors ``[T,
+B]``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from benchmarks.workloads import Workload
 
 
 class _Loop:
-    """The rollout part of cleanrl/ppo.py, without its value head; next observations are not stored there."""
+    """The rollout part of cleanrl/ppo.py, without its value head; next observations are not stored
+    there.
+    """
 
     def __init__(self, workload: Workload, envs: gymnasium.vector.VectorEnv) -> None:  # type: ignore[type-arg]
         T, B = workload.T, workload.B

@@ -22,7 +22,15 @@ SHOWN = {
     "changelog": "CHANGELOG.md",
     "security": "SECURITY.md",
 }
-OTHERS_NAMES = {"torchrl", "sb3", "cleanrl", "tianshou", "prt_rl", "rlpyt", "changelog"}  # `Collector` may be theirs
+OTHERS_NAMES = {
+    "torchrl",
+    "sb3",
+    "cleanrl",
+    "tianshou",
+    "prt_rl",
+    "rlpyt",
+    "changelog",
+}  # `Collector` may be theirs
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
 DECISIONS = "\n```{toctree}\n:hidden:\n:glob:\n\n0*\n```\n"
 
@@ -55,9 +63,18 @@ def link_names(app: Sphinx, doctree: nodes.document) -> None:
     for literal in list(doctree.findall(nodes.literal)):
         name = literal.astext().removeprefix("muster.").split("(")[0]
         first = name.split(".")[0]
-        if first not in muster.__all__ or isinstance(literal.parent, (nodes.reference, nodes.title, pending_xref)):
+        if first not in muster.__all__ or isinstance(
+            literal.parent, (nodes.reference, nodes.title, pending_xref)
+        ):
             continue
-        ref = pending_xref("", refdomain="py", reftype="obj", reftarget=f"muster.{name}", refwarn=False, refdoc=docname)
+        ref = pending_xref(
+            "",
+            refdomain="py",
+            reftype="obj",
+            reftarget=f"muster.{name}",
+            refwarn=False,
+            refdoc=docname,
+        )
         ref["py:module"] = ref["py:class"] = None
         literal.replace_self(ref)
         ref += literal
@@ -79,7 +96,10 @@ def _entries(env: BuildEnvironment, docname: str) -> list[str]:
     suffix = Path(env.doc2path(docname)).suffix
     text = _first_paragraph(env, docname)
     own = f"- [{env.titles[docname].astext()}](_sources/{docname}{suffix}.txt): {text}"
-    return [own, *(line for child in env.toctree_includes.get(docname, ()) for line in _entries(env, child))]
+    return [
+        own,
+        *(line for child in env.toctree_includes.get(docname, ()) for line in _entries(env, child)),
+    ]
 
 
 def _first_paragraph(env: BuildEnvironment, docname: str) -> str:

@@ -71,7 +71,11 @@ MADE = {
         "workers",
         "bare-2",
         "two bare loops in two processes",
-        {"cartpole-64": "64 CartPoles", "busy-8": "8 environments of 200 us per step", "frames-8": "8 with pixels"},
+        {
+            "cartpole-64": "64 CartPoles",
+            "busy-8": "8 environments of 200 us per step",
+            "frames-8": "8 with pixels",
+        },
         {
             "muster-sync-heads": "Muster MultiSync, a head",
             "muster-free-heads": "Muster MultiAsync, a head",
@@ -92,14 +96,21 @@ MADE = {
             "short-1-64": "64 CartPoles, batches of 1 time step",
             "short-32-8": "8 CartPoles, batches of 32 time steps",
         },
-        {"short-plain": "Muster, a plain module", "short-heads": "Muster, a head", "short-torchrl": "TorchRL 0.14"},
+        {
+            "short-plain": "Muster, a plain module",
+            "short-heads": "Muster, a head",
+            "short-torchrl": "TorchRL 0.14",
+        },
     ),
     "slower": Picture(
         "on_demand",
         "sb3-critic",
         "Stable-Baselines3's collect_rollouts",
         {"call-1": "1 CartPole, one step per call", "a2c-8": "8 CartPoles, 5 steps per call (A2C)"},
-        {"collect-critic": "Muster, a critic for every row", "collect-critic-alone": "Muster, a critic afterwards"},
+        {
+            "collect-critic": "Muster, a critic for every row",
+            "collect-critic-alone": "Muster, a critic afterwards",
+        },
     ),
 }
 
@@ -117,7 +128,10 @@ SCALES = {  # curves of scale.json, with what is a unit of their size
 
 def rates(series: dict[str, Any], clock: str) -> list[float]:
     """Frames per second in each slice."""
-    return [frames / max(wall if clock == "wall" else cpu, 1e-9) for frames, wall, cpu in series["slices"]]
+    return [
+        frames / max(wall if clock == "wall" else cpu, 1e-9)
+        for frames, wall, cpu in series["slices"]
+    ]
 
 
 def ratios(workload: dict[str, Any], name: str, base: str, clock: str) -> list[float]:
@@ -130,7 +144,9 @@ def draw(picture: Picture, suffix: str) -> plt.Figure:
     """One panel below the other, so that a phone can show them."""
     results = json.loads((RESULTS / f"{picture.file}.json").read_text("utf-8"))
     text, line, ours, theirs, behind = COLOURS[suffix]
-    heights = [sum(name in results["workloads"][w] for name in picture.systems) for w in picture.panels]
+    heights = [
+        sum(name in results["workloads"][w] for name in picture.systems) for w in picture.panels
+    ]
     figure, panels = plt.subplots(
         len(heights),
         1,
@@ -143,13 +159,21 @@ def draw(picture: Picture, suffix: str) -> plt.Figure:
         found = results["workloads"][workload]
         shown = [name for name in picture.systems if found.get(name, {}).get("slices")]
         for y, name in enumerate(reversed(shown)):
-            low, middle, high = ratios(found, name, picture.base, results["options"].get("clock", "wall"))
+            low, middle, high = ratios(
+                found, name, picture.base, results["options"].get("clock", "wall")
+            )
             colour = ours if picture.systems[name].startswith("Muster") else theirs
             marker = "o" if picture.systems[name].startswith("Muster") else "D"
             axes.plot([low, high], [y, y], color=colour, linewidth=2)
             axes.plot([middle], [y], marker=marker, color=colour, markersize=6)
             axes.text(
-                1.01, y, f"{middle:.2g}", transform=axes.get_yaxis_transform(), va="center", color=text, fontsize=8
+                1.01,
+                y,
+                f"{middle:.2g}",
+                transform=axes.get_yaxis_transform(),
+                va="center",
+                color=text,
+                fontsize=8,
             )
         axes.set_yticks(range(len(shown)), [picture.systems[name] for name in reversed(shown)])
         _ratio_style(axes, title, text, line, behind)
@@ -167,7 +191,13 @@ def draw_scales(suffix: str) -> plt.Figure:
     for axes, (name, title) in zip(panels.flat, SCALES.items(), strict=True):
         points = curves[name]["points"]
         costs = [point["cost_us"] / point["x"] for point in points]
-        axes.plot([p["x"] for p in points], [c / min(costs) for c in costs], color=ours, marker="o", markersize=3)
+        axes.plot(
+            [p["x"] for p in points],
+            [c / min(costs) for c in costs],
+            color=ours,
+            marker="o",
+            markersize=3,
+        )
         _style(axes, title, text, line, behind)
         axes.set_xscale("log")
         axes.set_yscale("log")
@@ -202,7 +232,9 @@ def draw_curves(suffix: str) -> plt.Figure:
             returns = np.array([np.interp(frames, *curve) for curve in curves])
             colour, style = (ours, "-") if system == "Muster" else (theirs, "--")
             axes.plot(frames, returns.mean(0), style, color=colour, linewidth=1.6, label=system)
-            axes.fill_between(frames, returns.min(0), returns.max(0), color=colour, alpha=0.2, linewidth=0)
+            axes.fill_between(
+                frames, returns.min(0), returns.max(0), color=colour, alpha=0.2, linewidth=0
+            )
         _style(axes, found["title"], text, line, behind)
         axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
@@ -236,7 +268,9 @@ def _style(axes: Axes, title: str, text: str, line: str, behind: str) -> None:
 def write(app: Sphinx | None = None) -> None:
     """Write every picture twice."""
     PICTURES.mkdir(exist_ok=True)
-    with plt.rc_context({"svg.hashsalt": "muster", "svg.fonttype": "none", "font.family": "sans-serif"}):
+    with plt.rc_context(
+        {"svg.hashsalt": "muster", "svg.fonttype": "none", "font.family": "sans-serif"}
+    ):
         drawn = {name: functools.partial(draw, picture) for name, picture in MADE.items()}
         for name, make in {**drawn, "scale": draw_scales, "curves": draw_curves}.items():
             for suffix in COLOURS:

@@ -37,7 +37,14 @@ GROUPS = {
         "RPCCollector",
         "RayCollector",
     ],
-    "Values of options": ["Trajectories", "Restart", "CentralInference", "Autosave", "Execution", "RayBuffer"],
+    "Values of options": [
+        "Trajectories",
+        "Restart",
+        "CentralInference",
+        "Autosave",
+        "Execution",
+        "RayBuffer",
+    ],
     "Collected data": [
         "Collected",
         "CollectStats",
@@ -80,10 +87,16 @@ def write(app: Sphinx) -> None:
     groups = _groups()
     for group, names in groups.items():
         index += [group, "-" * len(group), ""]
-        index += [f":doc:`{name} <{name}>`\n    {_summary(getattr(muster, name))}\n" for name in names]
+        index += [
+            f":doc:`{name} <{name}>`\n    {_summary(getattr(muster, name))}\n" for name in names
+        ]
         for name in names:
-            (PAGES / f"{name}.rst").write_text("\n".join(_page(name, getattr(muster, name))) + "\n", "utf-8")
-    inside = [name for names in groups.values() for name in names if name != "errors"]  # which is beside this page
+            (PAGES / f"{name}.rst").write_text(
+                "\n".join(_page(name, getattr(muster, name))) + "\n", "utf-8"
+            )
+    inside = [
+        name for names in groups.values() for name in names if name != "errors"
+    ]  # which is beside this page
     index += ["", ".. toctree::", "   :hidden:", "", *(f"   {name}" for name in inside)]
     (PAGES / "index.rst").write_text("\n".join(index) + "\n", "utf-8")
     (PAGES / "cli.rst").write_text("\n".join(_command_line()) + "\n", "utf-8")
@@ -92,8 +105,14 @@ def write(app: Sphinx) -> None:
 
 def _groups() -> dict[str, list[str]]:
     """Every public name, in the groups above; those without a group come last."""
-    left = [name for name in muster.__all__ if name != "__version__" and not any(name in g for g in GROUPS.values())]
-    groups = {group: [name for name in names if name in muster.__all__] for group, names in GROUPS.items()}
+    left = [
+        name
+        for name in muster.__all__
+        if name != "__version__" and not any(name in g for g in GROUPS.values())
+    ]
+    groups = {
+        group: [name for name in names if name in muster.__all__] for group, names in GROUPS.items()
+    }
     return groups | ({"Others": left} if left else {})
 
 
@@ -111,13 +130,21 @@ def _page(name: str, value: Any) -> Iterator[str]:
     if isinstance(value, ModuleType):
         names = list(getattr(value, "__all__", []) or _own_names(value))
         yield from [f".. automodule:: muster.{name}", "   :no-members:", ""]
-        yield from (line for own in names for line in _directive(f"muster.{name}.{own}", getattr(value, own)))
+        yield from (
+            line
+            for own in names
+            for line in _directive(f"muster.{name}.{own}", getattr(value, own))
+        )
     else:
         yield from _directive(f"muster.{name}", value)
 
 
 def _own_names(module: ModuleType) -> list[str]:
-    return [n for n, v in vars(module).items() if n[0] != "_" and getattr(v, "__module__", "") == module.__name__]
+    return [
+        n
+        for n, v in vars(module).items()
+        if n[0] != "_" and getattr(v, "__module__", "") == module.__name__
+    ]
 
 
 def _directive(name: str, value: Any) -> list[str]:
@@ -125,18 +152,28 @@ def _directive(name: str, value: Any) -> list[str]:
         return [f".. autofunction:: {name}" if callable(value) else f".. autodata:: {name}", ""]
     inherits = name == f"muster.{METHODS_OF_ALL}" or not name.endswith("Collector")
     foreign = "Exception, BaseException, object, int, str, tuple, dict, Module, Env, Generic, ABC"
-    return [f".. autoclass:: {name}", *([f"   :inherited-members: {foreign}"] if inherits else []), ""]
+    return [
+        f".. autoclass:: {name}",
+        *([f"   :inherited-members: {foreign}"] if inherits else []),
+        "",
+    ]
 
 
 # ---------------------------------------------------------------------------------------- parameters
 
 
-def shorten(app: Any, what: str, name: str, value: Any, options: Any, signature: Any, returned: Any) -> Any:
+def shorten(
+    app: Any, what: str, name: str, value: Any, options: Any, signature: Any, returned: Any
+) -> Any:
     """Leave keywords out of a signature that are so many that they have a list of their own."""
     given = _signature(value)
     if given is None or len(given.parameters) < 15:
         return None
-    kept = [p.replace(annotation=p.empty) for p in given.parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    kept = [
+        p.replace(annotation=p.empty)
+        for p in given.parameters.values()
+        if p.kind is not p.KEYWORD_ONLY
+    ]
     shown = str(inspect.Signature([p for p in kept if p.name != "self"]))
     return f"{shown[:-1]}, *, ...)", returned
 
@@ -150,12 +187,19 @@ def describe(app: Any, what: str, name: str, value: Any, options: Any, lines: li
     left = [p for p in given.parameters.values() if p.name not in written and p.name in meanings]
     lines += ["", *(line for p in left for line in _fields(p, meanings[p.name])), ""]
     if what == "class" and name.endswith("Collector") and name != f"muster.{METHODS_OF_ALL}":
-        lines += ["Methods and attributes that are not listed here are those of :class:`muster.Collector`.", ""]
+        lines += [
+            "Methods and attributes that are not listed here are those of :class:`muster.Collector`.",
+            "",
+        ]
 
 
 def meanings_of(value: Any) -> dict[str, str]:
     """What ``help()`` says about parameters that are fields of a dataclass of options, by name."""
-    own = value.__init__.__doc__ if isinstance(value, type) and hasattr(value.__init__, "__signature__") else None
+    own = (
+        value.__init__.__doc__
+        if isinstance(value, type) and hasattr(value.__init__, "__signature__")
+        else None
+    )
     if own:
         return _entries(own.split("\n\n    ``muster.")[0])
     if dataclasses.is_dataclass(value):
@@ -165,7 +209,9 @@ def meanings_of(value: Any) -> dict[str, str]:
 
 def _entries(text: str) -> dict[str, str]:
     """The texts under ``Args:`` and ``Attributes:``, by name."""
-    parts = re.findall(r"^(?:Args|Args passed on|Attributes):\n((?:(?:    .*)?\n?)*)", text, re.MULTILINE)
+    parts = re.findall(
+        r"^(?:Args|Args passed on|Attributes):\n((?:(?:    .*)?\n?)*)", text, re.MULTILINE
+    )
     return _split({entry[0]: "".join(entry) for part in parts for entry in ENTRY.findall(part)})
 
 
@@ -202,7 +248,8 @@ def _signature(value: Any) -> inspect.Signature | None:
 def _command_line() -> Iterator[str]:
     kinds = {kind.__name__.lower().removesuffix("command"): kind for kind in COMMANDS}
     described: list[Any] = [
-        Annotated[kind, tyro.conf.subcommand(name, description=kind.__doc__)] for name, kind in kinds.items()
+        Annotated[kind, tyro.conf.subcommand(name, description=kind.__doc__)]
+        for name, kind in kinds.items()
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -216,7 +263,13 @@ def _command_line() -> Iterator[str]:
     yield "The command ``muster``, made from its parser. ``muster COMMAND --help`` shows the same."
     yield ""
     for name, command in parsers.items():
-        yield from [f"muster {name}", "-" * (7 + len(name)), "", *_paragraphs(command.description or ""), ""]
+        yield from [
+            f"muster {name}",
+            "-" * (7 + len(name)),
+            "",
+            *_paragraphs(command.description or ""),
+            "",
+        ]
         for action in command._actions:
             if action.dest != "help":
                 yield from _option(action)
@@ -244,7 +297,9 @@ def _escaped(text: str) -> str:
 
 
 def _glossary() -> Iterator[str]:
-    text = (DOCS.parent / "ARCHITECTURE.md").read_text("utf-8").split("## Words")[1].split("\n## ")[0]
+    text = (
+        (DOCS.parent / "ARCHITECTURE.md").read_text("utf-8").split("## Words")[1].split("\n## ")[0]
+    )
     rows = re.findall(r"^\| (?!word|---)(.+?) \| (.+) \|$", text, re.MULTILINE)
     yield "# Glossary\n"
     yield "The words of these pages, of the code and of its errors, from [Architecture](../architecture.md).\n"

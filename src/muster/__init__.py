@@ -1,4 +1,5 @@
-"""Muster: reinforcement-learning experience, collected correctly and at the speed of the environments.
+"""Muster: reinforcement-learning experience, collected correctly and at the speed of the
+environments.
 
 Layers, each importing only from those before it::
 
@@ -27,7 +28,12 @@ __version__ = "0.1.0"
 
 _NAMES = {  # by module
     "muster.cluster.ray_buffer": ("RayBuffer",),
-    "muster.collectors": ("AsyncCollector", "Collector", "MultiAsyncCollector", "MultiSyncCollector"),
+    "muster.collectors": (
+        "AsyncCollector",
+        "Collector",
+        "MultiAsyncCollector",
+        "MultiSyncCollector",
+    ),
     "muster.collectors.clusters": ("DistributedCollector", "RPCCollector", "RayCollector"),
     "muster.collectors.collect_arguments": ("Collected",),
     "muster.collectors.multi_options": ("CentralInference", "Restart"),
@@ -95,7 +101,9 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use: `import muster` alone loads neither torch nor gymnasium (PEP 562)."""
+    """Import a public name on first use: `import muster` alone loads neither torch nor gymnasium
+    (PEP 562).
+    """
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), _OWN_NAMES.get(name, name))
     if name in _MODULES:

@@ -16,11 +16,14 @@ _NAME: Callable[[type], str] = type.__dict__["__name__"].__get__  # which no met
 
 
 class MusterError(Exception):
-    """Base class of all errors below. Errors from workers have the worker, environment and phase as attributes.
+    """Base class of all errors below.
+
+    Errors from workers have the worker, environment and phase as attributes.
 
     Attributes:
         worker: number of the worker.
-        env_id: global number of the environment; None if it is unknown, or for a whole batch of environments.
+        env_id: global number of the environment; None if it is unknown, or for a whole batch of
+            environments.
         env_index: number of the environment in its group.
         seed: the last seed of the environment.
         phase: "construct", "reset", "step", "policy", "weights", "call" or "close".
@@ -94,7 +97,8 @@ class WorkerDied(MusterError, RuntimeError):
 
 
 class WorkerNotStarted(WorkerDied, OSError):
-    """A worker could not be started: descriptors, processes or memory are used up, or what starts it was killed.
+    """A worker could not be started: descriptors, processes or memory are used up, or what starts
+    it was killed.
 
     The system's error is ``__cause__``. The next call tries again.
     """
@@ -118,7 +122,8 @@ class RemoteError(MusterError):
 
     def __init__(self, text: str, type_name: str = "", traceback: str = "") -> None:
         super().__init__(text)
-        self.type_name, self.traceback = type_name, traceback
+        self.type_name = type_name
+        self.traceback = traceback
 
 
 class CollectorClosed(MusterError, RuntimeError):
@@ -126,7 +131,10 @@ class CollectorClosed(MusterError, RuntimeError):
 
 
 class ForkedProcess(MusterError, RuntimeError):
-    """An object was used in a fork of the process that made it. The fork has none of its workers, threads and files."""
+    """An object was used in a fork of the process that made it.
+
+    The fork has none of its workers, threads and files.
+    """
 
 
 class CollectorBusy(MusterError, RuntimeError):
@@ -146,7 +154,9 @@ class BadRecording(MusterError, ValueError):
 
 
 class BadCheckpoint(MusterError, ValueError):
-    """A checkpoint is missing, damaged, of another kind or format; or a state cannot be stored in a checkpoint."""
+    """A checkpoint is missing, damaged, of another kind or format; or a state cannot be stored in a
+    checkpoint.
+    """
 
 
 class BadCrashReport(MusterError, ValueError):
@@ -154,10 +164,12 @@ class BadCrashReport(MusterError, ValueError):
 
 
 class FileError(MusterError, OSError):
-    """A file or folder cannot be written or read; the original is ``__cause__``. What was at the path is unchanged.
+    """A file or folder cannot be written or read; the original is ``__cause__``.
 
-    It has ``errno``, ``strerror`` and ``filename``, and is of the kind that Python has for this ``errno``:
-    ``FileNotFoundError``, ``PermissionError`` and so on.
+    What was at the path is unchanged.
+
+    It has ``errno``, ``strerror`` and ``filename``, and is of the kind that Python has for this
+    ``errno``: ``FileNotFoundError``, ``PermissionError`` and so on.
     """
 
     def __str__(self) -> str:  # ``OSError`` would leave out the remedy
@@ -180,18 +192,25 @@ def _file_error_like(kind: Any) -> Any:
     """Return ``FileError``, derived from a class of Python's, too."""
     if kind is OSError:
         return FileError
-    return type("FileError", (FileError, kind), {"__module__": __name__, "__doc__": FileError.__doc__})
+    return type(
+        "FileError", (FileError, kind), {"__module__": __name__, "__doc__": FileError.__doc__}
+    )
 
 
 class ImportRefused(MusterError, PermissionError):
-    """An env id or a file would run foreign code, which the command line does only with ``--allow-import``."""
+    """An env id or a file would run foreign code, which the command line does only with
+    ``--allow-import``.
+    """
 
 
-# --- texts of exceptions that are not Muster's ------------------------------------------------------
+# --- texts of exceptions that are not Muster's ----------------------------------------------------
 
 
 def described(error: BaseException, where: str = "") -> str:
-    """``ValueError: boom``, or ``ValueError at row 3: boom``. Never raises, whatever the exception's methods do."""
+    """``ValueError: boom``, or ``ValueError at row 3: boom``.
+
+    Never raises, whatever the exception's methods do.
+    """
     name, text = _NAME(type(error)) + where, text_of(error)
     return f"{name}: {text}" if text else name
 
@@ -202,13 +221,19 @@ def text_of(error: BaseException) -> str:
 
 
 def shown(look: Callable[[], str]) -> str:
-    """The text that ``look`` makes of a foreign object, shortened to ``MAX_TEXT``; or why there is none.
+    """The text that ``look`` makes of a foreign object, shortened to ``MAX_TEXT``; or why there is
+    none.
 
     Never raises: an error that replaces the one at hand would hide it, and where it came from.
     """
     try:
-        # A plain string that every stream can write, also of a subclass of str, or with lone surrogates.
+        # A plain string that every stream can write, also of a subclass of str, or with lone
+        # surrogates.
         text = str.encode(look(), "utf-8", "backslashreplace").decode()
     except BaseException as problem:  # noqa: BLE001 (foreign code)
         return f"<could not be shown: {_NAME(type(problem))}>"
-    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]}\n[...]\n{text[-MAX_TEXT // 2 :]}"
+    return (
+        text
+        if len(text) <= MAX_TEXT
+        else f"{text[: MAX_TEXT // 2]}\n[...]\n{text[-MAX_TEXT // 2 :]}"
+    )

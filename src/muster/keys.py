@@ -23,14 +23,19 @@ VALID: Key = ("collector", "valid")
 POLICY_VERSION: Key = ("collector", "policy_version")
 AGENT: Key = ("collector", "agent")  # who acted, where agents take turns
 RESUMED: Key = ("collector", "resumed")
-TEAM_REWARD: Key = ("collector", "team_reward")  # hidden: sum of several rewards, for episode records
+# hidden: sum of several rewards, for episode records
+TEAM_REWARD: Key = ("collector", "team_reward")
 IS_INIT: Key = ("is_init",)
-NEXT_VALUE: Key = ("next", "state_value")  # with ``collect(bootstrap=)``: values of next observations
+# with ``collect(bootstrap=)``: values of next observations
+NEXT_VALUE: Key = ("next", "state_value")
 INFO = "info"  # the first name of columns of infos
-TRAJ_DONE: Key = ("next", "traj_done")  # the environment's own episode is over, not only the agent's
+# the environment's own episode is over, not only the agent's
+TRAJ_DONE: Key = ("next", "traj_done")
 
 FLAGS = (DONE, TERMINATED, TRUNCATED)
-RESERVED = frozenset({"action", "next", "collector", "done", "terminated", "truncated", "step_count"})
+RESERVED = frozenset(
+    {"action", "next", "collector", "done", "terminated", "truncated", "step_count"}
+)
 
 
 def next_of(key: Key) -> Key:
@@ -39,7 +44,9 @@ def next_of(key: Key) -> Key:
 
 
 def mask_of(key: Key) -> Key:
-    """``("info", "success")`` as ``("info", "_success")``: the flags that are True where a field is present."""
+    """``("info", "success")`` as ``("info", "_success")``: the flags that are True where a field is
+    present.
+    """
     return (*key[:-1], f"_{key[-1]}")
 
 

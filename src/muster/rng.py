@@ -1,9 +1,10 @@
 """Random streams of one group of environments, separate from the user's.
 
-Modules and environments that draw from torch's, NumPy's or Python's *global* generators get the group's own
-streams during a rollout. The user's streams are restored unchanged afterwards. This is done in every rollout,
-because it is not known beforehand whether any code will draw. So it must be cheap: NumPy's generator is
-replaced by another, torch's state is read and set, and Python's is copied in place (``_PythonStream``).
+Modules and environments that draw from torch's, NumPy's or Python's *global* generators get the
+group's own streams during a rollout. The user's streams are restored unchanged afterwards. This is
+done in every rollout, because it is not known beforehand whether any code will draw. So it must be
+cheap: NumPy's generator is replaced by another, torch's state is read and set, and Python's is
+copied in place (``_PythonStream``).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ else:
 
 _RESTARTS = 1 << 31  # a spawn key that no stream uses
 MT_BYTES = 625 * 4  # size of a Mersenne Twister: 624 words and a position
-MT_PROBE = 9 * 4  # the position, and 8 words beside it: any draw changes the position, and 624 draws the words
+# the position, and 8 words beside it: any draw changes the position, and 624 draws the words
+MT_PROBE = 9 * 4
 
 
 class UserStreams(NamedTuple):
@@ -48,14 +50,19 @@ class UserStreams(NamedTuple):
 
 
 class GroupRng:
-    """All random streams of one group, derived from ``(seed, group)`` and the generation of its worker.
+    """All random streams of one group, derived from ``(seed, group)`` and the generation of its
+    worker.
 
     Attributes:
         numpy: generator for Muster's own draws (the heads' noise).
     """
 
     def __init__(
-        self, seed: int | None, group: int = 0, device: torch.device | None = None, generation: int = 0
+        self,
+        seed: int | None,
+        group: int = 0,
+        device: torch.device | None = None,
+        generation: int = 0,
     ) -> None:
         again = (_RESTARTS, generation) if generation else ()
         root = np.random.SeedSequence(seed, spawn_key=(group, *again))
@@ -73,8 +80,8 @@ class GroupRng:
             self._cuda_state = torch.Generator(self._cuda).manual_seed(self._torch_seed).get_state()
 
     def stream(self, number: int) -> np.random.Generator:
-        """Return one of any number of further streams. Code that draws a fixed amount per step from a separate stream
-        draws the same numbers for every batch size.
+        """Return one of any number of further streams. Code that draws a fixed amount per step from
+        a separate stream draws the same numbers for every batch size.
         """
         if number not in self._streams:
             self._streams[number] = np.random.Generator(self._stream_at_its_beginning(number))
@@ -87,7 +94,10 @@ class GroupRng:
         return np.random.SFC64(self._child(4 + number))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all streams as plain data, including those that ``stream`` has not made yet. Not in ``as_global``."""
+        """Return all streams as plain data, including those that ``stream`` has not made yet.
+
+        Not in ``as_global``.
+        """
         python = random.Random(0)
         _PythonStream(python).restore(self._python)
         version, words, gauss = python.getstate()
@@ -95,7 +105,9 @@ class GroupRng:
             "entropy": self._root.entropy,
             "spawn_key": list(self._root.spawn_key),
             "numpy": self.numpy.bit_generator.state,
-            "streams": {number: stream.bit_generator.state for number, stream in self._streams.items()},
+            "streams": {
+                number: stream.bit_generator.state for number, stream in self._streams.items()
+            },
             "legacy": self._legacy.bit_generator.state,
             "legacy_in_hand": dict(self._legacy.in_hand),
             "python": [version, list(words), gauss],
@@ -104,7 +116,8 @@ class GroupRng:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state_dict()``, also in generators that ``stream`` has returned: they draw the same numbers again.
+        """Restore ``state_dict()``, also in generators that ``stream`` has returned: they draw the
+        same numbers again.
 
         CUDA's stream is not changed unless both the saved and the present group use a GPU.
         """
@@ -112,7 +125,10 @@ class GroupRng:
         set_state(self.numpy.bit_generator, state["numpy"])
         for number in {*self._streams, *state["streams"]}:
             begun = state["streams"].get(number)
-            set_state(self.stream(number).bit_generator, begun or self._stream_at_its_beginning(number).state)
+            set_state(
+                self.stream(number).bit_generator,
+                begun or self._stream_at_its_beginning(number).state,
+            )
         self._legacy = _NumpyStream(np.random.MT19937(0))
         set_state(self._legacy.bit_generator, state["legacy"])
         self._legacy.in_hand = dict(state["legacy_in_hand"])
@@ -128,9 +144,16 @@ class GroupRng:
 
     @contextmanager
     def unmoved(self) -> Iterator[None]:
-        """Restore all streams when the context exits, so that its draws are repeated. Not in ``as_global``."""
+        """Restore all streams when the context exits, so that its draws are repeated.
+
+        Not in ``as_global``.
+        """
         known = dict(self._streams)
-        generators = [self.numpy.bit_generator, self._legacy.bit_generator, *(s.bit_generator for s in known.values())]
+        generators = [
+            self.numpy.bit_generator,
+            self._legacy.bit_generator,
+            *(s.bit_generator for s in known.values()),
+        ]
         states = [generator.state for generator in generators]
         others = self._python, self._torch, self._cuda_state, dict(self._legacy.in_hand)
         try:
@@ -170,7 +193,8 @@ class GroupRng:
 
     def remove(self, user: UserStreams) -> None:
         """Restore the user's streams."""
-        if sys.is_finalizing():  # the program exits during a thread's rollout: there are no more draws
+        # the program exits during a thread's rollout: there are no more draws
+        if sys.is_finalizing():
             return
         self._python = _user_python.state(self._python)
         _user_python.restore(user.python)
@@ -185,15 +209,20 @@ class GroupRng:
             torch.cuda.set_rng_state(user.cuda, self._cuda)
 
     def _torch_state(self) -> torch.Tensor:
-        return torch.Generator().manual_seed(self._torch_seed).get_state() if self._torch is None else self._torch
+        return (
+            torch.Generator().manual_seed(self._torch_seed).get_state()
+            if self._torch is None
+            else self._torch
+        )
 
 
 class _NumpyStream:
-    """The state of ``np.random``: a bit generator, and the second normal number that ``randn`` caches.
+    """The state of ``np.random``: a bit generator, and the second normal number that ``randn``
+    caches.
 
-    Setting a bit generator drops the cached number, and reading it costs 40 us or more. So it is read only if
-    the generator has advanced: a number is cached only then (or after ``set_state`` to the same position, which
-    is not detected).
+    Setting a bit generator drops the cached number, and reading it costs 40 us or more. So it is
+    read only if the generator has advanced: a number is cached only then (or after ``set_state`` to
+    the same position, which is not detected).
     """
 
     def __init__(self, bit_generator: Any) -> None:
@@ -218,7 +247,9 @@ class _NumpyStream:
                 return
             self.seen = now
         state: dict[str, Any] = np.random.get_state(legacy=False)
-        self.in_hand = {key: state[key] for key in ("has_gauss", "gauss")} if state["has_gauss"] else {}
+        self.in_hand = (
+            {key: state[key] for key in ("has_gauss", "gauss")} if state["has_gauss"] else {}
+        )
 
 
 _user_numpy = _NumpyStream(None)  # the stream before the last rollout
@@ -227,7 +258,8 @@ _user_numpy = _NumpyStream(None)  # the stream before the last rollout
 class _PythonStream:
     """A ``random.Random``, whose state is read and set as bytes in its memory.
 
-    ``getstate`` and ``setstate`` convert 625 Python integers each time, which costs 40 us per rollout.
+    ``getstate`` and ``setstate`` convert 625 Python integers each time, which costs 40 us per
+    rollout.
 
     Attributes:
         users: the user's state before the last rollout.
@@ -261,7 +293,8 @@ class _PythonStream:
 
 @cache
 def _python_offset() -> int | None:
-    """The offset of position and 624 words in a ``random.Random``, from the object's address; None: unknown.
+    """The offset of position and 624 words in a ``random.Random``, from the object's address; None:
+    unknown.
 
     It is found by a search for a known state, without assumptions about the layout of the object.
     """
@@ -286,7 +319,10 @@ def _user_stream() -> _NumpyStream:
 
 
 def set_state(bits: np.random.BitGenerator, state: Mapping[str, Any]) -> None:
-    """Set the state of a bit generator. Raises ValueError for numbers that are no integers, which NumPy would cast."""
+    """Set the state of a bit generator.
+
+    Raises ValueError for numbers that are no integers, which NumPy would cast.
+    """
     parts: dict[str, Any] = {**state, **state["state"]}
     if any(np.asarray(part).dtype.kind in "fc" for part in parts.values()):
         raise ValueError("the state of a random generator has numbers that are no integers")
@@ -294,11 +330,20 @@ def set_state(bits: np.random.BitGenerator, state: Mapping[str, Any]) -> None:
 
 
 def global_streams() -> dict[str, Any]:
-    """Return the states of the process's generators, to compare with ``==``, in 20 us. Torch's only if it is loaded."""
+    """Return the states of the process's generators, to compare with ``==``, in 20 us.
+
+    Torch's only if it is loaded.
+    """
     bits = np.random.mtrand.get_bit_generator()
-    numpy = ctypes.string_at(bits.ctypes.state_address, 625 * 4) if type(bits) is np.random.MT19937 else str(bits.state)
+    numpy = (
+        ctypes.string_at(bits.ctypes.state_address, 625 * 4)
+        if type(bits) is np.random.MT19937
+        else str(bits.state)
+    )
     states = {"numpy.random": (id(bits), numpy), "random": random.getstate()}
-    return states | ({"torch": torch.get_rng_state().numpy().tobytes()} if "torch" in sys.modules else {})
+    return states | (
+        {"torch": torch.get_rng_state().numpy().tobytes()} if "torch" in sys.modules else {}
+    )
 
 
 def _word(sequence: np.random.SeedSequence) -> int:

@@ -1,7 +1,8 @@
-"""What every collector promises, on every collector; where data are compared, with those of ``Collector``.
+"""What every collector promises, on every collector; where data are compared, with those of
+``Collector``.
 
-Three groups of two counting environments each. Where groups fill batches of their own, the n-th rollout of a group is
-its part of the n-th batch of ``Collector``, whatever comes first.
+Three groups of two counting environments each. Where groups fill batches of their own, the n-th
+rollout of a group is its part of the n-th batch of ``Collector``, whatever comes first.
 """
 
 from __future__ import annotations
@@ -30,7 +31,15 @@ from muster import (
     MultiSyncCollector,
     policies,
 )
-from muster.errors import BadOption, BadWeights, CollectorBusy, CollectorClosed, EnvError, PolicyError, SlotsExhausted
+from muster.errors import (
+    BadOption,
+    BadWeights,
+    CollectorBusy,
+    CollectorClosed,
+    EnvError,
+    PolicyError,
+    SlotsExhausted,
+)
 from muster.testing import ChainEnv, CountingEnv, FaultyEnv, SpaceEnv
 from muster.weights import NoSync, SharedMemory, VanillaWeightUpdater, WeightUpdaterBase
 from tests.fakes import on_nodes
@@ -75,8 +84,16 @@ KINDS = [
     Kind("async-threads", MultiAsyncCollector, options={"backend": "threads"}),
     Kind("AsyncCollector", AsyncCollector, groups=1),
     Kind("sync-server", MultiSyncCollector, options={"num_workers": 2, "inference": "server"}),
-    Kind("sync-server-alternating", MultiSyncCollector, options={"inference": CentralInference(alternating=True)}),
-    Kind("sync-server-threads", MultiSyncCollector, options={"inference": "server", "backend": "threads"}),
+    Kind(
+        "sync-server-alternating",
+        MultiSyncCollector,
+        options={"inference": CentralInference(alternating=True)},
+    ),
+    Kind(
+        "sync-server-threads",
+        MultiSyncCollector,
+        options={"inference": "server", "backend": "threads"},
+    ),
     Kind("async-server", MultiAsyncCollector, options={"inference": "server"}),
     Kind("AsyncCollector-server", AsyncCollector, groups=1, options={"inference": "server"}),
     Kind("nodes-sync", on_nodes.Together),
@@ -91,8 +108,12 @@ KINDS = [
 WITH_WORKERS = KINDS[1:]
 
 
-def make(kind: Kind, env: Any = None, policy: Any = None, *, batches: int = -1, **options: Any) -> Any:
-    """A collector of ``batches`` batches (-1: endless); ``env`` may be a list of factories, one for each group."""
+def make(
+    kind: Kind, env: Any = None, policy: Any = None, *, batches: int = -1, **options: Any
+) -> Any:
+    """A collector of ``batches`` batches (-1: endless); ``env`` may be a list of factories, one for
+    each group.
+    """
     factories = env if isinstance(env, list) else [env or counting(noise=True)] * kind.groups
     total = batches * kind.frames if batches > 0 else -1
     common = {"num_envs": B, "frames_per_batch": kind.frames, "total_frames": total, "seed": 3}
@@ -100,7 +121,9 @@ def make(kind: Kind, env: Any = None, policy: Any = None, *, batches: int = -1, 
 
 
 def serial(kind: Kind, env: Any = None, policy: Any = None, **options: Any) -> Any:
-    """A collector whose workers are never ahead: what is asked of it counts for the next ``rollout()``."""
+    """A collector whose workers are never ahead: what is asked of it counts for the next
+    ``rollout()``.
+    """
     c = make(kind, env, policy, batches=kind.groups if kind.alone else 1, **options)
     assert len([None for _ in c]) == len(c)
     return c
@@ -166,7 +189,16 @@ WITH_OTHER_WORKERS = {
     "test_the_data_are_those_of_collector",
     "test_memory_is_bounded_and_running_out_of_it_loses_nothing",
 }
-FEW = {"Collector", "sync-2", "sync-threads", "async", "AsyncCollector", "async-server", "nodes-sync", "nodes-async"}
+FEW = {
+    "Collector",
+    "sync-2",
+    "sync-threads",
+    "async",
+    "AsyncCollector",
+    "async-server",
+    "nodes-sync",
+    "nodes-async",
+}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -183,18 +215,23 @@ def runs(test: str, kind: str) -> bool:
         return True
     if test in IN_MAIN_PROCESS:
         return kind in FEW
-    if kind in ("sync-1", "sync-3"):  # sync-2 has a worker with two groups and one with a single one
+    if kind in (
+        "sync-1",
+        "sync-3",
+    ):  # sync-2 has a worker with two groups and one with a single one
         return test in WITH_OTHER_WORKERS
     return kind != "ray-async" or test in AS_READY  # an actor takes seconds to start
 
 
-# --- batches ---------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 
 def test_keys_shapes_dtypes_and_names(kind, shared):
     batch = shared.rollout()
     shape = kind.shape
-    flags = {(*where, flag): ((*shape, 1), torch.bool) for where in ((), ("next",)) for flag in FLAGS}
+    flags = {
+        (*where, flag): ((*shape, 1), torch.bool) for where in ((), ("next",)) for flag in FLAGS
+    }
     expected = {
         ("observation",): ((*shape, 3), torch.float32),
         ("next", "observation"): ((*shape, 3), torch.float32),
@@ -206,7 +243,9 @@ def test_keys_shapes_dtypes_and_names(kind, shared):
         VERSION: (shape, torch.int64),
         **flags,
     }
-    found = {key if isinstance(key, tuple) else (key,): value for key, value in batch.items(True, True)}
+    found = {
+        key if isinstance(key, tuple) else (key,): value for key, value in batch.items(True, True)
+    }
     assert {key: (tuple(v.shape), v.dtype) for key, v in found.items()} == expected
     assert batch.shape == shape
     assert batch.names == [*[None] * (len(shape) - 1), "time"]
@@ -254,7 +293,9 @@ def test_memory_is_bounded_and_running_out_of_it_loses_nothing(kind):
         steps: dict[int, list[float]] = {}
         for _ in range(4 * kind.groups):
             for batch in kept:
-                for ids, rewards in zip(batch[IDS].reshape(-1, T), batch["next", "reward"].reshape(-1, T), strict=True):
+                for ids, rewards in zip(
+                    batch[IDS].reshape(-1, T), batch["next", "reward"].reshape(-1, T), strict=True
+                ):
                     steps.setdefault(int(ids[0]), []).extend(rewards.tolist())
             kept.clear()
             del batch, ids, rewards
@@ -273,7 +314,7 @@ def test_batches_outlive_the_collector(kind):
     assert_same(batch, copy)
 
 
-# --- data ------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
 def marked(batch: Any) -> Any:
@@ -283,10 +324,17 @@ def marked(batch: Any) -> Any:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "postproc, cut episodes": {"max_frames_per_traj": 2, "set_truncated": True, "postproc": marked},
-    "reset_at_each_iter": {"reset_at_each_iter": True, "execution": Execution(own_rng=False, executor=False)},
+    "reset_at_each_iter": {
+        "reset_at_each_iter": True,
+        "execution": Execution(own_rng=False, executor=False),
+    },
     "reset_when_done=False": {"reset_when_done": False, "max_frames_per_traj": 3},
     "random frames": {"init_random_frames": 3 * B * T, "track_policy_version": True},
-    "compact": {"compact_obs": True, "max_frames_per_traj": 2, "execution": Execution(inference_mode=False)},
+    "compact": {
+        "compact_obs": True,
+        "max_frames_per_traj": 2,
+        "execution": Execution(inference_mode=False),
+    },
 }
 
 
@@ -329,7 +377,9 @@ def test_final_observations_are_those_of_the_last_batch(kind):
     with make(kind, counting(3), compact_obs=True) as c:
         (batch,) = [c.next() for _ in range(2)][1:]
         finals = c.final_observations()
-        for env, row, obs in zip(*(finals[k].tolist() for k in ("env", "row", "observation")), strict=True):
+        for env, row, obs in zip(
+            *(finals[k].tolist() for k in ("env", "row", "observation")), strict=True
+        ):
             part = batch if kind.alone else batch[env // B]
             assert obs == [3.0, part["next", "reward"][env % B, row, 0].item()]
         assert len(finals) == int(batch["next", "done"].sum()) + batch.numel() // T
@@ -342,7 +392,10 @@ def test_split_trajectories_and_postproc_see_the_whole_batch(kind):
     assert [batch["collector", "mask"].sum() for batch in batches] == [kind.frames] * 2
     first = [[int(r) for r in column(batch, "next", "reward")[0] if r] for batch in batches]
     assert first[0] == [1, 2, 3]
-    assert first[1] in ([2, 3], [1, 2, 3])  # the same group's second batch, or the first of another one
+    assert first[1] in (
+        [2, 3],
+        [1, 2, 3],
+    )  # the same group's second batch, or the first of another one
     assert all(a is b for a, b in zip(seen, batches, strict=True))
 
 
@@ -354,7 +407,7 @@ def test_whole_episodes(kind):
             assert_accounted(c)
 
 
-# --- how many --------------------------------------------------------------------------------------
+# --- how many -------------------------------------------------------------------------------------
 
 
 def test_total_frames_are_exact_and_nothing_more_is_executed(kind):
@@ -365,7 +418,11 @@ def test_total_frames_are_exact_and_nothing_more_is_executed(kind):
         assert list(c) == []
         assert c.next() is None
         stats = c.stats()
-        assert (stats.frames, stats.batches, stats.executed) == (5 * kind.frames, 5, 5 * kind.frames)
+        assert (stats.frames, stats.batches, stats.executed) == (
+            5 * kind.frames,
+            5,
+            5 * kind.frames,
+        )
         c.rollout()
         assert c.stats().frames == 6 * kind.frames
         assert list(c) == []
@@ -411,11 +468,13 @@ def test_after_a_break_another_loop_goes_on_and_only_one_runs_at_a_time(kind):
         for ids, rewards in zip(part[IDS].tolist(), column(part, "next", "reward"), strict=True):
             env = ids[0] % (kind.groups * B)
             before = last.get(env)
-            assert before is None or rewards[0] == before[1] % 3 + 1, "the steps of an environment follow each other"
+            assert before is None or rewards[0] == before[1] % 3 + 1, (
+                "the steps of an environment follow each other"
+            )
             last[env] = ids[-1], rewards[-1]
 
 
-# --- resets and seeds ------------------------------------------------------------------------------
+# --- resets and seeds -----------------------------------------------------------------------------
 
 
 def test_reset_begins_new_episodes_where_it_is_told(kind):
@@ -448,13 +507,16 @@ def test_set_seed_repeats_the_data_and_returns_the_last_seed(kind, shared, stati
         shared.set_seed(-1)
 
 
-# --- hooks, buffers, background --------------------------------------------------------------------
+# --- hooks, buffers, background -------------------------------------------------------------------
 
 
 def test_hooks_are_called_around_every_batch(kind):
     seen: list[Any] = []
     with make(
-        kind, batches=3, pre_collect_hook=lambda: seen.append("before"), post_collect_hook=lambda b: seen.append(b)
+        kind,
+        batches=3,
+        pre_collect_hook=lambda: seen.append("before"),
+        post_collect_hook=lambda b: seen.append(b),
     ) as c:
         batches = list(c)
     assert seen[::2] == ["before"] * 3
@@ -473,7 +535,9 @@ def test_a_replay_buffer_takes_the_batches(kind):
 def test_a_buffer_of_torchrl_gets_one_item_per_frame(kind):
     data, batches = pytest.importorskip("torchrl.data"), []
     buffer = data.ReplayBuffer(storage=data.LazyTensorStorage(1000), batch_size=4)
-    with make(kind, batches=3, replay_buffer=buffer, on_batch=lambda batch: batches.append(batch.clone())) as c:
+    with make(
+        kind, batches=3, replay_buffer=buffer, on_batch=lambda batch: batches.append(batch.clone())
+    ) as c:
         assert list(c) == [None] * 3
         assert buffer.write_count == c.stats().frames == 3 * kind.frames
         assert_same(buffer[:], torch.cat([batch.reshape(-1) for batch in batches]))
@@ -513,7 +577,7 @@ def test_start_needs_a_buffer(shared):
         shared.start()
 
 
-# --- weights ---------------------------------------------------------------------------------------
+# --- weights --------------------------------------------------------------------------------------
 
 FORMS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "module": lambda: ((Two(2.0, 5.0),), {}),
@@ -523,7 +587,10 @@ FORMS: dict[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "dict of modules": lambda: ((), {"weights": dict(Two(2.0, 5.0).named_children())}),
     "weights=": lambda: ((), {"weights": Two(2.0, 5.0).state_dict()}),
     "policy=": lambda: ((), {"policy": Two(2.0, 5.0)}),
-    "weights_dict": lambda: ((), {"weights_dict": {"actor": Actor(2.0), "policy.critic": Actor(5.0).state_dict()}}),
+    "weights_dict": lambda: (
+        (),
+        {"weights_dict": {"actor": Actor(2.0), "policy.critic": Actor(5.0).state_dict()}},
+    ),
 }
 
 
@@ -603,12 +670,16 @@ def test_a_part_of_the_policy_stands_for_all_of_it(shared):
 
 
 def test_collecting_changes_neither_the_mode_nor_the_statistics_of_the_policy(kind):
-    """It acts in evaluation mode, wherever it acts, and the statistics that training finds are published."""
+    """It acts in evaluation mode, wherever it acts, and the statistics that training finds are
+    published.
+    """
     policy = Moody()
     modes, untrained = policy.modes(), deepcopy(policy)
     with make(kind, None, policy, track_policy_version=True) as c:
         batches = [c.next(), c.next()]
-        policy.norm(torch.randn(64, 3, generator=torch.Generator().manual_seed(0)) * 3 + 1)  # as in training
+        policy.norm(
+            torch.randn(64, 3, generator=torch.Generator().manual_seed(0)) * 3 + 1
+        )  # as in training
         state = deepcopy(policy.state_dict())
         assert not torch.equal(state["norm.running_mean"], untrained.norm.running_mean)
         c.update_policy_weights_(policy.norm)
@@ -617,7 +688,9 @@ def test_collecting_changes_neither_the_mode_nor_the_statistics_of_the_policy(ki
         batches.append(c.next())
     for batch in batches:
         old = (batch[VERSION] == 0).unsqueeze(-1)
-        expected = torch.where(old, untrained.evaluated(batch["observation"]), policy.evaluated(batch["observation"]))
+        expected = torch.where(
+            old, untrained.evaluated(batch["observation"]), policy.evaluated(batch["observation"])
+        )
         torch.testing.assert_close(batch["seen"], expected)
     assert policy.modes() == modes
     assert all(torch.equal(tensor, state[name]) for name, tensor in policy.state_dict().items())
@@ -628,13 +701,19 @@ def test_every_row_says_which_weights_acted(kind):
     with make(kind, None, Actor(0.0), track_policy_version=True, batches=24) as c:
         for number, batch in enumerate(c):
             assert torch.equal(batch["weight"], batch[VERSION].float())
-            assert torch.equal(batch["action"], (batch["observation"][..., 1] >= batch["weight"]).long())
+            assert torch.equal(
+                batch["action"], (batch["observation"][..., 1] >= batch["weight"]).long()
+            )
             rows = batch[VERSION].reshape(-1, T)
-            if kind.name == "async-server":  # one policy for all: it changes where any of the rollouts begins
+            if (
+                kind.name == "async-server"
+            ):  # one policy for all: it changes where any of the rollouts begins
                 assert (rows[:, 1:] >= rows[:, :-1]).all()
             else:
                 assert (rows[:, 1:] == rows[:, 1:2]).all(), "a rollout has one version"
-            assert (rows[:, 0] <= rows[:, 1]).all(), "but for its first row: the policy's first call shows its columns"
+            assert (rows[:, 0] <= rows[:, 1]).all(), (
+                "but for its first row: the policy's first call shows its columns"
+            )
             assert int(rows.max()) <= number
             assert kind.alone or rows.unique().tolist() == [number]
             c.update_policy_weights_(Actor(number + 1.0))
@@ -672,9 +751,13 @@ def test_weight_updaters(kind, own):
 
 
 @pytest.mark.parametrize("scheme", ["shared", "none", SharedMemory(), NoSync()], ids=str)
-@pytest.mark.parametrize("kind", [WITH_WORKERS[1], WITH_WORKERS[3], WITH_WORKERS[4]], ids=lambda k: k.name)
+@pytest.mark.parametrize(
+    "kind", [WITH_WORKERS[1], WITH_WORKERS[3], WITH_WORKERS[4]], ids=lambda k: k.name
+)
 def test_weight_sync_schemes(kind, scheme):
-    with serial(kind, None, Actor(1.0), weight_sync_schemes={"policy": scheme}, track_policy_version=True) as c:
+    with serial(
+        kind, None, Actor(1.0), weight_sync_schemes={"policy": scheme}, track_policy_version=True
+    ) as c:
         c.update_policy_weights_(Actor(2.0))
         c.update_policy_weights_(Actor(3.0))
         weights = c.rollout()["weight"].unique().tolist()
@@ -700,19 +783,31 @@ def test_weights_for_some_workers(kind):
         assert of_group == ([1.0, 1.0, 2.0] if kind.name == "sync-2" else [1.0, 2.0, 1.0])
         with pytest.raises(BadOption, match="worker"):
             c.update_policy_weights_(Actor(2.0), worker_ids=[7])
-        with pytest.raises(BadOption, match="worker_ids=device.type='meta'.: the policies of all workers are on cpu"):
+        with pytest.raises(
+            BadOption,
+            match="worker_ids=device.type='meta'.: the policies of all workers are on cpu",
+        ):
             c.update_policy_weights_(Actor(2.0), worker_ids=torch.device("meta"))
-        with pytest.raises(BadOption, match="worker_ids has 'cpu': expected numbers of workers, or devices"):
+        with pytest.raises(
+            BadOption, match="worker_ids has 'cpu': expected numbers of workers, or devices"
+        ):
             c.update_policy_weights_(Actor(2.0), worker_ids="cpu")
         c.update_policy_weights_(Actor(5.0), worker_ids=0)
         assert c.rollout()["weight"][0].unique().tolist() == [5.0]
         everyone = range(len(c.stats().workers))
-        with pytest.raises(BadOption, match="worker_ids=device.type='cpu', index=1.: the policies of all workers"):
+        with pytest.raises(
+            BadOption, match="worker_ids=device.type='cpu', index=1.: the policies of all workers"
+        ):
             c.update_policy_weights_(Actor(2.0), worker_ids=[torch.device("cpu", 1)])
-        for version, ids in enumerate((torch.device("cpu"), [torch.device("cpu", 0), 0], everyone), 3):
+        for version, ids in enumerate(
+            (torch.device("cpu"), [torch.device("cpu", 0), 0], everyone), 3
+        ):
             c.update_policy_weights_(Actor(float(version)), worker_ids=ids)
             batch = c.rollout()
-            assert (batch["weight"].unique().tolist(), batch[VERSION].unique().tolist()) == ([version], [version])
+            assert (batch["weight"].unique().tolist(), batch[VERSION].unique().tolist()) == (
+                [version],
+                [version],
+            )
         c.update_policy_weights_()
         assert c.rollout()[VERSION].unique().tolist() == [6]
 
@@ -722,7 +817,7 @@ def test_collector_has_no_workers_to_choose_from():
         c.update_policy_weights_(Actor(2.0), worker_ids=[0])
 
 
-# --- state -----------------------------------------------------------------------------------------
+# --- state ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -733,7 +828,10 @@ def test_collector_has_no_workers_to_choose_from():
 def test_collecting_goes_on_exactly_in_another_collector(saver, loader, tmp_path):
     of, into = KINDS[saver], KINDS[loader]
     options = {"track_policy_version": True, "max_frames_per_traj": 5}
-    with make(of, ChainEnv, Actor(0.0), **options) as first, make(into, ChainEnv, Actor(9.0), **options) as second:
+    with (
+        make(of, ChainEnv, Actor(0.0), **options) as first,
+        make(into, ChainEnv, Actor(9.0), **options) as second,
+    ):
         for number in range(4):
             first.next()
             first.update_policy_weights_(Actor(number + 1.0))
@@ -744,7 +842,9 @@ def test_collecting_goes_on_exactly_in_another_collector(saver, loader, tmp_path
         assert second.policy_version == 4
         assert second.policy.weight.tolist() == [4.0]
         a, b = first.stats(), second.stats()
-        assert [(s.frames, s.executed, s.batches) for s in (a, b)] == [(a.frames, a.executed, a.batches)] * 2
+        assert [(s.frames, s.executed, s.batches) for s in (a, b)] == [
+            (a.frames, a.executed, a.batches)
+        ] * 2
         expected, found = streams(of, first, 4), streams(into, second, 4)
         for parts, others in zip(found, expected, strict=True):
             for part, other in zip(parts, others, strict=True):
@@ -755,7 +855,9 @@ def test_collecting_goes_on_exactly_in_another_collector(saver, loader, tmp_path
 
 
 def test_undelivered_rollouts_are_in_the_state():
-    """All that workers had made when the state was taken is delivered after it, here and there, and only once."""
+    """All that workers had made when the state was taken is delivered after it, here and there, and
+    only once.
+    """
     kind = KINDS[5]
     with make(kind, ChainEnv, batches=9) as first, make(kind, ChainEnv, batches=9) as second:
         first.next()
@@ -775,7 +877,7 @@ def test_undelivered_rollouts_are_in_the_state():
                 assert_same(part, other)
 
 
-# --- looking at it ---------------------------------------------------------------------------------
+# --- looking at it --------------------------------------------------------------------------------
 
 
 def test_the_timeline_shows_all_groups(kind, tmp_path):
@@ -799,17 +901,24 @@ def test_profiles_of_chosen_workers(kind, chosen, tmp_path):
         pytest.skip("it is worker 0")
     with make(kind, batches=6) as c:
         path = tmp_path / "trace_{worker_idx}.json"
-        c.enable_profile(workers=chosen, num_rollouts=2, warmup_rollouts=1, save_path=path, activities=["cpu"])
+        c.enable_profile(
+            workers=chosen, num_rollouts=2, warmup_rollouts=1, save_path=path, activities=["cpu"]
+        )
         list(c)
         c.disable_profile()
-    assert sorted(file.name for file in tmp_path.iterdir()) == [f"trace_{n}.json" for n in chosen or [0]]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        f"trace_{n}.json" for n in chosen or [0]
+    ]
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[2], KINDS[4]], ids=lambda k: k.name)
 def test_a_function_may_take_the_profile(kind, tmp_path):
     path = tmp_path / "steps"
     with make(kind, batches=4) as c:
-        c.enable_profile(activities=["cpu"], on_trace_ready=lambda profile: path.write_text(str(profile.step_num)))
+        c.enable_profile(
+            activities=["cpu"],
+            on_trace_ready=lambda profile: path.write_text(str(profile.step_num)),
+        )
         list(c)
         c.disable_profile()
     assert int(path.read_text()) > 0
@@ -837,7 +946,7 @@ def test_repr(kind, shared):
     assert repr(shared).startswith(f"{kind.cls.__name__}({envs}, frames_per_batch={kind.frames}, ")
 
 
-# --- the end ---------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
 
 def test_shutdown_may_be_repeated_and_ends_everything_else(kind):
@@ -851,10 +960,20 @@ def test_shutdown_may_be_repeated_and_ends_everything_else(kind):
     assert (stats.in_flight, stats.frames) == (0, kind.frames)
     assert_same(batch, copy)
     assert "closed" in repr(c)
-    for use in (iter, lambda c: c.rollout(), lambda c: c.reset(), lambda c: c.set_seed(1), lambda c: c.state_dict()):
+    for use in (
+        iter,
+        lambda c: c.rollout(),
+        lambda c: c.reset(),
+        lambda c: c.set_seed(1),
+        lambda c: c.state_dict(),
+    ):
         with pytest.raises(CollectorClosed, match="make a new one"):
             use(c)
-    for use in (lambda c: c.update_policy_weights_(), lambda c: c.__enter__(), lambda c: c.fake_tensordict()):
+    for use in (
+        lambda c: c.update_policy_weights_(),
+        lambda c: c.__enter__(),
+        lambda c: c.fake_tensordict(),
+    ):
         with pytest.raises(CollectorClosed, match="make a new one"):
             use(c)
 
@@ -869,7 +988,7 @@ def test_the_context_manager_closes_also_after_an_error(kind):
     assert_accounted(c)
 
 
-# --- errors ----------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def broken() -> Exception:
@@ -877,7 +996,9 @@ def broken() -> Exception:
 
 
 def test_an_error_of_an_environment_is_typed_and_collecting_goes_on_with_the_rows_before_it(kind):
-    """Each environment of one group raises at its 7th step, in the second rollout; all other data are untouched."""
+    """Each environment of one group raises at its 7th step, in the second rollout; all other data
+    are untouched.
+    """
     bad = partial(FaultyEnv, 6, error=broken)
     factories = [counting(3), counting(4), bad]
     found, expected = [], []
@@ -934,13 +1055,18 @@ def test_an_error_of_a_policy_is_typed_and_the_step_is_repeated_with_better_weig
                 assert "in forward" in str(caught.value)
             c.update_policy_weights_(Picky(1.0))
             parts = streams(of, c, 3) if not of.alone else None
-            into += parts if parts is not None else streams(of, c, 2)  # the other groups have gone on meanwhile
+            into += (
+                parts if parts is not None else streams(of, c, 2)
+            )  # the other groups have gone on meanwhile
             assert_accounted(c)
     last = found[-1][0]
     assert last["weight"].tolist() == [[-1, -1, 1, 1]] * B
     assert last[VERSION].tolist() == [[0, 0, 1, 1]] * B
     assert_same(last, expected[-1][0])
-    if not kind.alone and kind.name not in ("sync-server", "sync-server-threads"):  # there all repeat the common call
+    if not kind.alone and kind.name not in (
+        "sync-server",
+        "sync-server-threads",
+    ):  # there all repeat the common call
         assert_same_streams(found, expected)
 
 

@@ -22,7 +22,14 @@ from tests.waits import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-USUAL = {"num_envs": 2, "frames_per_batch": 100, "sync": False, "on_failure": "restart", "seed": 0, "min_nodes": 1}
+USUAL = {
+    "num_envs": 2,
+    "frames_per_batch": 100,
+    "sync": False,
+    "on_failure": "restart",
+    "seed": 0,
+    "min_nodes": 1,
+}
 TRIES = 100_000
 KINDS: list[Any] = [DistributedCollector]
 if torch.distributed.rpc.is_available():
@@ -59,7 +66,12 @@ def node(where: str, token: str) -> Iterator[subprocess.Popen[bytes]]:
 def test_nodes_that_people_start_when_they_like(kind: Any) -> None:
     port, token = free_port(), secrets.token_hex(32)
     where = f"127.0.0.1:{port}"
-    options: dict[str, Any] = {"launcher": "manual", "tcp_port": port, "token": token.encode(), "total_frames": -1}
+    options: dict[str, Any] = {
+        "launcher": "manual",
+        "tcp_port": port,
+        "token": token.encode(),
+        "total_frames": -1,
+    }
     with (
         node(where, token) as first,
         kind([LeisurelyEnv] * 3, None, **USUAL | options) as collector,
@@ -70,7 +82,11 @@ def test_nodes_that_people_start_when_they_like(kind: Any) -> None:
         others = {0, 1, 2} - {one}
         for _ in range(TRIES):
             next(batches)
-            if come := [worker.index for worker in collector.stats().workers if worker.frames and worker.index != one]:
+            if come := [
+                worker.index
+                for worker in collector.stats().workers
+                if worker.frames and worker.index != one
+            ]:
                 break
         (other,) = come
         (missing,) = others - {other}
@@ -94,7 +110,12 @@ def test_nodes_that_people_start_when_they_like(kind: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_end_does_not_wait_for_nodes(tmp_path: Path, kind: Any) -> None:
     port, token = free_port(), secrets.token_hex(32)
-    options: dict[str, Any] = {"launcher": "manual", "tcp_port": port, "token": token.encode(), "total_frames": 2000}
+    options: dict[str, Any] = {
+        "launcher": "manual",
+        "tcp_port": port,
+        "token": token.encode(),
+        "total_frames": 2000,
+    }
     with (
         node(f"127.0.0.1:{port}", token),
         kind([LeisurelyEnv] * 3, None, **USUAL | options) as collector,
@@ -114,7 +135,9 @@ def test_machines_that_join_a_ray_cluster_and_leave_it(ray_cluster: Remote) -> N
             [LeisurelyEnv], None, num_collectors=3, remote_configs=need, total_frames=-1, **USUAL
         ) as collector:
             batches = iter(collector)
-            (one,) = [worker.index for worker in collector.stats().workers if worker.state == "working"]
+            (one,) = [
+                worker.index for worker in collector.stats().workers if worker.state == "working"
+            ]
             for _ in range(5):
                 next(batches)
             assert collector.stats().nodes == 1

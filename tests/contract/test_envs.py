@@ -18,7 +18,9 @@ EVERYTHING = spaces.Dict(
     {
         "image": spaces.Box(0, 255, (3, 4), np.uint8),
         "parts": spaces.Tuple((spaces.Discrete(3, start=-1), spaces.MultiBinary((2, 2)))),
-        "goal": spaces.Dict({"x": spaces.Box(-1, 1, (), np.float64), "n": spaces.MultiDiscrete([2, 3])}),
+        "goal": spaces.Dict(
+            {"x": spaces.Box(-1, 1, (), np.float64), "n": spaces.MultiDiscrete([2, 3])}
+        ),
     }
 )
 OBJECTS = spaces.Dict(
@@ -117,7 +119,9 @@ class TestVectorOfEverySpace(OfVectors):
     mode = AutoresetMode.SAME_STEP
 
     def make_env(self) -> Any:
-        return SyncVectorEnv([lambda: SpaceEnv(EVERYTHING, EVERYTHING)] * 2, autoreset_mode=self.mode)
+        return SyncVectorEnv(
+            [lambda: SpaceEnv(EVERYTHING, EVERYTHING)] * 2, autoreset_mode=self.mode
+        )
 
 
 class TestAsync(OfVectors):
@@ -137,7 +141,7 @@ class TestCartPoleVectorized(TestCartPoleVector):
         return gymnasium.make_vec("CartPole-v1", num_envs=3)
 
 
-# --- the contract finds environments that break it -------------------------------------------------
+# --- the contract finds environments that break it ------------------------------------------------
 
 
 class Unseeded(CountingEnv):
@@ -186,7 +190,9 @@ def test_the_contract_finds_rewards_that_are_not_finite():
     assert "test_rewards_are_finite_numbers" in broken_rules(Infinite)
 
 
-@pytest.mark.parametrize("make", [Timed, partial(CountingEnv, 2, truncate=True)], ids=["timed", "truncating"])
+@pytest.mark.parametrize(
+    "make", [Timed, partial(CountingEnv, 2, truncate=True)], ids=["timed", "truncating"]
+)
 def test_the_contract_lets_good_environments_pass(make):
     assert broken_rules(make) == set()
 

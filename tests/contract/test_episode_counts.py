@@ -10,7 +10,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from muster import Collector, MultiSyncCollector
-from tests.fakes.patterned import Contest, PatternEnv, Patterns, Whole, contest, return_of, walk, wholes
+from tests.fakes.patterned import (
+    Contest,
+    PatternEnv,
+    Patterns,
+    Whole,
+    contest,
+    return_of,
+    walk,
+    wholes,
+)
 from tests.tools import assert_accounted
 
 RULES = ["fair", "last_even", "per_env", "first_done"]
@@ -32,7 +41,13 @@ def make(lengths: Patterns, groups: int = 1, **options: Any) -> Collector:
     env = partial(PatternEnv, lengths)
     if groups == 0:
         return Collector(env, None, seed=0, **options)
-    return Collector([env] * groups if groups > 1 else env, None, num_envs=len(lengths) // groups, seed=0, **options)
+    return Collector(
+        [env] * groups if groups > 1 else env,
+        None,
+        num_envs=len(lengths) // groups,
+        seed=0,
+        **options,
+    )
 
 
 def assert_is(found: Any, expected: Contest, lengths: Patterns) -> None:
@@ -70,7 +85,11 @@ def test_exactly_n_episodes_and_those_that_the_rule_says(lengths, wanted, rule, 
 def test_several_groups_compete_as_one_would(lengths, n, rule, groups):
     lengths = lengths * groups
     with make(lengths, groups) as c:
-        assert_is(c.collect_batch(n_episode=n, rule=rule), contest(rule, n, lengths, [0] * len(lengths)), lengths)
+        assert_is(
+            c.collect_batch(n_episode=n, rule=rule),
+            contest(rule, n, lengths, [0] * len(lengths)),
+            lengths,
+        )
         assert_accounted(c)
         again = c.collect_batch(n_episode=n, rule=rule)
         assert len(wholes(again.batch, lengths)) == n
@@ -113,14 +132,22 @@ def test_every_episode_is_delivered_once_where_surplus_is_kept(lengths, wanted, 
             assert_accounted(c)
     assert len({*seen}) == len(seen)
     for i in range(B):
-        assert [episode for env, episode in seen if env == i] == list(range(sum(env == i for env, _ in seen)))
+        assert [episode for env, episode in seen if env == i] == list(
+            range(sum(env == i for env, _ in seen))
+        )
 
 
-any_call = st.tuples(st.sampled_from(["steps", "discard", "keep", "reset"]), st.integers(1, 9), st.sampled_from(RULES))
+any_call = st.tuples(
+    st.sampled_from(["steps", "discard", "keep", "reset"]),
+    st.integers(1, 9),
+    st.sampled_from(RULES),
+)
 
 
 @given(patterns(3), st.integers(1, 2), st.lists(any_call, min_size=3, max_size=8))
-def test_every_episode_is_whole_and_delivered_at_most_once_whatever_was_called_before(lengths, groups, wanted):
+def test_every_episode_is_whole_and_delivered_at_most_once_whatever_was_called_before(
+    lengths, groups, wanted
+):
     lengths = lengths * groups
     seen: list[Whole] = []
     with make(lengths, groups) as c:
@@ -146,7 +173,9 @@ def test_steps_go_on_where_episodes_stopped_and_episodes_begin_anew(lengths, cal
     with make(lengths) as c:
         for by_episode, n in calls:
             if by_episode:
-                expected = contest("last_even", n, lengths, [episode + (t > 0) for episode, t in at])
+                expected = contest(
+                    "last_even", n, lengths, [episode + (t > 0) for episode, t in at]
+                )
                 assert_is(c.collect_batch(n_episode=n, rule="last_even"), expected, lengths)
                 at = expected.stands
             else:
@@ -175,5 +204,9 @@ def test_worker_processes_give_the_same_episodes(num_workers):
         with MultiSyncCollector([env] * 2, None, num_envs=2, seed=0, num_workers=num_workers) as c:
             for rule in RULES:
                 c.set_seed(0)
-                assert_is(c.collect_batch(n_episode=n, rule=rule), contest(rule, n, lengths, [0] * 4), lengths)
+                assert_is(
+                    c.collect_batch(n_episode=n, rule=rule),
+                    contest(rule, n, lengths, [0] * 4),
+                    lengths,
+                )
                 assert_accounted(c)

@@ -1,4 +1,6 @@
-"""Weights on their way down: main process, nodes, workers, and collectors inside processes of the user's."""
+"""Weights on their way down: main process, nodes, workers, and collectors inside processes of the
+user's.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from muster import DistributedCollector, MultiAsyncCollector, MultiSyncCollector, RayCollector, RPCCollector
+from muster import (
+    DistributedCollector,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+    RayCollector,
+    RPCCollector,
+)
 from muster.errors import BadOption
 from muster.testing import CountingEnv
 from muster.weights import (
@@ -30,7 +38,9 @@ from tests.tools import assert_accounted, counting
 PATIENCE = 60.0
 VERSION = ("collector", "policy_version")
 STEPS = 3  # of every environment in a batch
-needs_rpc = pytest.mark.skipif(not torch.distributed.rpc.is_available(), reason="this PyTorch has no RPC")
+needs_rpc = pytest.mark.skipif(
+    not torch.distributed.rpc.is_available(), reason="this PyTorch has no RPC"
+)
 TORCH_ENGINES = ("torch_distributed", "direct")  # of DistributedCollector
 ENGINES = [
     *TORCH_ENGINES,
@@ -66,9 +76,16 @@ class Two(nn.Module):
 
 @contextlib.contextmanager
 def nodes(
-    policy: Any, *, workers: int = 2, frames: int = 0, engine: str = "torch_distributed", **options: Any
+    policy: Any,
+    *,
+    workers: int = 2,
+    frames: int = 0,
+    engine: str = "torch_distributed",
+    **options: Any,
 ) -> Iterator[DistributedCollector | RPCCollector | RayCollector]:
-    """Two nodes on this machine, with two environments in each of their workers; single nodes' batches by default."""
+    """Two nodes on this machine, with two environments in each of their workers; single nodes'
+    batches by default.
+    """
     told: dict[str, Any] = {
         "collector_class": MultiSyncCollector,
         "num_workers_per_collector": workers,
@@ -82,8 +99,14 @@ def nodes(
     else:
         cluster()
         make = RayCollector
-        told |= {"transport": engine.rpartition(" ")[2], "remote_configs": {"num_cpus": 1, "memory": 2**28}}
-    with all_blocks_in_groups(), make([counting(5)] * 2, policy, **{**told, **options}) as collector:
+        told |= {
+            "transport": engine.rpartition(" ")[2],
+            "remote_configs": {"num_cpus": 1, "memory": 2**28},
+        }
+    with (
+        all_blocks_in_groups(),
+        make([counting(5)] * 2, policy, **{**told, **options}) as collector,
+    ):
         yield collector
 
 
@@ -92,17 +115,21 @@ def of(batch: Any) -> tuple[list[float], list[int]]:
     return batch["weight"].unique().tolist(), batch[VERSION].unique().tolist()
 
 
-# --- main process, node, workers --------------------------------------------------------------------
+# --- main process, node, workers ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inference", ["worker", "server"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_weights_and_versions_reach_the_leaves(engine, inference):
     policy = Actor(0.0)
-    with nodes(policy, engine=engine, sync=True, collector_kwargs={"inference": inference}) as collector:
+    with nodes(
+        policy, engine=engine, sync=True, collector_kwargs={"inference": inference}
+    ) as collector:
         assert collector.stats().engine == engine.rpartition(" ")[2]
         batch = collector.rollout()
-        assert batch["weight"].numel() == 2 * 2 * 2 * STEPS, "two nodes, two workers, two environments"
+        assert batch["weight"].numel() == 2 * 2 * 2 * STEPS, (
+            "two nodes, two workers, two environments"
+        )
         assert of(batch) == ([0.0], [0])
         for version in (1, 2):
             with torch.no_grad():
@@ -112,7 +139,12 @@ def test_weights_and_versions_reach_the_leaves(engine, inference):
             assert of(collector.rollout()) == ([float(version)], [version])
         collector.update_policy_weights_(Actor(7.0), worker_ids=[1])
         batch = collector.rollout()
-        assert batch["weight"].flatten(1).unique(dim=1).flatten().tolist() == [2.0, 2.0, 7.0, 7.0], "workers of node 1"
+        assert batch["weight"].flatten(1).unique(dim=1).flatten().tolist() == [
+            2.0,
+            2.0,
+            7.0,
+            7.0,
+        ], "workers of node 1"
         assert torch.equal(batch[VERSION] == 3, batch["weight"] == 7.0)
         assert_accounted(collector)
 
@@ -120,12 +152,16 @@ def test_weights_and_versions_reach_the_leaves(engine, inference):
 @pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_seeds_example(engine, cls):
-    """Nodes that go on while the user trains: a rollout has the weights that were newest when it was begun. (A worker's
-    very first action is asked for when it is started, to see what the policy returns.)
+    """Nodes that go on while the user trains: a rollout has the weights that were newest when it
+    was begun. (A worker's very first action is asked for when it is started, to see what the policy
+    returns.)
     """
     policy = Actor(0.0)
     frames = 2 * STEPS * (2 if cls is MultiSyncCollector else 1)
-    schemes = {**dict.fromkeys(TORCH_ENGINES, DistributedWeightSyncScheme), "rpc": RPCWeightSyncScheme}
+    schemes = {
+        **dict.fromkeys(TORCH_ENGINES, DistributedWeightSyncScheme),
+        "rpc": RPCWeightSyncScheme,
+    }
     scheme = {"policy": schemes.get(engine, RayWeightSyncScheme)()}
     options = {"collector_class": cls, "weight_sync_schemes": scheme, "total_frames": -1}
     with nodes(policy, engine=engine, frames=frames, **options) as collector:
@@ -146,19 +182,29 @@ def test_the_seeds_example(engine, cls):
 
 @pytest.mark.parametrize("scheme", [NoWeightSyncScheme(), "none"], ids=str)
 def test_nodes_that_keep_their_weights(scheme):
-    with nodes(Actor(1.0), workers=1, sync=True, weight_sync_schemes={"policy": scheme}) as collector:
+    with nodes(
+        Actor(1.0), workers=1, sync=True, weight_sync_schemes={"policy": scheme}
+    ) as collector:
         collector.update_policy_weights_(Actor(2.0))
         assert of(collector.rollout()) == ([1.0], [0])
 
 
-@pytest.mark.parametrize("scheme", [RayWeightSyncScheme(), SharedMemoryWeightSyncScheme(), "shared", 3], ids=repr)
+@pytest.mark.parametrize(
+    "scheme", [RayWeightSyncScheme(), SharedMemoryWeightSyncScheme(), "shared", 3], ids=repr
+)
 def test_what_does_not_fit_to_nodes_is_refused(scheme):
     message = "is no way to send weights to nodes that torch.distributed connects.*DistributedWeightSyncScheme"
-    with pytest.raises(BadOption, match=message), nodes(Actor(1.0), weight_sync_schemes={"policy": scheme}):
+    with (
+        pytest.raises(BadOption, match=message),
+        nodes(Actor(1.0), weight_sync_schemes={"policy": scheme}),
+    ):
         pass
     with pytest.raises(BadOption, match="DistributedWeightSyncScheme is for DistributedCollector"):
         MultiSyncCollector(
-            [counting()], Actor(0.0), frames_per_batch=4, weight_sync_schemes={"policy": DistributedWeightSyncScheme()}
+            [counting()],
+            Actor(0.0),
+            frames_per_batch=4,
+            weight_sync_schemes={"policy": DistributedWeightSyncScheme()},
         )
 
 
@@ -168,28 +214,41 @@ def test_several_models_as_one_version():
 
         def shown() -> tuple[float, float, int]:
             batch = collector.rollout()
-            (weight,), (value,), (version,) = (batch[key].unique().tolist() for key in ("weight", "value", VERSION))
+            (weight,), (value,), (version,) = (
+                batch[key].unique().tolist() for key in ("weight", "value", VERSION)
+            )
             return weight, value, version
 
         assert shown() == (1.0, 10.0, 0)
         collector.update_policy_weights_(Actor(20.0), model_id="critic")
         assert shown() == (1.0, 20.0, 1)
-        collector.update_policy_weights_(weights_dict={"actor": Actor(3.0), "critic": Actor(30.0).state_dict()})
+        collector.update_policy_weights_(
+            weights_dict={"actor": Actor(3.0), "critic": Actor(30.0).state_dict()}
+        )
         assert shown() == (3.0, 30.0, 2)
         with pytest.raises(BadOption, match="model_id='fax' is not known here"):
             collector.update_policy_weights_(weights_dict={"actor": Actor(4.0), "fax": Actor(40.0)})
         assert shown() == (3.0, 30.0, 2)
 
 
-# --- collectors inside the user's own processes ---------------------------------------------------------
+# --- collectors inside the user's own processes ---------------------------------------------------
 
 
 def collect(scheme: Any, worker: int, pipe: Any) -> None:
-    """A process of the user's, with a collector that has workers of its own; answers with what its batches show."""
+    """A process of the user's, with a collector that has workers of its own; answers with what its
+    batches show.
+    """
     torch.set_num_threads(1)
     factories = [partial(CountingEnv, 5)] * 2
-    options: Any = {"num_envs": 2, "frames_per_batch": 4 * STEPS, "track_policy_version": True, "worker_idx": worker}
-    with MultiSyncCollector(factories, Actor(-1.0), weight_recv_schemes={"policy": scheme}, **options) as collector:
+    options: Any = {
+        "num_envs": 2,
+        "frames_per_batch": 4 * STEPS,
+        "track_policy_version": True,
+        "worker_idx": worker,
+    }
+    with MultiSyncCollector(
+        factories, Actor(-1.0), weight_recv_schemes={"policy": scheme}, **options
+    ) as collector:
         pipe.send(of(collector.rollout()))
         while pipe.poll(PATIENCE) and pipe.recv():
             batch = collector.rollout()
@@ -209,9 +268,13 @@ def test_a_collector_in_a_process_of_ones_own_hands_weights_on_to_its_workers(cl
     there.close()
     try:
         assert pipe.poll(PATIENCE)
-        assert pipe.recv() == ([1.0], [1]), "the parent's first weights, which are this collector's first update"
+        assert pipe.recv() == ([1.0], [1]), (
+            "the parent's first weights, which are this collector's first update"
+        )
         for number, value in enumerate((2.0, 3.0), 2):
-            scheme.send(Actor(value))  # waits for the collector; its workers begin the next rollout with it
+            scheme.send(
+                Actor(value)
+            )  # waits for the collector; its workers begin the next rollout with it
             pipe.send(True)
             assert pipe.poll(PATIENCE)
             assert pipe.recv() == (4 * STEPS, [value], [number])

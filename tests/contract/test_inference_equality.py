@@ -1,4 +1,6 @@
-"""A server that acts for workers gives bit for bit what a collector gives that acts on the same rows by itself."""
+"""A server that acts for workers gives bit for bit what a collector gives that acts on the same
+rows by itself.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,11 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+)
 from torch import nn
 
 from muster import CentralInference, Collector, Execution, MultiSyncCollector, policies
@@ -129,11 +135,17 @@ def reset_between(c: Any) -> list[Any]:
 
 def learn_between(c: Any) -> list[Any]:
     """New weights after every batch."""
-    first = {} if c.policy is None else {name: tensor.clone() for name, tensor in c.policy.state_dict().items()}
+    first = (
+        {}
+        if c.policy is None
+        else {name: tensor.clone() for name, tensor in c.policy.state_dict().items()}
+    )
     found = take(c, 1)
     for scale in (0.9, 0.8):
         if first:
-            c.update_policy_weights_({name: scale * tensor + 0.01 for name, tensor in first.items()})
+            c.update_policy_weights_(
+                {name: scale * tensor + 0.01 for name, tensor in first.items()}
+            )
         found += take(c, 1)
     return found
 
@@ -166,7 +178,9 @@ def test_groups_that_take_turns_are_as_workers_that_act_by_themselves(script, ac
     run, options = SCRIPTS[script]
     with make(MultiSyncCollector, actor, 2, 4, **options) as c:
         expected = run(c)
-    with make(MultiSyncCollector, actor, 2, 4, inference=CentralInference(alternating=True), **options) as c:
+    with make(
+        MultiSyncCollector, actor, 2, 4, inference=CentralInference(alternating=True), **options
+    ) as c:
         assert_all_same(run(c), expected)
 
 
@@ -194,7 +208,9 @@ ALONE = {"waiting", "waiting, short", "decorrelated", "whole episodes", "time fi
 def test_so_they_are_whatever_else_is_asked_for(options, actor):
     with make(MultiSyncCollector, actor, 2, 4, **options) as c:
         expected = take(c, 4)
-    with make(MultiSyncCollector, actor, 2, 4, inference=CentralInference(alternating=True), **options) as c:
+    with make(
+        MultiSyncCollector, actor, 2, 4, inference=CentralInference(alternating=True), **options
+    ) as c:
         assert_all_same(take(c, 4), expected)
 
 
@@ -226,11 +242,18 @@ def test_a_team_that_takes_turns_with_another_draws_nothing_of_the_other(actor):
 
 
 @acting
-@pytest.mark.parametrize("options", [{}, {"inference": CentralInference(alternating=True)}], ids=["", "alternating"])
+@pytest.mark.parametrize(
+    "options", [{}, {"inference": CentralInference(alternating=True)}], ids=["", "alternating"]
+)
 def test_the_users_generators_go_on_as_if_nothing_had_been_collected(options, actor):
     def now() -> Any:
         numbers = np.random.get_state(legacy=False)["state"]
-        return torch.get_rng_state().tolist(), numbers["pos"], numbers["key"].tolist(), random.getstate()
+        return (
+            torch.get_rng_state().tolist(),
+            numbers["pos"],
+            numbers["key"].tolist(),
+            random.getstate(),
+        )
 
     with make(MultiSyncCollector, actor, 2, 4, **({"inference": "server"} | options)) as c:
         before = now()
@@ -283,12 +306,20 @@ def test_a_state_of_groups_that_are_acted_for_together_goes_on(options, actor):
 
 
 @pytest.mark.parametrize("actor", ["uniform", "categorical", "module", "recurrent"])
-@pytest.mark.parametrize("options", [{}, {"inference": CentralInference(alternating=True)}], ids=["", "alternating"])
+@pytest.mark.parametrize(
+    "options", [{}, {"inference": CentralInference(alternating=True)}], ids=["", "alternating"]
+)
 def test_workers_are_processes(options, actor):
     with make(Collector, actor, 2, 4) as c:
         alone = take(c)
     with make(Collector, actor, 1, 8) as c:
         as_one = take(c)
-    with make(MultiSyncCollector, actor, 2, 4, **({"backend": "processes", "inference": "server"} | options)) as c:
+    with make(
+        MultiSyncCollector,
+        actor,
+        2,
+        4,
+        **({"backend": "processes", "inference": "server"} | options),
+    ) as c:
         together = not options and actor != "uniform"
         assert_all_same(take(c), as_one if together else alone, 8 if together else None)

@@ -1,6 +1,8 @@
-"""Where the policy acts, when environments are reset, who waits for whom, what the policy remembers and chooses.
+"""Where the policy acts, when environments are reset, who waits for whom, what the policy remembers
+and chooses.
 
-All combinations, each compared with a plain loop over environments and steps (``tests/fakes/matrix_*``).
+All combinations, each compared with a plain loop over environments and steps
+(``tests/fakes/matrix_*``).
 """
 
 from __future__ import annotations
@@ -19,9 +21,24 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from muster import AsyncCollector, CentralInference, Collector, MultiAsyncCollector, MultiSyncCollector, policies
+from muster import (
+    AsyncCollector,
+    CentralInference,
+    Collector,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+    policies,
+)
 from muster.errors import PolicyError
-from tests.fakes.matrix_env import ACTION_KINDS, LENGTH, NUMBERS, ActionKind, MatrixEnv, Numbered, NumberEnv
+from tests.fakes.matrix_env import (
+    ACTION_KINDS,
+    LENGTH,
+    NUMBERS,
+    ActionKind,
+    MatrixEnv,
+    Numbered,
+    NumberEnv,
+)
 from tests.fakes.matrix_policies import BIAS, STATE_KINDS, StateKind, Unsure, choose, policy_of
 from tests.fakes.matrix_reference import ID, OneEnv, Told
 from tests.tools import assert_accounted
@@ -49,9 +66,16 @@ class Cell:
 
     @property
     def in_processes(self) -> bool:
-        """One cell of every inference, resets and schedule is; over all of them with every state and action."""
-        place = list(INFERENCE).index(self.inference) * 4 + self.wait * 2 + (self.schedule == "sync")
-        return (STATE_KINDS.index(self.state), ACTION_KINDS.index(self.kind)) == (place % 4, (place + place // 4) % 4)
+        """One cell of every inference, resets and schedule is; over all of them with every state
+        and action.
+        """
+        place = (
+            list(INFERENCE).index(self.inference) * 4 + self.wait * 2 + (self.schedule == "sync")
+        )
+        return (STATE_KINDS.index(self.state), ACTION_KINDS.index(self.kind)) == (
+            place % 4,
+            (place + place // 4) % 4,
+        )
 
     def __str__(self) -> str:
         where = "processes" if self.in_processes else "threads"
@@ -60,18 +84,26 @@ class Cell:
 
 
 CELLS = [
-    Cell(*choices) for choices in itertools.product(INFERENCE, (False, True), SCHEDULES, STATE_KINDS, ACTION_KINDS)
+    Cell(*choices)
+    for choices in itertools.product(INFERENCE, (False, True), SCHEDULES, STATE_KINDS, ACTION_KINDS)
 ]
 
 
 def make(cls: Any, told: Told, policy: Any, groups: int = G, **options: Any) -> Any:
     """A collector whose environments have episodes of 2, 3, 4, ... steps."""
     num_envs = told.envs // groups
-    factories = [Numbered(2 + num_envs * group, num_envs, told.kind, told.life) for group in range(groups)]
+    factories = [
+        Numbered(2 + num_envs * group, num_envs, told.kind, told.life) for group in range(groups)
+    ]
     rows = num_envs if cls is MultiAsyncCollector else told.envs
     lives = {"traj_done_key": "traj_done"} if told.life else {}
     previous = {"prev_action_reward": True} if told.prev else {}
-    common = {"num_envs": num_envs, "frames_per_batch": rows * told.T, "reset_when_done": not told.wait, "seed": 0}
+    common = {
+        "num_envs": num_envs,
+        "frames_per_batch": rows * told.T,
+        "reset_when_done": not told.wait,
+        "seed": 0,
+    }
     return cls(factories, policy, **{**common, **lives, **previous, **options})
 
 
@@ -87,14 +119,20 @@ class Expected:
         biases: list[int] | None = None,
         batched: bool = True,
     ) -> None:
-        self.envs = [OneEnv(told, number, 2 + number, biases or []) for number in numbers or range(told.envs)]
+        self.envs = [
+            OneEnv(told, number, 2 + number, biases or []) for number in numbers or range(told.envs)
+        ]
         self.batched, self.groups, self.size = batched, groups, len(self.envs) // groups
         self._batches = [env.batches() for env in self.envs]
 
     def of_group(self, group: int) -> dict[tuple[str, ...], Any]:
         """Its next batch, ``[B, T, ...]`` per column; ``[T, ...]`` unbatched."""
         rows = [next(env) for env in self._batches[group * self.size :][: self.size]]
-        return {key: np.stack([row[key] for row in rows]) for key in rows[0]} if self.batched else rows[0]
+        return (
+            {key: np.stack([row[key] for row in rows]) for key in rows[0]}
+            if self.batched
+            else rows[0]
+        )
 
     def together(self) -> dict[tuple[str, ...], Any]:
         """Of all groups, ``[groups, ...]``."""
@@ -104,10 +142,17 @@ class Expected:
 
 def assert_equal(batch: Any, expected: dict[tuple[str, ...], Any], where: str) -> None:
     """The same columns with the same values; flags and rewards have a dimension more."""
-    columns = {key if isinstance(key, tuple) else (key,): value.numpy() for key, value in batch.items(True, True)}
+    columns = {
+        key if isinstance(key, tuple) else (key,): value.numpy()
+        for key, value in batch.items(True, True)
+    }
     assert columns.keys() == expected.keys(), where
     for key, value in expected.items():
-        got = columns[key].reshape(value.shape) if columns[key].shape == (*value.shape, 1) else columns[key]
+        got = (
+            columns[key].reshape(value.shape)
+            if columns[key].shape == (*value.shape, 1)
+            else columns[key]
+        )
         assert np.array_equal(got, value), f"{where}: {key} is\n{got}\nand not\n{value}"
 
 
@@ -164,7 +209,9 @@ def test_so_is_every_batch_of_a_collector_without_workers(wait, state, kind):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("wait", [False, True], ids=["immediate", "wait"])
 @pytest.mark.parametrize("inference", INFERENCE)
-def test_recurrent_policies_on_tensordicts_know_where_episodes_begin(inference, wait, schedule, kind):
+def test_recurrent_policies_on_tensordicts_know_where_episodes_begin(
+    inference, wait, schedule, kind
+):
     told = told_of("tensordict", kind, wait=wait)
     policy = policy_of("tensordict", kind)
     with make(SCHEDULES[schedule], told, policy, backend="threads", **INFERENCE[inference]) as c:
@@ -190,7 +237,12 @@ def test_recurrent_policies_on_tensordicts_know_where_episodes_begin(inference, 
 def test_who_is_acted_for_together_changes_no_data(wait, schedule, options):
     told = told_of("dict", "dict", wait=wait)
     policy = policy_of("dict", "dict")
-    with make(SCHEDULES[schedule], told, policy, **({"backend": "threads", "inference": "server"} | options)) as c:
+    with make(
+        SCHEDULES[schedule],
+        told,
+        policy,
+        **({"backend": "threads", "inference": "server"} | options),
+    ) as c:
         check(c, Expected(told))
 
 
@@ -208,7 +260,9 @@ def test_single_environments_without_a_batch_dimension(inference, schedule, stat
 @pytest.mark.parametrize("state", STATES)
 def test_one_worker_that_collects_while_the_user_trains(state, inference):
     told = told_of(state, "1-d", envs=B)
-    with make(AsyncCollector, told, policy_of(state, "1-d"), 1, backend="threads", inference=inference) as c:
+    with make(
+        AsyncCollector, told, policy_of(state, "1-d"), 1, backend="threads", inference=inference
+    ) as c:
         check(c, Expected(told, 1))
 
 
@@ -231,11 +285,15 @@ def test_policies_see_the_action_and_the_reward_before(inference, wait, schedule
         check(c, Expected(told))
 
 
-@pytest.mark.parametrize(("state", "prev"), [("none", True), ("array", False), ("dict", True), ("tensordict", True)])
+@pytest.mark.parametrize(
+    ("state", "prev"), [("none", True), ("array", False), ("dict", True), ("tensordict", True)]
+)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("wait", [False, True], ids=["immediate", "wait"])
 @pytest.mark.parametrize("inference", INFERENCE)
-def test_an_agent_that_loses_a_life_forgets_and_its_environment_goes_on(inference, wait, schedule, state, prev):
+def test_an_agent_that_loses_a_life_forgets_and_its_environment_goes_on(
+    inference, wait, schedule, state, prev
+):
     told = told_of(state, "dict", wait=wait, life=2, prev=prev)
     policy = policy_of(state, "dict", prev=prev)
     with make(SCHEDULES[schedule], told, policy, backend="threads", **INFERENCE[inference]) as c:
@@ -246,7 +304,9 @@ def test_an_agent_that_loses_a_life_forgets_and_its_environment_goes_on(inferenc
 @pytest.mark.parametrize("inference", INFERENCE)
 def test_lives_and_what_was_before_in_worker_processes(inference, wait):
     told = told_of("dict", "n-d", wait=wait, life=3, prev=True)
-    with make(MultiSyncCollector, told, policy_of("dict", "n-d", prev=True), **INFERENCE[inference]) as c:
+    with make(
+        MultiSyncCollector, told, policy_of("dict", "n-d", prev=True), **INFERENCE[inference]
+    ) as c:
         check(c, Expected(told))
 
 
@@ -272,7 +332,11 @@ def test_a_batch_is_acted_on_with_the_weights_that_were_published_before_it(infe
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"inference": CentralInference(max_batch=2)}, {"inference": CentralInference(alternating=True)}],
+    [
+        {},
+        {"inference": CentralInference(max_batch=2)},
+        {"inference": CentralInference(alternating=True)},
+    ],
     ids=str,
 )
 def test_every_row_says_with_which_weights_it_was_acted_on(options):
@@ -314,7 +378,9 @@ def survived(c: Any, errors: list[PolicyError]) -> Iterator[Any]:
             errors.append(error)
 
 
-@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED], ids=lambda mode: mode.name)
+@pytest.mark.parametrize(
+    "mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED], ids=lambda mode: mode.name
+)
 @pytest.mark.parametrize("inference", INFERENCE)
 def test_groups_of_different_sizes_fill_batches_of_their_own(inference, mode):
     sizes = (1, 2, 3)
@@ -328,7 +394,9 @@ def test_groups_of_different_sizes_fill_batches_of_their_own(inference, mode):
         found = [0, 0, 0]
         for batch in c:
             group = sizes.index(len(batch))
-            assert_equal(batch, expected[group].of_group(0), f"batch {found[group]} of group {group}")
+            assert_equal(
+                batch, expected[group].of_group(0), f"batch {found[group]} of group {group}"
+            )
             found[group] += 1
             if min(found) == BATCHES:
                 break
@@ -337,7 +405,9 @@ def test_groups_of_different_sizes_fill_batches_of_their_own(inference, mode):
 
 def vector_env(first: int, size: int, mode: AutoresetMode) -> SyncVectorEnv:
     """Environments with episodes of ``first`` steps and more."""
-    return SyncVectorEnv([partial(MatrixEnv, first + i, "n-d") for i in range(size)], autoreset_mode=mode)
+    return SyncVectorEnv(
+        [partial(MatrixEnv, first + i, "n-d") for i in range(size)], autoreset_mode=mode
+    )
 
 
 class Next(nn.Module):
@@ -366,12 +436,19 @@ def check_numbers(c: Any, num_envs: int | None, kind: str) -> None:
     lead = c.rollout().shape[:-1]
     steps = torch.arange(14) % LENGTH
     for batch, t in ((c.rollout(), steps[7:14]), (c.rollout(), (steps + 4)[:7] % LENGTH)):
-        assert torch.equal(batch["observation"].reshape(-1, 7).long(), t.expand(batch.numel() // 7, 7))
+        assert torch.equal(
+            batch["observation"].reshape(-1, 7).long(), t.expand(batch.numel() // 7, 7)
+        )
         assert torch.equal(batch["action"].long(), (t + 1).expand(*lead, 7))
         assert torch.equal(batch["next", "reward"].long(), (t + 1).expand(*lead, 7).unsqueeze(-1))
-        assert torch.equal(batch["next", "observation"].reshape(-1, 7).long(), (t + 1).expand(batch.numel() // 7, 7))
+        assert torch.equal(
+            batch["next", "observation"].reshape(-1, 7).long(),
+            (t + 1).expand(batch.numel() // 7, 7),
+        )
     if kind == "function":
-        made = c.collect(n_step=2 * (num_envs or 1) * len(c.stats().workers or (0,)), bootstrap=True)
+        made = c.collect(
+            n_step=2 * (num_envs or 1) * len(c.stats().workers or (0,)), bootstrap=True
+        )
         assert (made.last_value_est == 4).all()  # of observation 3, after rows 1 and 2
     batch, _ = c.collect_batch(n_episode=2)
     assert batch["action"].tolist() == [1, 2, 3, 4, 5] * 2
@@ -383,17 +460,26 @@ def check_numbers(c: Any, num_envs: int | None, kind: str) -> None:
 @pytest.mark.parametrize("space", NUMBERS)
 def test_observations_of_one_number(space, num_envs, kind):
     """Also where a row of them has no dimension at all: a single environment, without ``num_envs``."""
-    options = {"num_envs": num_envs, "frames_per_batch": 7 * (num_envs or 1), "seed": 0, "validate": "full"}
+    options = {
+        "num_envs": num_envs,
+        "frames_per_batch": 7 * (num_envs or 1),
+        "seed": 0,
+        "validate": "full",
+    }
     with Collector(partial(NumberEnv, space), next_policy(kind, space), **options) as c:
         check_numbers(c, num_envs, kind)
     for where in ({}, {"inference": "server"}, {"inference": CentralInference(alternating=True)}):
         options |= {"frames_per_batch": 14 * (num_envs or 1), "backend": "threads", **where}
-        with MultiSyncCollector([partial(NumberEnv, space)] * 2, next_policy(kind, space), **options) as c:
+        with MultiSyncCollector(
+            [partial(NumberEnv, space)] * 2, next_policy(kind, space), **options
+        ) as c:
             check_numbers(c, num_envs, kind)
 
 
 @pytest.mark.parametrize(("inference", "kind"), [("worker", "head"), ("server", "function")])
 def test_observations_of_one_number_in_worker_processes(inference, kind):
     options = {"frames_per_batch": 14, "inference": inference, "seed": 0}
-    with MultiSyncCollector([partial(NumberEnv, "Discrete")] * 2, next_policy(kind, "Discrete"), **options) as c:
+    with MultiSyncCollector(
+        [partial(NumberEnv, "Discrete")] * 2, next_policy(kind, "Discrete"), **options
+    ) as c:
         check_numbers(c, None, kind)

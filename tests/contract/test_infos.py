@@ -1,4 +1,6 @@
-"""Columns of infos: every adapter, collector and way to cut batches gives the same ones, decided by equality."""
+"""Columns of infos: every adapter, collector and way to cut batches gives the same ones, decided by
+equality.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,15 @@ def stacked() -> Any:
 
 
 VECTORS = {
-    mode.name: (lambda mode=mode: SyncVectorEnv(MAKERS, autoreset_mode=mode, observation_mode="different"))
+    mode.name: (
+        lambda mode=mode: SyncVectorEnv(MAKERS, autoreset_mode=mode, observation_mode="different")
+    )
     for mode in AutoresetMode
 }
 VECTORS |= {
-    f"async {mode.name}": (lambda mode=mode: AsyncVectorEnv(MAKERS, autoreset_mode=mode, context="fork"))
+    f"async {mode.name}": (
+        lambda mode=mode: AsyncVectorEnv(MAKERS, autoreset_mode=mode, context="fork")
+    )
     for mode in (AutoresetMode.SAME_STEP,)
 }
 if importlib.util.find_spec("stable_baselines3") is not None:
@@ -88,12 +94,16 @@ def check(batch: Any, lengths: tuple[int, ...], T: int) -> None:
 @pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize("T", [1, 7])
 def test_single_environments(T: int, compact: bool) -> None:
-    with Collector(stacked(), None, num_envs=2, frames_per_batch=2 * T, info=ALL_INFOS, compact_obs=compact) as c:
+    with Collector(
+        stacked(), None, num_envs=2, frames_per_batch=2 * T, info=ALL_INFOS, compact_obs=compact
+    ) as c:
         batch = torch.cat([c.rollout().clone() for _ in range(14 // T)], 1)
         ended = list(c.episodes)
     if compact:
         assert "info" not in set(batch["next"].keys())
-        assert batch["info", "t"].tolist() == [[t % length for t in range(14)] for length in LENGTHS]
+        assert batch["info", "t"].tolist() == [
+            [t % length for t in range(14)] for length in LENGTHS
+        ]
     else:
         check(batch, LENGTHS, 14)
     for record in ended:
@@ -116,7 +126,9 @@ def test_batches_of_environments(kind: str) -> None:
 @pytest.mark.parametrize("limit", [2, 3])
 def test_with_a_time_limit_of_ours(kind: str, limit: int) -> None:
     make, num_envs = (stacked(), 2) if kind == "single" else (VECTORS[kind], None)
-    with Collector(make, None, num_envs=num_envs, frames_per_batch=24, info=["t"], max_frames_per_traj=limit) as c:
+    with Collector(
+        make, None, num_envs=num_envs, frames_per_batch=24, info=["t"], max_frames_per_traj=limit
+    ) as c:
         batch = c.rollout()
         infos = [record.info for record in c.episodes]
     assert batch["info", "t"].tolist() == [[t % limit for t in range(12)]] * 2
@@ -131,12 +143,14 @@ def statistics_of(env: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("where", "mode"), [*(("inside", mode) for mode in AutoresetMode), ("outside", AutoresetMode.SAME_STEP)]
+    ("where", "mode"),
+    [*(("inside", mode) for mode in AutoresetMode), ("outside", AutoresetMode.SAME_STEP)],
 )
 def test_statistics_of_gymnasiums_wrappers(mode: AutoresetMode, where: str) -> None:
     """Raw returns are in ``info["episode"]``, whatever wrappers do with rewards.
 
-    Outside, Gymnasium's wrapper forgets all episodes at a masked reset: the batch takes the mask out of its options.
+    Outside, Gymnasium's wrapper forgets all episodes at a masked reset: the batch takes the mask
+    out of its options.
     """
     if where == "inside":
         make = lambda: SyncVectorEnv(  # noqa: E731

@@ -1,7 +1,7 @@
 """Every link and carrier: what the core of the many-machine collectors relies on.
 
-A kind is a function from the node's function ("module:function", of a link and a number) and options to a carrier of
-one node (or ``count``). Real processes, real kills.
+A kind is a function from the node's function ("module:function", of a link and a number) and
+options to a carrier of one node (or ``count``). Real processes, real kills.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def _torch(target: str, count: int = 1, deadline_s: float = SILENCE_S, **options
     return TorchCarrier(MpLauncher(target), Rendezvous(count), deadline_s, **options)
 
 
-def _ray(target: str, count: int = 1, deadline_s: float = SILENCE_S, *, cls: str = "RayCarrier") -> Any:
+def _ray(
+    target: str, count: int = 1, deadline_s: float = SILENCE_S, *, cls: str = "RayCarrier"
+) -> Any:
     from tests.fakes.ray_cluster import cluster
 
     cluster()
@@ -77,7 +79,9 @@ if importlib.util.find_spec("ray") is not None:
 
 @pytest.fixture(params=sorted(KINDS))
 def nodes(request):
-    """Open a carrier whose nodes run a function of ``tests/fakes/link_nodes.py``; all are closed in the end."""
+    """Open a carrier whose nodes run a function of ``tests/fakes/link_nodes.py``; all are closed in
+    the end.
+    """
     with contextlib.ExitStack() as stack:
 
         def start(function: str, **options: Any) -> Any:
@@ -85,7 +89,9 @@ def nodes(request):
             stack.callback(carrier.close)
             connect = carrier.connect
 
-            def connecting(node: int = 0, epoch: int = 0, within_s: float = JOIN_S, given_up: Any = None) -> Any:
+            def connecting(
+                node: int = 0, epoch: int = 0, within_s: float = JOIN_S, given_up: Any = None
+            ) -> Any:
                 link = connect(node, epoch, within_s, given_up or threading.Event())
                 stack.callback(link.close)
                 return link
@@ -142,7 +148,13 @@ def gone(pid: int, within_s: float = JOIN_S) -> bool:
 class TestMessages:
     def test_come_back_as_they_were_in_order(self, echo):
         link = echo
-        messages = [b"", b"x", bytes(range(256)) * 40, os.urandom(300_000), *(b"%d" % n for n in range(200))]
+        messages = [
+            b"",
+            b"x",
+            bytes(range(256)) * 40,
+            os.urandom(300_000),
+            *(b"%d" % n for n in range(200)),
+        ]
         for message in messages[:4]:
             link.send(message)
             assert link.receive().message == message
@@ -161,7 +173,9 @@ class TestMessages:
     def test_are_read_without_an_answer(self, nodes):
         link = nodes("listens", deadline_s=30.0).connecting()
         answers: list[Any] = []
-        receiving = threading.Thread(target=lambda: answers.append(link.receive().message), daemon=True)
+        receiving = threading.Thread(
+            target=lambda: answers.append(link.receive().message), daemon=True
+        )
         receiving.start()
         link.send(b"130")
         for _ in range(100):
@@ -407,7 +421,9 @@ class TestEpochs:
         raised(link.receive)
         link.close()
         new = carrier.connecting(epoch=1)
-        with contextlib.suppress(ProcessLookupError):  # else the carrier has ended it, which is as good
+        with contextlib.suppress(
+            ProcessLookupError
+        ):  # else the carrier has ended it, which is as good
             os.kill(pid, signal.SIGCONT)
         if not gone(pid, 5):
             assert content(tmp_path / "outcome").startswith("lost")
@@ -429,7 +445,9 @@ class TestEpochs:
 
 @pytest.fixture
 def started():
-    """A carrier whose node is a process that runs a function of ``tests/fakes/link_nodes.py`` and nothing else."""
+    """A carrier whose node is a process that runs a function of ``tests/fakes/link_nodes.py`` and
+    nothing else.
+    """
     with contextlib.ExitStack() as stack:
 
         def start(function: str) -> Any:

@@ -27,10 +27,20 @@ from tests.tools import assert_accounted, assert_same
 LENGTHS = [[3], [1, 4], [2], [9, 2], [5], [1]]
 RULES = ["fair", "last_even", "per_env", "first_done"]
 ON_RAY = [kind for kind in KINDS if kind.name.startswith("ray")]
-ELSEWHERE = [kind for kind in KINDS if kind not in ON_RAY]  # an actor takes seconds to start: few tests make their own
+ELSEWHERE = [
+    kind for kind in KINDS if kind not in ON_RAY
+]  # an actor takes seconds to start: few tests make their own
 IN_STEP = [kind for kind in ELSEWHERE if not kind.alone]
-MANY = [kind for kind in ELSEWHERE if kind.name not in ("sync-1", "sync-3", "async-threads", "sync-server-threads")]
-A_FEW = [kind for kind in MANY if kind.name in ("Collector", "sync-2", "sync-threads", "async", "AsyncCollector")]
+MANY = [
+    kind
+    for kind in ELSEWHERE
+    if kind.name not in ("sync-1", "sync-3", "async-threads", "sync-server-threads")
+]
+A_FEW = [
+    kind
+    for kind in MANY
+    if kind.name in ("Collector", "sync-2", "sync-threads", "async", "AsyncCollector")
+]
 
 
 class Guess(nn.Module):
@@ -82,7 +92,9 @@ def shared(made: Any) -> Any:
 def valid(batch: Any) -> torch.Tensor:
     """Where a batch has transitions, in its shape."""
     shown = batch.get(VALID, None)
-    return torch.ones(batch.shape, dtype=torch.bool) if shown is None else shown.reshape(batch.shape)
+    return (
+        torch.ones(batch.shape, dtype=torch.bool) if shown is None else shown.reshape(batch.shape)
+    )
 
 
 def assert_stats(stats: Any, episodes: list[Whole], *, in_order: bool = True) -> None:
@@ -95,7 +107,7 @@ def assert_stats(stats: Any, episodes: list[Whole], *, in_order: bool = True) ->
         assert stats.returns_stat.mean == pytest.approx(stats.returns.mean())
 
 
-# --- steps -----------------------------------------------------------------------------------------
+# --- steps ----------------------------------------------------------------------------------------
 
 
 def test_steps_are_exact_or_more_than_asked_for_and_go_on_where_the_last_ones_ended(kind, shared):
@@ -107,7 +119,9 @@ def test_steps_are_exact_or_more_than_asked_for_and_go_on_where_the_last_ones_en
         after = shared.stats()
         assert_accounted(shared)
         assert stats.n_collected_steps == int(valid(batch).sum()) == after.frames - before.frames
-        assert stats.n_discarded_steps == sum(after.discarded.values()) - sum(before.discarded.values())
+        assert stats.n_discarded_steps == sum(after.discarded.values()) - sum(
+            before.discarded.values()
+        )
         if kind.alone:
             assert stats.n_collected_steps >= n
             continue
@@ -132,7 +146,7 @@ def test_steps_are_those_of_iteration_whatever_the_amounts(kind):
         assert_same(torch.cat(found, -1), torch.cat([next(batches) for _ in range(4)], -1))
 
 
-# --- episodes --------------------------------------------------------------------------------------
+# --- episodes -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -147,7 +161,9 @@ def test_n_episodes_are_exactly_those_of_the_rule(kind, shared, rule):
         found = wholes(batch, LENGTHS)
         assert_stats(stats, found)
         assert stats.n_collected_steps == len(batch) == after.frames - before.frames
-        assert stats.n_discarded_steps == sum(after.discarded.values()) - sum(before.discarded.values())
+        assert stats.n_discarded_steps == sum(after.discarded.values()) - sum(
+            before.discarded.values()
+        )
         assert stats.n_kept_steps == after.in_flight
         if surplus == "discard":
             assert stats.n_kept_steps == 0
@@ -178,7 +194,9 @@ def assert_fits(rule: str, n: int, found: list[Whole], envs: int) -> None:
 
 @pytest.mark.parametrize("kind", [*MANY, *ON_RAY], ids=named)
 def test_calls_of_all_kinds_go_on_where_others_ended(kind):
-    """In every environment time goes on, and whatever is shown of an episode is a piece without a gap."""
+    """In every environment time goes on, and whatever is shown of an episode is a piece without a
+    gap.
+    """
     rows: dict[int, list[list[float]]] = {}
     with patterned(kind) as c:
         for call in (
@@ -240,7 +258,7 @@ def test_what_is_done_with_surplus_by_default(kind, shared):
     assert shared.stats().in_flight == 0
 
 
-# --- how -------------------------------------------------------------------------------------------
+# --- how ------------------------------------------------------------------------------------------
 
 
 def test_the_same_seed_gives_the_same_data(kind, shared):
@@ -249,7 +267,12 @@ def test_the_same_seed_gives_the_same_data(kind, shared):
     found = []
     for _ in range(2):
         shared.set_seed(5)
-        found.append([shared.collect_batch(**{amount: n}).batch for amount, n in (("n_step", 7), ("n_episode", 5))])
+        found.append(
+            [
+                shared.collect_batch(**{amount: n}).batch
+                for amount, n in (("n_step", 7), ("n_episode", 5))
+            ]
+        )
     for one, other in zip(*found, strict=True):
         assert_same(one, other, ignore=[IDS])
 
@@ -260,7 +283,9 @@ def test_random_actions_for_a_call(shared, surplus):
         for asked in ({"n_step": 30}, {"n_episode": 9, "rule": "first_done", "surplus": surplus}):
             batch = shared.collect_batch(**asked, random=random).batch
             unknown = batch["grad"][valid(batch)].isnan()
-            assert unknown.all() if random else not unknown.any(), "where the policy was not called, its extras are NaN"
+            assert unknown.all() if random else not unknown.any(), (
+                "where the policy was not called, its extras are NaN"
+            )
             assert batch["action"][valid(batch)].unique().tolist() == [0, 1]
             assert_accounted(shared)
 
@@ -278,14 +303,18 @@ def test_reset_before_collect_begins_anew_with_the_given_keywords(kind, shared):
     for asked in ({"n_step": 4 * envs}, {"n_episode": 2 * envs, "surplus": "discard"}):
         shared.collect(n_step=envs)
         shared.collect(n_episode=1)
-        batch = shared.collect_batch(**asked, reset_before_collect=True, reset_kwargs={"options": {"mark": 7}}).batch
+        batch = shared.collect_batch(
+            **asked, reset_before_collect=True, reset_kwargs={"options": {"mark": 7}}
+        ).batch
         assert_accounted(shared)
         obs = batch["observation"][valid(batch)]
         for env in obs[:, 0].unique():
             of_env = obs[obs[:, 0] == env]
             assert of_env[0, 2] == 0, "of a whole episode"
             marked = of_env[:, 1] == of_env[0, 1]
-            assert (of_env[:, 3] == torch.where(marked, 7.0, 0.0)).all(), "they are for this reset alone"
+            assert (of_env[:, 3] == torch.where(marked, 7.0, 0.0)).all(), (
+                "they are for this reset alone"
+            )
 
 
 @pytest.mark.parametrize("kind", ELSEWHERE, ids=named)
@@ -295,18 +324,26 @@ def test_observation_action_next_observation_and_state_belong_together(kind, ran
         for asked in ({"n_step": 30}, {"n_episode": 7}, {"n_step": 12}):
             batch = c.collect_batch(**asked, random=random).batch
             shown = valid(batch)
-            obs, action, after = (batch[key][shown] for key in ("observation", "action", ("next", "observation")))
+            obs, action, after = (
+                batch[key][shown] for key in ("observation", "action", ("next", "observation"))
+            )
             assert len(obs) >= asked.get("n_step", 7)
-            assert torch.equal(after[:, 2:], action.reshape(-1, 4)), "it is the action that the environment was given"
-            assert torch.equal(after[:, :2] - obs[:, :2], torch.tensor([[0.0, 1.0]]).expand(len(obs), 2))
+            assert torch.equal(after[:, 2:], action.reshape(-1, 4)), (
+                "it is the action that the environment was given"
+            )
+            assert torch.equal(
+                after[:, :2] - obs[:, :2], torch.tensor([[0.0, 1.0]]).expand(len(obs), 2)
+            )
             if not random:
                 t = obs[:, 1]
                 assert torch.equal(action[:, 0], obs[:, :2])
-                assert torch.equal(action[:, 1], torch.stack([t, (t - 1).clamp(min=0)], -1)), "its state is its own"
+                assert torch.equal(action[:, 1], torch.stack([t, (t - 1).clamp(min=0)], -1)), (
+                    "its state is its own"
+                )
             assert_accounted(c)
 
 
-# --- where it goes ---------------------------------------------------------------------------------
+# --- where it goes --------------------------------------------------------------------------------
 
 
 def test_the_buffer_is_the_last_batch(shared):
@@ -340,11 +377,16 @@ def test_a_replay_buffer_takes_what_is_collected_and_total_frames_are_those_of_i
 
 def knows_time(obs: torch.Tensor) -> Any:
     """Says what time it is in the episode, from 1 on."""
-    return torch.zeros(obs.shape[:-1], dtype=torch.int64), {"time": obs[..., 2] + 1, "whole": obs[..., 2].long() + 1}
+    return torch.zeros(obs.shape[:-1], dtype=torch.int64), {
+        "time": obs[..., 2] + 1,
+        "whole": obs[..., 2].long() + 1,
+    }
 
 
 def assert_known_or_not(batch: Any) -> torch.Tensor:
-    """Rows in which the policy has acted have its columns, the others NaN and 0; returns which are which."""
+    """Rows in which the policy has acted have its columns, the others NaN and 0; returns which are
+    which.
+    """
     known, here = batch["whole"] > 0, valid(batch)
     assert torch.equal(batch["time"][known & here], batch["observation"][..., 2][known & here] + 1)
     assert batch["time"][~known & here].isnan().all()
@@ -356,7 +398,12 @@ def test_random_steps_have_the_columns_of_the_policy(kind):
     random = 3 * kind.frames
     with patterned(kind, knows_time, init_random_frames=random) as c:
         assert not assert_known_or_not(c.next()).any()
-        for amount in ({"n_step": 20}, {"n_episode": 8}, {"n_step": 3 * kind.frames + 1}, {"n_episode": 3}):
+        for amount in (
+            {"n_step": 20},
+            {"n_episode": 8},
+            {"n_step": 3 * kind.frames + 1},
+            {"n_episode": 3},
+        ):
             assert_known_or_not(c.collect_batch(**amount)[0])
             assert_accounted(c)
         assert assert_known_or_not(c.rollout()).any()
@@ -386,7 +433,7 @@ def test_no_frames_per_batch_are_needed_but_for_iteration(shared):
     assert shared.collect(n_step=12).n_collected_steps >= 12
 
 
-# --- errors ----------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -437,18 +484,22 @@ def test_an_error_of_an_environment_loses_nothing_that_was_complete(kind, amount
             except EnvError as error:
                 errors += isinstance(error.__cause__, ValueError)
             else:
-                collected += stats.n_collected_steps if amount == "n_step" else stats.n_collected_episodes
+                collected += (
+                    stats.n_collected_steps if amount == "n_step" else stats.n_collected_episodes
+                )
                 steps += stats.n_collected_steps
                 assert steps == c.stats().frames, "what was made before an error is not lost"
             assert_accounted(c)
         assert errors == B
         assert collected == 72 or kind.alone
-        c.collect(n_episode=1, surplus="discard")  # episodes that errors have cut are truncated ones
+        c.collect(
+            n_episode=1, surplus="discard"
+        )  # episodes that errors have cut are truncated ones
         assert len(wholes(c.collect_batch(n_episode=36).batch, LENGTHS)) == 36
         assert_accounted(c)
 
 
-# --- state -----------------------------------------------------------------------------------------
+# --- state ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", A_FEW, ids=named)
@@ -456,7 +507,8 @@ def test_kept_episodes_are_in_the_state(kind, tmp_path):
     asked = {"rule": "first_done", "surplus": "keep"}
     with only_on_demand(kind) as first, only_on_demand(kind) as second:
         delivered = sum(
-            first.collect(**amount).n_collected_steps for amount in ({"n_step": 5}, {"n_episode": 3, **asked})
+            first.collect(**amount).n_collected_steps
+            for amount in ({"n_step": 5}, {"n_episode": 3, **asked})
         )
         muster.save_state(tmp_path / "state", first.state_dict())
         second.collect(n_episode=1, surplus="keep")  # what it has made before does not matter
@@ -477,7 +529,7 @@ def test_kept_episodes_are_in_the_state(kind, tmp_path):
             assert_accounted(c)
 
 
-# --- bootstrap -------------------------------------------------------------------------------------
+# --- bootstrap ------------------------------------------------------------------------------------
 
 
 def worth(obs: torch.Tensor) -> torch.Tensor:
@@ -485,17 +537,23 @@ def worth(obs: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bootstrap", [True, "truncations"])
-def test_bootstrap_is_the_value_of_the_true_last_observation_and_changes_nothing(kind, shared, bootstrap):
+def test_bootstrap_is_the_value_of_the_true_last_observation_and_changes_nothing(
+    kind, shared, bootstrap
+):
     parts: list[list[Any]] = []
     for wanted in (bootstrap, False):
         shared.set_seed(0)
-        parts.append([shared.collect_batch(n_step=4 * kind.frames, bootstrap=wanted) for _ in range(2)])
+        parts.append(
+            [shared.collect_batch(n_step=4 * kind.frames, bootstrap=wanted) for _ in range(2)]
+        )
     for batch, stats in parts[0]:
         after, over = batch["next", "observation"], batch["next", "terminated"]
         assert torch.equal(stats.last_value_est, worth(after[..., -1, :]) * ~over[..., -1, :])
         cut = batch["next", "truncated"] & ~over & (bootstrap == "truncations")
         cut[..., -1, :] |= ~over[..., -1, :]
-        assert torch.equal(batch["next", "state_value"], torch.where(cut, worth(after), torch.zeros(())))
+        assert torch.equal(
+            batch["next", "state_value"], torch.where(cut, worth(after), torch.zeros(()))
+        )
     if not kind.alone:
         for (batch, _), (other, stats) in zip(*parts, strict=True):
             assert_same(batch, other, ignore=[("next", "state_value"), IDS])
@@ -512,7 +570,9 @@ def test_bootstrap_needs_values(kind):
 
 
 class Drawing(gymnasium.Env[Any, Any]):
-    """Draws from its generator in every step and reset, so that one more of either changes all that follows."""
+    """Draws from its generator in every step and reset, so that one more of either changes all that
+    follows.
+    """
 
     observation_space = gymnasium.spaces.Box(0, 1, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -522,24 +582,42 @@ class Drawing(gymnasium.Env[Any, Any]):
         return self.np_random.random(1, np.float32), {}
 
     def step(self, action: Any) -> Any:
-        return self.np_random.random(1, np.float32), 0.0, bool(self.np_random.random() < 0.2), False, {}
+        return (
+            self.np_random.random(1, np.float32),
+            0.0,
+            bool(self.np_random.random() < 0.2),
+            False,
+            {},
+        )
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("surplus", ["discard", "keep"])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_what_follows_a_call_for_episodes_does_not_depend_on_where_environments_run(groups, surplus, rule):
+def test_what_follows_a_call_for_episodes_does_not_depend_on_where_environments_run(
+    groups, surplus, rule
+):
     def data(cls: Any, *, resets: bool, **where: Any) -> Any:
         options = {"num_envs": 2, "frames_per_batch": 8 * groups, "seed": 0, **where}
         with cls([Drawing] * groups, None, **options) as collector:
             calls = [collector.collect_batch(n_episode=3, surplus=surplus, rule=rule).batch]
             if resets:
                 collector.reset([0])
-            calls += [collector.collect_batch(n_step=8).batch, collector.collect_batch(n_episode=2).batch]
+            calls += [
+                collector.collect_batch(n_step=8).batch,
+                collector.collect_batch(n_episode=2).batch,
+            ]
             stats = collector.stats()
-            return [batch["observation"].flatten().tolist() for batch in calls], stats.executed, stats.discarded
+            return (
+                [batch["observation"].flatten().tolist() for batch in calls],
+                stats.executed,
+                stats.discarded,
+            )
 
     for resets in (False, True):
         expected = data(Collector, resets=resets)
         assert data(MultiSyncCollector, resets=resets, backend="threads", num_workers=1) == expected
-        assert data(MultiSyncCollector, resets=resets, backend="threads", num_workers=groups) == expected
+        assert (
+            data(MultiSyncCollector, resets=resets, backend="threads", num_workers=groups)
+            == expected
+        )

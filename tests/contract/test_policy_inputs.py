@@ -1,4 +1,6 @@
-"""Policies that change what they read: noticed in every call, named, and all rows are as environments wrote them."""
+"""Policies that change what they read: noticed in every call, named, and all rows are as
+environments wrote them.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def _going_on() -> None:
 
 
 class Meddling:
-    """Changes an observation in one of several ways in the calls for row ``at`` and later ones, until ``stopped``."""
+    """Changes an observation in one of several ways in the calls for row ``at`` and later ones,
+    until ``stopped``.
+    """
 
     WAYS = ("torch", "numpy", "data", "slice", "kept", "kept numpy", "kept for long")
 
@@ -184,7 +188,10 @@ POLICIES: dict[str, tuple[Callable[[Meddling], Any], str]] = {
     "head": (lambda meddling: policies.categorical(Net(meddling)), "observation"),
     "head of parts": (lambda meddling: policies.categorical(Net(meddling)), "b"),
     "function of a TensorDict": (on_tensordict, "observation"),
-    "TensorDictModule": (lambda m: TensorDictModule(Actions(m), ["observation"], ["action"]), "observation"),
+    "TensorDictModule": (
+        lambda m: TensorDictModule(Actions(m), ["observation"], ["action"]),
+        "observation",
+    ),
     "recurrent TensorDictModule": (Remembers, "observation"),
 }
 
@@ -206,14 +213,18 @@ def check(batch: Any, parts: bool) -> None:
 @pytest.mark.parametrize("way", Meddling.WAYS)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("at", [1, 9, T - 1], ids=["second", "tenth", "last"])
-def test_a_policy_that_changes_its_input_is_named_and_no_row_is_lost(policy: str, way: str, at: int) -> None:
+def test_a_policy_that_changes_its_input_is_named_and_no_row_is_lost(
+    policy: str, way: str, at: int
+) -> None:
     if way == "kept for long":
         at = max(at, 7)
     if way in ("kept", "kept numpy"):
         at = max(at, 2)  # the input of the first call is no row
     meddling = Meddling(way, at)
     made, key = POLICIES[policy]
-    with Collector(make(policy), made(meddling), num_envs=B, frames_per_batch=B * T, seed=0) as collector:
+    with Collector(
+        make(policy), made(meddling), num_envs=B, frames_per_batch=B * T, seed=0
+    ) as collector:
         pattern = rf"policy .* changed its input {key} in place at row {at} of the batch.*obs -= "
         with pytest.raises(BadPolicyOutput, match=pattern) as caught:
             collector.rollout()
@@ -234,9 +245,13 @@ def test_a_policy_that_changes_its_input_is_named_and_no_row_is_lost(policy: str
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_first_call_is_checked_too(policy: str) -> None:
     made, key = POLICIES[policy]
-    with Collector(make(policy), made(Meddling("torch", 0)), num_envs=B, frames_per_batch=B * T) as collector:
+    with Collector(
+        make(policy), made(Meddling("torch", 0)), num_envs=B, frames_per_batch=B * T
+    ) as collector:
         for _ in range(2):
-            with pytest.raises(BadPolicyOutput, match=f"policy .* changed its input {key} in place"):
+            with pytest.raises(
+                BadPolicyOutput, match=f"policy .* changed its input {key} in place"
+            ):
                 collector.rollout()
         stopped.set()
         check(collector.rollout(), "parts" in policy)
@@ -249,7 +264,9 @@ def test_writing_what_is_there_already_is_no_change(policy: str) -> None:
             obs.add_(0)
             self.kept[0].mul_(1)
 
-    with Collector(make(policy), POLICIES[policy][0](Harmless("", 2)), num_envs=B, frames_per_batch=B * T) as collector:
+    with Collector(
+        make(policy), POLICIES[policy][0](Harmless("", 2)), num_envs=B, frames_per_batch=B * T
+    ) as collector:
         check(collector.rollout(), parts=False)
 
 
@@ -263,7 +280,9 @@ def test_the_rows_of_an_error_of_the_policy_are_restored_too() -> None:
         return torch.zeros(len(obs), dtype=torch.int64)
 
     with Collector(Steps, failing, num_envs=B, frames_per_batch=B * T) as collector:
-        with pytest.raises(PolicyError, match="ArithmeticError at row 4 of the batch: nothing there"):
+        with pytest.raises(
+            PolicyError, match="ArithmeticError at row 4 of the batch: nothing there"
+        ):
             collector.rollout()
         stopped.set()
         check(collector.rollout(), parts=False)
@@ -275,7 +294,9 @@ def test_hooks_may_write_into_rows_that_the_policy_has_read() -> None:
     def hook(step: Any) -> None:
         step["observation"][:, 1] += 50
 
-    with Collector(Steps, function(meddling), num_envs=B, frames_per_batch=B * T, on_step=hook) as collector:
+    with Collector(
+        Steps, function(meddling), num_envs=B, frames_per_batch=B * T, on_step=hook
+    ) as collector:
         with pytest.raises(BadPolicyOutput, match="at row 6 of the batch"):
             collector.rollout()
         stopped.set()
@@ -290,9 +311,16 @@ def test_workers_and_servers(inference: str, way: str) -> None:
     workers = 2 if inference == "server of several" else 1
     meddling = Meddling(way, 4)
     served = "worker" if inference == "worker" else CentralInference()
-    options = {"num_envs": B, "frames_per_batch": workers * B * T, "backend": "threads", "inference": served}
+    options = {
+        "num_envs": B,
+        "frames_per_batch": workers * B * T,
+        "backend": "threads",
+        "inference": served,
+    }
     with MultiSyncCollector([Steps] * workers, function(meddling), **options) as collector:
-        with pytest.raises(BadPolicyOutput, match="policy meddler changed its input observation in place"):
+        with pytest.raises(
+            BadPolicyOutput, match="policy meddler changed its input observation in place"
+        ):
             collector.rollout()
         stopped.set()
         batch = collector.rollout().reshape(-1, T)
@@ -319,12 +347,15 @@ def test_a_policy_of_one_agent() -> None:
     named = {env.possible_agents[0]: second, "others": None}
     with (
         Collector(Quarrel, named, num_envs=B, frames_per_batch=B * T, seed=0) as collector,
-        pytest.raises(BadPolicyOutput, match=f"of '{env.possible_agents[0]}' changed its input observation in place"),
+        pytest.raises(
+            BadPolicyOutput,
+            match=f"of '{env.possible_agents[0]}' changed its input observation in place",
+        ),
     ):
         collector.rollout()
 
 
-# --- rows of any size ------------------------------------------------------------------------------------
+# --- rows of any size -----------------------------------------------------------------------------
 
 
 def lane_of(width: int, rows: int) -> tuple[Lane, Any]:
@@ -370,7 +401,9 @@ def test_the_row_before_the_first_one_is_restored_too() -> None:
     lane, inputs = lane_of(1, 8)
     rows, expected = inputs.rows(OBSERVATION), lane.arrays[OBSERVATION].copy()
     act = inputs.watched(lambda t: rows[t - 1].add_(1))
-    with pytest.raises(BadPolicyOutput, match="at row 5 of the batch .the input of row 4, which it has kept"):
+    with pytest.raises(
+        BadPolicyOutput, match="at row 5 of the batch .the input of row 4, which it has kept"
+    ):
         act(5)
     assert (lane.arrays[OBSERVATION] == expected).all()
 
@@ -401,5 +434,7 @@ def test_lanes_without_steps_have_no_rows_of_a_batch() -> None:
     (lane,) = Slot(Layout(3, 1, columns)).lanes
     inputs = InputRows(lane, [OBSERVATION], "meddler")
     rows = inputs.rows(OBSERVATION)
-    with pytest.raises(BadPolicyOutput, match="changed its input observation in place. That memory"):
+    with pytest.raises(
+        BadPolicyOutput, match="changed its input observation in place. That memory"
+    ):
         inputs.watched(lambda t: rows[t].add_(1))(1)

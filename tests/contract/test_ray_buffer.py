@@ -20,7 +20,9 @@ torchrl_data = pytest.importorskip("torchrl.data")
 
 def batch(start=0):
     rows = torch.arange(start, start + 100)
-    return TensorDict({"obs": rows[:, None].expand(100, 3000).float(), ("next", "done"): rows % 7 == 0}, [100])
+    return TensorDict(
+        {"obs": rows[:, None].expand(100, 3000).float(), ("next", "done"): rows % 7 == 0}, [100]
+    )
 
 
 class Listed:
@@ -60,7 +62,9 @@ def made():
 
 
 def torchrl_buffer():
-    return torchrl_data.TensorDictReplayBuffer(storage=torchrl_data.LazyTensorStorage(1000), batch_size=32)
+    return torchrl_data.TensorDictReplayBuffer(
+        storage=torchrl_data.LazyTensorStorage(1000), batch_size=32
+    )
 
 
 class TestRayBuffer:
@@ -106,14 +110,19 @@ class TestRayBuffer:
 
     def test_refuses_a_batch_of_another_shape_before_it_is_counted(self, made):
         def grid():
-            return torchrl_data.ReplayBuffer(storage=torchrl_data.LazyTensorStorage(100, ndim=2), batch_size=4)
+            return torchrl_data.ReplayBuffer(
+                storage=torchrl_data.LazyTensorStorage(100, ndim=2), batch_size=4
+            )
 
         def of(*size):
             return TensorDict({"obs": torch.ones(size)}, size)
 
         buffer = made(grid)
         buffer.extend(of(2, 5))
-        for size, message in (((5,), "this one is .5.. Use ndim=1"), ((3, 5), r"for batches \[2, any\]")):
+        for size, message in (
+            ((5,), "this one is .5.. Use ndim=1"),
+            ((3, 5), r"for batches \[2, any\]"),
+        ):
             with pytest.raises(BadOption, match=message):
                 buffer.extend(of(*size))
         with pytest.raises(BadOption, match="this one is .5."):
@@ -137,7 +146,9 @@ class TestRayBuffer:
         leave()
         if joins_again:  # another session of Ray, which does not know the actor
             cluster()
-        with pytest.raises(WorkerDied, match="cannot be reached: Ray was shut down in this process"):
+        with pytest.raises(
+            WorkerDied, match="cannot be reached: Ray was shut down in this process"
+        ):
             len(buffer)
         buffer.close()
         assert ray.is_initialized() == joins_again
@@ -165,7 +176,9 @@ class TestRayBuffer:
         from muster.cluster.ray_buffer import for_nodes
 
         storage = partial(torchrl_data.LazyTensorStorage, 1000)
-        buffer = torchrl_data.RayReplayBuffer(storage=storage, batch_size=32, remote_config={"num_cpus": 0})
+        buffer = torchrl_data.RayReplayBuffer(
+            storage=storage, batch_size=32, remote_config={"num_cpus": 0}
+        )
         try:
             cloudpickle.loads(cloudpickle.dumps(for_nodes(buffer))).extend(batch())
             assert len(buffer) == 100
@@ -180,5 +193,7 @@ def test_the_benchmark_of_the_object_store_has_all_pieces():
     assert tuple(times) == PLACES
     for pieces in times.values():
         assert {len(each) for each in pieces.values()} == {2}
-        for parts in zip(*(pieces[name] for name in ("put", "transfer", "get", "copy", "store")), strict=True):
+        for parts in zip(
+            *(pieces[name] for name in ("put", "transfer", "get", "copy", "store")), strict=True
+        ):
             assert sum(parts[:-1]) == pytest.approx(parts[-1])

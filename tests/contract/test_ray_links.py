@@ -1,4 +1,6 @@
-"""What links over Ray do besides what all links do: joining, dying machines, the object store, ports, tokens."""
+"""What links over Ray do besides what all links do: joining, dying machines, the object store,
+ports, tokens.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def connected(carrier, node=0, epoch=0, within_s=90.0):
 class TestJoining:
     def test_is_waited_for_while_resources_lack_and_then_says_which(self, nodes):
         carrier = nodes("echo", remote_configs={"num_cpus": 1000})
-        with pytest.raises(LinkLost, match=r"Node 0 .* within 1 s.*'num_cpus': 1000.*CPU 4.*remote_configs"):
+        with pytest.raises(
+            LinkLost, match=r"Node 0 .* within 1 s.*'num_cpus': 1000.*CPU 4.*remote_configs"
+        ):
             connected(carrier, within_s=1.0)
 
     def test_given_up(self, nodes):
@@ -67,7 +71,9 @@ class TestJoining:
         assert time.monotonic() - begin < 40
 
     def test_fails_at_once_with_the_reason(self, nodes):
-        with pytest.raises(LinkLost, match=r"^Node 0 has not joined: .*No module named 'tests.fakes.no_such'\.$"):
+        with pytest.raises(
+            LinkLost, match=r"^Node 0 has not joined: .*No module named 'tests.fakes.no_such'\.$"
+        ):
             connected(nodes("", target="tests.fakes.no_such:thing"))
 
     def test_agent_that_fails_is_quoted(self, nodes):
@@ -126,7 +132,9 @@ class TestMachines:
 
     @pytest.mark.timeout(300)
     def test_nothing_is_left_in_the_object_store(self, nodes, ray_cluster):  # noqa: F811
-        link = connected(nodes("echo", deadline_s=90.0))  # counting takes long where a machine has died
+        link = connected(
+            nodes("echo", deadline_s=90.0)
+        )  # counting takes long where a machine has died
         size = 1_000_000
         memory = np.zeros(size, np.uint8)
         for tag in range(1, 201):
@@ -202,7 +210,9 @@ class TestOptions:
 
     def test_defaults(self, nodes):
         carrier = nodes("echo")
-        assert carrier._places.configs == [{"scheduling_strategy": "SPREAD", "num_cpus": 1, "memory": 2 * 1024**3}]
+        assert carrier._places.configs == [
+            {"scheduling_strategy": "SPREAD", "num_cpus": 1, "memory": 2 * 1024**3}
+        ]
 
     def test_one_config_per_node(self, nodes):
         carrier = nodes("introduced", count=2, remote_configs=[{"num_cpus": 1}, {"num_cpus": 1000}])
@@ -248,7 +258,11 @@ def run(program, surroundings, timeout=100):
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     env |= surroundings | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], env=env, capture_output=True, text=True, timeout=timeout
+        [sys.executable, "-W", "ignore", "-c", program],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -313,32 +327,46 @@ class TestCluster:
         import ray
 
         def sockets():
-            return {one.raddr for one in psutil.Process().net_connections("tcp") if one.status == "ESTABLISHED"}
+            return {
+                one.raddr
+                for one in psutil.Process().net_connections("tcp")
+                if one.status == "ESTABLISHED"
+            }
 
         assert len(ray.nodes()) >= 2
         leave()
         assert not ray.is_initialized()
         assert len(sockets()) <= 1  # Ray keeps the one to its GCS
-        assert not {"raylet", "gcs_server"} & {child.name() for child in psutil.Process().children(recursive=True)}
+        assert not {"raylet", "gcs_server"} & {
+            child.name() for child in psutil.Process().children(recursive=True)
+        }
         assert cluster() is ray_cluster
         assert len(ray.nodes()) >= 2
 
     def test_wrong_token_is_refused_with_what_to_do(self, ray_cluster, tmp_path):  # noqa: F811
         (tmp_path / "token").write_text("00" * 32)
-        surroundings = environment(ray_cluster.folder) | {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}
+        surroundings = environment(ray_cluster.folder) | {
+            "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")
+        }
         kind, text = run(WRONG_TOKEN.format(address=ray_cluster.address), surroundings)
         assert kind == "BadOption"
         assert "token" in text
         assert "RAY_AUTH_TOKEN_PATH" in text
 
     def test_without_a_token_a_cluster_that_has_one_is_not_joined(self, ray_cluster, tmp_path):  # noqa: F811
-        surroundings = {"RAY_TMPDIR": str(tmp_path), "HOME": str(tmp_path), "RAY_AUTH_MODE": "disabled"}
+        surroundings = {
+            "RAY_TMPDIR": str(tmp_path),
+            "HOME": str(tmp_path),
+            "RAY_AUTH_MODE": "disabled",
+        }
         kind, text = run(NO_TOKEN.format(address=ray_cluster.address), surroundings)
         assert kind == "BadOption"
         assert "RAY_AUTH_MODE=token" in text
 
     def test_its_token_lets_another_process_in(self, ray_cluster):  # noqa: F811
-        kind, text = run(NO_TOKEN.format(address=ray_cluster.address), environment(ray_cluster.folder))
+        kind, text = run(
+            NO_TOKEN.format(address=ray_cluster.address), environment(ray_cluster.folder)
+        )
         assert (kind, text) == ("joined", "")
 
     def test_clients_of_the_users_are_refused(self, ray_cluster):  # noqa: F811
@@ -347,7 +375,8 @@ class TestCluster:
         argv = ["--host", "127.0.0.1", "--port", str(port), "--address", ray_cluster.address]
         server = subprocess.Popen(
             [sys.executable, "-m", "ray.util.client.server", *argv, "--mode", "specific-server"],
-            env=os.environ | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},  # 127.0.0.1 stays what it is
+            env=os.environ
+            | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},  # 127.0.0.1 stays what it is
             stderr=subprocess.DEVNULL,
         )
         try:
@@ -355,7 +384,9 @@ class TestCluster:
             while not listens("127.0.0.1", port):
                 assert time.monotonic() < deadline
                 assert server.poll() is None
-            kind, text = run(CLIENT.format(address=f"ray://127.0.0.1:{port}"), environment(ray_cluster.folder))
+            kind, text = run(
+                CLIENT.format(address=f"ray://127.0.0.1:{port}"), environment(ray_cluster.folder)
+            )
         finally:
             server.kill()
             server.wait()

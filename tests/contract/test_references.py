@@ -1,4 +1,6 @@
-"""Values by reference: what others keep and change later changes no stored row, and batches share nothing."""
+"""Values by reference: what others keep and change later changes no stored row, and batches share
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from muster.testing.poison import poisoned, spoil
 from tests.fakes.coroutines import Awaited
 from tests.tools import collect
 
-# --- environments that change what they returned --------------------------------------------------------
+# --- environments that change what they returned --------------------------------------------------
 
 
 class Board:
@@ -49,7 +51,9 @@ class Anything(spaces.Space[Any]):
 
 
 def graph(count: int, memory: Any) -> Any:
-    nodes, links = memory.setdefault("graph", (np.zeros((2, 1), np.float32), np.zeros((1, 2), np.int64)))
+    nodes, links = memory.setdefault(
+        "graph", (np.zeros((2, 1), np.float32), np.zeros((1, 2), np.int64))
+    )
     nodes[:], links[:] = count, count
     return spaces.GraphInstance(nodes, None, links)
 
@@ -73,12 +77,23 @@ def growing(count: int, memory: Any) -> Any:
 
 
 def parts(count: int, memory: Any) -> Any:
-    return memory.setdefault("parts", {}) | {"graph": graph(count, memory), "number": np.array([count])}
+    return memory.setdefault("parts", {}) | {
+        "graph": graph(count, memory),
+        "number": np.array([count]),
+    }
 
 
 KINDS: dict[str, tuple[Any, Callable[[int, Any], Any], Callable[[Any], Any]]] = {
-    "graph": (spaces.Graph(spaces.Box(-9, 9, (1,)), None), graph, lambda o: {*o.nodes.flat, *o.edge_links.flat}),
-    "sequence": (spaces.Sequence(spaces.Box(-9, 9, (1,))), sequence, lambda o: {float(p[0]) for p in o}),
+    "graph": (
+        spaces.Graph(spaces.Box(-9, 9, (1,)), None),
+        graph,
+        lambda o: {*o.nodes.flat, *o.edge_links.flat},
+    ),
+    "sequence": (
+        spaces.Sequence(spaces.Box(-9, 9, (1,))),
+        sequence,
+        lambda o: {float(p[0]) for p in o},
+    ),
     "custom": (Anything(), board, lambda o: {o.count, *o.cells.tolist()}),
     "list": (Anything(), growing, lambda o: {o[-1], len(o) - 1}),
 }
@@ -120,7 +135,9 @@ BATCHES: dict[str, Callable[[str], Any]] = {
     "stacked": lambda kind: (partial(InPlace, kind), {"num_envs": 2}),
     "coroutines": lambda kind: (lambda: Awaited(InPlace(kind)), {"num_envs": 2}),
     "poisoned": lambda kind: (lambda: poisoned(InPlace(kind)), {"num_envs": 2}),
-    **{mode.name: lambda kind, mode=mode: (partial(sync, kind, mode), {}) for mode in AutoresetMode},
+    **{
+        mode.name: lambda kind, mode=mode: (partial(sync, kind, mode), {}) for mode in AutoresetMode
+    },
 }
 
 
@@ -138,7 +155,9 @@ def test_objects_that_the_environment_changes(kind: str, batch: str) -> None:
 
 
 def test_objects_in_workers() -> None:
-    with MultiSyncCollector([partial(InPlace, "graph")] * 2, None, num_workers=1, frames_per_batch=14) as collector:
+    with MultiSyncCollector(
+        [partial(InPlace, "graph")] * 2, None, num_workers=1, frames_per_batch=14
+    ) as collector:
         batch = collector.rollout().reshape(2, 7)
     assert counts(batch, "graph") == [[0, 1, 2, 0, 1, 2, 0]] * 2
     assert counts(batch, "graph", "next") == [[1, 2, 3, 1, 2, 3, 1]] * 2
@@ -154,7 +173,9 @@ def test_last_observations_of_environments_that_use_their_memory_again(mode: Aut
 
 def test_last_observations_in_stable_baselines() -> None:
     sb3 = pytest.importorskip("stable_baselines3.common.vec_env")
-    batch = collect(lambda: sb3.DummyVecEnv([partial(CountingEnv, 2, reuse=True)] * 2), frames_per_batch=10)
+    batch = collect(
+        lambda: sb3.DummyVecEnv([partial(CountingEnv, 2, reuse=True)] * 2), frames_per_batch=10
+    )
     assert batch["next", "observation"][..., 1].tolist() == [[1, 2, 1, 2, 1]] * 2
 
 
@@ -173,11 +194,16 @@ class OneInfo(InfoEnv):
 def test_infos_in_memory_that_environments_share() -> None:
     lengths = iter([3, 4] * 2)
     spaces_of = {"t": spaces.Discrete(9), "place": spaces.Box(0, 9, (2,)), "stage": spaces.Text(9)}
-    batch = collect(lambda: OneInfo(next(lengths)), num_envs=2, frames_per_batch=16, info=spaces_of)["next", "info"]
+    batch = collect(
+        lambda: OneInfo(next(lengths)), num_envs=2, frames_per_batch=16, info=spaces_of
+    )["next", "info"]
     assert batch["t"].tolist() == [[1, 2, 3, 1, 2, 3, 1, 2], [1, 2, 3, 4] * 2]
     assert batch["place"][..., 0].tolist() == [[3] * 8, [4] * 8]
     assert batch["place"][..., 1].tolist() == batch["t"].tolist()
-    assert list(batch["stage"]) == [["on", "on", "end"] * 2 + ["on", "on"], ["on", "on", "on", "end"] * 2]
+    assert list(batch["stage"]) == [
+        ["on", "on", "end"] * 2 + ["on", "on"],
+        ["on", "on", "on", "end"] * 2,
+    ]
 
 
 class TestInfos(EnvContract):
@@ -190,7 +216,9 @@ class TestVectorOfObjects(EnvContract):
     steps = 8
 
     def make_env(self) -> Any:
-        each = spaces.Tuple((spaces.Graph(spaces.Box(0, 1, (2,)), None), spaces.Sequence(spaces.Discrete(5))))
+        each = spaces.Tuple(
+            (spaces.Graph(spaces.Box(0, 1, (2,)), None), spaces.Sequence(spaces.Discrete(5)))
+        )
         make = lambda: SpaceEnv(copy.deepcopy(each), spaces.Discrete(2))  # noqa: E731
         return SyncVectorEnv([make] * 2, autoreset_mode=AutoresetMode.SAME_STEP)
 
@@ -202,7 +230,9 @@ def test_objects_that_cannot_be_copied_are_refused_by_name() -> None:
             return ({"lock": threading.Lock()} if self.t == 2 else [self.t], *rest)
 
     with Collector(lambda: Locked("list"), None, num_envs=1, frames_per_batch=4) as collector:
-        with pytest.raises(BadEnvOutput, match=r"Locked\[0\].*observation is a _?thread.lock .*__deepcopy__"):
+        with pytest.raises(
+            BadEnvOutput, match=r"Locked\[0\].*observation is a _?thread.lock .*__deepcopy__"
+        ):
             collector.rollout()
         assert collector.stats().in_flight == 1
 
@@ -223,7 +253,7 @@ def test_environments_that_empty_their_reset_options(wrap: Any) -> None:
     assert given == {"start": [5]}
 
 
-# --- environments that change their actions -------------------------------------------------------------
+# --- environments that change their actions -------------------------------------------------------
 
 
 class Takes(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -267,7 +297,9 @@ ACTIONS = {
     "box": spaces.Box(-1, 1, (3,)),
     "dict": spaces.Dict({"a": spaces.Box(-1, 1, (2,)), "b": spaces.MultiDiscrete([3, 4])}),
     "graph": spaces.Graph(spaces.Box(-1, 1, (2,)), None),
-    "with objects": spaces.Dict({"a": spaces.Box(-1, 1, (2,)), "g": spaces.Sequence(spaces.Box(0, 1, (1,)))}),
+    "with objects": spaces.Dict(
+        {"a": spaces.Box(-1, 1, (2,)), "g": spaces.Sequence(spaces.Box(0, 1, (1,)))}
+    ),
 }
 
 
@@ -290,7 +322,7 @@ def test_environments_that_change_their_actions(space: str, batch: str) -> None:
             assert total(stored) == pytest.approx(float(rows["next", "reward"][b, t, 0]), abs=1e-5)
 
 
-# --- TorchRL --------------------------------------------------------------------------------------------
+# --- TorchRL --------------------------------------------------------------------------------------
 
 
 def torchrl_env() -> Any:
@@ -341,7 +373,7 @@ def test_torchrl_environments_with_objects() -> None:
     assert batch["action"].max() < 2
 
 
-# --- what the user gets ---------------------------------------------------------------------------------
+# --- what the user gets ---------------------------------------------------------------------------
 
 
 def every_object(batch: Any) -> Iterator[Any]:
@@ -367,7 +399,9 @@ def test_what_the_user_does_to_objects_of_a_batch_is_in_no_other(where: str) -> 
         options["on_step"] = lambda step: shown.append(copy.deepcopy(step["observation"]))
     elif where != "loop":
         options[where] = lambda item: (shown.append(item), spoil_objects(item))[2:] or None
-    with Collector(partial(InPlace, "graph"), None, num_envs=2, frames_per_batch=14, **options) as collector:
+    with Collector(
+        partial(InPlace, "graph"), None, num_envs=2, frames_per_batch=14, **options
+    ) as collector:
         for first in ([0, 1, 2, 0, 1, 2, 0], [1, 2, 0, 1, 2, 0, 1], [2, 0, 1, 2, 0, 1, 2]):
             batch = next(iter(collector))
             if where not in ("on_batch", "postproc"):
@@ -386,7 +420,9 @@ def test_observations_and_next_observations_are_different_objects() -> None:
 
 
 def test_final_observations_are_the_users() -> None:
-    with Collector(partial(InPlace, "custom"), None, num_envs=2, frames_per_batch=10, compact_obs=True) as collector:
+    with Collector(
+        partial(InPlace, "custom"), None, num_envs=2, frames_per_batch=10, compact_obs=True
+    ) as collector:
         for expected in ([3, 2], [3, 3, 1]):
             collector.rollout()
             for _ in range(2):
@@ -404,10 +440,17 @@ def test_what_a_hook_does_to_whole_episodes_is_not_in_their_batch(form: str) -> 
         episode["next", "reward"].zero_()
         return {"length": torch.full((len(episode),), len(episode))}
 
-    options = {"frames_per_batch": 14, "trajs_per_batch": 4, "traj_format": form, "on_episode_done": hook}
+    options = {
+        "frames_per_batch": 14,
+        "trajs_per_batch": 4,
+        "traj_format": form,
+        "on_episode_done": hook,
+    }
     with Collector(partial(InPlace, "graph"), None, num_envs=2, **options) as collector:
         batch = next(iter(collector))
-    found = [int(each.nodes[0, 0]) for each in batch.reshape(-1).get(("next", "observation")).tolist()]
+    found = [
+        int(each.nodes[0, 0]) for each in batch.reshape(-1).get(("next", "observation")).tolist()
+    ]
     assert found == [1, 2, 3] * 4
     assert (batch["next", "reward"] == 1).all()
     assert (batch["length"] == 3).all()
@@ -436,10 +479,14 @@ def test_text_is_kept_where_an_environment_goes_on_after_a_lost_life() -> None:
         first, second = collector.rollout(), collector.rollout()
     assert [row[:2] for row in first["info", "stage"]] == [["begin", "on"]] * 2
     assert [row[:2] for row in second["info", "stage"]] == [["on", "on"]] * 2
-    assert first["next", "observation"][:, 1].tolist() == second["observation"][:, 0].tolist() == [[9, 2]] * 2
+    assert (
+        first["next", "observation"][:, 1].tolist()
+        == second["observation"][:, 0].tolist()
+        == [[9, 2]] * 2
+    )
 
 
-# --- policies that keep and change objects ----------------------------------------------------------------
+# --- policies that keep and change objects --------------------------------------------------------
 
 
 def test_objects_that_policies_get_are_theirs() -> None:
@@ -483,7 +530,7 @@ def test_objects_that_policies_return_are_copied() -> None:
     assert row == [0, 1, 2, 0, 1, 2, 0]
 
 
-# --- the facades of vector environments ---------------------------------------------------------------------
+# --- the facades of vector environments -----------------------------------------------------------
 
 
 class Reuses(InfoEnv):
@@ -507,7 +554,11 @@ class Reuses(InfoEnv):
 
 
 def test_final_infos_and_observations_of_vector_environments() -> None:
-    envs = VectorEnv([partial(Reuses, 2), partial(Reuses, 3)], num_workers=1, autoreset_mode=AutoresetMode.SAME_STEP)
+    envs = VectorEnv(
+        [partial(Reuses, 2), partial(Reuses, 3)],
+        num_workers=1,
+        autoreset_mode=AutoresetMode.SAME_STEP,
+    )
     try:
         envs.reset(seed=0)
         for t in range(1, 7):
@@ -527,7 +578,9 @@ def test_final_infos_and_observations_of_vector_environments() -> None:
 
 
 class OneMemory(CountingEnv):
-    """All environments of the class observe in the same array, which a failing step has written into."""
+    """All environments of the class observe in the same array, which a failing step has written
+    into.
+    """
 
     memory = np.zeros(2, np.float32)
 
@@ -549,7 +602,9 @@ class OneMemory(CountingEnv):
 
 def test_observations_of_vector_environments_in_memory_that_they_share() -> None:
     lengths = [partial(OneMemory, 5, 0), partial(OneMemory, 9, 3)]
-    envs = VectorEnv(lengths, num_workers=1, on_failure="restart", autoreset_mode=AutoresetMode.SAME_STEP)
+    envs = VectorEnv(
+        lengths, num_workers=1, on_failure="restart", autoreset_mode=AutoresetMode.SAME_STEP
+    )
     try:
         obs, _ = envs.reset(seed=0)
         assert obs.tolist() == [[5, 0], [9, 0]]

@@ -1,4 +1,6 @@
-"""What links over torch RPC do besides what all links do: agents, members, ports, ends of programs, users' agents."""
+"""What links over torch RPC do besides what all links do: agents, members, ports, ends of programs,
+users' agents.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,9 @@ class TestMembers:
         ]
         assert [end.receive().message for _ in range(2)] == [b"first", b"second"]
         assert (memory == sent).all()
-        assert [answer.done() for answer in answers] == [True, False, True], "answered as they are read"
+        assert [answer.done() for answer in answers] == [True, False, True], (
+            "answered as they are read"
+        )
         end.close()
         assert answers[1].value() == 0, "closed after no message"
         assert rpc_link.deliver(("here", True), 3, b"late", 0, None).value() == 0
@@ -139,7 +143,9 @@ class TestMembers:
         from muster.cluster import rpc_link
 
         link = connected(nodes("echo"))
-        for tag, size in enumerate([1, rpc_link.SMALL, rpc_link.SMALL + 1, rpc_link.PART, rpc_link.PART + 1], 1):
+        for tag, size in enumerate(
+            [1, rpc_link.SMALL, rpc_link.SMALL + 1, rpc_link.PART, rpc_link.PART + 1], 1
+        ):
             sent = pattern(size, tag)
             link.send(b"take", Block(sent), tag)
             got = link.receive().block
@@ -180,7 +186,9 @@ class TestOptions:
         host = _other_address()
         before = listening(os.getpid())
         options: dict[str, Any] = {"frames_per_batch": 10, "launcher": "manual", "token": b"x" * 32}
-        with pytest.raises(BadOption, match=r"without a token.*trust_network=True.*DistributedCollector"):
+        with pytest.raises(
+            BadOption, match=r"without a token.*trust_network=True.*DistributedCollector"
+        ):
             RPCCollector([CountingEnv], None, bind=host, **options)
         assert listening(os.getpid()) == before
 
@@ -188,7 +196,13 @@ class TestOptions:
         from muster.cluster.rpc_nodes import _lease
 
         before = listening(os.getpid())
-        told = {"trust_network": False, "main": ["m", 0, ""], "node": ["n", 1], "options": {}, "device": None}
+        told = {
+            "trust_network": False,
+            "main": ["m", 0, ""],
+            "node": ["n", 1],
+            "options": {},
+            "device": None,
+        }
         with pytest.raises(BadOption, match="would open a port at 192.0.2.7.*trust_network=True"):
             _lease(told, "192.0.2.7")
         assert listening(os.getpid()) == before
@@ -196,7 +210,9 @@ class TestOptions:
     def test_an_address_that_is_no_interfaces_own_is_refused(self):
         from muster.cluster.rpc_agent import AgentLease, Settings
 
-        with pytest.raises(BadOption, match="192.0.2.7 is not the first IPv4 address of an interface"):
+        with pytest.raises(
+            BadOption, match="192.0.2.7 is not the first IPv4 address of an interface"
+        ):
             AgentLease("somebody", 0, Settings("192.0.2.7"))
         assert not torch._C._distributed_rpc._is_current_rpc_agent_set()
 
@@ -233,7 +249,10 @@ def test_methods_are_found_by_the_name_of_the_decorated_class():
     from muster.compat.torchrl._utils import accept_remote_rref_udf_invocation
 
     assert pickle.loads(pickle.dumps(RPCCollector.next)) is RPCCollector.next
-    assert pickle.loads(pickle.dumps(RPCCollector.update_policy_weights_)) is RPCCollector.update_policy_weights_
+    assert (
+        pickle.loads(pickle.dumps(RPCCollector.update_policy_weights_))
+        is RPCCollector.update_policy_weights_
+    )
 
     class Base:
         def value(self):
@@ -254,10 +273,14 @@ def test_methods_are_found_by_the_name_of_the_decorated_class():
 
     assert Decorated.value is not Base.value
     assert Decorated.__dict__.keys().isdisjoint({"_own"})
-    assert (Decorated().value(), Decorated.plain(3), Inherits().value()) == ("base", 3, "inherits base")
+    assert (Decorated().value(), Decorated.plain(3), Inherits().value()) == (
+        "base",
+        3,
+        "inherits base",
+    )
 
 
-# --- programs ---------------------------------------------------------------------------------------
+# --- programs -------------------------------------------------------------------------------------
 
 
 def run(*arguments: str, status: int = 0) -> tuple[dict[str, Any], str]:
@@ -269,7 +292,9 @@ def started(*arguments: str) -> subprocess.Popen[str]:
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM, *arguments]
     env = os.environ | {"PYTHONPATH": path, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def ended(program: subprocess.Popen[str], status: int = 0) -> tuple[dict[str, Any], str]:
@@ -300,7 +325,14 @@ def group(name: str, world: int, *more: str, killed: bool = False) -> dict[str, 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    "how", ["", *(pytest.param(how, marks=pytest.mark.slow) for how in ("error", "called", "stopped", "fork"))]
+    "how",
+    [
+        "",
+        *(
+            pytest.param(how, marks=pytest.mark.slow)
+            for how in ("error", "called", "stopped", "fork")
+        ),
+    ],
 )
 def test_a_program_that_does_not_shut_down_ends_with_its_own_status(how):
     """Also while a function of the user's is executed by the agent, and in a fork."""
@@ -327,7 +359,9 @@ def test_collectors_share_an_agent_and_the_user_can_have_one_afterwards():
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_trusted_network():
-    """Agents listen at the address that was given, and nowhere else; torch does not change it within a process."""
+    """Agents listen at the address that was given, and nowhere else; torch does not change it
+    within a process.
+    """
     host = _other_address()
     found, _ = run("trusts", host)
     assert found["own"] == [host]
@@ -364,5 +398,7 @@ def test_nothing_is_left_of_agents(nodes):
         link.close()
         carrier.close()
     assert not torch._C._distributed_rpc._is_current_rpc_agent_set()
-    wait_until(lambda: threading.active_count() <= before[0])  # threads that other tests have left may end
+    wait_until(
+        lambda: threading.active_count() <= before[0]
+    )  # threads that other tests have left may end
     assert listening(os.getpid()) == before[1]

@@ -81,7 +81,11 @@ class TestAgents(EnvContract):
 def test_episodes_have_the_columns_of_batches() -> None:
     """Rollouts have all flags; those that the environment does not have are shown nowhere."""
     episodes: list[Any] = []
-    options: dict[str, Any] = {"frames_per_batch": 64, "seed": 0, "on_episode_done": episodes.append}
+    options: dict[str, Any] = {
+        "frames_per_batch": 64,
+        "seed": 0,
+        "on_episode_done": episodes.append,
+    }
     with Collector(lambda: mocks.CountingEnv(max_steps=3), None, **options) as collector:
         batch = collector.next()
     assert ("next", "truncated") not in batch.keys(True)

@@ -28,7 +28,9 @@ from tests.waits import open_files, wait_until
 PATIENCE = 60.0
 BIG = {"w": torch.zeros(3_000_000), "v": torch.zeros(3_000_000)}
 DTYPES = [
-    d for d in vars(torch).values() if isinstance(d, torch.dtype) and not str(d).startswith(("torch.q", "torch.bits"))
+    d
+    for d in vars(torch).values()
+    if isinstance(d, torch.dtype) and not str(d).startswith(("torch.q", "torch.bits"))
 ]
 
 
@@ -72,7 +74,7 @@ class Reader:
         self.subscriber.close()
 
 
-# --- sides: where a reader lives --------------------------------------------------------------------
+# --- sides: where a reader lives ------------------------------------------------------------------
 
 
 class ThreadSide:
@@ -98,7 +100,9 @@ class ProcessSide:
         self.socket.settimeout(PATIENCE)
         code = f"from tests.contract.test_weight_transports import serve; serve({there.fileno()})"
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(["", *sys.path])}
-        self.process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[there.fileno()], env=env)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code], pass_fds=[there.fileno()], env=env
+        )
         there.close()
         self.opened = 0
 
@@ -135,7 +139,10 @@ def serve(fd: int) -> None:
             try:
                 if method == "open":
                     ticket, shapes = rest
-                    like = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+                    like = {
+                        name: torch.empty(shape, dtype=dtype)
+                        for name, (shape, dtype) in shapes.items()
+                    }
                     readers[number] = Reader(ticket, fds, like)
                     for one in fds:
                         os.close(one)
@@ -173,11 +180,12 @@ def pair(side: Any, scheme: Any) -> Iterator[tuple[Any, list[Any]]]:
 
 def same(taken: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
     return all(
-        torch.equal(taken[name], tensor) and taken[name].dtype == tensor.dtype for name, tensor in expected.items()
+        torch.equal(taken[name], tensor) and taken[name].dtype == tensor.dtype
+        for name, tensor in expected.items()
     )
 
 
-# --- the contract -----------------------------------------------------------------------------------
+# --- the contract ---------------------------------------------------------------------------------
 
 
 def test_the_first_weights_are_those_that_the_publisher_was_made_with(pair):
@@ -294,7 +302,10 @@ def test_a_subscriber_outlives_the_publisher(pair):
         (lambda w: w.pop("mask"), "named differently"),
         (lambda w: w.update(other=w.pop("mask")), "named differently"),
         (lambda w: w.update(more=torch.ones(1)), "named differently"),
-        (lambda w: w.update(mask=torch.ones(3)), "mask has shape .3,. and dtype torch.float32, expected .* torch.bool"),
+        (
+            lambda w: w.update(mask=torch.ones(3)),
+            "mask has shape .3,. and dtype torch.float32, expected .* torch.bool",
+        ),
         (lambda w: w.update(weight=torch.ones(3, 2)), "weight has shape .3, 2."),
     ],
 )
@@ -346,7 +357,12 @@ def test_a_stopped_worker_gets_the_newest_when_it_goes_on(side, scheme):
     taken = takers[0]("extremes")
     assert taken[1] in ([0, 0], [5, 5]), "not torn"
     assert (taken[0] or takers[0]("extremes")[0]) == 5
-    for closing in (lambda: takers[0]("close"), lambda: takers[1]("close"), here.close, publisher.close):
+    for closing in (
+        lambda: takers[0]("close"),
+        lambda: takers[1]("close"),
+        here.close,
+        publisher.close,
+    ):
         closing()
 
 
@@ -372,7 +388,11 @@ def test_a_publisher_that_is_killed_in_the_middle_has_changed_nothing():
 
             class Deadly(dict):  # type: ignore[type-arg]
                 def __getitem__(self, name: str) -> Any:
-                    if name == "b" and publisher._buffers and min(b.sequence for b in publisher._buffers.values()) < 0:
+                    if (
+                        name == "b"
+                        and publisher._buffers
+                        and min(b.sequence for b in publisher._buffers.values()) < 0
+                    ):
                         os.kill(os.getpid(), signal.SIGKILL)
                     return super().__getitem__(name)
 
@@ -448,7 +468,10 @@ def test_publishes_before_a_reader_has_marked_what_it_reads(publishes):
         subscriber._buffers[offset] = Slow(buffer.memory, publisher._manifest)
     into = Meddling(PAIR, lambda: publisher.publish(weights(100, PAIR), 100))
     assert subscriber.take(into) == publishes + 1
-    assert [tensor.unique().tolist() for tensor in into.values()] == [[publishes + 1], [publishes + 1]]
+    assert [tensor.unique().tolist() for tensor in into.values()] == [
+        [publishes + 1],
+        [publishes + 1],
+    ]
     subscriber.close()
     publisher.close()
 

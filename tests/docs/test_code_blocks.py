@@ -1,16 +1,17 @@
 """Every code block of the documentation runs.
 
-Python blocks of one file run in order, in one namespace, in an empty folder. Two HTML comments, which
-a reader of the rendered page does not see, stand on lines of their own before a block::
+Python blocks of one file run in order, in one namespace, in an empty folder. Two HTML comments,
+which a reader of the rendered page does not see, stand on lines of their own before a block::
 
     <!-- run-before
     my_ppo_loss = lambda batch: 0.0
     -->
 
-runs that code first; ``<!-- not-run: needs a GPU -->`` leaves out the next block, for the given reason.
-``<!-- run-rows -->`` before a table runs the code in its last column, row by row.
+runs that code first; ``<!-- not-run: needs a GPU -->`` leaves out the next block, for the given
+reason. ``<!-- run-rows -->`` before a table runs the code in its last column, row by row.
 
-Shell blocks: a ``make`` target must be one that ``.ci/run`` runs; ``muster`` commands run, in an empty folder.
+Shell blocks: a ``make`` target must be one that ``.ci/run`` runs; ``muster`` commands run, in an
+empty folder.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ def blocks(page: Path) -> list[Block]:
         line = text.count("\n", 0, part.start(group)) + 1
         if group == "before" or not skip:
             indent = part["indent"] or ""
-            code = "".join(row.removeprefix(indent) for row in part[group].splitlines(keepends=True))
+            code = "".join(
+                row.removeprefix(indent) for row in part[group].splitlines(keepends=True)
+            )
             found.append(Block(page, line, language, code))
         skip = skip and group == "before"
     return found
@@ -86,12 +89,18 @@ def _cells(page: Path, line: int, rows: str) -> list[Block]:
 def commands(block: Block) -> list[list[str]]:
     """The commands of a shell block, without comments and prompts."""
     lines = block.code.replace("\\\n", " ").splitlines()
-    return [words for line in lines if (words := shlex.split(line.removeprefix("$ "), comments=True))]
+    return [
+        words for line in lines if (words := shlex.split(line.removeprefix("$ "), comments=True))
+    ]
 
 
 PYTHON = {page: [b for b in blocks(page) if b.language == "python"] for page in PAGES}
 COMMANDS = [
-    (block, words) for page in PAGES for block in blocks(page) if block.language in SHELL for words in commands(block)
+    (block, words)
+    for page in PAGES
+    for block in blocks(page)
+    if block.language in SHELL
+    for words in commands(block)
 ]
 
 
@@ -108,13 +117,15 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
         exec(compile(padded, str(page), "exec"), namespace)
 
 
-@pytest.mark.parametrize(("block", "words"), [pytest.param(b, w, id=f"{b} {shlex.join(w)}") for b, w in COMMANDS])
+@pytest.mark.parametrize(
+    ("block", "words"), [pytest.param(b, w, id=f"{b} {shlex.join(w)}") for b, w in COMMANDS]
+)
 def test_shell_commands_are_run_by_ci(block: Block, words: list[str], tmp_path: Path) -> None:
     match words:
         case ["make", target, *_]:
-            assert re.search(rf"^make {target}\b", (ROOT / ".ci" / "run").read_text("utf-8"), re.MULTILINE), (
-                f"{block}: .ci/run does not run `make {target}`"
-            )
+            assert re.search(
+                rf"^make {target}\b", (ROOT / ".ci" / "run").read_text("utf-8"), re.MULTILINE
+            ), f"{block}: .ci/run does not run `make {target}`"
         case ["muster", *arguments]:
             program = Path(sys.executable).with_name("muster")
             done = subprocess.run(
@@ -128,7 +139,9 @@ def test_shell_commands_are_run_by_ci(block: Block, words: list[str], tmp_path: 
             )
             assert done.returncode == 0, f"{block}: {shlex.join(words)}\n{done.stdout}"
         case _:
-            pytest.fail(f"{block}: nothing runs `{shlex.join(words)}`; mark the block with <!-- not-run: reason -->")
+            pytest.fail(
+                f"{block}: nothing runs `{shlex.join(words)}`; mark the block with <!-- not-run: reason -->"
+            )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -141,4 +154,7 @@ def test_links_inside_the_repository_lead_somewhere(page: Path) -> None:
 def test_the_readme_has_the_blocks_this_file_is_for() -> None:
     readme = ROOT / "README.md"
     assert any("Collector" in block.code for block in PYTHON[readme])
-    assert [words for block, words in COMMANDS if block.page == readme][:2] == [["make", "demo"], ["make", "test"]]
+    assert [words for block, words in COMMANDS if block.page == readme][:2] == [
+        ["make", "demo"],
+        ["make", "test"],
+    ]

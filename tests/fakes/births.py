@@ -1,4 +1,6 @@
-"""For fork servers that import this: the next keeper or worker is killed at its birth, if the plan says so."""
+"""For fork servers that import this: the next keeper or worker is killed at its birth, if the plan
+says so.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The counterpart of fakes: the same environments as plain Gymnasium ones, which say what the others should give."""
+"""The counterpart of fakes: the same environments as plain Gymnasium ones, which say what the
+others should give.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from muster.testing import ChainEnv
 
 
 class OneWayChain(ChainEnv):
-    """A ``ChainEnv`` whose episodes are never terminated and truncated at once: not every API can say both.
+    """A ``ChainEnv`` whose episodes are never terminated and truncated at once: not every API can
+    say both.
 
     Args:
         wins: the flag that stays where ``ChainEnv`` sets both.
@@ -36,7 +39,11 @@ class DictChain(OneWayChain):
         self.observation_space = self._parts(self.observation_space, spaces.Box(0, 99, (1,)))
 
     def _parts(self, chain: Any, t: Any) -> Any:
-        return spaces.Dict({"chain": chain, "t": t}) if isinstance(t, spaces.Space) else {"chain": chain, "t": t}
+        return (
+            spaces.Dict({"chain": chain, "t": t})
+            if isinstance(t, spaces.Space)
+            else {"chain": chain, "t": t}
+        )
 
     def reset(self, **options: Any) -> Any:
         obs, info = super().reset(**options)
@@ -53,7 +60,9 @@ class TupleChain(DictChain):
 
 
 class StackedChain(OneWayChain):
-    """The last ``n`` observations in one row, zeros where there were none: what ``VecFrameStack`` does."""
+    """The last ``n`` observations in one row, zeros where there were none: what ``VecFrameStack``
+    does.
+    """
 
     def __init__(self, n: int = 3) -> None:
         super().__init__()

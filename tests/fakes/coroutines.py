@@ -1,4 +1,6 @@
-"""Environments whose methods are coroutines: any Gymnasium environment behind a wait of changing length, and faults."""
+"""Environments whose methods are coroutines: any Gymnasium environment behind a wait of changing
+length, and faults.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ class Awaited:
     made = 0
 
     def __init__(self, env: Any) -> None:
-        self.env, self.observation_space, self.action_space = env, env.observation_space, env.action_space
+        self.env, self.observation_space, self.action_space = (
+            env,
+            env.observation_space,
+            env.action_space,
+        )
         self.turns, Awaited.made = Awaited.made % 4, Awaited.made + 1
         self.log: list[str] = []
 
@@ -46,9 +52,13 @@ class Awaited:
 
 
 class FaultyEnv(Awaited):
-    """Counts, and at step ``at`` of its life (-1: in ``reset``) does ``fault``, a coroutine function of itself."""
+    """Counts, and at step ``at`` of its life (-1: in ``reset``) does ``fault``, a coroutine
+    function of itself.
+    """
 
-    def __init__(self, fault: Callable[[FaultyEnv], Any] | None = None, at: int = 2, length: int = 10**6) -> None:
+    def __init__(
+        self, fault: Callable[[FaultyEnv], Any] | None = None, at: int = 2, length: int = 10**6
+    ) -> None:
         super().__init__(CountingEnv(length))
         self.fault, self.at = fault, at
 

@@ -1,4 +1,6 @@
-"""An environment that says which action it was given, and a recurrent policy whose actions say what it has seen."""
+"""An environment that says which action it was given, and a recurrent policy whose actions say what
+it has seen.
+"""
 
 from __future__ import annotations
 

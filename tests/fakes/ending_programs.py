@@ -1,8 +1,10 @@
-"""Programs that end while Muster is at work: ``python -m tests.fakes.ending_programs REPORT NAME/END ...``.
+"""Programs that end while Muster is at work: ``python -m tests.fakes.ending_programs REPORT
+NAME/END ...``.
 
-Each runs in a fork of this process, which has imported everything and started nothing, up to the real end of its
-interpreter. REPORT gets a JSON object: for each program its exit status (None: it had to be killed), what it has
-written to standard error, and the seconds from the end of its main thread's work to the end of the process.
+Each runs in a fork of this process, which has imported everything and started nothing, up to the
+real end of its interpreter. REPORT gets a JSON object: for each program its exit status (None: it
+had to be killed), what it has written to standard error, and the seconds from the end of its main
+thread's work to the end of the process.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from muster.testing import CountingEnv
 from tests.waits import wait_until
 
 with contextlib.suppress(ImportError):
-    # If it is installed, an exit handler of torch imports it. That runs code from a string, whereupon CPython forgets
-    # that the program was ended by Ctrl-C, and ends with status 1.
+    # If it is installed, an exit handler of torch imports it. That runs code from a string,
+    # whereupon CPython forgets that the program was ended by Ctrl-C, and ends with status 1.
     import tabulate  # noqa: F401
 
 LIMIT_S = 90.0
@@ -88,7 +90,13 @@ def options(**more: Any) -> dict[str, Any]:
 
 
 def in_background(
-    kind: Any, env: Any = "CartPole-v1", *, policy: Any = ..., frames: int = 64, buffer: Any = None, **more: Any
+    kind: Any,
+    env: Any = "CartPole-v1",
+    *,
+    policy: Any = ...,
+    frames: int = 64,
+    buffer: Any = None,
+    **more: Any,
 ) -> Any:
     buffer = buffer or LastBatches()
     policy = muster.policies.categorical(net()) if policy is ... else policy
@@ -167,7 +175,13 @@ def async_process() -> None:
 
 
 def threads() -> None:
-    in_background(muster.MultiSyncCollector, ["CartPole-v1"] * 2, num_envs=32, backend="threads", frames_per_batch=640)
+    in_background(
+        muster.MultiSyncCollector,
+        ["CartPole-v1"] * 2,
+        num_envs=32,
+        backend="threads",
+        frames_per_batch=640,
+    )
 
 
 def threads_ahead() -> None:
@@ -188,13 +202,19 @@ def served() -> None:
 
 
 def nodes() -> None:
-    in_background(muster.DistributedCollector, ["CartPole-v1"] * 2, launcher="mp", on_failure="restart")
+    in_background(
+        muster.DistributedCollector, ["CartPole-v1"] * 2, launcher="mp", on_failure="restart"
+    )
 
 
 def nodes_with_large_batches() -> None:
     """They are in torch, in threads of gloo and of Muster, most of the time."""
     in_background(
-        muster.DistributedCollector, ["CartPole-v1"] * 2, launcher="mp", num_envs=512, frames_per_batch=1 << 17
+        muster.DistributedCollector,
+        ["CartPole-v1"] * 2,
+        launcher="mp",
+        num_envs=512,
+        frames_per_batch=1 << 17,
     )
 
 
@@ -212,7 +232,9 @@ def policy_server() -> None:
 
 
 def evaluator() -> None:
-    made = muster.Evaluator("CartPole-v1", muster.policies.categorical(net()), episodes=3, num_workers=1)
+    made = muster.Evaluator(
+        "CartPole-v1", muster.policies.categorical(net()), episodes=3, num_workers=1
+    )
     made.trigger()
     KEPT.append(made)
 

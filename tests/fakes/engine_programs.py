@@ -1,7 +1,9 @@
-"""Programs that collect on nodes of other machines: ``python -m tests.fakes.engine_programs ENGINE ADDRESS``.
+"""Programs that collect on nodes of other machines: ``python -m tests.fakes.engine_programs ENGINE
+ADDRESS``.
 
-ADDRESS is that of Ray's head, or where nodes join. The last line of standard output is a JSON object; see ``run``.
-Without an engine ("workers"), the same is collected by workers of this machine.
+ADDRESS is that of Ray's head, or where nodes join. The last line of standard output is a JSON
+object; see ``run``. Without an engine ("workers"), the same is collected by workers of this
+machine.
 """
 
 from __future__ import annotations
@@ -45,7 +47,11 @@ def collector(engine: str, address: str, policy: Any) -> Any:
     if engine == "ray":
         told = {"address": address, "log_to_driver": False}
         return RayCollector(
-            [Wide] * NODES, policy, ray_init_config=told, remote_configs={"num_cpus": 1, "memory": 2**28}, **options
+            [Wide] * NODES,
+            policy,
+            ray_init_config=told,
+            remote_configs={"num_cpus": 1, "memory": 2**28},
+            **options,
         )
     bind, _, port = address.partition(":")
     options |= {"transport": engine, "launcher": "manual", "bind": bind, "tcp_port": int(port)}

@@ -1,9 +1,11 @@
-"""A fake of EnvPool's "gymnasium" type, as of version 1.2.5: Python environments behind its interface.
+"""A fake of EnvPool's "gymnasium" type, as of version 1.2.5: Python environments behind its
+interface.
 
-``tests/unit/test_envpool.py`` runs the contract on the real package too where it is installed. Compared with it by
-hand: the classes it derives from; NEXT_STEP autoreset, and that ``reset(env_id)`` (rows of those only, in that order)
-takes the place of a pending one; ``info["env_id"]`` and ``info["elapsed_step"]``; float32 rewards; int32 for Discrete
-and bool for MultiBinary; seeds from the config alone; that no returned array changes later. ``recv`` returns
+``tests/unit/test_envpool.py`` runs the contract on the real package too where it is installed.
+Compared with it by hand: the classes it derives from; NEXT_STEP autoreset, and that
+``reset(env_id)`` (rows of those only, in that order) takes the place of a pending one;
+``info["env_id"]`` and ``info["elapsed_step"]``; float32 rewards; int32 for Discrete and bool for
+MultiBinary; seeds from the config alone; that no returned array changes later. ``recv`` returns
 ``batch_size`` of the environments that were sent an action, in a seeded order. Left out: threads.
 """
 
@@ -41,8 +43,8 @@ class GymnasiumEnvPool(EnvPoolMixin, VectorEnv[Any, Any, Any], gymnasium.Env[Any
         max_num_players: only shown in ``config``.
         shuffled: rows come in an order of their own, which ``info["env_id"]`` tells.
         foreign: ``info["env_id"]`` names environments that were not asked for.
-        order: seed of the order in which environments are ready; environments of low number are ready earlier on
-            average.
+        order: seed of the order in which environments are ready; environments of low number are
+            ready earlier on average.
 
     Attributes:
         resets: the environments each ``reset`` was called with.
@@ -66,7 +68,10 @@ class GymnasiumEnvPool(EnvPoolMixin, VectorEnv[Any, Any, Any], gymnasium.Env[Any
         order: int = 0,
     ) -> None:
         self.envs = [make() for _ in range(num_envs)]
-        self.observation_space, self.action_space = self.envs[0].observation_space, self.envs[0].action_space
+        self.observation_space, self.action_space = (
+            self.envs[0].observation_space,
+            self.envs[0].action_space,
+        )
         self.config = {
             "num_envs": num_envs,
             "batch_size": batch_size or num_envs,
@@ -101,12 +106,16 @@ class GymnasiumEnvPool(EnvPoolMixin, VectorEnv[Any, Any, Any], gymnasium.Env[Any
 
     def send(self, actions: Any, env_id: Any) -> None:
         for i, action in zip(env_id.tolist(), actions, strict=True):
-            assert i not in self._sent, f"a second action for environment {i}, which has not returned the first"
+            assert i not in self._sent, (
+                f"a second action for environment {i}, which has not returned the first"
+            )
             self._sent[i] = action
 
     def recv(self) -> Any:
         count = self.config["batch_size"]
-        assert len(self._sent) >= count, f"{len(self._sent)} environments were sent an action: this waits forever"
+        assert len(self._sent) >= count, (
+            f"{len(self._sent)} environments were sent an action: this waits forever"
+        )
         if self.fails:
             self.fails = False
             raise RuntimeError("the pool failed")
@@ -118,7 +127,9 @@ class GymnasiumEnvPool(EnvPoolMixin, VectorEnv[Any, Any, Any], gymnasium.Env[Any
         actions = {i: self._sent.pop(i) for i in chosen}
         return self._answer(
             {
-                i: (self._begin(i), 0.0, False, False) if action is RESET else self._stepped(i, action)
+                i: (self._begin(i), 0.0, False, False)
+                if action is RESET
+                else self._stepped(i, action)
                 for i, action in actions.items()
             }
         )
@@ -152,6 +163,11 @@ class GymnasiumEnvPool(EnvPoolMixin, VectorEnv[Any, Any, Any], gymnasium.Env[Any
 
 def _batch(space: Any, values: Any) -> Any:
     if isinstance(space, spaces.Dict):
-        return {key: _batch(part, [value[key] for value in values]) for key, part in space.spaces.items()}
-    dtype = {spaces.Discrete: np.dtype(np.int32), spaces.MultiBinary: np.dtype(bool)}.get(type(space), space.dtype)
+        return {
+            key: _batch(part, [value[key] for value in values])
+            for key, part in space.spaces.items()
+        }
+    dtype = {spaces.Discrete: np.dtype(np.int32), spaces.MultiBinary: np.dtype(bool)}.get(
+        type(space), space.dtype
+    )
     return np.array(values).astype(dtype)

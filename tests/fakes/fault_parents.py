@@ -1,4 +1,5 @@
-"""Programs with a collector, for tests that kill them: ``python -m tests.fakes.fault_parents NAME FOLDER``.
+"""Programs with a collector, for tests that kill them: ``python -m tests.fakes.fault_parents NAME
+FOLDER``.
 
 Each says "ready" when it is where it is to be killed.
 """
@@ -18,18 +19,27 @@ from typing import Any
 
 import torch
 
-from muster import AsyncCollector, DistributedCollector, Evaluator, MultiAsyncCollector, MultiSyncCollector
+from muster import (
+    AsyncCollector,
+    DistributedCollector,
+    Evaluator,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+)
 from muster.testing import Fault, OracleEnv
 from tests.fakes import faults
 from tests.fakes.lost_nodes import NodeSignalled
 
 T = 20
 
-# Nothing is compiled here, and tensordict would import the compiler: 2 seconds of CPU time for each program.
+# Nothing is compiled here, and tensordict would import the compiler: 2 seconds of CPU time for each
+# program.
 torch.compiler.allow_in_graph = torch.compiler.assume_constant_result = lambda function: function
 
 
-def collector(folder: Path, fault: Fault | None = None, kind: Any = MultiSyncCollector, **options: Any) -> Any:
+def collector(
+    folder: Path, fault: Fault | None = None, kind: Any = MultiSyncCollector, **options: Any
+) -> Any:
     path = folder / "counts"
     factories = [partial(OracleEnv, path, 0, 1, fault), partial(OracleEnv, path, 1)]
     return kind(factories, None, frames_per_batch=2 * T, **options)
@@ -114,7 +124,11 @@ class KilledAt:
 
     def __call__(self, frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == self.event and code.co_name == self.function and code.co_filename.endswith(self.file):
+        if (
+            event == self.event
+            and code.co_name == self.function
+            and code.co_filename.endswith(self.file)
+        ):
             self.left -= 1
             if not self.left:
                 os.write(1, b"ready\n")
@@ -157,7 +171,12 @@ def never_shut_down(folder: Path) -> None:
 
 
 def thrown_away_with_a_hang(folder: Path) -> None:
-    made = collector(folder, Fault(faults.holds_the_gil, at=30), kind=MultiAsyncCollector, timeouts={"step": None})
+    made = collector(
+        folder,
+        Fault(faults.holds_the_gil, at=30),
+        kind=MultiAsyncCollector,
+        timeouts={"step": None},
+    )
     made.next()
     globals()["kept"] = made
     while OracleEnv.read(folder / "counts")[0, 1] < 31:
@@ -169,7 +188,9 @@ def served(folder: Path, kind: Any = MultiSyncCollector, do: Any = None) -> None
     """A server acts; it goes wrong in its 60th call."""
     policy = faults.FaultyPolicy(str(folder / "mark"), do or (lambda _: ready()), at=60)
     factories = [partial(OracleEnv, folder / "counts", number) for number in range(2)]
-    with kind(factories, policy, frames_per_batch=2 * T, inference="server", timeouts={"policy": None}) as made:
+    with kind(
+        factories, policy, frames_per_batch=2 * T, inference="server", timeouts={"policy": None}
+    ) as made:
         for _ in made:
             pass
 
@@ -216,7 +237,10 @@ def nodes_hung(folder: Path) -> None:
 
     watch(folder)
     with collector(
-        folder, Fault(NodeSignalled(signal.SIGSTOP), at=30), kind=async_nodes, timeouts={"heartbeat": 1000.0}
+        folder,
+        Fault(NodeSignalled(signal.SIGSTOP), at=30),
+        kind=async_nodes,
+        timeouts={"heartbeat": 1000.0},
     ) as made:
         for _ in made:
             pass

@@ -46,7 +46,12 @@ class Outcome:
         return len(self.batches[0]) == 2
 
     def check(
-        self, *, gaps: int = 0, undisturbed: Outcome | None = None, frames: int | None = FRAMES, unseen: int = 0
+        self,
+        *,
+        gaps: int = 0,
+        undisturbed: Outcome | None = None,
+        frames: int | None = FRAMES,
+        unseen: int = 0,
     ) -> Counter[tuple[int, int]]:
         """Nothing is lost, doubled or made up, and the other environment has noticed nothing.
 
@@ -61,7 +66,9 @@ class Outcome:
         assert stats.in_flight == 0
         assert stats.executed == stats.frames + sum(stats.discarded.values())
         assert stats.unseen <= unseen
-        assert stats.executed <= truth <= stats.executed + stats.unseen, "as the environments themselves have counted"
+        assert stats.executed <= truth <= stats.executed + stats.unseen, (
+            "as the environments themselves have counted"
+        )
         if undisturbed is not None:
             self.check_same(undisturbed)
         return rows
@@ -80,20 +87,38 @@ class Outcome:
     def rows_of(self, env: int) -> list[torch.Tensor]:
         """All columns of an environment, joined in time; ids but for their common factor."""
         lanes = [lane for batch in self.batches for lane in batch.reshape(-1, batch.shape[-1])]
-        mine = [lane for lane in lanes if lane["observation"][0, 0] == env and lane["collector", "traj_ids"].any()]
+        mine = [
+            lane
+            for lane in lanes
+            if lane["observation"][0, 0] == env and lane["collector", "traj_ids"].any()
+        ]
         keys = sorted(map(str, mine[0].keys(True, True)))
         named = {str(key): key for key in mine[0].keys(True, True)}
-        return [torch.cat([lane[named[key]] for lane in mine]) for key in keys if "valid" not in key]
+        return [
+            torch.cat([lane[named[key]] for lane in mine]) for key in keys if "valid" not in key
+        ]
 
 
 def run(
-    folder: Path, fault: Fault | None, kind: Any = MultiSyncCollector, counts: Path | None = None, **options: Any
+    folder: Path,
+    fault: Fault | None,
+    kind: Any = MultiSyncCollector,
+    counts: Path | None = None,
+    **options: Any,
 ) -> Outcome:
-    """Two environments in two workers, of which number 0 goes wrong; ``counts``: the file of other environments."""
+    """Two environments in two workers, of which number 0 goes wrong; ``counts``: the file of other
+    environments.
+    """
     path = counts or folder / f"counts-{time.monotonic_ns()}"
     factories = [partial(OracleEnv, path, 0, 1, fault), partial(OracleEnv, path, 1)]
     frames = 2 * T if kind is MultiSyncCollector else T
-    given = {"policy": None, "frames_per_batch": frames, "total_frames": FRAMES, "seed": 1, "crash_dir": folder}
+    given = {
+        "policy": None,
+        "frames_per_batch": frames,
+        "total_frames": FRAMES,
+        "seed": 1,
+        "crash_dir": folder,
+    }
     given["timeouts"] = deadlines(30.0)
     given |= {"create_env_fn": factories, **options}
     given = {key: value for key, value in given.items() if value is not LEFT_OUT}
@@ -129,7 +154,7 @@ MODES = ["raise", "restart", "drop"]
 ALL_DROPPED = "all workers have been dropped"  # after which nothing comes
 
 
-# --- processes --------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
 
 
 def alive(pid: int) -> bool:
@@ -153,7 +178,9 @@ def all_gone(pids: Any, within_s: float = 60.0) -> bool:
 
 
 def family(mark: str) -> list[int]:
-    """All living processes that were started with ``mark`` in their environment, and what they have forked."""
+    """All living processes that were started with ``mark`` in their environment, and what they have
+    forked.
+    """
     found = []
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         with contextlib.suppress(OSError):

@@ -92,7 +92,9 @@ def waits(_: object) -> None:
 
 
 def waits_for_a_signal(honest: Any) -> Any:
-    ctypes.PyDLL(None).sleep(1000)  # HERE (a simulator's blocking call; the signal that asks for the stack ends it)
+    ctypes.PyDLL(None).sleep(
+        1000
+    )  # HERE (a simulator's blocking call; the signal that asks for the stack ends it)
     return honest
 
 
@@ -105,7 +107,9 @@ def stops(_: object) -> None:
 
 
 class HasChild:
-    """Starts a program, as simulators do, and notes its pid in a file; ``detached``: in a session of its own."""
+    """Starts a program, as simulators do, and notes its pid in a file; ``detached``: in a session
+    of its own.
+    """
 
     def __init__(self, path: str, *, detached: bool = False) -> None:
         self.path, self.detached = path, detached

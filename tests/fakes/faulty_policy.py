@@ -10,7 +10,9 @@ from tests.fakes.faults import first_time
 
 
 class FaultyPolicy(torch.nn.Module):
-    """Chooses action 1; goes wrong in its call of number ``at``, once: where ``mark`` does not exist yet."""
+    """Chooses action 1; goes wrong in its call of number ``at``, once: where ``mark`` does not
+    exist yet.
+    """
 
     def __init__(self, mark: str, do: Any, at: int = 0) -> None:
         super().__init__()

@@ -41,7 +41,9 @@ class OddText(Exception):
 class Shy(Exception):
     """All that Python and Muster ask an exception for."""
 
-    __notes__ = __cause__ = __context__ = __suppress_context__ = env_index = phase = worker = property(_refuses)
+    __notes__ = __cause__ = __context__ = __suppress_context__ = env_index = phase = worker = (
+        property(_refuses)
+    )
 
 
 class Unreducible(Exception):
@@ -97,7 +99,9 @@ def inner_collector() -> NoReturn:
     from muster import Collector
     from muster.testing import FaultyEnv
 
-    with Collector(lambda: FaultyEnv(1, error=lambda: ValueError("inside")), None, frames_per_batch=4) as collector:
+    with Collector(
+        lambda: FaultyEnv(1, error=lambda: ValueError("inside")), None, frames_per_batch=4
+    ) as collector:
         collector.rollout()
     raise AssertionError("the inner collector raises")
 
@@ -144,7 +148,11 @@ BASES: dict[str, Callable[[], NoReturn]] = {
 }
 ALL = {**EXCEPTIONS, **BASES}
 T = 16  # rows of a rollout
-ROWS = (3, 8, 14)  # in which something is raised; not in the first, after which no row is left to be cut
+ROWS = (
+    3,
+    8,
+    14,
+)  # in which something is raised; not in the first, after which no row is left to be cut
 
 
 class Troubled(OracleEnv):

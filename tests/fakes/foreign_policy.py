@@ -10,7 +10,10 @@ from tests.fakes.foreign import ALL, ROWS, T
 
 
 class TroubledPolicy(torch.nn.Module):
-    """Action: the state, modulo 5. Before it acts on environment 1 it raises all of ``ALL``, in some rows."""
+    """Action: the state, modulo 5.
+
+    Before it acts on environment 1 it raises all of ``ALL``, in some rows.
+    """
 
     def __init__(self) -> None:
         super().__init__()

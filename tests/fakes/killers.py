@@ -9,19 +9,25 @@ from typing import Any
 
 
 class Killer:
-    """Kills processes of a collector at random times, in a thread of its own, while batches are collected.
+    """Kills processes of a collector at random times, in a thread of its own, while batches are
+    collected.
 
     Args:
         kills: number of them.
         longest_s: between two.
-        kill: kills one process of the collector, chosen with the generator; returns whether it was still there.
+        kill: kills one process of the collector, chosen with the generator; returns whether it was
+            still there.
 
     Attributes:
         done: kills so far.
     """
 
     def __init__(
-        self, kills: int, rng: random.Random, longest_s: float, kill: Callable[[Any, random.Random], bool]
+        self,
+        kills: int,
+        rng: random.Random,
+        longest_s: float,
+        kill: Callable[[Any, random.Random], bool],
     ) -> None:
         self.kills, self.done = kills, 0
         self._rng, self._longest_s, self._kill = rng, longest_s, kill

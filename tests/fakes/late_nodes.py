@@ -31,7 +31,9 @@ class GatedCarrier(QueueCarrier):
         for node in there:
             self.gates[node].set()
 
-    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> QueueLink:
+    def connect(
+        self, node: int, epoch: int, within_s: float, given_up: threading.Event
+    ) -> QueueLink:
         self.asked[node] += 1
         deadline = time.monotonic() + within_s
         while not self.gates[node].is_set():
@@ -52,7 +54,14 @@ def elastic(
 ) -> QueueCollector:
     """A collector that begins with one node."""
     factories = factories if isinstance(factories, list) else [factories] * len(carrier.gates)
-    usual = {"sync": False, "min_nodes": 1, "frames_per_batch": 20, "num_envs": 2, "total_frames": -1, "seed": 0}
+    usual = {
+        "sync": False,
+        "min_nodes": 1,
+        "frames_per_batch": 20,
+        "num_envs": 2,
+        "total_frames": -1,
+        "seed": 0,
+    }
     return QueueCollector(factories, policy, carrier=carrier, **usual | options)
 
 

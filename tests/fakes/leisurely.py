@@ -1,4 +1,6 @@
-"""An environment that takes its time, so that whoever waits for nodes does not use a processor meanwhile."""
+"""An environment that takes its time, so that whoever waits for nodes does not use a processor
+meanwhile.
+"""
 
 from __future__ import annotations
 

@@ -49,7 +49,9 @@ def sender(link, node):
 
 
 def reuser(link, node):
-    """Send blocks out of one piece of memory, which is overwritten as soon as ``send`` has returned."""
+    """Send blocks out of one piece of memory, which is overwritten as soon as ``send`` has
+    returned.
+    """
     memory = np.zeros(int(link.receive().message), np.uint8)
     for tag in range(1, 6):
         memory[:] = tag
@@ -71,7 +73,9 @@ def both_ways(link, node):
     right = 0
     for tag in range(1, count + 1):
         got = link.receive()
-        right += got.message == b"down %d" % tag and bool((got.block == pattern(size, 100 + tag)).all())
+        right += got.message == b"down %d" % tag and bool(
+            (got.block == pattern(size, 100 + tag)).all()
+        )
     thread.join()
     link.send(b"%d" % right)
     return echo(link, node)
@@ -118,7 +122,9 @@ def sends_until_lost(link, node):
 
 
 def stops(link, node):
-    """Stop as with SIGSTOP when told to; when it goes on, try to be heard, and write down what comes of it."""
+    """Stop as with SIGSTOP when told to; when it goes on, try to be heard, and write down what
+    comes of it.
+    """
     path = link.receive().message.decode()
     link.send(b"%d" % os.getpid())
     link.receive()  # what was sent has arrived
@@ -169,7 +175,9 @@ def listens(link, node):
 
 
 def loses(link, node):
-    """Wait for a message, and write down how that ends: with the name of the exception, and after saying where."""
+    """Wait for a message, and write down how that ends: with the name of the exception, and after
+    saying where.
+    """
     path = link.receive().message.decode()
     try:
         link.receive()

@@ -1,4 +1,6 @@
-"""Both ends of a link, with a stranger between them who sees, changes, repeats or drops what they send."""
+"""Both ends of a link, with a stranger between them who sees, changes, repeats or drops what they
+send.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def read_frame(end):
 
 @dataclass
 class Linked:
-    """The ends (or the errors of ``Link``), the stranger's sockets to them, and the frames of their handshake."""
+    """The ends (or the errors of ``Link``), the stranger's sockets to them, and the frames of their
+    handshake.
+    """
 
     main: SocketLink | LinkLost
     node: SocketLink | LinkLost

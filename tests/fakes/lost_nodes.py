@@ -19,7 +19,9 @@ def status(pid: int) -> tuple[str, int]:
 
 
 def node_of(worker: int) -> int:
-    """The pid of the node that a worker process was started by, through its keeper and the node's fork server."""
+    """The pid of the node that a worker process was started by, through its keeper and the node's
+    fork server.
+    """
     _, keeper = status(worker)
     _, server = status(keeper)
     return status(server)[1]

@@ -1,4 +1,7 @@
-"""An environment in which every mistake shows, for every kind of action. Imports no torch: workers do without."""
+"""An environment in which every mistake shows, for every kind of action.
+
+Imports no torch: workers do without.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,8 @@ def heard(kind: ActionKind, action: Any) -> int:
 
 
 class MatrixEnv(gymnasium.Env[Any, Any]):
-    """Observation ``[length, episode, t, heard]``, reward ``10 t + heard``; ``heard`` says what the action was.
+    """Observation ``[length, episode, t, heard]``, reward ``10 t + heard``; ``heard`` says what the
+    action was.
 
     Episodes end by termination, by truncation, and by both, in turns.
 
@@ -63,7 +67,10 @@ class MatrixEnv(gymnasium.Env[Any, Any]):
         self.t += 1
         said = heard(self.kind, action)
         over, lost = self.t >= self.length, bool(self.life) and self.t % self.life == 0
-        terminated, truncated = (over and self.episode % 3 != 1) or lost, over and self.episode % 3 > 0
+        terminated, truncated = (
+            (over and self.episode % 3 != 1) or lost,
+            over and self.episode % 3 > 0,
+        )
         info = {"traj_done": over} if self.life and (over or lost) else {}
         return self._observe(said), float(10 * self.t + said), terminated, truncated, info
 
@@ -114,4 +121,8 @@ class NumberEnv(gymnasium.Env[Any, Any]):
 
     def _observe(self) -> Any:
         space = self.observation_space
-        return self.t if isinstance(space, spaces.Discrete) else np.full(space.shape, self.t, np.float32)
+        return (
+            self.t
+            if isinstance(space, spaces.Discrete)
+            else np.full(space.shape, self.t, np.float32)
+        )

@@ -1,4 +1,6 @@
-"""Policies whose actions are known functions of observation and state, so that a wrong pairing of any two shows."""
+"""Policies whose actions are known functions of observation and state, so that a wrong pairing of
+any two shows.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ PREVIOUS = ("prev_action", "prev_reward")
 
 
 def choose(xp: Any, obs: Any, count: Any, hidden: Any, bias: Any, prev: Any = 0) -> Any:
-    """What to do, 0 to ``CHOICES - 1``; integers of any shape, as arrays, tensors (``xp``) or numbers.
+    """What to do, 0 to ``CHOICES - 1``; integers of any shape, as arrays, tensors (``xp``) or
+    numbers.
 
     Args:
         obs: the four parts of an observation.
@@ -27,7 +30,9 @@ def choose(xp: Any, obs: Any, count: Any, hidden: Any, bias: Any, prev: Any = 0)
         prev: a number made of the action and reward before.
     """
     length, episode, t, heard = obs
-    return (5 * length + 11 * episode + 3 * t + 7 * heard + 13 * count + 17 * hidden + 19 * prev + bias) % CHOICES
+    return (
+        5 * length + 11 * episode + 3 * t + 7 * heard + 13 * count + 17 * hidden + 19 * prev + bias
+    ) % CHOICES
 
 
 def advance(obs: Any, count: Any, hidden: Any) -> tuple[Any, Any]:
@@ -87,7 +92,11 @@ class WithArray(Plain):
         assert state.dtype == np.int64
         count, hidden = torch.from_numpy(state[..., 0]), torch.from_numpy(state[..., 1])
         action, extras, parts = self.act(obs, count, hidden)
-        action = {name: a.numpy() for name, a in action.items()} if self.kind == "dict" else action.numpy()
+        action = (
+            {name: a.numpy() for name, a in action.items()}
+            if self.kind == "dict"
+            else action.numpy()
+        )
         return action, extras, np.stack([a.numpy() for a in advance(parts, count, hidden)], -1)
 
 
@@ -97,7 +106,10 @@ class WithDict(Plain):
     def __call__(self, obs: Any, state: Any) -> Any:  # type: ignore[override]
         rows = (obs["observation"] if self.prev else obs).shape[:-1]
         if state is None:
-            state = {"count": torch.zeros(rows, dtype=torch.int64), "deep": (torch.zeros(*rows, 1),)}
+            state = {
+                "count": torch.zeros(rows, dtype=torch.int64),
+                "deep": (torch.zeros(*rows, 1),),
+            }
         count, hidden = state["count"], state["deep"][0]
         action, extras, parts = self.act(obs, count, hidden[..., 0].long())
         new = advance(parts, count, hidden[..., 0].long())
@@ -134,12 +146,18 @@ class WithTensor(Module):
 
 
 class Recurrent(TensorDictModuleBase):
-    """On TensorDicts, as TorchRL's recurrent modules: reads ``is_init``, and its own state after the step."""
+    """On TensorDicts, as TorchRL's recurrent modules: reads ``is_init``, and its own state after
+    the step.
+    """
 
     def __init__(self, kind: ActionKind, *, prev: bool = False) -> None:
         super().__init__()
         below: Any = [("action", "left"), ("action", "right")] if kind == "dict" else ["action"]
-        before = [*(("prev_action", key[1]) for key in below), "prev_reward"] if kind == "dict" else PREVIOUS
+        before = (
+            [*(("prev_action", key[1]) for key in below), "prev_reward"]
+            if kind == "dict"
+            else PREVIOUS
+        )
         self.in_keys = ["observation", "count", "hidden", "is_init", *(before if prev else ())]
         self.out_keys = [*below, "choice", ("next", "count"), ("next", "hidden")]
         self.weight = nn.Parameter(torch.tensor(float(BIAS)))
@@ -147,11 +165,20 @@ class Recurrent(TensorDictModuleBase):
 
     def forward(self, td: Any) -> Any:
         begins = td["is_init"][..., 0]
-        count, hidden = (td.get(key, torch.zeros_like(begins, dtype=torch.int64)) for key in ("count", "hidden"))
+        count, hidden = (
+            td.get(key, torch.zeros_like(begins, dtype=torch.int64)) for key in ("count", "hidden")
+        )
         self.plain.bias = self.weight.detach().long() + 31 * begins
-        action, extras, parts = self.plain.act(td if self.plain.prev else td["observation"], count, hidden)
+        action, extras, parts = self.plain.act(
+            td if self.plain.prev else td["observation"], count, hidden
+        )
         new = advance(parts, count, hidden)
-        for name, value in {"action": action, **extras, ("next", "count"): new[0], ("next", "hidden"): new[1]}.items():
+        for name, value in {
+            "action": action,
+            **extras,
+            ("next", "count"): new[0],
+            ("next", "hidden"): new[1],
+        }.items():
             td.set(name, value)
         return td
 
@@ -176,5 +203,10 @@ class Unsure(nn.Module):
 
 def policy_of(state: StateKind, kind: ActionKind, *, prev: bool = False) -> Any:
     """The policy with such a state."""
-    factories: dict[str, Any] = {"none": Module, "array": WithArray, "tensor": WithTensor, "dict": WithDict}
+    factories: dict[str, Any] = {
+        "none": Module,
+        "array": WithArray,
+        "tensor": WithTensor,
+        "dict": WithDict,
+    }
     return {**factories, "tensordict": Recurrent}[state](kind, prev=prev)

@@ -1,4 +1,6 @@
-"""What collectors must give for ``matrix_env`` and ``matrix_policies``: one environment at a time, in plain Python."""
+"""What collectors must give for ``matrix_env`` and ``matrix_policies``: one environment at a time,
+in plain Python.
+"""
 
 from __future__ import annotations
 
@@ -76,23 +78,36 @@ class OneEnv:
         told = self.told
         obs = (self.length, self.episode, self.t, self.said)
         row: Row = {**self._seen(obs), **self._state()}
-        prev = int(sum(np.sum(part) for part in _leaves(self.action).values()) + self.reward) if told.prev else 0
+        prev = (
+            int(sum(np.sum(part) for part in _leaves(self.action).values()) + self.reward)
+            if told.prev
+            else 0
+        )
         begins = 31 * self.begins if told.state == "tensordict" else 0
         choice = choose(np, obs, self.count, self.hidden, bias + begins, prev)
         self.action = parts_of(np.array(choice), told.kind)
         if told.state != "none":
             self.count, self.hidden = advance(obs, self.count, self.hidden)
-        row |= {("action", *key): part for key, part in _leaves(self.action).items()} | {("choice",): choice}
+        row |= {("action", *key): part for key, part in _leaves(self.action).items()} | {
+            ("choice",): choice
+        }
         self.begins = False
         # the environment
         self.executed += 1
         self.t, self.said = self.t + 1, heard(told.kind, self.action)
         self.reward = 10 * self.t + self.said
         over, lost = self.t == self.length, bool(told.life) and self.t % told.life == 0
-        terminated, truncated = (over and self.episode % 3 != 1) or lost, over and self.episode % 3 != 0
+        terminated, truncated = (
+            (over and self.episode % 3 != 1) or lost,
+            over and self.episode % 3 != 0,
+        )
         row["next", "reward"] = np.float32(self.reward)
         row |= self._seen((self.length, self.episode, self.t, self.said), ("next",))
-        for flag, value in (("done", terminated or truncated), ("terminated", terminated), ("truncated", truncated)):
+        for flag, value in (
+            ("done", terminated or truncated),
+            ("terminated", terminated),
+            ("truncated", truncated),
+        ):
             row[flag,], row["next", flag] = False, value
         row[ID] = self.number + told.envs * self.episode
         if told.wait:
@@ -121,7 +136,10 @@ class OneEnv:
     def _seen(self, obs: tuple[int, ...], below: tuple[str, ...] = ()) -> Row:
         seen: Row = {(*below, "observation"): np.array(obs, np.float32)}
         if self.told.prev:
-            seen |= {(*below, "prev_action", *key): np.array(part) for key, part in _leaves(self.action).items()}
+            seen |= {
+                (*below, "prev_action", *key): np.array(part)
+                for key, part in _leaves(self.action).items()
+            }
             seen[(*below, "prev_reward")] = np.float32(self.reward)
         return seen
 
@@ -136,4 +154,8 @@ class OneEnv:
 
 
 def _leaves(action: Any) -> dict[tuple[str, ...], Any]:
-    return {(name,): part for name, part in action.items()} if isinstance(action, dict) else {(): action}
+    return (
+        {(name,): part for name, part in action.items()}
+        if isinstance(action, dict)
+        else {(): action}
+    )

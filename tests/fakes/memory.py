@@ -14,7 +14,8 @@ from tensordict import TensorDict
 
 @contextmanager
 def out_of_memory(at: int) -> Iterator[list[int]]:
-    """The ``at``-th time that rows of a TensorDict are indexed or joined, from 1 on, there is no memory for it.
+    """The ``at``-th time that rows of a TensorDict are indexed or joined, from 1 on, there is no
+    memory for it.
 
     Yields:
         a list with as many entries as there were times.
@@ -22,7 +23,9 @@ def out_of_memory(at: int) -> Iterator[list[int]]:
     times: list[int] = []
 
     def names(index: Any) -> bool:
-        return isinstance(index, str) or (isinstance(index, tuple) and bool(index) and isinstance(index[0], str))
+        return isinstance(index, str) or (
+            isinstance(index, tuple) and bool(index) and isinstance(index[0], str)
+        )
 
     def short(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -37,7 +40,9 @@ def out_of_memory(at: int) -> Iterator[list[int]]:
 
     with (
         mock.patch.object(torch, "cat", short(torch.cat)),
-        mock.patch.object(np, "unravel_index", short(np.unravel_index)),  # what an index of rows begins with
+        mock.patch.object(
+            np, "unravel_index", short(np.unravel_index)
+        ),  # what an index of rows begins with
         mock.patch.object(TensorDict, "__getitem__", short(TensorDict.__getitem__)),
     ):
         yield times

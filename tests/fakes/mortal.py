@@ -26,7 +26,9 @@ class Mortal(CountingEnv):
 
 
 class KilledByANeighbour(CountingEnv):
-    """Environment 1 kills the process of environment 0, which has made 40 steps then, in its own step 30."""
+    """Environment 1 kills the process of environment 0, which has made 40 steps then, in its own
+    step 30.
+    """
 
     def __init__(self, folder: Path, number: int) -> None:
         super().__init__(1000)

@@ -1,4 +1,5 @@
-"""Machines of one's own: network namespaces around a switch, whose cables can be pulled out and made longer.
+"""Machines of one's own: network namespaces around a switch, whose cables can be pulled out and
+made longer.
 
 ::
 
@@ -66,7 +67,18 @@ class Host:
         self._processes: list[subprocess.Popen[str]] = []
         _ip("netns", "add", self.name)
         _ip(
-            "link", "add", "eth0", "netns", self.name, "type", "veth", "peer", "name", self._port, "netns", self._switch
+            "link",
+            "add",
+            "eth0",
+            "netns",
+            self.name,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            self._port,
+            "netns",
+            self._switch,
         )
         self._own("addr", "add", f"{self.address}/24", "dev", "eth0")
         self._own("link", "set", "lo", "up")
@@ -87,8 +99,8 @@ class Host:
         Args:
             delay_s: for which each packet travels, to this machine and from it.
             loss: part of the packets that are lost.
-            opened: a firewall drops each TCP connection to another port than these, in both directions: "22,80-90".
-                None: there is no firewall.
+            opened: a firewall drops each TCP connection to another port than these, in both
+                directions: "22,80-90". None: there is no firewall.
         """
         one, other = f"{self._port}a", f"{self._port}b"
         self._at_switch("link", "set", self._port, "nomaster")
@@ -99,7 +111,9 @@ class Host:
         self._at_switch("link", "set", self._port, "promisc", "on")
         self._at_switch("link", "set", one, "promisc", "on")
         what = [str(delay_s), str(loss), "0-65535" if opened is None else opened]
-        relay = self.start([sys.executable, __file__, self._port, one, *what], switch=True, stdout=subprocess.PIPE)
+        relay = self.start(
+            [sys.executable, __file__, self._port, one, *what], switch=True, stdout=subprocess.PIPE
+        )
         assert relay.stdout is not None
         assert relay.stdout.readline() == "ready\n"
 
@@ -122,10 +136,14 @@ class Host:
             finally:
                 _set_namespace(home.fileno())
 
-    def start(self, command: Sequence[str], switch: bool = False, **options: Any) -> subprocess.Popen[str]:
+    def start(
+        self, command: Sequence[str], switch: bool = False, **options: Any
+    ) -> subprocess.Popen[str]:
         """A process of this machine, which ends with it."""
         space = self._switch if switch else self.name
-        process = subprocess.Popen(["nsenter", f"--net=/run/netns/{space}", *command], text=True, **options)
+        process = subprocess.Popen(
+            ["nsenter", f"--net=/run/netns/{space}", *command], text=True, **options
+        )
         self._processes.append(process)
         return process
 
@@ -162,7 +180,9 @@ def network(count: int) -> Iterator[tuple[Host, ...]]:
 
 
 def listening(pid: int) -> set[tuple[str, int]]:
-    """Addresses and ports at which a process listens for TCP; this one: on the machine that this thread is on."""
+    """Addresses and ports at which a process listens for TCP; this one: on the machine that this
+    thread is on.
+    """
     where = "thread-self" if pid == os.getpid() else pid
     inodes = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
@@ -181,7 +201,8 @@ def listening(pid: int) -> set[tuple[str, int]]:
 def _address(words: bytes, size: int) -> str:
     """The kernel writes words of four bytes in the machine's order."""
     swapped = b"".join(
-        words[i : i + 4][::-1] if sys.byteorder == "little" else words[i : i + 4] for i in range(0, size, 4)
+        words[i : i + 4][::-1] if sys.byteorder == "little" else words[i : i + 4]
+        for i in range(0, size, 4)
     )
     return socket.inet_ntop(socket.AF_INET if size == 4 else socket.AF_INET6, swapped)
 
@@ -197,7 +218,9 @@ def _ip(*arguments: str) -> None:
 
 
 def _relay(one: str, other: str, seconds: float, loss: float, opened: str) -> None:
-    """Carry frames between two interfaces, late. (The kernel's own means for that, netem, is often not there.)"""
+    """Carry frames between two interfaces, late. (The kernel's own means for that, netem, is often
+    not there.)
+    """
     ports = set[int]()
     for part in opened.split(","):
         first, _, last = part.partition("-")
@@ -206,7 +229,9 @@ def _relay(one: str, other: str, seconds: float, loss: float, opened: str) -> No
     ends = []
     for name in (one, other):
         end = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
-        end.setsockopt(SOL_PACKET, PACKET_VNET_HDR, 1)  # frames whose checksums and sizes are left to the hardware
+        end.setsockopt(
+            SOL_PACKET, PACKET_VNET_HDR, 1
+        )  # frames whose checksums and sizes are left to the hardware
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 24)
         end.bind((name, ETH_P_ALL))
         ends.append(end)
@@ -218,9 +243,15 @@ def _relay(one: str, other: str, seconds: float, loss: float, opened: str) -> No
         left = max(0.0, late[0][0] - time.monotonic()) if late else None
         for end in select.select(ends, [], [], left)[0]:
             frame, sender = end.recvfrom(1 << 17)
-            if sender[2] == PACKET_OUTGOING or rng.random() < loss or _connects_to(frame) not in passing:
+            if (
+                sender[2] == PACKET_OUTGOING
+                or rng.random() < loss
+                or _connects_to(frame) not in passing
+            ):
                 continue
-            heapq.heappush(late, (time.monotonic() + seconds, next(numbers), 1 - ends.index(end), frame))
+            heapq.heappush(
+                late, (time.monotonic() + seconds, next(numbers), 1 - ends.index(end), frame)
+            )
         while late and late[0][0] <= time.monotonic():
             _, _, to, frame = heapq.heappop(late)
             with contextlib.suppress(OSError):

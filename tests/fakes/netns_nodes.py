@@ -19,7 +19,9 @@ NUMBER_BYTES = 4
 
 
 def beating(link, node):
-    """Send this session's own number again and again; say on standard output when it begins and how it ends."""
+    """Send this session's own number again and again; say on standard output when it begins and how
+    it ends.
+    """
     number = secrets.token_hex(NUMBER_BYTES)
     over = threading.Event()
 

@@ -35,7 +35,9 @@ MARK, JOINS = "MUSTER_TEST_MARK", "MUSTER_TEST_JOINS"  # environment variables o
 
 @contextmanager
 def all_blocks_in_groups() -> Iterator[None]:
-    """Collectors that are made meanwhile send small blocks, too, through process groups of torch.distributed."""
+    """Collectors that are made meanwhile send small blocks, too, through process groups of
+    torch.distributed.
+    """
     defaults: Any = TorchCarrier.__init__.__kwdefaults__
     before = defaults["large"]
     defaults["large"] = 1
@@ -48,13 +50,17 @@ def all_blocks_in_groups() -> Iterator[None]:
 def sync_nodes(create_env_fn: Any, policy: Any = None, **options: Any) -> DistributedCollector:
     """Two nodes of one worker each; a batch has the rollouts of both."""
     with all_blocks_in_groups():
-        return DistributedCollector(create_env_fn, policy, **{"launcher": "mp", "sync": True, **options})
+        return DistributedCollector(
+            create_env_fn, policy, **{"launcher": "mp", "sync": True, **options}
+        )
 
 
 def async_nodes(create_env_fn: Any, policy: Any = None, **options: Any) -> DistributedCollector:
     """The same; a batch has the rollout of one."""
     with all_blocks_in_groups():
-        return DistributedCollector(create_env_fn, policy, **{"launcher": "mp", "sync": False, **options})
+        return DistributedCollector(
+            create_env_fn, policy, **{"launcher": "mp", "sync": False, **options}
+        )
 
 
 def rpc_sync_nodes(create_env_fn: Any, policy: Any = None, **options: Any) -> RPCCollector:
@@ -85,7 +91,9 @@ def factories(path: Path, fault: Any = None) -> list[Any]:
 
 
 def check_random_kills(path: Path, kind: Any, killer: Killer) -> None:
-    """Kills of two nodes of ``kind`` and their workers lose nothing and double nothing; ``path`` is of the counts."""
+    """Kills of two nodes of ``kind`` and their workers lose nothing and double nothing; ``path`` is
+    of the counts.
+    """
     options = {"on_failure": Restart(max_restarts=None), "seed": 1}
     with kind(factories(path), frames_per_batch=200, **options) as collector:
         rows = check_stream(killer.until_done(collector))
@@ -94,7 +102,8 @@ def check_random_kills(path: Path, kind: Any, killer: Killer) -> None:
     assert stats.frames == sum(rows.values())
     assert stats.in_flight == 0
     assert stats.executed == stats.frames + sum(stats.discarded.values())
-    # A worker that is killed after a step and before its reward is stored has made one that nobody can know of.
+    # A worker that is killed after a step and before its reward is stored has made one that nobody
+    # can know of.
     assert stats.executed <= counts[:, 2].sum() <= stats.executed + stats.unseen + killer.kills
     assert all(count <= counts[env, 2] for (env, _), count in rows.items())
 
@@ -108,7 +117,7 @@ class MadeOnce(OracleEnv):
             NodeSignalled(signal.SIGKILL)(None)
 
 
-# --- processes --------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
 
 
 def node_pids() -> dict[int, int]:
@@ -117,7 +126,10 @@ def node_pids() -> dict[int, int]:
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         try:
             (name, parent), me = status(pid), os.getpid()
-            above = [parent, status(parent)[1]]  # its keeper, and the fork server, whose parent is this process
+            above = [
+                parent,
+                status(parent)[1],
+            ]  # its keeper, and the fork server, whose parent is this process
             if name.startswith(NAME) and alive(pid) and me in (*above, status(above[-1])[1]):
                 found[int(name.removeprefix(NAME))] = pid
         except (OSError, ValueError, IndexError):  # it has ended
@@ -125,7 +137,7 @@ def node_pids() -> dict[int, int]:
     return found
 
 
-# --- what nodes run ---------------------------------------------------------------------------------
+# --- what nodes run -------------------------------------------------------------------------------
 
 
 def dies_at_birth(channel: Channel) -> None:
@@ -136,7 +148,9 @@ def dies_at_birth(channel: Channel) -> None:
 
 
 def late(births: Path, joins: int) -> MpLauncher:
-    """Nodes of which only the first few ever join; ``births`` will have a file for each, named after its pid."""
+    """Nodes of which only the first few ever join; ``births`` will have a file for each, named
+    after its pid.
+    """
     births.mkdir()
     os.environ |= {MARK: str(births), JOINS: str(joins)}
     return MpLauncher(entry=f"{__name__}:joins_or_waits")
@@ -144,7 +158,10 @@ def late(births: Path, joins: int) -> MpLauncher:
 
 def births(folder: Path) -> list[int]:
     """The pids of late nodes, by age."""
-    return [int(file.name) for file in sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime_ns)]
+    return [
+        int(file.name)
+        for file in sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+    ]
 
 
 def joins_or_waits(channel: Channel) -> None:
@@ -184,7 +201,10 @@ dies_of_requests = partial(serve_until, NodeMain.follow, 2)
 
 
 def has_events(path: Path) -> None:
-    """This process, and those below it, find the events of their control group in that file. Needs ``own_mounts``."""
+    """This process, and those below it, find the events of their control group in that file.
+
+    Needs ``own_mounts``.
+    """
     above = "/sys/fs/cgroup"
     mount(above)
     Path(above, "memory.events").symlink_to(path)
@@ -208,11 +228,13 @@ class KilledForMemory:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-# --- nodes that come by themselves ------------------------------------------------------------------
+# --- nodes that come by themselves ----------------------------------------------------------------
 
 
 @contextmanager
-def came_by_themselves(address: str, token: Path, count: int = 2) -> Iterator[list[subprocess.Popen[bytes]]]:
+def came_by_themselves(
+    address: str, token: Path, count: int = 2
+) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Node processes that nobody but this test can end or start again."""
     code = "import sys; from muster.cluster.joining import run_node; a = sys.argv; run_node(a[1], int(a[2]), a[3])"
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])

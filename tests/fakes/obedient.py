@@ -1,4 +1,7 @@
-"""An environment that fails when the test orders it to. Its module imports little: each worker process imports it."""
+"""An environment that fails when the test orders it to.
+
+Its module imports little: each worker process imports it.
+"""
 
 from __future__ import annotations
 

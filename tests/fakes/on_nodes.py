@@ -10,7 +10,9 @@ from tests.fakes.ray_cluster import cluster
 
 
 class _Together:
-    """A batch has the rollouts of all nodes; ``frames_per_batch`` counts for all of them, not for each."""
+    """A batch has the rollouts of all nodes; ``frames_per_batch`` counts for all of them, not for
+    each.
+    """
 
     always: ClassVar[dict[str, Any]] = {"launcher": "mp", "sync": True}
 

@@ -17,8 +17,8 @@ Patterns = Sequence[Sequence[int]]
 class PatternEnv(gymnasium.Env[Any, Any]):
     """Observation ``[env, episode, t, mark]`` (float32), reward ``100 * episode + t + 1``.
 
-    Odd episodes are truncated, even ones terminated. The number of the environment is the seed of its last seeded
-    reset, with which episode 0 begins: make the collector with ``seed=0``.
+    Odd episodes are truncated, even ones terminated. The number of the environment is the seed of
+    its last seeded reset, with which episode 0 begins: make the collector with ``seed=0``.
 
     Args:
         patterns: by environment, lengths of its episodes, which repeat.
@@ -52,7 +52,13 @@ class PatternEnv(gymnasium.Env[Any, Any]):
         self.t += 1
         done = self.t >= length(self.patterns, self.number, self.episode)
         odd = self.episode % 2 == 1
-        return self._observe(), float(100 * self.episode + self.t), done and not odd, done and odd, {}
+        return (
+            self._observe(),
+            float(100 * self.episode + self.t),
+            done and not odd,
+            done and odd,
+            {},
+        )
 
     def render(self) -> NDArray[np.uint8]:
         self.rendered += 1
@@ -86,9 +92,10 @@ class Contest:
     """What a rule makes of environments that begin together.
 
     Attributes:
-        chosen: the episodes that count, in the order of their ends, then by environment; with "fair" the further ones
-            come after the others that end at the same time.
-        steps: that each environment takes until the last of these ends, if it rests when nothing is expected of it.
+        chosen: the episodes that count, in the order of their ends, then by environment; with
+            "fair" the further ones come after the others that end at the same time.
+        steps: that each environment takes until the last of these ends, if it rests when nothing is
+            expected of it.
         stands: where this leaves each environment: the episode, and steps made in it.
     """
 
@@ -103,7 +110,9 @@ class Contest:
 
 
 def contest(rule: str, n: int, patterns: Patterns, first: Sequence[int]) -> Contest:
-    """Who wins, from the definitions of the rules; environment i begins with its episode ``first[i]``."""
+    """Who wins, from the definitions of the rules; environment i begins with its episode
+    ``first[i]``.
+    """
     B = len(first)
     ends: list[dict[int, Whole]] = []  # by environment: the episodes that it would end, by time
     for i in range(B):
@@ -116,7 +125,11 @@ def contest(rule: str, n: int, patterns: Patterns, first: Sequence[int]) -> Cont
     timed = _last_even(n, ends) if rule == "last_even" else _by_place(rule, n, ends)
     over = timed[-1][0]
     steps = [min(over, _rests(rule, n, ends, i, timed)) for i in range(B)]
-    return Contest([whole for _, whole in timed], steps, [_stand(first[i], ends[i], steps[i]) for i in range(B)])
+    return Contest(
+        [whole for _, whole in timed],
+        steps,
+        [_stand(first[i], ends[i], steps[i]) for i in range(B)],
+    )
 
 
 End = tuple[int, Whole]
@@ -129,14 +142,21 @@ def _by_place(rule: str, n: int, ends: list[dict[int, Whole]]) -> list[End]:
         everything = [end for of_env in ordered for end in of_env]
         return sorted(everything, key=lambda end: (end[0], end[1].env))[:n]
     if rule == "per_env":
-        return sorted((end for i in range(B) for end in ordered[i][: n // B + (i < n % B)]), key=lambda end: end[0])
-    further = sorted((of_env[n // B] for of_env in ordered if n % B), key=lambda end: (end[0], end[1].env))
+        return sorted(
+            (end for i in range(B) for end in ordered[i][: n // B + (i < n % B)]),
+            key=lambda end: end[0],
+        )
+    further = sorted(
+        (of_env[n // B] for of_env in ordered if n % B), key=lambda end: (end[0], end[1].env)
+    )
     shares = [end for of_env in ordered for end in of_env[: n // B]]
     return sorted(shares + further[: n % B], key=lambda end: end[0])
 
 
 def _last_even(n: int, ends: list[dict[int, Whole]]) -> list[End]:
-    """Who ends is let go, lowest first, as soon as there are more environments than episodes to come."""
+    """Who ends is let go, lowest first, as soon as there are more environments than episodes to
+    come.
+    """
     taking_part = list(range(min(n, len(ends))))
     chosen: list[End] = []
     t = 0
@@ -158,7 +178,10 @@ def _rests(rule: str, n: int, ends: list[dict[int, Whole]], i: int, chosen: list
         return 1 << 60
     if rule in ("per_env", "last_even"):
         return max(own, default=0)
-    times, further = sorted(ends[i]), sorted(t for t, whole in chosen if _place(whole, ends) == n // B)
+    times, further = (
+        sorted(ends[i]),
+        sorted(t for t, whole in chosen if _place(whole, ends) == n // B),
+    )
     all_taken = further[-1] if further else 0
     for place, t in enumerate(times, 1):
         if place > n // B or (place == n // B and t >= all_taken):
@@ -198,7 +221,9 @@ def walk(
 
 
 def wholes(batch: Any, patterns: Patterns) -> list[Whole]:
-    """The episodes of a batch ``[frames]``; checks that each is whole, and that everything in it fits."""
+    """The episodes of a batch ``[frames]``; checks that each is whole, and that everything in it
+    fits.
+    """
     assert batch.names == ["time"]
     done = batch["next", "done"].squeeze(-1)
     pieces = batch.split((np.diff(np.flatnonzero([True, *done.tolist()]))).tolist())
@@ -209,7 +234,9 @@ def wholes(batch: Any, patterns: Patterns) -> list[Whole]:
 def _whole(piece: Any, patterns: Patterns) -> Whole:
     env, episode = (int(value) for value in piece["observation"][0, :2])
     n = length(patterns, env, episode)
-    assert len(piece) == n, f"episode {episode} of environment {env} has {n} steps, and not {len(piece)}"
+    assert len(piece) == n, (
+        f"episode {episode} of environment {env} has {n} steps, and not {len(piece)}"
+    )
     assert piece["observation"][:, :3].tolist() == [[env, episode, t] for t in range(n)]
     assert piece["next", "observation"][:, :3].tolist() == [[env, episode, t + 1] for t in range(n)]
     assert piece["next", "reward"].squeeze(-1).tolist() == [100 * episode + t + 1 for t in range(n)]

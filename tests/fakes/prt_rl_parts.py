@@ -1,4 +1,5 @@
-"""Environments, policies and calls that both prt_rl's collector and Muster's compat layer of it can run.
+"""Environments, policies and calls that both prt_rl's collector and Muster's compat layer of it can
+run.
 
 Needs torch, numpy and gymnasium only: ``scripts/record_prt_rl.py`` runs it beside prt_rl.
 """
@@ -41,12 +42,16 @@ class Counting:
             self._begin(i)
         return self.state.clone(), {}
 
-    def reset_index(self, index: int, seed: int | None = None) -> tuple[torch.Tensor, dict[str, Any]]:
+    def reset_index(
+        self, index: int, seed: int | None = None
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         self.resets.append(index)
         self._begin(index)
         return self.state[index].clone(), {}
 
-    def step(self, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
+    def step(
+        self, action: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
         self.actions.append(action.tolist())
         self.state[:, 2] += 1
         reward = (self.state[:, 2] + torch.arange(self.num_envs) / 8).unsqueeze(-1)
@@ -75,7 +80,13 @@ class CountingGym(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.t += 1
         over = self.t >= self.length
-        return np.array([self.length, self.t], np.float64), float(self.t), over and action < 5, over and action >= 5, {}
+        return (
+            np.array([self.length, self.t], np.float64),
+            float(self.t),
+            over and action < 5,
+            over and action >= 5,
+            {},
+        )
 
 
 class Policy:
@@ -88,17 +99,24 @@ class Policy:
     def __init__(self) -> None:
         self.calls = 0
 
-    def act(self, obs: torch.Tensor, deterministic: bool = False) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def act(
+        self, obs: torch.Tensor, deterministic: bool = False
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         assert not deterministic
         self.calls += 1
         action = (obs[:, :1] + 2 * obs[:, -1:]).long() % 10
-        return action, {"value": 100 + 10 * obs[:, :1] + obs[:, -1:], "log_prob": -action.float() / 8}
+        return action, {
+            "value": 100 + 10 * obs[:, :1] + obs[:, -1:],
+            "log_prob": -action.float() / 8,
+        }
 
 
 class Sampling:
     """Acts at random, and returns no value; its logits have two dimensions."""
 
-    def act(self, obs: torch.Tensor, deterministic: bool = False) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def act(
+        self, obs: torch.Tensor, deterministic: bool = False
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         noise = torch.rand(len(obs), 2, 2)
         return (noise.sum((1, 2)) * 2).long().unsqueeze(-1), {"logits": noise}
 
@@ -116,21 +134,44 @@ CASES: dict[str, tuple[list[int], int, type, bool, list[Call]]] = {
     "one": ([3], 0, Policy, True, [STEPS[n] for n in (1, 1, 1, 2, 7, 3)]),
     "two": ([2, 3], 0, Policy, True, [STEPS[n] for n in (7, 1, 2, 12)]),
     "two-rows": ([2, 3], 0, Policy, False, [STEPS[n] for n in (7, 1, 2, 12)]),
-    "no-bootstrap": ([2, 3], 0, Policy, True, [("experience", {"num_steps": 5, "bootstrap": False})]),
+    "no-bootstrap": (
+        [2, 3],
+        0,
+        Policy,
+        True,
+        [("experience", {"num_steps": 5, "bootstrap": False})],
+    ),
     "agents": ([2, 5], 3, Policy, False, [STEPS[9], ("trajectory", {"num_trajectories": 3})]),
     "drawn": ([0, 0, 0], 0, Sampling, True, [STEPS[n] for n in (10, 3, 30)]),
     "mixed": ([0, 0, 3], 0, Sampling, True, MIXED),
     "mixed-rows": ([0, 2], 0, Sampling, False, MIXED),
-    "default": ([4], 0, Policy, False, [("trajectory", {}), ("trajectory", {"num_trajectories": 3})]),
+    "default": (
+        [4],
+        0,
+        Policy,
+        False,
+        [("trajectory", {}), ("trajectory", {"num_trajectories": 3})],
+    ),
     "long": ([1, 4, 150], 0, Policy, True, [("trajectory", {"num_trajectories": 4}), STEPS[1]]),
-    **{f"fair-{n}": ([1, 2, 3], 0, Policy, True, [("trajectory", {"num_trajectories": n})]) for n in range(3, 10)},
-    **{f"ties-{n}": ([3, 1, 1, 3], 0, Policy, True, [("trajectory", {"num_trajectories": n})] * 2) for n in (6, 7)},
-    **{f"steps-{n}": ([2, 2, 5], 0, Policy, True, [("trajectory", {"min_num_steps": n})]) for n in (1, 2, 3, 5, 9, 23)},
+    **{
+        f"fair-{n}": ([1, 2, 3], 0, Policy, True, [("trajectory", {"num_trajectories": n})])
+        for n in range(3, 10)
+    },
+    **{
+        f"ties-{n}": ([3, 1, 1, 3], 0, Policy, True, [("trajectory", {"num_trajectories": n})] * 2)
+        for n in (6, 7)
+    },
+    **{
+        f"steps-{n}": ([2, 2, 5], 0, Policy, True, [("trajectory", {"min_num_steps": n})])
+        for n in (1, 2, 3, 5, 9, 23)
+    },
 }
 
 
 def run(collector_class: Any, case: str) -> list[dict[str, Any]]:
-    """What the calls of a case returned, with what the tracker says after each and what the environments were asked."""
+    """What the calls of a case returned, with what the tracker says after each and what the
+    environments were asked.
+    """
     lengths, agents, policy, flatten, calls = CASES[case]
     torch.manual_seed(7)
     env, acting = Counting(lengths, agents), policy()
@@ -144,7 +185,11 @@ def run(collector_class: Any, case: str) -> list[dict[str, Any]]:
                 "keys": list(found),
                 "dtypes": {name: str(tensor.dtype) for name, tensor in found.items()},
                 "values": {name: tensor.tolist() for name, tensor in found.items()},
-                "counts": [tracker.collected_steps, tracker.cumulative_reward, tracker.episode_count],
+                "counts": [
+                    tracker.collected_steps,
+                    tracker.cumulative_reward,
+                    tracker.episode_count,
+                ],
                 "last": [tracker.last_episode_reward, tracker.last_episode_length],
                 "resets": env.resets[:],
                 "drawn": torch.get_rng_state().sum().item(),

@@ -1,4 +1,6 @@
-"""Links through memory, and nodes that are threads of this process: real agents, whose workers are processes."""
+"""Links through memory, and nodes that are threads of this process: real agents, whose workers are
+processes.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,9 @@ class LateLink(QueueLink):
     def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
         said = pickle.loads(message)
         if said.results:
-            self._kept.append((said.results, None if block is None else Block(np.array(block.array)), tag))
+            self._kept.append(
+                (said.results, None if block is None else Block(np.array(block.array)), tag)
+            )
             if len(self._kept) == 1:
                 return
             results, block, tag = self._kept.pop(0)
@@ -131,7 +135,9 @@ class QueueCarrier:
         self.ended: list[Any] = []
         self.closed = False
 
-    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> QueueLink:
+    def connect(
+        self, node: int, epoch: int, within_s: float, given_up: threading.Event
+    ) -> QueueLink:
         ours, theirs = pair(self._end)
         self.links[node].append(ours)
         self.threads.append(served(theirs, node, self.ended))
@@ -171,7 +177,9 @@ class QueueCollector(ClusterCollector):
 
     writes = False
 
-    def __init__(self, create_env_fn: Any, policy: Any = None, *, carrier: Any, **options: Any) -> None:
+    def __init__(
+        self, create_env_fn: Any, policy: Any = None, *, carrier: Any, **options: Any
+    ) -> None:
         super().__init__(QueueOptions(create_env_fn, policy, made=carrier, **options))
 
     def _buffer_of_nodes(self) -> Any:

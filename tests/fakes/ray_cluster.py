@@ -1,8 +1,9 @@
-"""One Ray cluster of two nodes on loopback for all tests of a process: starting it takes some 15 seconds.
+"""One Ray cluster of two nodes on loopback for all tests of a process: starting it takes some 15
+seconds.
 
-It runs in a session of processes of its own, which are no children of this one, and ends with it. This process is
-connected only while a test needs it (see ``leave``). Clusters of several test processes do not find one another: each
-has a folder, a token and ports of its own.
+It runs in a session of processes of its own, which are no children of this one, and ends with it.
+This process is connected only while a test needs it (see ``leave``). Clusters of several test
+processes do not find one another: each has a folder, a token and ports of its own.
 """
 
 from __future__ import annotations
@@ -25,14 +26,18 @@ from typing import Any
 
 import pytest
 
-needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="Ray is not installed"
+)
 STORE_BYTES = 400 * 2**20
 NODE = {"num_cpus": 4, "node_ip_address": "127.0.0.1", "object_store_memory": STORE_BYTES}
 START_S = 150.0
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Of processes that use this cluster: nothing is read or written in the home folder or in /tmp/ray."""
+    """Of processes that use this cluster: nothing is read or written in the home folder or in
+    /tmp/ray.
+    """
     return {
         "RAY_TMPDIR": str(folder),
         "RAY_AUTH_MODE": "token",
@@ -52,13 +57,25 @@ class Remote:
     """
 
     def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="muster-ray-", dir="/tmp"))  # sockets are in there: a short path
+        self.folder = Path(
+            tempfile.mkdtemp(prefix="muster-ray-", dir="/tmp")
+        )  # sockets are in there: a short path
         (self.folder / "token").write_text(secrets.token_hex(32))
         here, there = socket.socketpair()
         with there:
             subprocess.run(
-                [sys.executable, "-m", "tests.fakes.ray_cluster", str(there.fileno()), str(self.folder)],
-                env={**os.environ, **environment(self.folder), "PYTHONPATH": os.pathsep.join(sys.path)},
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.fakes.ray_cluster",
+                    str(there.fileno()),
+                    str(self.folder),
+                ],
+                env={
+                    **os.environ,
+                    **environment(self.folder),
+                    "PYTHONPATH": os.pathsep.join(sys.path),
+                },
                 pass_fds=[there.fileno()],
                 check=True,
                 timeout=START_S,
@@ -87,7 +104,9 @@ class Remote:
 
     def _answer(self) -> Any:
         if not self._pipe.poll(START_S):
-            raise TimeoutError(f"Ray's cluster has not answered in {START_S:g} s; its logs are in {self.folder}")
+            raise TimeoutError(
+                f"Ray's cluster has not answered in {START_S:g} s; its logs are in {self.folder}"
+            )
         answer = self._pipe.recv()
         if isinstance(answer, Exception):
             raise answer
@@ -142,7 +161,7 @@ def _on_loopback() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = before
 
 
-# --- in the other process -----------------------------------------------------------------------------
+# --- in the other process -------------------------------------------------------------------------
 
 
 def _serve(pipe: Connection, folder: Path) -> None:

@@ -1,4 +1,6 @@
-"""What rlpyt's collectors are given, as small as it can be: arrays with names, environments, an agent, buffers."""
+"""What rlpyt's collectors are given, as small as it can be: arrays with names, environments, an
+agent, buffers.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def _at(self: Any, index: Any) -> Any:
 
 
 def _put(self: Any, index: Any, value: Any) -> None:
-    values = value if getattr(value, "_fields", None) == self._fields else [value] * len(self._fields)
+    values = (
+        value if getattr(value, "_fields", None) == self._fields else [value] * len(self._fields)
+    )
     for part, new in zip(self, values, strict=True):
         if part is not None:
             part[index] = new
@@ -25,7 +29,11 @@ def _put(self: Any, index: Any, value: Any) -> None:
 def named_arrays(name: str, fields: str) -> Any:
     """A namedtuple of arrays, which is indexed as they are."""
     base = namedtuple(name, fields)
-    methods = {"__getitem__": _at, "__setitem__": _put, "__contains__": lambda self, key: key in self._fields}
+    methods = {
+        "__getitem__": _at,
+        "__setitem__": _put,
+        "__contains__": lambda self, key: key in self._fields,
+    }
     return type(name, (base,), {**methods, "__slots__": (), "__module__": __name__})
 
 
@@ -59,7 +67,8 @@ class Actions:
 
 
 class Counting:
-    """Observation ``[length, t]``, reward ``t`` (from 1); ``done`` every ``life`` steps, ``traj_done`` at the end.
+    """Observation ``[length, t]``, reward ``t`` (from 1); ``done`` every ``life`` steps,
+    ``traj_done`` at the end.
 
     Attributes:
         resets: how many there were.
@@ -83,7 +92,9 @@ class Counting:
         self.actions.append(int(action))
         self.t += 1
         over = self.t == self.length
-        return EnvStep(self.observe(), float(self.t), over or self.t % self.life == 0, self.info(over))
+        return EnvStep(
+            self.observe(), float(self.t), over or self.t % self.life == 0, self.info(over)
+        )
 
     def observe(self) -> Any:
         return np.array([self.length, self.t], np.float32)
@@ -103,7 +114,8 @@ class LateCounting(Counting):
 
 
 class Agent:
-    """Acts on what it sees and remembers how often it acted since its last reset, in every environment.
+    """Acts on what it sees and remembers how often it acted since its last reset, in every
+    environment.
 
     Attributes:
         inputs: observation, previous action, previous reward of every call, as lists.
@@ -156,13 +168,18 @@ def shared_zeros(shape: Sequence[int], dtype: Any) -> Any:
     return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8, size).view(dtype).reshape(shape)
 
 
-def make_samples(T: int, B: int, *, bootstrap: bool = False, one_memory: bool = True, zeros: Any = np.zeros) -> Any:
+def make_samples(
+    T: int, B: int, *, bootstrap: bool = False, one_memory: bool = True, zeros: Any = np.zeros
+) -> Any:
     """Buffers for ``Counting`` and ``Agent``.
 
     Args:
-        one_memory: what is before and after a step are rows of the same arrays, as rlpyt makes them.
+        one_memory: what is before and after a step are rows of the same arrays, as rlpyt makes
+            them.
     """
-    after, before = [slice(1, None), slice(None, -1)] if one_memory else [slice(1, None), slice(1, None)]
+    after, before = (
+        [slice(1, None), slice(None, -1)] if one_memory else [slice(1, None), slice(1, None)]
+    )
     actions = [zeros((T + 1, B), np.int64) for _ in range(1 if one_memory else 2)]
     rewards = [zeros((T + 1, B), np.float32) for _ in range(1 if one_memory else 2)]
     agent = (
@@ -187,10 +204,16 @@ def make_step_buffer(B: int, zeros: Any = np.zeros) -> Any:
     """What workers and the action server share, for ``Counting`` and ``Agent``."""
     info = AgentInfo(zeros((B,), np.float32), Memory(zeros((B,), np.int64)))
     return StepBuffer(
-        zeros((B, 2), np.float32), zeros((B,), np.int64), zeros((B,), np.float32), zeros((B,), bool), info
+        zeros((B, 2), np.float32),
+        zeros((B,), np.int64),
+        zeros((B,), np.float32),
+        zeros((B,), bool),
+        info,
     )
 
 
 def part_of(tree: Any, where: Any) -> Any:
     """``tree[where]``, leaf by leaf: a view."""
-    return type(tree)(*(part_of(x, where) for x in tree)) if hasattr(tree, "_fields") else tree[where]
+    return (
+        type(tree)(*(part_of(x, where) for x in tree)) if hasattr(tree, "_fields") else tree[where]
+    )

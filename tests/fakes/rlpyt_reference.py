@@ -1,4 +1,6 @@
-"""What rlpyt's collectors are to record, written down once more: environment by environment, in plain Python."""
+"""What rlpyt's collectors are to record, written down once more: environment by environment, in
+plain Python.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,18 @@ from typing import Any
 Columns = dict[str, list[Any]]
 
 
-def expected(length: int, life: int, T: int, batches: int, *, wait: bool) -> tuple[list[Columns], list[list[int]]]:
-    """Batches of one ``Counting`` with an ``Agent``, and the lengths of the episodes that ended in each of them."""
+def expected(
+    length: int, life: int, T: int, batches: int, *, wait: bool
+) -> tuple[list[Columns], list[list[int]]]:
+    """Batches of one ``Counting`` with an ``Agent``, and the lengths of the episodes that ended in
+    each of them.
+    """
     t = calls = prev_action = prev_reward = 0
     parts, ended = [], []
     for _ in range(batches):
-        rows: Columns = {name: [] for name in ("t", "action", "reward", "done", "over", "calls", "inputs")}
+        rows: Columns = {
+            name: [] for name in ("t", "action", "reward", "done", "over", "calls", "inputs")
+        }
         done = False
         lengths = []
         for _ in range(T):

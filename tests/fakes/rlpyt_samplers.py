@@ -91,14 +91,17 @@ def worker(common: Any, own: Any) -> None:
         if ctrl.do_eval.value:
             evaluator.collect_evaluation(ctrl.itr.value)
         else:
-            agent_inputs, traj_infos, completed = collector.collect_batch(agent_inputs, traj_infos, ctrl.itr.value)
+            agent_inputs, traj_infos, completed = collector.collect_batch(
+                agent_inputs, traj_infos, ctrl.itr.value
+            )
             for info in completed:
                 common.traj_infos_queue.put(info)
         ctrl.barrier_out.wait(WAIT_S)
 
 
 class ParallelSampler:
-    """Worker processes, and in this one the agent: in a server if ``server``, else only shared with the workers.
+    """Worker processes, and in this one the agent: in a server if ``server``, else only shared with
+    the workers.
 
     Args:
         make_env: called with the number of the environment.
@@ -131,10 +134,16 @@ class ParallelSampler:
             for i, half in enumerate(agents)
         ]
         self.T, self.eval_max_T, self.eval_max_trajectories = T, eval_max_T, eval_max_trajectories
-        self.mid_batch_reset, self.server, self.workers = CollectorCls.mid_batch_reset, server, workers
+        self.mid_batch_reset, self.server, self.workers = (
+            CollectorCls.mid_batch_reset,
+            server,
+            workers,
+        )
         self.samples = make_samples(T, total, bootstrap=bootstrap, zeros=shared_zeros)
         self.step, self.eval_step = (make_step_buffer(total, shared_zeros) for _ in range(2))
-        self.obs_ready, self.act_ready = ([fork.Semaphore(0) for _ in range(workers)] for _ in range(2))
+        self.obs_ready, self.act_ready = (
+            [fork.Semaphore(0) for _ in range(workers)] for _ in range(2)
+        )
         self.stop_eval = fork.RawValue("b", 0)
         self.ctrl = SimpleNamespace(
             quit=fork.RawValue("b", 0),
@@ -167,7 +176,9 @@ class ParallelSampler:
                 env_ranks=list(range(total)[mine]),
                 samples_np=part_of(self.samples, (slice(None), mine)),
                 sync=SimpleNamespace(
-                    stop_eval=self.stop_eval, obs_ready=self.obs_ready[w], act_ready=self.act_ready[w]
+                    stop_eval=self.stop_eval,
+                    obs_ready=self.obs_ready[w],
+                    act_ready=self.act_ready[w],
                 ),
                 step_buffer_np=part_of(self.step, mine) if server else None,
                 eval_step_buffer_np=part_of(self.eval_step, mine) if server else None,
@@ -260,7 +271,9 @@ class ParallelSampler:
 
     def _acquire(self, workers: Sequence[int]) -> None:
         for w in workers:
-            assert self.obs_ready[w].acquire(True, WAIT_S), "a worker has not shown its observations"
+            assert self.obs_ready[w].acquire(True, WAIT_S), (
+                "a worker has not shown its observations"
+            )
             assert not self.obs_ready[w].acquire(False), "a worker was ahead of the server"
 
     def _release(self, workers: Sequence[int]) -> None:

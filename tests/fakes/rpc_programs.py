@@ -1,4 +1,6 @@
-"""Programs with RPC agents, each a process of its own: ``rpc_programs.main()`` with the arguments ``NAME ...``."""
+"""Programs with RPC agents, each a process of its own: ``rpc_programs.main()`` with the arguments
+``NAME ...``.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def say(**found: Any) -> None:
     print(json.dumps(found), flush=True)
 
 
-# --- agents of Muster's -----------------------------------------------------------------------------
+# --- agents of Muster's ---------------------------------------------------------------------------
 
 
 def sleeps(seconds: float) -> None:
@@ -71,7 +73,9 @@ def _parent(pid: int) -> int:
 
 
 def own_agents(port: str) -> None:
-    """Two collectors share an agent; afterwards the process can have another one, which is the user's."""
+    """Two collectors share an agent; afterwards the process can have another one, which is the
+    user's.
+    """
     options = OPTIONS | {"tensorpipe_options": {"num_worker_threads": 3}}
     with RPCCollector([CountingEnv], None, **options) as one:
         one.next()
@@ -84,7 +88,9 @@ def own_agents(port: str) -> None:
             node = next(info for info in agent.get_worker_infos() if info.name.endswith("-node-0"))
             threads = [threads_of_agent(), rpc.rpc_sync(node, threads_of_agent)]
         try:
-            RPCCollector([CountingEnv], None, **OPTIONS, tensorpipe_options={"num_worker_threads": 2})
+            RPCCollector(
+                [CountingEnv], None, **OPTIONS, tensorpipe_options={"num_worker_threads": 2}
+            )
         except BadOption as error:
             refused = str(error)
         one.next()
@@ -101,12 +107,22 @@ def own_agents(port: str) -> None:
     rpc.shutdown()
     with RPCCollector([CountingEnv], None, **OPTIONS) as again:
         again.next()
-    say(names=names, same=same, members=members, left=left, threads=threads, refused=refused, is_set=is_set)
+    say(
+        names=names,
+        same=same,
+        members=members,
+        left=left,
+        threads=threads,
+        refused=refused,
+        is_set=is_set,
+    )
     say(alone=alone, works=works, engine=again.stats().engine)
 
 
 def trusts(host: str) -> None:
-    """Agents at an address that other machines can reach; then at loopback, where they cannot be any more."""
+    """Agents at an address that other machines can reach; then at loopback, where they cannot be
+    any more.
+    """
     options = OPTIONS | {"token": b"0123456789abcdef", "bind": host, "trust_network": True}
     with RPCCollector([CountingEnv] * 2, None, **options) as collector:
         collector.next()
@@ -120,7 +136,7 @@ def trusts(host: str) -> None:
         say(refused=str(error), left=len(listening(os.getpid())))
 
 
-# --- the user's agent -------------------------------------------------------------------------------
+# --- the user's agent -----------------------------------------------------------------------------
 
 
 class Shown(nn.Module):
@@ -131,7 +147,9 @@ class Shown(nn.Module):
         self.weight = nn.Parameter(torch.zeros(()))
 
     def forward(self, obs: torch.Tensor) -> Any:
-        return torch.zeros(obs.shape[:-1], dtype=torch.int64), {"weight": self.weight.expand(obs.shape[:-1])}
+        return torch.zeros(obs.shape[:-1], dtype=torch.int64), {
+            "weight": self.weight.expand(obs.shape[:-1])
+        }
 
 
 def release() -> None:
@@ -180,7 +198,9 @@ KNOWN: set[int] = set()
 def of_group_collects(pids: dict[int, str]) -> None:
     KNOWN.update(pids)
     policy = Shown()
-    with RPCCollector([CountingEnv] * 3, policy, sync=True, frames_per_batch=20, seed=0) as collector:
+    with RPCCollector(
+        [CountingEnv] * 3, policy, sync=True, frames_per_batch=20, seed=0
+    ) as collector:
         first = collector.next()["weight"].unique().tolist()
         nn.init.constant_(policy.weight, 3.0)
         collector.update_policy_weights_()
@@ -192,7 +212,15 @@ def of_group_collects(pids: dict[int, str]) -> None:
         engine = collector.stats().engine
     still = rpc.rpc_sync(other, torch.add, (torch.ones(()), 1)).item()
     threads = rpc.rpc_sync(other, nodes_there)
-    say(first=first, second=second, places=places, engine=engine, still=still, shape=shape, threads=threads)
+    say(
+        first=first,
+        second=second,
+        places=places,
+        engine=engine,
+        still=still,
+        shape=shape,
+        threads=threads,
+    )
 
 
 def nodes_there() -> list[str]:
@@ -200,7 +228,9 @@ def nodes_there() -> list[str]:
     for thread in threading.enumerate():
         if thread.name.startswith("muster-node"):
             thread.join(10.0)
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("muster-node")]
+    return [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("muster-node")
+    ]
 
 
 def calls_back(reference: Any) -> list[Any]:
@@ -231,12 +261,21 @@ def of_group_loses_a_worker(pids: dict[int, str]) -> None:
 
 
 def seed(port: str, rank: str, world: str) -> None:
-    """The manual set-up of the seed: all wait for each other in ``rpc.shutdown()``, with the collector still there."""
+    """The manual set-up of the seed: all wait for each other in ``rpc.shutdown()``, with the
+    collector still there.
+    """
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
     distributed.init_process_group(backend="gloo", rank=int(rank), world_size=int(world))
-    rpc.init_rpc(f"COLLECTOR_NODE_{rank}", rank=int(rank), world_size=int(world), backend=rpc.BackendType.TENSORPIPE)
+    rpc.init_rpc(
+        f"COLLECTOR_NODE_{rank}",
+        rank=int(rank),
+        world_size=int(world),
+        backend=rpc.BackendType.TENSORPIPE,
+    )
     if rank == "0":
-        collector = RPCCollector([CountingEnv] * 2, None, sync=True, frames_per_batch=20, total_frames=80)
+        collector = RPCCollector(
+            [CountingEnv] * 2, None, sync=True, frames_per_batch=20, total_frames=80
+        )
         say(frames=[batch.numel() for batch in collector], engine=collector.stats().engine)
     rpc.shutdown()
     distributed.destroy_process_group()

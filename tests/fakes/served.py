@@ -35,7 +35,8 @@ def rows_of(arena, worker):
 def asks(channel):
     """Ask ``count`` questions, after ``late_s`` each; say at the end which were refused.
 
-    Each has the number of its row in all of the observations, and minus that in all of the actions of its answer.
+    Each has the number of its row in all of the observations, and minus that in all of the actions
+    of its answer.
     """
     (number, workers, count, late_s), fds = channel.receive()
     client = MailboxClient(number, workers, fds[:-1], lambda: False)
@@ -47,7 +48,9 @@ def asks(channel):
         observations[:] = row
         try:
             client.ask(number + 1, row)
-            assert (actions == -row).all(), f"question {row} was answered before its actions were there: {actions}"
+            assert (actions == -row).all(), (
+                f"question {row} was answered before its actions were there: {actions}"
+            )
         except PolicyError:
             refused.append(row)
     client.finished(number + 1)

@@ -1,4 +1,6 @@
-"""Environments that go wrong once in their life, and a recurrent policy whose values tell how long it remembers."""
+"""Environments that go wrong once in their life, and a recurrent policy whose values tell how long
+it remembers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ class SlippingEnv(PatternEnv):
         does: what it does then.
     """
 
-    def __init__(self, patterns: Patterns, fault: int, does: Literal["raise", "nan", "raise in reset"]) -> None:
+    def __init__(
+        self, patterns: Patterns, fault: int, does: Literal["raise", "nan", "raise in reset"]
+    ) -> None:
         super().__init__(patterns, fault if does == "raise" else -1)
         self.does, self.at, self.resets = does, fault, 0
 
@@ -27,12 +31,22 @@ class SlippingEnv(PatternEnv):
 
     def step(self, action: int) -> Any:
         observation, reward, *rest = super().step(action)
-        return observation, float("nan") if self.does == "nan" and self.made == self.at + 1 else reward, *rest
+        return (
+            observation,
+            float("nan") if self.does == "nan" and self.made == self.at + 1 else reward,
+            *rest,
+        )
 
 
 def counts_time(observation: Any, state: Any) -> Any:
-    """Adds up what it has seen of time since its episode began, from 1 on, and says so as the value."""
+    """Adds up what it has seen of time since its episode began, from 1 on, and says so as the
+    value.
+    """
     import torch  # here, because workers of a server need none
 
     total = observation[..., 2:3] + 1 + (0 if state is None else state)
-    return torch.zeros(observation.shape[:-1], dtype=torch.int64), {"state_value": total.clone()}, total
+    return (
+        torch.zeros(observation.shape[:-1], dtype=torch.int64),
+        {"state_value": total.clone()},
+        total,
+    )

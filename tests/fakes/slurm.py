@@ -1,4 +1,5 @@
-"""A SLURM of one machine for tests: munged, slurmctld and slurmd of Debian's packages, as children, on loopback.
+"""A SLURM of one machine for tests: munged, slurmctld and slurmd of Debian's packages, as children,
+on loopback.
 
 ::
 
@@ -70,7 +71,9 @@ class Slurm:
     """Started as it is made; ended by ``close``, with all its jobs."""
 
     def __init__(self, cpus: int = 8) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # a socket's path must be short
+        self.folder = Path(
+            tempfile.mkdtemp(prefix="slurm-", dir="/tmp")
+        )  # a socket's path must be short
         self.conf = str(self.folder / "slurm.conf")
         self._children: list[subprocess.Popen[bytes]] = []
         try:
@@ -87,7 +90,9 @@ class Slurm:
 
     def run(self, *command: str) -> str:
         """What a client of this SLURM prints."""
-        done = subprocess.run(command, env=self._env(), capture_output=True, text=True, timeout=END_S, check=True)
+        done = subprocess.run(
+            command, env=self._env(), capture_output=True, text=True, timeout=END_S, check=True
+        )
         return done.stdout.strip()
 
     def state(self, job: str) -> str:
@@ -110,7 +115,9 @@ class Slurm:
 
     def log(self) -> str:
         """The end of what the daemons have written, for the message of a failed test."""
-        return "\n".join(path.read_text(errors="replace")[-2000:] for path in sorted(self.folder.glob("*.log")))
+        return "\n".join(
+            path.read_text(errors="replace")[-2000:] for path in sorted(self.folder.glob("*.log"))
+        )
 
     def close(self) -> None:
         """Cancel all jobs, then end the daemons, by their pids. May be called again."""
@@ -129,7 +136,9 @@ class Slurm:
 
     def _start(self, cpus: int) -> None:
         host = socket.gethostname().split(".")[0]
-        Path(self.conf).write_text(CONF.format(host=host, folder=self.folder, ports=_free_ports(3), cpus=cpus))
+        Path(self.conf).write_text(
+            CONF.format(host=host, folder=self.folder, ports=_free_ports(3), cpus=cpus)
+        )
         self.folder.chmod(0o755)  # munged wants everybody to reach its socket
         for name, mode in (("munge", 0o700), ("state", 0o700), ("spool", 0o755)):
             (self.folder / name).mkdir(mode=mode)
@@ -138,7 +147,12 @@ class Slurm:
         key.write_bytes(os.urandom(128))
         munge = self.folder / "munge"
         socket_path = self.folder / "munge.socket"
-        files = (f"--key-file={key}", f"--pid-file={munge}/pid", f"--log-file={munge}/log", f"--seed-file={munge}/seed")
+        files = (
+            f"--key-file={key}",
+            f"--pid-file={munge}/pid",
+            f"--log-file={munge}/log",
+            f"--seed-file={munge}/seed",
+        )
         self._spawn("munged", "--foreground", "--force", f"--socket={socket_path}", *files)
         self._until(socket_path.exists, "munged has no socket")
         self._spawn("slurmctld", "-D")
@@ -156,7 +170,9 @@ class Slurm:
         command = ("setpriv", "--pdeathsig=TERM", name, *arguments)
         with (self.folder / f"{name}.log").open("wb") as log:
             streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            self._children.append(subprocess.Popen(command, env=self._env(), start_new_session=True, **streams))
+            self._children.append(
+                subprocess.Popen(command, env=self._env(), start_new_session=True, **streams)
+            )
 
     def _until(self, ready: Any, what: str) -> None:
         until = time.monotonic() + START_S

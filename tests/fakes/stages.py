@@ -1,4 +1,6 @@
-"""Something that happens when this process reaches a place in its own code, for tests of what may happen anywhere."""
+"""Something that happens when this process reaches a place in its own code, for tests of what may
+happen anywhere.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from muster.workers import launch
 
 
 class Stage:
-    """``file:function:event``, or ``file:function:event:n`` for the n-th time; ``event`` is "call" or "return"."""
+    """``file:function:event``, or ``file:function:event:n`` for the n-th time; ``event`` is "call"
+    or "return".
+    """
 
     def __init__(self, text: str, do: Callable[[], object]) -> None:
         self.file, self.function, self.event, *count = text.split(":")
@@ -24,7 +28,11 @@ class Stage:
 
     def __call__(self, frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
-        if event != self.event or code.co_name != self.function or not code.co_filename.endswith(self.file):
+        if (
+            event != self.event
+            or code.co_name != self.function
+            or not code.co_filename.endswith(self.file)
+        ):
             return
         self.left -= 1
         if self.left == 0:

@@ -1,7 +1,9 @@
-"""SIGTERM to a worker's server at every instruction of it: ``python -m tests.fakes.terminated_servers``.
+"""SIGTERM to a worker's server at every instruction of it: ``python -m
+tests.fakes.terminated_servers``.
 
-Forks a process per instruction, from the one after its construction to its end; prints those after which the
-environment was not closed, the parent not told so, or the process not ended by that signal; and how many there were.
+Forks a process per instruction, from the one after its construction to its end; prints those after
+which the environment was not closed, the parent not told so, or the process not ended by that
+signal; and how many there were.
 """
 
 from __future__ import annotations
@@ -78,7 +80,9 @@ class Terminator:
 
 def serve(channel: Channel, at: int) -> None:
     """What the ``main`` of a worker does."""
-    config = WorkerConfig(0, [0], factories=[], kwargs=None, policy=b"", is_factory=False, options=None)
+    config = WorkerConfig(
+        0, [0], factories=[], kwargs=None, policy=b"", is_factory=False, options=None
+    )
     served: Any = Server(channel, config, Progress(), None, [])  # type: ignore[arg-type]
     signal.signal(signal.SIGTERM, served.terminate)
     sys.settrace(Terminator(served, at).enter)
@@ -125,7 +129,11 @@ def main() -> None:
         if "sent" not in said:
             print(at - 1, "instructions")
             return
-        if "environment closed" not in said or said.get("closed", 0) is not None or status != signal.SIGTERM:
+        if (
+            "environment closed" not in said
+            or said.get("closed", 0) is not None
+            or status != signal.SIGTERM
+        ):
             print(f"{at}: {said}, status {status}")
 
 

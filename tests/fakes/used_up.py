@@ -1,7 +1,8 @@
-"""A program without the rights of root, whose limits are real: ``python -m tests.fakes.used_up NAME``.
+"""A program without the rights of root, whose limits are real: ``python -m tests.fakes.used_up
+NAME``.
 
-Prints a JSON object: the errors of the calls while the system allows no more processes and threads, and the number of
-batches afterwards.
+Prints a JSON object: the errors of the calls while the system allows no more processes and threads,
+and the number of batches afterwards.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class FailsAt(CountingEnv):
 
 @contextmanager
 def limited_to(tasks: int, pid: int) -> Iterator[None]:
-    """The process ``pid`` may start another process or thread while its user has fewer than so many."""
+    """The process ``pid`` may start another process or thread while its user has fewer than so
+    many.
+    """
     before = resource.prlimit(pid, resource.RLIMIT_NPROC)
     resource.prlimit(pid, resource.RLIMIT_NPROC, (tasks, before[1]))
     try:

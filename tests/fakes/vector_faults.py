@@ -1,4 +1,7 @@
-"""Environments that fail in the workers of a vector environment. Light to import, since they import it."""
+"""Environments that fail in the workers of a vector environment.
+
+Light to import, since they import it.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +124,9 @@ class Closing(CountingEnv):
 
 
 class Drawing(gymnasium.Env[Any, Any]):
-    """Observes numbers of the global generators: some in each step, as many more as the action says."""
+    """Observes numbers of the global generators: some in each step, as many more as the action
+    says.
+    """
 
     action_space = gymnasium.spaces.Discrete(9)
 

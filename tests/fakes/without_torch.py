@@ -1,4 +1,5 @@
-"""For tests that import torch and have an inference server: its workers import what they need from here, and no torch.
+"""For tests that import torch and have an inference server: its workers import what they need from
+here, and no torch.
 
 Importing torch and tensordict takes each worker some 3 seconds of CPU time.
 """
@@ -18,7 +19,9 @@ class WideCounting(CountingEnv):
 
 
 class Hundredfold:
-    """Writes rewards and actions that no environment and no policy would give; raises at some calls."""
+    """Writes rewards and actions that no environment and no policy would give; raises at some
+    calls.
+    """
 
     def __init__(self, *fails: int) -> None:
         self.fails, self.calls = fails, 0

@@ -13,7 +13,10 @@ class Words(gymnasium.Env[Any, Any]):
     """Observes time as a number and as a text; with ``ragged`` also as so many rows."""
 
     def __init__(self, length: int = 3, *, ragged: bool = False) -> None:
-        parts: dict[str, spaces.Space[Any]] = {"t": spaces.Box(0, 99, (1,), np.float32), "word": spaces.Text(9)}
+        parts: dict[str, spaces.Space[Any]] = {
+            "t": spaces.Box(0, 99, (1,), np.float32),
+            "word": spaces.Text(9),
+        }
         if ragged:
             parts["rows"] = spaces.Sequence(spaces.Box(0, 99, (2,), np.float32), stack=True)
         self.observation_space, self.action_space = spaces.Dict(parts), spaces.Discrete(2)

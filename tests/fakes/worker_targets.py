@@ -116,13 +116,26 @@ signal.pause()
 
 
 def with_daemons(channel):
-    """Sessions of their own: a child, an orphan without any variable of ours, and one that ignores SIGTERM."""
+    """Sessions of their own: a child, an orphan without any variable of ours, and one that ignores
+    SIGTERM.
+    """
     simulator = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     orphan = subprocess.run(
-        ["sh", "-c", "setsid sleep 1000 > /dev/null 2>&1 & echo $!"], env={}, capture_output=True, text=True, check=True
+        ["sh", "-c", "setsid sleep 1000 > /dev/null 2>&1 & echo $!"],
+        env={},
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    stubborn = subprocess.Popen([sys.executable, "-c", STUBBORN], start_new_session=True, stdout=subprocess.PIPE)
-    pids = [os.getpid(), simulator.pid, int(orphan.stdout), *map(int, stubborn.stdout.readline().split())]
+    stubborn = subprocess.Popen(
+        [sys.executable, "-c", STUBBORN], start_new_session=True, stdout=subprocess.PIPE
+    )
+    pids = [
+        os.getpid(),
+        simulator.pid,
+        int(orphan.stdout),
+        *map(int, stubborn.stdout.readline().split()),
+    ]
     channel.send(pids)
     try:
         while channel.receive()[0] != "stop":

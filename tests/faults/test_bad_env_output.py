@@ -49,9 +49,15 @@ OUTPUTS: dict[str, tuple[dict[str, Any], str]] = {
         {"obs": np.zeros(3, np.float32)},
         r"observation is an array of shape \(3,\) and dtype float32.*\(2,\)",
     ),
-    "obs_dims": ({"obs": np.zeros((1, 2), np.float32)}, r"observation is an array of shape \(1, 2\)"),
+    "obs_dims": (
+        {"obs": np.zeros((1, 2), np.float32)},
+        r"observation is an array of shape \(1, 2\)",
+    ),
     "obs_scalar": ({"obs": np.float32(1)}, "observation is float32"),
-    "obs_beyond": ({"obs": np.array([0.0, 1e39])}, r"observation is an array of dtype float64.*dtype float32"),
+    "obs_beyond": (
+        {"obs": np.array([0.0, 1e39])},
+        r"observation is an array of dtype float64.*dtype float32",
+    ),
     "obs_complex": ({"obs": np.zeros(2, complex)}, "observation is an array of dtype complex128"),
     "obs_dates": ({"obs": np.zeros(2, "M8[s]")}, "observation is an array of dtype datetime64"),
     "obs_objects": ({"obs": np.zeros(2, object)}, "observation is an array of dtype object"),
@@ -71,10 +77,16 @@ OUTPUTS: dict[str, tuple[dict[str, Any], str]] = {
     "terminated_none": ({"terminated": None}, "terminated is NoneType"),
     "terminated_nan": ({"terminated": float("nan")}, "terminated is float nan"),
     "terminated_two": ({"terminated": 2}, "terminated is int 2"),
-    "terminated_array": ({"terminated": np.array([True, False])}, r"terminated is an array of shape \(2,\)"),
+    "terminated_array": (
+        {"terminated": np.array([True, False])},
+        r"terminated is an array of shape \(2,\)",
+    ),
     "truncated_word": ({"truncated": "False"}, "truncated is str 'False'"),
     "truncated_dict": ({"truncated": {}}, "truncated is dict"),
-    "four": ({"all": (OBS, 1.0, False, {})}, r"returned tuple of 4, expected \(observation, reward, terminated"),
+    "four": (
+        {"all": (OBS, 1.0, False, {})},
+        r"returned tuple of 4, expected \(observation, reward, terminated",
+    ),
     "six": ({"all": (OBS, 1.0, False, False, {}, 0)}, "returned tuple of 6"),
     "nothing": ({"all": None}, "returned NoneType"),
     "array": ({"all": OBS}, "returned ndarray"),
@@ -83,7 +95,9 @@ OUTPUTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def faulty(kind: str, which: int | None, **fault: Any) -> tuple[Any, dict[str, Any], str]:
-    """Environments of which one goes wrong: what to collect from, with which options, and the name to expect."""
+    """Environments of which one goes wrong: what to collect from, with which options, and the name
+    to expect.
+    """
     if kind == "single":
         return FaultyEnv(**fault), {"frames_per_batch": T}, "FaultyEnv[0]"
     count = iter(range(3))
@@ -92,12 +106,22 @@ def faulty(kind: str, which: int | None, **fault: Any) -> tuple[Any, dict[str, A
 
 
 PLACES = [("single", None), ("stacked", 0), ("stacked", 2)]
-STEPS = [0, 1, 2, 3, T - 1, T, 2 * T - 1]  # first, inside and last of an episode; last and first of a batch
+STEPS = [
+    0,
+    1,
+    2,
+    3,
+    T - 1,
+    T,
+    2 * T - 1,
+]  # first, inside and last of an episode; last and first of a batch
 EVERYWHERE = [(kind, which, at) for kind, which in PLACES for at in STEPS]
 
 
 def check_goes_on(collector: Collector, at: int, executed_in_row: int, reason: str) -> None:
-    """After a fault at step ``at``: the rows before it are delivered, cut as truncated, and new episodes follow."""
+    """After a fault at step ``at``: the rows before it are delivered, cut as truncated, and new
+    episodes follow.
+    """
     row, B = at % T, collector.options.num_envs or 1
     stats = collector.stats()
     assert stats.in_flight == row * B
@@ -107,7 +131,9 @@ def check_goes_on(collector: Collector, at: int, executed_in_row: int, reason: s
     batch = batch if batch.ndim == 2 else batch.unsqueeze(0)
     before = [(at - row + t) % 3 + 1 for t in range(row)]
     assert column(batch, "next", "reward") == [before + [t % 3 + 1 for t in range(T - row)]] * B
-    assert column(batch, "observation") == [[[3, r - 1] for r in column(batch, "next", "reward")[b]] for b in range(B)]
+    assert column(batch, "observation") == [
+        [[3, r - 1] for r in column(batch, "next", "reward")[b]] for b in range(B)
+    ]
     assert column(batch, "next", "observation") == [
         [[3, r] for r in column(batch, "next", "reward")[b]] for b in range(B)
     ]
@@ -165,7 +191,10 @@ def test_bad_output_at_every_place(kind, which, at):
     env, options, name = faulty(kind, which, at=at, output={"obs": np.zeros(3, np.float32)})
     with Collector(env, None, **options) as collector:
         error = run_into(collector, at, BadEnvOutput)
-        assert f"{name}.step (row {at % T} of the batch): observation is an array of shape (3,)" in str(error)
+        assert (
+            f"{name}.step (row {at % T} of the batch): observation is an array of shape (3,)"
+            in str(error)
+        )
         check_goes_on(collector, at, (which or 0) + 1, "bad_env_output")
 
 
@@ -212,10 +241,12 @@ def test_bad_output_of_every_kind_on_the_general_path(name):
         check_goes_on(collector, 4, 1, "bad_env_output")
 
 
-# --- values ----------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, np.float32("nan"), np.asarray(np.inf)], ids=str)
+@pytest.mark.parametrize(
+    "value", [np.nan, np.inf, -np.inf, np.float32("nan"), np.asarray(np.inf)], ids=str
+)
 @pytest.mark.parametrize("at", [0, 4, T - 1])
 def test_rewards_that_are_not_finite(value, at):
     env, options, _ = faulty("stacked", 2, at=at, output={"reward": value})
@@ -240,7 +271,10 @@ def test_rewards_that_are_not_finite_in_a_batch_of_one_step(value):
 def test_validate_off_lets_values_through():
     env, options, _ = faulty("single", None, at=1, output={"reward": np.nan})
     with Collector(env, None, validate="off", **options) as collector:
-        assert collector.rollout()["next", "reward"][:, 0].isnan().tolist() == [False, True] + [False] * 4
+        assert (
+            collector.rollout()["next", "reward"][:, 0].isnan().tolist()
+            == [False, True] + [False] * 4
+        )
 
 
 @pytest.mark.parametrize("mode", ["off", "fast", "full"])
@@ -252,14 +286,19 @@ def test_observations_outside_their_space_are_found_by_full_validation_only(mode
             return np.array([0.0, 5.0 if self.t == 2 else 0.5], np.float32)
 
     collector = Collector(
-        lambda: Outside(space, spaces.Discrete(2)), None, num_envs=2, frames_per_batch=2 * T, validate=mode
+        lambda: Outside(space, spaces.Discrete(2)),
+        None,
+        num_envs=2,
+        frames_per_batch=2 * T,
+        validate=mode,
     )
     with collector:
         if mode != "full":
             assert collector.rollout()["next", "observation"].max() == 5
             return
         with pytest.raises(
-            BadEnvOutput, match=r"Outside\[0\] \(row 1 of the batch\): observation 5.0 is above the.*1.0"
+            BadEnvOutput,
+            match=r"Outside\[0\] \(row 1 of the batch\): observation 5.0 is above the.*1.0",
         ):
             collector.rollout()
         assert_accounted(collector)
@@ -268,7 +307,10 @@ def test_observations_outside_their_space_are_found_by_full_validation_only(mode
 def test_full_validation_finds_nan_in_observations():
     env, options, _ = faulty("stacked", 1, at=3, output={"obs": np.array([0, np.nan], np.float32)})
     with Collector(env, None, validate="full", **options) as collector:
-        with pytest.raises(BadEnvOutput, match=r"FaultyEnv\[1\] \(row 3 of the batch\): observation nan is not finite"):
+        with pytest.raises(
+            BadEnvOutput,
+            match=r"FaultyEnv\[1\] \(row 3 of the batch\): observation nan is not finite",
+        ):
             collector.rollout()
         check_goes_on(collector, 3, 3 * (T - 3), "bad_env_output")
 
@@ -277,14 +319,20 @@ AWAY_FROM_ZERO = {
     "Discrete": spaces.Discrete(10, start=3),
     "Box(())": spaces.Box(3, 12, (), np.float32),
     "Box": spaces.Box(3, 12, (2, 2), np.float32),
-    "Dict": spaces.Dict({"a": spaces.Box(3, 12, (2,), np.float32), "b": spaces.MultiDiscrete([9, 9], start=[3, 3])}),
+    "Dict": spaces.Dict(
+        {"a": spaces.Box(3, 12, (2,), np.float32), "b": spaces.MultiDiscrete([9, 9], start=[3, 3])}
+    ),
 }
 
 
 class AwayFromZero(CountingEnv):
-    """Observes ``3 + t`` in a space without 0, and takes actions of such a space; ``bad`` (environment, t) is 0."""
+    """Observes ``3 + t`` in a space without 0, and takes actions of such a space; ``bad``
+    (environment, t) is 0.
+    """
 
-    def __init__(self, space: str, length: int, number: int = 0, bad: tuple[int, int] = (-1, -1)) -> None:
+    def __init__(
+        self, space: str, length: int, number: int = 0, bad: tuple[int, int] = (-1, -1)
+    ) -> None:
         super().__init__(length)
         self.observation_space = AWAY_FROM_ZERO[space]
         self.action_space: Any = spaces.Discrete(2, start=5)
@@ -306,7 +354,9 @@ def lengthening(space: str, bad: tuple[int, int] = (-1, -1)) -> Any:
     return recorded(lambda i: AwayFromZero(space, 2 + i, i, bad))[0]
 
 
-ABSENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options, and what is collected: a batch, or episodes
+ABSENCES: dict[
+    str, tuple[dict[str, Any], dict[str, Any]]
+] = {  # options, and what is collected: a batch, or episodes
     "decorrelation": ({"max_decorrelation_steps": 3, "frames_per_batch": 40}, {}),
     "waiting": ({"reset_when_done": False, "frames_per_batch": 40}, {}),
     "waiting after random steps": (
@@ -330,11 +380,15 @@ def test_full_validation_leaves_out_rows_of_environments_that_are_not_stepped(sp
             reward = batch["next", "reward"][..., 0]  # t, and 0 in rows of those who wait
             assert batch["next", "done"].any()
             leaves = [
-                batch[key] for key in batch.keys(True, True) if {*key} & {"observation", "a", "b"} and "next" in key
+                batch[key]
+                for key in batch.keys(True, True)
+                if {*key} & {"observation", "a", "b"} and "next" in key
             ]
             assert len(leaves) == (2 if space == "Dict" else 1)
             for leaf in leaves:
-                assert (leaf.reshape(*reward.shape, -1)[reward > 0][:, 0] == 3 + reward[reward > 0]).all()
+                assert (
+                    leaf.reshape(*reward.shape, -1)[reward > 0][:, 0] == 3 + reward[reward > 0]
+                ).all()
             assert_accounted(c)
 
 
@@ -343,7 +397,9 @@ def test_full_validation_leaves_out_rows_of_environments_that_are_not_stepped(sp
 def test_full_validation_finds_what_is_wrong_beside_environments_that_are_not_stepped(space, t):
     """Environment 0 has ended, 3 waits from the first row on, and environment 1 observes 0."""
     with Collector(lengthening(space, bad=(1, t)), None, num_envs=4, validate="full", seed=1) as c:
-        with pytest.raises(BadEnvOutput, match=rf"AwayFromZero\[1\] \(row {t - 1} of the batch\): .* 0.*below"):
+        with pytest.raises(
+            BadEnvOutput, match=rf"AwayFromZero\[1\] \(row {t - 1} of the batch\): .* 0.*below"
+        ):
             c.collect(n_episode=2)
         assert_accounted(c)
 
@@ -364,27 +420,48 @@ def test_full_validation_of_actions_leaves_out_rows_of_environments_that_are_not
 def test_shapes_and_flags_are_checked_in_every_mode(mode):
     for output in ({"obs": np.zeros(2, complex)}, {"terminated": "no"}, {"reward": None}):
         env, options, _ = faulty("single", None, at=1, output=output)
-        with Collector(env, None, validate=mode, **options) as collector, pytest.raises(BadEnvOutput):
+        with (
+            Collector(env, None, validate=mode, **options) as collector,
+            pytest.raises(BadEnvOutput),
+        ):
             collector.rollout()
 
 
-# --- values in another dtype or shape, which are cast ------------------------------------------------
+# --- values in another dtype or shape, which are cast ---------------------------------------------
 
-CASTS: dict[str, tuple[dict[str, Any], str, str]] = {  # what it is at step 4, the warning, and the refusal
+CASTS: dict[
+    str, tuple[dict[str, Any], str, str]
+] = {  # what it is at step 4, the warning, and the refusal
     "float64": (
         {"obs": np.array([3, 2.0])},
         "observation has dtype float64, but its space says float32",
         r"observation is an array of dtype float64 \(shape \(2,\)\), which validate='full' does not cast, but its",
     ),
-    "float16": ({"obs": np.array([3, 2], np.float16)}, "observation has dtype float16", "dtype float16.*'full'"),
-    "int": ({"obs": np.array([3, 2], np.int32)}, "observation has dtype int32", "dtype int32.*'full'"),
-    "uint8": ({"obs": np.array([3, 2], np.uint8)}, "observation has dtype uint8", "dtype uint8.*'full'"),
+    "float16": (
+        {"obs": np.array([3, 2], np.float16)},
+        "observation has dtype float16",
+        "dtype float16.*'full'",
+    ),
+    "int": (
+        {"obs": np.array([3, 2], np.int32)},
+        "observation has dtype int32",
+        "dtype int32.*'full'",
+    ),
+    "uint8": (
+        {"obs": np.array([3, 2], np.uint8)},
+        "observation has dtype uint8",
+        "dtype uint8.*'full'",
+    ),
     "reward": (
         {"reward": np.array([2.0])},
         r"the reward has shape \(1,\), expected a number",
         r"reward is an array of shape \(1,\) and dtype float64, expected a number: validate='full'",
     ),
-    "int reward": ({"reward": np.array([2])}, "the reward has shape", r"shape \(1,\) and dtype int64.*'full'"),
+    "int reward": (
+        {"reward": np.array([2])},
+        "the reward has shape",
+        r"shape \(1,\) and dtype int64.*'full'",
+    ),
 }
 
 
@@ -407,7 +484,9 @@ def plain_or_general(path: str, output: Any, at: int, *, always: bool = False) -
 def test_what_keeps_its_values_is_cast_with_one_warning(name, path, num_envs, which):
     """Reward 2 at t = 1, of an observation that is [3, 2]: step 4 of episodes of three."""
     output, warning, _ = CASTS[name]
-    factories = iter([plain_or_general(path, output, 4 if i == which else -1) for i in range(num_envs or 1)])
+    factories = iter(
+        [plain_or_general(path, output, 4 if i == which else -1) for i in range(num_envs or 1)]
+    )
     options = {"num_envs": num_envs, "frames_per_batch": T * (num_envs or 1)}
     with Collector(lambda: next(factories)(), None, **options) as collector:
         with pytest.warns(UserWarning, match=warning) as caught:
@@ -420,8 +499,12 @@ def test_what_keeps_its_values_is_cast_with_one_warning(name, path, num_envs, wh
             rewards = [1, 2, 3, 1, 2, 3]
             assert batch["observation"].dtype == batch["next", "reward"].dtype == torch.float32
             assert column(batch, "next", "reward") == [rewards] * (num_envs or 1)
-            assert column(batch, "next", "observation") == [[[3, r] for r in rewards]] * (num_envs or 1)
-            assert column(batch, "next", "terminated") == [[r == 3 for r in rewards]] * (num_envs or 1)
+            assert column(batch, "next", "observation") == [[[3, r] for r in rewards]] * (
+                num_envs or 1
+            )
+            assert column(batch, "next", "terminated") == [[r == 3 for r in rewards]] * (
+                num_envs or 1
+            )
         assert_accounted(collector)
         assert collector.stats().executed == collector.stats().frames
 
@@ -443,7 +526,9 @@ def test_a_row_that_is_cast_in_the_middle_gives_every_environment_its_own_action
         env.number = next(numbers)
         return env
 
-    with pytest.warns(UserWarning, match="Narrow: observation has dtype int32, but its space says int64"):
+    with pytest.warns(
+        UserWarning, match="Narrow: observation has dtype int32, but its space says int64"
+    ):
         batch = collect(make, None, num_envs=3, frames_per_batch=24, seed=0)
     assert_chain(batch)
 
@@ -452,7 +537,9 @@ def test_a_row_that_is_cast_in_the_middle_gives_every_environment_its_own_action
 @pytest.mark.parametrize("path", ["plain", "general"])
 def test_full_validation_casts_nothing(name, path):
     output, _, message = CASTS[name]
-    with Collector(plain_or_general(path, output, 4), None, frames_per_batch=T, validate="full") as collector:
+    with Collector(
+        plain_or_general(path, output, 4), None, frames_per_batch=T, validate="full"
+    ) as collector:
         error = run_into(collector, 4, BadEnvOutput)
         assert_matches(message, error)
         check_goes_on(collector, 4, 1, "bad_env_output")
@@ -478,7 +565,9 @@ def test_a_reset_is_cast_as_a_step_is(path):
             assert column(batch, "observation") == [[[3, t % 3] for t in range(T)]] * 2
             assert column(batch, "next", "observation") == [[[3, t % 3 + 1] for t in range(T)]] * 2
     with Collector(make, None, frames_per_batch=T, validate="full") as collector:
-        with pytest.raises(BadEnvOutput, match=r"\[0\]\.reset: observation is an array of dtype float64"):
+        with pytest.raises(
+            BadEnvOutput, match=r"\[0\]\.reset: observation is an array of dtype float64"
+        ):
             collector.rollout()
         assert_accounted(collector)
 
@@ -508,7 +597,10 @@ def test_what_loses_its_value_is_refused_after_casts_too(path, output):
             self.inner = Wide(4, output=output)
 
     make = General if path == "general" else lambda: Wide(4, output=output)
-    with Collector(make, None, frames_per_batch=T) as collector, pytest.warns(UserWarning, match="It is cast"):
+    with (
+        Collector(make, None, frames_per_batch=T) as collector,
+        pytest.warns(UserWarning, match="It is cast"),
+    ):
         check_goes_on_after(collector)
 
 
@@ -547,8 +639,13 @@ def test_which_values_can_be_cast(value, space, stored):
             return
         with pytest.warns(UserWarning, match="Odd: observation has dtype"):
             batch = collector.rollout()
-        expected = torch.as_tensor(value if stored is None else stored).to(batch["observation"].dtype)
-        assert torch.equal(batch["observation"].nan_to_num(7), expected.expand_as(batch["observation"]).nan_to_num(7))
+        expected = torch.as_tensor(value if stored is None else stored).to(
+            batch["observation"].dtype
+        )
+        assert torch.equal(
+            batch["observation"].nan_to_num(7),
+            expected.expand_as(batch["observation"]).nan_to_num(7),
+        )
         assert batch["observation"].numpy().dtype == space.dtype
 
 
@@ -559,7 +656,9 @@ def test_all_workers_together_give_one_warning_in_the_user_s_process(options):
     with MultiSyncCollector(
         [WideCounting] * 2, policy, num_workers=2, num_envs=2, frames_per_batch=4 * T, **options
     ) as collector:
-        with pytest.warns(UserWarning, match="WideCounting: observation has dtype float64") as caught:
+        with pytest.warns(
+            UserWarning, match="WideCounting: observation has dtype float64"
+        ) as caught:
             batches = [collector.rollout() for _ in range(3)]
         assert len(caught) == 1
         for batch in batches:
@@ -580,7 +679,11 @@ class Greedy(torch.nn.Module):
 
 @pytest.mark.parametrize(
     "make",
-    [Collector, partial(MultiSyncCollector, backend="threads"), partial(MultiAsyncCollector, backend="threads")],
+    [
+        Collector,
+        partial(MultiSyncCollector, backend="threads"),
+        partial(MultiAsyncCollector, backend="threads"),
+    ],
     ids=["here", "sync", "async"],
 )
 def test_a_warning_that_is_an_error_loses_nothing(make):
@@ -592,7 +695,10 @@ def test_a_warning_that_is_an_error_loses_nothing(make):
         for number in range(2):
             batch = collector.rollout()
             assert column(batch.reshape(-1), "next", "reward") == [1, 2, 3, 1, 2, 3]
-            assert batch["collector", "traj_ids"].reshape(-1).tolist() == [2 * number] * 3 + [2 * number + 1] * 3
+            assert (
+                batch["collector", "traj_ids"].reshape(-1).tolist()
+                == [2 * number] * 3 + [2 * number + 1] * 3
+            )
             assert len(collector.episodes) == 2
         stats = collector.stats()
         assert (stats.frames, sum(stats.discarded.values())) == (2 * T, 0)
@@ -608,9 +714,11 @@ def test_a_cause_is_noted_once():
     assert casts.take_warnings() == []
 
 
-# --- nested observations ---------------------------------------------------------------------------
+# --- nested observations --------------------------------------------------------------------------
 
-NESTED = spaces.Dict({"a": spaces.Box(-1, 1, (2,)), "b": spaces.Tuple((spaces.Discrete(3), spaces.Box(-1, 1, (2,))))})
+NESTED = spaces.Dict(
+    {"a": spaces.Box(-1, 1, (2,)), "b": spaces.Tuple((spaces.Discrete(3), spaces.Box(-1, 1, (2,))))}
+)
 GOOD = {"a": OBS, "b": (1, OBS)}
 
 
@@ -642,7 +750,9 @@ def test_nested_observations_name_the_leaf(obs, message, on_reset):
             Nested.calls += 1
             return obs if Nested.calls == (1 if on_reset else 3) else GOOD
 
-    with Collector(lambda: Nested(NESTED, spaces.Discrete(2)), None, frames_per_batch=T) as collector:
+    with Collector(
+        lambda: Nested(NESTED, spaces.Discrete(2)), None, frames_per_batch=T
+    ) as collector:
         with pytest.raises(BadEnvOutput, match=message) as caught:
             collector.rollout()
         assert f"Nested[0].{'reset' if on_reset else 'step (row 1'}" in str(caught.value)
@@ -650,17 +760,25 @@ def test_nested_observations_name_the_leaf(obs, message, on_reset):
         assert_accounted(collector)
 
 
-# --- resets and constructors -----------------------------------------------------------------------
+# --- resets and constructors ----------------------------------------------------------------------
 
 
 RESETS: dict[str, tuple[dict[str, Any], type[MusterError], str]] = {
-    "error": ({"error": ERRORS["two_arguments"]}, EnvError, r"reset raised TwoArguments: why \(3\)"),
+    "error": (
+        {"error": ERRORS["two_arguments"]},
+        EnvError,
+        r"reset raised TwoArguments: why \(3\)",
+    ),
     "obs": (
         {"output": {"obs": np.zeros(3, np.float32)}},
         BadEnvOutput,
         r"reset: observation is an array of shape \(3,\)",
     ),
-    "info": ({"output": {"info": None}}, BadEnvOutput, r"reset returned tuple, expected \(observation, info\)"),
+    "info": (
+        {"output": {"info": None}},
+        BadEnvOutput,
+        r"reset returned tuple, expected \(observation, info\)",
+    ),
     "no_info": ({"output": {"all": OBS}}, BadEnvOutput, "reset returned ndarray"),
     "none": ({"output": {"all": None}}, BadEnvOutput, "reset returned NoneType"),
 }
@@ -670,7 +788,9 @@ RESETS: dict[str, tuple[dict[str, Any], type[MusterError], str]] = {
 @pytest.mark.parametrize(("kind", "which"), PLACES)
 @pytest.mark.parametrize("number", [0, 1, 2, 4])
 def test_faults_in_reset(name, kind, which, number):
-    """Reset 0 comes before the first row, resets 1 and 3 inside a batch, resets 2 and 4 after its last row."""
+    """Reset 0 comes before the first row, resets 1 and 3 inside a batch, resets 2 and 4 after its
+    last row.
+    """
     fault, kind_of_error, message = RESETS[name]
     env, options, who = faulty(kind, which, at=number, on_reset=True, **fault)
     with Collector(env, None, **options) as collector:
@@ -705,7 +825,9 @@ def test_errors_in_a_constructor_are_the_cause():
     def make() -> Any:
         raise TwoArguments(3, "no display")
 
-    with pytest.raises(EnvError, match=r"making env 0 from make raised TwoArguments: no display \(3\)") as caught:
+    with pytest.raises(
+        EnvError, match=r"making env 0 from make raised TwoArguments: no display \(3\)"
+    ) as caught:
         Collector(make, None, frames_per_batch=T)
     assert isinstance(caught.value.__cause__, TwoArguments)
 
@@ -743,7 +865,7 @@ def test_several_faults_in_one_batch():
         assert_accounted(collector)
 
 
-# --- interrupts and iteration ----------------------------------------------------------------------
+# --- interrupts and iteration ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
@@ -777,7 +899,11 @@ def test_a_fault_in_one_group_keeps_what_the_others_did():
         assert collector.stats().in_flight == T + 4
         assert_accounted(collector)
         batch = collector.rollout()
-        assert column(batch, "next", "reward") == [[1, 2, 3, 1, 2, 3], [1, 2, 3, 1, 1, 2], [1, 2, 3, 1, 2, 3]]
+        assert column(batch, "next", "reward") == [
+            [1, 2, 3, 1, 2, 3],
+            [1, 2, 3, 1, 1, 2],
+            [1, 2, 3, 1, 2, 3],
+        ]
         assert collector.stats().executed == 3 * T
         assert_accounted(collector)
 
@@ -791,7 +917,7 @@ def test_a_fault_in_a_vector_environment_does_not_poison_the_next_batch():
         assert_accounted(collector)
 
 
-# --- what was executed -----------------------------------------------------------------------------
+# --- what was executed ----------------------------------------------------------------------------
 
 
 def test_a_step_whose_info_says_nothing_about_lives_was_executed():
@@ -802,7 +928,9 @@ def test_a_step_whose_info_says_nothing_about_lives_was_executed():
 
     count = iter(range(2))
     make = lambda: NoInfo(9) if next(count) == 1 else CountingEnv(9)  # noqa: E731
-    with Collector(make, None, num_envs=2, frames_per_batch=2 * T, traj_done_key="over") as collector:
+    with Collector(
+        make, None, num_envs=2, frames_per_batch=2 * T, traj_done_key="over"
+    ) as collector:
         with pytest.raises(BadEnvOutput, match="returned an info that is str"):
             collector.rollout()
         collector.rollout()
@@ -819,7 +947,9 @@ def test_a_step_of_a_vector_environment_without_last_observations_was_executed()
         def step(self, actions: Any) -> Any:
             self.steps += self.num_envs
             *rest, info = super().step(actions)
-            return *rest, {key: value for key, value in info.items() if self.steps > 10 or key != "final_obs"}
+            return *rest, {
+                key: value for key, value in info.items() if self.steps > 10 or key != "final_obs"
+            }
 
     make = lambda: Hides([counting()] * 2, autoreset_mode=AutoresetMode.SAME_STEP)  # noqa: E731
     with Collector(make, None, frames_per_batch=2 * T) as collector:
@@ -842,7 +972,8 @@ def test_what_cannot_be_shown_is_still_the_environments_fault():
     env, options, who = faulty("stacked", 2, at=4, output={"reward": Unshowable()})
     with Collector(env, None, **options) as collector:
         error = run_into(collector, 4, BadEnvOutput)
-        assert f"{who}.step (row 4 of the batch): reward is Unshowable <could not be shown: ZeroDivisionError>" in str(
-            error
+        assert (
+            f"{who}.step (row 4 of the batch): reward is Unshowable <could not be shown: ZeroDivisionError>"
+            in str(error)
         )
         check_goes_on(collector, 4, 3, "bad_env_output")

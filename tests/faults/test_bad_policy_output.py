@@ -24,7 +24,9 @@ T = 5  # rows per batch
 class Flaky:
     """Acts well, except at the calls ``at``, where it does what ``fault`` does."""
 
-    def __init__(self, fault: Callable[[], Any], at: tuple[int, ...], good: Callable[[], Any] | None = None) -> None:
+    def __init__(
+        self, fault: Callable[[], Any], at: tuple[int, ...], good: Callable[[], Any] | None = None
+    ) -> None:
         self.fault, self.at, self.calls = fault, at, 0
         self.good = good or (lambda: torch.zeros(2, dtype=torch.int64))
         self.seen: list[list[float]] = []
@@ -40,15 +42,43 @@ def throw(error: Exception) -> Any:
 
 
 FAULTS: dict[str, tuple[Callable[[], Any], type[MusterError], str]] = {
-    "error": (lambda: throw(ValueError("boom")), PolicyError, "raised ValueError at row {row} of the batch: boom"),
-    "two_arguments": (lambda: throw(TwoArguments(3, "why")), PolicyError, r"raised TwoArguments .*why \(3\)"),
+    "error": (
+        lambda: throw(ValueError("boom")),
+        PolicyError,
+        "raised ValueError at row {row} of the batch: boom",
+    ),
+    "two_arguments": (
+        lambda: throw(TwoArguments(3, "why")),
+        PolicyError,
+        r"raised TwoArguments .*why \(3\)",
+    ),
     "stop_iteration": (lambda: throw(StopIteration()), PolicyError, "raised StopIteration"),
-    "shape": (lambda: torch.zeros(3, dtype=torch.int64), BadPolicyOutput, r"action with shape \(3,\), expected \(2,\)"),
-    "scalar": (lambda: torch.tensor(0), BadPolicyOutput, r"action with shape \(\), expected \(2,\)"),
-    "one_hot": (lambda: torch.eye(2, dtype=torch.int64), BadPolicyOutput, r"\(2, 2\), expected \(2,\); .*argmax"),
+    "shape": (
+        lambda: torch.zeros(3, dtype=torch.int64),
+        BadPolicyOutput,
+        r"action with shape \(3,\), expected \(2,\)",
+    ),
+    "scalar": (
+        lambda: torch.tensor(0),
+        BadPolicyOutput,
+        r"action with shape \(\), expected \(2,\)",
+    ),
+    "one_hot": (
+        lambda: torch.eye(2, dtype=torch.int64),
+        BadPolicyOutput,
+        r"\(2, 2\), expected \(2,\); .*argmax",
+    ),
     "scores": (lambda: torch.rand(2, 2), BadPolicyOutput, "categorical"),
-    "float": (lambda: torch.zeros(2), BadPolicyOutput, "action with dtype torch.float32, expected int64"),
-    "complex": (lambda: torch.zeros(2, dtype=torch.complex64), BadPolicyOutput, "torch.complex64, expected int64"),
+    "float": (
+        lambda: torch.zeros(2),
+        BadPolicyOutput,
+        "action with dtype torch.float32, expected int64",
+    ),
+    "complex": (
+        lambda: torch.zeros(2, dtype=torch.complex64),
+        BadPolicyOutput,
+        "torch.complex64, expected int64",
+    ),
     "none": (lambda: None, BadPolicyOutput, "action as NoneType"),
     "string": (lambda: "left", BadPolicyOutput, "action as str"),
     "strings": (lambda: ["left", "right"], BadPolicyOutput, "action as list"),
@@ -60,8 +90,16 @@ FAULTS: dict[str, tuple[Callable[[], Any], type[MusterError], str]] = {
         BadPolicyOutput,
         r"a tuple of 3, expected an action, or \(action,",
     ),
-    "extras_number": (lambda: (torch.zeros(2).long(), 3), BadPolicyOutput, "a tuple of 2, expected an action"),
-    "extras_list": (lambda: (torch.zeros(2).long(), [1]), BadPolicyOutput, "a tuple of 2, expected an action"),
+    "extras_number": (
+        lambda: (torch.zeros(2).long(), 3),
+        BadPolicyOutput,
+        "a tuple of 2, expected an action",
+    ),
+    "extras_list": (
+        lambda: (torch.zeros(2).long(), [1]),
+        BadPolicyOutput,
+        "a tuple of 2, expected an action",
+    ),
     "new_extras": (
         lambda: (torch.zeros(2).long(), {"v": torch.zeros(2)}),
         BadPolicyOutput,
@@ -107,7 +145,9 @@ def test_faults_at_the_very_first_call(name):
             assert_accounted(collector)
         assert [env.executed for env in made] == [0, 0]
         assert column(collector.rollout(), "next", "reward") == [[1, 2, 3, 4, 1]] * 2
-        assert [len(env.seeds) for env in made] == [2, 2], "one reset at the beginning, one in the middle"
+        assert [len(env.seeds) for env in made] == [2, 2], (
+            "one reset at the beginning, one in the middle"
+        )
 
 
 def test_the_original_error_is_the_cause():
@@ -128,7 +168,7 @@ def test_a_failing_module_names_itself():
         collect(CountingEnv, net, frames_per_batch=T)
 
 
-# --- extras ----------------------------------------------------------------------------------------
+# --- extras ---------------------------------------------------------------------------------------
 
 
 def extras(**values: Any) -> Callable[[], Any]:
@@ -163,7 +203,9 @@ def test_extras_must_stay_as_they_were(later, message, at):
 
 def test_floats_are_not_cut_to_integers():
     policy = Flaky(extras(value=torch.tensor([0.5, 0.5])), (2,), extras(value=torch.tensor([1, 2])))
-    with pytest.raises(BadPolicyOutput, match="dtype torch.float32, at its first call it was .* torch.int64"):
+    with pytest.raises(
+        BadPolicyOutput, match="dtype torch.float32, at its first call it was .* torch.int64"
+    ):
         collect(counting(4), policy, num_envs=2, frames_per_batch=2 * T)
 
 
@@ -173,7 +215,7 @@ def test_extras_have_one_entry_per_environment_from_the_first_call(value):
         collect(counting(), Flaky(extras(value=value), (0,)), num_envs=2, frames_per_batch=2 * T)
 
 
-# --- values ----------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("action", [2, -1, 2**40])
@@ -183,7 +225,8 @@ def test_discrete_actions_out_of_range(action, at):
     policy = Flaky(lambda: torch.tensor([0, action]), (at,))
     with Collector(counting(9), policy, num_envs=2, frames_per_batch=2 * T) as collector:
         with pytest.raises(
-            BadPolicyOutput, match=rf"action for env 1 \(row {at} of the batch\): {action} is (above|below) the space's"
+            BadPolicyOutput,
+            match=rf"action for env 1 \(row {at} of the batch\): {action} is (above|below) the space's",
         ) as caught:
             collector.rollout()
         assert f"The {at} rows before it are kept" in str(caught.value)
@@ -200,8 +243,13 @@ def test_discrete_actions_out_of_range(action, at):
 def test_discrete_actions_out_of_range_in_a_batch_of_one_step(action):
     policy = Flaky(lambda: torch.tensor([0, action]), (2,), lambda: torch.tensor([0, 1]))
     with Collector(counting(9), policy, num_envs=2, frames_per_batch=2) as collector:
-        assert [column(collector.rollout(), "next", "reward") for _ in range(2)] == [[[1], [1]], [[2], [2]]]
-        with pytest.raises(BadPolicyOutput, match=f"action for env 1 .*: {action} is (above|below) the space's"):
+        assert [column(collector.rollout(), "next", "reward") for _ in range(2)] == [
+            [[1], [1]],
+            [[2], [2]],
+        ]
+        with pytest.raises(
+            BadPolicyOutput, match=f"action for env 1 .*: {action} is (above|below) the space's"
+        ):
             collector.rollout()
         assert collector.stats().discarded == {"bad_policy_output": 2}
         assert column(collector.rollout(), "next", "reward") == [[1], [1]]
@@ -237,7 +285,8 @@ def test_continuous_actions_outside_their_space_are_found_by_full_validation_onl
     with Collector(box_env, policy, frames_per_batch=T, validate=mode) as collector:
         if mode == "full":
             with pytest.raises(
-                BadPolicyOutput, match=r"action for env 0 \(row 0 of the batch\): 1.5 is above the space's high 1.0\. "
+                BadPolicyOutput,
+                match=r"action for env 0 \(row 0 of the batch\): 1.5 is above the space's high 1.0\. ",
             ):
                 collector.rollout()
         else:
@@ -255,15 +304,20 @@ def test_integers_where_floats_are_expected(dtype):
         collect(box_env, lambda obs: torch.zeros(3, dtype=dtype), frames_per_batch=T)
 
 
-# --- composite actions -----------------------------------------------------------------------------
+# --- composite actions ----------------------------------------------------------------------------
 
-PARTS = spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Tuple((spaces.Discrete(2), spaces.Box(-1, 1, (2,))))})
+PARTS = spaces.Dict(
+    {"a": spaces.Discrete(2), "b": spaces.Tuple((spaces.Discrete(2), spaces.Box(-1, 1, (2,))))}
+)
 
 
 @pytest.mark.parametrize(
     ("action", "message"),
     [
-        ({"a": 0}, r"returned dict, expected action.b.0 in it: actions have the parts \['action.a', 'action.b.0'"),
+        (
+            {"a": 0},
+            r"returned dict, expected action.b.0 in it: actions have the parts \['action.a', 'action.b.0'",
+        ),
         ({"a": 0, "b": (0,)}, "expected action.b.1 in it"),
         (torch.tensor(0), "expected action.a in it"),
         ({"a": 0, "b": (0, torch.zeros(3))}, r"action.b.1 with shape \(3,\), expected \(2,\)"),
@@ -279,28 +333,38 @@ def test_parts_of_actions_are_named(action, message):
     assert env.actions == []
 
 
-# --- what is no policy -----------------------------------------------------------------------------
+# --- what is no policy ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [3, "ppo.pt", {}, [lambda obs: 0], torch.nn.Linear, object()], ids=stable)
+@pytest.mark.parametrize(
+    "policy", [3, "ppo.pt", {}, [lambda obs: 0], torch.nn.Linear, object()], ids=stable
+)
 def test_what_is_no_policy_is_refused_at_construction(policy):
     factory, made = recorded(counting())
     with pytest.raises(BadOption, match="policy is .* expected None, an nn.Module"):
         Collector(factory, policy, frames_per_batch=T)
-    assert [env.closed for env in made] == [1] * (policy != {})  # an empty dict is refused before anything is made
+    assert [env.closed for env in made] == [1] * (
+        policy != {}
+    )  # an empty dict is refused before anything is made
 
 
 def test_heads_that_do_not_fit_are_refused_at_construction():
     net = torch.nn.Linear(2, 2)
     with pytest.raises(BadOption, match="several parts"):
-        Collector(lambda: SpaceEnv(spaces.Discrete(2), PARTS), muster.policies.categorical(net), frames_per_batch=T)
+        Collector(
+            lambda: SpaceEnv(spaces.Discrete(2), PARTS),
+            muster.policies.categorical(net),
+            frames_per_batch=T,
+        )
 
 
 def test_interrupts_in_a_policy_pass_through():
     def fault() -> Any:
         raise KeyboardInterrupt
 
-    with Collector(counting(9), Flaky(fault, (3,)), num_envs=2, frames_per_batch=2 * T) as collector:
+    with Collector(
+        counting(9), Flaky(fault, (3,)), num_envs=2, frames_per_batch=2 * T
+    ) as collector:
         with pytest.raises(KeyboardInterrupt):
             collector.rollout()
         assert_accounted(collector)
@@ -312,6 +376,9 @@ def test_interrupts_in_a_policy_pass_through():
 
 def test_environments_are_closed_after_policy_errors():
     env = CountingEnv()
-    with pytest.raises(PolicyError), Collector(env, lambda obs: throw(ValueError()), frames_per_batch=T) as collector:
+    with (
+        pytest.raises(PolicyError),
+        Collector(env, lambda obs: throw(ValueError()), frames_per_batch=T) as collector,
+    ):
         collector.rollout()
     assert env.closed == 1

@@ -1,4 +1,6 @@
-"""Errors in the middle of a rollout with ``bootstrap``: the values of next observations are those without an error."""
+"""Errors in the middle of a rollout with ``bootstrap``: the values of next observations are those
+without an error.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ from tests.tools import assert_accounted, assert_same
 
 LENGTHS = [[1, 3], [2, 4]]  # every other episode is truncated
 ROWS = 12
-WORKERS = [kind for kind in KINDS if kind.name in ("sync-2", "sync-threads", "async", "AsyncCollector", "sync-server")]
+WORKERS = [
+    kind
+    for kind in KINDS
+    if kind.name in ("sync-2", "sync-threads", "async", "AsyncCollector", "sync-server")
+]
 
 
 def collected(c: Any, n: int, **asked: Any) -> tuple[Any, list[MusterError]]:
@@ -47,11 +53,16 @@ def assert_true_values(made: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("bootstrap", [True, "truncations"])
-@pytest.mark.parametrize(("does", "error"), [("raise", EnvError), ("nan", BadEnvOutput), ("raise in reset", EnvError)])
+@pytest.mark.parametrize(
+    ("does", "error"), [("raise", EnvError), ("nan", BadEnvOutput), ("raise in reset", EnvError)]
+)
 @pytest.mark.parametrize("at", range(1, ROWS))
-def test_an_error_does_not_touch_the_values_of_episodes_that_were_truncated_before_it(at, does, error, bootstrap):
+def test_an_error_does_not_touch_the_values_of_episodes_that_were_truncated_before_it(
+    at, does, error, bootstrap
+):
     faulty, sound = (
-        Collector(partial(SlippingEnv, LENGTHS, fault, does), counts_time, num_envs=2, seed=0) for fault in (at, -1)
+        Collector(partial(SlippingEnv, LENGTHS, fault, does), counts_time, num_envs=2, seed=0)
+        for fault in (at, -1)
     )
     with faulty, sound:
         made, raised = collected(faulty, 2 * ROWS, bootstrap=bootstrap)
@@ -60,7 +71,10 @@ def test_an_error_does_not_touch_the_values_of_episodes_that_were_truncated_befo
         assert raised or does == "raise in reset"
         assert_true_values(made, bootstrap)
         if does != "raise in reset":
-            same = made.batch[:, : at - 1], other[:, : at - 1]  # the episode that the error cut is none of them
+            same = (
+                made.batch[:, : at - 1],
+                other[:, : at - 1],
+            )  # the episode that the error cut is none of them
             assert torch.equal(*(part["next", "observation"] for part in same))
             assert torch.equal(*(part["next", "state_value"] for part in same))
         assert_true_values(collected(faulty, 2 * ROWS, bootstrap=bootstrap)[0], bootstrap)
@@ -92,13 +106,21 @@ class Stuttering:
 
 
 @pytest.mark.parametrize("at", [ROWS, ROWS + 2])
-@pytest.mark.parametrize("kind", [Kind("Collector", Collector), *WORKERS[:1]], ids=lambda kind: kind.name)
-def test_a_policy_that_fails_when_it_is_asked_for_values_is_asked_again_and_nothing_else_happens_twice(kind, at):
+@pytest.mark.parametrize(
+    "kind", [Kind("Collector", Collector), *WORKERS[:1]], ids=lambda kind: kind.name
+)
+def test_a_policy_that_fails_when_it_is_asked_for_values_is_asked_again_and_nothing_else_happens_twice(
+    kind, at
+):
     factories = partial(SlippingEnv, LENGTHS, -1, "raise")
-    made = partial(kind.cls, factories if kind.cls is Collector else [factories], num_envs=2, seed=0)
+    made = partial(
+        kind.cls, factories if kind.cls is Collector else [factories], num_envs=2, seed=0
+    )
     with made(Stuttering(at)) as c, made(counts_time) as sound:
         for errors in ([PolicyError], [], [], []):
-            found, raised = collected(c, 2 * ROWS - 2, bootstrap="truncations")  # the last rows are in mid-episode
+            found, raised = collected(
+                c, 2 * ROWS - 2, bootstrap="truncations"
+            )  # the last rows are in mid-episode
             assert [type(error) for error in raised] == errors
             other = sound.collect_batch(n_step=2 * ROWS - 2, bootstrap="truncations")
             assert_true_values(found, "truncations")
@@ -107,13 +129,19 @@ def test_a_policy_that_fails_when_it_is_asked_for_values_is_asked_again_and_noth
         assert_accounted(c)
 
 
-SERVED = [kind for kind in KINDS if kind.name in ("sync-server", "async-server", "nodes-sync-server")]
+SERVED = [
+    kind for kind in KINDS if kind.name in ("sync-server", "async-server", "nodes-sync-server")
+]
 
 
-@pytest.mark.parametrize("at", range(ROWS, ROWS + 3))  # the last rows of the first batch, and its values
+@pytest.mark.parametrize(
+    "at", range(ROWS, ROWS + 3)
+)  # the last rows of the first batch, and its values
 @pytest.mark.parametrize("kind", SERVED, ids=lambda kind: kind.name)
 def test_a_batch_waits_for_the_values_of_a_server_whose_policy_has_failed(kind: Kind, at):
-    made = partial(kind.cls, [partial(SlippingEnv, LENGTHS, -1, "raise")], num_envs=2, seed=0, **kind.options)
+    made = partial(
+        kind.cls, [partial(SlippingEnv, LENGTHS, -1, "raise")], num_envs=2, seed=0, **kind.options
+    )
     n, errors = 2 * ROWS - 2, []
     with made(Stuttering(at)) as c, made(counts_time) as sound:
         for _ in range(4):
@@ -144,12 +172,16 @@ class Deadly(Stuttering):
 @pytest.mark.parametrize("at", [ROWS + 1, ROWS + 2])
 def test_a_batch_whose_values_are_lost_with_a_node_is_accounted_for(tmp_path, at):
     (kind,) = [kind for kind in SERVED if kind.name == "nodes-sync-server"]
-    made = partial(kind.cls, [partial(SlippingEnv, LENGTHS, -1, "raise")], num_envs=2, seed=0, **kind.options)
+    made = partial(
+        kind.cls, [partial(SlippingEnv, LENGTHS, -1, "raise")], num_envs=2, seed=0, **kind.options
+    )
     n = 2 * ROWS - 2
     with made(Deadly(at, str(tmp_path / "mark"))) as c:
         for _ in range(3):
             found, raised = collected(c, n, bootstrap="truncations")
-            assert {type(error) for error in raised} <= {WorkerDied}  # of the server, and of the worker with it
+            assert {type(error) for error in raised} <= {
+                WorkerDied
+            }  # of the server, and of the worker with it
             assert_true_values(found, "truncations")
             assert_accounted(c)
         stats = c.stats()

@@ -1,7 +1,8 @@
-"""Whole collections over each engine between two machines with a firewall, in a network that is slow and loses packets.
+"""Whole collections over each engine between two machines with a firewall, in a network that is
+slow and loses packets.
 
-The machines are network namespaces; see ``tests/fakes/netns.py``. The firewall lets through only the connections that
-docs/clusters.md names.
+The machines are network namespaces; see ``tests/fakes/netns.py``. The firewall lets through only
+the connections that docs/clusters.md names.
 """
 
 from __future__ import annotations
@@ -66,14 +67,21 @@ class Machines:
         write_token(folder / "muster-token", secrets.token_hex(32).encode())
         (folder / "token").write_text(secrets.token_hex(32))
         self.env = {**os.environ, **environment(folder)}
-        self.env |= {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]), "TMPDIR": str(folder)}
+        self.env |= {
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+            "TMPDIR": str(folder),
+        }
         self.env |= {"MUSTER_TOKEN_FILE": str(folder / "muster-token")}
 
     def starts(self, host: Host, name: str, *command: str) -> subprocess.Popen[str]:
         """Start a program of Python, which writes to a file of this name."""
         with open(self.folder / name, "w") as file:
             return host.start(
-                [sys.executable, "-u", *command], env=self.env, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT
+                [sys.executable, "-u", *command],
+                env=self.env,
+                cwd=ROOT,
+                stdout=file,
+                stderr=subprocess.STDOUT,
             )
 
     def starts_ray(self, host: Host, name: str, *command: str) -> None:
@@ -87,7 +95,9 @@ class Machines:
 
     def collects(self, engine: str, address: str) -> dict[str, Any]:
         """Collect on the machine of the main process, and return what it reports."""
-        process = self.starts(self.main, "collects", "-m", "tests.fakes.engine_programs", engine, address)
+        process = self.starts(
+            self.main, "collects", "-m", "tests.fakes.engine_programs", engine, address
+        )
         status = process.wait(LONGEST_S)
         said = self.said("collects")
         assert status == 0, said
@@ -117,11 +127,21 @@ def test_ray_needs_no_port_but_its_own(machines):
     main, other = machines.main, machines.other
     other.cable(**SLOW, opened=RAY_OPENED)
     ports = [f"--{name}={port}" for name, port in RAY_PORTS.items()]
-    usual = ["-m", "ray.scripts.scripts", "start", "--num-cpus=1", "--object-store-memory=200000000", "--block", *ports]
+    usual = [
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--num-cpus=1",
+        "--object-store-memory=200000000",
+        "--block",
+        *ports,
+    ]
     head = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
     address = f"{main.address}:{RAY_PORT}"
     machines.starts_ray(main, "head", *usual, *head, f"--node-ip-address={main.address}")
-    machines.starts_ray(other, "raylet", *usual, f"--address={address}", f"--node-ip-address={other.address}")
+    machines.starts_ray(
+        other, "raylet", *usual, f"--address={address}", f"--node-ip-address={other.address}"
+    )
     check(machines.collects("ray", address), "ray")  # each machine has the CPU for one node
 
 
@@ -155,7 +175,9 @@ def test_the_script_for_slurm_runs_ray_on_all_machines(machines):
     machines.env["PATH"] = os.pathsep.join(path)
     command = ["bash", str(ROOT / "examples/ray_slurm.sh"), "--total-frames", "20480"]
     with open(machines.folder / "job", "w") as file:
-        job = main.start(command, env=machines.env, cwd=machines.folder, stdout=file, stderr=subprocess.STDOUT)
+        job = main.start(
+            command, env=machines.env, cwd=machines.folder, stdout=file, stderr=subprocess.STDOUT
+        )
     status = job.wait(LONGEST_S)
     said = machines.said("job")
     assert status == 0, said

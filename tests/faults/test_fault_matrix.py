@@ -1,4 +1,6 @@
-"""The program that makes docs/fault_matrix.md: some of its cells, that it finds what it should, and its page."""
+"""The program that makes docs/fault_matrix.md: some of its cells, that it finds what it should, and
+its page.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ CELLS = {
     ("wrong shape", "threads", "restart"): (
         "restarted; 1 row discarded (bad_env_output); 10 rows discarded (env_error)"
     ),
-    ("hang in Python", "threads", "restart"): "restarted; 10 rows discarded (worker_hung); its thread stays",
+    (
+        "hang in Python",
+        "threads",
+        "restart",
+    ): "restarted; 10 rows discarded (worker_hung); its thread stays",
 }
 
 
@@ -67,7 +73,12 @@ class Leaky(OracleEnv):
 
 @pytest.mark.parametrize(
     ("way", "says"),
-    [("counted twice", "counted"), ("torn", "next/observation"), ("left", "descriptors"), ("file", "temporary folder")],
+    [
+        ("counted twice", "counted"),
+        ("torn", "next/observation"),
+        ("left", "descriptors"),
+        ("file", "temporary folder"),
+    ],
 )
 def test_a_cell_finds_what_is_wrong(temporary, monkeypatch, way, says):
     monkeypatch.setattr(fault_matrix_cells, "OracleEnv", type(f"{way}Env", (Leaky,), {"way": way}))
@@ -94,8 +105,14 @@ def _more(before):
     ("case", "says"),
     [
         (Case(always(faults.Raising(ValueError)), errors=("WorkerDied",)), "EnvError"),
-        (Case(always(faults.Raising(ValueError)), errors=("EnvError",), says="nothing like it"), "ValueError"),
-        (Case(always(faults.Raising(ValueError)), errors=("EnvError",), phase="reset"), "phase step"),
+        (
+            Case(always(faults.Raising(ValueError)), errors=("EnvError",), says="nothing like it"),
+            "ValueError",
+        ),
+        (
+            Case(always(faults.Raising(ValueError)), errors=("EnvError",), phase="reset"),
+            "phase step",
+        ),
         (Case(always(faults.Raising(ValueError))), "EnvError"),
         (Case(always(faults.Does(int)), errors=("EnvError",)), r"\[\]"),
     ],
@@ -108,13 +125,17 @@ def test_a_cell_with_another_error_than_expected_is_a_finding(temporary, monkeyp
 
 def test_a_cell_that_discards_rows_for_another_reason_is_a_finding(temporary, monkeypatch):
     """The environment fails before its fault is made, and is restarted."""
-    monkeypatch.setitem(FAULTS, "this", Case(always(faults.Raising(ValueError)), errors=("WorkerDied",)))
+    monkeypatch.setitem(
+        FAULTS, "this", Case(always(faults.Raising(ValueError)), errors=("WorkerDied",))
+    )
     with pytest.raises(AssertionError, match="env_error"):
         fault_matrix_cells.cell("this", "threads", "restart", temporary, None)
 
 
 def test_a_program_that_ends_and_one_that_does_not(tmp_path, monkeypatch):
-    """In processes of their own; a cell that takes too long is a finding, and its processes are ended."""
+    """In processes of their own; a cell that takes too long is a finding, and its processes are
+    ended.
+    """
     monkeypatch.setitem(fault_matrix.LIMIT_S, "here", 1.0)
     key = ("SIGKILL", "in process", "raise")
     ((found, got),) = fault_matrix.run_backend("in process", [key], tmp_path)
@@ -127,9 +148,14 @@ def test_a_program_that_ends_and_one_that_does_not(tmp_path, monkeypatch):
 
 
 def test_the_page_has_a_row_for_each_fault_and_set_of_backends_with_the_same_results():
-    assert BACKENDS["threads"] == Backend(BACKENDS["threads"].make, "threads", frames=2 * fault_matrix_cells.T)
+    assert BACKENDS["threads"] == Backend(
+        BACKENDS["threads"].make, "threads", frames=2 * fault_matrix_cells.T
+    )
     cells = {
-        (fault, backend, mode): {"outcome": "|"} for fault in FAULTS for backend in BACKENDS for mode in ("raise",)
+        (fault, backend, mode): {"outcome": "|"}
+        for fault in FAULTS
+        for backend in BACKENDS
+        for mode in ("raise",)
     }
     cells["SIGKILL", "RPC", "raise"] = {"finding": "wrong"}
     lines = fault_matrix.table(cells).splitlines()
@@ -146,7 +172,7 @@ def test_the_page_is_that_of_the_results():
     assert set(FAULTS) >= {key.split(" | ")[0] for key in result["cells"]}
 
 
-# --- what the matrix has found ----------------------------------------------------------------------
+# --- what the matrix has found --------------------------------------------------------------------
 
 
 def test_shutdown_again_writes_what_a_full_disk_has_refused(tmp_path):
@@ -161,8 +187,14 @@ def test_shutdown_again_writes_what_a_full_disk_has_refused(tmp_path):
 
 @pytest.mark.parametrize("left", [0, 4])
 def test_a_collector_that_lacks_descriptors_leaves_none(left):
-    policy, before = faults.FaultyPolicy("", None, at=1 << 60), fault_matrix_cells.resources()["descriptors"]
-    with descriptors_left(left), pytest.raises((OSError, ValueError), match="open files|descriptors"):
+    policy, before = (
+        faults.FaultyPolicy("", None, at=1 << 60),
+        fault_matrix_cells.resources()["descriptors"],
+    )
+    with (
+        descriptors_left(left),
+        pytest.raises((OSError, ValueError), match="open files|descriptors"),
+    ):
         MultiSyncCollector([CountingEnv] * 2, policy, frames_per_batch=20, inference="server")
     wait_until(lambda: fault_matrix_cells.resources()["descriptors"] <= before)
 

@@ -1,4 +1,6 @@
-"""Whatever environments and policies raise: what was executed is known from where the code was, and nothing else."""
+"""Whatever environments and policies raise: what was executed is known from where the code was, and
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,12 @@ PLACES = {"step": EnvError, "reset": EnvError, "policy": PolicyError}
 def collector_of(path: Any, place: str, policy: Any, backend: str) -> Any:
     kind = Collector if backend == "in process" else MultiSyncCollector
     factories = [partial(Troubled, str(path), first, place) for first in (0, 2)]
-    options = {"frames_per_batch": 4 * T, "num_envs": 2, "seed": 1, "crash_dir": path.parent / "crashes"}
+    options = {
+        "frames_per_batch": 4 * T,
+        "num_envs": 2,
+        "seed": 1,
+        "crash_dir": path.parent / "crashes",
+    }
     if kind is Collector:
         del options["crash_dir"]
     return kind(factories, policy, **options, **BACKENDS[backend])
@@ -52,13 +59,17 @@ def test_whatever_is_raised_no_pair_is_wrong_and_every_step_is_counted(tmp_path,
             except BaseException as error:  # noqa: BLE001 (as it comes)
                 raised.append(error)
                 stats = collector.stats()
-                assert stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+                assert (
+                    stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
+                )
                 assert len(raised) <= len(ALL), raised[-1]
             assert len(batches) < 60, f"{len(raised)} of {len(ALL)}"
         batches.append(collector.rollout().clone())
     stats = collector.stats()
     check_stream(batches, gaps=sum(stats.discarded.values()))
-    assert stats.executed == OracleEnv.read(tmp_path / "counts")[:, 2].sum(), "as the environments have counted"
+    assert stats.executed == OracleEnv.read(tmp_path / "counts")[:, 2].sum(), (
+        "as the environments have counted"
+    )
     assert stats.executed == stats.frames + sum(stats.discarded.values())
     if place == "policy":
         assert sum(stats.discarded.values()) == 0
@@ -68,7 +79,9 @@ def test_whatever_is_raised_no_pair_is_wrong_and_every_step_is_counted(tmp_path,
         if backend == "in process" and name in BASES:
             assert not isinstance(error, Exception), name
             continue
-        expected = BadPolicyOutput if place == "policy" and name == "BadPolicyOutput" else PLACES[place]
+        expected = (
+            BadPolicyOutput if place == "policy" and name == "BadPolicyOutput" else PLACES[place]
+        )
         assert isinstance(error, MusterError), name
         assert issubclass(type(error), expected), (name, type(error), error)
         assert error.phase == place, (name, error.phase)
@@ -77,7 +90,9 @@ def test_whatever_is_raised_no_pair_is_wrong_and_every_step_is_counted(tmp_path,
 def test_an_exit_in_a_reset_that_nobody_waits_for_is_raised_by_the_next_rollout(tmp_path):
     fault = Fault(faults.Raising(partial(SystemExit, 3)), "reset", at=1)
     options = {"frames_per_batch": T, "backend": "threads", "reset_when_done": False, "seed": 1}
-    with MultiSyncCollector([partial(OracleEnv, tmp_path / "counts", 0, 1, fault)], None, **options) as collector:
+    with MultiSyncCollector(
+        [partial(OracleEnv, tmp_path / "counts", 0, 1, fault)], None, **options
+    ) as collector:
         collector.next()  # to the end of the first episode
         with pytest.raises(EnvError, match="SystemExit was raised: 3") as caught:
             collector.next()

@@ -1,4 +1,6 @@
-"""Forks: of the user's program, which share nothing of a collector's, and those that environments make in workers."""
+"""Forks: of the user's program, which share nothing of a collector's, and those that environments
+make in workers.
+"""
 
 from __future__ import annotations
 
@@ -66,11 +68,13 @@ def said(call):
     return None
 
 
-# --- of the user's program --------------------------------------------------------------------------
+# --- of the user's program ------------------------------------------------------------------------
 
 
 def served(factories, _, **options):
-    return MultiSyncCollector(factories, faults.FaultyPolicy("", None, at=1 << 60), inference="server", **options)
+    return MultiSyncCollector(
+        factories, faults.FaultyPolicy("", None, at=1 << 60), inference="server", **options
+    )
 
 
 KINDS = {
@@ -138,9 +142,14 @@ def test_a_fork_has_no_workers_and_leaves_those_of_its_parent_alone(tmp_path, ki
         assert stats.restarts == 0
     stats = collector.stats()
     assert stats.frames == sum(check_stream(copies).values())
-    # On a busy machine the end comes in the middle of a rollout: the step that was being made is "interrupted".
+    # On a busy machine the end comes in the middle of a rollout: the step that was being made is
+    # "interrupted".
     assert set(stats.discarded) <= {"shutdown", "interrupted"}
-    assert stats.executed == stats.frames + sum(stats.discarded.values()) == OracleEnv.read(path)[:, 2].sum()
+    assert (
+        stats.executed
+        == stats.frames + sum(stats.discarded.values())
+        == OracleEnv.read(path)[:, 2].sum()
+    )
 
 
 @pytest.mark.slow
@@ -161,9 +170,17 @@ def test_a_fork_that_goes_on_to_the_end_of_the_program_disturbs_nobody():
                 print("left")
     """
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=WITHIN_S, check=False
+        [sys.executable, "-W", "ignore", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+        check=False,
     )
-    assert (done.stdout.splitlines(), without_delays(done.stderr), done.returncode) == (["left", "0 True"], "", 0)
+    assert (done.stdout.splitlines(), without_delays(done.stderr), done.returncode) == (
+        ["left", "0 True"],
+        "",
+        0,
+    )
 
 
 def test_a_collector_without_workers_is_copied():
@@ -186,7 +203,12 @@ def test_a_background_thread_stays_with_its_process():
     collector.start()
 
     def use():
-        found = [said(collector.next), said(collector.start), said(collector.pause), collector.is_running()]
+        found = [
+            said(collector.next),
+            said(collector.start),
+            said(collector.pause),
+            collector.is_running(),
+        ]
         collector.async_shutdown()
         return found
 
@@ -201,7 +223,10 @@ def test_an_evaluator_in_a_fork_says_so():
         evaluator.trigger()
 
         def use():
-            found = [said(call) for call in (evaluator.poll, evaluator.wait, evaluator.evaluate, evaluator.trigger)]
+            found = [
+                said(call)
+                for call in (evaluator.poll, evaluator.wait, evaluator.evaluate, evaluator.trigger)
+            ]
             evaluator.shutdown()
             return found
 
@@ -229,11 +254,13 @@ def test_one_process_writes_a_recording(tmp_path):
     collector.shutdown()
 
 
-# --- by environments in workers ---------------------------------------------------------------------
+# --- by environments in workers -------------------------------------------------------------------
 
 
 class Forking(gymnasium.Env):
-    """Forks at the beginning of some of its calls; who goes on from there counts the calls in a file."""
+    """Forks at the beginning of some of its calls; who goes on from there counts the calls in a
+    file.
+    """
 
     observation_space, action_space = spaces.Box(-1, 1, (1,), np.float32), spaces.Discrete(2)
 
@@ -258,11 +285,15 @@ class Forking(gymnasium.Env):
 @pytest.mark.parametrize("on", ["construct", "reset", "step"])
 @pytest.mark.parametrize("do", forks.WAYS, ids=lambda do: do.__name__)
 def test_a_fork_that_an_environment_makes_is_never_the_worker(tmp_path, do, on):
-    """It ends as soon as it is back in Muster's code; those that do not come back do what they were made for."""
+    """It ends as soon as it is back in Muster's code; those that do not come back do what they were
+    made for.
+    """
     found = []
     for times in range(2):
         make = partial(Forking, tmp_path / f"{times}", on, do if times else forks.nothing)
-        with MultiAsyncCollector(make, None, num_envs=3, frames_per_batch=63, total_frames=252, seed=1) as collector:
+        with MultiAsyncCollector(
+            make, None, num_envs=3, frames_per_batch=63, total_frames=252, seed=1
+        ) as collector:
             found.append([batch.clone() for batch in collector])
         stats = collector.stats()
         assert (stats.frames, stats.restarts) == (252, 0)
@@ -275,7 +306,9 @@ def test_a_fork_that_an_environment_makes_is_never_the_worker(tmp_path, do, on):
 def test_a_policy_that_forks_in_a_worker_is_asked_by_the_worker_alone(tmp_path):
     policy = forks.ForkingPolicy(str(tmp_path / "forks"))
     path = tmp_path / "counts"
-    with MultiSyncCollector(partial(OracleEnv, path), policy, frames_per_batch=T, total_frames=4 * T) as collector:
+    with MultiSyncCollector(
+        partial(OracleEnv, path), policy, frames_per_batch=T, total_frames=4 * T
+    ) as collector:
         rows = check_stream(batch.clone() for batch in collector)
     assert rows[0, 0] == collector.stats().executed == OracleEnv.read(path)[0, 2] == 4 * T
     forks.check(tmp_path / "forks", forks.returns)

@@ -1,4 +1,6 @@
-"""Workers, environments and policies that go wrong while a server acts: nothing is lost, and nobody waits for ever."""
+"""Workers, environments and policies that go wrong while a server acts: nothing is lost, and nobody
+waits for ever.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ import pytest
 import torch
 from torch import nn
 
-from muster import AsyncCollector, CentralInference, MultiAsyncCollector, MultiSyncCollector, Restart
+from muster import (
+    AsyncCollector,
+    CentralInference,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+    Restart,
+)
 from muster.errors import EnvError, PolicyError, WorkerDied, WorkerHung
 from muster.policies import categorical
 from muster.testing import CountingEnv, Fault, OracleEnv, check_stream
@@ -38,7 +46,9 @@ BOOM = partial(ValueError, "boom")
 
 
 class Mod5(nn.Module):
-    """Action: the state, modulo 5, however rows are batched; calls ``do`` with the observations before."""
+    """Action: the state, modulo 5, however rows are batched; calls ``do`` with the observations
+    before.
+    """
 
     def __init__(self, do=None):
         super().__init__()
@@ -71,12 +81,14 @@ def no_server_is_left():
         assert not thread.is_alive()
 
 
-# --- workers that die -------------------------------------------------------------------------------
+# --- workers that die -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("on_failure", MODES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_death_in_a_step_loses_the_rollout_at_work_and_nothing_else(tmp_path, undisturbed, kind, on_failure):
+def test_a_death_in_a_step_loses_the_rollout_at_work_and_nothing_else(
+    tmp_path, undisturbed, kind, on_failure
+):
     got = run(tmp_path, Fault(DIES, at=AT), kind, on_failure=on_failure, policy=Mod5(), **SERVED)
     rows = got.check(undisturbed=undisturbed.get(kind))
     assert got.stats.discarded == {"worker_died": AT - T}
@@ -90,7 +102,9 @@ def test_a_death_in_a_step_loses_the_rollout_at_work_and_nothing_else(tmp_path, 
 
 
 class Kills:
-    """Kills the worker of environment 0 during a call of the policy, once: that for step ``AT`` of ``watched``."""
+    """Kills the worker of environment 0 during a call of the policy, once: that for step ``AT`` of
+    ``watched``.
+    """
 
     def __init__(self, path, watched):
         self.path, self.watched, self.done = path, watched, False
@@ -110,12 +124,24 @@ def test_a_worker_may_die_while_it_waits_for_the_server(tmp_path, kind, watched,
     """Or while the server acts with its row, which then is nobody's."""
     path = tmp_path / "counts"
     factories = [partial(Known, path, number) for number in range(2)]
-    options = {"on_failure": on_failure, "inference": CentralInference(max_batch=1 if watched else None)}
-    got = run(tmp_path, None, kind, create_env_fn=factories, policy=Mod5(Kills(path, watched)), **(SERVED | options))
+    options = {
+        "on_failure": on_failure,
+        "inference": CentralInference(max_batch=1 if watched else None),
+    }
+    got = run(
+        tmp_path,
+        None,
+        kind,
+        create_env_fn=factories,
+        policy=Mod5(Kills(path, watched)),
+        **(SERVED | options),
+    )
     got.counts = OracleEnv.read(path)
     got.check()
     assert set(got.stats.discarded) <= {"worker_died"}
-    if got.in_lockstep:  # elsewhere the others may have made all the rest before it would be started again
+    if (
+        got.in_lockstep
+    ):  # elsewhere the others may have made all the rest before it would be started again
         assert got.counts[0, 0] == 1 + got.stats.restarts == (1 if on_failure == "drop" else 2)
     assert got.counts[0, 0] <= 1 + got.stats.restarts
     assert got.counts[1, 0] == 1
@@ -142,13 +168,18 @@ def test_a_death_elsewhere_says_so(tmp_path, undisturbed, kind, on):
 
 
 def test_a_death_at_the_same_step_gives_the_same_streams(tmp_path):
-    """Where calls are for the same workers: here for one at a time, each with its own random numbers."""
+    """Where calls are for the same workers: here for one at a time, each with its own random
+    numbers.
+    """
     for kind in KINDS:
         fault, options = (
             Fault(DIES, at=AT, runs=2),
             {"on_failure": "restart", "inference": CentralInference(alternating=True)},
         )
-        first, second = (run(tmp_path, fault, kind, policy=categorical(Logits()), **(SERVED | options)) for _ in "ab")
+        first, second = (
+            run(tmp_path, fault, kind, policy=categorical(Logits()), **(SERVED | options))
+            for _ in "ab"
+        )
         first.check()
         if first.in_lockstep:  # else the other worker may make all there is
             assert first.stats.restarts == 2
@@ -171,7 +202,12 @@ class Logits(nn.Module):
 def test_random_kills_lose_nothing_and_double_nothing(tmp_path, kind):
     kills, path = 12, tmp_path / "counts"
     factories = [partial(OracleEnv, path, 3 * i, 3) for i in range(3)]
-    options = {"num_envs": 3, "frames_per_batch": 450, "seed": 1, "on_failure": Restart(max_restarts=None)}
+    options = {
+        "num_envs": 3,
+        "frames_per_batch": 450,
+        "seed": 1,
+        "on_failure": Restart(max_restarts=None),
+    }
     collector = kind(factories, Mod5(), **(SERVED | options))
     killer = Killer(kills, random.Random(kills), 0.3, kills_a_worker)
     rows = check_stream(killer.until_done(collector))
@@ -184,15 +220,19 @@ def test_random_kills_lose_nothing_and_double_nothing(tmp_path, kind):
     assert killer.done == kills
 
 
-# --- environments -----------------------------------------------------------------------------------
+# --- environments ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["processes", "threads"])
 @pytest.mark.parametrize("on_failure", MODES)
-def test_an_error_of_an_environment_is_raised_or_ends_its_worker(tmp_path, undisturbed, on_failure, backend):
+def test_an_error_of_an_environment_is_raised_or_ends_its_worker(
+    tmp_path, undisturbed, on_failure, backend
+):
     for kind in KINDS:
         fault = Fault(faults.Raising(BOOM), at=AT)
-        got = run(tmp_path, fault, kind, policy=Mod5(), on_failure=on_failure, backend=backend, **SERVED)
+        got = run(
+            tmp_path, fault, kind, policy=Mod5(), on_failure=on_failure, backend=backend, **SERVED
+        )
         got.check(undisturbed=undisturbed.get(kind))
         assert got.stats.discarded == ({} if on_failure == "raise" else {"env_error": AT - T})
         assert len(got.errors) == (on_failure == "raise")
@@ -204,7 +244,9 @@ def test_an_error_of_an_environment_is_raised_or_ends_its_worker(tmp_path, undis
 
 @pytest.mark.parametrize("backend", ["processes", "threads"])
 @pytest.mark.parametrize("on_failure", MODES)
-def test_who_waits_with_others_for_one_that_hangs_is_not_blamed(tmp_path, undisturbed, on_failure, backend):
+def test_who_waits_with_others_for_one_that_hangs_is_not_blamed(
+    tmp_path, undisturbed, on_failure, backend
+):
     """The server waits for all, and so for the one."""
     timeouts = {**deadlines(60.0), "step": 0.5}
     options = {"on_failure": on_failure, "backend": backend, "timeouts": timeouts, "policy": Mod5()}
@@ -220,25 +262,38 @@ def test_who_waits_with_others_for_one_that_hangs_is_not_blamed(tmp_path, undist
 
 def test_an_environment_that_hangs_keeps_no_shutdown(tmp_path):
     path = tmp_path / "counts"
-    factories = [partial(OracleEnv, path, 0, 1, Fault(faults.holds_the_gil, at=AT)), partial(OracleEnv, path, 1)]
-    collector = MultiAsyncCollector(factories, Mod5(), frames_per_batch=T, timeouts={"close": 0.5}, **SERVED)
+    factories = [
+        partial(OracleEnv, path, 0, 1, Fault(faults.holds_the_gil, at=AT)),
+        partial(OracleEnv, path, 1),
+    ]
+    collector = MultiAsyncCollector(
+        factories, Mod5(), frames_per_batch=T, timeouts={"close": 0.5}, **SERVED
+    )
     while not len(OracleEnv.read(path)) or OracleEnv.read(path)[0, 1] < AT + 1:
         assert collector.next() is not None
     collector.shutdown()
     stats = collector.stats()
     assert stats.in_flight == 0
-    assert stats.executed == stats.frames + sum(stats.discarded.values()) == OracleEnv.read(path)[:, 2].sum()
+    assert (
+        stats.executed
+        == stats.frames + sum(stats.discarded.values())
+        == OracleEnv.read(path)[:, 2].sum()
+    )
 
 
-# --- the policy -------------------------------------------------------------------------------------
+# --- the policy -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["processes", "threads"])
 @pytest.mark.parametrize("at", [0, 1, 2, 30])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_error_of_the_policy_is_raised_once_and_costs_nothing(tmp_path, kind, at, backend):
-    for error in (BOOM, partial(faults.TwoArguments, 3, "why"), partial(SystemExit, 3))[: 3 if at else 2]:
-        policy = faults.FaultyPolicy(str(tmp_path / f"mark {error.func.__name__}"), faults.Raising(error), at)
+    for error in (BOOM, partial(faults.TwoArguments, 3, "why"), partial(SystemExit, 3))[
+        : 3 if at else 2
+    ]:
+        policy = faults.FaultyPolicy(
+            str(tmp_path / f"mark {error.func.__name__}"), faults.Raising(error), at
+        )
         got = run(tmp_path, None, kind, policy=policy, backend=backend, **SERVED)
         got.check()
         assert (got.stats.discarded, got.stats.restarts) == ({}, 0)
@@ -255,7 +310,9 @@ def test_an_error_of_the_policy_is_raised_once_and_costs_nothing(tmp_path, kind,
 def test_an_error_of_the_policy_is_raised_in_every_mode(tmp_path, on_failure):
     for kind in KINDS:
         policy = faults.FaultyPolicy(str(tmp_path / kind.__name__), faults.Raising(BOOM), 3)
-        got = run(tmp_path, None, kind, policy=policy, on_failure=on_failure, backend="threads", **SERVED)
+        got = run(
+            tmp_path, None, kind, policy=policy, on_failure=on_failure, backend="threads", **SERVED
+        )
         got.check()
         assert type(got.error) is PolicyError
         assert got.stats.restarts == 0
@@ -275,12 +332,20 @@ class Fails:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, AsyncCollector])
-def test_while_the_policy_fails_nothing_is_stepped_and_the_next_call_tries_again(tmp_path, kind, monkeypatch):
+def test_while_the_policy_fails_nothing_is_stepped_and_the_next_call_tries_again(
+    tmp_path, kind, monkeypatch
+):
     path, batches = tmp_path / "counts", []
-    factories = partial(OracleEnv, path) if kind is AsyncCollector else [partial(OracleEnv, path, n) for n in range(2)]
+    factories = (
+        partial(OracleEnv, path)
+        if kind is AsyncCollector
+        else [partial(OracleEnv, path, n) for n in range(2)]
+    )
     monkeypatch.setattr(Fails, "wrong", True)
     frames = 2 * T if kind is MultiSyncCollector else T
-    with kind(factories, Mod5(Fails(AT)), frames_per_batch=frames, backend="threads", **SERVED) as collector:
+    with kind(
+        factories, Mod5(Fails(AT)), frames_per_batch=frames, backend="threads", **SERVED
+    ) as collector:
         errors = []
         while len(errors) < 4:
             try:
@@ -289,7 +354,9 @@ def test_while_the_policy_fails_nothing_is_stepped_and_the_next_call_tries_again
                 errors.append(error)
                 stepped = OracleEnv.read(path)[:, 2].tolist()
                 assert max(stepped) == AT if kind is not MultiAsyncCollector else max(stepped) <= AT
-        row = r"\d+" if kind is MultiAsyncCollector else "(10|9)"  # of the first for whom it was called
+        row = (
+            r"\d+" if kind is MultiAsyncCollector else "(10|9)"
+        )  # of the first for whom it was called
         for error in errors:
             assert re.search(f"ValueError at row {row} of the batch: again", str(error))
         Fails.wrong = False
@@ -337,10 +404,16 @@ def over():
 
 @pytest.mark.parametrize("on_failure", MODES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_policy_that_hangs_is_named_with_its_line_and_nobody_is_killed_for_it(tmp_path, over, kind, on_failure):
+def test_a_policy_that_hangs_is_named_with_its_line_and_nobody_is_killed_for_it(
+    tmp_path, over, kind, on_failure
+):
     path = tmp_path / "counts"
     factories = [partial(OracleEnv, path, number) for number in range(2)]
-    options = {"frames_per_batch": 2 * T, "timeouts": {**deadlines(60.0), "policy": 0.5}, "on_failure": on_failure}
+    options = {
+        "frames_per_batch": 2 * T,
+        "timeouts": {**deadlines(60.0), "policy": 0.5},
+        "on_failure": on_failure,
+    }
     with kind(factories, Mod5(Waits(30)), **(SERVED | options)) as collector:
         pids = [worker.pid for worker in collector.stats().workers]
         batches, random_state = [], torch.random.get_rng_state()
@@ -350,7 +423,9 @@ def test_a_policy_that_hangs_is_named_with_its_line_and_nobody_is_killed_for_it(
                     batches.append(collector.next().clone())
             said = str(caught.value)
             assert re.search(r"has not returned for \d\.\d s", said)
-            if kind is MultiSyncCollector:  # elsewhere policies draw from the same generators as the user
+            if (
+                kind is MultiSyncCollector
+            ):  # elsewhere policies draw from the same generators as the user
                 assert torch.equal(torch.random.get_rng_state(), random_state)
             assert f"at {faults.line_of(Waits(0))} in __call__; its deadline is 0.5 s" in said
         over.set()
@@ -373,7 +448,12 @@ def test_a_policy_that_hangs_does_not_keep_shutdown(tmp_path, over, backend):
     factories = [partial(OracleEnv, path, number) for number in range(4)]
     timeouts = {**deadlines(0.5), "construct": 60.0}
     collector = MultiSyncCollector(
-        factories, Mod5(Waits(30)), frames_per_batch=4 * T, timeouts=timeouts, backend=backend, **SERVED
+        factories,
+        Mod5(Waits(30)),
+        frames_per_batch=4 * T,
+        timeouts=timeouts,
+        backend=backend,
+        **SERVED,
     )
     with pytest.raises(WorkerHung):
         while True:
@@ -384,20 +464,26 @@ def test_a_policy_that_hangs_does_not_keep_shutdown(tmp_path, over, backend):
     assert ended.wait(12.0)
     closing.join()
     stats = collector.stats()
-    assert stats.executed == stats.frames + sum(stats.discarded.values()) == OracleEnv.read(path)[:, 2].sum()
+    assert (
+        stats.executed
+        == stats.frames + sum(stats.discarded.values())
+        == OracleEnv.read(path)[:, 2].sum()
+    )
 
 
 def test_a_policy_that_fails_at_first_sight_ends_nothing(tmp_path):
     """It is called once for its columns, before anybody steps."""
     policy = faults.FaultyPolicy(str(tmp_path / "mark"), faults.Raising(BOOM))
-    collector = MultiSyncCollector([CountingEnv] * 2, policy, frames_per_batch=20, backend="threads", **SERVED)
+    collector = MultiSyncCollector(
+        [CountingEnv] * 2, policy, frames_per_batch=20, backend="threads", **SERVED
+    )
     with collector:
         with pytest.raises(PolicyError, match="boom"):
             collector.next()
         assert collector.next()["action"].eq(1).all()
 
 
-# --- Ctrl-C, the end, and what is left --------------------------------------------------------------
+# --- Ctrl-C, the end, and what is left ------------------------------------------------------------
 
 
 class Interrupts:
@@ -417,8 +503,11 @@ class Interrupts:
 def test_after_ctrl_c_the_next_call_goes_on(tmp_path, kind, backend):
     path, batches, errors = tmp_path / "counts", [], []
     factories = [partial(OracleEnv, path, number) for number in range(2)]
-    # Two signals that come before the main thread has looked at the first one are one: so much is between them.
-    with kind(factories, Mod5(Interrupts(30, 300)), frames_per_batch=2 * T, backend=backend, **SERVED) as collector:
+    # Two signals that come before the main thread has looked at the first one are one: so much is
+    # between them.
+    with kind(
+        factories, Mod5(Interrupts(30, 300)), frames_per_batch=2 * T, backend=backend, **SERVED
+    ) as collector:
         while len(batches) < 5 or len(errors) < 2:  # one call can be for both workers
             try:
                 batch = collector.next()
@@ -431,7 +520,11 @@ def test_after_ctrl_c_the_next_call_goes_on(tmp_path, kind, backend):
         assert collector.stats().frames == len(batches) * 2 * T
     stats = collector.stats()
     assert stats.in_flight == 0
-    assert stats.executed == stats.frames + sum(stats.discarded.values()) == OracleEnv.read(path)[:, 2].sum()
+    assert (
+        stats.executed
+        == stats.frames + sum(stats.discarded.values())
+        == OracleEnv.read(path)[:, 2].sum()
+    )
 
 
 @pytest.mark.parametrize("backend", ["processes", "threads"])
@@ -456,7 +549,9 @@ def test_a_collector_that_is_thrown_away_ends(tmp_path, kind, backend):
 def test_shutdown_in_the_middle_of_rollouts_is_quick_and_accounted(tmp_path, backend):
     path = tmp_path / "counts"
     factories = [partial(OracleEnv, path, number) for number in range(3)]
-    collector = MultiAsyncCollector(factories, Mod5(), frames_per_batch=5000, backend=backend, **SERVED)
+    collector = MultiAsyncCollector(
+        factories, Mod5(), frames_per_batch=5000, backend=backend, **SERVED
+    )
     assert collector.next() is not None
     collector.shutdown()
     collector.shutdown()

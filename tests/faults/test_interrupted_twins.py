@@ -1,4 +1,5 @@
-"""Ctrl-C anywhere, or an error of the user's code, then go on here or from a saved state in a new collector.
+"""Ctrl-C anywhere, or an error of the user's code, then go on here or from a saved state in a new
+collector.
 
 The rows are those of a twin that is not interrupted.
 ``MUSTER_EXAMPLES=2000`` runs so many sequences of calls, other ones each time.
@@ -26,7 +27,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import muster
-from muster import AsyncCollector, Collector, MultiAsyncCollector, MultiSyncCollector, delayed_interrupt, policies
+from muster import (
+    AsyncCollector,
+    Collector,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+    delayed_interrupt,
+    policies,
+)
 from muster.errors import BadOption, HookError
 from tests.tools import assert_accounted
 
@@ -37,8 +45,11 @@ pytestmark = [
 ]
 
 PACKAGE = str(Path(muster.__file__).parent)
-# Where a Ctrl-C is in Muster's hands, without ``delayed_interrupt``. Elsewhere the user may have the batch already.
-PROTECTED = tuple(f"{PACKAGE}/{part}" for part in ("workers", "rollout", "policies", "envs", "memory", "weights"))
+# Where a Ctrl-C is in Muster's hands, without ``delayed_interrupt``. Elsewhere the user may have
+# the batch already.
+PROTECTED = tuple(
+    f"{PACKAGE}/{part}" for part in ("workers", "rollout", "policies", "envs", "memory", "weights")
+)
 
 
 class Restless(gymnasium.Env[Any, Any]):
@@ -56,7 +67,13 @@ class Restless(gymnasium.Env[Any, Any]):
         drawn = self.np_random.random(2, np.float32)
         self.total += float(action)
         ended = bool(self.np_random.random() < 0.15)
-        return drawn, float(drawn[0]) + self.total, ended, False, {"word": f"w{int(action)}", "value": float(drawn[1])}
+        return (
+            drawn,
+            float(drawn[0]) + self.total,
+            ended,
+            False,
+            {"word": f"w{int(action)}", "value": float(drawn[1])},
+        )
 
 
 class Remembers(nn.Module):
@@ -71,7 +88,11 @@ class Remembers(nn.Module):
             state = torch.zeros((*obs.shape[:-1], 1))
         logits = self.net(torch.cat([obs, state], -1))
         action = torch.distributions.Categorical(logits=logits).sample()
-        return action, {"state_value": logits.sum(-1, keepdim=True)}, 0.5 * state + obs.sum(-1, keepdim=True)
+        return (
+            action,
+            {"state_value": logits.sum(-1, keepdim=True)},
+            0.5 * state + obs.sum(-1, keepdim=True),
+        )
 
 
 def head() -> Any:
@@ -131,8 +152,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "random starts": {"max_decorrelation_steps": 4},
     "infos": {"info": ["value", "word"]},
     "buffer": {"replay_buffer": Rows, "postproc": user_code.postproc},
-    "hooks": {"on_batch": user_code.call, "on_episode_done": user_code.call, "post_collect_hook": user_code.call},
-    "hooks of episodes": {"on_batch": user_code.call, "on_episode_done": user_code.call, "trajs_per_batch": 1},
+    "hooks": {
+        "on_batch": user_code.call,
+        "on_episode_done": user_code.call,
+        "post_collect_hook": user_code.call,
+    },
+    "hooks of episodes": {
+        "on_batch": user_code.call,
+        "on_episode_done": user_code.call,
+        "trajs_per_batch": 1,
+    },
     "hook of steps": {"on_step": user_code.call},
     "step by step": {"replay_buffer": Rows, "extend_buffer": False, "reset_at_each_iter": True},
     "same batch": {"return_same_td": True},
@@ -145,7 +174,8 @@ Call = tuple[str, dict[str, Any]]
 class Kind:
     """A kind of collector.
 
-    ``ordered``: its batches come in one order. Else rollouts of one group come in order, and its rows are compared.
+    ``ordered``: its batches come in one order. Else rollouts of one group come in order, and its
+    rows are compared.
     """
 
     name: str
@@ -157,7 +187,11 @@ class Kind:
     def collector(self, policy: Callable[[], Any], options: dict[str, Any]) -> Any:
         given = {name: value() if value is Rows else value for name, value in options.items()}
         envs = [Restless] * self.groups if self.groups > 1 else Restless
-        given |= {"num_envs": 2, "frames_per_batch": 8 * self.groups if self.ordered else 8, "seed": 1}
+        given |= {
+            "num_envs": 2,
+            "frames_per_batch": 8 * self.groups if self.ordered else 8,
+            "seed": 1,
+        }
         return self.make(envs, policy(), **given, **self.options)
 
 
@@ -204,7 +238,8 @@ class Pressing:
 class Trouble:
     """Trouble in a call, and whether the program ends then and continues from a file.
 
-    ``at`` is the line at which Ctrl-C comes, ``fails`` the number of the call of the user's code that fails (0: none).
+    ``at`` is the line at which Ctrl-C comes, ``fails`` the number of the call of the user's code
+    that fails (0: none).
     """
 
     at: int
@@ -213,7 +248,10 @@ class Trouble:
 
 
 class Run:
-    """One collector after another that are used by the same calls. ``rows`` is what they have delivered."""
+    """One collector after another that are used by the same calls.
+
+    ``rows`` is what they have delivered.
+    """
 
     def __init__(self, kind: Kind, policy: Callable[[], Any], options: str, folder: Path) -> None:
         user_code.left = 0
@@ -261,7 +299,9 @@ class Run:
         last: Trouble | None = None  # its Ctrl-C may take effect in the next call
         for call, trouble in zip(calls, troubles, strict=True):
             last = trouble or last
-            pressing: Any = nullcontext() if trouble is None or trouble.fails else Pressing(trouble.at, within)
+            pressing: Any = (
+                nullcontext() if trouble is None or trouble.fails else Pressing(trouble.at, within)
+            )
             user_code.left = 0 if trouble is None else trouble.fails
             while True:
                 try:
@@ -290,7 +330,9 @@ class Run:
             columns = plain(rows.exclude(("collector", "valid")))
             del columns["shape",]
             for place, env in enumerate(ids.tolist()):
-                found.setdefault(env, []).append({key: values[place] for key, values in columns.items()})
+                found.setdefault(env, []).append(
+                    {key: values[place] for key, values in columns.items()}
+                )
         return found
 
 
@@ -343,8 +385,18 @@ def examples(usual: int) -> settings:
     )
 
 
-def check(kind: Kind, policy: Any, options: str, do: list[Call], with_troubles: list[Any], *, delayed: bool) -> None:
-    left = suppress(KeyboardInterrupt)  # one that was noted in the last call is raised at the end of the context
+def check(
+    kind: Kind,
+    policy: Any,
+    options: str,
+    do: list[Call],
+    with_troubles: list[Any],
+    *,
+    delayed: bool,
+) -> None:
+    left = suppress(
+        KeyboardInterrupt
+    )  # one that was noted in the last call is raised at the end of the context
     with TemporaryDirectory() as folder, left, delayed_interrupt() if delayed else nullcontext():
         twin = Run(kind, policy, options, Path(folder))
         run = Run(kind, policy, options, Path(folder))
@@ -372,27 +424,44 @@ sequences = st.lists(st.tuples(calls, troubles), min_size=2, max_size=6)
 
 @pytest.mark.parametrize("kind", HERE, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("delayed", [True, False], ids=["delayed", "at once"])
-@given(policy=st.sampled_from([head, recurrent]), options=st.sampled_from([*OPTIONS]), sequence=sequences)
+@given(
+    policy=st.sampled_from([head, recurrent]),
+    options=st.sampled_from([*OPTIONS]),
+    sequence=sequences,
+)
 @examples(40)
 def test_in_this_thread(kind, delayed, policy, options, sequence):
     check(kind, policy, options, *map(list, zip(*sequence, strict=True)), delayed=delayed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in ELSEWHERE if kind.ordered], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", [kind for kind in ELSEWHERE if kind.ordered], ids=lambda kind: kind.name
+)
 @pytest.mark.parametrize("delayed", [True, False], ids=["delayed", "at once"])
-@given(policy=st.sampled_from([head, recurrent]), options=st.sampled_from([*OPTIONS]), sequence=sequences)
+@given(
+    policy=st.sampled_from([head, recurrent]),
+    options=st.sampled_from([*OPTIONS]),
+    sequence=sequences,
+)
 @examples(6)
 def test_in_workers(kind, delayed, policy, options, sequence):
     check(kind, policy, options, *map(list, zip(*sequence, strict=True)), delayed=delayed)
 
 
 in_any_order = st.lists(st.tuples(st.one_of(*in_order), troubles), min_size=2, max_size=6)
-ROWS_OF_ANY_LENGTH = ["plain", "limited", "infos", "hook of steps"]  # rows do not depend on where rollouts end
+ROWS_OF_ANY_LENGTH = [
+    "plain",
+    "limited",
+    "infos",
+    "hook of steps",
+]  # rows do not depend on where rollouts end
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in ELSEWHERE if not kind.ordered], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", [kind for kind in ELSEWHERE if not kind.ordered], ids=lambda kind: kind.name
+)
 @given(options=st.sampled_from(ROWS_OF_ANY_LENGTH), sequence=in_any_order)
 @examples(6)
 def test_in_workers_that_do_not_wait_for_each_other(kind, options, sequence):

@@ -1,4 +1,6 @@
-"""Ctrl-C, wherever it comes: it is raised once, nothing is lost or doubled, and the next call goes on."""
+"""Ctrl-C, wherever it comes: it is raised once, nothing is lost or doubled, and the next call goes
+on.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ from muster.utils.interrupts import allowed, postponed
 
 ROOT = Path(muster.__file__).parent
 BOOKS = [
-    str(ROOT / part) for part in ("workers", "utils/interrupts.py", "collectors/engine.py", "collectors/batch_views.py")
+    str(ROOT / part)
+    for part in (
+        "workers",
+        "utils/interrupts.py",
+        "collectors/engine.py",
+        "collectors/batch_views.py",
+    )
 ]
 
 
@@ -37,7 +45,7 @@ def on_demand(collector, **options):
     return collector.collect_batch(n_step=6, **options).batch
 
 
-# --- the two contexts -------------------------------------------------------------------------------
+# --- the two contexts -----------------------------------------------------------------------------
 
 
 def test_it_is_raised_at_the_end_of_what_it_would_disturb():
@@ -150,7 +158,7 @@ def test_other_threads_have_no_part_in_it():
     assert done == [1]
 
 
-# --- code of the user's -----------------------------------------------------------------------------
+# --- code of the user's ---------------------------------------------------------------------------
 
 
 REACHED, GO_ON = [], threading.Event()
@@ -196,7 +204,9 @@ class Presses(CountingEnv):
 
 
 def acting(at, **options):
-    return TensorDictModule(Presses("call", at, **options), ["observation"], ["action", "state_value"])
+    return TensorDictModule(
+        Presses("call", at, **options), ["observation"], ["action", "state_value"]
+    )
 
 
 HOOKS = {
@@ -219,10 +229,22 @@ def test_hooks_are_interrupted_at_once(what):
 
 IN_ROWS = {
     "step": (lambda at, **how: {"create_env_fn": partial(Presses, "step", at, **how)}, 3, iterated),
-    "reset": (lambda at, **how: {"create_env_fn": partial(Presses, "reset", at, **how)}, 2, iterated),
-    "first reset": (lambda at, **how: {"create_env_fn": partial(Presses, "reset", at, **how)}, 1, iterated),
+    "reset": (
+        lambda at, **how: {"create_env_fn": partial(Presses, "reset", at, **how)},
+        2,
+        iterated,
+    ),
+    "first reset": (
+        lambda at, **how: {"create_env_fn": partial(Presses, "reset", at, **how)},
+        1,
+        iterated,
+    ),
     "policy": (lambda at, **how: {"policy": acting(at, **how)}, 5, iterated),
-    "policy, called once for its columns": (lambda at, **how: {"policy": acting(at, **how)}, 1, iterated),
+    "policy, called once for its columns": (
+        lambda at, **how: {"policy": acting(at, **how)},
+        1,
+        iterated,
+    ),
     "policy, asked for values": (
         lambda at, **how: {"policy": acting(at, **how)},
         7,
@@ -233,7 +255,12 @@ IN_ROWS = {
 
 def in_rows(what, at, **how):
     options, _, ask = IN_ROWS[what]
-    given = {"create_env_fn": partial(CountingEnv, 4), "policy": None, "frames_per_batch": 6, "seed": 0}
+    given = {
+        "create_env_fn": partial(CountingEnv, 4),
+        "policy": None,
+        "frames_per_batch": 6,
+        "seed": 0,
+    }
     return Collector(**given | options(at, **how)), ask
 
 
@@ -280,7 +307,10 @@ def test_a_row_that_is_never_completed_delays_it_for_some_seconds_only(what, mon
 def test_in_a_context_of_the_user_it_waits_for_the_next_call(monkeypatch):
     monkeypatch.setattr(interrupts, "GRACE_S", 0.0)  # of Muster's own contexts
     done = []
-    with Collector(partial(CountingEnv, 4), None, frames_per_batch=6) as collector, delayed_interrupt():
+    with (
+        Collector(partial(CountingEnv, 4), None, frames_per_batch=6) as collector,
+        delayed_interrupt(),
+    ):
         with pytest.raises(KeyboardInterrupt):
             for _ in collector:
                 press()
@@ -298,7 +328,10 @@ def test_in_a_context_of_the_user_it_waits_for_the_next_call(monkeypatch):
 
 def test_while_the_last_batch_is_used_it_waits_for_the_end_of_the_loop(monkeypatch):
     monkeypatch.setattr(interrupts, "GRACE_S", 0.0)
-    with Collector(partial(CountingEnv, 4), None, frames_per_batch=6, total_frames=6) as collector, delayed_interrupt():
+    with (
+        Collector(partial(CountingEnv, 4), None, frames_per_batch=6, total_frames=6) as collector,
+        delayed_interrupt(),
+    ):
         batches = []
         with pytest.raises(KeyboardInterrupt):
             for batch in collector:
@@ -325,7 +358,9 @@ class Nested(CountingEnv):
 
     def step(self, action):
         self.calls += 1
-        with Collector(partial(Presses, "step", int(self.calls == 3) * 2), None, frames_per_batch=4) as inner:
+        with Collector(
+            partial(Presses, "step", int(self.calls == 3) * 2), None, frames_per_batch=4
+        ) as inner:
             REACHED.append(inner.next().numel())
         return super().step(action)
 
@@ -341,7 +376,9 @@ def test_a_collector_in_an_environment_leaves_it_to_the_one_around_it():
 
 
 class HangsOnServer:
-    """A policy that interrupts the collector's process, which waits for it, and goes on when that has ended."""
+    """A policy that interrupts the collector's process, which waits for it, and goes on when that
+    has ended.
+    """
 
     def __init__(self):
         self.calls = 0
@@ -385,11 +422,13 @@ def test_an_answer_that_nobody_waits_for_any_more_is_not_taken_for_another():
     ) as collector:
         with pytest.raises(KeyboardInterrupt):
             collector.next()
-        assert collector.collect(n_episode=2).n_collected_episodes == 2  # asks workers this and that
+        assert (
+            collector.collect(n_episode=2).n_collected_episodes == 2
+        )  # asks workers this and that
         assert collector.next().numel() == 6
 
 
-# --- the books --------------------------------------------------------------------------------------
+# --- the books ------------------------------------------------------------------------------------
 
 
 class PressesInBooks:
@@ -454,11 +493,17 @@ def test_wherever_it_comes_collecting_goes_on_as_if_nothing_had_been(tmp_path, k
                     break  # at the end of all lines
             batches += [ask(collector).clone() for _ in range(2)]
             at += 3
-        assert sum(collector.stats().slots.values()) <= (6 if make is MultiAsyncCollector else 2), "none got lost"
+        assert sum(collector.stats().slots.values()) <= (6 if make is MultiAsyncCollector else 2), (
+            "none got lost"
+        )
         batches.append(ask(collector).clone())
     assert pressed > 30
     check_stream(batches)
     stats = collector.stats()
     assert stats.frames == sum(batch.numel() for batch in batches)
-    assert stats.executed == stats.frames + sum(stats.discarded.values()) == OracleEnv.read(path)[:, 2].sum()
+    assert (
+        stats.executed
+        == stats.frames + sum(stats.discarded.values())
+        == OracleEnv.read(path)[:, 2].sum()
+    )
     assert stats.in_flight == 0

@@ -1,5 +1,5 @@
-"""Nodes that are killed, stopped and cut off: at every kind of place; not a step is doubled or made up, and those that
-nobody could count are bounded.
+"""Nodes that are killed, stopped and cut off: at every kind of place; not a step is doubled or made
+up, and those that nobody could count are bounded.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def nothing_is_left():
 
 
 def check(got, *, losses=1, undisturbed=None):
-    """Books that are exact but for what only a lost node knew, which is bounded by the rollouts it was at."""
+    """Books that are exact but for what only a lost node knew, which is bounded by the rollouts it
+    was at.
+    """
     rows = got.check(undisturbed=undisturbed, unseen=losses * 2 * T)
     assert set(got.stats.discarded) <= {"worker_died", "shutdown"}
     assert all(count <= got.counts[env, 2] for (env, _), count in rows.items())
@@ -82,7 +84,9 @@ def check(got, *, losses=1, undisturbed=None):
 
 def assert_said(error, node, phase=None, why=""):
     assert type(error) is WorkerDied
-    found = re.match(r"Worker (\d) .*is lost with its node, during (\w+): (.*)", str(error), re.DOTALL)
+    found = re.match(
+        r"Worker (\d) .*is lost with its node, during (\w+): (.*)", str(error), re.DOTALL
+    )
     assert found, str(error)
     assert error.worker == int(found[1])
     assert re.search(rf"\bnode {node}\b", str(error)), str(error)
@@ -90,15 +94,19 @@ def assert_said(error, node, phase=None, why=""):
     assert re.search(why, found[3]), str(error)
 
 
-# --- a node that is killed --------------------------------------------------------------------------
+# --- a node that is killed ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("on_failure", MODES)
 @pytest.mark.parametrize("kind", NODE_KINDS)
-def test_a_node_killed_in_the_middle_of_a_rollout_loses_that_and_nothing_else(tmp_path, undisturbed, kind, on_failure):
+def test_a_node_killed_in_the_middle_of_a_rollout_loses_that_and_nothing_else(
+    tmp_path, undisturbed, kind, on_failure
+):
     got = run(tmp_path, Fault(KILLS, at=AT), kind, on_failure=on_failure)
     rows = check(got, undisturbed=undisturbed[kind])
-    assert rows[0, 0] == T or (kind in ASYNC_KINDS and not rows[0, 0])  # which may not have left the node yet
+    assert rows[0, 0] == T or (
+        kind in ASYNC_KINDS and not rows[0, 0]
+    )  # which may not have left the node yet
     assert got.counts[0, 0] == (1 if on_failure == "drop" else 2)
     assert len(got.errors) == (on_failure == "raise")
     for error in got.errors:
@@ -107,7 +115,9 @@ def test_a_node_killed_in_the_middle_of_a_rollout_loses_that_and_nothing_else(tm
 
 @pytest.mark.parametrize("kind", NODE_KINDS)
 def test_a_node_killed_in_a_reset(tmp_path, undisturbed, kind):
-    got = run(tmp_path, Fault(KILLS, "reset", at=2), kind)  # in its first rollout, which it gets in any case
+    got = run(
+        tmp_path, Fault(KILLS, "reset", at=2), kind
+    )  # in its first rollout, which it gets in any case
     check(got, undisturbed=undisturbed[kind])
     assert_said(got.error, 0)
 
@@ -117,7 +127,10 @@ def test_a_node_killed_while_environments_are_made_ends_the_construction(tmp_pat
     with pytest.raises(WorkerDied) as caught:
         run(tmp_path, Fault(KILLS, "construct"), sync_nodes, on_failure=on_failure)
     assert_said(caught.value, 0)
-    assert caught.value.phase in ("construct", "join")  # which of the two depends on whether its greeting had come
+    assert caught.value.phase in (
+        "construct",
+        "join",
+    )  # which of the two depends on whether its greeting had come
     assert all_gone(node_pids().values())
 
 
@@ -184,7 +197,9 @@ def test_a_node_killed_when_something_reaches_it(tmp_path, monkeypatch, what, ki
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(subprocess.run(["unshare", "-m", "true"]).returncode != 0, reason="needs a mount namespace")
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-m", "true"]).returncode != 0, reason="needs a mount namespace"
+)
 def test_a_worker_that_its_node_had_no_memory_for_says_so(tmp_path, monkeypatch):
     """The numbers are those of the node's machine, and since the collector was made."""
     events = tmp_path / "events"
@@ -201,8 +216,16 @@ def test_a_worker_that_its_node_had_no_memory_for_says_so(tmp_path, monkeypatch)
 def test_a_node_killed_before_it_has_joined_says_so(tmp_path, monkeypatch, kind):
     monkeypatch.setenv(MARK, str(tmp_path / "mark"))
     with pytest.raises(WorkerDied) as caught:
-        run(tmp_path, None, kind, launcher=MpLauncher(entry=f"{FAKES}:dies_at_birth"), on_failure="restart")
-    assert_said(caught.value, "[01]", why=r"has not joined: its process \d+ ended with exit code -9\. ")
+        run(
+            tmp_path,
+            None,
+            kind,
+            launcher=MpLauncher(entry=f"{FAKES}:dies_at_birth"),
+            on_failure="restart",
+        )
+    assert_said(
+        caught.value, "[01]", why=r"has not joined: its process \d+ ended with exit code -9\. "
+    )
 
 
 @pytest.mark.parametrize("kind", SYNC_KINDS)
@@ -225,7 +248,9 @@ def test_a_node_that_does_not_join_in_time_says_so(tmp_path, kind):
 def test_a_node_killed_while_it_is_sent_weights(tmp_path, kind):
     """40 MB do not fit into any buffer: a stopped node has not got all of them."""
     path, policy = tmp_path / "counts", Wide(10_000_000)
-    with kind(factories(path), policy, frames_per_batch=T, on_failure="restart", seed=1) as collector:
+    with kind(
+        factories(path), policy, frames_per_batch=T, on_failure="restart", seed=1
+    ) as collector:
         batches = [collector.next().clone() for _ in range(4)]
         pid = node_pids()[0]
         os.kill(pid, signal.SIGSTOP)
@@ -253,7 +278,10 @@ class Wide(torch.nn.Module):
 def until_run(collector, batches, env, run, within_s=30.0):
     """Collect until an environment's batches are those of its worker's successor."""
     deadline = time.monotonic() + within_s
-    while not any((b["observation"][..., 0].eq(env) & b["observation"][..., 1].eq(run)).any() for b in batches[-1:]):
+    while not any(
+        (b["observation"][..., 0].eq(env) & b["observation"][..., 1].eq(run)).any()
+        for b in batches[-1:]
+    ):
         assert time.monotonic() < deadline, "it has not come back"
         batches.append(collector.next().clone())
 
@@ -272,20 +300,35 @@ class HangsOnNodes:
 
 def test_a_node_whose_own_thread_hangs_says_so(tmp_path):
     """It goes on to send signs of life, from another thread."""
-    options = {"collector_kwargs": {"inference": "server"}, "policy_factory": HangsOnNodes(), "policy": None}
+    options = {
+        "collector_kwargs": {"inference": "server"},
+        "policy_factory": HangsOnNodes(),
+        "policy": None,
+    }
     with pytest.raises(
-        WorkerHung, match=r"The main thread of node [01] \(\S+\) has not returned for .* its deadline"
+        WorkerHung,
+        match=r"The main thread of node [01] \(\S+\) has not returned for .* its deadline",
     ) as caught:
-        run(tmp_path, None, sync_nodes, timeouts={**deadlines(2.0), "join": 100.0, "heartbeat": 30.0}, **options)
+        run(
+            tmp_path,
+            None,
+            sync_nodes,
+            timeouts={**deadlines(2.0), "join": 100.0, "heartbeat": 30.0},
+            **options,
+        )
     assert "in __call__" in str(caught.value)
     assert float(re.search(r"returned for ([0-9.]+) s", str(caught.value))[1]) >= 2  # rounded
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 def test_a_node_that_cannot_be_started_again_says_so_until_it_can(tmp_path, on_failure):
-    """The main process has no descriptors for its launcher. (What the other engines lose would free enough of them.)"""
+    """The main process has no descriptors for its launcher. (What the other engines lose would free
+    enough of them.)
+    """
     path = tmp_path / "counts"
-    with direct_nodes(factories(path), frames_per_batch=T, on_failure=on_failure, seed=1) as collector:
+    with direct_nodes(
+        factories(path), frames_per_batch=T, on_failure=on_failure, seed=1
+    ) as collector:
         batches = [collector.next().clone()]
         pid = node_pids()[0]
         with descriptors_left(3):
@@ -297,25 +340,32 @@ def test_a_node_that_cannot_be_started_again_says_so_until_it_can(tmp_path, on_f
                     while True:
                         batches.append(collector.next().clone())
                 assert time.monotonic() - begun < 30
-                assert (on_failure == "raise" and not turn) or "cannot be started" in str(caught.value)
+                assert (on_failure == "raise" and not turn) or "cannot be started" in str(
+                    caught.value
+                )
         batches += [collector.next().clone() for _ in range(2)]
         stats = collector.stats()
     assert stats.executed == stats.frames + sum(stats.discarded.values()) + stats.in_flight
     assert sum(check_stream(batches).values()) == stats.frames
 
 
-# --- what follows -----------------------------------------------------------------------------------
+# --- what follows ---------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_streams_after_a_death_are_those_of_local_workers(tmp_path):
-    """Seeds and numbers of episodes go on likewise, whether a worker, its node or a local worker has died."""
+    """Seeds and numbers of episodes go on likewise, whether a worker, its node or a local worker
+    has died.
+    """
     ways = {
         "local": (faults.Signalled(signal.SIGKILL), MultiSyncCollector),
         "leaf": (faults.Signalled(signal.SIGKILL), sync_nodes),
         "node": (KILLS, sync_nodes),
     }
-    got = {name: run(tmp_path, Fault(do, at=AT), kind, on_failure="restart") for name, (do, kind) in ways.items()}
+    got = {
+        name: run(tmp_path, Fault(do, at=AT), kind, on_failure="restart")
+        for name, (do, kind) in ways.items()
+    }
     for name in ("leaf", "node"):
         for env in (0, 1):
             for mine, local in zip(got[name].rows_of(env), got["local"].rows_of(env), strict=True):
@@ -324,8 +374,15 @@ def test_streams_after_a_death_are_those_of_local_workers(tmp_path):
 
 def test_all_workers_of_a_node_are_lost_with_it(tmp_path, undisturbed):
     path = tmp_path / "counts"
-    four = [EnvFactory(path, 4 * node, Fault(KILLS, at=AT) if node == 0 else None) for node in range(2)]
-    options = {"num_workers_per_collector": 2, "collector_class": "sync", "on_failure": "restart", "seed": 1}
+    four = [
+        EnvFactory(path, 4 * node, Fault(KILLS, at=AT) if node == 0 else None) for node in range(2)
+    ]
+    options = {
+        "num_workers_per_collector": 2,
+        "collector_class": "sync",
+        "on_failure": "restart",
+        "seed": 1,
+    }
     with sync_nodes(four, frames_per_batch=2 * T, **options) as collector:
         batches = [collector.next().clone() for _ in range(4)]
         stats = collector.stats()
@@ -339,11 +396,19 @@ def test_all_workers_of_a_node_are_lost_with_it(tmp_path, undisturbed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", NODE_KINDS)
-def test_workers_of_a_node_that_was_lost_before_their_first_order_come_back_together(tmp_path, kind):
+def test_workers_of_a_node_that_was_lost_before_their_first_order_come_back_together(
+    tmp_path, kind
+):
     """The node's server acts once all of them are there, and nobody has a request for it before."""
     four = [EnvFactory(tmp_path / "counts", 4 * node, None) for node in range(2)]
-    options = {"num_workers_per_collector": 2, "collector_class": "sync", "collector_kwargs": {"inference": "server"}}
-    with kind(four, Wide(1), frames_per_batch=2 * T, seed=1, timeouts=deadlines(30.0), **options) as collector:
+    options = {
+        "num_workers_per_collector": 2,
+        "collector_class": "sync",
+        "collector_kwargs": {"inference": "server"},
+    }
+    with kind(
+        four, Wide(1), frames_per_batch=2 * T, seed=1, timeouts=deadlines(30.0), **options
+    ) as collector:
         pid = node_pids()[0]
         os.kill(pid, signal.SIGKILL)
         assert all_gone([pid])
@@ -355,7 +420,9 @@ def test_workers_of_a_node_that_was_lost_before_their_first_order_come_back_toge
 
 
 class EnvFactory:
-    """Environments of the workers of a node, and of their successors, each with a number of its own, as they ask."""
+    """Environments of the workers of a node, and of their successors, each with a number of its
+    own, as they ask.
+    """
 
     def __init__(self, path, first, fault):
         self.path, self.first, self.fault = path, first, fault
@@ -373,7 +440,9 @@ def test_the_other_node_goes_on_while_one_is_away(tmp_path, kind):
     """Node 0 does not come back; shutdown does not wait for it."""
     path, folder = tmp_path / "counts", tmp_path / "births"
     launcher = late(folder, joins=2)
-    with kind(factories(path), frames_per_batch=T, launcher=launcher, on_failure="restart") as collector:
+    with kind(
+        factories(path), frames_per_batch=T, launcher=launcher, on_failure="restart"
+    ) as collector:
         batches = [collector.next().clone() for _ in range(4)]
         os.kill(node_pids()[0], signal.SIGKILL)
         wait_until(lambda: batches.append(collector.next().clone()) or len(births(folder)) == 3)
@@ -386,7 +455,9 @@ def test_the_other_node_goes_on_while_one_is_away(tmp_path, kind):
     assert all_gone([joining])
     stats = collector.stats()
     rows = check_stream(batches)
-    assert {env for batch in batches[-20:] for env in batch["observation"][..., 0].flatten().tolist()} == {1}
+    assert {
+        env for batch in batches[-20:] for env in batch["observation"][..., 0].flatten().tolist()
+    } == {1}
     assert stats.executed == stats.frames + sum(stats.discarded.values())
     assert stats.executed <= OracleEnv.read(path)[:, 2].sum() <= stats.executed + stats.unseen
     assert stats.frames == sum(rows.values())
@@ -397,7 +468,9 @@ def test_the_other_node_goes_on_while_one_is_away(tmp_path, kind):
 def test_a_node_that_dies_again_and_again_is_given_up(tmp_path, kind):
     path = tmp_path / "counts"
     fault = Fault(KILLS, at=5, runs=None)
-    with kind(factories(path, fault), frames_per_batch=T, on_failure=Restart(max_restarts=10)) as collector:
+    with kind(
+        factories(path, fault), frames_per_batch=T, on_failure=Restart(max_restarts=10)
+    ) as collector:
         assert_said(drain(collector, match="restart 3"), 0)
         assert OracleEnv.read(path)[0, 0] == 4  # three restarts without a batch
         collector.shutdown()
@@ -415,7 +488,9 @@ def test_a_node_that_dies_before_it_has_made_its_environments_again_is_counted_t
 def test_a_node_that_dies_too_often_within_a_minute_is_given_up(tmp_path):
     fault = Fault(KILLS, at=AT, runs=None)
     options = {"on_failure": Restart(max_restarts=1)}
-    with sync_nodes(factories(tmp_path / "counts", fault), frames_per_batch=T, **options) as collector:
+    with sync_nodes(
+        factories(tmp_path / "counts", fault), frames_per_batch=T, **options
+    ) as collector:
         drain(collector, match="restart 1")
 
 
@@ -438,7 +513,7 @@ def drain(collector, match):
     return caught.value
 
 
-# --- a node that is stopped, and wakes up -----------------------------------------------------------
+# --- a node that is stopped, and wakes up ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", NODE_KINDS)
@@ -446,7 +521,9 @@ def test_a_node_that_is_stopped_is_replaced(tmp_path, undisturbed, kind):
     timeouts = {**deadlines(30.0), "heartbeat": HEARTBEAT_S}
     got = run(tmp_path, Fault(NodeSignalled(signal.SIGSTOP), at=AT), kind, timeouts=timeouts)
     rows = check(got)
-    assert rows[0, 0] == T or (kind in ASYNC_KINDS and not rows[0, 0])  # which may not have left the node yet
+    assert rows[0, 0] == T or (
+        kind in ASYNC_KINDS and not rows[0, 0]
+    )  # which may not have left the node yet
     assert_said(got.error, 0)
 
 
@@ -454,16 +531,28 @@ def test_a_node_that_is_stopped_is_replaced(tmp_path, undisturbed, kind):
 @pytest.mark.parametrize("fault", [None, Fault(faults.holds_the_gil, at=AT)])
 @pytest.mark.parametrize("kind", ASYNC_KINDS)
 def test_a_node_that_wakes_up_is_not_heard_and_joins_again(tmp_path, fault, kind):
-    """Nobody else can end it: what it had made meanwhile is not in any batch, and its successor begins after it."""
+    """Nobody else can end it: what it had made meanwhile is not in any batch, and its successor
+    begins after it.
+    """
     path, token = tmp_path / "counts", tmp_path / "token"
     write_token(token, secrets.token_hex(16).encode())
     port = free_port()
-    options = {"launcher": "manual", "tcp_port": port, "token": token, "on_failure": "restart", "seed": 1}
+    options = {
+        "launcher": "manual",
+        "tcp_port": port,
+        "token": token,
+        "on_failure": "restart",
+        "seed": 1,
+    }
     timeouts = {"heartbeat": HEARTBEAT_S}
     with came_by_themselves(f"127.0.0.1:{port}", token) as nodes:
-        with kind(factories(path, fault), frames_per_batch=T, timeouts=timeouts, **options) as collector:
+        with kind(
+            factories(path, fault), frames_per_batch=T, timeouts=timeouts, **options
+        ) as collector:
             batches = [collector.next().clone()]
-            wait_until(lambda: batches.append(collector.next().clone()) or OracleEnv.read(path)[0, 1] > AT)
+            wait_until(
+                lambda: batches.append(collector.next().clone()) or OracleEnv.read(path)[0, 1] > AT
+            )
             worker = collector.stats().workers[0].pid
             os.kill(nodes[0].pid, signal.SIGSTOP)
             wait_until(lambda: batches.append(collector.next().clone()) or collector.stats().unseen)
@@ -494,23 +583,32 @@ def test_a_short_stop_is_no_loss(tmp_path, kind):
         batches = [collector.next().clone() for _ in range(4)]
         pid, begin = node_pids()[0], time.monotonic()
         os.kill(pid, signal.SIGSTOP)
-        while time.monotonic() < begin + 2.5:  # of the other; nobody takes the silence for a worker that hangs
+        while (
+            time.monotonic() < begin + 2.5
+        ):  # of the other; nobody takes the silence for a worker that hangs
             batches.append(collector.next().clone())
         os.kill(pid, signal.SIGCONT)
-        wait_until(lambda: batches.append(collector.next().clone()) or (batches[-1]["observation"][..., 0] == 0).all())
+        wait_until(
+            lambda: (
+                batches.append(collector.next().clone())
+                or (batches[-1]["observation"][..., 0] == 0).all()
+            )
+        )
     stats, counts = collector.stats(), OracleEnv.read(path)
     rows = check_stream(batches)
     assert (stats.restarts, stats.unseen, rows[0, 1]) == (0, 0, 0)
     assert stats.executed == stats.frames + sum(stats.discarded.values()) == counts[:, 2].sum()
 
 
-# --- at random --------------------------------------------------------------------------------------
+# --- at random ------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", NODE_KINDS)
 def test_random_kills_of_nodes_and_workers_lose_nothing_and_double_nothing(tmp_path, kind):
-    check_random_kills(tmp_path / "counts", kind, Killer(12, random.Random(7), 1.5, kills_a_node_or_worker))
+    check_random_kills(
+        tmp_path / "counts", kind, Killer(12, random.Random(7), 1.5, kills_a_node_or_worker)
+    )
 
 
 def kills_a_node_or_worker(collector, rng):

@@ -67,7 +67,9 @@ def serving(request, hosts, token):
 class Node:
     """A node's process on a machine, and what it says."""
 
-    def __init__(self, host: Host, carrier: Any, path: Any, what: str = "netns_nodes:beating") -> None:
+    def __init__(
+        self, host: Host, carrier: Any, path: Any, what: str = "netns_nodes:beating"
+    ) -> None:
         arguments = [what, carrier.rendezvous.address, str(path)]
         command = [sys.executable, "-m", "tests.fakes.netns_nodes", *arguments]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["src", *sys.path])}
@@ -75,7 +77,10 @@ class Node:
         self.said: list[str] = []
         self.errors = ""
         self._more = threading.Condition()
-        self._threads = [threading.Thread(target=self._listen), threading.Thread(target=self._read_errors)]
+        self._threads = [
+            threading.Thread(target=self._listen),
+            threading.Thread(target=self._read_errors),
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -86,7 +91,10 @@ class Node:
             return [line for line in self.said if line.startswith(word)]
 
         with self._more:
-            assert self._more.wait_for(lambda: len(lines()) >= times, within_s), (self.said, self.errors)
+            assert self._more.wait_for(lambda: len(lines()) >= times, within_s), (
+                self.said,
+                self.errors,
+            )
             return lines()[times - 1]
 
     def ended(self, within_s: float) -> str:
@@ -119,11 +127,16 @@ class Session:
 
     def has(self, count: int, within_s: float = 60.0) -> None:
         with self._more:
-            assert self._more.wait_for(lambda: len(self.came) >= count, within_s), (self.came, self.lost)
+            assert self._more.wait_for(lambda: len(self.came) >= count, within_s), (
+                self.came,
+                self.lost,
+            )
 
     def ends(self, within_s: float) -> str:
         with self._more:
-            assert self._more.wait_for(lambda: self.lost is not None, within_s), "the link is not lost"
+            assert self._more.wait_for(lambda: self.lost is not None, within_s), (
+                "the link is not lost"
+            )
         return self.lost
 
     def _send(self) -> None:
@@ -156,7 +169,9 @@ class Connecting:
 
     def __init__(self, main: Host, carrier: Any, epoch: int) -> None:
         self.links: list[Link] = []
-        self._thread = threading.Thread(target=lambda: self.links.append(connect(main, carrier, epoch)))
+        self._thread = threading.Thread(
+            target=lambda: self.links.append(connect(main, carrier, epoch))
+        )
         self._thread.start()
 
     def within(self, seconds: float) -> Link:
@@ -173,7 +188,9 @@ def everywhere(main: Host) -> set[tuple[str, int]]:
 
 
 class TestMachines:
-    def test_cut_network_is_noticed_at_both_ends_and_the_node_comes_back(self, hosts, serving, token):
+    def test_cut_network_is_noticed_at_both_ends_and_the_node_comes_back(
+        self, hosts, serving, token
+    ):
         main, machine, _ = hosts
         carrier = serving(deadline_s=2.0)
         node = Node(machine, carrier, token)
@@ -200,7 +217,9 @@ class TestMachines:
 
     @pytest.mark.slow
     def test_node_that_missed_its_own_end_is_not_heard_any_more(self, hosts, serving, token):
-        """The network is away for less than the deadline; meanwhile the main process has given the session up."""
+        """The network is away for less than the deadline; meanwhile the main process has given the
+        session up.
+        """
         main, machine, _ = hosts
         carrier = serving(deadline_s=5.0)
         node = Node(machine, carrier, token)
@@ -313,7 +332,9 @@ def test_a_firewall_lets_through_only_what_it_is_told(hosts):
         with listening_socket, machine.entered():
             outcome = contextlib.nullcontext() if passes else pytest.raises(TimeoutError)
             with outcome:
-                socket.create_connection((main.address, port), timeout=20 if passes else 0.5).close()
+                socket.create_connection(
+                    (main.address, port), timeout=20 if passes else 0.5
+                ).close()
 
 
 class TestListening:

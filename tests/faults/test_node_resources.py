@@ -19,7 +19,9 @@ from tests.faults.test_worker_resources import descendants, descriptors
 from tests.waits import without_delays
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-needs_rpc = pytest.mark.skipif(not torch.distributed.rpc.is_available(), reason="this PyTorch has no RPC")
+needs_rpc = pytest.mark.skipif(
+    not torch.distributed.rpc.is_available(), reason="this PyTorch has no RPC"
+)
 CYCLES = 3
 END_S = 60.0
 
@@ -46,7 +48,8 @@ def cycle(cls: Any, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "cls", [on_nodes.Together, on_nodes.AsReady, pytest.param(on_nodes.RpcTogether, marks=needs_rpc)]
+    "cls",
+    [on_nodes.Together, on_nodes.AsReady, pytest.param(on_nodes.RpcTogether, marks=needs_rpc)],
 )
 def test_nothing_is_left_of_collectors_that_were_shut_down(cls):
     cycle(on_nodes.Together)  # imports, and the fork server
@@ -60,7 +63,9 @@ def test_nothing_is_left_of_collectors_that_were_shut_down(cls):
     ends = threading.Event()
     for _ in range(int(END_S / 0.05)):
         found = resources()
-        left = {what: (before[what], count) for what, count in found.items() if count > before[what]}
+        left = {
+            what: (before[what], count) for what, count in found.items() if count > before[what]
+        }
         if not left and threads() <= running:
             break
         ends.wait(0.05)
@@ -69,15 +74,25 @@ def test_nothing_is_left_of_collectors_that_were_shut_down(cls):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cls", ["DistributedCollector", pytest.param("RPCCollector", marks=needs_rpc)])
+@pytest.mark.parametrize(
+    "cls", ["DistributedCollector", pytest.param("RPCCollector", marks=needs_rpc)]
+)
 def test_a_process_that_ends_without_shutdown_says_nothing(cls):
-    """Neither torch nor this library aborts, or prints a traceback, when the interpreter is taken down."""
+    """Neither torch nor this library aborts, or prints a traceback, when the interpreter is taken
+    down.
+    """
     code = f"""
 import muster
 from muster.testing import CountingEnv
 c = muster.{cls}([CountingEnv] * 2, None, launcher="mp", sync=False, frames_per_batch=20)
 assert c.next() is not None
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, env=environment)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=90, env=environment
+    )
     assert (without_delays(done.stderr), done.returncode) == ("", 0)

@@ -1,6 +1,8 @@
-"""Programs that reach what nodes and their main process listen at, but do not know the token: nothing they say counts.
+"""Programs that reach what nodes and their main process listen at, but do not know the token:
+nothing they say counts.
 
-A stranger may listen where the main process should, stand between it and a node, or write into torchrun's store.
+A stranger may listen where the main process should, stand between it and a node, or write into
+torchrun's store.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ def address_of(listener: socket.socket) -> str:
 
 @contextlib.contextmanager
 def stranger(talk: Callable[[socket.socket], None]) -> Iterator[str]:
-    """The address of a program that listens, and does this with each connection, which it then leaves open."""
+    """The address of a program that listens, and does this with each connection, which it then
+    leaves open.
+    """
     listener, met = listening(), list[socket.socket]()
 
     def attend(connection: socket.socket) -> None:
@@ -109,7 +113,9 @@ class Between:
                 main = socket.create_connection(self._main)
                 self._ends += node, main
                 for who, source, goal in (("main", main, node), ("node", node, main)):
-                    threading.Thread(target=self._pass_on, args=(who, source, goal), daemon=True).start()
+                    threading.Thread(
+                        target=self._pass_on, args=(who, source, goal), daemon=True
+                    ).start()
 
     def _pass_on(self, who: str, source: socket.socket, goal: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -156,8 +162,15 @@ class TestListeningInItsPlace:
         """A node once followed what was written there into torch RPC, which runs what it is sent."""
         agent = closing(listening())
         agent.settimeout(0.0)
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1))
-        card = {"url": f"uv://{address_of(agent)}", "session": "s" * 32, "options": {}, "device": None}
+        store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=1)
+        )
+        card = {
+            "url": f"uv://{address_of(agent)}",
+            "session": "s" * 32,
+            "options": {},
+            "device": None,
+        }
         store.set("muster/board", json.dumps(SAID_IN_A_STORE))
         store.set("muster/r/0/0/rpc/main", json.dumps(card))
         with pytest.raises(LinkLost, match="could not be reached for 1 s"):
@@ -225,10 +238,13 @@ class TestBetween:
         assert not any(TOKEN in frame for said in between.said.values() for frame in said)
 
     @pytest.mark.parametrize(
-        ("who", "number"), [(who, number) for who, count in NUMBER_OF_MESSAGES.items() for number in range(count)]
+        ("who", "number"),
+        [(who, number) for who, count in NUMBER_OF_MESSAGES.items() for number in range(count)],
     )
     @pytest.mark.parametrize("how", ["flip", "drop", "repeat", "longer"])
-    def test_cannot_change_what_is_said(self, rendezvous, between, closing, monkeypatch, who, number, how):
+    def test_cannot_change_what_is_said(
+        self, rendezvous, between, closing, monkeypatch, who, number, how
+    ):
         """A node is admitted once the stranger lets everything pass, and not before."""
         for module in (joining, rendezvous_module):
             monkeypatch.setattr(module, "ANSWER_S", 1.0)
@@ -289,7 +305,10 @@ class TestBetween:
         host, _, port = rendezvous.address.rpartition(":")
         listener, found = listening(), []
         members = [Member(address_of(listener), TOKEN, node) for node in (0, 1)]
-        asking = [threading.Thread(target=lambda member=member: found.append(member.join())) for member in members]
+        asking = [
+            threading.Thread(target=lambda member=member: found.append(member.join()))
+            for member in members
+        ]
         for thread in asking:
             thread.start()
         nodes = [closing(listener.accept()[0]) for _ in range(2)]
@@ -314,7 +333,12 @@ class TestBetween:
 class TestStrangersAtTheMainProcess:
     @pytest.mark.parametrize(
         "says",
-        [b"", b"GET / HTTP/1.0\r\n\r\n", LENGTH.pack(1 << 31), LENGTH.pack(40) + MAGIC + bytes(NONCE_BYTES)],
+        [
+            b"",
+            b"GET / HTTP/1.0\r\n\r\n",
+            LENGTH.pack(1 << 31),
+            LENGTH.pack(40) + MAGIC + bytes(NONCE_BYTES),
+        ],
         ids=["nothing", "http", "gigabytes", "half a handshake"],
     )
     def test_do_not_keep_nodes_out(self, rendezvous, closing, monkeypatch, says):
@@ -323,7 +347,9 @@ class TestStrangersAtTheMainProcess:
         host, _, port = rendezvous.address.rpartition(":")
         with contextlib.ExitStack() as open_:
             for _ in range(5):
-                connection = open_.enter_context(socket.create_connection((host, int(port)), DEADLINE_S))
+                connection = open_.enter_context(
+                    socket.create_connection((host, int(port)), DEADLINE_S)
+                )
                 with contextlib.suppress(OSError):  # it was refused at once
                     connection.sendall(says)
             rendezvous.admit(2, 0)
@@ -370,7 +396,10 @@ class TestStrangersAtTheMainProcess:
         monkeypatch.setattr(rendezvous_module, "STRANGERS", 2)
         host, _, port = rendezvous.address.rpartition(":")
         with contextlib.ExitStack() as open_:
-            silent = [open_.enter_context(socket.create_connection((host, int(port)), DEADLINE_S)) for _ in range(5)]
+            silent = [
+                open_.enter_context(socket.create_connection((host, int(port)), DEADLINE_S))
+                for _ in range(5)
+            ]
             first = [b"" if next(frames(one), b"") == b"" else b"a number" for one in silent]
         assert first == [b"a number"] * 2 + [b""] * 3
 
@@ -384,7 +413,9 @@ class TestStrangersAtTheMainProcess:
     )
     def test_that_announce_too_much_are_cut_off(self, closing, header, why):
         one, other = (closing(end) for end in socket.socketpair())
-        sending = threading.Thread(target=lambda: other.sendall(struct.pack("<QQQ", *header) + bytes(LONGEST)))
+        sending = threading.Thread(
+            target=lambda: other.sendall(struct.pack("<QQQ", *header) + bytes(LONGEST))
+        )
         sending.start()
         with pytest.raises(LinkLost, match=why):
             SocketLink(one, TOKEN, main=True, deadline_s=DEADLINE_S)
@@ -399,7 +430,9 @@ class TestStrangersAtTheMainProcess:
                 socket.create_connection((host, int(port)), DEADLINE_S).close()
             wait_until(lambda: "20 connections were refused" in rendezvous.refused(), DEADLINE_S)
             wait_until(lambda: not rendezvous._connections, DEADLINE_S)
-            for thread in {thread for thread in threading.enumerate() if thread.name == "muster-meets"} - before:
+            for thread in {
+                thread for thread in threading.enumerate() if thread.name == "muster-meets"
+            } - before:
                 thread.join(DEADLINE_S)
                 assert not thread.is_alive()
 
@@ -409,8 +442,15 @@ class TestTorchrunStore:
 
     @pytest.fixture
     def store(self, monkeypatch, tmp_path):
-        made = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
-        place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(made.port)}
+        made = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5)
+        )
+        place = {
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(made.port),
+        }
         for name, value in {
             **place,
             "TORCHELASTIC_RUN_ID": "r",
@@ -464,7 +504,9 @@ class TestTorchrunStore:
     def test_the_right_address_may_come_later(self, store):
         store.set(self.key(0), json.dumps(["127.0.0.1:1", None]))
         found: list[Any] = []
-        node = threading.Thread(target=lambda: found.append(torchrun.find_rendezvous(TOKEN, DEADLINE_S)))
+        node = threading.Thread(
+            target=lambda: found.append(torchrun.find_rendezvous(TOKEN, DEADLINE_S))
+        )
         node.start()
         store.set(self.key(0), torchrun._signed(TOKEN, self.key(0), "127.0.0.1:5"))
         node.join(DEADLINE_S)
@@ -481,7 +523,11 @@ class TestTorchrunStore:
             assert rendezvous.token not in store.get(self.key(0))
             monkeypatch.setenv("RANK", "1")
             monkeypatch.setattr(torchrun, "_collectors", iter(range(100)))
-            assert torchrun.find_rendezvous(None, DEADLINE_S) == (rendezvous.address, 0, rendezvous.token)
+            assert torchrun.find_rendezvous(None, DEADLINE_S) == (
+                rendezvous.address,
+                0,
+                rendezvous.token,
+            )
             with pytest.raises(LinkLost):  # the next collector is another one
                 torchrun.find_rendezvous(None, 0.2)
         launcher.close()

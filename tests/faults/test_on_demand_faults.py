@@ -1,4 +1,6 @@
-"""Workers that die while ``collect`` waits for them: amounts stay exact, and every step is accounted for."""
+"""Workers that die while ``collect`` waits for them: amounts stay exact, and every step is
+accounted for.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,21 @@ def adds_up(stats):
 @pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
 def test_amounts_stay_exact_when_a_worker_is_killed(tmp_path, cls, on_failure, amount):
     mark, asked, raised = tmp_path / "died", AMOUNTS[amount], []
-    with cls([partial(CountingEnv, 3), partial(Mortal, 5, mark, at=7)], None, num_envs=2, on_failure=on_failure) as c:
+    with cls(
+        [partial(CountingEnv, 3), partial(Mortal, 5, mark, at=7)],
+        None,
+        num_envs=2,
+        on_failure=on_failure,
+    ) as c:
         for _ in range(4):
             try:
                 stats = c.collect(**asked)
             except WorkerDied as error:
                 raised.append((error.phase, error.exitcode))
             else:
-                dropped = on_failure == "drop" and cls is MultiSyncCollector and stats.n_discarded_steps
+                dropped = (
+                    on_failure == "drop" and cls is MultiSyncCollector and stats.n_discarded_steps
+                )
                 if "n_step" in asked:
                     assert stats.n_collected_steps == asked["n_step"] // (2 if dropped else 1)
                 else:
@@ -70,7 +79,9 @@ CALLS = {
 @pytest.mark.parametrize("at", [0, 1, 5])
 @pytest.mark.parametrize("then", CALLS)
 @pytest.mark.parametrize("first", CALLS)
-def test_another_call_after_one_that_failed_has_rows_of_all_its_environments(tmp_path, first, then, at):
+def test_another_call_after_one_that_failed_has_rows_of_all_its_environments(
+    tmp_path, first, then, at
+):
     """What chosen episodes leave out must not be missing in a batch of all."""
     fault = Fault(faults.Raising(RuntimeError), at=at)
     factory = partial(OracleEnv, tmp_path / "counts", 0, 2, fault)
@@ -79,7 +90,9 @@ def test_another_call_after_one_that_failed_has_rows_of_all_its_environments(tmp
             CALLS[first](collector)
         collector.env[1].fault = None
         batch = CALLS[then](collector)
-        obs, action, after = (batch[key].numpy() for key in ("observation", "action", ("next", "observation")))
+        obs, action, after = (
+            batch[key].numpy() for key in ("observation", "action", ("next", "observation"))
+        )
         assert (np.stack(follow(np.moveaxis(obs, -1, 0), action)[0], -1) == after).all()
         assert then == "episodes" or set(batch["observation"][..., 0].unique().tolist()) == {0, 1}
         assert adds_up(collector.stats())
@@ -96,5 +109,9 @@ def test_a_call_that_failed_goes_on_where_it_stopped_when_it_is_repeated(tmp_pat
     assert stats.lens.tolist().count(20) == 6
     assert before.in_flight > 2 * 20  # two of the long ones were complete
     assert after.executed - before.executed < 5 * 20 * 2
-    assert after.discarded.keys() <= {"worker_died", "surplus", "cut"}  # the last one: of the episode it died in
+    assert after.discarded.keys() <= {
+        "worker_died",
+        "surplus",
+        "cut",
+    }  # the last one: of the episode it died in
     assert adds_up(after)

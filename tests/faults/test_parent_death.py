@@ -23,12 +23,25 @@ from tests.waits import wait_until, without_delays
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
 ROOT = Path(__file__).parents[2]
 PATH = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-PLACES = ["idle", "stepping", "waiting", "hung", "grandchildren", "starting", "threads", "spawned", "closing_hangs"]
+PLACES = [
+    "idle",
+    "stepping",
+    "waiting",
+    "hung",
+    "grandchildren",
+    "starting",
+    "threads",
+    "spawned",
+    "closing_hangs",
+]
 PLACES += ["simulators"]
 SERVED = ["served", "served_as_ready", "served_never"]
-GONE_S = 100.0  # on a busy machine, where an interpreter that is to end must start first; it is promised for 5 s
+# on a busy machine, where an interpreter that is to end must start first; it is promised for 5 s
+GONE_S = 100.0
 BORN_S = 120.0
-needs_submitit = pytest.mark.skipif(importlib.util.find_spec("submitit") is None, reason="needs submitit")
+needs_submitit = pytest.mark.skipif(
+    importlib.util.find_spec("submitit") is None, reason="needs submitit"
+)
 SLOW = pytest.mark.slow  # a program of its own costs some 6 CPU seconds
 NODES = ["nodes", "nodes_idle", "nodes_hung", "nodes_joining"]
 
@@ -93,17 +106,26 @@ def start(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "place", [*PLACES, *NODES, SERVED[0], *(pytest.param(place, marks=SLOW) for place in SERVED[1:])]
+    "place",
+    [*PLACES, *NODES, SERVED[0], *(pytest.param(place, marks=SLOW) for place in SERVED[1:])],
 )
 def test_nothing_outlives_a_killed_program(start, place):
     program = start(place)
     family = program.family()
-    expected = {"threads": 0, "spawned": 2, "grandchildren": 4, "simulators": 4, "closing_hangs": 2}.get(
-        place, 3
-    )  # and the fork server
-    expected = 7 if place in NODES and place != "nodes_joining" else expected  # two nodes, each with a fork server
+    expected = {
+        "threads": 0,
+        "spawned": 2,
+        "grandchildren": 4,
+        "simulators": 4,
+        "closing_hangs": 2,
+    }.get(place, 3)  # and the fork server
+    expected = (
+        7 if place in NODES and place != "nodes_joining" else expected
+    )  # two nodes, each with a fork server
     assert len(family) >= expected, "they are seen at all"
-    assert place not in SERVED or len(family) == 5  # with the fork server, and a keeper beside each worker
+    assert (
+        place not in SERVED or len(family) == 5
+    )  # with the fork server, and a keeper beside each worker
     program.process.kill()
     assert program.end()[1] == -signal.SIGKILL
     assert all_gone(family)
@@ -154,7 +176,9 @@ NODES_OF_MP = 7  # the fork server; two nodes, each with a fork server of its ow
         *(pytest.param("submitit", count, marks=needs_submitit) for count in (1, 2, 4, None)),
     ],
 )
-def test_nothing_outlives_a_program_that_is_killed_when_so_many_processes_have_been_born(start, launcher, count):
+def test_nothing_outlives_a_program_that_is_killed_when_so_many_processes_have_been_born(
+    start, launcher, count
+):
     """None: when the collector is made."""
     program = start("making_nodes", launcher)
     if count is None:
@@ -164,7 +188,9 @@ def test_nothing_outlives_a_program_that_is_killed_when_so_many_processes_have_b
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["stepping", "nodes", "served", "served_never"])  # hung ones die like killed ones
+@pytest.mark.parametrize(
+    "place", ["stepping", "nodes", "served", "served_never"]
+)  # hung ones die like killed ones
 def test_nothing_outlives_a_program_that_is_asked_to_end(start, place):
     program = start(place)
     program.process.terminate()
@@ -176,7 +202,10 @@ def test_nothing_outlives_a_program_that_is_asked_to_end(start, place):
     [
         ("served", os.kill),
         *(pytest.param(place, os.kill, marks=SLOW) for place in ("idle", "stepping", "waiting")),
-        *(pytest.param(place, os.killpg, marks=SLOW) for place in ("stepping", "threads", "served_as_ready")),
+        *(
+            pytest.param(place, os.killpg, marks=SLOW)
+            for place in ("stepping", "threads", "served_as_ready")
+        ),
     ],
 )
 def test_ctrl_c_is_one_traceback_and_a_clean_end(start, place, send):
@@ -187,11 +216,15 @@ def test_ctrl_c_is_one_traceback_and_a_clean_end(start, place, send):
     assert said.count("Traceback (most recent call last)") == 1, said
     assert said.rstrip().endswith("KeyboardInterrupt")
     if place != "waiting":  # that one had to be killed
-        assert OracleEnv.read(program.folder / "counts")[:, 3].tolist() == [1, 1], "environments were closed"
+        assert OracleEnv.read(program.folder / "counts")[:, 3].tolist() == [1, 1], (
+            "environments were closed"
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("place", "send"), [("nodes", os.kill), ("nodes", os.killpg), ("nodes_joining", os.kill)])
+@pytest.mark.parametrize(
+    ("place", "send"), [("nodes", os.kill), ("nodes", os.killpg), ("nodes_joining", os.kill)]
+)
 def test_ctrl_c_ends_nodes_too(start, place, send):
     program = start(place)
     send(program.process.pid, signal.SIGINT)
@@ -200,7 +233,9 @@ def test_ctrl_c_ends_nodes_too(start, place, send):
     assert said.count("Traceback (most recent call last)") == 1, said
     assert said.rstrip().endswith("KeyboardInterrupt")
     if place == "nodes":
-        assert OracleEnv.read(program.folder / "counts")[:, 3].tolist() == [1, 1], "environments were closed"
+        assert OracleEnv.read(program.folder / "counts")[:, 3].tolist() == [1, 1], (
+            "environments were closed"
+        )
 
 
 @pytest.mark.slow
@@ -213,7 +248,9 @@ def test_ctrl_c_ends_a_shutdown_that_takes_too_long(start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["never_shut_down", "thrown_away_with_a_hang", "served_and_forgotten"])
+@pytest.mark.parametrize(
+    "place", ["never_shut_down", "thrown_away_with_a_hang", "served_and_forgotten"]
+)
 def test_a_program_that_forgets_to_shut_down_ends_at_once_and_leaves_nothing(start, place):
     assert start(place).end() == ("", 0)
 
@@ -231,7 +268,9 @@ def test_a_program_that_fails_in_its_own_loop_says_only_that(start, place):
 @pytest.mark.parametrize("kind", [MultiSyncCollector, MultiAsyncCollector])
 @pytest.mark.parametrize("iterating", [False, True])
 def test_the_workers_of_a_collector_that_is_thrown_away_end(tmp_path, kind, iterating):
-    collector = kind([partial(OracleEnv, tmp_path / "counts", n) for n in range(2)], None, frames_per_batch=40)
+    collector = kind(
+        [partial(OracleEnv, tmp_path / "counts", n) for n in range(2)], None, frames_per_batch=40
+    )
     batches = iter(collector)
     batch = next(batches)
     pids = [worker.pid for worker in collector.stats().workers]

@@ -1,4 +1,6 @@
-"""Programs that end while threads of Muster are at work: with their own exit status, and in silence."""
+"""Programs that end while threads of Muster are at work: with their own exit status, and in
+silence.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,31 @@ from tests.waits import without_delays
 pytestmark = [pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")]
 ROOT = Path(__file__).parents[2]
 STATUS = {"": 0, "error": 1, "exit": 7, "interrupt": -signal.SIGINT}
-LAST_LINE = {"": "", "error": "ValueError: of the program", "exit": "", "interrupt": "KeyboardInterrupt"}
-LONGEST_S = 40.0  # on a busy machine; threads get 5 s, and the end of an interpreter with torch takes one
+LAST_LINE = {
+    "": "",
+    "error": "ValueError: of the program",
+    "exit": "",
+    "interrupt": "KeyboardInterrupt",
+}
+LONGEST_S = (
+    40.0  # on a busy machine; threads get 5 s, and the end of an interpreter with torch takes one
+)
 
 PROGRAMS = ["in_process/", "in_process/error", "in_process/exit", "in_process/interrupt"]
-PROGRAMS += ["completes_its_batch/exit", "threads/error", "served/exit", "policy_server/exit", "blocked_in_a_loop/"]
-ALONE = ["dropped/", "long_batch/error", "blocked_in_a_lock/exit", "recorded_and_watched/error", "threads_ahead/exit"]
+PROGRAMS += [
+    "completes_its_batch/exit",
+    "threads/error",
+    "served/exit",
+    "policy_server/exit",
+    "blocked_in_a_loop/",
+]
+ALONE = [
+    "dropped/",
+    "long_batch/error",
+    "blocked_in_a_lock/exit",
+    "recorded_and_watched/error",
+    "threads_ahead/exit",
+]
 OTHERS = [
     "processes/error",
     "async_process/interrupt",
@@ -53,7 +74,9 @@ def test_a_program_that_does_not_shut_down_ends_with_its_own_status(tmp_path, pr
     assert list(reports) == programs
     for program, (status, said, seconds) in reports.items():
         how = program.partition("/")[2]
-        lines = [line for line in without_delays(said).splitlines() if not line.startswith("watch  ")]
+        lines = [
+            line for line in without_delays(said).splitlines() if not line.startswith("watch  ")
+        ]
         assert status == STATUS[how], (program, status, said)
         assert seconds < LONGEST_S, (program, seconds)
         assert lines[-1:] == ([LAST_LINE[how]] if LAST_LINE[how] else []), (program, said)

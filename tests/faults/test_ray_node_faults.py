@@ -1,5 +1,5 @@
-"""Actors that are killed and stopped, over both transports: not a step is doubled or made up, and those that nobody
-could count are bounded. The same as ``test_node_faults``, with Ray's processes.
+"""Actors that are killed and stopped, over both transports: not a step is doubled or made up, and
+those that nobody could count are bounded. The same as ``test_node_faults``, with Ray's processes.
 """
 
 from __future__ import annotations
@@ -44,11 +44,15 @@ ROOM = {"num_cpus": 1, "memory": 2**28}
 RANDOM_KILLS = int(os.environ.get("MUSTER_KILLS", "12"))  # of each kind
 
 
-def on_ray(transport: str, sync: bool, create_env_fn: Any, policy: Any = None, **options: Any) -> RayCollector:
+def on_ray(
+    transport: str, sync: bool, create_env_fn: Any, policy: Any = None, **options: Any
+) -> RayCollector:
     """Two actors of one worker each."""
     cluster()
     return RayCollector(
-        create_env_fn, policy, **{"transport": transport, "sync": sync, "remote_configs": ROOM, **options}
+        create_env_fn,
+        policy,
+        **{"transport": transport, "sync": sync, "remote_configs": ROOM, **options},
     )
 
 
@@ -59,7 +63,9 @@ KINDS = [
 
 
 def check(got, *, losses=1):
-    """Accounts that are exact but for what only a lost node knew, which is bounded by the rollouts under way there."""
+    """Accounts that are exact but for what only a lost node knew, which is bounded by the rollouts
+    under way there.
+    """
     rows = got.check(unseen=losses * 2 * T)
     assert set(got.stats.discarded) <= {"worker_died", "shutdown"}
     assert all(count <= got.counts[env, 2] for (env, _), count in rows.items())
@@ -84,7 +90,9 @@ def nodes_of(collector) -> dict[int, int]:
 
 @pytest.mark.parametrize("on_failure", MODES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_actor_killed_in_the_middle_of_a_rollout_loses_that_and_nothing_else(tmp_path, kind, on_failure):
+def test_an_actor_killed_in_the_middle_of_a_rollout_loses_that_and_nothing_else(
+    tmp_path, kind, on_failure
+):
     got = run(tmp_path, Fault(KILLS, at=AT), kind, on_failure=on_failure)
     check(got)
     assert got.counts[0, 0] == (1 if on_failure == "drop" else 2)
@@ -117,7 +125,12 @@ def test_an_actor_killed_between_batches_is_another_actor_afterwards(tmp_path, k
         assert all_gone([first[0]])
         wait_until(lambda: batches.append(collector.next().clone()) or collector.stats().restarts)
         batches += [collector.next().clone() for _ in range(4)]
-        wait_until(lambda: batches.append(collector.next().clone()) or nodes_of(collector).get(0, first[0]) != first[0])
+        wait_until(
+            lambda: (
+                batches.append(collector.next().clone())
+                or nodes_of(collector).get(0, first[0]) != first[0]
+            )
+        )
         assert nodes_of(collector)[1] == first[1]
         assert alive(first[1])
         stats = collector.stats()
@@ -138,7 +151,9 @@ def test_an_actor_that_is_stopped_is_replaced_and_not_heard_any_more(tmp_path, k
 def test_an_actor_that_dies_again_and_again_is_given_up(tmp_path, kind):
     path = tmp_path / "counts"
     fault = Fault(KILLS, at=5, runs=None)
-    with kind(factories(path, fault), frames_per_batch=T, on_failure=Restart(max_restarts=10)) as collector:
+    with kind(
+        factories(path, fault), frames_per_batch=T, on_failure=Restart(max_restarts=10)
+    ) as collector:
         with pytest.raises(WorkerDied, match="restart 3") as caught:
             while collector.next() is not None:
                 pass
@@ -156,13 +171,20 @@ class Heavy(nn.Module):
         self.weight = nn.Parameter(torch.full((2_000_000,), value))
 
     def forward(self, obs: torch.Tensor) -> Any:
-        return torch.zeros(obs.shape[:-1], dtype=torch.int64), {"weight": self.weight[0].expand(obs.shape[:-1])}
+        return torch.zeros(obs.shape[:-1], dtype=torch.int64), {
+            "weight": self.weight[0].expand(obs.shape[:-1])
+        }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_actor_killed_while_it_is_sent_weights_gets_the_newest(tmp_path, kind):
     policy = Heavy(0.0)
-    options = {"frames_per_batch": T, "on_failure": "restart", "seed": 1, "track_policy_version": True}
+    options = {
+        "frames_per_batch": T,
+        "on_failure": "restart",
+        "seed": 1,
+        "track_policy_version": True,
+    }
     with kind(factories(tmp_path / "counts"), policy, **options) as collector:
         batches = [collector.next()["weight"].clone()]
         for version in range(1, 31):
@@ -180,7 +202,11 @@ def test_an_actor_killed_while_it_is_sent_weights_gets_the_newest(tmp_path, kind
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_kills_of_actors_and_workers_lose_nothing_and_double_nothing(tmp_path, kind):
-    check_random_kills(tmp_path / "counts", kind, Killer(RANDOM_KILLS, random.Random(7), 1.0, kills_an_actor_or_worker))
+    check_random_kills(
+        tmp_path / "counts",
+        kind,
+        Killer(RANDOM_KILLS, random.Random(7), 1.0, kills_an_actor_or_worker),
+    )
 
 
 def kills_an_actor_or_worker(collector, rng):
@@ -199,7 +225,10 @@ def kills_an_actor_or_worker(collector, rng):
 def test_nothing_is_left_of_actors_after_the_shutdown(tmp_path, kind):
     with kind(factories(tmp_path / "counts"), frames_per_batch=T, seed=1) as collector:
         collector.next()
-        pids = [*nodes_of(collector).values(), *(worker.pid for worker in collector.stats().workers)]
+        pids = [
+            *nodes_of(collector).values(),
+            *(worker.pid for worker in collector.stats().workers),
+        ]
         begin = time.monotonic()
     assert time.monotonic() - begin < 30
     assert len(pids) == 4
@@ -210,7 +239,12 @@ def test_nothing_is_left_of_actors_after_the_shutdown(tmp_path, kind):
 def test_sixteen_actors_on_two_machines_of_which_two_are_killed(tmp_path, transport):
     path, small = tmp_path / "counts", {"num_cpus": 0.25, "memory": 2**26}
     envs = [partial(OracleEnv, path, number) for number in range(16)]
-    options = {"frames_per_batch": T, "total_frames": 16 * T * 6, "on_failure": "restart", "seed": 1}
+    options = {
+        "frames_per_batch": T,
+        "total_frames": 16 * T * 6,
+        "on_failure": "restart",
+        "seed": 1,
+    }
     batches = []
     with on_ray(transport, False, envs, remote_configs=small, **options) as collector:
         for number, batch in enumerate(collector):

@@ -1,4 +1,6 @@
-"""The program of docs/save_and_continue.md, interrupted at random moments: it uses the data that one run uses."""
+"""The program of docs/save_and_continue.md, interrupted at random moments: it uses the data that
+one run uses.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ import pytest
 
 from tests.docs.test_code_blocks import blocks
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="forks after importing torch")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="forks after importing torch"),
+]
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "save_and_continue.md"
 DRIVER = """
@@ -96,6 +101,14 @@ print(codes)
 def test_the_data_and_weights_of_interrupted_programs_are_those_of_one_run(kind, tmp_path):
     code = next(block.code for block in blocks(PAGE) if "def train" in block.code)
     (tmp_path / "program.py").write_text(code)
-    command = [sys.executable, "-c", DRIVER, str(tmp_path / "program.py"), str(tmp_path), kind, "20"]
+    command = [
+        sys.executable,
+        "-c",
+        DRIVER,
+        str(tmp_path / "program.py"),
+        str(tmp_path),
+        kind,
+        "20",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

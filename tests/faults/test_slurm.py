@@ -21,7 +21,14 @@ from muster.collectors.clusters import DistributedCollector
 from muster.errors import BadOption, MusterError
 from tests.fakes.slurm import Slurm, missing
 from tests.tools import assert_accounted, counting
-from tests.unit.test_submitit import ECHO, JOIN_S, ROOT, connect, main_program, main_that_kills_its_node
+from tests.unit.test_submitit import (
+    ECHO,
+    JOIN_S,
+    ROOT,
+    connect,
+    main_program,
+    main_that_kills_its_node,
+)
 from tests.waits import wait_until
 
 pytestmark = [
@@ -71,7 +78,9 @@ def rendezvous():
 
 def job_of(launcher, number=0):
     """The id of a launcher's job, in the order in which they were submitted."""
-    return sorted(int(path.name.split("_")[0]) for path in launcher.folder.glob("*_submitted.pkl"))[number]
+    return sorted(int(path.name.split("_")[0]) for path in launcher.folder.glob("*_submitted.pkl"))[
+        number
+    ]
 
 
 def reason(job, within_s=JOIN_S):
@@ -108,11 +117,16 @@ def test_a_cancelled_job_is_replaced_by_a_new_one(slurm, carrier_of):
 def test_a_collector_goes_on_while_the_job_of_a_node_is_replaced(slurm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # jobs' files go to "muster-jobs" in it
     options = {"num_envs": 2, "frames_per_batch": 32, "total_frames": -1, "on_failure": "restart"}
-    with DistributedCollector([counting(5)] * 2, launcher="submitit", slurm_kwargs={"timeout_min": 5}, **options) as c:
+    with DistributedCollector(
+        [counting(5)] * 2, launcher="submitit", slurm_kwargs={"timeout_min": 5}, **options
+    ) as c:
         batches = iter(c)
         for _ in range(10):
             next(batches)
-        job, leaf = slurm.run("squeue", "--noheader", "--name=muster-node-0", "--format=%i"), c.stats().workers[0].pid
+        job, leaf = (
+            slurm.run("squeue", "--noheader", "--name=muster-node-0", "--format=%i"),
+            c.stats().workers[0].pid,
+        )
         assert c.stats().workers[0].frames > 0
         slurm.run("scancel", job)
         until = time.monotonic() + JOIN_S
@@ -184,7 +198,9 @@ def test_a_job_that_waits_has_not_ended(slurm, launcher_of, rendezvous):
 
 def test_what_sbatch_refuses_is_said(launcher_of, rendezvous):
     launcher = launcher_of(slurm_partition="nowhere")
-    with pytest.raises(LinkLost, match="muster-node-0 could not be submitted: .*[Ii]nvalid partition"):
+    with pytest.raises(
+        LinkLost, match="muster-node-0 could not be submitted: .*[Ii]nvalid partition"
+    ):
         launcher.start(0, 0, rendezvous)
     assert not list(launcher.folder.glob("token-*"))
 
@@ -192,7 +208,9 @@ def test_what_sbatch_refuses_is_said(launcher_of, rendezvous):
 def test_parameters_are_those_of_submitit(slurm, launcher_of, rendezvous):
     launcher = launcher_of(timeout_min=7, slurm_cpus_per_task=3, slurm_partition="train")
     job = launcher.start(0, 0, rendezvous)
-    asked = slurm.run("squeue", "--noheader", "--states=all", "--format=%j %l %C %P", f"--jobs={job.job_id}")
+    asked = slurm.run(
+        "squeue", "--noheader", "--states=all", "--format=%j %l %C %P", f"--jobs={job.job_id}"
+    )
     assert asked == "muster-node-0 7:00 3 train"
     job.end()
 
@@ -201,7 +219,9 @@ def test_loopback_is_refused_where_jobs_may_run_elsewhere(launcher_of):
     launcher_of().check("127.0.0.1")
     launcher_of(slurm_partition="wide", slurm_nodelist="node1").check("127.0.0.1")
     wide = launcher_of(slurm_partition="wide")
-    with pytest.raises(BadOption, match=r"other hosts too \(elsewhere\), which cannot reach 127.0.0.1: pass bind="):
+    with pytest.raises(
+        BadOption, match=r"other hosts too \(elsewhere\), which cannot reach 127.0.0.1: pass bind="
+    ):
         wide.check("127.0.0.1")
     with contextlib.closing(Rendezvous(1)) as here, pytest.raises(BadOption, match="elsewhere"):
         wide.start(0, 0, here)
@@ -258,8 +278,12 @@ def test_a_failed_node_of_a_main_job_gets_another_job(slurm, tmp_path):
 
 
 def test_a_main_job_that_cannot_be_submitted(slurm, tmp_path):
-    delayed = submitit_delayed_launcher(1, folder=tmp_path, submitit_main_conf={"slurm_partition": "nowhere"})
-    with pytest.raises(MusterError, match="muster-main could not be submitted: .*[Ii]nvalid partition"):
+    delayed = submitit_delayed_launcher(
+        1, folder=tmp_path, submitit_main_conf={"slurm_partition": "nowhere"}
+    )
+    with pytest.raises(
+        MusterError, match="muster-main could not be submitted: .*[Ii]nvalid partition"
+    ):
         delayed(main_program)(b"")
     _no_jobs(slurm)
     assert not list(Path(tmp_path).rglob("token"))

@@ -1,4 +1,5 @@
-"""Starts and restarts of workers that fail: whatever is killed or used up meanwhile, no call waits without an end.
+"""Starts and restarts of workers that fail: whatever is killed or used up meanwhile, no call waits
+without an end.
 
 The next call works, or raises the same error again at once; and when the cause is gone, it works.
 """
@@ -37,7 +38,9 @@ from tests.fakes.fault_runs import KINDS, alive, all_gone, deadlines
 from tests.fakes.stages import at_stage, fork_server, parent
 from tests.waits import descriptors_left, open_files, wait_until
 
-pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="kills processes, and looks into /proc")]
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="kills processes, and looks into /proc")
+]
 
 T = 10
 AT_ONCE_S = 20.0  # on a busy machine; the shortest deadline of a phase is 60 s
@@ -62,10 +65,18 @@ class Ones(nn.Module):
         return torch.zeros(*observation.shape[:-1], 5)
 
 
-def make(kind: Any, path: Any, on_failure: Any = "restart", fault: Fault | None = None, **options: Any) -> Any:
+def make(
+    kind: Any, path: Any, on_failure: Any = "restart", fault: Fault | None = None, **options: Any
+) -> Any:
     factories = [partial(OracleEnv, path, 0, 1, fault), partial(OracleEnv, path, 1)]
     frames = 2 * T if kind is MultiSyncCollector else T
-    given = {"frames_per_batch": frames, "seed": 1, "on_failure": on_failure, "crash_dir": path.parent, **options}
+    given = {
+        "frames_per_batch": frames,
+        "seed": 1,
+        "on_failure": on_failure,
+        "crash_dir": path.parent,
+        **options,
+    }
     return kind(factories, policy(), **given)
 
 
@@ -96,7 +107,9 @@ def check_accounts(collector: Any, batches: list[Any], path: Any) -> None:
     assert stats.frames == sum(check_stream(batches).values())
     assert stats.in_flight == 0
     assert stats.executed == stats.frames + sum(stats.discarded.values())
-    assert stats.executed <= truth <= stats.executed + len(OracleEnv.read(path)) * MOST_ERRORS  # as in a kill
+    assert (
+        stats.executed <= truth <= stats.executed + len(OracleEnv.read(path)) * MOST_ERRORS
+    )  # as in a kill
 
 
 def kill(pid: int | None) -> None:
@@ -105,13 +118,15 @@ def kill(pid: int | None) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-# --- what is used up ---------------------------------------------------------------------------------
+# --- what is used up ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart", "drop"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", ["processes", "served"])
-def test_without_descriptors_every_call_says_so_and_with_them_it_goes_on(tmp_path, kind, on_failure, backend):
+def test_without_descriptors_every_call_says_so_and_with_them_it_goes_on(
+    tmp_path, kind, on_failure, backend
+):
     collector, batches = make(kind, tmp_path / "counts", on_failure, **BACKENDS[backend]), []
     collect(collector, batches, 2)
     before = open_files()
@@ -133,11 +148,15 @@ def test_without_descriptors_every_call_says_so_and_with_them_it_goes_on(tmp_pat
         assert "`ulimit -n 4096`" in str(error)
     assert collect(collector, batches, 4) == []
     assert open_files() <= before
-    assert sum(worker.restarts for worker in collector.stats().workers) == 2, "failed starts are none"
+    assert sum(worker.restarts for worker in collector.stats().workers) == 2, (
+        "failed starts are none"
+    )
     check_accounts(collector, batches, tmp_path / "counts")
 
 
-def refusals(collector: Any, batches: list[Any], count: int = 5, over: Callable[[], bool] = bool) -> list[Exception]:
+def refusals(
+    collector: Any, batches: list[Any], count: int = 5, over: Callable[[], bool] = bool
+) -> list[Exception]:
     """The errors of so many calls, or until it is over; batches that were ready before come first."""
     errors: list[Exception] = []
     while len(errors) < count and not over():
@@ -158,11 +177,15 @@ def test_a_thread_that_lacks_descriptors_says_so(tmp_path, kind):
     with descriptors_left(0), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "No crash report")
         errors = refusals(collector, batches, 3)
-    for error in errors:  # the second one: it has started, and its environment lacks descriptors, too
+    for (
+        error
+    ) in errors:  # the second one: it has started, and its environment lacks descriptors, too
         assert type(error) in (WorkerNotStarted, EnvError)
         assert "open files" in str(error)
     assert collect(collector, batches, 6) == []
-    workers = [thread for thread in threading.enumerate() if thread.name.startswith("muster-worker-")]
+    workers = [
+        thread for thread in threading.enumerate() if thread.name.startswith("muster-worker-")
+    ]
     assert len(set(workers) - before) == 2, "those that could not be told what they are have ended"
     check_accounts(collector, batches, tmp_path / "counts")
 
@@ -179,11 +202,16 @@ def test_other_workers_are_asked_while_one_cannot_be_started(tmp_path, on_failur
         for _ in range(3):
             with at_once(), pytest.raises(WorkerDied):
                 collector.getattr_env("number")
-        with at_once(), pytest.raises(WorkerNotStarted, match="Worker 1, environment 1 could not be started"):
+        with (
+            at_once(),
+            pytest.raises(WorkerNotStarted, match="Worker 1, environment 1 could not be started"),
+        ):
             collector.getattr_env("number")
     assert collector.getattr_env("number") == [0, 1]
     errors = collect(collector, batches, 2)
-    assert [type(error) for error in errors] in ([], [WorkerDied]), "its death, at most; not what has been raised"
+    assert [type(error) for error in errors] in ([], [WorkerDied]), (
+        "its death, at most; not what has been raised"
+    )
     check_accounts(collector, batches, tmp_path / "counts")
 
 
@@ -204,12 +232,16 @@ def test_restarts_that_cannot_start_end_at_the_deadline_of_a_construction(tmp_pa
 
 def test_a_construction_that_lacks_descriptors_is_an_error_of_its_options(tmp_path):
     before = open_files()
-    with descriptors_left(12), at_once(), pytest.raises((ValueError, OSError), match="descriptors|open files"):
+    with (
+        descriptors_left(12),
+        at_once(),
+        pytest.raises((ValueError, OSError), match="descriptors|open files"),
+    ):
         make(MultiSyncCollector, tmp_path / "counts")
     wait_until(lambda: open_files() <= before)
 
 
-# --- what is killed ----------------------------------------------------------------------------------
+# --- what is killed -------------------------------------------------------------------------------
 
 LIFE = {  # of a worker, as its parent sees it; and what can be killed there
     "launch.py:fork:call": "the fork server is about to be asked",
@@ -252,7 +284,9 @@ def test_whatever_is_killed_while_a_worker_is_started_again(tmp_path, stage, nam
 
 
 @pytest.mark.parametrize("name", ["fork server", "keeper", "worker"])
-@pytest.mark.parametrize("stage", ["launch.py:fork:call:2", "launch.py:fork:return", "proxy.py:_send_config:return"])
+@pytest.mark.parametrize(
+    "stage", ["launch.py:fork:call:2", "launch.py:fork:return", "proxy.py:_send_config:return"]
+)
 def test_whatever_is_killed_while_a_collector_is_made(tmp_path, stage, name, monkeypatch):
     """It is made, or says why not; then nothing is left of it."""
     born: list[int] = []
@@ -327,7 +361,11 @@ def test_ctrl_c_is_raised_while_a_fork_server_does_not_answer(tmp_path):
     os.kill(server, signal.SIGSTOP)
     kill(pid)
     presses = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
-    with at_once(), pytest.raises(KeyboardInterrupt), at_stage("launch.py:fork:call", presses.start):
+    with (
+        at_once(),
+        pytest.raises(KeyboardInterrupt),
+        at_stage("launch.py:fork:call", presses.start),
+    ):
         while True:
             batches.append(collector.next().clone())
     os.kill(server, signal.SIGCONT)
@@ -361,7 +399,7 @@ def test_what_is_killed_at_birth_says_so(tmp_path, monkeypatch, born):
         launch.shutdown_forkserver()
 
 
-# --- what interrupts ---------------------------------------------------------------------------------
+# --- what interrupts ------------------------------------------------------------------------------
 
 
 POINTS = 200  # to which a restart and a batch come, most often
@@ -375,9 +413,14 @@ POINTS = 200  # to which a restart and a batch come, most often
         pytest.param("threads", 3, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.filterwarnings("ignore:Exception ignored in. <socket")  # made just before, and garbage now
+@pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <socket"
+)  # made just before, and garbage now
 def test_wherever_a_restart_is_interrupted_the_next_call_goes_on(tmp_path, backend, step):
-    """As by a second Ctrl-C, which takes effect at once. What was not sent any more is a hang, at its deadline."""
+    """As by a second Ctrl-C, which takes effect at once.
+
+    What was not sent any more is a hang, at its deadline.
+    """
     options = {"timeouts": deadlines(1.5), **BACKENDS[backend]}
     collector = make(MultiSyncCollector, tmp_path / "counts", Restart(max_restarts=None), **options)
     batches: list[Any] = []
@@ -406,13 +449,24 @@ def loses(collector: Any) -> None:
 
 
 class Interruption:
-    """A profiler that raises KeyboardInterrupt at the n-th point at which a handler of a signal could.
+    """A profiler that raises KeyboardInterrupt at the n-th point at which a handler of a signal
+    could.
 
-    These are the beginnings of functions of the files that start and supervise workers, and what follows on their calls
-    of functions in C.
+    These are the beginnings of functions of the files that start and supervise workers, and what
+    follows on their calls of functions in C.
     """
 
-    names = ("lives", "proxy", "supervision", "launch", "inference", "pool", "under_way", "mailbox", "threads")
+    names = (
+        "lives",
+        "proxy",
+        "supervision",
+        "launch",
+        "inference",
+        "pool",
+        "under_way",
+        "mailbox",
+        "threads",
+    )
     files = tuple(f"/workers/{name}.py" for name in names)
 
     def __init__(self, at: int) -> None:
@@ -422,7 +476,9 @@ class Interruption:
         code = frame.f_code
         if event not in ("call", "c_return") or not code.co_filename.endswith(self.files):
             return
-        if code.co_flags & inspect.CO_GENERATOR:  # which may be closed just now: then nobody gets an exception
+        if (
+            code.co_flags & inspect.CO_GENERATOR
+        ):  # which may be closed just now: then nobody gets an exception
             return
         self.left -= 1
         if self.left == 0:
@@ -440,7 +496,7 @@ def interrupted_at(point: int) -> Iterator[Interruption]:
         sys.setprofile(None)
 
 
-# --- what does not listen ----------------------------------------------------------------------------
+# --- what does not listen -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
@@ -452,7 +508,9 @@ def test_a_worker_that_reads_nothing_hangs(tmp_path, monkeypatch, on_failure):
     pid = collector.stats().workers[0].pid
     os.kill(pid, signal.SIGSTOP)
     attribute = "x" * (4 << 20)
-    expected = WorkerHung if on_failure == "raise" else MusterError  # the successor has no such attribute
+    expected = (
+        WorkerHung if on_failure == "raise" else MusterError
+    )  # the successor has no such attribute
     with at_once(), pytest.raises(expected):
         collector.getattr_env(attribute)
     assert not alive(pid)
@@ -468,20 +526,26 @@ def test_the_end_of_the_servers_thread_is_an_error_at_once_every_time(tmp_path, 
     def ends() -> bool:
         raise SystemExit
 
-    # The thread asks this between two calls of the policy. An exception inside a call would be the policy's error.
+    # The thread asks this between two calls of the policy. An exception inside a call would be the
+    # policy's error.
     monkeypatch.setattr(server, "_wanted", ends)
     server.mailbox.wake_up.ring()
     server._thread.join(60)
     assert not server._thread.is_alive()
     for _ in range(3):
-        with at_once(), pytest.raises(MusterError, match=r"server of this collector has ended because of SystemExit"):
+        with (
+            at_once(),
+            pytest.raises(
+                MusterError, match=r"server of this collector has ended because of SystemExit"
+            ),
+        ):
             while True:
                 collector.next()
     with at_once():
         collector.shutdown()
 
 
-# --- what the system does not allow ------------------------------------------------------------------
+# --- what the system does not allow ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -510,37 +574,61 @@ def test_without_processes_and_threads_every_call_says_so_and_with_them_it_goes_
 def as_nobody(module: str, *arguments: str) -> str:
     """The output of a program that is subject to limits; those of processes do not hold for root."""
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    environ = {**os.environ, "PYTHONPATH": path, "HOME": "/tmp", "TMPDIR": "/tmp", "PYTHONDONTWRITEBYTECODE": "1"}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": path,
+        "HOME": "/tmp",
+        "TMPDIR": "/tmp",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     command = [sys.executable, "-m", module, *arguments]
     if os.geteuid() == 0:
         if shutil.which("setpriv") is None:
             pytest.skip("needs setpriv (util-linux)")
         keeps = "+dac_read_search"  # the interpreter and this file may lie in a folder of root
         rights = [f"--inh-caps={keeps}", f"--ambient-caps={keeps}", f"--bounding-set=-all,{keeps}"]
-        command = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", *rights, *command]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200, check=False)
+        command = [
+            "setpriv",
+            f"--reuid={NOBODY}",
+            f"--regid={NOBODY}",
+            "--clear-groups",
+            *rights,
+            *command,
+        ]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.parametrize("on_failure", ["raise", pytest.param("restart", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("what", [resource.RLIMIT_AS, resource.RLIMIT_NOFILE])
-def test_a_fork_server_without_memory_or_descriptors_starts_nothing_until_it_has_them(tmp_path, what, on_failure):
+def test_a_fork_server_without_memory_or_descriptors_starts_nothing_until_it_has_them(
+    tmp_path, what, on_failure
+):
     launch.shutdown_forkserver()
-    collector, batches = make(MultiSyncCollector, tmp_path / "counts", on_failure, **BACKENDS["served"]), []
+    collector, batches = (
+        make(MultiSyncCollector, tmp_path / "counts", on_failure, **BACKENDS["served"]),
+        [],
+    )
     collect(collector, batches, 1)
     server = fork_server(light=True)
     assert server is not None
     used = {
-        resource.RLIMIT_AS: int(Path(f"/proc/{server}/statm").read_text().split()[0]) * resource.getpagesize(),
-        resource.RLIMIT_NOFILE: len(os.listdir(f"/proc/{server}/fd")) + 4,  # those that come with the request
+        resource.RLIMIT_AS: int(Path(f"/proc/{server}/statm").read_text().split()[0])
+        * resource.getpagesize(),
+        resource.RLIMIT_NOFILE: len(os.listdir(f"/proc/{server}/fd"))
+        + 4,  # those that come with the request
     }[what]
     before = resource.prlimit(server, what, (used, resource.getrlimit(what)[1]))
     pid = collector.stats().workers[0].pid
     kill(pid)
     assert all_gone([pid])
     # It may end by that, too. Its successor has no such limit.
-    errors = refusals(collector, batches, 3, over=lambda: fork_server(light=True) not in (None, server))
+    errors = refusals(
+        collector, batches, 3, over=lambda: fork_server(light=True) not in (None, server)
+    )
     assert {type(error) for error in errors} <= {WorkerDied, WorkerNotStarted}
     if fork_server(light=True) == server:
         resource.prlimit(server, what, before)

@@ -1,4 +1,5 @@
-"""One collector, used in any order: whatever a user does, whatever happens to its workers, data and counts are right.
+"""One collector, used in any order: whatever a user does, whatever happens to its workers, data and
+counts are right.
 
 ``MUSTER_EXAMPLES=2000`` runs so many sequences, other ones each time.
 """
@@ -71,7 +72,9 @@ class AnyOrder(RuleBasedStateMachine):
         self.collector = self.make(self.policy)
         self.kind, self.path = kind, path
         self.troubles = self.kills = self.errors = self.frames = 0
-        self.is_exact = True  # the environments' own counts include nothing that a restored state has repeated
+        self.is_exact = (
+            True  # the environments' own counts include nothing that a restored state has repeated
+        )
         self.random = False  # some actions were random
         self.seen: set[tuple[int, ...]] = set()  # environment, run and step of each row
         self.ids: dict[int, tuple[int, ...]] = {}  # episodes by id
@@ -95,7 +98,9 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 30), random=st.booleans())
     def n_step(self, steps: int, random: bool) -> None:
         self.random |= random
-        self.attempt(lambda: self.check(self.collector.collect_batch(n_step=steps, random=random).batch))
+        self.attempt(
+            lambda: self.check(self.collector.collect_batch(n_step=steps, random=random).batch)
+        )
 
     @rule(episodes=st.integers(1, 5))
     def n_episode(self, episodes: int) -> None:
@@ -122,7 +127,10 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def save_and_load(self) -> None:
         def load() -> None:
-            seen, self.seen = self.seen, set()  # an environment that fails while its actions are repeated counts anew
+            seen, self.seen = (
+                self.seen,
+                set(),
+            )  # an environment that fails while its actions are repeated counts anew
             if self.collector.load_state_dict(self.collector.state_dict(), trust=True).exact:
                 self.seen = seen
 
@@ -131,7 +139,9 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(ahead=st.integers(1, 3))
     def go_on_elsewhere(self, ahead: int) -> None:
-        """Save, load into a new collector, and use that from now on: it delivers what this one would have."""
+        """Save, load into a new collector, and use that from now on: it delivers what this one
+        would have.
+        """
         states: list[Any] = []
         self.attempt(lambda: states.append(self.collector.state_dict()))
         if not states:
@@ -148,7 +158,9 @@ class AnyOrder(RuleBasedStateMachine):
                 self.orders[:] = 0  # or one of the two collectors would have the trouble
                 followed: list[Any] = []
                 self.attempt(lambda: followed.extend(old.next().clone() for _ in range(ahead)))
-                following = [other.next() for _ in followed]  # all, but for a worker that was killed and died only now
+                following = [
+                    other.next() for _ in followed
+                ]  # all, but for a worker that was killed and died only now
                 self.compare(followed, following)
                 for batch in following:
                     self.check(batch)
@@ -171,14 +183,19 @@ class AnyOrder(RuleBasedStateMachine):
             self.troubles += 1
 
     @precondition(lambda self: self.in_processes)
-    @rule(worker=st.integers(0, WORKERS - 1), number=st.sampled_from([signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV]))
+    @rule(
+        worker=st.integers(0, WORKERS - 1),
+        number=st.sampled_from([signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV]),
+    )
     def kill(self, worker: int, number: int) -> None:
         workers = self.collector.stats().workers
         told = workers[worker % len(workers)]
         if told.state == "working" and told.pid:
             self.kills += 1
             self.troubles += 1
-            with suppress(ProcessLookupError):  # it has ended, and the collector has not noticed yet
+            with suppress(
+                ProcessLookupError
+            ):  # it has ended, and the collector has not noticed yet
                 os.kill(told.pid, number)
 
     # --- what holds -----------------------------------------------------------------------------
@@ -214,7 +231,9 @@ class AnyOrder(RuleBasedStateMachine):
             assert by_env[0][env][:both] == by_env[1][env][:both]
 
     def check(self, batch: Any) -> None:
-        """Every row follows from itself, and comes once; not in order, since kept episodes come with a later call."""
+        """Every row follows from itself, and comes once; not in order, since kept episodes come
+        with a later call.
+        """
         valid = batch.get(("collector", "valid"), None)
         rows = batch.reshape(-1) if valid is None else batch[valid]
         self.frames += len(rows)
@@ -230,10 +249,14 @@ class AnyOrder(RuleBasedStateMachine):
         assert (rows["next", "truncated"].flatten().numpy() >= truncated).all()
         ids = rows["collector", "traj_ids"].flatten().tolist()
         for (env, run, episode, _, total, _), number in zip(obs.tolist(), ids, strict=True):
-            assert (env, run, total) not in self.seen, f"environment {env}, run {run}: step {total} comes again"
+            assert (env, run, total) not in self.seen, (
+                f"environment {env}, run {run}: step {total} comes again"
+            )
             self.seen.add((env, run, total))
             known = self.ids.setdefault(number, (env, run, episode))
-            assert known == (env, run, episode), f"id {number} is of {known} and {(env, run, episode)}"
+            assert known == (env, run, episode), (
+                f"id {number} is of {known} and {(env, run, episode)}"
+            )
 
     @invariant()
     def every_step_is_accounted_for(self) -> None:
@@ -244,13 +267,21 @@ class AnyOrder(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "collector"):
             return
-        pids = [worker.pid for worker in self.collector.stats().workers if self.in_processes and worker.pid]
+        pids = [
+            worker.pid
+            for worker in self.collector.stats().workers
+            if self.in_processes and worker.pid
+        ]
         self.attempt(self.collector.shutdown)
         self.collector.shutdown()
-        stats, made = self.collector.stats(), int(ObedientEnv.read(self.path / "counts")[:, EXECUTED].sum())
+        stats, made = (
+            self.collector.stats(),
+            int(ObedientEnv.read(self.path / "counts")[:, EXECUTED].sum()),
+        )
         assert stats.in_flight == 0
         assert_accounted(self.collector)
-        if self.is_exact:  # who is killed after a step and before its reward is stored has made one that nobody knows
+        # who is killed after a step and before its reward is stored has made one that nobody knows
+        if self.is_exact:
             assert 0 <= made - stats.executed <= self.kills
         for pid in pids:
             wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists())
@@ -265,4 +296,6 @@ AnyOrder.TestCase.settings = settings(
     derandomize=not given,
     suppress_health_check=[*HealthCheck],
 )
-test_any_order_of_calls_and_troubles = pytest.mark.slow(pytest.mark.timeout(5 * (given or 50))(AnyOrder.TestCase))
+test_any_order_of_calls_and_troubles = pytest.mark.slow(
+    pytest.mark.timeout(5 * (given or 50))(AnyOrder.TestCase)
+)

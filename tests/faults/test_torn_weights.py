@@ -1,4 +1,6 @@
-"""Weights that are read while they are written: never a mixture, and always of the version that is said."""
+"""Weights that are read while they are written: never a mixture, and always of the version that is
+said.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,12 @@ def in_child(read: Callable[[], dict[str, int]]) -> tuple[int, int]:
     return pid, result
 
 
-def while_reading(children: list[tuple[int, int]], write: Callable[[int], None]) -> tuple[int, list[dict[str, int]]]:
-    """Write versions 1, 2, ... until all children have ended; gives their number, and what the children say."""
+def while_reading(
+    children: list[tuple[int, int]], write: Callable[[int], None]
+) -> tuple[int, list[dict[str, int]]]:
+    """Write versions 1, 2, ... until all children have ended; gives their number, and what the
+    children say.
+    """
     version, running, until = 0, [pid for pid, _ in children], time.monotonic() + PATIENCE_S
     while running:
         version += 1
@@ -93,7 +99,9 @@ def test_no_read_is_torn_and_every_version_is_right(scheme, numel, reads, at_lea
             tensor.fill_(version)
         publisher.publish(weights, version, workers=[version % 2])
 
-    children = [in_child(reader(ticket, numel, reads, number)) for number, ticket in enumerate(tickets)]
+    children = [
+        in_child(reader(ticket, numel, reads, number)) for number, ticket in enumerate(tickets)
+    ]
     updates, results = while_reading(children, write)
     for thing in (*tickets, publisher):
         thing.close()

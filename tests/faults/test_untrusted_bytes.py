@@ -1,4 +1,5 @@
-"""Everything that parses bytes from outside: any input is read or refused with a typed error; no code runs.
+"""Everything that parses bytes from outside: any input is read or refused with a typed error; no
+code runs.
 
 ``MUSTER_EXAMPLES=100000`` feeds so many inputs to each parser, other ones each time.
 """
@@ -74,7 +75,11 @@ def changed_bytes(rng: random.Random, content: bytes) -> bytes:
     """A few bytes changed, cut out, put in or repeated."""
     found = bytearray(content)
     for _ in range(rng.choice([1, 1, 2, 8])):
-        at = rng.randrange(len(found) + 1) if rng.random() < 0.5 else rng.randrange(min(len(found), 256) + 1)
+        at = (
+            rng.randrange(len(found) + 1)
+            if rng.random() < 0.5
+            else rng.randrange(min(len(found), 256) + 1)
+        )
         size = rng.choice([1, 1, 2, 8, 64, 4096])
         kind = rng.randrange(5)
         if kind == 0:
@@ -92,9 +97,36 @@ def changed_bytes(rng: random.Random, content: bytes) -> bytes:
 
 STRANGE = (
     *(None, True, False, 0, 1, -1, 7, 2**31, 2**63 - 1, -(2**63), 2**64, 10**30, 0.5, 1e308, -0.0),
-    *("", "x", "../../etc/passwd", "/etc/passwd", "\x00", "\ud800", "a" * 5000, "os:system", "CartPole-v1", "float32"),
-    *([], {}, [[]], [None], {"": None}, [[[[[[[[]]]]]]]], {"tuple": []}, {"dict": [[1, 2]]}, {"bytes": 0}),
-    *({"tensor": 0}, {"tensor": 99}, {"int": "0x" + "f" * 3000}, {"float": "zz"}, {"array": 0, "dtype": "O"}),
+    *(
+        "",
+        "x",
+        "../../etc/passwd",
+        "/etc/passwd",
+        "\x00",
+        "\ud800",
+        "a" * 5000,
+        "os:system",
+        "CartPole-v1",
+        "float32",
+    ),
+    *(
+        [],
+        {},
+        [[]],
+        [None],
+        {"": None},
+        [[[[[[[[]]]]]]]],
+        {"tuple": []},
+        {"dict": [[1, 2]]},
+        {"bytes": 0},
+    ),
+    *(
+        {"tensor": 0},
+        {"tensor": 99},
+        {"int": "0x" + "f" * 3000},
+        {"float": "zz"},
+        {"array": 0, "dtype": "O"},
+    ),
 )
 
 
@@ -111,7 +143,9 @@ def changed_json(rng: random.Random, about: Any) -> Any:
             del node[key]
         elif kind == 1:
             other, place = rng.choice(places)
-            node[key] = copy.deepcopy(other[place]) if place in other or isinstance(other, list) else None
+            node[key] = (
+                copy.deepcopy(other[place]) if place in other or isinstance(other, list) else None
+            )
         elif kind == 2 and isinstance(node, list):
             node.insert(key, copy.deepcopy(rng.choice(STRANGE)))
         else:
@@ -127,7 +161,9 @@ def _places(node: Any):
 
 
 def changed_file(rng: random.Random, content: bytes, path: Path) -> bytes:
-    """A tensor file with other bytes; or one with valid checksums whose description or tensors are others."""
+    """A tensor file with other bytes; or one with valid checksums whose description or tensors are
+    others.
+    """
     if rng.random() < 0.4:
         return changed_bytes(rng, content)
     path.write_bytes(content)
@@ -143,7 +179,9 @@ def changed_file(rng: random.Random, content: bytes, path: Path) -> bytes:
         elif kind == 2:
             tensors[name] = tensors[name].reshape(-1)[1:].clone()
         elif kind == 3:
-            tensors[name] = tensors[name].to(rng.choice([torch.float64, torch.bool, torch.uint8, torch.int16]))
+            tensors[name] = tensors[name].to(
+                rng.choice([torch.float64, torch.bool, torch.uint8, torch.int16])
+            )
         else:
             tensors[name] = torch.frombuffer(bytearray(pickle.dumps(Code())), dtype=torch.uint8)
     else:
@@ -158,7 +196,9 @@ def changed_file(rng: random.Random, content: bytes, path: Path) -> bytes:
 
 def test_recordings(tmp_path):
     source = tmp_path / "source"
-    with Collector(ChainEnv, None, frames_per_batch=20, total_frames=60, record=source, seed=1) as collector:
+    with Collector(
+        ChainEnv, None, frames_per_batch=20, total_frames=60, record=source, seed=1
+    ) as collector:
         list(collector)
     files = {path.name: path.read_bytes() for path in source.iterdir() if path.is_file()}
     target, read = tmp_path / "target", 0
@@ -233,12 +273,16 @@ def test_a_rendezvous_goes_on_after_any_strangers():
 
 
 def test_a_changed_message_is_never_delivered():
-    """Whatever is changed on the way, the receiver gets what was sent, in order, and then the loss of the link."""
+    """Whatever is changed on the way, the receiver gets what was sent, in order, and then the loss
+    of the link.
+    """
     sent = [(b"first", 0), (b"", 0), (b"x" * 3000, 700), (b"last", 0)]
     for rng in inputs(300):
         with linked() as ends:
             for tag, (message, size) in enumerate(sent, 1):
-                ends.main.send(message, Block(np.full(size, 7, np.uint8)) if size else None, tag if size else 0)
+                ends.main.send(
+                    message, Block(np.full(size, 7, np.uint8)) if size else None, tag if size else 0
+                )
             ends.main.close()
             data = b"".join(iter(lambda end=ends.to_main: end.recv(1 << 16), b""))
             ends.to_node.sendall(changed_bytes(rng, data))
@@ -247,7 +291,9 @@ def test_a_changed_message_is_never_delivered():
             with pytest.raises(LinkLost):
                 while True:
                     received = ends.node.receive()
-                    got.append((received.message, 0 if received.block is None else received.block.size))
+                    got.append(
+                        (received.message, 0 if received.block is None else received.block.size)
+                    )
             assert got == sent[: len(got)]
 
 
@@ -269,7 +315,9 @@ REQUESTS = [
 def watched(tmp_path):
     """A directory with the snapshots of a run."""
     watch = Watch(tmp_path / "run", None)
-    with Collector(CountingEnv, None, frames_per_batch=8, total_frames=16, watch=watch) as collector:
+    with Collector(
+        CountingEnv, None, frames_per_batch=8, total_frames=16, watch=watch
+    ) as collector:
         list(collector)
     return tmp_path / "run"
 

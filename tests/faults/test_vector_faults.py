@@ -1,4 +1,6 @@
-"""Faults in the workers of vector environments: named errors, or truncations of the episodes that were lost."""
+"""Faults in the workers of vector environments: named errors, or truncations of the episodes that
+were lost.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,13 @@ KILL = faults.Signalled(signal.SIGKILL)
 
 
 def made(
-    tmp_path: Any, do: Any, *, bad: int = 2, num_envs: int = 4, on_reset: bool = False, **options: Any
+    tmp_path: Any,
+    do: Any,
+    *,
+    bad: int = 2,
+    num_envs: int = 4,
+    on_reset: bool = False,
+    **options: Any,
 ) -> VectorEnv:
     """Environments over two workers, of which ``bad`` fails once."""
     env_fns = [partial(CountingEnv, 9, noise=True) for _ in range(num_envs)]
@@ -39,7 +47,7 @@ def steps(envs: VectorEnv, number: int) -> list[Any]:
     return [envs.step(np.zeros(envs.num_envs, int)) for _ in range(number)]
 
 
-# --- raise ------------------------------------------------------------------------------------------
+# --- raise ----------------------------------------------------------------------------------------
 
 
 def assert_goes_on(envs: VectorEnv) -> None:
@@ -58,8 +66,17 @@ def test_a_killed_worker_raises(tmp_path: Any, on_reset: bool) -> None:
     with pytest.raises(WorkerDied, match="killed by SIGKILL") as caught:
         envs.reset(seed=1) if on_reset else steps(envs, AT)
     error = caught.value
-    assert (error.worker, error.env_id, error.phase, error.exitcode) == (1, 2, "reset" if on_reset else "step", -9)
-    assert error.pid if hasattr(error, "pid") else f"(pid {envs._workers._handles[1].process.child.pid})" in str(error)
+    assert (error.worker, error.env_id, error.phase, error.exitcode) == (
+        1,
+        2,
+        "reset" if on_reset else "step",
+        -9,
+    )
+    assert (
+        error.pid
+        if hasattr(error, "pid")
+        else f"(pid {envs._workers._handles[1].process.child.pid})" in str(error)
+    )
     assert "The environment is number 2. Call reset()" in str(error)
     assert_goes_on(envs)
 
@@ -76,14 +93,17 @@ def test_a_worker_that_is_killed_between_steps_raises(tmp_path: Any) -> None:
 def test_a_hanging_environment_raises_with_its_stack(tmp_path: Any) -> None:
     envs = made(tmp_path, faults.waits, timeouts={"step": 1.0})
     envs.reset(seed=0)
-    with pytest.raises(WorkerHung, match=r"in step for .* at .*faults.py:\d+ in waits; its deadline is 1 s") as caught:
+    with pytest.raises(
+        WorkerHung, match=r"in step for .* at .*faults.py:\d+ in waits; its deadline is 1 s"
+    ) as caught:
         steps(envs, AT)
     assert (caught.value.worker, caught.value.env_id) == (1, 2)
     assert_goes_on(envs)
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError, faults.Unpicklable, partial(faults.TwoArguments, 1, "two"), faults.OwnBase]
+    "error",
+    [ValueError, faults.Unpicklable, partial(faults.TwoArguments, 1, "two"), faults.OwnBase],
 )
 @pytest.mark.parametrize("on_reset", [False, True])
 def test_an_environment_that_raises(tmp_path: Any, error: Any, on_reset: bool) -> None:
@@ -119,7 +139,7 @@ def test_close_does_not_wait_for_a_hanging_environment(tmp_path: Any) -> None:
     assert all_gone(pids, 10)
 
 
-# --- restart ----------------------------------------------------------------------------------------
+# --- restart --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
@@ -127,7 +147,9 @@ def test_close_does_not_wait_for_a_hanging_environment(tmp_path: Any) -> None:
 def test_a_restart_is_a_truncation(tmp_path: Any, do: Any, mode: Any) -> None:
     envs = made(tmp_path, do, on_failure="restart", timeouts={"step": 1.0}, autoreset_mode=mode)
     whole = made(tmp_path, faults.nothing, autoreset_mode=mode)
-    lost = [2] if isinstance(do, faults.Raising) else [2, 3]  # only the environment, or all of its worker
+    lost = (
+        [2] if isinstance(do, faults.Raising) else [2, 3]
+    )  # only the environment, or all of its worker
     kept = [i for i in range(4) if i not in lost]
     envs.reset(seed=0)
     whole.reset(seed=0)
@@ -190,7 +212,9 @@ def test_a_worker_that_is_killed_between_steps_is_restarted(tmp_path: Any) -> No
 
 @pytest.mark.parametrize("make", [AlwaysFails, AlwaysDies])
 def test_restarts_have_a_budget(make: Any) -> None:
-    envs = VectorEnv([CountingEnv, make], num_workers=2, on_failure="restart", autoreset_mode="SameStep")
+    envs = VectorEnv(
+        [CountingEnv, make], num_workers=2, on_failure="restart", autoreset_mode="SameStep"
+    )
     envs.reset()
     with pytest.raises((EnvError, WorkerDied), match="broken|exit code 5"):
         steps(envs, 40)
@@ -198,7 +222,9 @@ def test_restarts_have_a_budget(make: Any) -> None:
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
-def test_workers_that_cannot_be_started_say_so_until_they_can(tmp_path: Any, on_failure: Any) -> None:
+def test_workers_that_cannot_be_started_say_so_until_they_can(
+    tmp_path: Any, on_failure: Any
+) -> None:
     envs = made(tmp_path, faults.nothing, on_failure=on_failure)
     envs.reset(seed=0)
     steps(envs, 2)
@@ -219,7 +245,7 @@ def test_workers_that_cannot_be_started_say_so_until_they_can(tmp_path: Any, on_
     envs.close()
 
 
-# --- Ctrl-C, and the end of the program -------------------------------------------------------------
+# --- Ctrl-C, and the end of the program -----------------------------------------------------------
 
 
 def test_ctrl_c_during_a_step(tmp_path: Any) -> None:

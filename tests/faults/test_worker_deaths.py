@@ -43,11 +43,13 @@ def undisturbed(tmp_path_factory):
     return {kind: run(folder, None, kind) for kind in ALL_KINDS}
 
 
-# --- one death --------------------------------------------------------------------------------------
+# --- one death ------------------------------------------------------------------------------------
 
 
 def test_the_main_process_listens_to_the_successor_instead():
-    with MultiSyncCollector([CountingEnv] * 2, None, frames_per_batch=8, seed=0, on_failure="restart") as collector:
+    with MultiSyncCollector(
+        [CountingEnv] * 2, None, frames_per_batch=8, seed=0, on_failure="restart"
+    ) as collector:
         collector.next()
         (killed, *_) = (worker.pid for worker in collector.stats().workers)
         os.kill(killed, signal.SIGKILL)
@@ -62,14 +64,20 @@ def test_the_main_process_listens_to_the_successor_instead():
 @pytest.mark.parametrize("on_failure", MODES)
 @pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_death_in_a_step_loses_the_rollout_at_work_and_nothing_else(tmp_path, undisturbed, way, kind, on_failure):
+def test_a_death_in_a_step_loses_the_rollout_at_work_and_nothing_else(
+    tmp_path, undisturbed, way, kind, on_failure
+):
     do, how, exitcode = WAYS[way]
     got = run(tmp_path, Fault(do, at=AT), kind, on_failure=on_failure)
     rows = got.check(undisturbed=undisturbed[kind])
     assert got.stats.discarded == {"worker_died": AT - T}
     assert rows[0, 0] == T
     made = rows[0, 0] + rows[0, 1] + AT - T
-    assert got.counts[0].tolist()[:3] == [1 if on_failure == "drop" else 2, made + 1, made]  # the deadly step was begun
+    assert got.counts[0].tolist()[:3] == [
+        1 if on_failure == "drop" else 2,
+        made + 1,
+        made,
+    ]  # the deadly step was begun
     if on_failure != "raise":
         assert got.errors == []
         return
@@ -82,7 +90,9 @@ def test_a_death_in_a_step_loses_the_rollout_at_work_and_nothing_else(tmp_path, 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_death_in_a_reset_says_so(tmp_path, undisturbed, way, kind):
     do, how, _ = WAYS[way]
-    got = run(tmp_path, Fault(do, "reset", at=1), kind)  # soon, or the other worker may have made all by then
+    got = run(
+        tmp_path, Fault(do, "reset", at=1), kind
+    )  # soon, or the other worker may have made all by then
     got.check(undisturbed=undisturbed[kind])
     assert list(got.stats.discarded) == ["worker_died"]
     assert_said(got.error, rf"{how} during reset")
@@ -91,10 +101,16 @@ def test_a_death_in_a_reset_says_so(tmp_path, undisturbed, way, kind):
 
 @pytest.mark.parametrize("on_failure", MODES)
 @pytest.mark.parametrize("kind", [MultiAsyncCollector, async_nodes])
-def test_a_death_while_another_worker_is_asked_keeps_the_rollouts_in_order(tmp_path, kind, on_failure):
-    """The next rollout of the dead worker must not be requested before the lost one is requested again."""
+def test_a_death_while_another_worker_is_asked_keeps_the_rollouts_in_order(
+    tmp_path, kind, on_failure
+):
+    """The next rollout of the dead worker must not be requested before the lost one is requested
+    again.
+    """
     path = tmp_path / "pid"
-    dies = Fault(faults.KilledAndNoted(path), at=3)  # in its first rollout, before its second one is requested
+    dies = Fault(
+        faults.KilledAndNoted(path), at=3
+    )  # in its first rollout, before its second one is requested
     waits = Fault(faults.WaitsForTheEnd(path), "reset")  # while it is asked for its layout
     factories = [
         partial(OracleEnv, tmp_path / "counts", 0, 1, dies),
@@ -111,14 +127,22 @@ def test_a_death_while_another_worker_is_asked_keeps_the_rollouts_in_order(tmp_p
 @pytest.mark.parametrize("way", WAYS)
 def test_a_death_while_environments_are_made_ends_the_construction(tmp_path, way, on_failure):
     do, how, exitcode = WAYS[way]
-    with pytest.raises(WorkerDied, match=rf"^Worker 0 \(pid \d+\) {how} during construct\.") as caught:
+    with pytest.raises(
+        WorkerDied, match=rf"^Worker 0 \(pid \d+\) {how} during construct\."
+    ) as caught:
         run(tmp_path, Fault(do, "construct"), on_failure=on_failure)
-    assert (caught.value.exitcode, caught.value.phase, caught.value.worker) == (exitcode, "construct", 0)
+    assert (caught.value.exitcode, caught.value.phase, caught.value.worker) == (
+        exitcode,
+        "construct",
+        0,
+    )
 
 
 @pytest.mark.parametrize("on_failure", MODES)
 @pytest.mark.parametrize("way", ["SIGKILL", "os._exit(0)"])
-def test_a_death_while_environments_are_closed_costs_nothing(tmp_path, undisturbed, way, on_failure):
+def test_a_death_while_environments_are_closed_costs_nothing(
+    tmp_path, undisturbed, way, on_failure
+):
     got = run(tmp_path, Fault(WAYS[way][0], "close"), on_failure=on_failure)
     got.check(undisturbed=undisturbed[MultiSyncCollector])
     assert (got.errors, got.stats.discarded, got.stats.executed) == ([], {}, FRAMES)
@@ -134,7 +158,9 @@ def test_a_death_in_the_middle_of_a_row_counts_those_that_were_stepped(tmp_path,
             env.fault = Fault(WAYS[way][0], at=AT)
         return env
 
-    with MultiSyncCollector(make, None, num_workers=1, num_envs=3, frames_per_batch=3 * T) as collector:
+    with MultiSyncCollector(
+        make, None, num_workers=1, num_envs=3, frames_per_batch=3 * T
+    ) as collector:
         batches = [collector.next().clone()]
         with pytest.raises(WorkerDied, match=rf"{WAYS[way][1]} during step"):
             collector.next()
@@ -142,20 +168,32 @@ def test_a_death_in_the_middle_of_a_row_counts_those_that_were_stepped(tmp_path,
         batches += [collector.next().clone() for _ in range(2)]
         stats = collector.stats()
         assert sum(check_stream(batches).values()) == stats.frames == 9 * T
-    assert OracleEnv.read(path)[:, 2].tolist() == [3 * T + AT - T + 1, 3 * T + AT - T + 1, 3 * T + AT - T]
-    assert stats.executed == OracleEnv.read(path)[:, 2].sum() == stats.frames + sum(stats.discarded.values())
+    assert OracleEnv.read(path)[:, 2].tolist() == [
+        3 * T + AT - T + 1,
+        3 * T + AT - T + 1,
+        3 * T + AT - T,
+    ]
+    assert (
+        stats.executed
+        == OracleEnv.read(path)[:, 2].sum()
+        == stats.frames + sum(stats.discarded.values())
+    )
 
 
 @pytest.mark.parametrize("at", [0, 3])
 @pytest.mark.parametrize("on_failure", MODES)
 def test_a_death_in_the_policy_says_so(tmp_path, on_failure, at):
     policy = faults.FaultyPolicy(str(tmp_path / "mark"), faults.Signalled(signal.SIGKILL), at)
-    got = run(tmp_path, None, policy=policy, on_failure=on_failure)  # its first call shows what columns there are
+    got = run(
+        tmp_path, None, policy=policy, on_failure=on_failure
+    )  # its first call shows what columns there are
     assert len(got.errors) == (on_failure == "raise")
     for error in got.errors:
         assert_said(error, "was killed by SIGKILL during policy")
     got.check()
-    assert all(batch["action"][batch["observation"][..., 5] > 0].eq(1).all() for batch in got.batches)
+    assert all(
+        batch["action"][batch["observation"][..., 5] > 0].eq(1).all() for batch in got.batches
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -163,7 +201,9 @@ def test_a_death_while_weights_are_taken_says_so(tmp_path, kind):
     from muster.weights import SharedMemory
 
     policy = faults.FaultyPolicy(str(tmp_path / "never"), None, at=1 << 60)
-    scheme = faults.FaultyScheme(SharedMemory(), str(tmp_path / "mark"), faults.Signalled(signal.SIGKILL), at=4)
+    scheme = faults.FaultyScheme(
+        SharedMemory(), str(tmp_path / "mark"), faults.Signalled(signal.SIGKILL), at=4
+    )
     got = run(tmp_path, None, kind, policy=policy, weight_sync_schemes={"policy": scheme})
     got.check()
     assert_said(got.error, "was killed by SIGKILL during weights")
@@ -173,19 +213,21 @@ def assert_said(error, how, row=None):
     assert type(error) is WorkerDied
     place = r"(?:, row \d+)?(?:, seed \d+)?" if row is None else rf", row {row}, seed \d+"
     found = re.match(
-        rf"Worker (\d) \(pid \d+(?:, node 0 \(\S+\))?\), environment (\d){place} {how}\. [A-Z]", str(error)
+        rf"Worker (\d) \(pid \d+(?:, node 0 \(\S+\))?\), environment (\d){place} {how}\. [A-Z]",
+        str(error),
     )
     assert found, str(error)
     assert (error.worker, error.env_id) == (int(found[1]), int(found[2]))
 
 
-# --- again and again --------------------------------------------------------------------------------
+# --- again and again ------------------------------------------------------------------------------
 
 
 def test_a_death_at_the_same_step_gives_the_same_streams(tmp_path):
     for kind in ALL_KINDS:
         first, second = (
-            run(tmp_path, Fault(WAYS["SIGKILL"][0], at=AT, runs=3), kind, on_failure="restart") for _ in range(2)
+            run(tmp_path, Fault(WAYS["SIGKILL"][0], at=AT, runs=3), kind, on_failure="restart")
+            for _ in range(2)
         )
         first.check()
         if first.in_lockstep:  # else the other worker may make all there is
@@ -203,8 +245,13 @@ def test_a_successor_does_not_live_through_the_same_episodes_again(tmp_path):
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_a_worker_that_dies_at_once_every_time_is_given_up_with_its_last_cause(tmp_path, kind):
     path = tmp_path / "counts"
-    factories = [partial(OracleEnv, path, 0, 1, Fault(WAYS["SIGSEGV"][0], runs=None)), partial(OracleEnv, path, 1)]
-    with kind(factories, None, frames_per_batch=2 * T, on_failure=Restart(max_restarts=10)) as collector:
+    factories = [
+        partial(OracleEnv, path, 0, 1, Fault(WAYS["SIGSEGV"][0], runs=None)),
+        partial(OracleEnv, path, 1),
+    ]
+    with kind(
+        factories, None, frames_per_batch=2 * T, on_failure=Restart(max_restarts=10)
+    ) as collector:
         with pytest.raises(WorkerDied, match=r"restart 3\b.*killed by SIGSEGV during step"):
             drain(collector)
         assert OracleEnv.read(path)[0, 0] == 4  # three restarts without a batch
@@ -216,7 +263,9 @@ def test_a_worker_that_dies_too_often_within_a_minute_is_given_up(tmp_path):
         partial(OracleEnv, path, 0, 1, Fault(WAYS["SIGKILL"][0], at=AT, runs=None)),
         partial(OracleEnv, path, 1),
     ]
-    with MultiSyncCollector(factories, None, frames_per_batch=2 * T, on_failure=Restart(max_restarts=2)) as collector:
+    with MultiSyncCollector(
+        factories, None, frames_per_batch=2 * T, on_failure=Restart(max_restarts=2)
+    ) as collector:
         batches = []
         with pytest.raises(WorkerDied, match=r"restart 2\), .*killed by SIGKILL during step"):
             batches.extend(batch.clone() for batch in collector)
@@ -225,7 +274,9 @@ def test_a_worker_that_dies_too_often_within_a_minute_is_given_up(tmp_path):
 
 
 class WrittenLate:
-    """Makes an environment that is killed; cannot be written into a crash file before its successor was made."""
+    """Makes an environment that is killed; cannot be written into a crash file before its successor
+    was made.
+    """
 
     def __init__(self, path):
         self.path = path
@@ -242,7 +293,12 @@ class WrittenLate:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_successor_does_not_wait_for_the_crash_file(tmp_path, kind):
     path, crashes = tmp_path / "counts", tmp_path / "crashes"
-    options = {"frames_per_batch": T, "total_frames": 3 * T, "on_failure": "restart", "crash_dir": crashes}
+    options = {
+        "frames_per_batch": T,
+        "total_frames": 3 * T,
+        "on_failure": "restart",
+        "crash_dir": crashes,
+    }
     with kind(WrittenLate(path), None, **options) as collector:
         rows = check_stream(batch.clone() for batch in collector)
         assert rows == {(0, 0): T, (0, 1): 2 * T}
@@ -293,7 +349,9 @@ def drain(collector):
 def test_what_a_worker_has_started_dies_with_it(tmp_path):
     path, pids = tmp_path / "counts", tmp_path / "pids"
     fault = Fault(faults.HasChild(str(pids)), "construct", runs=None)
-    with MultiSyncCollector(partial(OracleEnv, path, fault=fault), None, frames_per_batch=T, on_failure="restart") as c:
+    with MultiSyncCollector(
+        partial(OracleEnv, path, fault=fault), None, frames_per_batch=T, on_failure="restart"
+    ) as c:
         c.next()
         (first,) = children(pids)
         os.kill(c.stats().workers[0].pid, signal.SIGKILL)
@@ -334,14 +392,20 @@ def children(path):
 
 
 class Faulty(OracleEnv):
-    """Fails in a step of its first rollout, waits for a file in another, and is killed in its second rollout."""
+    """Fails in a step of its first rollout, waits for a file in another, and is killed in its
+    second rollout.
+    """
 
     def __init__(self, path, go):
         super().__init__(path)
         self.go = go
 
     def step(self, action):
-        does = {5: faults.Raising(ValueError), 10: self.wait, T + 4: faults.Signalled(signal.SIGKILL)}
+        does = {
+            5: faults.Raising(ValueError),
+            10: self.wait,
+            T + 4: faults.Signalled(signal.SIGKILL),
+        }
         step = int(self._cells[1])
         self.fault = Fault(does[step], at=step) if step in does else None
         return super().step(action)
@@ -361,7 +425,9 @@ def test_a_death_after_a_rollout_that_was_repeated_and_that_nobody_has_taken(tmp
             while True:
                 batches.append(collector.next().clone())
         first = collector.stats().workers[0].pid
-        batches += [collector.next().clone() for _ in range(6)]  # of the other, while both rollouts are requested again
+        batches += [
+            collector.next().clone() for _ in range(6)
+        ]  # of the other, while both rollouts are requested again
         go.touch()
         wait_until(lambda: not alive(first))
         if ends == "collects on":
@@ -377,14 +443,21 @@ def test_a_death_after_a_rollout_that_was_repeated_and_that_nobody_has_taken(tmp
     assert stats.executed == stats.frames + sum(stats.discarded.values()) == counts[:, 2].sum()
 
 
-# --- at random --------------------------------------------------------------------------------------
+# --- at random ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_random_kills_lose_nothing_and_double_nothing(tmp_path, kind):
     kills, path = 30, tmp_path / "counts"
     factories = [partial(OracleEnv, path, 3 * i, 3) for i in range(2)]
-    collector = kind(factories, None, num_envs=3, frames_per_batch=600, seed=1, on_failure=Restart(max_restarts=None))
+    collector = kind(
+        factories,
+        None,
+        num_envs=3,
+        frames_per_batch=600,
+        seed=1,
+        on_failure=Restart(max_restarts=None),
+    )
     killer = Killer(kills, random.Random(kills), 0.3, kills_a_worker)
     rows = check_stream(killer.until_done(collector))
     collector.shutdown()
@@ -394,7 +467,8 @@ def test_random_kills_lose_nothing_and_double_nothing(tmp_path, kind):
     assert stats.executed == stats.frames + sum(stats.discarded.values())
     begun, made = counts[:, 1].sum(), counts[:, 2].sum()
     assert 0 <= begun - made <= kills
-    # Whoever is killed after a step and before its reward is stored has made one that nobody can know of.
+    # Whoever is killed after a step and before its reward is stored has made one that nobody can
+    # know of.
     assert 0 <= made - stats.executed <= kills
     assert all(rows[env, run] <= counts[env, 2] for env, run in rows)
     assert killer.done == kills
@@ -414,7 +488,9 @@ def kills_a_worker(collector, rng):
 
 def test_a_death_after_the_last_step_of_a_rollout_is_raised_too(tmp_path):
     factories = [partial(KilledByANeighbour, tmp_path, number) for number in range(2)]
-    with MultiSyncCollector(factories, None, num_workers=2, frames_per_batch=40, seed=0) as collector:
+    with MultiSyncCollector(
+        factories, None, num_workers=2, frames_per_batch=40, seed=0
+    ) as collector:
         first = collector.next().clone()
         with pytest.raises(WorkerDied, match="Worker 0"):
             collector.next()
@@ -422,4 +498,6 @@ def test_a_death_after_the_last_step_of_a_rollout_is_raised_too(tmp_path):
         assert first["observation"][..., 1].tolist() == [[*range(20)]] * 2
         assert second["observation"][1, :, 1].tolist() == [*range(20, 40)]
         third = collector.next()
-        assert third["observation"][0, 0, 1] == 0 or second["observation"][0, 0, 1] == 0  # begun again
+        assert (
+            third["observation"][0, 0, 1] == 0 or second["observation"][0, 0, 1] == 0
+        )  # begun again

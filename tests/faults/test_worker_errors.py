@@ -1,4 +1,6 @@
-"""Environments and policies of workers that raise, or return nonsense: errors as in process, and nothing lost."""
+"""Environments and policies of workers that raise, or return nonsense: errors as in process, and
+nothing lost.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ ERRORS = {  # what is raised: its cause in the parent, and the text
         (faults.TwoArguments, RemoteError),
         r"TwoArguments: why \(3\)",
     ),
-    "unpicklable": (faults.Unpicklable, (faults.Unpicklable, RemoteError), "Unpicklable: holds a function"),
+    "unpicklable": (
+        faults.Unpicklable,
+        (faults.Unpicklable, RemoteError),
+        "Unpicklable: holds a function",
+    ),
     "sys.exit(3)": (partial(SystemExit, 3), SystemExit, "SystemExit was raised: 3"),
     "Ctrl-C": (KeyboardInterrupt, KeyboardInterrupt, "KeyboardInterrupt was raised"),
     "BaseException": (faults.OwnBase, faults.OwnBase, "OwnBase was raised"),
@@ -48,7 +54,9 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ERRORS)
-def test_an_error_in_a_step_is_raised_with_all_that_is_known_and_costs_nothing(tmp_path, undisturbed, name, backend):
+def test_an_error_in_a_step_is_raised_with_all_that_is_known_and_costs_nothing(
+    tmp_path, undisturbed, name, backend
+):
     error, cause, text = ERRORS[name]
     for kind in KINDS:
         got = run(tmp_path, Fault(faults.Raising(error), at=AT), kind, backend=backend)
@@ -59,13 +67,17 @@ def test_an_error_in_a_step_is_raised_with_all_that_is_known_and_costs_nothing(t
         assert type(said) is EnvError
         assert isinstance(said.__cause__, cause)
         assert_names(said, text, "step", row=AT - T)
-        assert faults.line_of(faults.Raising(None)).replace(":", '", line ') in str(said), "the user's own line"
+        assert faults.line_of(faults.Raising(None)).replace(":", '", line ') in str(said), (
+            "the user's own line"
+        )
         assert (said.worker, said.env_id, said.env_index, said.phase) == (0, 0, 0, "step")
 
 
 @pytest.mark.parametrize("on_failure", ["restart", "drop"])
 @pytest.mark.parametrize("name", ERRORS)
-def test_an_error_in_a_step_ends_the_worker_where_errors_are_not_to_be_raised(tmp_path, undisturbed, name, on_failure):
+def test_an_error_in_a_step_ends_the_worker_where_errors_are_not_to_be_raised(
+    tmp_path, undisturbed, name, on_failure
+):
     for kind in KINDS:
         fault = Fault(faults.Raising(ERRORS[name][0]), at=AT)
         got = run(tmp_path, fault, kind, backend="threads", on_failure=on_failure)
@@ -110,7 +122,11 @@ def test_an_error_on_a_node_elsewhere_than_in_a_step(tmp_path, on):
             run(tmp_path, Fault(faults.Raising(error), on), sync_nodes)
         assert isinstance(caught.value.__cause__, cause)
         return
-    policy = faults.FaultyPolicy(str(tmp_path / "mark"), faults.Raising(error), 3) if on == "policy" else None
+    policy = (
+        faults.FaultyPolicy(str(tmp_path / "mark"), faults.Raising(error), 3)
+        if on == "policy"
+        else None
+    )
     fault = None if policy else Fault(faults.Raising(error), on, at=3 if on == "reset" else 0)
     got = run(tmp_path, fault, sync_nodes, policy=policy)
     got.check()
@@ -133,7 +149,9 @@ def test_bad_output_is_refused(tmp_path, undisturbed, name, on_failure):
     for kind in KINDS:
         for backend in BACKENDS if on_failure == "raise" else ["threads"]:
             got = run(tmp_path, Fault(do, at=AT), kind, backend=backend, on_failure=on_failure)
-            lost = {"bad_env_output": discarded} | ({} if on_failure == "raise" else {"env_error": AT - T})
+            lost = {"bad_env_output": discarded} | (
+                {} if on_failure == "raise" else {"env_error": AT - T}
+            )
             assert got.stats.discarded == lost
             got.check(gaps=discarded if on_failure == "raise" else 0, undisturbed=undisturbed[kind])
             assert len(got.errors) == (on_failure == "raise")
@@ -159,14 +177,21 @@ def test_an_error_in_a_reset_says_so(tmp_path, undisturbed, name, backend):
 def test_an_error_in_a_constructor_ends_the_construction(tmp_path, backend, on_failure):
     for name, (error, cause, text) in ERRORS.items():
         with pytest.raises(EnvError, match=text) as caught:
-            run(tmp_path, Fault(faults.Raising(error), "construct"), backend=backend, on_failure=on_failure)
+            run(
+                tmp_path,
+                Fault(faults.Raising(error), "construct"),
+                backend=backend,
+                on_failure=on_failure,
+            )
         assert isinstance(caught.value.__cause__, cause), name
         assert (caught.value.worker, caught.value.phase) == (0, "construct")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ERRORS)
-def test_an_error_in_close_is_raised_once_and_everything_is_closed(tmp_path, undisturbed, name, backend):
+def test_an_error_in_close_is_raised_once_and_everything_is_closed(
+    tmp_path, undisturbed, name, backend
+):
     error, cause, _ = ERRORS[name]
     got = run(tmp_path, Fault(faults.Raising(error), "close"), backend=backend)
     got.check(undisturbed=undisturbed[MultiSyncCollector])
@@ -182,7 +207,9 @@ def test_an_error_in_close_is_raised_once_and_everything_is_closed(tmp_path, und
 def test_an_error_in_the_policy_says_so(tmp_path, name, backend, at):
     error, cause, _ = ERRORS[name]
     for kind in KINDS:
-        policy = faults.FaultyPolicy(str(tmp_path / f"mark {kind.__name__}"), faults.Raising(error), at)
+        policy = faults.FaultyPolicy(
+            str(tmp_path / f"mark {kind.__name__}"), faults.Raising(error), at
+        )
         got = run(tmp_path, None, kind, policy=policy, backend=backend)
         got.check()
         assert got.stats.discarded == {}
@@ -196,7 +223,9 @@ def test_an_error_in_the_policy_says_so(tmp_path, name, backend, at):
 def test_an_error_in_the_policy_is_raised_in_every_mode(tmp_path, on_failure):
     """It would be the same in a new worker."""
     for kind in KINDS:
-        policy = faults.FaultyPolicy(str(tmp_path / kind.__name__), faults.Raising(partial(ValueError, "boom")), 3)
+        policy = faults.FaultyPolicy(
+            str(tmp_path / kind.__name__), faults.Raising(partial(ValueError, "boom")), 3
+        )
         got = run(tmp_path, None, kind, policy=policy, on_failure=on_failure, backend="threads")
         got.check()
         assert type(got.error) is PolicyError
@@ -211,7 +240,14 @@ def test_an_error_while_weights_are_taken_says_so(tmp_path, backend):
         policy = faults.FaultyPolicy(str(tmp_path / "never"), None, at=1 << 60)
         do = faults.Raising(partial(ValueError, "no weights today"))
         scheme = faults.FaultyScheme(SharedMemory(), str(tmp_path / kind.__name__), do, at=4)
-        got = run(tmp_path, None, kind, policy=policy, weight_sync_schemes={"policy": scheme}, backend=backend)
+        got = run(
+            tmp_path,
+            None,
+            kind,
+            policy=policy,
+            weight_sync_schemes={"policy": scheme},
+            backend=backend,
+        )
         got.check()
         assert isinstance(got.error, WorkerError)
         assert isinstance(got.error.__cause__, ValueError)
@@ -221,7 +257,9 @@ def test_an_error_while_weights_are_taken_says_so(tmp_path, backend):
 def test_errors_are_those_of_a_collector_in_process(tmp_path):
     """The same class, and the same first words."""
     fault = Fault(faults.Raising(partial(ValueError, "boom")), at=AT)
-    with Collector(partial(OracleEnv, tmp_path / "one", 0, 1, fault), None, frames_per_batch=T) as collector:
+    with Collector(
+        partial(OracleEnv, tmp_path / "one", 0, 1, fault), None, frames_per_batch=T
+    ) as collector:
         collector.rollout()
         with pytest.raises(EnvError) as alone:
             collector.rollout()
@@ -230,7 +268,9 @@ def test_errors_are_those_of_a_collector_in_process(tmp_path):
 
 
 def test_everything_that_is_no_environment_is_refused_before_a_worker_starts(tmp_path):
-    with pytest.raises(BadOption, match=r"create_env_fn\[0\] is an environment, which lives in this process"):
+    with pytest.raises(
+        BadOption, match=r"create_env_fn\[0\] is an environment, which lives in this process"
+    ):
         MultiSyncCollector([OracleEnv(tmp_path / "counts")], None, frames_per_batch=T)
 
 
@@ -245,7 +285,12 @@ def test_frames_stay_exact_over_errors_in_every_rollout(tmp_path):
             return super().step(action)
 
     for kind in KINDS:
-        with kind([partial(Often, path, n) for n in range(2)], None, frames_per_batch=2 * T, total_frames=FRAMES) as c:
+        with kind(
+            [partial(Often, path, n) for n in range(2)],
+            None,
+            frames_per_batch=2 * T,
+            total_frames=FRAMES,
+        ) as c:
             frames = errors = 0
             while frames < FRAMES:
                 try:
@@ -265,7 +310,9 @@ def test_actions_and_ids_of_other_groups_are_those_of_an_undisturbed_run(tmp_pat
         got = run(tmp_path, fault, kind, backend="threads", on_failure="restart")
         got.check(undisturbed=undisturbed[kind])
         assert got.stats.restarts == min(3, got.counts[0, 0] - 1)
-        ids = torch.cat([batch["collector", "traj_ids"].reshape(-1) for batch in got.batches]).unique()
+        ids = torch.cat(
+            [batch["collector", "traj_ids"].reshape(-1) for batch in got.batches]
+        ).unique()
         assert set((ids % 2).tolist()) == {0, 1}
 
 
@@ -274,7 +321,8 @@ def assert_names(error, text, phase, row=None):
 
     assert re.search(text, str(error), re.DOTALL), str(error)
     assert re.search(
-        r"In worker 0 \(pid \d+(?:, node 0 \(\S+\))?\), environment 0, step \d+ of its episode \d+, ", str(error)
+        r"In worker 0 \(pid \d+(?:, node 0 \(\S+\))?\), environment 0, step \d+ of its episode \d+, ",
+        str(error),
     ), str(error)
     assert f", seed 1, phase {phase}." in str(error), str(error)
     if row is not None:
@@ -282,4 +330,6 @@ def assert_names(error, text, phase, row=None):
     assert (error.worker, error.env_id, error.seed, error.phase) == (0, 0, 1, phase)
     assert error.crash_report is not None
     assert error.crash_report.exists()
-    assert f"To see it happen again under a debugger: muster replay {error.crash_report}" in str(error), str(error)
+    assert f"To see it happen again under a debugger: muster replay {error.crash_report}" in str(
+        error
+    ), str(error)

@@ -1,4 +1,6 @@
-"""Workers that hang: found within the deadline of what they are at, with the line that they hang in."""
+"""Workers that hang: found within the deadline of what they are at, with the line that they hang
+in.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,12 @@ pytestmark = [
 ]
 
 WAYS = {"wait": faults.waits, "GIL": faults.holds_the_gil, "SIGSTOP": faults.stops}
-BACKENDS = [("wait", "processes"), ("GIL", "processes"), ("SIGSTOP", "processes"), ("wait", "threads")]
+BACKENDS = [
+    ("wait", "processes"),
+    ("GIL", "processes"),
+    ("SIGSTOP", "processes"),
+    ("wait", "threads"),
+]
 DEADLINE_S = 0.5  # of everything
 AT = 30
 
@@ -49,7 +56,9 @@ def fork_server(tmp_path_factory):
 
 @pytest.mark.parametrize("on_failure", MODES)
 @pytest.mark.parametrize(("way", "backend"), BACKENDS)
-def test_a_hang_in_a_step_loses_the_rollout_at_work_and_nothing_else(tmp_path, undisturbed, way, backend, on_failure):
+def test_a_hang_in_a_step_loses_the_rollout_at_work_and_nothing_else(
+    tmp_path, undisturbed, way, backend, on_failure
+):
     for kind in KINDS if way == "wait" else KINDS[:1]:
         fault = Fault(WAYS[way], at=AT)
         timeouts = {**deadlines(60.0), "step": DEADLINE_S}
@@ -74,13 +83,20 @@ def test_a_hang_in_a_reset_says_so(tmp_path, undisturbed, way, backend):
 @pytest.mark.parametrize(("way", "backend"), BACKENDS)
 def test_a_hang_while_environments_are_made_ends_the_construction(tmp_path, way, backend):
     with pytest.raises(WorkerHung) as caught:
-        run(tmp_path, Fault(WAYS[way], "construct"), backend=backend, timeouts={"construct": 2 * DEADLINE_S})
+        run(
+            tmp_path,
+            Fault(WAYS[way], "construct"),
+            backend=backend,
+            timeouts={"construct": 2 * DEADLINE_S},
+        )
     assert_said(caught.value, "construct", WAYS[way])
 
 
 def test_workers_that_hang_in_close_share_one_deadline(tmp_path):
     path = tmp_path / "counts"
-    factories = [partial(OracleEnv, path, number, 1, Fault(faults.waits, "close")) for number in range(4)]
+    factories = [
+        partial(OracleEnv, path, number, 1, Fault(faults.waits, "close")) for number in range(4)
+    ]
     timeouts = {**deadlines(60.0), "close": 4.0}
     collector = MultiSyncCollector(factories, None, frames_per_batch=4 * T, timeouts=timeouts)
     pids = [worker.pid for worker in collector.stats().workers]
@@ -102,7 +118,9 @@ def test_a_hang_in_close_does_not_keep_shutdown(tmp_path, undisturbed, way, back
 @pytest.mark.parametrize(("way", "backend"), BACKENDS)
 def test_a_hang_in_the_policy_says_so(tmp_path, way, backend, at):
     policy = faults.FaultyPolicy(str(tmp_path / "mark"), WAYS[way], at)
-    alone = KINDS[1]  # threads that share batches take turns with the policy: who waits for it has not hung
+    alone = KINDS[
+        1
+    ]  # threads that share batches take turns with the policy: who waits for it has not hung
     timeouts = {**deadlines(60.0), "policy": DEADLINE_S}
     got = run(tmp_path, None, alone, policy=policy, backend=backend, timeouts=timeouts)
     got.check()
@@ -122,15 +140,25 @@ class Noting:
 
 @pytest.mark.parametrize("at", [0, 25])
 @pytest.mark.parametrize("on_failure", MODES)
-def test_a_hang_in_the_policy_of_one_thread_is_not_that_of_those_who_wait_for_their_turn(tmp_path, on_failure, at):
+def test_a_hang_in_the_policy_of_one_thread_is_not_that_of_those_who_wait_for_their_turn(
+    tmp_path, on_failure, at
+):
     noting = Noting(tmp_path / "thread")
     policy = faults.FaultyPolicy(str(tmp_path / "mark"), noting, at)
-    timeouts = {**deadlines(60.0), "step": 2 * DEADLINE_S, "policy": 6 * DEADLINE_S}  # waiting is neither
-    got = run(tmp_path, None, policy=policy, backend="threads", on_failure=on_failure, timeouts=timeouts)
+    timeouts = {
+        **deadlines(60.0),
+        "step": 2 * DEADLINE_S,
+        "policy": 6 * DEADLINE_S,
+    }  # waiting is neither
+    got = run(
+        tmp_path, None, policy=policy, backend="threads", on_failure=on_failure, timeouts=timeouts
+    )
     got.check()
     assert set(got.stats.discarded) <= {"worker_hung"}
     worker = int(noting.path.read_text().removeprefix("muster-worker-"))
-    assert got.counts[:, 0].tolist() == [1 + (on_failure != "drop" and number == worker) for number in range(2)]
+    assert got.counts[:, 0].tolist() == [
+        1 + (on_failure != "drop" and number == worker) for number in range(2)
+    ]
     assert len(got.errors) == (on_failure == "raise")
     for error in got.errors:
         assert (error.worker, error.phase) == (worker, "policy")
@@ -209,7 +237,9 @@ while collector.stats().restarts == 0:
 
 @pytest.mark.slow
 def test_a_program_ends_in_silence_beside_a_thread_that_hangs_and_its_successor():
-    done = subprocess.run([sys.executable, "-c", HANGS_AND_ENDS], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS_AND_ENDS], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, without_delays(done.stderr)) == (0, "")
 
 
@@ -219,7 +249,9 @@ def test_a_hang_while_weights_are_taken_says_so(tmp_path):
     policy = faults.FaultyPolicy(str(tmp_path / "never"), None, at=1 << 60)
     scheme = faults.FaultyScheme(SharedMemory(), str(tmp_path / "mark"), faults.waits, at=4)
     timeouts = {**deadlines(60.0), "weights": 10 * DEADLINE_S}  # the successor takes weights, too
-    got = run(tmp_path, None, policy=policy, weight_sync_schemes={"policy": scheme}, timeouts=timeouts)
+    got = run(
+        tmp_path, None, policy=policy, weight_sync_schemes={"policy": scheme}, timeouts=timeouts
+    )
     got.check()
     assert_said(got.error, "weights", faults.waits)
 
@@ -231,7 +263,9 @@ def test_a_hang_in_a_call_says_so(tmp_path):
 
     path = tmp_path / "counts"
     factories = [partial(Freezing, path, number) for number in range(2)]
-    with MultiSyncCollector(factories, None, frames_per_batch=2 * T, timeouts={"call": DEADLINE_S}) as collector:
+    with MultiSyncCollector(
+        factories, None, frames_per_batch=2 * T, timeouts={"call": DEADLINE_S}
+    ) as collector:
         batches = [collector.rollout().clone()]
         with pytest.raises(WorkerHung) as caught:
             collector.cascade_execute("env.unwrapped.freeze")
@@ -244,10 +278,14 @@ def test_a_worker_that_was_stopped_from_outside_hangs(tmp_path):
     path = tmp_path / "counts"
     factories = [partial(OracleEnv, path, number) for number in range(2)]
     timeouts = deadlines(2 * DEADLINE_S)
-    with MultiSyncCollector(factories, None, frames_per_batch=2 * T, timeouts=timeouts) as collector:
+    with MultiSyncCollector(
+        factories, None, frames_per_batch=2 * T, timeouts=timeouts
+    ) as collector:
         collector.next()
         os.kill(collector.stats().workers[1].pid, signal.SIGSTOP)
-        with pytest.raises(WorkerHung, match=r"its deadline is 1 s\. The process is stopped") as caught:
+        with pytest.raises(
+            WorkerHung, match=r"its deadline is 1 s\. The process is stopped"
+        ) as caught:
             collector.next()
         assert caught.value.worker == 1
         assert collector.next() is not None
@@ -255,7 +293,9 @@ def test_a_worker_that_was_stopped_from_outside_hangs(tmp_path):
 
 @pytest.mark.parametrize("on_failure", MODES)
 @pytest.mark.parametrize("kind", NODE_KINDS)
-def test_a_hang_of_a_worker_on_a_node_loses_the_rollout_at_work_and_nothing_else(tmp_path, kind, on_failure):
+def test_a_hang_of_a_worker_on_a_node_loses_the_rollout_at_work_and_nothing_else(
+    tmp_path, kind, on_failure
+):
     timeouts = {**deadlines(60.0), "step": DEADLINE_S}
     for way in (faults.waits, faults.holds_the_gil) if on_failure == "raise" else (faults.waits,):
         got = run(tmp_path, Fault(way, at=AT), kind, on_failure=on_failure, timeouts=timeouts)
@@ -292,11 +332,13 @@ def test_a_hang_of_a_worker_on_a_node_elsewhere_than_in_a_step(tmp_path, phase):
         assert_said(got.error, phase, faults.waits)
 
 
-# --- those that get on again ------------------------------------------------------------------------
+# --- those that get on again ----------------------------------------------------------------------
 
 
 class Reviving(OracleEnv):
-    """Its first run hangs in the middle of its second rollout until it gets a signal, and again 1.5 rollouts later."""
+    """Its first run hangs in the middle of its second rollout until it gets a signal, and again 1.5
+    rollouts later.
+    """
 
     def step(self, action):
         hangs = {AT: faults.waits_for_a_signal, AT + T // 2 + T: faults.waits}
@@ -315,14 +357,27 @@ def served(factories, **options):
     ("kind", "on_failure"),
     [*product(KINDS, MODES), (served, "restart"), (sync_nodes, "raise"), (async_nodes, "restart")],
 )
-def test_what_a_worker_makes_while_its_hang_is_dealt_with_is_in_the_account(tmp_path, kind, on_failure):
-    """The signal that asks for the stack ends the call that hangs, and the worker completes its rollout."""
+def test_what_a_worker_makes_while_its_hang_is_dealt_with_is_in_the_account(
+    tmp_path, kind, on_failure
+):
+    """The signal that asks for the stack ends the call that hangs, and the worker completes its
+    rollout.
+    """
     path = tmp_path / "counts"
     factories = [partial(Reviving, path, 0), partial(OracleEnv, path, 1)]
-    options = {"frames_per_batch": 2 * T, "on_failure": on_failure, "seed": 1, "crash_dir": tmp_path}
+    options = {
+        "frames_per_batch": 2 * T,
+        "on_failure": on_failure,
+        "seed": 1,
+        "crash_dir": tmp_path,
+    }
     batches, errors = [], []
     with kind(factories, timeouts={**deadlines(60.0), "step": DEADLINE_S}, **options) as collector:
-        while len(batches) < 8 or (made := OracleEnv.read(path)[0])[0] + (on_failure == "drop") < 2 or not made[2] > AT:
+        while (
+            len(batches) < 8
+            or (made := OracleEnv.read(path)[0])[0] + (on_failure == "drop") < 2
+            or not made[2] > AT
+        ):
             try:
                 batches.append(collector.next().clone())
             except WorkerHung as error:
@@ -344,14 +399,21 @@ def test_hangs_that_end_about_when_they_are_found(tmp_path, kind, backend):
 
         def slow_step(action):
             if env._cells[1] % 50 == 49:
-                threading.Event().wait(DEADLINE_S + rng.uniform(0.0, 0.2))  # the parent looks every 0.2 s
+                threading.Event().wait(
+                    DEADLINE_S + rng.uniform(0.0, 0.2)
+                )  # the parent looks every 0.2 s
             return step(action)
 
         env.step = slow_step
         return env
 
-    options = {"on_failure": Restart(max_restarts=None), "timeouts": {**deadlines(60.0), "step": DEADLINE_S}}
-    with kind(make, None, frames_per_batch=T, total_frames=20 * T, backend=backend, **options) as collector:
+    options = {
+        "on_failure": Restart(max_restarts=None),
+        "timeouts": {**deadlines(60.0), "step": DEADLINE_S},
+    }
+    with kind(
+        make, None, frames_per_batch=T, total_frames=20 * T, backend=backend, **options
+    ) as collector:
         batches = [batch.clone() for batch in collector]
     assert_accounted(collector.stats(), batches, path, kills=collector.stats().restarts + 1)
 
@@ -377,7 +439,8 @@ def assert_accounted(stats, batches, path, *, kills):
     assert stats.frames == sum(check_stream(batches).values())
     assert stats.in_flight == 0
     assert stats.executed == stats.frames + sum(stats.discarded.values())
-    # Whoever is killed after a step and before its reward is stored has made one that nobody can know of.
+    # Whoever is killed after a step and before its reward is stored has made one that nobody can
+    # know of.
     assert 0 <= OracleEnv.read(path)[:, 2].sum() - stats.executed <= kills
 
 
@@ -405,14 +468,21 @@ def test_slow_is_not_hung(tmp_path):
 def test_a_hanging_rollout_does_not_keep_shutdown(tmp_path):
     """The consumer leaves while a worker hangs, long before the deadline of the step."""
     path = tmp_path / "counts"
-    factories = [partial(OracleEnv, path, 0, 1, Fault(faults.holds_the_gil, at=AT)), partial(OracleEnv, path, 1)]
+    factories = [
+        partial(OracleEnv, path, 0, 1, Fault(faults.holds_the_gil, at=AT)),
+        partial(OracleEnv, path, 1),
+    ]
     collector = KINDS[1](factories, None, frames_per_batch=T, timeouts={"close": DEADLINE_S})
     while OracleEnv.read(path)[0, 1] < AT + 1 if len(OracleEnv.read(path)) else True:
         assert collector.next() is not None
     collector.shutdown()
     stats = collector.stats()
     assert stats.in_flight == 0
-    assert stats.executed == stats.frames + sum(stats.discarded.values()) == OracleEnv.read(path)[:, 2].sum()
+    assert (
+        stats.executed
+        == stats.frames + sum(stats.discarded.values())
+        == OracleEnv.read(path)[:, 2].sum()
+    )
 
 
 def assert_said(error, phase, where, row=None):
@@ -423,11 +493,17 @@ def assert_said(error, phase, where, row=None):
         if row is None
         else rf", environment (\d), row {row}, seed \d+"
     )
-    found = re.match(rf"Worker (\d) \(pid \d+(?:, node 0 \(\S+\))?\){place} has been in {phase} for (\d+\.\d) s", text)
+    found = re.match(
+        rf"Worker (\d) \(pid \d+(?:, node 0 \(\S+\))?\){place} has been in {phase} for (\d+\.\d) s",
+        text,
+    )
     assert found, text
     assert (error.worker, error.phase) == (int(found[1]), phase)
     if where is faults.stops:
-        assert "The process is stopped (SIGSTOP, or a debugger), so its stack could not be taken" in text
+        assert (
+            "The process is stopped (SIGSTOP, or a debugger), so its stack could not be taken"
+            in text
+        )
     else:
         assert f" at {faults.line_of(where)} in {where.__name__}; its deadline is " in text
         assert "Stack of the worker" in text

@@ -1,4 +1,6 @@
-"""What workers cost, and that they give it back: descriptors, threads, processes, shared memory, processor time."""
+"""What workers cost, and that they give it back: descriptors, threads, processes, shared memory,
+processor time.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def more_than(before, but=()):
     """
     deadline, pause = time.monotonic() + 60.0, threading.Event()
     while grown := {
-        what: (before[what], count) for what, count in resources().items() if count > before[what] and what not in but
+        what: (before[what], count)
+        for what, count in resources().items()
+        if count > before[what] and what not in but
     }:
         if time.monotonic() > deadline:
             break
@@ -112,7 +116,11 @@ def test_nothing_is_left_of_collectors_that_were_shut_down(kind, backend, infere
 
 @served
 def test_nothing_is_left_of_workers_that_were_restarted(inference):
-    options = {"frames_per_batch": 20, "on_failure": Restart(max_restarts=None), "inference": inference}
+    options = {
+        "frames_per_batch": 20,
+        "on_failure": Restart(max_restarts=None),
+        "inference": inference,
+    }
     with MultiSyncCollector([CountingEnv] * 2, policy(), **options) as c:
         c.next()
         before = resources()
@@ -124,7 +132,9 @@ def test_nothing_is_left_of_workers_that_were_restarted(inference):
         assert c.stats().restarts == CYCLES
 
 
-@pytest.mark.parametrize("options", [{}, {"inference": "server", "backend": "threads"}], ids=["", "served"])
+@pytest.mark.parametrize(
+    "options", [{}, {"inference": "server", "backend": "threads"}], ids=["", "served"]
+)
 def test_nothing_is_left_of_collectors_that_could_not_be_made(options):
     def fail():
         raise ValueError("no")
@@ -142,7 +152,9 @@ def test_nothing_is_left_of_collectors_that_could_not_be_made(options):
 
 @pytest.mark.parametrize("backend", ["processes", "threads"])
 def test_batches_stay_valid_when_their_collector_is_gone(backend):
-    with MultiSyncCollector([CountingEnv] * 2, None, frames_per_batch=20, backend=backend) as collector:
+    with MultiSyncCollector(
+        [CountingEnv] * 2, None, frames_per_batch=20, backend=backend
+    ) as collector:
         batch = collector.next()
         copy = batch.clone()
     del collector
@@ -187,7 +199,9 @@ def test_workers_sleep_while_nobody_asks(kind, backend):
     with kind([CountingEnv] * 2, None, frames_per_batch=2000, backend=backend) as collector:
         collector.next()
         pids = descendants() | {os.getpid()}
-        wait_until(lambda: used_in_a_second(pids) <= 0.05)  # those that are ahead make what they may; others end
+        wait_until(
+            lambda: used_in_a_second(pids) <= 0.05
+        )  # those that are ahead make what they may; others end
 
 
 def used_in_a_second(pids):
@@ -201,7 +215,9 @@ def processor_time(pids):
     ticks = 0
     for pid in pids:
         if alive(pid):
-            ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+            ticks += sum(
+                map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])
+            )
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -224,7 +240,9 @@ def test_a_message_that_cannot_be_sent_to_a_thread_leaves_no_descriptor():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_does_not_grow_with_frames(kind):
-    with kind(partial(TorchCartPole, 128), None, num_workers=2, frames_per_batch=64 * 1024) as collector:
+    with kind(
+        partial(TorchCartPole, 128), None, num_workers=2, frames_per_batch=64 * 1024
+    ) as collector:
         assert collector.stats().executed == 0
         pids = {os.getpid(), *(worker.pid for worker in collector.stats().workers)}
         frames, seen = 0, []
@@ -234,7 +252,8 @@ def test_memory_does_not_grow_with_frames(kind):
                 seen.append(anonymous_bytes(pids))
             if len(seen) == 3:
                 break
-        # What grows with frames grows twice; what this process keeps for another reason does so once.
+        # What grows with frames grows twice; what this process keeps for another reason does so
+        # once.
         grown = [[late[pid] - early[pid] for early, late in pairwise(seen)] for pid in pids]
         assert max(map(min, grown)) < 2 << 20, grown
 
@@ -243,7 +262,11 @@ def anonymous_bytes(pids):
     """Private memory by process."""
     found = {}
     for pid in pids:
-        line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssAnon"))
+        line = next(
+            line
+            for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+            if line.startswith("RssAnon")
+        )
         found[pid] = int(line.split()[1]) * 1024
     return found
 
@@ -271,7 +294,10 @@ def test_a_small_dev_shm_is_enough():
     """As in a container: 2 MiB, and batches of 32 MiB."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
         pytest.skip("may not make a mount namespace")
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
+    }
     got = subprocess.run(
         ["unshare", "-m", "sh", "-c", SMALL_SHM, sys.executable],
         capture_output=True,
@@ -284,7 +310,9 @@ def test_a_small_dev_shm_is_enough():
 
 def test_workers_that_were_killed_leave_no_zombie(tmp_path):
     factories = [partial(OracleEnv, tmp_path / "counts", number) for number in range(2)]
-    with MultiSyncCollector(factories, None, frames_per_batch=20, on_failure="restart") as collector:
+    with MultiSyncCollector(
+        factories, None, frames_per_batch=20, on_failure="restart"
+    ) as collector:
         collector.next()
         first = [worker.pid for worker in collector.stats().workers]
         os.kill(first[0], 9)

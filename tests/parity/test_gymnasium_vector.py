@@ -1,4 +1,6 @@
-"""``muster.compat.gymnasium.VectorEnv`` returns what ``SyncVectorEnv`` returns, and is used like it."""
+"""``muster.compat.gymnasium.VectorEnv`` returns what ``SyncVectorEnv`` returns, and is used like
+it.
+"""
 
 from __future__ import annotations
 
@@ -64,9 +66,17 @@ def assert_equal(a: Any, b: Any) -> None:
 
 def both(env_fns: list[Any], steps: int, *, num_workers: int = 2, **options: Any) -> None:
     """Both vector environments return the same in these steps."""
-    ours, theirs = VectorEnv(env_fns, num_workers=num_workers, **options), SyncVectorEnv(env_fns, **options)
+    ours, theirs = (
+        VectorEnv(env_fns, num_workers=num_workers, **options),
+        SyncVectorEnv(env_fns, **options),
+    )
     assert ours.metadata == theirs.metadata
-    for name in ("observation_space", "single_observation_space", "action_space", "single_action_space"):
+    for name in (
+        "observation_space",
+        "single_observation_space",
+        "action_space",
+        "single_action_space",
+    ):
         assert getattr(ours, name) == getattr(theirs, name)
     assert_equal(ours.reset(seed=5), theirs.reset(seed=5))
     theirs.action_space.seed(1)
@@ -79,18 +89,26 @@ def both(env_fns: list[Any], steps: int, *, num_workers: int = 2, **options: Any
             masks = [{"reset_mask": ended.copy(), "other": 1} for _ in range(2)]
             assert_equal(ours.reset(options=masks[0]), theirs.reset(options=masks[1]))
             assert masks[0] == {"other": 1}
-    assert_equal(ours.reset(seed=[3, None, 4][: len(env_fns)])[1], theirs.reset(seed=[3, None, 4][: len(env_fns)])[1])
+    assert_equal(
+        ours.reset(seed=[3, None, 4][: len(env_fns)])[1],
+        theirs.reset(seed=[3, None, 4][: len(env_fns)])[1],
+    )
     ours.close()
     theirs.close()
 
 
-# --- the same results -------------------------------------------------------------------------------
+# --- the same results -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_episodes_and_infos_are_those_of_sync_vector_env(mode: Any, num_workers: int) -> None:
-    both([lambda n=n: InfoEnv(n) for n in (1, 2, 5)], 12, num_workers=num_workers, autoreset_mode=mode)
+    both(
+        [lambda n=n: InfoEnv(n) for n in (1, 2, 5)],
+        12,
+        num_workers=num_workers,
+        autoreset_mode=mode,
+    )
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
@@ -119,11 +137,16 @@ def test_environments_get_the_actions_as_they_were_given() -> None:
 def test_results_larger_than_the_shared_memory_travel_as_messages() -> None:
     """Actions of 800 kB, and last observations of that size in the infos."""
     large = spaces.Box(-1, 1, (300, 350), np.float64)
-    both([lambda: SpaceEnv(deepcopy(large), large, 2)] * 2, 4, autoreset_mode=AutoresetMode.SAME_STEP)
+    both(
+        [lambda: SpaceEnv(deepcopy(large), large, 2)] * 2, 4, autoreset_mode=AutoresetMode.SAME_STEP
+    )
 
 
 def test_spaces_that_differ() -> None:
-    env_fns = [lambda high=high: SpaceEnv(spaces.Box(0, high, (2,), np.float32), spaces.Discrete(2)) for high in (1, 2)]
+    env_fns = [
+        lambda high=high: SpaceEnv(spaces.Box(0, high, (2,), np.float32), spaces.Discrete(2))
+        for high in (1, 2)
+    ]
     with pytest.raises(RuntimeError, match="Environment 1 has the observation space"):
         VectorEnv(env_fns, num_workers=2)
     both(env_fns, 4, observation_mode="different")
@@ -147,7 +170,7 @@ def test_returned_observations_are_copies_unless_not_wanted(copy: bool) -> None:
     envs.close()
 
 
-# --- calls ------------------------------------------------------------------------------------------
+# --- calls ----------------------------------------------------------------------------------------
 
 
 def test_calls_and_attributes_reach_each_environment() -> None:
@@ -190,12 +213,16 @@ def test_wrappers_of_gymnasium_work() -> None:
     ours.close()
 
 
-# --- AsyncVectorEnv ---------------------------------------------------------------------------------
+# --- AsyncVectorEnv -------------------------------------------------------------------------------
 
 
 def test_every_public_member_of_async_vector_env_is_there_or_says_why_not() -> None:
     envs = VectorEnv([lambda: CountingEnv(3)] * 2, num_workers=2)
-    theirs = {name for name in {*dir(AsyncVectorEnv), *AsyncVectorEnv.__annotations__} if not name.startswith("_")}
+    theirs = {
+        name
+        for name in {*dir(AsyncVectorEnv), *AsyncVectorEnv.__annotations__}
+        if not name.startswith("_")
+    }
     absent = {"processes", "parent_pipes", "error_queue"}
     assert absent < theirs
     assert {name for name in theirs if not hasattr(envs, name)} == absent
@@ -216,8 +243,19 @@ def test_every_public_member_of_async_vector_env_is_there_or_says_why_not() -> N
     found = inspect.signature(VectorEnv.__init__).parameters
     assert {*options} <= {*found}
     assert all(found[name].default == options[name].default for name in options)
-    for method in ("reset_async", "reset_wait", "step_async", "step_wait", "call_async", "call_wait", "close_extras"):
-        ours, expected = (inspect.signature(getattr(kind, method)).parameters for kind in (VectorEnv, AsyncVectorEnv))
+    for method in (
+        "reset_async",
+        "reset_wait",
+        "step_async",
+        "step_wait",
+        "call_async",
+        "call_wait",
+        "close_extras",
+    ):
+        ours, expected = (
+            inspect.signature(getattr(kind, method)).parameters
+            for kind in (VectorEnv, AsyncVectorEnv)
+        )
         assert [(p.name, p.kind, p.default) for p in ours.values()] == [
             (p.name, p.kind, p.default) for p in expected.values()
         ]
@@ -242,7 +280,9 @@ def test_without_shared_memory_it_is_the_same(space: str, shared_memory: bool) -
 
 
 def test_calls_are_sent_and_waited_for() -> None:
-    ours, theirs = (kind([partial(InfoEnv, n) for n in (1, 2, 5)], **options) for kind, options in both_kinds())
+    ours, theirs = (
+        kind([partial(InfoEnv, n) for n in (1, 2, 5)], **options) for kind, options in both_kinds()
+    )
     for envs in (ours, theirs):
         envs.reset_async(seed=3, options={"a": 1})
     assert_equal(ours.reset_wait(), theirs.reset_wait())
@@ -271,7 +311,9 @@ BEGIN: dict[str, Any] = {
 }
 REFUSED: dict[str, Any] = {
     "reset": lambda envs: envs.reset(),
-    "reset_async": lambda envs: envs.reset_async(options={"reset_mask": None}),  # a wrong mask is found later
+    "reset_async": lambda envs: envs.reset_async(
+        options={"reset_mask": None}
+    ),  # a wrong mask is found later
     "step": lambda envs: envs.step(np.zeros(2, int)),
     "step_async": lambda envs: envs.step_async(np.zeros(2, int)),
     "call": lambda envs: envs.call("spec"),
@@ -288,12 +330,16 @@ def test_calls_in_a_wrong_order_raise_what_async_vector_env_raises(pending: str,
         envs = kind([lambda: CountingEnv(9)] * 2, autoreset_mode=mode, **options)
         envs.reset()
         for name in BEGIN:
-            with pytest.raises(NoAsyncCallError, match=f"`{name}_wait` without any prior call to `{name}_async`") as no:
+            with pytest.raises(
+                NoAsyncCallError, match=f"`{name}_wait` without any prior call to `{name}_async`"
+            ) as no:
                 getattr(envs, f"{name}_wait")()
             assert no.value.name == name
         BEGIN[pending](envs)
         for call in REFUSED.values():
-            with pytest.raises(AlreadyPendingCallError, match=f"pending call to `{pending}` to complete") as raised:
+            with pytest.raises(
+                AlreadyPendingCallError, match=f"pending call to `{pending}` to complete"
+            ) as raised:
                 call(envs)
             assert raised.value.name == pending
         for name in {*BEGIN} - {pending}:
@@ -313,7 +359,10 @@ def test_calls_in_a_wrong_order_raise_what_async_vector_env_raises(pending: str,
 
 @pytest.fixture
 def gate(tmp_path: Any) -> Any:
-    """The file for which ``Gated`` environments wait. At the end it is there, so that nothing waits."""
+    """The file for which ``Gated`` environments wait.
+
+    At the end it is there, so that nothing waits.
+    """
     yield tmp_path / "gate"
     (tmp_path / "gate").touch()
 
@@ -321,7 +370,9 @@ def gate(tmp_path: Any) -> Any:
 @pytest.mark.skipif(sys.platform != "linux", reason="a start method")
 @pytest.mark.parametrize("timeout", [0, 0.05])
 @pytest.mark.parametrize("call", ["reset", "step", "call", "large", "take"])
-def test_a_timeout_raises_and_what_comes_next_is_right(call: str, timeout: float, gate: Any) -> None:
+def test_a_timeout_raises_and_what_comes_next_is_right(
+    call: str, timeout: float, gate: Any
+) -> None:
     envs = VectorEnv([partial(Gated, str(gate))] * 3, num_workers=2)
     gate.touch()
     envs.reset(seed=3)
@@ -337,7 +388,9 @@ def test_a_timeout_raises_and_what_comes_next_is_right(call: str, timeout: float
     begin[call]()
     waited = call if call in ("reset", "step") else "call"
     before = time.monotonic()
-    with pytest.raises(multiprocessing.TimeoutError, match=f"`{waited}_wait` has timed out after {timeout}") as caught:
+    with pytest.raises(
+        multiprocessing.TimeoutError, match=f"`{waited}_wait` has timed out after {timeout}"
+    ) as caught:
         getattr(envs, f"{waited}_wait")(timeout)
     assert isinstance(caught.value, CollectorTimeout)
     assert time.monotonic() - before < 5
@@ -364,7 +417,9 @@ def test_a_timeout_raises_and_what_comes_next_is_right(call: str, timeout: float
 @pytest.mark.skipif(sys.platform != "linux", reason="a start method")
 @pytest.mark.parametrize("options", [{"terminate": True}, {"timeout": 0}, {"timeout": 0.05}])
 @pytest.mark.parametrize("pending", ["reset", "step", "call"])
-def test_close_with_a_pending_call_warns_and_kills_after_the_timeout(pending: str, options: Any, gate: Any) -> None:
+def test_close_with_a_pending_call_warns_and_kills_after_the_timeout(
+    pending: str, options: Any, gate: Any
+) -> None:
     envs = VectorEnv([partial(Gated, str(gate))] * 2, num_workers=2, timeouts={"close": 60.0})
     gate.touch()
     envs.reset()
@@ -373,7 +428,9 @@ def test_close_with_a_pending_call_warns_and_kills_after_the_timeout(pending: st
     begin = {**BEGIN, "call": lambda envs: envs.call_async("wait")}[pending]
     begin(envs)
     before = time.monotonic()
-    with pytest.warns(UserWarning, match=f"Calling `close` while waiting for a pending call to `{pending}`") as warned:
+    with pytest.warns(
+        UserWarning, match=f"Calling `close` while waiting for a pending call to `{pending}`"
+    ) as warned:
         envs.close(**options)
     assert warned[0].filename == __file__
     assert time.monotonic() - before < 30  # far less than the deadline for closing
@@ -383,8 +440,12 @@ def test_close_with_a_pending_call_warns_and_kills_after_the_timeout(pending: st
         envs.reset()
 
 
-@pytest.mark.parametrize(("options", "closed"), [({}, True), ({"timeout": 60}, True), ({"terminate": True}, False)])
-def test_environments_are_closed_unless_the_workers_are_terminated(options: Any, closed: bool, tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    ("options", "closed"), [({}, True), ({"timeout": 60}, True), ({"terminate": True}, False)]
+)
+def test_environments_are_closed_unless_the_workers_are_terminated(
+    options: Any, closed: bool, tmp_path: Any
+) -> None:
     marks = [tmp_path / str(i) for i in range(2)]
     envs = VectorEnv([partial(Closing, str(mark)) for mark in marks], num_workers=2)
     envs.reset()
@@ -416,7 +477,9 @@ def test_an_error_is_raised_by_the_wait() -> None:
 @pytest.mark.parametrize("name", ["reset", "step", "close", "_setattr", "_check_spaces"])
 def test_call_refuses_what_has_a_method_of_its_own(name: str) -> None:
     envs = VectorEnv([lambda: CountingEnv(3)] * 2, num_workers=1)
-    with pytest.raises(ValueError, match=f"Trying to call function `{name}` with `call`, use `{name}` directly"):
+    with pytest.raises(
+        ValueError, match=f"Trying to call function `{name}` with `call`, use `{name}` directly"
+    ):
         envs.call(name)
     envs.reset()
     envs.close()
@@ -461,7 +524,7 @@ def test_options_of_async_vector_env_are_refused_only_if_they_cannot_be() -> Non
         envs.close()
 
 
-# --- global generators --------------------------------------------------------------------------------
+# --- global generators ----------------------------------------------------------------------------
 
 
 def drawn(envs: Any, seed: Any, *, by_call: bool = True) -> list[Any]:
@@ -473,8 +536,12 @@ def drawn(envs: Any, seed: Any, *, by_call: bool = True) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("mode", "from_torch"), [(AutoresetMode.NEXT_STEP, False), (AutoresetMode.SAME_STEP, True)])
-def test_environments_that_draw_from_global_generators_are_reproducible(mode: Any, from_torch: bool) -> None:
+@pytest.mark.parametrize(
+    ("mode", "from_torch"), [(AutoresetMode.NEXT_STEP, False), (AutoresetMode.SAME_STEP, True)]
+)
+def test_environments_that_draw_from_global_generators_are_reproducible(
+    mode: Any, from_torch: bool
+) -> None:
     runs = []
     for workers in (1, 2, 4):
         fns = [partial(Drawing, n, from_torch=from_torch) for n in (3, 4, 5, 2)]
@@ -519,10 +586,14 @@ def test_the_callers_generators_are_not_touched() -> None:
     envs = VectorEnv([Drawing] * 2, num_workers=2)
     drawn(envs, 0)
     envs.close()
-    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
+    assert (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        torch.get_rng_state().tolist(),
+    ) == before
 
 
-# --- misuse, and the end ----------------------------------------------------------------------------
+# --- misuse, and the end --------------------------------------------------------------------------
 
 
 def test_misuse_is_an_error_at_once() -> None:
@@ -547,7 +618,11 @@ def test_misuse_is_an_error_at_once() -> None:
         envs.step_wait()
     assert isinstance(raised.value, NoAsyncCallError)
     envs.step_async(np.zeros(2, int))
-    for call in (lambda: envs.step_async(np.zeros(2, int)), envs.reset, lambda: envs.get_attr("spec")):
+    for call in (
+        lambda: envs.step_async(np.zeros(2, int)),
+        envs.reset,
+        lambda: envs.get_attr("spec"),
+    ):
         with pytest.raises(BadOption, match="step_wait") as raised:
             call()
         assert isinstance(raised.value, AlreadyPendingCallError)
@@ -560,7 +635,9 @@ def test_misuse_is_an_error_at_once() -> None:
 
 
 def test_without_autoreset_an_ended_episode_is_not_stepped() -> None:
-    envs = VectorEnv([lambda n=n: CountingEnv(n) for n in (1, 5)], autoreset_mode=AutoresetMode.DISABLED)
+    envs = VectorEnv(
+        [lambda n=n: CountingEnv(n) for n in (1, 5)], autoreset_mode=AutoresetMode.DISABLED
+    )
     envs.reset()
     envs.step(np.zeros(2, int))
     with pytest.raises(gymnasium.error.ResetNeeded, match=r"environments \[0\] have ended"):
@@ -575,7 +652,9 @@ def test_an_environment_that_cannot_be_made_says_which() -> None:
     def fails() -> Any:
         raise ValueError("no simulator")
 
-    with pytest.raises(EnvError, match=r"environment 2: env_fns\[2\] raised ValueError: no simulator") as caught:
+    with pytest.raises(
+        EnvError, match=r"environment 2: env_fns\[2\] raised ValueError: no simulator"
+    ) as caught:
         VectorEnv([cart_pole, cart_pole, fails], num_workers=2)
     assert caught.value.phase == "construct"
     assert isinstance(caught.value.__cause__, ValueError)
@@ -587,7 +666,9 @@ def test_nothing_is_left_behind() -> None:
     before = open_files()
     envs = VectorEnv([lambda: CountingEnv(3)] * 4, num_workers=2)
     envs.reset()
-    pids = set(envs.call("__class__") and [handle.process.child.pid for handle in envs._workers._handles])
+    pids = set(
+        envs.call("__class__") and [handle.process.child.pid for handle in envs._workers._handles]
+    )
     envs.step_async(np.zeros(4, int))  # is not waited for
     envs.close()
     assert all_gone(pids)
@@ -619,7 +700,7 @@ def test_a_fork_of_the_program_is_refused() -> None:
     envs.close()
 
 
-# --- a training loop ----------------------------------------------------------------------------------
+# --- a training loop ------------------------------------------------------------------------------
 
 
 def trained(make_envs: Any) -> list[float]:
@@ -642,7 +723,10 @@ def trained(make_envs: Any) -> list[float]:
             dones.append(done)
             next_obs, reward, terminations, truncations, _ = envs.step(action.numpy())
             rewards.append(torch.tensor(reward, dtype=torch.float32))
-            obs, done = torch.Tensor(next_obs), torch.Tensor(np.logical_or(terminations, truncations))
+            obs, done = (
+                torch.Tensor(next_obs),
+                torch.Tensor(np.logical_or(terminations, truncations)),
+            )
         following = net(obs)[:, 2].detach()
         loss = torch.zeros(())
         for t in reversed(range(16)):

@@ -1,4 +1,6 @@
-"""What prt_rl's compat layer returns where prt_rl does not do what its document says, and all else that it promises."""
+"""What prt_rl's compat layer returns where prt_rl does not do what its document says, and all else
+that it promises.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,31 @@ from torch import nn
 import muster.policies
 from muster.compat import prt_rl
 from muster.compat.prt_rl import Collector, MetricsTracker
-from muster.errors import BadEnvOutput, BadOption, BadPolicyOutput, EnvError, HookError, PolicyError, UnsupportedEnv
+from muster.errors import (
+    BadEnvOutput,
+    BadOption,
+    BadPolicyOutput,
+    EnvError,
+    HookError,
+    PolicyError,
+    UnsupportedEnv,
+)
 from tests.fakes.prt_rl_parts import Counting, CountingGym, Policy, Sampling
 
-GYM_STATES = [[[2, 0], [3, 0]], [[2, 1], [3, 1]], [[2, 0], [3, 2]], [[2, 1], [3, 0]], [[2, 0], [3, 1]]]
-GYM_NEXT = [[[2, 1], [3, 1]], [[2, 2], [3, 2]], [[2, 1], [3, 3]], [[2, 2], [3, 1]], [[2, 1], [3, 2]]]
+GYM_STATES = [
+    [[2, 0], [3, 0]],
+    [[2, 1], [3, 1]],
+    [[2, 0], [3, 2]],
+    [[2, 1], [3, 0]],
+    [[2, 0], [3, 1]],
+]
+GYM_NEXT = [
+    [[2, 1], [3, 1]],
+    [[2, 2], [3, 2]],
+    [[2, 1], [3, 3]],
+    [[2, 2], [3, 1]],
+    [[2, 1], [3, 2]],
+]
 
 
 class Wrapped:
@@ -71,16 +93,24 @@ def lists(found: dict[str, torch.Tensor], *names: str) -> list[Any]:
 
 
 def signature(function: Any) -> list[tuple[str, Any]]:
-    return [(p.name, p.default) for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    return [
+        (p.name, p.default)
+        for p in inspect.signature(function).parameters.values()
+        if p.name != "self"
+    ]
 
 
-# --- the document -----------------------------------------------------------------------------------
+# --- the document ---------------------------------------------------------------------------------
 
 
 def test_names_and_defaults_are_those_of_the_document() -> None:
     empty = inspect.Parameter.empty
     assert signature(Collector) == [("env", empty), ("logger", None), ("flatten", True)]
-    assert signature(Collector.collect_experience) == [("policy", empty), ("num_steps", 1), ("bootstrap", True)]
+    assert signature(Collector.collect_experience) == [
+        ("policy", empty),
+        ("num_steps", 1),
+        ("bootstrap", True),
+    ]
     assert signature(Collector.collect_trajectory) == [
         ("policy", empty),
         ("num_trajectories", None),
@@ -93,13 +123,26 @@ def test_names_and_defaults_are_those_of_the_document() -> None:
 def test_keys_shapes_and_dtypes_with_and_without_a_time_dimension() -> None:
     rows = Collector(Counting([2, 3]), flatten=False).collect_experience(Policy(), 7)
     flat = Collector(Counting([2, 3])).collect_experience(Policy(), 7)
-    assert list(rows) == ["state", "action", "next_state", "reward", "done", "value", "log_prob", "last_value_est"]
+    assert list(rows) == [
+        "state",
+        "action",
+        "next_state",
+        "reward",
+        "done",
+        "value",
+        "log_prob",
+        "last_value_est",
+    ]
     width = {"state": 3, "next_state": 3}
     for name in list(rows)[:-1]:
         assert rows[name].shape == (4, 2, width.get(name, 1))
         assert torch.equal(flat[name], rows[name].reshape(8, -1))
     assert rows["last_value_est"].shape == flat["last_value_est"].shape == (2, 1)
-    assert [rows[k].dtype for k in ("action", "reward", "done")] == [torch.int64, torch.float32, torch.bool]
+    assert [rows[k].dtype for k in ("action", "reward", "done")] == [
+        torch.int64,
+        torch.float32,
+        torch.bool,
+    ]
 
 
 def test_the_last_value_is_zero_where_the_last_step_ended_an_episode() -> None:
@@ -113,12 +156,19 @@ def test_the_last_value_is_zero_where_the_last_step_ended_an_episode() -> None:
         asked.append(deterministic)
         return torch.zeros(len(obs), 1), {"value": obs[:, :1]}
 
-    assert Collector(Counting([1, 1])).collect_experience(SimpleNamespace(act=act), 2)["last_value_est"].sum() == 0
+    assert (
+        Collector(Counting([1, 1]))
+        .collect_experience(SimpleNamespace(act=act), 2)["last_value_est"]
+        .sum()
+        == 0
+    )
     assert asked == [False]  # and of ends nobody asks
 
 
 def test_there_is_no_last_value_unless_it_is_wanted_and_the_policy_has_one() -> None:
-    assert "last_value_est" not in Collector(Counting([2])).collect_experience(Policy(), 3, bootstrap=False)
+    assert "last_value_est" not in Collector(Counting([2])).collect_experience(
+        Policy(), 3, bootstrap=False
+    )
     assert "last_value_est" not in Collector(Counting([2])).collect_experience(Sampling(), 3)
     assert "last_value_est" not in Collector(Counting([2])).collect_trajectory(Policy(), 3)
 
@@ -180,7 +230,10 @@ def test_asking_for_the_last_value_changes_neither_generators_nor_what_a_policy_
         np.random.seed(5)
         random.seed(5)
         policy, collector = Remembering(), Collector(Counting([3, 4]))
-        found = [collector.collect_experience(policy, n, bootstrap=bootstrap)["value"].tolist() for n in (4, 6, 10)]
+        found = [
+            collector.collect_experience(policy, n, bootstrap=bootstrap)["value"].tolist()
+            for n in (4, 6, 10)
+        ]
         return found, policy.memory(), torch.rand(1).item(), np.random.rand(), random.random()
 
     with torch.no_grad():
@@ -195,11 +248,13 @@ def test_a_state_that_belongs_to_a_graph_is_not_written_to() -> None:
     assert found["last_value_est"].shape == (2, 1)
 
 
-# --- which trajectories -----------------------------------------------------------------------------
+# --- which trajectories ---------------------------------------------------------------------------
 
 
 def chosen(lengths: list[int], trajectories: int | None, steps: int) -> list[tuple[int, int]]:
-    """(environment, which of its episodes) as the document has it: everything that ends, put in order, is looked at."""
+    """(environment, which of its episodes) as the document has it: everything that ends, put in
+    order, is looked at.
+    """
     N = len(lengths)
     ends = sorted((lengths[i] * (k + 1), i, k) for i in range(N) for k in range(200))
     if trajectories is None:
@@ -213,8 +268,12 @@ def chosen(lengths: list[int], trajectories: int | None, steps: int) -> list[tup
     if not share:
         taken = [(i, 0) for i in range(trajectories)]
     else:
-        taken = [(i, k) for i in range(N) for k in range(share)] + [(i, k) for _, i, k in ends if k == share][:rest]
-    return sorted(taken, key=lambda pair: (lengths[pair[0]] * (pair[1] + 1), pair[1] >= share > 0, pair[0]))
+        taken = [(i, k) for i in range(N) for k in range(share)] + [
+            (i, k) for _, i, k in ends if k == share
+        ][:rest]
+    return sorted(
+        taken, key=lambda pair: (lengths[pair[0]] * (pair[1] + 1), pair[1] >= share > 0, pair[0])
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -233,15 +292,19 @@ def test_whole_trajectories_in_the_order_of_their_ends(
     begun = collector._side.env.env.state[:, 1].tolist() if before else [0] * len(lengths)  # type: ignore[attr-defined]
     ended = collector._side.env.env.state[:, 2] >= collector._side.env.env.state[:, 0]  # type: ignore[attr-defined]
     assert before == 0 or ended.shape == (len(lengths),)
-    wanted = {"min_num_steps": steps} if trajectories is None else {"num_trajectories": trajectories}
+    wanted = (
+        {"min_num_steps": steps} if trajectories is None else {"num_trajectories": trajectories}
+    )
     found = collector.collect_trajectory(Policy(), **wanted)
     expected = [
-        [lengths[i], begun[i] + k + 1, t] for i, k in chosen(lengths, trajectories, steps) for t in range(lengths[i])
+        [lengths[i], begun[i] + k + 1, t]
+        for i, k in chosen(lengths, trajectories, steps)
+        for t in range(lengths[i])
     ]
     assert found["state"].tolist() == expected
 
 
-# --- environments -----------------------------------------------------------------------------------
+# --- environments ---------------------------------------------------------------------------------
 
 
 def test_no_step_is_lost_to_a_second_reset_by_the_vector_environment_inside() -> None:
@@ -264,7 +327,11 @@ def test_prt_rls_own_wrapper_is_looked_through() -> None:
 
 @pytest.mark.parametrize("what", ["derived", "patched", "rendered"])
 def test_a_wrapper_that_does_something_of_its_own_is_asked(what: str) -> None:
-    env = type("Derived", (GymnasiumWrapper,), {})([2, 3]) if what == "derived" else GymnasiumWrapper([2, 3])
+    env = (
+        type("Derived", (GymnasiumWrapper,), {})([2, 3])
+        if what == "derived"
+        else GymnasiumWrapper([2, 3])
+    )
     if what == "patched":
         env.step = env.step  # type: ignore[method-assign]
     if what == "rendered":
@@ -317,7 +384,9 @@ def test_discrete_states_have_a_dimension() -> None:
 
 
 def test_continuous_actions_keep_the_policys_dtype() -> None:
-    policy = SimpleNamespace(act=lambda obs, deterministic: (torch.full((1, 1), 0.5, dtype=torch.float64), {}))
+    policy = SimpleNamespace(
+        act=lambda obs, deterministic: (torch.full((1, 1), 0.5, dtype=torch.float64), {})
+    )
     found = Collector(gymnasium.make("Pendulum-v1")).collect_experience(policy, 3)
     assert found["action"].tolist() == [[0.5]] * 3
     assert found["action"].dtype == torch.float64
@@ -353,7 +422,7 @@ def test_an_environment_may_keep_what_it_got_and_gave() -> None:
     assert [action.tolist() for action, _ in kept] == [before for _, before in kept]
 
 
-# --- policies ---------------------------------------------------------------------------------------
+# --- policies -------------------------------------------------------------------------------------
 
 
 class Linear(nn.Module):
@@ -369,7 +438,9 @@ class Linear(nn.Module):
 def test_what_a_policy_returns_with_a_graph_can_be_learned_from(kind: str) -> None:
     policy, collector = Linear(), Collector(Counting([2, 150]))
     found = (
-        collector.collect_experience(policy, 10) if kind == "experience" else collector.collect_trajectory(policy, 2)
+        collector.collect_experience(policy, 10)
+        if kind == "experience"
+        else collector.collect_trajectory(policy, 2)
     )
     assert torch.allclose(found["log_prob"], policy.layer(found["state"]))
     found["log_prob"].sum().backward()
@@ -409,7 +480,11 @@ def test_policies_may_take_turns_and_change_what_they_return() -> None:
     changing = SimpleNamespace(act=act)
     assert "value" not in collector.collect_experience(changing, 3, bootstrap=False)
     found = collector.collect_experience(changing, 3, bootstrap=False)
-    assert (found["value"].tolist(), found["action"].dtype, len(calls)) == ([[4.0]] * 3, torch.int32, 6)
+    assert (found["value"].tolist(), found["action"].dtype, len(calls)) == (
+        [[4.0]] * 3,
+        torch.int32,
+        6,
+    )
     assert collector.collect_experience(Policy(), 2)["action"].dtype == torch.int64
     assert [state for [state] in calls] == [[4, 1, t] for t in range(4)] + [[4, 2, 0], [4, 2, 1]]
     assert collector.collect_experience(changing, 1)["state"].tolist() == [[4, 3, 0]]
@@ -470,7 +545,9 @@ def test_musters_heads_are_policies() -> None:
     def collected() -> Any:
         torch.manual_seed(0)
         head = muster.policies.categorical(nn.Linear(2, 10).double())
-        return head, Collector(SyncVectorEnv([lambda: CountingGym(4)] * 3)).collect_experience(head, 60)
+        return head, Collector(SyncVectorEnv([lambda: CountingGym(4)] * 3)).collect_experience(
+            head, 60
+        )
 
     (head, found), (_, again) = collected(), collected()
     assert list(found) == ["state", "action", "next_state", "reward", "done", "log_prob"]
@@ -481,7 +558,7 @@ def test_musters_heads_are_policies() -> None:
     assert len(found["action"].unique()) > 3
 
 
-# --- the tracker, and what goes wrong ---------------------------------------------------------------
+# --- the tracker, and what goes wrong -------------------------------------------------------------
 
 
 class Logger:
@@ -500,7 +577,11 @@ class Logger:
 def test_the_logger_hears_of_every_episode_with_the_steps_collected_until_then() -> None:
     logger = Logger()
     Collector(Counting([2, 4]), logger).collect_experience(Policy(), 9)
-    assert [(value, at) for name, value, at in logger.lines if name == "episode_length"] == [(2, 4), (2, 8), (4, 8)]
+    assert [(value, at) for name, value, at in logger.lines if name == "episode_length"] == [
+        (2, 4),
+        (2, 8),
+        (4, 8),
+    ]
     assert [value for name, value, _ in logger.lines if name == "episode_number"] == [1, 2, 3]
 
 
@@ -545,7 +626,11 @@ def test_after_an_error_all_environments_begin_anew(who: str, row: int) -> None:
 
 def test_impossible_numbers_and_policies_are_refused() -> None:
     collector = Collector(Counting([2]))
-    for arguments in ({"num_trajectories": 1, "min_num_steps": 1}, {"num_trajectories": 0}, {"min_num_steps": -1}):
+    for arguments in (
+        {"num_trajectories": 1, "min_num_steps": 1},
+        {"num_trajectories": 0},
+        {"min_num_steps": -1},
+    ):
         with pytest.raises(BadOption, match="num_trajectories|min_num_steps"):
             collector.collect_trajectory(Policy(), **arguments)
     with pytest.raises(BadOption, match="num_steps=0"):
@@ -576,7 +661,13 @@ def test_outputs_that_cannot_be_recorded_are_refused(returned: Any, message: str
 
 
 @pytest.mark.parametrize(
-    "action", [torch.zeros(2), torch.zeros(2, 1), torch.zeros(2, 2, dtype=torch.int64), torch.tensor([[99], [0]])]
+    "action",
+    [
+        torch.zeros(2),
+        torch.zeros(2, 1),
+        torch.zeros(2, 2, dtype=torch.int64),
+        torch.tensor([[99], [0]]),
+    ],
 )
 def test_actions_that_gymnasium_environments_cannot_take_are_refused(action: torch.Tensor) -> None:
     policy = SimpleNamespace(act=lambda obs, deterministic: (action, {}))
@@ -585,7 +676,13 @@ def test_actions_that_gymnasium_environments_cannot_take_are_refused(action: tor
 
 
 @pytest.mark.parametrize(
-    "later", [{"value": torch.zeros(2, 2)}, {"value": torch.zeros(2, 1).long()}, {}, {"other": torch.zeros(2, 1)}]
+    "later",
+    [
+        {"value": torch.zeros(2, 2)},
+        {"value": torch.zeros(2, 1).long()},
+        {},
+        {"other": torch.zeros(2, 1)},
+    ],
 )
 def test_outputs_may_not_change_from_step_to_step(later: Any) -> None:
     extras = iter([{"value": torch.zeros(2, 1)}] * 2 + [later] * 9)
@@ -621,7 +718,9 @@ def test_values_that_cannot_be_recorded_are_refused(method: str, change: Any, me
 def test_rewards_may_not_change_their_shape() -> None:
     env = Counting([9])
     step = env.step
-    env.step = lambda a: (lambda s, r, d, i: (s, r.repeat(1, int(s[0, 2]) // 2 + 1), d, i))(*step(a))  # type: ignore
+    env.step = lambda a: (lambda s, r, d, i: (s, r.repeat(1, int(s[0, 2]) // 2 + 1), d, i))(
+        *step(a)
+    )  # type: ignore
     with pytest.raises(BadEnvOutput, match=r"rewards of shape \(1, 2\)"):
         Collector(env).collect_experience(Policy(), 4)
 

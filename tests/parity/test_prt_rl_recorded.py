@@ -1,7 +1,8 @@
-"""Muster's compat layer of prt_rl against what prt_rl 0.6.3 returned: recorded, and live where it is installed.
+"""Muster's compat layer of prt_rl against what prt_rl 0.6.3 returned: recorded, and live where it
+is installed.
 
-Two things are not the same on purpose: ``last_value_est`` where the last step ended an episode, and what the tracker
-says of an episode that began after a cut.
+Two things are not the same on purpose: ``last_value_est`` where the last step ended an episode, and
+what the tracker says of an episode that began after a cut.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import torch
 from muster.compat.prt_rl import Collector
 from tests.fakes.prt_rl_parts import CASES, run
 
-RECORDED: dict[str, Any] = json.loads(Path(__file__).with_name("prt_rl_recorded.json").read_text("utf-8"))
+RECORDED: dict[str, Any] = json.loads(
+    Path(__file__).with_name("prt_rl_recorded.json").read_text("utf-8")
+)
 
 
 def same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], case: str) -> None:

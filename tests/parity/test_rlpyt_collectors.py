@@ -25,7 +25,14 @@ from muster.compat.rlpyt import (
     GpuWaitResetCollector,
     TrajInfo,
 )
-from muster.errors import BadEnvOutput, BadOption, BadPolicyOutput, CollectorTimeout, EnvError, MusterError
+from muster.errors import (
+    BadEnvOutput,
+    BadOption,
+    BadPolicyOutput,
+    CollectorTimeout,
+    EnvError,
+    MusterError,
+)
 from tests.fakes.rlpyt_parts import (
     Actions,
     Agent,
@@ -47,8 +54,17 @@ from tests.fakes.rlpyt_samplers import SerialSampler
 CPU = {False: CpuResetCollector, True: CpuWaitResetCollector}
 
 
-def sampler(collector: Any, envs: list[Any], T: int, agent: Any = None, **options: Any) -> SerialSampler:
-    return SerialSampler(collector, envs, agent or Agent(len(envs)), options.pop("TrajInfoCls", TrajInfo), T, **options)
+def sampler(
+    collector: Any, envs: list[Any], T: int, agent: Any = None, **options: Any
+) -> SerialSampler:
+    return SerialSampler(
+        collector,
+        envs,
+        agent or Agent(len(envs)),
+        options.pop("TrajInfoCls", TrajInfo),
+        T,
+        **options,
+    )
 
 
 def times(samples: Any) -> list[Any]:
@@ -60,7 +76,7 @@ def done(samples: Any) -> list[Any]:
     return samples.env.done.T.astype(int).tolist()
 
 
-# --- both kinds of resets ---------------------------------------------------------------------------
+# --- both kinds of resets -------------------------------------------------------------------------
 
 
 @given(
@@ -83,7 +99,8 @@ def test_every_cell_is_what_one_environment_alone_would_give(
         for b, (parts, _) in enumerate(references):
             want = parts[itr]
             assert got.env.observation[:, b].tolist() == [
-                [envs[b][0], t] if calls else [0, 0] for t, calls in zip(want["t"], want["calls"], strict=True)
+                [envs[b][0], t] if calls else [0, 0]
+                for t, calls in zip(want["t"], want["calls"], strict=True)
             ]
             assert got.agent.action[:, b].tolist() == want["action"]
             assert got.env.reward[:, b].tolist() == want["reward"]
@@ -93,13 +110,21 @@ def test_every_cell_is_what_one_environment_alone_would_give(
             assert got.agent.agent_info.memory.calls[:, b].tolist() == want["calls"]
             shown = [(o[b][1], a[b], r[b]) for o, a, r in agent.inputs]
             assert shown == want["inputs"]
-            prev = list(zip(got.agent.prev_action[:, b].tolist(), got.env.prev_reward[:, b].tolist(), strict=True))
+            prev = list(
+                zip(
+                    got.agent.prev_action[:, b].tolist(),
+                    got.env.prev_reward[:, b].tolist(),
+                    strict=True,
+                )
+            )
             before = list(zip([0, *want["action"]], [0, *want["reward"]], strict=True))
             if one_memory:
                 assert prev == [shown[0][1:], *before[1:T]]
             else:
                 assert prev == [inputs[1:] for inputs in shown]
-        assert sorted(info.Length for info in infos) == sorted(n for _, ended in references for n in ended[itr])
+        assert sorted(info.Length for info in infos) == sorted(
+            n for _, ended in references for n in ended[itr]
+        )
 
 
 @pytest.mark.parametrize("part", [0, 1, 2], ids=["observation", "prev_action", "prev_reward"])
@@ -125,7 +150,9 @@ def test_an_agent_may_change_what_it_gets_after_the_last_row() -> None:
                 observation.fill_(7)
             return returned
 
-    samples, _ = sampler(CpuWaitResetCollector, [Counting(2), Counting(2)], 5, Meddling(2)).obtain_samples(0)
+    samples, _ = sampler(
+        CpuWaitResetCollector, [Counting(2), Counting(2)], 5, Meddling(2)
+    ).obtain_samples(0)
     assert times(samples) == [[0, 1, 0, 0, 0]] * 2
 
 
@@ -134,7 +161,10 @@ def test_records_cannot_write_into_observations() -> None:
         def step(self, observation: Any, *rest: Any) -> None:
             observation /= 2
 
-    with pytest.raises(MusterError, match=r"Scaling of Counting\[0\]: recording a step raised ValueError.*read-only"):
+    with pytest.raises(
+        MusterError,
+        match=r"Scaling of Counting\[0\]: recording a step raised ValueError.*read-only",
+    ):
         sampler(CpuResetCollector, [Counting(3)], 5, TrajInfoCls=Scaling).obtain_samples(0)
 
 
@@ -166,22 +196,35 @@ def test_the_agent_is_told_who_and_when_it_is() -> None:
 
 
 def test_names_and_arguments_are_those_of_rlpyt() -> None:
-    training = "rank envs samples_np batch_T TrajInfoCls agent sync step_buffer_np global_B env_ranks"
+    training = (
+        "rank envs samples_np batch_T TrajInfoCls agent sync step_buffer_np global_B env_ranks"
+    )
     evaluating = "rank envs TrajInfoCls traj_infos_queue max_T agent sync step_buffer_np"
     for name in rlpyt.__all__:
         if not name.endswith("Collector"):
             continue
         arguments = inspect.signature(getattr(rlpyt, name)).parameters
         expected = training if "Eval" not in name else evaluating
-        expected = "envs agent TrajInfoCls max_T max_trajectories" if name.startswith("Serial") else expected
+        expected = (
+            "envs agent TrajInfoCls max_T max_trajectories"
+            if name.startswith("Serial")
+            else expected
+        )
         assert list(arguments) == expected.split()
-        needed = expected.split("agent sync")[0] if "Serial" not in name else "envs agent TrajInfoCls max_T"
+        needed = (
+            expected.split("agent sync")[0]
+            if "Serial" not in name
+            else "envs agent TrajInfoCls max_T"
+        )
         assert [a for a, p in arguments.items() if p.default is p.empty] == needed.split()
 
 
 def test_the_class_says_whether_environments_are_reset_in_a_batch() -> None:
     assert [c.mid_batch_reset for c in (CpuResetCollector, GpuResetCollector)] == [True, True]
-    assert [c.mid_batch_reset for c in (CpuWaitResetCollector, GpuWaitResetCollector)] == [False, False]
+    assert [c.mid_batch_reset for c in (CpuWaitResetCollector, GpuWaitResetCollector)] == [
+        False,
+        False,
+    ]
 
 
 def test_what_the_environment_calls_over_is_done_for_the_agent_as_well() -> None:
@@ -195,19 +238,25 @@ def test_what_the_environment_calls_over_is_done_for_the_agent_as_well() -> None
     assert (len(infos), agent.resets) == (2, [0, 0])
 
 
-# --- values of what comes next ----------------------------------------------------------------------
+# --- values of what comes next --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("wait", "length", "value"),
     [
-        (False, 9, 3 + 10 * 1 + 100 * 3),  # what is observed, done and earned in the third step; the action is 1
+        (
+            False,
+            9,
+            3 + 10 * 1 + 100 * 3,
+        ),  # what is observed, done and earned in the third step; the action is 1
         (False, 3, 0),  # of the reset observation, with nothing before it
         (True, 3, 0),  # of zeros
         (True, 2, 0),
     ],
 )
-def test_the_bootstrap_value_is_of_what_the_agent_would_see_next(wait: bool, length: int, value: float) -> None:
+def test_the_bootstrap_value_is_of_what_the_agent_would_see_next(
+    wait: bool, length: int, value: float
+) -> None:
     agent = Agent(1)
     samples = make_samples(3, 1, bootstrap=True)
     samples.agent.bootstrap_value[:] = -1
@@ -218,7 +267,7 @@ def test_the_bootstrap_value_is_of_what_the_agent_would_see_next(wait: bool, len
     assert got.agent.bootstrap_value.tolist() == [[value]]
 
 
-# --- random steps at the beginning ------------------------------------------------------------------
+# --- random steps at the beginning ----------------------------------------------------------------
 
 
 def test_random_steps_are_one_to_the_limit_and_count_for_the_record() -> None:
@@ -268,7 +317,15 @@ def test_the_step_buffer_shows_where_the_environments_are() -> None:
     envs, step = [Counting(9), Counting(9)], make_step_buffer(2)
     ready = SimpleNamespace(obs_ready=object(), act_ready=object())
     collector = GpuResetCollector(
-        0, envs, make_samples(2, 2), 2, TrajInfo, sync=ready, step_buffer_np=step, global_B=2, env_ranks=[0, 1]
+        0,
+        envs,
+        make_samples(2, 2),
+        2,
+        TrajInfo,
+        sync=ready,
+        step_buffer_np=step,
+        global_B=2,
+        env_ranks=[0, 1],
     )
     inputs, _ = collector.start_envs(4)
     assert step.observation.tolist() == inputs.observation.tolist() == [[9, env.t] for env in envs]
@@ -276,7 +333,7 @@ def test_the_step_buffer_shows_where_the_environments_are() -> None:
     assert step.reward.tolist() == [env.t for env in envs]
 
 
-# --- records of episodes ----------------------------------------------------------------------------
+# --- records of episodes --------------------------------------------------------------------------
 
 
 def test_a_record_adds_up_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +353,14 @@ def test_a_record_class_is_called_with_every_step_and_the_last_observation() -> 
             self.steps = []
 
         def step(self, observation, action, reward, done, agent_info, env_info) -> None:  # type: ignore[no-untyped-def]
-            seen = observation.tolist(), int(action), reward, done, int(agent_info.memory.calls), env_info.t
+            seen = (
+                observation.tolist(),
+                int(action),
+                reward,
+                done,
+                int(agent_info.memory.calls),
+                env_info.t,
+            )
             self.steps.append(seen)
 
         def terminate(self, observation: Any) -> Any:
@@ -316,7 +380,7 @@ def test_a_record_class_is_called_with_every_step_and_the_last_observation() -> 
     ]
 
 
-# --- buffers of other shapes ------------------------------------------------------------------------
+# --- buffers of other shapes ----------------------------------------------------------------------
 
 
 class Sights:
@@ -325,7 +389,9 @@ class Sights:
     def __init__(self) -> None:
         self.t = 0
         self.actions: list[Any] = []
-        self.action_space = SimpleNamespace(sample=lambda: Move(np.int64(1), np.ones(2, np.float32)))
+        self.action_space = SimpleNamespace(
+            sample=lambda: Move(np.int64(1), np.ones(2, np.float32))
+        )
 
     def reset(self) -> Any:
         self.t = 0
@@ -340,7 +406,9 @@ class Sights:
 
 class SightAgent(Agent):
     def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> Any:
-        self.inputs.append((observation.extra.tolist(), prev_action.force.tolist(), prev_reward.tolist()))
+        self.inputs.append(
+            (observation.extra.tolist(), prev_action.force.tolist(), prev_reward.tolist())
+        )
         step = observation.count[:, 0] + 1
         return AgentStep(Move(step, torch.stack([step.float()] * 2, 1)), None)
 
@@ -353,7 +421,13 @@ def test_observations_and_actions_may_have_parts(wait: bool) -> None:
     sight = Sight(np.zeros((T, 1, 1), np.int64), np.zeros((T, 1), np.float32))
     samples = Samples(
         AgentSamples(move, before, None),
-        EnvSamples(sight, np.zeros((T, 1), np.float32), np.zeros((T, 1), np.float32), np.zeros((T, 1), bool), None),
+        EnvSamples(
+            sight,
+            np.zeros((T, 1), np.float32),
+            np.zeros((T, 1), np.float32),
+            np.zeros((T, 1), bool),
+            None,
+        ),
     )
     run = sampler(CPU[wait], [env], T, agent, samples=samples, max_decorrelation_steps=1)
     assert run.agent_inputs.prev_action.force.tolist() == [[1, 1]]
@@ -370,7 +444,10 @@ def test_observations_and_actions_may_have_parts(wait: bool) -> None:
 
 
 def test_of_two_buffers_the_one_that_sync_names_is_written() -> None:
-    pair, sync = [make_samples(2, 1), make_samples(2, 1)], SimpleNamespace(db_idx=SimpleNamespace(value=0))
+    pair, sync = (
+        [make_samples(2, 1), make_samples(2, 1)],
+        SimpleNamespace(db_idx=SimpleNamespace(value=0)),
+    )
     collector = CpuResetCollector(0, [Counting(9)], pair, 2, TrajInfo, agent=Agent(1), sync=sync)
     inputs, infos = collector.start_envs()
     for sync.db_idx.value in (0, 1):
@@ -392,31 +469,48 @@ def test_a_sampler_may_pass_on_copies_of_what_is_acted_on_next() -> None:
     assert run.samples.env.prev_reward[0, 0] == 7
 
 
-# --- what goes wrong --------------------------------------------------------------------------------
+# --- what goes wrong ------------------------------------------------------------------------------
 
 
 def make(cls: Any = CpuResetCollector, **given: Any) -> Any:
-    given = {"rank": 0, "envs": [Counting(3)], "samples_np": make_samples(4, 1), "batch_T": 4, **given}
+    given = {
+        "rank": 0,
+        "envs": [Counting(3)],
+        "samples_np": make_samples(4, 1),
+        "batch_T": 4,
+        **given,
+    }
     return cls(**{"TrajInfoCls": TrajInfo, "agent": Agent(1), **given})
 
 
 @pytest.mark.parametrize("cls", [CpuResetCollector, CpuWaitResetCollector])
 def test_without_an_agent_the_error_names_the_collectors_of_the_other_samplers(cls: Any) -> None:
-    with pytest.raises(BadOption, match=f"{cls.__name__} got no agent.*SerialSampler and CpuSampler.*begin with Gpu"):
+    with pytest.raises(
+        BadOption,
+        match=f"{cls.__name__} got no agent.*SerialSampler and CpuSampler.*begin with Gpu",
+    ):
         make(cls, agent=None)
 
 
 @pytest.mark.parametrize("cls", [GpuResetCollector, GpuWaitResetCollector])
 def test_without_a_step_buffer_the_error_names_the_samplers_that_have_one(cls: Any) -> None:
-    with pytest.raises(BadOption, match=rf"{cls.__name__} got no sync.obs_ready, sync.act_ready, step_buffer_np.*Gpu"):
+    with pytest.raises(
+        BadOption,
+        match=rf"{cls.__name__} got no sync.obs_ready, sync.act_ready, step_buffer_np.*Gpu",
+    ):
         make(cls)
     sync = SimpleNamespace(obs_ready=object(), act_ready=object())
-    with pytest.raises(BadOption, match=r"got no step_buffer_np, .*belongs to GpuSampler and AlternatingSampler"):
+    with pytest.raises(
+        BadOption, match=r"got no step_buffer_np, .*belongs to GpuSampler and AlternatingSampler"
+    ):
         make(cls, sync=sync)
 
 
 def test_buffers_of_another_size_are_refused() -> None:
-    with pytest.raises(BadOption, match=r"samples_np.env.observation is \(4, 2, 2\), expected \(4, 1, ...\): batch_T"):
+    with pytest.raises(
+        BadOption,
+        match=r"samples_np.env.observation is \(4, 2, 2\), expected \(4, 1, ...\): batch_T",
+    ):
         make(samples_np=make_samples(4, 2)).start_envs()
     with pytest.raises(BadOption, match=r"expected \(5, 1, ...\)"):
         make(batch_T=5).start_envs()
@@ -429,14 +523,18 @@ def test_an_observation_that_does_not_fit_its_buffer_is_refused() -> None:
         def observe(self) -> Any:
             return np.zeros(3) if self.t else super().observe()
 
-    with pytest.raises(BadEnvOutput, match=r"Grown\[0\].step.*observation of shape \(3,\).*buffer is for \(2,\)"):
+    with pytest.raises(
+        BadEnvOutput, match=r"Grown\[0\].step.*observation of shape \(3,\).*buffer is for \(2,\)"
+    ):
         sampler(CpuResetCollector, [Grown(3)], 2).obtain_samples(0)
 
 
 def test_an_info_that_comes_later_is_refused_and_not_dropped() -> None:
     run = sampler(CpuResetCollector, [LateCounting(9)], 1)
     run.obtain_samples(0)
-    with pytest.raises(BadEnvOutput, match=r"LateCounting\[0\].step returned has next.env_info.bonus, for which"):
+    with pytest.raises(
+        BadEnvOutput, match=r"LateCounting\[0\].step returned has next.env_info.bonus, for which"
+    ):
         run.obtain_samples(1)
 
 
@@ -482,7 +580,9 @@ def test_an_action_of_another_kind_is_refused(change: Any, message: str) -> None
             return AgentStep(change(step.action), step.agent_info)
 
     with pytest.raises(BadPolicyOutput, match=f"what Odd returned has {message}"):
-        sampler(CpuResetCollector, [Counting(3)], 2, Odd(1), max_decorrelation_steps=1).obtain_samples(0)
+        sampler(
+            CpuResetCollector, [Counting(3)], 2, Odd(1), max_decorrelation_steps=1
+        ).obtain_samples(0)
 
 
 def test_an_error_of_an_environment_says_which() -> None:
@@ -499,7 +599,9 @@ def test_an_error_of_a_record_class_says_so() -> None:
         def terminate(self, observation: Any) -> Any:
             raise KeyError("Lives")
 
-    with pytest.raises(MusterError, match=r"Faulty of Counting\[0\]: recording a step raised KeyError: 'Lives'"):
+    with pytest.raises(
+        MusterError, match=r"Faulty of Counting\[0\]: recording a step raised KeyError: 'Lives'"
+    ):
         sampler(CpuResetCollector, [Counting(2)], 2, TrajInfoCls=Faulty).obtain_samples(0)
 
 
@@ -532,7 +634,9 @@ def test_a_server_that_never_answers_ends_in_an_error() -> None:
     sync = SimpleNamespace(obs_ready=threading.Semaphore(0), act_ready=threading.Semaphore(0))
     collector = make(Hasty, agent=None, sync=sync, step_buffer_np=make_step_buffer(1))
     inputs, infos = collector.start_envs()
-    with pytest.raises(CollectorTimeout, match=r"no actions from the action server within 0.05 s.*max_wait_s"):
+    with pytest.raises(
+        CollectorTimeout, match=r"no actions from the action server within 0.05 s.*max_wait_s"
+    ):
         collector.collect_batch(inputs, infos, 0)
 
 

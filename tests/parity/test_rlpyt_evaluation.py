@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 
-from muster.compat.rlpyt import BaseEvalCollector, CpuEvalCollector, GpuEvalCollector, SerialEvalCollector, TrajInfo
+from muster.compat.rlpyt import (
+    BaseEvalCollector,
+    CpuEvalCollector,
+    GpuEvalCollector,
+    SerialEvalCollector,
+    TrajInfo,
+)
 from muster.compat.rlpyt.collectors import ROWS
 from muster.errors import BadOption
 from tests.fakes.rlpyt_parts import Agent, Counting, make_step_buffer
@@ -22,7 +28,9 @@ def lengths(infos: list[Any]) -> list[int]:
 def cpu(envs: list[Any], max_T: int, agent: Any = None) -> tuple[Any, Any]:
     sync = SimpleNamespace(stop_eval=SimpleNamespace(value=False))
     infos: Any = queue.SimpleQueue()
-    return CpuEvalCollector(0, envs, TrajInfo, infos, max_T, agent=agent or Agent(len(envs)), sync=sync), infos
+    return CpuEvalCollector(
+        0, envs, TrajInfo, infos, max_T, agent=agent or Agent(len(envs)), sync=sync
+    ), infos
 
 
 def drained(infos: Any) -> list[Any]:
@@ -55,7 +63,9 @@ def test_every_evaluation_begins_anew_and_resets_no_environment_in_vain() -> Non
         assert [o[0][1] for o, _, _ in agent.inputs] == [0, 1, 2, 3, 0, 1]
         assert [info.Length for info in evaluator.unfinished_infos] == [2]
         assert env.resets == 2 * (itr + 1)
-    assert agent.log == [x for itr in (0, 1) for x in ("reset", ("eval_mode", itr), ("reset_one", 0))]
+    assert agent.log == [
+        x for itr in (0, 1) for x in ("reset", ("eval_mode", itr), ("reset_one", 0))
+    ]
 
 
 def test_the_agent_sees_nothing_of_the_episode_before() -> None:
@@ -120,13 +130,23 @@ def test_no_time_is_no_step() -> None:
 def test_what_is_missing_is_named() -> None:
     with pytest.raises(BadOption, match="CpuEvalCollector got no agent"):
         CpuEvalCollector(0, [Counting(2)], TrajInfo, queue.SimpleQueue(), 3)
-    with pytest.raises(BadOption, match=r"GpuEvalCollector got no sync.obs_ready, .*step_buffer_np"):
+    with pytest.raises(
+        BadOption, match=r"GpuEvalCollector got no sync.obs_ready, .*step_buffer_np"
+    ):
         GpuEvalCollector(0, [Counting(2)], TrajInfo, queue.SimpleQueue(), 3)
     with pytest.raises(BadOption, match=r"CpuEvalCollector got no sync.stop_eval"):
-        CpuEvalCollector(0, [Counting(2)], TrajInfo, queue.SimpleQueue(), 3, agent=Agent(1)).collect_evaluation(0)
+        CpuEvalCollector(
+            0, [Counting(2)], TrajInfo, queue.SimpleQueue(), 3, agent=Agent(1)
+        ).collect_evaluation(0)
     ready = SimpleNamespace(obs_ready=object(), act_ready=object())
     gpu = GpuEvalCollector(
-        0, [Counting(2)], TrajInfo, queue.SimpleQueue(), 3, sync=ready, step_buffer_np=make_step_buffer(1)
+        0,
+        [Counting(2)],
+        TrajInfo,
+        queue.SimpleQueue(),
+        3,
+        sync=ready,
+        step_buffer_np=make_step_buffer(1),
     )
     with pytest.raises(BadOption, match=r"GpuEvalCollector got no sync.stop_eval"):
         gpu.collect_evaluation(0)

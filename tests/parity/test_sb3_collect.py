@@ -1,4 +1,6 @@
-"""``collect_with_muster`` fills the buffers of SB3's algorithms as SB3 does, and training goes on from there."""
+"""``collect_with_muster`` fills the buffers of SB3's algorithms as SB3 does, and training goes on
+from there.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,18 @@ BOX = spaces.Box(-1, 1, (2,), np.float32)
 OBSERVATIONS: dict[str, spaces.Space[Any]] = {
     "box": spaces.Box(-np.inf, np.inf, (3,), np.float32),
     "float64": spaces.Box(-np.inf, np.inf, (3,), np.float64),
-    "dict": spaces.Dict({"place": spaces.Box(-np.inf, np.inf, (2,), np.float32), "room": spaces.Discrete(4)}),
+    "dict": spaces.Dict(
+        {"place": spaces.Box(-np.inf, np.inf, (2,), np.float32), "room": spaces.Discrete(4)}
+    ),
 }
 
 
 class Walk(gymnasium.Env[Any, Any]):
     """A random walk that actions push: it terminates at 3, and is truncated after 7 steps."""
 
-    def __init__(self, observation: str = "box", action_space: spaces.Space[Any] | None = None) -> None:
+    def __init__(
+        self, observation: str = "box", action_space: spaces.Space[Any] | None = None
+    ) -> None:
         self.observation_space = OBSERVATIONS[observation]
         self.action_space = spaces.Discrete(3) if action_space is None else action_space
         self.t, self.x = 0, 0.0
@@ -53,7 +59,9 @@ class Walk(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.t += 1
         push = float(np.sum(action))
-        assert not isinstance(self.action_space, spaces.Box) or np.all(np.abs(action) <= self.action_space.high)
+        assert not isinstance(self.action_space, spaces.Box) or np.all(
+            np.abs(action) <= self.action_space.high
+        )
         self.x += 0.3 * push + self.np_random.normal()
         over = abs(self.x) > 3
         info = {"is_success": over, "x": self.x} if over or self.t == 2 else {}
@@ -67,7 +75,9 @@ class Walk(gymnasium.Env[Any, Any]):
 
 
 class Watch(BaseCallback):
-    """Keeps what a callback sees, the buffer of every rollout, and stops training after ``steps`` calls."""
+    """Keeps what a callback sees, the buffer of every rollout, and stops training after ``steps``
+    calls.
+    """
 
     def __init__(self, steps: int = 10**9) -> None:
         super().__init__()
@@ -75,7 +85,9 @@ class Watch(BaseCallback):
 
     def _on_step(self) -> bool:
         names = ("new_obs", "rewards", "dones", "actions", "clipped_actions", "infos")
-        self.seen.append(copy.deepcopy({name: self.locals[name] for name in names if name in self.locals}))
+        self.seen.append(
+            copy.deepcopy({name: self.locals[name] for name in names if name in self.locals})
+        )
         self.seen[-1]["num_timesteps"] = self.model.num_timesteps, self.num_timesteps
         return len(self.seen) < self.steps
 
@@ -87,7 +99,11 @@ class Watch(BaseCallback):
 
 def fields(buffer: Any) -> dict[str, Any]:
     """Return copies of all arrays of a buffer."""
-    return {name: copy.deepcopy(value) for name, value in vars(buffer).items() if isinstance(value, (np.ndarray, dict))}
+    return {
+        name: copy.deepcopy(value)
+        for name, value in vars(buffer).items()
+        if isinstance(value, (np.ndarray, dict))
+    }
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -106,7 +122,11 @@ def assert_same(got: Any, expected: Any, tolerance: float = 0.0) -> None:
     assert ours.keys() == theirs.keys()
     for path, value in ours.items():
         exact = not tolerance or np.asarray(value).dtype.kind != "f"
-        check = np.testing.assert_array_equal if exact else partial(np.testing.assert_allclose, rtol=0, atol=tolerance)
+        check = (
+            np.testing.assert_array_equal
+            if exact
+            else partial(np.testing.assert_allclose, rtol=0, atol=tolerance)
+        )
         check(value, theirs[path], err_msg=path)
         assert getattr(value, "dtype", None) == getattr(theirs[path], "dtype", None), path
 
@@ -116,7 +136,9 @@ def weights(model: Any) -> dict[str, Any]:
 
 
 def times(model: Any) -> list[list[int]]:
-    """Return the second entry of observations after training, which has reshaped the buffer: by environment."""
+    """Return the second entry of observations after training, which has reshaped the buffer: by
+    environment.
+    """
     return model.rollout_buffer.observations[:, 1].reshape(model.n_envs, -1).tolist()
 
 
@@ -135,7 +157,9 @@ def replay(policy: Any, actions: list[Any]) -> None:
 
     def forward(obs: Any) -> Any:
         chosen = torch.as_tensor(next(left))
-        values, log_probs, _ = policy.evaluate_actions(obs, chosen.flatten(1) if chosen.ndim > 2 else chosen)
+        values, log_probs, _ = policy.evaluate_actions(
+            obs, chosen.flatten(1) if chosen.ndim > 2 else chosen
+        )
         return chosen, values, log_probs
 
     policy.forward = forward
@@ -181,7 +205,15 @@ def test_rollouts_are_those_of_sb3_for_the_same_actions(case: str) -> None:
         policy = "MultiInputPolicy" if observation == "dict" else "MlpPolicy"
         kwargs = {"policy_kwargs": {"net_arch": [8]}, **extra}
         models.append(
-            algorithm(policy, vec_env.DummyVecEnv(env_fns), seed=3, device="cpu", gamma=0.9, **options, **kwargs)
+            algorithm(
+                policy,
+                vec_env.DummyVecEnv(env_fns),
+                seed=3,
+                device="cpu",
+                gamma=0.9,
+                **options,
+                **kwargs,
+            )
         )
     ours, theirs = models
     with compat.collect_with_muster(ours, env_fns, num_workers=num_workers) as collection:
@@ -192,7 +224,11 @@ def test_rollouts_are_those_of_sb3_for_the_same_actions(case: str) -> None:
     assert is_whole == (case.startswith(("whole", "dict")))
     seen = [*got.seen, *got_after.seen, *got_reset.seen]
     replay(theirs.policy, [step["actions"] for step in seen])
-    expected = [learn(theirs, 2 * 36), learn(theirs, 36, reset_num_timesteps=False), learn(theirs, 36)]
+    expected = [
+        learn(theirs, 2 * 36),
+        learn(theirs, 36, reset_num_timesteps=False),
+        learn(theirs, 36),
+    ]
 
     assert_same(got.buffers[0], expected[0].buffers[0], 1e-6)
     for which in ("observations", "actions", "rewards", "episode_starts"):
@@ -289,7 +325,9 @@ def test_a_lost_worker_is_restarted() -> None:
 
     env_fns = [lambda: CountingEnv(50)] * 4
     model = made(sb3.PPO, vec_env.DummyVecEnv(env_fns), n_steps=4, batch_size=16, n_epochs=1)
-    with compat.collect_with_muster(model, env_fns, num_workers=2, on_failure="restart") as collection:
+    with compat.collect_with_muster(
+        model, env_fns, num_workers=2, on_failure="restart"
+    ) as collection:
         model.learn(48, Kill())
         assert model.num_timesteps == 48
         assert sum(worker.restarts for worker in collection.collector.stats().workers) == 1
@@ -303,12 +341,21 @@ def test_errors_of_environments_are_raised() -> None:
             raise RuntimeError("the simulator has crashed")
 
     model = made(sb3.PPO, vec_env.DummyVecEnv([CountingEnv]), n_steps=4, batch_size=4)
-    with compat.collect_with_muster(model, Broken, num_workers=0), pytest.raises(EnvError, match="has crashed"):
+    with (
+        compat.collect_with_muster(model, Broken, num_workers=0),
+        pytest.raises(EnvError, match="has crashed"),
+    ):
         model.learn(8)
 
 
 OFF_POLICY: dict[str, Any] = {
-    "DQN, n-step": (sb3.DQN, "box", None, 3, {"n_steps": 3, "train_freq": 2, "target_update_interval": 6}),
+    "DQN, n-step": (
+        sb3.DQN,
+        "box",
+        None,
+        3,
+        {"n_steps": 3, "train_freq": 2, "target_update_interval": 6},
+    ),
     "DQN, dict": (sb3.DQN, "dict", None, 2, {"exploration_fraction": 0.9}),
     "SAC, episodes": (sb3.SAC, "box", BOX, 1, {"train_freq": (2, "episode"), "gradient_steps": 3}),
     "TD3, noise": (
@@ -334,14 +381,27 @@ def test_steps_in_workers_train_the_same_model(case: str) -> None:
     for which in ("ours", "theirs"):
         set_random_seed(3)
         env: Any = vec_env.DummyVecEnv(env_fns)
-        model = made(algorithm, vec_env.VecNormalize(env) if "normalized" in case else env, **copy.deepcopy(options))
-        collection = compat.collect_with_muster(model, env_fns, inference="server") if which == "ours" else None
+        model = made(
+            algorithm,
+            vec_env.VecNormalize(env) if "normalized" in case else env,
+            **copy.deepcopy(options),
+        )
+        collection = (
+            compat.collect_with_muster(model, env_fns, inference="server")
+            if which == "ours"
+            else None
+        )
         watches = [learn(model, 45, log_interval=1), learn(model, 15, reset_num_timesteps=False)]
         buffer = getattr(model, "replay_buffer", None) or model.rollout_buffer
         seen = [watch.seen for watch in watches]
-        found.append((fields(buffer), weights(model), list(model.ep_info_buffer), seen, model.num_timesteps))
+        found.append(
+            (fields(buffer), weights(model), list(model.ep_info_buffer), seen, model.num_timesteps)
+        )
         if collection is not None:
-            assert isinstance(vec_env.unwrap_vec_wrapper(model.env, vec_env.VecNormalize) or model.env, vec_env.VecEnv)
+            assert isinstance(
+                vec_env.unwrap_vec_wrapper(model.env, vec_env.VecNormalize) or model.env,
+                vec_env.VecEnv,
+            )
             collection.close()
             assert model.env.unwrapped is env
             model.learn(20, reset_num_timesteps=False)
@@ -354,7 +414,9 @@ def test_a_dict_of_one_observation() -> None:
     space = spaces.Dict({"observation": BOX})
     env = vec_env.DummyVecEnv([lambda: SpaceEnv(space, spaces.Discrete(2), 3)])
     model = made(sb3.A2C, env, n_steps=4)
-    with compat.collect_with_muster(model, lambda: SpaceEnv(space, spaces.Discrete(2), 3), num_workers=0):
+    with compat.collect_with_muster(
+        model, lambda: SpaceEnv(space, spaces.Discrete(2), 3), num_workers=0
+    ):
         model.learn(4)
     assert model.rollout_buffer.observations["observation"].all()
 
@@ -375,7 +437,12 @@ def test_what_cannot_be_collected_is_refused() -> None:
         (ppo, [fns], {"inference": "threads"}, "'worker', 'server' or None"),
         (ppo, [fns], {"num_workers": 0, "inference": "server"}, "at least 1 worker"),
         (ppo, [fns], {"num_workers": -1}, "num_workers"),
-        (made(sb3.SAC, env, buffer_size=10), [fns], {"inference": "worker"}, "SAC decides after every step"),
+        (
+            made(sb3.SAC, env, buffer_size=10),
+            [fns],
+            {"inference": "worker"},
+            "SAC decides after every step",
+        ),
         (made(sb3.PPO, env, use_sde=True), [fns], {}, "use_sde=True"),
         (made(sb3.PPO, vec_env.VecNormalize(env)), [fns], {}, "VecNormalize"),
         (made(Masked, env), [fns], {}, "Masked has a collect_rollouts of its own"),
@@ -384,7 +451,12 @@ def test_what_cannot_be_collected_is_refused() -> None:
             collect(model, *arguments, **kwargs)
     for inference in ("worker", "server"):
         with pytest.raises(UnsupportedEnv, match="the model"):
-            collect(ppo, lambda: Walk("dict", BOX), num_workers=int(inference == "server"), inference=inference)
+            collect(
+                ppo,
+                lambda: Walk("dict", BOX),
+                num_workers=int(inference == "server"),
+                inference=inference,
+            )
     assert type(ppo) is sb3.PPO
     assert ppo.env is env
     with collect(ppo, fns, num_workers=0):  # a refusal has changed nothing

@@ -1,4 +1,6 @@
-"""``muster.compat.sb3.VecEnv`` returns what ``DummyVecEnv`` returns, and works below SB3's wrappers and algorithms."""
+"""``muster.compat.sb3.VecEnv`` returns what ``DummyVecEnv`` returns, and works below SB3's wrappers
+and algorithms.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,12 @@ MAKERS: dict[str, Any] = {
     "cart pole": [partial(gymnasium.make, "CartPole-v1", max_episode_steps=15)] * 3,
     "pendulum": [partial(gymnasium.make, "Pendulum-v1", max_episode_steps=6)] * 2,
     "discrete": [lambda: in_spaces(spaces.Discrete(5), spaces.Discrete(3))] * 2,
-    "dict": [lambda: in_spaces(spaces.Dict({"b": BOX, "a": spaces.MultiBinary(3)}), spaces.MultiDiscrete([2, 3]))] * 2,
+    "dict": [
+        lambda: in_spaces(
+            spaces.Dict({"b": BOX, "a": spaces.MultiBinary(3)}), spaces.MultiDiscrete([2, 3])
+        )
+    ]
+    * 2,
     "tuple": [lambda: in_spaces(spaces.Tuple((BOX, spaces.Discrete(3))), BOX)] * 2,
 }
 
@@ -63,10 +70,17 @@ def assert_equal(a: Any, b: Any) -> None:
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("wrapper", ["none", "monitor", "normalize"])
 def test_results_are_those_of_dummy_vec_env(kind: str, wrapper: str) -> None:
-    wrap = {"none": lambda env: env, "monitor": vec_env.VecMonitor, "normalize": vec_env.VecNormalize}[wrapper]
+    wrap = {
+        "none": lambda env: env,
+        "monitor": vec_env.VecMonitor,
+        "normalize": vec_env.VecNormalize,
+    }[wrapper]
     if wrapper == "normalize" and kind in ("dict", "discrete", "tuple"):
         pytest.skip("VecNormalize normalizes boxes")
-    ours, theirs = wrap(compat.VecEnv(MAKERS[kind], num_workers=2)), wrap(vec_env.DummyVecEnv(MAKERS[kind]))
+    ours, theirs = (
+        wrap(compat.VecEnv(MAKERS[kind], num_workers=2)),
+        wrap(vec_env.DummyVecEnv(MAKERS[kind])),
+    )
     ours.seed(3), theirs.seed(3)
     assert_equal(ours.reset(), theirs.reset())
     assert_equal(ours.unwrapped.reset_infos, theirs.unwrapped.reset_infos)
@@ -113,7 +127,11 @@ def test_calls_and_attributes() -> None:
 
 
 def test_every_public_member_is_there() -> None:
-    ours, subproc, dummy = compat.VecEnv([Wrapped] * 2, num_workers=1), vec_env.SubprocVecEnv, vec_env.DummyVecEnv
+    ours, subproc, dummy = (
+        compat.VecEnv([Wrapped] * 2, num_workers=1),
+        vec_env.SubprocVecEnv,
+        vec_env.DummyVecEnv,
+    )
     absent = {
         "remotes",  # and others of the implementation
         "work_remotes",
@@ -134,10 +152,14 @@ def test_every_public_member_is_there() -> None:
         "get_attr",
         "set_attr",
     ):
-        found, expected = (list(inspect.signature(getattr(env, name)).parameters) for env in (ours, theirs))
+        found, expected = (
+            list(inspect.signature(getattr(env, name)).parameters) for env in (ours, theirs)
+        )
         assert found == expected
     for name in ("env_method", "env_is_wrapped", "get_images", "render", "getattr_depth_check"):
-        found, expected = (list(inspect.signature(getattr(env, name)).parameters) for env in (ours, theirs))
+        found, expected = (
+            list(inspect.signature(getattr(env, name)).parameters) for env in (ours, theirs)
+        )
         assert found == expected
     assert (ours.metadata, ours.render_mode) == (theirs.metadata, theirs.render_mode)
     assert (ours.closed, ours.waiting) == (theirs.closed, theirs.waiting) == (False, False)
@@ -146,7 +168,10 @@ def test_every_public_member_is_there() -> None:
         env.step_async(np.zeros(2, int))
     assert ours.waiting
     assert theirs.waiting
-    assert [env.getattr_depth_check("reset", already_found=True).endswith("VecEnv") for env in (ours, theirs)] == [
+    assert [
+        env.getattr_depth_check("reset", already_found=True).endswith("VecEnv")
+        for env in (ours, theirs)
+    ] == [
         True,
         True,
     ]
@@ -163,13 +188,23 @@ def test_every_public_member_is_there() -> None:
 @pytest.mark.parametrize("mode", [None, "rgb_array", "ansi"])
 def test_rendering_and_its_warnings_are_those_of_subproc_vec_env(mode: Any) -> None:
     said = []
-    for make in (partial(compat.VecEnv, num_workers=1), partial(vec_env.SubprocVecEnv, start_method="fork")):
+    for make in (
+        partial(compat.VecEnv, num_workers=1),
+        partial(vec_env.SubprocVecEnv, start_method="fork"),
+    ):
         envs = make([partial(Rendering, mode)] * 3)
         envs.reset()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             frames = [envs.render(), envs.render("rgb_array"), envs.get_images()]
-        said.append((envs.metadata, frames, [str(warning.message) for warning in caught], envs.get_attr("rendered")))
+        said.append(
+            (
+                envs.metadata,
+                frames,
+                [str(warning.message) for warning in caught],
+                envs.get_attr("rendered"),
+            )
+        )
         envs.close()
     assert said[0][2:] == said[1][2:]
     assert_equal(said[0][:2], said[1][:2])
@@ -181,7 +216,9 @@ def test_dicts_are_ordered_as_their_space() -> None:
     ours, theirs = compat.VecEnv(makers, num_workers=2), vec_env.DummyVecEnv(makers)
     ours.seed(3), theirs.seed(3)
     results = [(ours.reset(), theirs.reset())]
-    results += [(ours.step(actions)[0], theirs.step(actions)[0]) for actions in (np.zeros(2, int),) * 3]
+    results += [
+        (ours.step(actions)[0], theirs.step(actions)[0]) for actions in (np.zeros(2, int),) * 3
+    ]
     for found, expected in results:
         assert type(found) is type(expected) is OrderedDict
         assert list(found) == list(expected) == list(space.spaces)
@@ -263,7 +300,9 @@ def test_ppo_learns_the_same() -> None:
     weights = []
     for make in (vec_env.DummyVecEnv, partial(compat.VecEnv, num_workers=2)):
         envs = make(MAKERS["cart pole"])
-        model = PPO("MlpPolicy", envs, n_steps=16, batch_size=16, n_epochs=1, seed=0, device="cpu").learn(96)
+        model = PPO(
+            "MlpPolicy", envs, n_steps=16, batch_size=16, n_epochs=1, seed=0, device="cpu"
+        ).learn(96)
         weights.append({name: value.numpy() for name, value in model.policy.state_dict().items()})
         envs.close()
     assert_equal(*weights)

@@ -1,4 +1,6 @@
-"""The compat layer's AsyncCollector: who is ready when is written in a script; every transition belongs together."""
+"""The compat layer's AsyncCollector: who is ready when is written in a script; every transition
+belongs together.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ Script = Callable[[int, list[int]], list[int]]
 
 
 def scripted(script: Script, wait_num: int = 1) -> Callable[..., BaseVectorEnv]:
-    """Makes vector environments whose results arrive as the script says: from the number of the wait, who arrives."""
+    """Makes vector environments whose results arrive as the script says: from the number of the
+    wait, who arrives.
+    """
     waits, numbers = itertools.count(), itertools.count()
 
     class Worker(DummyEnvWorker):
@@ -64,17 +68,32 @@ def asynchronous(module: Any) -> Any:
 
 
 def run(
-    lengths: Sequence[int], script: Script | None, calls: Any, policy: str = "array", act: str = "discrete"
+    lengths: Sequence[int],
+    script: Script | None,
+    calls: Any,
+    policy: str = "array",
+    act: str = "discrete",
 ) -> list[Any]:
-    """Run a program on scripted environments; the data after every call must be unbroken chains of transitions."""
+    """Run a program on scripted environments; the data after every call must be unbroken chains of
+    transitions.
+    """
     env = {"act": act, "infos": "all"}
     noise = {"exploration_noise": policy == "values"}
     venv = scripted(script) if script else lambda fns: DummyVectorEnv(fns, wait_num=2)
-    seen = play(compat, Program(lengths, calls, policy, env=env, collector=noise, venv=venv), asynchronous)
+    seen = play(
+        compat, Program(lengths, calls, policy, env=env, collector=noise, venv=venv), asynchronous
+    )
     for entry in seen:
         for i, (length, part) in enumerate(zip(lengths, entry["buffer"]["parts"], strict=True)):
             if n := part["_size"]:
-                check_chain(cut(entry["buffer"]["memory"], i * 200, n), length, i, policy, act, entry["envs"][i])
+                check_chain(
+                    cut(entry["buffer"]["memory"], i * 200, n),
+                    length,
+                    i,
+                    policy,
+                    act,
+                    entry["envs"][i],
+                )
     memory = seen[-1]["buffer"]["memory"]
     ended = sorted(memory["obs"][memory["done"], 0]) if seen[-1]["buffer"]["length"] else []
     assert sorted(n for entry in seen[1:] for n in entry["episodes"]["lens"]) == ended
@@ -88,7 +107,9 @@ def cut(tree: Any, begin: int, size: int) -> Any:
 
 
 def check_chain(rows: Any, length: int, env: int, policy: str, act: str, log: list[Any]) -> None:
-    """The rows are what one environment alone gives for the actions it got, and what the policy said about them."""
+    """The rows are what one environment alone gives for the actions it got, and what the policy
+    said about them.
+    """
     n = len(rows["rew"])
     t = np.arange(n) % length
     sent = [np.array(action) for method, action in log if method == "step"]
@@ -120,7 +141,9 @@ CALLS = collects({"n_step": 7}, {"n_step": 6}, {"n_episode": 4}, {"n_step": 1})
 
 @pytest.mark.parametrize("script", [one_by_one, backwards])
 @pytest.mark.parametrize(("policy", "act"), MATRIX)
-def test_policies_without_state_and_actions_of_any_shape_are_paired(policy: str, act: str, script: Script) -> None:
+def test_policies_without_state_and_actions_of_any_shape_are_paired(
+    policy: str, act: str, script: Script
+) -> None:
     seen = run((3, 5, 2), script, CALLS, policy, act)
     assert seen[3]["stats"]["n_collected_episodes"] >= 4
 
@@ -136,11 +159,18 @@ def test_random_actions_are_paired(act: str) -> None:
 @settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 6), min_size=1, max_size=4),
-    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True), min_size=1, max_size=20),
-    st.lists(st.one_of(st.integers(1, 12).map(lambda n: {"n_step": n}), st.just({"n_episode": 2})), max_size=5),
+    st.lists(
+        st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True), min_size=1, max_size=20
+    ),
+    st.lists(
+        st.one_of(st.integers(1, 12).map(lambda n: {"n_step": n}), st.just({"n_episode": 2})),
+        max_size=5,
+    ),
     st.sampled_from(["array", "tensor", "batch", "none"]),
 )
-def test_any_order_of_arrivals(lengths: list[int], order: list[list[int]], calls: Any, policy: str) -> None:
+def test_any_order_of_arrivals(
+    lengths: list[int], order: list[list[int]], calls: Any, policy: str
+) -> None:
     def script(wait: int, waiting: list[int]) -> list[int]:
         return [i for i in order[wait % len(order)] if i in waiting] or waiting[:1]
 
@@ -150,26 +180,40 @@ def test_any_order_of_arrivals(lengths: list[int], order: list[list[int]], calls
         assert made >= 1
         assert call.get("n_step", 0) <= made <= call.get("n_step", 99) + len(lengths) - 1
         assert call.get("n_episode", 0) <= entry["stats"]["n_collected_episodes"]
-    assert seen[-1]["buffer"]["length"] == sum(entry["stats"]["n_collected_steps"] for entry in seen[1:])
+    assert seen[-1]["buffer"]["length"] == sum(
+        entry["stats"]["n_collected_steps"] for entry in seen[1:]
+    )
 
 
 @pytest.mark.parametrize(("policy", "act"), MATRIX)
 def test_where_all_are_always_ready_it_is_the_sync_collector(policy: str, act: str) -> None:
     calls = collects({"n_step": 9}, {"n_step": 30, "random": True}, {"n_step": 3}, {"n_step": 12})
     collector = {"raise_on_nan_in_buffer": False}  # random steps have none of the policy's entries
-    program = Program((3, 5, 2), calls, policy, env={"act": act, "infos": "some"}, collector=collector)
+    program = Program(
+        (3, 5, 2), calls, policy, env={"act": act, "infos": "some"}, collector=collector
+    )
     ours = play(compat, replace(program, venv=scripted(everybody)), asynchronous)
     assert_same(ours, play(compat, program))
 
 
 def test_it_is_tianshous_where_that_works() -> None:
     def steps(entry: Any) -> Any:
-        memory = {key: entry["buffer"]["memory"][key] for key in ("obs", "obs_next", "rew", "done", "info", "policy")}
-        return memory, entry["envs"], entry["stats"], entry["counters"], entry["buffer"]["memory"]["act"].astype(int)
+        memory = {
+            key: entry["buffer"]["memory"][key]
+            for key in ("obs", "obs_next", "rew", "done", "info", "policy")
+        }
+        return (
+            memory,
+            entry["envs"],
+            entry["stats"],
+            entry["counters"],
+            entry["buffer"]["memory"]["act"].astype(int),
+        )
 
     program = Program((3, 5, 2), CALLS, "array", env={"infos": "all"})
     ours, theirs = (
-        play(module, replace(program, venv=scripted(one_by_one)), asynchronous) for module in (compat, data)
+        play(module, replace(program, venv=scripted(one_by_one)), asynchronous)
+        for module in (compat, data)
     )
     assert_same([steps(entry) for entry in ours[1:]], [steps(entry) for entry in theirs[1:]])
 
@@ -187,8 +231,15 @@ def test_the_first_episodes_to_end_count() -> None:
 
 def test_steps_on_their_way_are_part_of_the_next_call() -> None:
     late = {0: [0], 1: [0], 2: [0, 1, 2]}
-    seen = run((9, 9, 9), lambda wait, waiting: late.get(wait, waiting), collects({"n_step": 2}, {"n_step": 3}))
-    assert [[part["_size"] for part in entry["buffer"]["parts"]] for entry in seen[1:]] == [[2, 0, 0], [3, 1, 1]]
+    seen = run(
+        (9, 9, 9),
+        lambda wait, waiting: late.get(wait, waiting),
+        collects({"n_step": 2}, {"n_step": 3}),
+    )
+    assert [[part["_size"] for part in entry["buffer"]["parts"]] for entry in seen[1:]] == [
+        [2, 0, 0],
+        [3, 1, 1],
+    ]
     assert seen[2]["stats"]["n_collected_steps"] == 3
     assert [len(log) for log in seen[2]["envs"]] == [4, 2, 2]  # a reset and the steps
 
@@ -205,12 +256,17 @@ def test_a_reset_waits_for_steps_on_their_way_and_forgets_them(method: str) -> N
     kept = 2 if method == "reset_env" else 0
     assert last["length"] == kept + 3
     np.testing.assert_array_equal(last["memory"]["obs"][kept : kept + 3, 1], [0, 1, 2])
-    np.testing.assert_array_equal(last["memory"]["policy"]["hidden_state"][kept : kept + 3, 0], [1, 2, 3])
+    np.testing.assert_array_equal(
+        last["memory"]["policy"]["hidden_state"][kept : kept + 3, 0], [1, 2, 3]
+    )
 
 
 def test_reset_arguments_and_reset_before_collect() -> None:
     start = {"gym_reset_kwargs": {"options": {"start": 1}}}
-    calls = [("collect", {"n_step": 4, "reset_before_collect": True, **start}), ("collect", {"n_episode": 3, **start})]
+    calls = [
+        ("collect", {"n_step": 4, "reset_before_collect": True, **start}),
+        ("collect", {"n_episode": 3, **start}),
+    ]
     seen = play(compat, Program((3, 4), calls, venv=scripted(one_by_one)), asynchronous)
     resets = [call for log in seen[-1]["envs"] for call in log if call[0] == "reset"]
     assert set(map(str, resets)) == {str(("reset", (None, {"start": 1})))}
@@ -253,7 +309,9 @@ def test_after_an_error_of_an_environment_all_begin_anew() -> None:
             return super().step(action)
 
     envs = [Faulty(n) for n in (9, 5, 9)]
-    collector = collecting(envs, lambda wait, waiting: waiting[:2], POLICIES["array"](ACTIONS["discrete"]()))
+    collector = collecting(
+        envs, lambda wait, waiting: waiting[:2], POLICIES["array"](ACTIONS["discrete"]())
+    )
     with pytest.raises(RuntimeError, match="broken") as error:
         collector.collect(n_step=100)
     assert type(error.value) is RuntimeError  # the environment's own, as with Tianshou
@@ -279,22 +337,34 @@ def collecting(envs: list[Counting], script: Script, policy: Any, **options: Any
 
 
 def test_rows_of_environments_on_their_way_repeat_what_was_observed_and_say_nothing_else() -> None:
-    envs = AsyncVectorEnvs(scripted(one_by_one)([lambda n=n: Counting(n) for n in (2, 9, 9)]), np.zeros((3, 2), "f"))
+    envs = AsyncVectorEnvs(
+        scripted(one_by_one)([lambda n=n: Counting(n) for n in (2, 9, 9)]), np.zeros((3, 2), "f")
+    )
     sampling = Sampling(envs, TianshouActor(envs, envs.venv.action_space))
     sampling.begin(*envs.venv.reset())
-    sampling.actor.begin(POLICIES["none"](ACTIONS["discrete"]()), random=False, noise=False, no_grad=True)
+    sampling.actor.begin(
+        POLICIES["none"](ACTIONS["discrete"]()), random=False, noise=False, no_grad=True
+    )
     arrays = sampling.make(6, None, None).arrays
     assert [row.ids.tolist() for row in envs.rows] == [[0], [1], [2], [0], [1], [2]]
     times = [[0, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 2, 2], [0, 0, 0, 1, 1, 1, 2]]
     assert arrays["observation",][:, :, 1].T.tolist() == times
-    assert np.floor(arrays["next", "reward"]).T.tolist() == [[1, 0, 0, 2, 0, 0], [0, 1, 0, 0, 2, 0], [0, 0, 1, 0, 0, 2]]
-    assert np.argwhere(arrays["next", "terminated"] | arrays["next", "truncated"]).tolist() == [[3, 0]]
+    assert np.floor(arrays["next", "reward"]).T.tolist() == [
+        [1, 0, 0, 2, 0, 0],
+        [0, 1, 0, 0, 2, 0],
+        [0, 0, 1, 0, 0, 2],
+    ]
+    assert np.argwhere(arrays["next", "terminated"] | arrays["next", "truncated"]).tolist() == [
+        [3, 0]
+    ]
 
 
 def test_hooks_work_here_too() -> None:
     notes: list[Any] = []
     seen: list[Any] = []
-    collector = collecting([Counting(n) for n in (3, 2)], one_by_one, POLICIES["none"](ACTIONS["discrete"]()))
+    collector = collecting(
+        [Counting(n) for n in (3, 2)], one_by_one, POLICIES["none"](ACTIONS["discrete"]())
+    )
     collector.set_on_step_hook(lambda action, step: notes.append(step.obs_next[:, 1].tolist()))
     collector.set_on_episode_done_hook(lambda episode: seen.append(episode.obs[:, 1].tolist()))
     stats = collector.collect(n_episode=4)
@@ -304,7 +374,9 @@ def test_hooks_work_here_too() -> None:
 
 
 @pytest.mark.parametrize(("script", "renders"), [(everybody, [2, 2]), (one_by_one, [0, 0])])
-def test_environments_are_rendered_where_no_steps_are_pending(script: Script, renders: list[int]) -> None:
+def test_environments_are_rendered_where_no_steps_are_pending(
+    script: Script, renders: list[int]
+) -> None:
     envs = [Counting(n) for n in (3, 2)]
     collector = collecting(envs, script, POLICIES["none"](ACTIONS["discrete"]()))
     for seconds in (1e-12, 0.0):
@@ -315,7 +387,9 @@ def test_environments_are_rendered_where_no_steps_are_pending(script: Script, re
 def test_actions_keep_the_precision_they_were_made_with() -> None:
     kinds: list[Any] = []
     envs = [Counting(n, act="box") for n in (3, 2)]
-    collector = collecting(envs, everybody, POLICIES["values"](ACTIONS["box"]()), exploration_noise=True)
+    collector = collecting(
+        envs, everybody, POLICIES["values"](ACTIONS["box"]()), exploration_noise=True
+    )
     collector.set_on_step_hook(lambda action, step: kinds.append(step.act.dtype.name))
     for random in (True, False):
         collector.collect(n_step=2, random=random)
@@ -328,7 +402,8 @@ def test_a_trainer_sees_which_kind_it_is() -> None:
     assert isinstance(collector, data.AsyncCollector)
     assert isinstance(collector, data.BaseCollector)
     assert not isinstance(
-        compat.Collector(collector.policy, DummyVectorEnv([lambda: Counting(3)])), data.AsyncCollector
+        compat.Collector(collector.policy, DummyVectorEnv([lambda: Counting(3)])),
+        data.AsyncCollector,
     )
 
 

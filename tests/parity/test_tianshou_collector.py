@@ -1,4 +1,6 @@
-"""The compat layer's Collector beside Tianshou's own: from equal environments, policies and seeds, equal everything."""
+"""The compat layer's Collector beside Tianshou's own: from equal environments, policies and seeds,
+equal everything.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +25,26 @@ MIXED = collects(*itertools.chain(*zip(STEPS, EPISODES, strict=True)))
 MATRIX = [
     (policy, act)
     for policy, act in itertools.product(POLICIES, ACTIONS)
-    if act != "many" or policy not in ("values", "actor")  # Tianshou has none of those for MultiDiscrete
+    if act != "many"
+    or policy not in ("values", "actor")  # Tianshou has none of those for MultiDiscrete
 ]
 
 
-# --- every array --------------------------------------------------------------------------------------
+# --- every array ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("policy", "act"), [pair for pair in MATRIX if pair[0] != "tensor"])
 def test_every_kind_of_policy_and_of_action(policy: str, act: str) -> None:
     noise = {"exploration_noise": policy == "values"}
-    seen = assert_equal_to_tianshou(Program((3, 5, 2), MIXED, policy, env={"act": act}, collector=noise))
+    seen = assert_equal_to_tianshou(
+        Program((3, 5, 2), MIXED, policy, env={"act": act}, collector=noise)
+    )
     assert [entry["stats"]["n_collected_episodes"] for entry in seen[2::2]] == [5, 2, 3]
 
 
-@pytest.mark.parametrize(("buffer", "obs"), [*itertools.product(BUFFERS, ["array", "dict", "pixels", "text"])])
+@pytest.mark.parametrize(
+    ("buffer", "obs"), [*itertools.product(BUFFERS, ["array", "dict", "pixels", "text"])]
+)
 def test_every_kind_of_buffer_and_of_observation(buffer: str, obs: str) -> None:
     if buffer == "last" and obs in ("dict", "text"):
         pytest.skip("there is no last one of those")
@@ -46,7 +53,8 @@ def test_every_kind_of_buffer_and_of_observation(buffer: str, obs: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("buffer", "infos"), [*itertools.product(["vector", "small", "single", "cached"], ["all", "some"])]
+    ("buffer", "infos"),
+    [*itertools.product(["vector", "small", "single", "cached"], ["all", "some"])],
 )
 def test_infos_that_are_always_there_and_that_come_and_go(buffer: str, infos: str) -> None:
     lengths = (4,) if buffer == "single" else (3, 5, 2)
@@ -59,41 +67,55 @@ def test_rewards_that_are_not_floats(reward: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("act", "policy"), [("discrete", "values"), ("many", "array"), ("boxes", "actor"), ("grid", "values")]
+    ("act", "policy"),
+    [("discrete", "values"), ("many", "array"), ("boxes", "actor"), ("grid", "values")],
 )
 def test_random_actions_come_from_the_spaces_of_the_environments(act: str, policy: str) -> None:
-    calls = collects({"n_step": 7, "random": True}, {"n_step": 5}, {"n_episode": 4, "random": True}, {"n_step": 3})
+    calls = collects(
+        {"n_step": 7, "random": True},
+        {"n_step": 5},
+        {"n_episode": 4, "random": True},
+        {"n_step": 3},
+    )
     seen = assert_equal_to_tianshou(Program((3, 5, 2), calls, policy, env={"act": act}))
     assert seen[1]["policy"] == []
 
 
 @pytest.mark.parametrize("within_training", [False, True])
 def test_a_policy_is_in_eval_mode_and_knows_whether_it_is_trained(within_training: bool) -> None:
-    program = Program((3, 2), MIXED, collector={"exploration_noise": True}, within_training=within_training)
+    program = Program(
+        (3, 2), MIXED, collector={"exploration_noise": True}, within_training=within_training
+    )
     seen = assert_equal_to_tianshou(program)
     assert {mode for entry in seen for *_, mode in entry["policy"]} == {(False, within_training)}
     assert seen[-1]["training"]
 
 
-# --- numbers of steps and of episodes -------------------------------------------------------------------
+# --- numbers of steps and of episodes -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lengths", [(4, 4, 4, 4), (1, 1, 1), (1, 7, 2, 2), (9, 1), (3,)])
 @pytest.mark.parametrize("n", range(1, 12))
 def test_every_number_of_episodes(lengths: tuple[int, ...], n: int) -> None:
-    seen = assert_equal_to_tianshou(Program(lengths, collects({"n_episode": n}, {"n_episode": n}), "array"))
+    seen = assert_equal_to_tianshou(
+        Program(lengths, collects({"n_episode": n}, {"n_episode": n}), "array")
+    )
     assert [entry["stats"]["n_collected_episodes"] for entry in seen[1:]] == [n, n]
 
 
 @pytest.mark.parametrize("n", [1, 3, 4, 5, 30, 64, 65, 257])
 def test_every_number_of_steps(n: int) -> None:
-    seen = assert_equal_to_tianshou(Program((3, 20, 2, 1), collects({"n_step": n}, {"n_step": 2}), "array"))
+    seen = assert_equal_to_tianshou(
+        Program((3, 20, 2, 1), collects({"n_step": n}, {"n_step": 2}), "array")
+    )
     assert seen[1]["stats"]["n_collected_steps"] == -(-n // 4) * 4
 
 
 def test_long_episodes_of_many_rows() -> None:
     calls = collects({"n_episode": 3}, {"n_step": 500}, {"n_episode": 1})
-    assert_equal_to_tianshou(Program((150, 181), calls, "values", collector={"exploration_noise": True}))
+    assert_equal_to_tianshou(
+        Program((150, 181), calls, "values", collector={"exploration_noise": True})
+    )
 
 
 @pytest.mark.parametrize("policy", ["none", "batch"])
@@ -119,7 +141,9 @@ others = st.one_of(
     st.just(("reset_env", {})),
     st.just(("reset_stat", {})),
     st.booleans().map(lambda keep: ("reset_buffer", {"keep_statistics": keep})),
-    st.booleans().map(lambda buffer: ("reset", {"reset_buffer": buffer, "reset_stats": not buffer})),
+    st.booleans().map(
+        lambda buffer: ("reset", {"reset_buffer": buffer, "reset_stats": not buffer})
+    ),
 )
 
 
@@ -132,7 +156,10 @@ def test_whatever_is_done_in_whatever_order(data: Any) -> None:
     env["obs"] = data.draw(st.sampled_from(["array", "dict", "pixels"]))
     program = Program(
         lengths,
-        [("reset", {}), *data.draw(st.lists(st.one_of(calls, calls, others), min_size=1, max_size=5))],
+        [
+            ("reset", {}),
+            *data.draw(st.lists(st.one_of(calls, calls, others), min_size=1, max_size=5)),
+        ],
         policy,
         data.draw(st.sampled_from(["vector", "small", "prioritized", "stacked"])),
         env=env,
@@ -141,7 +168,7 @@ def test_whatever_is_done_in_whatever_order(data: Any) -> None:
     assert_equal_to_tianshou(program, knows_episodes=False)
 
 
-# --- resets, vector environments ------------------------------------------------------------------------
+# --- resets, vector environments ------------------------------------------------------------------
 
 
 def test_reset_before_collect_and_reset_arguments_reach_the_environments() -> None:
@@ -167,7 +194,9 @@ def test_reset_before_collect_and_reset_arguments_reach_the_environments() -> No
 @pytest.mark.parametrize("act", ["discrete", "boxes"])
 def test_environments_in_processes(act: str) -> None:
     calls = [*MIXED, ("collect", {"n_step": 9, "random": True}), ("collect", {"n_step": 6})]
-    forked = partial(SubprocVectorEnv, context="fork")  # TorchRL makes "spawn" the default, once it is imported
+    forked = partial(
+        SubprocVectorEnv, context="fork"
+    )  # TorchRL makes "spawn" the default, once it is imported
     program = Program((3, 5, 2), calls, "actor", env={"act": act, "infos": "some"}, venv=forked)
     assert_equal_to_tianshou(program)
 

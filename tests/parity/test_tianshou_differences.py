@@ -1,7 +1,9 @@
-"""Where Tianshou 2.0.1 does something else than its documentation says: the compat layer does what that says.
+"""Where Tianshou 2.0.1 does something else than its documentation says: the compat layer does what
+that says.
 
-Each test shows both, so that a Tianshou that has changed is noticed. The two findings about AsyncCollector
-(policies without state, actions of more than one number) are in test_tianshou_async.py.
+Each test shows both, so that a Tianshou that has changed is noticed. The two findings about
+AsyncCollector (policies without state, actions of more than one number) are in
+test_tianshou_async.py.
 """
 
 from __future__ import annotations
@@ -33,10 +35,16 @@ def make(module: Any, lengths: tuple[int, ...], buffer: Any = None, policy: Any 
 
 @pytest.mark.parametrize("act", ["discrete", "boxes"])
 def test_a_state_that_is_a_tensor_begins_anew_with_the_episode(act: str) -> None:
-    ours, same = (play(compat, Program((3, 2), CALLS, policy, env={"act": act})) for policy in ("tensor", "array"))
+    ours, same = (
+        play(compat, Program((3, 2), CALLS, policy, env={"act": act}))
+        for policy in ("tensor", "array")
+    )
     assert_same(ours, same)
     theirs = play(data, Program((3, 2), CALLS, "tensor", env={"act": act}))
-    hidden = [entry["buffer"]["memory"]["policy"]["hidden_state"][:4, 0].tolist() for entry in (ours[1], theirs[1])]
+    hidden = [
+        entry["buffer"]["memory"]["policy"]["hidden_state"][:4, 0].tolist()
+        for entry in (ours[1], theirs[1])
+    ]
     assert hidden == [[1, 2, 3, 1], [1, 2, 3, 4]]
 
 
@@ -63,14 +71,18 @@ def test_what_a_step_hook_adds_is_in_every_buffer(buffer: str) -> None:
     assert ("twice" in theirs[-1]["buffer"]["memory"]) == (buffer == "single")
     for entry in (*ours, *theirs):
         for key in ("memory", "read", "part memory"):
-            for memory in entry["buffer"][key] if key == "part memory" else [entry["buffer"].get(key, {})]:
+            for memory in (
+                entry["buffer"][key] if key == "part memory" else [entry["buffer"].get(key, {})]
+            ):
                 memory.pop("twice", None)
                 memory.pop("deep", None)
     assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize(("size", "held"), [(2, 1), (3, 2), (4, 1)])
-def test_lens_are_those_of_the_episodes_and_not_of_what_a_small_buffer_holds(size: int, held: int) -> None:
+def test_lens_are_those_of_the_episodes_and_not_of_what_a_small_buffer_holds(
+    size: int, held: int
+) -> None:
     for module, lens in ((compat, [5, 5]), (data, [held, held])):
         collector = make(module, (5,), VectorReplayBuffer(size, 1))
         collector.reset()
@@ -135,7 +147,10 @@ def test_what_a_policy_does_with_observations_is_its_own_business() -> None:
         kept = np.array([obs[:, 1] for obs in policy.kept])
         assert kept[:, 0].tolist() == [100, 1, 102, 3, 104, 5, 106, 7, 108]
         found.append(collector.buffer.obs[:9, 1].tolist())
-    assert found == [list(range(9)), kept[:, 0].tolist()]  # Tianshou stores what the policy has made of it
+    assert found == [
+        list(range(9)),
+        kept[:, 0].tolist(),
+    ]  # Tianshou stores what the policy has made of it
 
 
 class Grad(POLICIES["none"](ACTIONS["discrete"]()).__class__):  # type: ignore[misc]
@@ -214,12 +229,18 @@ def test_collect_time_is_counted() -> None:
         collector = make(module, (3, 2))
         collector.reset()
         stats = [collector.collect(n_step=8), collector.collect(n_episode=2)]
-        times.append(collector.collect_time == pytest.approx(sum(each.collect_time for each in stats)))
+        times.append(
+            collector.collect_time == pytest.approx(sum(each.collect_time for each in stats))
+        )
     assert times == [True, False]
 
 
-@pytest.mark.parametrize(("policy", "act", "random"), [("none", "discrete", True), ("array", "boxes", False)])
-def test_tianshous_async_collector_still_cannot_do_this(policy: str, act: str, random: bool) -> None:
+@pytest.mark.parametrize(
+    ("policy", "act", "random"), [("none", "discrete", True), ("array", "boxes", False)]
+)
+def test_tianshous_async_collector_still_cannot_do_this(
+    policy: str, act: str, random: bool
+) -> None:
     envs = DummyVectorEnv([lambda: Counting(3, act=act)] * 2, wait_num=1)
     with pytest.warns(UserWarning, match="extra transitions"):
         collector = data.AsyncCollector(POLICIES[policy](ACTIONS[act]()), envs)

@@ -1,7 +1,8 @@
 """Errors of everything that the user passes to a collector, beside Tianshou's own collectors.
 
-The same exception object leaves ``collect``, and the buffer has the same rows. ``StopIteration`` in a reset ends the
-collection of finite environments. What is counted and what comes afterwards is Muster's: see docs/tianshou.md.
+The same exception object leaves ``collect``, and the buffer has the same rows. ``StopIteration`` in
+a reset ends the collection of finite environments. What is counted and what comes afterwards is
+Muster's: see docs/tianshou.md.
 """
 
 from __future__ import annotations
@@ -165,7 +166,9 @@ def run(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made = venv([lambda env=env: env for env in envs])
-        collector = (module.AsyncCollector if asynchronous else module.Collector)(policy, made, buffer, **options)
+        collector = (module.AsyncCollector if asynchronous else module.Collector)(
+            policy, made, buffer, **options
+        )
         collector.reset()
         collector.collect(n_step=3)
         bombs[place] = Bomb(error, at)
@@ -174,7 +177,13 @@ def run(
             collector.collect(**call, **render)
     bombs.clear()
     counters = int(collector.collect_step), int(collector.collect_episode)
-    return Run(caught.value, contents(collector.buffer), [list(env.log) for env in envs], counters, collector)
+    return Run(
+        caught.value,
+        contents(collector.buffer),
+        [list(env.log) for env in envs],
+        counters,
+        collector,
+    )
 
 
 CALLS = {"steps": {"n_step": 60}, "episodes": {"n_episode": 12}}
@@ -190,7 +199,8 @@ def test_the_same_error_leaves_the_same_rows(place: str, at: int, call: str, kin
     errors = [ERRORS[kind]() for _ in range(2)]
     causes = [error.__cause__ for error in errors]
     ours, theirs = (
-        run(module, place, error, at, CALLS[call]) for module, error in zip((compat, data), errors, strict=True)
+        run(module, place, error, at, CALLS[call])
+        for module, error in zip((compat, data), errors, strict=True)
     )
     assert [ours.raised, theirs.raised] == errors
     assert errors[0].__cause__ is causes[0]
@@ -237,7 +247,9 @@ def test_the_episode_hook_is_not_called_for_an_episode_after_which_the_reset_fai
     for module in (compat, data):
         bombs: dict[str, Callable[[], None]] = {}
         venv = DummyVectorEnv([lambda n=n, bombs=bombs: Env(n, bombs) for n in LENGTHS])
-        collector = module.Collector(Acting(ACTIONS["discrete"](), "array"), venv, VectorReplayBuffer(60, 3))
+        collector = module.Collector(
+            Acting(ACTIONS["discrete"](), "array"), venv, VectorReplayBuffer(60, 3)
+        )
         collector.policy.bombs = {}
         notes: list[Any] = []
         collector.set_on_episode_done_hook(lambda episode, notes=notes: notes.append(len(episode)))
@@ -272,9 +284,15 @@ def test_after_an_error_of_an_environment_all_are_reset(place: str, call: str) -
     stats = found.collector.collect(n_step=6)
     assert stats.n_collected_steps == 6
     buffer = found.collector.buffer
-    times = [part.obs[part._insertion_idx - 2 : part._insertion_idx, 1].tolist() for part in buffer.buffers]
+    times = [
+        part.obs[part._insertion_idx - 2 : part._insertion_idx, 1].tolist()
+        for part in buffer.buffers
+    ]
     assert times == [[0, 1]] * 3
-    hidden = [part.policy.hidden_state[part._insertion_idx - 2 : part._insertion_idx, 0] for part in buffer.buffers]
+    hidden = [
+        part.policy.hidden_state[part._insertion_idx - 2 : part._insertion_idx, 0]
+        for part in buffer.buffers
+    ]
     assert np.array(hidden).tolist() == [[1, 2]] * 3
     assert len(buffer) == before + 6
     assert stats.lens.tolist() == [2]
@@ -284,7 +302,9 @@ def test_after_an_error_of_an_environment_all_are_reset(place: str, call: str) -
 def test_after_any_other_error_the_episodes_go_on(place: str) -> None:
     found = run(compat, place, RuntimeError("broken"), 2, {"n_step": 60})
     found.collector.collect(n_step=12)
-    for worker, part in zip(found.collector.env.workers, found.collector.buffer.buffers, strict=True):
+    for worker, part in zip(
+        found.collector.env.workers, found.collector.buffer.buffers, strict=True
+    ):
         steps = sum(method == "step" for method, _ in worker.env.log)
         times = [step % worker.env.length for step in range(steps)]
         if place in ("step hook", "add"):
@@ -321,7 +341,10 @@ class Shape(Counter):
 class OddInfo(Counting):
     def step(self, action: Any) -> Any:
         *rest, info = super().step(action)
-        return *rest, {**info, "array": np.zeros(2 if sum(m == "step" for m, _ in self.log) < 5 else 3)}
+        return *rest, {
+            **info,
+            "array": np.zeros(2 if sum(m == "step" for m, _ in self.log) < 5 else 3),
+        }
 
 
 @pytest.mark.parametrize("odd", ["act", "policy", "info"])
@@ -329,7 +352,9 @@ class OddInfo(Counting):
     "make", [lambda: VectorReplayBuffer(60, 2), lambda: CachedReplayBuffer(ReplayBuffer(30), 2, 9)]
 )
 @pytest.mark.parametrize("before", [0, 4])
-def test_a_row_that_tianshous_buffer_refuses_leaves_those_before_it(odd: str, make: Any, before: int) -> None:
+def test_a_row_that_tianshous_buffer_refuses_leaves_those_before_it(
+    odd: str, make: Any, before: int
+) -> None:
     found = []
     for module in (compat, data):
         policy = Shape(ACTIONS["discrete"](), "none")
@@ -342,7 +367,9 @@ def test_a_row_that_tianshous_buffer_refuses_leaves_those_before_it(odd: str, ma
             collector.collect(n_step=before)
         with pytest.raises((ValueError, TypeError, IndexError)) as caught:
             collector.collect(n_step=40)
-        found.append((type(caught.value), contents(collector.buffer)["parts"], plain_obs(collector.buffer)))
+        found.append(
+            (type(caught.value), contents(collector.buffer)["parts"], plain_obs(collector.buffer))
+        )
         if module is compat:
             assert collector.collect_step == 8
             if odd != "info":  # the steps after the refused one count for their episodes
@@ -359,7 +386,10 @@ def plain_obs(buffer: Any) -> Any:
 
 
 class Samples(Counting):
-    """The episodes ``rank``, ``rank + 3``, ...; their observation is their number. Afterwards None is observed once."""
+    """The episodes ``rank``, ``rank + 3``, ...; their observation is their number.
+
+    Afterwards None is observed once.
+    """
 
     def __init__(self, rank: int, episodes: int) -> None:
         super().__init__(1)
@@ -385,7 +415,9 @@ class Samples(Counting):
 
 
 class Finite(BaseVectorEnv):
-    """Leaves exhausted environments out. When all are, it begins again, and raises ``StopIteration``.
+    """Leaves exhausted environments out.
+
+    When all are, it begins again, and raises ``StopIteration``.
 
     This is the vector environment of Tianshou's ``test_env_finite.py`` and of Qlib.
     """
@@ -397,7 +429,11 @@ class Finite(BaseVectorEnv):
         ids = list(self._wrap_id(env_id))
         self.alive = self.alive or set(range(self.env_num))
         asked = [i for i in ids if i in self.alive]
-        got = dict(zip(asked, zip(*super().reset(asked, **kwargs), strict=True), strict=True)) if asked else {}
+        got = (
+            dict(zip(asked, zip(*super().reset(asked, **kwargs), strict=True), strict=True))
+            if asked
+            else {}
+        )
         self.alive = self.alive - {i for i, (obs, _) in got.items() if obs is None}
         for obs, info in got.values():
             self.blank = self.blank or (obs, info)
@@ -414,7 +450,9 @@ class Finite(BaseVectorEnv):
         got = dict(zip(asked, zip(*super().step(acts, asked), strict=True), strict=True))
         self.seen += [(got[i][4]["sample"], bool(got[i][2] or got[i][3])) for i in asked]
         absent = self.blank[0], 0.0, False, False, {"sample": -1}
-        return tuple(np.stack(part) for part in zip(*(got.get(i, absent) for i in ids), strict=True))
+        return tuple(
+            np.stack(part) for part in zip(*(got.get(i, absent) for i in ids), strict=True)
+        )
 
 
 class FiniteDummy(Finite, DummyVectorEnv):
@@ -428,11 +466,15 @@ class FiniteSubproc(Finite, SubprocVectorEnv):
 @pytest.mark.parametrize("make", [FiniteDummy, partial(FiniteSubproc, context="fork")])
 @pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("call", [{"n_step": 10**18}, {"n_episode": 10**9}])
-def test_finite_environments_end_the_call_and_begin_again(make: Any, by_row: bool, call: Any) -> None:
+def test_finite_environments_end_the_call_and_begin_again(
+    make: Any, by_row: bool, call: Any
+) -> None:
     seen = []
     for module in (compat, data):
         venv = make([partial(Samples, rank, 20) for rank in range(3)])
-        collector = module.Collector(POLICIES["none"](ACTIONS["discrete"]()), venv, VectorReplayBuffer(600, 3))
+        collector = module.Collector(
+            POLICIES["none"](ACTIONS["discrete"]()), venv, VectorReplayBuffer(600, 3)
+        )
         if by_row:
             collector.set_on_step_hook(lambda action, step: None)
         venv.seen = []
@@ -444,7 +486,9 @@ def test_finite_environments_end_the_call_and_begin_again(make: Any, by_row: boo
                 collector.collect(**call)
             assert sorted(sample for sample, done in venv.seen if done) == list(range(20))
             assert len(venv.seen) == sum(3 * sample % 5 + 1 for sample in range(20))
-            rounds.append((list(venv.seen), len(collector.buffer), int(collector.buffer.done.sum())))
+            rounds.append(
+                (list(venv.seen), len(collector.buffer), int(collector.buffer.done.sum()))
+            )
         if module is compat:
             assert collector.collect_step == len(collector.buffer)
             assert collector.collect_episode == 60
@@ -456,7 +500,9 @@ def test_finite_environments_end_the_call_and_begin_again(make: Any, by_row: boo
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_other_environments_go_on_after_stop_iteration_in_a_reset(asynchronous: bool) -> None:
     venv = scripted(lambda wait, waiting: waiting) if asynchronous else DummyVectorEnv
-    found = run(compat, "reset", StopIteration(), 1, {"n_step": 60}, venv, asynchronous=asynchronous)
+    found = run(
+        compat, "reset", StopIteration(), 1, {"n_step": 60}, venv, asynchronous=asynchronous
+    )
     resets = [sum(method == "reset" for method, _ in log) for log in found.logs]
     assert resets == [1, 1, 1]
     found.collector.collect(n_step=3)
@@ -466,7 +512,11 @@ def test_other_environments_go_on_after_stop_iteration_in_a_reset(asynchronous: 
     part = found.collector.buffer.buffers[1]
     assert part.obs[: len(part), 1].tolist() == [0, 1, 2]
     part = found.collector.buffer.buffers[2]
-    assert part.obs[: len(part), 1].tolist() == [0, 1, 2]  # it did not start again: from its last observation on
+    assert part.obs[: len(part), 1].tolist() == [
+        0,
+        1,
+        2,
+    ]  # it did not start again: from its last observation on
     assert part.policy.hidden_state[: len(part), 0].tolist() == [1, 2, 1]
 
 
@@ -494,7 +544,9 @@ def test_an_error_of_the_reset_after_the_last_episode_is_raised_and_all_is_count
         counts.append((found.counters, found.buffer["length"]))
         if module is compat:
             found.collector.collect(n_step=3)
-            assert [part.obs[part._insertion_idx - 1, 1] for part in found.collector.buffer.buffers] == [0, 0, 0]
+            assert [
+                part.obs[part._insertion_idx - 1, 1] for part in found.collector.buffer.buffers
+            ] == [0, 0, 0]
     assert counts[0] == counts[1]
 
 
@@ -512,7 +564,9 @@ def test_an_error_of_muster_stays_one() -> None:
         def _observe(self) -> Any:
             return np.zeros(3 if self.t == 2 else 2, np.float32)
 
-    collector = compat.Collector(POLICIES["none"](ACTIONS["discrete"]()), DummyVectorEnv([partial(Changing, 5)]))
+    collector = compat.Collector(
+        POLICIES["none"](ACTIONS["discrete"]()), DummyVectorEnv([partial(Changing, 5)])
+    )
     collector.reset()
     with pytest.raises(MusterError, match=r"\(3,\)"):
         collector.collect(n_step=4)
@@ -520,7 +574,8 @@ def test_an_error_of_muster_stays_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "at"), [("step", 4), ("reset", 1), ("policy", 2), ("step hook", 2), ("episode hook", 1)]
+    ("place", "at"),
+    [("step", 4), ("reset", 1), ("policy", 2), ("step hook", 2), ("episode hook", 1)],
 )
 def test_interrupts_leave_whole_rows(place: str, at: int) -> None:
     found = run(compat, place, KeyboardInterrupt(), at, {"n_step": 60})  # type: ignore[arg-type]
@@ -528,8 +583,13 @@ def test_interrupts_leave_whole_rows(place: str, at: int) -> None:
     assert len({part["_size"] for part in found.buffer["parts"]}) == 1
     assert found.counters[0] == found.buffer["length"]
     assert found.collector.collect(n_step=6).n_collected_steps == 6
-    for worker, part in zip(found.collector.env.workers, found.collector.buffer.buffers, strict=True):
-        assert part.obs[part._insertion_idx - 2 : part._insertion_idx, 1].tolist()[0] < worker.env.length
+    for worker, part in zip(
+        found.collector.env.workers, found.collector.buffer.buffers, strict=True
+    ):
+        assert (
+            part.obs[part._insertion_idx - 2 : part._insertion_idx, 1].tolist()[0]
+            < worker.env.length
+        )
 
 
 # --- values of any kind ---------------------------------------------------------------------------
@@ -567,7 +627,9 @@ class Anything(Counting):
         info = {}
         for name, kind in self.kinds.items():
             if self.rng.random() >= self.missing:
-                info[name] = (self.rng.choice(VALUES) if self.rng.random() < self.changing else kind)(self.rng)
+                info[name] = (
+                    self.rng.choice(VALUES) if self.rng.random() < self.changing else kind
+                )(self.rng)
         return info
 
 
@@ -582,7 +644,9 @@ class Fickle(Counter):
         n, changes = len(batch.obs), lambda: self.rng.random() < self.changing
         result = Batch(act=np.zeros(n, np.int32 if changes() else int))
         if not changes():
-            result.policy = Batch(value=np.full((n, 2), 1) if changes() else np.full(n, self.rng.random()))
+            result.policy = Batch(
+                value=np.full((n, 2), 1) if changes() else np.full(n, self.rng.random())
+            )
         return result
 
 
@@ -592,7 +656,11 @@ def test_values_of_any_kind_are_stored_or_refused_as_by_tianshou(seed: int) -> N
     for module in (compat, data):
         rng = random.Random(seed)
         n = rng.randint(1, 3)
-        missing, changing, fickle = rng.choice([0, 0.3]), rng.choice([0, 0.05, 0.3]), rng.choice([0, 0, 0.1])
+        missing, changing, fickle = (
+            rng.choice([0, 0.3]),
+            rng.choice([0, 0.05, 0.3]),
+            rng.choice([0, 0, 0.1]),
+        )
         buffers = [
             lambda n=n: VectorReplayBuffer(60 * n, n),
             lambda n=n: VectorReplayBuffer(7 * n, n),
@@ -601,15 +669,22 @@ def test_values_of_any_kind_are_stored_or_refused_as_by_tianshou(seed: int) -> N
         envs = [Anything(2 + i, random.Random(seed * 10 + i), missing, changing) for i in range(n)]
         buffer = rng.choice(buffers)()
         collector = module.Collector(
-            Fickle(random.Random(seed), fickle), DummyVectorEnv([lambda env=env: env for env in envs]), buffer
+            Fickle(random.Random(seed), fickle),
+            DummyVectorEnv([lambda env=env: env for env in envs]),
+            buffer,
         )
         collector.reset()
         results: list[Any] = []
         try:
             for _ in range(4):
-                call = rng.choice([{"n_step": rng.randint(1, 12)}, {"n_episode": rng.randint(1, 5)}])
+                call = rng.choice(
+                    [{"n_step": rng.randint(1, 12)}, {"n_episode": rng.randint(1, 5)}]
+                )
                 results.append(int(collector.collect(**call).n_collected_steps))
-        except (TypeError, ValueError):  # of the entry that Tianshou stores first, whichever that is in its set
+        except (
+            TypeError,
+            ValueError,
+        ):  # of the entry that Tianshou stores first, whichever that is in its set
             found.append((results, "refused", contents(buffer)["parts"]))
         else:
             found.append((results, "", contents(buffer)))

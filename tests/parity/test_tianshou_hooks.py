@@ -1,4 +1,6 @@
-"""Hooks, statistics classes and subclasses of the compat layer's Collector beside those of Tianshou's own."""
+"""Hooks, statistics classes and subclasses of the compat layer's Collector beside those of
+Tianshou's own.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ from tianshou.env import DummyVectorEnv
 
 from muster.compat import tianshou as compat
 from tests.parity.tianshou_envs import ACTIONS, POLICIES, Counting, plain
-from tests.parity.tianshou_tools import BUFFERS, Program, assert_equal_to_tianshou, assert_same, collects, play
+from tests.parity.tianshou_tools import (
+    BUFFERS,
+    Program,
+    assert_equal_to_tianshou,
+    assert_same,
+    collects,
+    play,
+)
 
 MIXED = collects({"n_step": 7}, {"n_episode": 5}, {"n_step": 6, "random": True}, {"n_episode": 2})
 LENGTHS = 3, 5, 2
@@ -37,7 +46,9 @@ def noting_episodes(notes: list[Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("policy", ["values", "actor", "batch", "none"])
 def test_a_step_hook_sees_every_step_with_its_action_and_distribution(policy: str) -> None:
-    seen = assert_equal_to_tianshou(Program(LENGTHS, MIXED, policy, env={"infos": "some"}, hooks=noting_steps))
+    seen = assert_equal_to_tianshou(
+        Program(LENGTHS, MIXED, policy, env={"infos": "some"}, hooks=noting_steps)
+    )
     assert len(seen[-1]["notes"]) > 10
 
 
@@ -52,7 +63,9 @@ def test_an_episode_hook_sees_every_episode_as_the_buffer_holds_it(buffer: str) 
 def test_what_an_episode_hook_returns_is_in_the_buffer(buffer: str) -> None:
     lengths = (4,) if buffer == "single" else LENGTHS
     calls = collects({"n_episode": 5}, {"n_episode": 7})
-    program = Program(lengths, calls, "array", buffer, hooks=lambda notes: {"on_episode_done_hook": mc_return()})
+    program = Program(
+        lengths, calls, "array", buffer, hooks=lambda notes: {"on_episode_done_hook": mc_return()}
+    )
     seen = assert_equal_to_tianshou(program)
     assert set(seen[-1]["buffer"]["memory"]) > {"mc_return_to_go", "full_episode_mc_return"}
 
@@ -64,7 +77,10 @@ def mc_return() -> Any:
 def test_an_episode_hook_that_returns_something_is_for_whole_episodes() -> None:
     for module in (compat, data):
         with pytest.raises(ValueError, match="on_episode_done_hook"):
-            play(module, Program(LENGTHS, MIXED, hooks=lambda notes: {"on_episode_done_hook": mc_return()}))
+            play(
+                module,
+                Program(LENGTHS, MIXED, hooks=lambda notes: {"on_episode_done_hook": mc_return()}),
+            )
 
 
 def test_a_step_hook_changes_what_is_stored() -> None:
@@ -73,7 +89,9 @@ def test_a_step_hook_changes_what_is_stored() -> None:
         step.obs[:, 0] += 100
         step.policy = Batch(mark=np.arange(len(step)))
 
-    program = Program(LENGTHS, MIXED, "array", true_rewards=False, hooks=lambda notes: {"on_step_hook": change})
+    program = Program(
+        LENGTHS, MIXED, "array", true_rewards=False, hooks=lambda notes: {"on_step_hook": change}
+    )
     seen = assert_equal_to_tianshou(program)
     assert seen[1]["buffer"]["memory"]["policy"].keys() == {"mark"}
 
@@ -90,8 +108,14 @@ def test_hooks_can_be_changed_between_calls() -> None:
         return Swapping
 
     hooks = {"hooks": lambda notes: {**noting_steps(notes), **noting_episodes(notes)}}
-    calls = [*collects({"n_step": 6}, {"n_episode": 3}), ("swap", {}), ("collect", {"n_episode": 3})]
-    ours, theirs = (play(module, Program(LENGTHS, calls, **hooks), swapping) for module in (compat, data))
+    calls = [
+        *collects({"n_step": 6}, {"n_episode": 3}),
+        ("swap", {}),
+        ("collect", {"n_episode": 3}),
+    ]
+    ours, theirs = (
+        play(module, Program(LENGTHS, calls, **hooks), swapping) for module in (compat, data)
+    )
     assert_same(ours, theirs)
     assert len(ours[-1]["notes"]) == len(ours[-2]["notes"]) > len(ours[1]["notes"])
 
@@ -158,20 +182,26 @@ def test_a_buffer_with_nan_is_refused() -> None:
 
 
 def test_environments_are_rendered_after_every_step() -> None:
-    calls = collects({"n_step": 6, "render": 1e-12}, {"n_episode": 4, "render": 1e-12}, {"n_step": 3, "render": 0.0})
+    calls = collects(
+        {"n_step": 6, "render": 1e-12},
+        {"n_episode": 4, "render": 1e-12},
+        {"n_step": 3, "render": 0.0},
+    )
     seen = assert_equal_to_tianshou(Program(LENGTHS, calls))
     assert ("render", 1) in seen[1]["envs"][0]
     assert seen[2]["envs"][0].count(("render", 1)) == seen[3]["envs"][0].count(("render", 1))
 
 
-# --- names ----------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 def test_every_class_of_tianshous_module_can_be_imported_from_here() -> None:
     own = {
         name
         for name, value in vars(tianshous).items()
-        if not name.startswith("_") and getattr(value, "__module__", "") == tianshous.__name__ and callable(value)
+        if not name.startswith("_")
+        and getattr(value, "__module__", "") == tianshous.__name__
+        and callable(value)
     }
     assert own <= set(compat.__all__)
     assert set(compat.__all__) - own == {"SequenceSummaryStats"}
@@ -211,9 +241,20 @@ def test_statistics_are_of_the_class_that_is_exported(asynchronous: bool) -> Non
 
 def test_statistics_can_be_made_with_tianshous_defaults_and_methods() -> None:
     empty = compat.CollectStats()
-    assert empty.n_collected_steps == empty.n_collected_episodes == len(empty.returns) == len(empty.lens) == 0
+    assert (
+        empty.n_collected_steps
+        == empty.n_collected_episodes
+        == len(empty.returns)
+        == len(empty.lens)
+        == 0
+    )
     names = [field.name for field in dataclasses.fields(empty)]
-    assert names[:4] == ["n_collected_episodes", "n_collected_steps", "collect_time", "collect_speed"]
+    assert names[:4] == [
+        "n_collected_episodes",
+        "n_collected_steps",
+        "collect_time",
+        "collect_speed",
+    ]
     assert names[4:8] == ["returns", "returns_stat", "lens", "lens_stat"]
     assert names[8:] == ["pred_dist_std_array", "pred_dist_std_array_stat"]
     step = Batch(obs=np.zeros(2), dist=None)
@@ -223,6 +264,8 @@ def test_statistics_can_be_made_with_tianshous_defaults_and_methods() -> None:
     empty.refresh_all_sequence_stats()
     assert (empty.n_collected_steps, empty.n_collected_episodes, empty.collect_speed) == (2, 1, 4.0)
     assert (empty.returns_stat.mean, empty.lens_stat.max) == (2.5, 3)
-    made = compat.CollectStats.with_autogenerated_stats(np.array([1.0, 3.0]), np.array([2, 4]), 2, 6, 1.0, 6.0)
+    made = compat.CollectStats.with_autogenerated_stats(
+        np.array([1.0, 3.0]), np.array([2, 4]), 2, 6, 1.0, 6.0
+    )
     assert (made.returns_stat.mean, made.lens.tolist()) == (2.0, [2, 4])
     assert compat.CollectStatsBase(n_collected_steps=3).n_collected_steps == 3

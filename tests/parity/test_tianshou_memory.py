@@ -1,7 +1,9 @@
-"""Rows of the compat layer's buffers stay what they were, whatever is done later with what they were made of.
+"""Rows of the compat layer's buffers stay what they were, whatever is done later with what they
+were made of.
 
-Environments, vector environments and policies here keep everything that they return or are given, and spoil it as soon
-as they are called again. The same program without that must give the same buffer.
+Environments, vector environments and policies here keep everything that they return or are given,
+and spoil it as soon as they are called again. The same program without that must give the same
+buffer.
 """
 
 from __future__ import annotations
@@ -32,7 +34,12 @@ from tests.parity.tianshou_envs import plain
 from tests.parity.tianshou_tools import assert_same
 
 LENGTHS = 3, 5, 2
-CALLS: list[dict[str, Any]] = [{"n_step": 9}, {"n_episode": 4}, {"n_step": 6}, {"n_step": 6, "random": True}]
+CALLS: list[dict[str, Any]] = [
+    {"n_step": 9},
+    {"n_episode": 4},
+    {"n_step": 6},
+    {"n_step": 6, "random": True},
+]
 
 
 class Thing:
@@ -97,7 +104,10 @@ OBSERVATIONS: dict[str, tuple[spaces.Space[Any], Callable[[int, int], Any]]] = {
         lambda n, t: {"e": np.array([n, t], np.float32), "f": {"x": np.array([t], np.int64)}},
     ),
     "ragged": (BOX, lambda n, t: np.arange(n + t, dtype=np.float32)),
-    "mixed": (BOX, lambda n, t: {"e": np.array([n, t], np.float32), "word": [n, t], "thing": Thing(t)}),
+    "mixed": (
+        BOX,
+        lambda n, t: {"e": np.array([n, t], np.float32), "word": [n, t], "thing": Thing(t)},
+    ),
 }
 
 
@@ -128,7 +138,13 @@ class Env(gymnasium.Env[Any, Any]):
         if not self.infos or self.t % 3 == 2:
             return {}
         t, array = self.t, np.full(2, self.t)
-        kinds = {"list": [t, t + 1], "tuple": (array.copy(), t), "set": {t}, "thing": Thing(t), "things": [Thing(t)]}
+        kinds = {
+            "list": [t, t + 1],
+            "tuple": (array.copy(), t),
+            "set": {t},
+            "thing": Thing(t),
+            "things": [Thing(t)],
+        }
         return {"t": t, "array": array, "deep": {"x": np.array(t / 2), "thing": Thing(t)}, **kinds}
 
 
@@ -167,7 +183,11 @@ class Acting(Policy):
             things = np.array([Thing(self.calls) for _ in range(n)], object)
             tensor = torch.full((n,), float(self.calls))
             result.policy = Batch(act=act, value=value, deep=Batch(tensor=tensor, things=things))
-            states = {"array": value.copy(), "tensor": tensor.clone(), "batch": Batch(h=value.copy(), things=things)}
+            states = {
+                "array": value.copy(),
+                "tensor": tensor.clone(),
+                "batch": Batch(h=value.copy(), things=things),
+            }
             result.state = states[self.kind]
         return self.kept(result)
 
@@ -183,7 +203,9 @@ VENVS: dict[str, tuple[Any, Any]] = {
 IN_PROCESSES = "subproc", "shared", "shmem"
 
 
-def program(venv: str, obs: str, kind: str, *, spoils: bool, by_row: bool, buffer: Any = None) -> Any:
+def program(
+    venv: str, obs: str, kind: str, *, spoils: bool, by_row: bool, buffer: Any = None
+) -> Any:
     """The contents of the buffer, and the states that the policy was called with."""
     collector_class, venv_class = VENVS[venv]
     fns = [partial(Env, n, obs, spoils=spoils) for n in LENGTHS]
@@ -217,7 +239,9 @@ def program(venv: str, obs: str, kind: str, *, spoils: bool, by_row: bool, buffe
 @pytest.mark.parametrize("venv", ["direct", "wrapped", "async"])
 def test_what_is_changed_later_is_stored_as_it_was(venv: str, obs: str, kind: str) -> None:
     for by_row in (False, True):
-        ours, expected = (program(venv, obs, kind, spoils=spoils, by_row=by_row) for spoils in (True, False))
+        ours, expected = (
+            program(venv, obs, kind, spoils=spoils, by_row=by_row) for spoils in (True, False)
+        )
         assert_same(ours, expected)
 
 
@@ -241,12 +265,17 @@ def test_so_it_is_on_ray(venv: str, ray_cluster: Any) -> None:  # noqa: F811
     assert_same(ours, program("wrapped", "dict", "array", spoils=False, by_row=False))
 
 
-@pytest.mark.parametrize("buffer", [lambda: CachedReplayBuffer(ReplayBuffer(60), 3, 20), lambda: ReplayBuffer(60)])
+@pytest.mark.parametrize(
+    "buffer", [lambda: CachedReplayBuffer(ReplayBuffer(60), 3, 20), lambda: ReplayBuffer(60)]
+)
 def test_so_it_is_in_other_buffers(buffer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if isinstance(buffer(), ReplayBuffer) and not isinstance(buffer(), CachedReplayBuffer):
         monkeypatch.setattr("tests.parity.test_tianshou_memory.LENGTHS", (3,))
     for obs in ("dict", "mixed"):
-        runs = [program("direct", obs, "batch", spoils=s, by_row=False, buffer=buffer) for s in (True, False)]
+        runs = [
+            program("direct", obs, "batch", spoils=s, by_row=False, buffer=buffer)
+            for s in (True, False)
+        ]
         assert_same(*runs)
 
 
@@ -259,7 +288,10 @@ def test_a_dict_space_in_shared_memory_has_the_observation_of_its_own_step() -> 
 
 
 def test_first_observations_wait_for_their_call_as_they_were() -> None:
-    """Environment 2 ends first and is not needed any more. It was reset when the policy fails, and starts later."""
+    """Environment 2 ends first and is not needed any more.
+
+    It was reset when the policy fails, and starts later.
+    """
 
     class Failing(Acting):
         def forward(self, batch: Any, state: Any = None, **kwargs: Any) -> Any:
@@ -272,7 +304,9 @@ def test_first_observations_wait_for_their_call_as_they_were() -> None:
         venv = DummyVectorEnv([partial(Env, n, obs, spoils=True) for n in LENGTHS])
         kept = Kept(spoils=True)
         policy = Failing("bare", spoils=True)
-        collector = Collector(policy, spoiling(VectorEnvWrapper(venv), kept), VectorReplayBuffer(90, 3))
+        collector = Collector(
+            policy, spoiling(VectorEnvWrapper(venv), kept), VectorReplayBuffer(90, 3)
+        )
         collector.reset()
         with pytest.raises(RuntimeError, match="broken"):
             collector.collect(n_episode=3)
@@ -299,7 +333,9 @@ def test_what_a_hook_was_given_stays_as_it_was(venv: str) -> None:
         envs = (scripted(one_by_one) if venv == "async" else venv_class)(
             [partial(Env, n, "mixed", spoils=True) for n in LENGTHS]
         )
-        collector = collector_class(Acting("batch", spoils=False), envs, raise_on_nan_in_buffer=False)
+        collector = collector_class(
+            Acting("batch", spoils=False), envs, raise_on_nan_in_buffer=False
+        )
     collector.set_on_step_hook(hook)
     collector.reset()
     for call in CALLS:

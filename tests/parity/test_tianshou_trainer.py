@@ -31,8 +31,9 @@ UNEQUAL = "time", "timing", "speed", "lens"
 
 
 class Log(LazyLogger):
-    """Keeps all that a trainer logs, but for what depends on the clock, and for the lengths of episodes: Tianshou
-    counts the steps that are still in the buffer, which on-policy trainers empty in the middle of episodes.
+    """Keeps all that a trainer logs, but for what depends on the clock, and for the lengths of
+    episodes: Tianshou counts the steps that are still in the buffer, which on-policy trainers empty
+    in the middle of episodes.
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,9 @@ class Log(LazyLogger):
         self.training_interval = self.test_interval = self.update_interval = self.info_interval = 1
 
     def prepare_dict_for_logging(self, data: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in data.items() if not any(word in key for word in UNEQUAL)}
+        return {
+            key: value for key, value in data.items() if not any(word in key for word in UNEQUAL)
+        }
 
     def write(self, step_type: str, step: int, data: dict[str, Any]) -> None:
         self.lines.append((step_type, step, data))
@@ -59,10 +62,17 @@ def net(outputs: int = 0) -> Net:
 
 def dqn() -> Any:
     policy = DiscreteQLearningPolicy(
-        model=net(2), action_space=gymnasium.spaces.Discrete(2), eps_training=0.3, eps_inference=0.05
+        model=net(2),
+        action_space=gymnasium.spaces.Discrete(2),
+        eps_training=0.3,
+        eps_inference=0.05,
     )
     return DQN(
-        policy=policy, optim=AdamOptimizerFactory(lr=1e-3), gamma=0.9, n_step_return_horizon=3, target_update_freq=50
+        policy=policy,
+        optim=AdamOptimizerFactory(lr=1e-3),
+        gamma=0.9,
+        n_step_return_horizon=3,
+        target_update_freq=50,
     )
 
 
@@ -92,7 +102,9 @@ OFF = {
 ON = {"max_epochs": 2, "epoch_num_steps": 200, "update_step_num_repetitions": 2, "batch_size": 64}
 
 
-def train(module: Any, make: Any, params: Any, options: dict[str, Any], buffer: Any) -> dict[str, Any]:
+def train(
+    module: Any, make: Any, params: Any, options: dict[str, Any], buffer: Any
+) -> dict[str, Any]:
     """Everything that a training run leaves behind."""
     torch.manual_seed(1)
     np.random.seed(1)
@@ -117,9 +129,19 @@ def train(module: Any, make: Any, params: Any, options: dict[str, Any], buffer: 
         )
     return {
         "buffer": contents(collector.buffer),
-        "weights": {key: value.numpy() for key, value in algorithm.state_dict().items() if hasattr(value, "numpy")},
+        "weights": {
+            key: value.numpy()
+            for key, value in algorithm.state_dict().items()
+            if hasattr(value, "numpy")
+        },
         "log": log.lines,
-        "best": (info.best_score, info.train_step, info.train_episode, info.test_step, info.test_episode),
+        "best": (
+            info.best_score,
+            info.train_step,
+            info.train_episode,
+            info.test_step,
+            info.test_episode,
+        ),
         "counters": [(int(c.collect_step), int(c.collect_episode)) for c in (collector, test)],
     }
 
@@ -128,17 +150,21 @@ def train(module: Any, make: Any, params: Any, options: dict[str, Any], buffer: 
 def test_dqn_learns_the_same_from_the_same_data(buffer: Any) -> None:
     kwargs = {"alpha": 0.6, "beta": 0.4} if buffer is PrioritizedVectorReplayBuffer else {}
     ours, theirs = (
-        train(module, dqn, OffPolicyTrainerParams, OFF, buffer(400, 4, **kwargs)) for module in (compat, data)
+        train(module, dqn, OffPolicyTrainerParams, OFF, buffer(400, 4, **kwargs))
+        for module in (compat, data)
     )
     assert_same(ours, theirs)
     assert ours["best"][1] >= 600
 
 
 @pytest.mark.parametrize("make", [ppo, reinforce])
-@pytest.mark.parametrize("amount", [{"collection_step_num_env_steps": 100}, {"collection_step_num_episodes": 6}])
+@pytest.mark.parametrize(
+    "amount", [{"collection_step_num_env_steps": 100}, {"collection_step_num_episodes": 6}]
+)
 def test_on_policy_trainers_learn_the_same(make: Any, amount: dict[str, int]) -> None:
     options = {"collection_step_num_env_steps": None, **amount, **ON}
     ours, theirs = (
-        train(module, make, OnPolicyTrainerParams, options, VectorReplayBuffer(2000, 4)) for module in (compat, data)
+        train(module, make, OnPolicyTrainerParams, options, VectorReplayBuffer(2000, 4))
+        for module in (compat, data)
     )
     assert_same(ours, theirs)

@@ -34,7 +34,9 @@ def from_torchrl(envs: list[Any], **options: Any) -> list[Any]:
 
     env = wrap(envs[0])() if len(envs) == 1 else SerialEnv(len(envs), [wrap(e) for e in envs])
     policy = TensorDictModule(alternate, in_keys=["observation"], out_keys=["action"])
-    collector = TorchRLCollector(env, policy, frames_per_batch=T * len(envs), total_frames=-1, **options)
+    collector = TorchRLCollector(
+        env, policy, frames_per_batch=T * len(envs), total_frames=-1, **options
+    )
     batches = [batch.clone() for batch, _ in zip(collector, range(BATCHES), strict=False)]
     collector.shutdown()
     return batches
@@ -44,7 +46,11 @@ def from_muster(envs: list[Any], **options: Any) -> list[Any]:
     remaining = iter(envs)
     num_envs = None if len(envs) == 1 else len(envs)
     with Collector(
-        lambda: next(remaining), alternate, num_envs=num_envs, frames_per_batch=T * len(envs), **options
+        lambda: next(remaining),
+        alternate,
+        num_envs=num_envs,
+        frames_per_batch=T * len(envs),
+        **options,
     ) as c:
         return [c.rollout() for _ in range(BATCHES)]
 
@@ -66,7 +72,9 @@ def test_batches_equal_torchrls(torchrl, lengths, limit):
             assert mine[key].dtype == theirs[key].dtype, key
             assert mine[key].shape == theirs[key].shape, key
             assert torch.equal(mine[key], theirs[key]), key
-    mine, theirs = (torch.cat([b["collector", "traj_ids"] for b in batches], -1) for batches in (got, expected))
+    mine, theirs = (
+        torch.cat([b["collector", "traj_ids"] for b in batches], -1) for batches in (got, expected)
+    )
     assert mine.dtype == theirs.dtype
     assert torch.equal(mine[..., 1:] != mine[..., :-1], theirs[..., 1:] != theirs[..., :-1])
     assert len(mine.unique()) == len(theirs.unique()), "the same number of trajectories"
@@ -77,7 +85,9 @@ def test_a_batch_goes_into_torchrls_losses_and_buffers_like_any_tensordict():
     from torchrl.data import LazyTensorStorage, ReplayBuffer
     from torchrl.objectives.value import GAE
 
-    value = TensorDictModule(torch.nn.Linear(4, 1), in_keys=["observation"], out_keys=["state_value"])
+    value = TensorDictModule(
+        torch.nn.Linear(4, 1), in_keys=["observation"], out_keys=["state_value"]
+    )
     with Collector("CartPole-v1", None, num_envs=4, frames_per_batch=64, seed=0) as collector:
         batch = collector.rollout()
     GAE(gamma=0.99, lmbda=0.95, value_network=value)(batch)

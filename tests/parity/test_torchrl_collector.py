@@ -16,7 +16,13 @@ import torch
 pytest.importorskip("torchrl")
 
 import torchrl.collectors
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_leaf_nontensor, is_non_tensor
+from tensordict import (
+    LazyStackedTensorDict,
+    TensorDict,
+    TensorDictBase,
+    is_leaf_nontensor,
+    is_non_tensor,
+)
 from tensordict.nn import (
     CudaGraphModule,
     ProbabilisticTensorDictModule,
@@ -25,8 +31,22 @@ from tensordict.nn import (
     TensorDictModuleBase,
     TensorDictSequential,
 )
-from torchrl.data import LazyTensorStorage, ListStorage, MultiStep, ReplayBuffer, SamplerWithoutReplacement
-from torchrl.envs import Compose, GymEnv, InitTracker, RewardSum, SerialEnv, StepCounter, TransformedEnv
+from torchrl.data import (
+    LazyTensorStorage,
+    ListStorage,
+    MultiStep,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+)
+from torchrl.envs import (
+    Compose,
+    GymEnv,
+    InitTracker,
+    RewardSum,
+    SerialEnv,
+    StepCounter,
+    TransformedEnv,
+)
 from torchrl.envs.llm.transforms import PolicyVersion
 from torchrl.envs.utils import ExplorationType
 from torchrl.modules import (
@@ -67,7 +87,9 @@ def batches(env: Any, policy: Any = None, count: int = 4, **options: Any) -> Cal
 
     def program(make: Make) -> Any:
         made = env()
-        collector = make(made, None if policy is None else policy(made), **{"total_frames": -1, **options})
+        collector = make(
+            made, None if policy is None else policy(made), **{"total_frames": -1, **options}
+        )
         got = [keep(batch) for batch, _ in zip(collector, range(count), strict=False)]
         collector.shutdown()
         return got
@@ -82,7 +104,9 @@ def keep(batch: Any) -> Any:
 def assert_equal(mine: Any, theirs: Any, path: str = "result") -> None:
     if isinstance(theirs, TensorDictBase):
         assert isinstance(mine, TensorDictBase), f"{path}: {type(mine)}"
-        assert mine.batch_size == theirs.batch_size, f"{path}: {mine.batch_size}, not {theirs.batch_size}"
+        assert mine.batch_size == theirs.batch_size, (
+            f"{path}: {mine.batch_size}, not {theirs.batch_size}"
+        )
         assert is_non_tensor(theirs) or list(mine.names) == list(theirs.names), (
             f"{path}: names {mine.names}, not {theirs.names}"
         )
@@ -93,7 +117,9 @@ def assert_equal(mine: Any, theirs: Any, path: str = "result") -> None:
         assert got == keys, f"{path}: lacks {keys - got}, has {got - keys} besides"
         for key in keys:
             uneven = any(isinstance(node, LazyStackedTensorDict) for node in nodes(theirs))
-            assert_equal(mine.get(key, as_list=uneven), theirs.get(key, as_list=uneven), f"{path}[{key}]")
+            assert_equal(
+                mine.get(key, as_list=uneven), theirs.get(key, as_list=uneven), f"{path}[{key}]"
+            )
     elif isinstance(theirs, torch.Tensor):
         assert mine.dtype == theirs.dtype, f"{path}: {mine.dtype}, not {theirs.dtype}"
         assert mine.shape == theirs.shape, f"{path}: {mine.shape}, not {theirs.shape}"
@@ -126,11 +152,13 @@ def batch_sizes(td: Any) -> dict[Any, torch.Size]:
     sizes = {}
     for key in () if isinstance(td, LazyStackedTensorDict) else td.keys():
         if type(node := td.get(key, as_list=True)) is TensorDict:
-            sizes |= {(key,): node.batch_size} | {(key, *path): size for path, size in batch_sizes(node).items()}
+            sizes |= {(key,): node.batch_size} | {
+                (key, *path): size for path, size in batch_sizes(node).items()
+            }
     return sizes
 
 
-# --- environments and policies ----------------------------------------------------------------------
+# --- environments and policies --------------------------------------------------------------------
 
 
 def cartpole() -> Any:
@@ -210,7 +238,9 @@ def flat_action(tensordict):
 def float_one_hot(env: Any) -> Any:
     return ProbabilisticTensorDictSequential(
         TensorDictModule(torch.nn.Linear(4, 2), in_keys=["observation"], out_keys=["logits"]),
-        ProbabilisticTensorDictModule(["logits"], ["action"], distribution_class=torch.distributions.OneHotCategorical),
+        ProbabilisticTensorDictModule(
+            ["logits"], ["action"], distribution_class=torch.distributions.OneHotCategorical
+        ),
     )
 
 
@@ -267,13 +297,25 @@ ENVS: dict[str, tuple[Any, Any, int]] = {
     "three random cartpoles": (three_cartpoles, None, 3),
     "counting": (counting, counter, 1),
     "three counting": (three_counting, counter, 3),
-    "batched": (lambda: mocks.CountingBatchedEnv(max_steps=torch.tensor([3, 5]), batch_size=[2]), None, 2),
+    "batched": (
+        lambda: mocks.CountingBatchedEnv(max_steps=torch.tensor([3, 5]), batch_size=[2]),
+        None,
+        2,
+    ),
     "discrete mock": (lambda: mocks.DiscreteActionVecMockEnv(), None, 1),
     "continuous mock": (lambda: mocks.ContinuousActionVecMockEnv(), None, 1),
     "locked": (lambda: mocks.MockBatchedLockedEnv(device=None, batch_size=[3]), None, 3),
     "nested": (lambda: mocks.NestedCountingEnv(), counter, 1),
-    "nested done": (lambda: mocks.NestedCountingEnv(nest_done=True, has_root_done=False), counter, 1),
-    "nested done and root": (lambda: mocks.NestedCountingEnv(nest_done=True, has_root_done=True), counter, 1),
+    "nested done": (
+        lambda: mocks.NestedCountingEnv(nest_done=True, has_root_done=False),
+        counter,
+        1,
+    ),
+    "nested done and root": (
+        lambda: mocks.NestedCountingEnv(nest_done=True, has_root_done=True),
+        counter,
+        1,
+    ),
     "het": (
         lambda: mocks.HeterogeneousCountingEnv(max_steps=3),
         lambda env: mocks.HeterogeneousCountingEnvPolicy(env.full_action_spec),
@@ -296,14 +338,22 @@ ENVS: dict[str, tuple[Any, Any, int]] = {
     "tensor class": (lambda: mocks.EnvWithTensorClass(max_steps=4), counter, 1),
     "text": (lambda: mocks.Str2StrEnv(), None, 1),
     "metadata": (lambda: mocks.EnvWithMetadata(), None, 1),
-    "resets by itself": (lambda: mocks.AutoResettingCountingEnv(max_steps=4, auto_reset=True), counter, 1),
+    "resets by itself": (
+        lambda: mocks.AutoResettingCountingEnv(max_steps=4, auto_reset=True),
+        counter,
+        1,
+    ),
     "three het": (
-        lambda: SerialEnv(3, [functools.partial(mocks.HeterogeneousCountingEnv, max_steps=n) for n in (2, 3, 5)]),
+        lambda: SerialEnv(
+            3, [functools.partial(mocks.HeterogeneousCountingEnv, max_steps=n) for n in (2, 3, 5)]
+        ),
         lambda env: mocks.HeterogeneousCountingEnvPolicy(env.full_action_spec),
         3,
     ),
     "two by three": (
-        lambda: SerialEnv(2, lambda: mocks.CountingBatchedEnv(max_steps=torch.tensor([2, 4, 7]), batch_size=[3])),
+        lambda: SerialEnv(
+            2, lambda: mocks.CountingBatchedEnv(max_steps=torch.tensor([2, 4, 7]), batch_size=[3])
+        ),
         None,
         6,
     ),
@@ -372,7 +422,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "post-processed": {"postproc": lambda td: td.reshape(-1)[:7]},
     "whole trajectories, padded": {"trajs_per_batch": 3, "traj_format": "padded"},
     "whole trajectories, joined": {"trajs_per_batch": 3, "traj_format": "cat"},
-    "whole limited trajectories": {"trajs_per_batch": 3, "max_frames_per_traj": 4, "traj_format": "cat"},
+    "whole limited trajectories": {
+        "trajs_per_batch": 3,
+        "max_frames_per_traj": 4,
+        "traj_format": "cat",
+    },
     "the same TensorDict": {"return_same_td": True},
 }
 
@@ -386,14 +440,24 @@ def test_batches_are_equal_with_options(name, option):
     both(batches(env, policy, **{"frames_per_batch": 10 * n, **OPTIONS[option]}))
 
 
-@pytest.mark.parametrize("options", [{"device": "cpu"}, {"policy_device": "cpu"}, {"env_device": "cpu"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"device": "cpu"}, {"policy_device": "cpu"}, {"env_device": "cpu"}], ids=str
+)
 @pytest.mark.parametrize("storing", [None, "cpu"])
 def test_devices_are_named_alike(options, storing):
     named = torch.device("cpu") if "env_device" not in options else None
-    both(batches(pendulum, lambda env: OnDevice(named), frames_per_batch=4, storing_device=storing, **options))
+    both(
+        batches(
+            pendulum,
+            lambda env: OnDevice(named),
+            frames_per_batch=4,
+            storing_device=storing,
+            **options,
+        )
+    )
 
 
-# --- programs ---------------------------------------------------------------------------------------
+# --- programs -------------------------------------------------------------------------------------
 
 
 def program(function: Callable[[Make], Any]) -> Callable[[], None]:
@@ -420,14 +484,35 @@ def outcome(call: Callable[[], Any]) -> Any:
 def test_frames_and_the_end(make):
     collector = make(cartpole(), None, frames_per_batch=30, total_frames=50)
     shapes = [batch.shape for batch in collector]
-    return [shapes, collector._frames, collector.next(), collector.stats(), len(collector), collector.env.is_closed]
+    return [
+        shapes,
+        collector._frames,
+        collector.next(),
+        collector.stats(),
+        len(collector),
+        collector.env.is_closed,
+    ]
 
 
 @program
 def test_numbers_that_programs_read(make):
     collector = make(three_cartpoles(), None, frames_per_batch=100, total_frames=1000)
-    names = ("frames_per_batch", "requested_frames_per_batch", "total_frames", "n_env", "init_random_frames", "closed")
-    more = ("max_frames_per_traj", "split_trajs", "storing_device", "policy_device", "env_device", "return_same_td")
+    names = (
+        "frames_per_batch",
+        "requested_frames_per_batch",
+        "total_frames",
+        "n_env",
+        "init_random_frames",
+        "closed",
+    )
+    more = (
+        "max_frames_per_traj",
+        "split_trajs",
+        "storing_device",
+        "policy_device",
+        "env_device",
+        "return_same_td",
+    )
     lengths = [len(collector), outcome(lambda: len(make(cartpole(), None, frames_per_batch=10)))]
     return [*(getattr(collector, name) for name in (*names, *more)), collector.stats(), *lengths]
 
@@ -458,7 +543,11 @@ def test_seeds(make):
     collector = make(env, None, frames_per_batch=10)
     out = [collector.set_seed(3), collector.set_seed(3, static_seed=True)]
     first = collector.rollout()
-    return [*out, first[1:].exclude("action").clone(), collector.rollout()["collector", "traj_ids"].clone()]
+    return [
+        *out,
+        first[1:].exclude("action").clone(),
+        collector.rollout()["collector", "traj_ids"].clone(),
+    ]
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -467,7 +556,9 @@ def test_an_interruptor_leaves_zeros(at, batched):
     @both
     def _(make):
         env = three_counting() if batched else counting()
-        collector = make(env, counter(env), frames_per_batch=21 if batched else 7, interruptor=Stopper(at))
+        collector = make(
+            env, counter(env), frames_per_batch=21 if batched else 7, interruptor=Stopper(at)
+        )
         it = iter(collector)
         return [next(it).clone(), next(it).clone(), collector._frames]
 
@@ -499,7 +590,9 @@ FILLING: list[dict[str, Any]] = [
 @pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize(
-    "options", [{}, {"extend_buffer": False}, {"trajs_per_batch": 2}, {"trajs_per_write": 1}], ids=str
+    "options",
+    [{}, {"extend_buffer": False}, {"trajs_per_batch": 2}, {"trajs_per_write": 1}],
+    ids=str,
 )
 def test_a_replay_buffer_is_filled(storage, batched, options):
     if options == {"trajs_per_write": 1}:
@@ -509,7 +602,9 @@ def test_a_replay_buffer_is_filled(storage, batched, options):
     def _(make):
         env = three_cartpoles() if batched else cartpole()
         rb = ReplayBuffer(storage=storage(200), batch_size=5)
-        collector = make(env, actor(env), frames_per_batch=30, total_frames=90, replay_buffer=rb, **options)
+        collector = make(
+            env, actor(env), frames_per_batch=30, total_frames=90, replay_buffer=rb, **options
+        )
         yields = list(collector)
         return [yields, len(rb), rb.write_count, collector._frames, rb[:].contiguous()]
 
@@ -529,9 +624,15 @@ def test_random_frames_are_counted_by_the_replay_buffer(extend):
         env = cartpole()
         rb = ReplayBuffer(storage=ListStorage(200), batch_size=5)
         options = {"init_random_frames": 25, "extend_buffer": extend}
-        for _ in make(env, actor(env), frames_per_batch=10, total_frames=60, replay_buffer=rb, **options):
+        for _ in make(
+            env, actor(env), frames_per_batch=10, total_frames=60, replay_buffer=rb, **options
+        ):
             pass
-        return [rb.write_count, *(rb[i]["action"] for i in range(60)), *("logits" in rb[i] for i in range(60))]
+        return [
+            rb.write_count,
+            *(rb[i]["action"] for i in range(60)),
+            *("logits" in rb[i] for i in range(60)),
+        ]
 
 
 @program
@@ -539,7 +640,16 @@ def test_what_the_buffer_has_already_counts_as_random_frames(make):
     rb = ReplayBuffer(storage=ListStorage(200), batch_size=5)
     list(make(cartpole(), None, frames_per_batch=30, total_frames=30, replay_buffer=rb))
     env = cartpole()
-    list(make(env, actor(env), frames_per_batch=10, total_frames=10, replay_buffer=rb, init_random_frames=20))
+    list(
+        make(
+            env,
+            actor(env),
+            frames_per_batch=10,
+            total_frames=10,
+            replay_buffer=rb,
+            init_random_frames=20,
+        )
+    )
     return ["logits" in rb[i] for i in range(40)]
 
 
@@ -578,7 +688,9 @@ def test_private_keys_are_kept_on_request(make):
     env = three_counting()
     policy = counter(env)
     keys = ["_hidden", ("nested", "_hidden"), ("_nested", "shown")]
-    copy = TensorDictModule(lambda seen: tuple(seen + n for n in range(3)), in_keys=["observation"], out_keys=keys)
+    copy = TensorDictModule(
+        lambda seen: tuple(seen + n for n in range(3)), in_keys=["observation"], out_keys=keys
+    )
     collector = make(env, TensorDictSequential(policy, copy), frames_per_batch=9, total_frames=18)
     collector._exclude_private_keys = False
     return [collector._exclude_private_keys, *(batch.clone() for batch in collector)]
@@ -622,7 +734,9 @@ def test_a_function_that_reads_flags_and_step_counts(make):
 @program
 def test_a_lazy_policy(make):
     def lazy(env):
-        return TensorDictModule(torch.nn.LazyLinear(1), in_keys=["observation"], out_keys=["action"])
+        return TensorDictModule(
+            torch.nn.LazyLinear(1), in_keys=["observation"], out_keys=["action"]
+        )
 
     return batches(pendulum, lazy, frames_per_batch=10)(make)
 
@@ -636,7 +750,10 @@ FASTER: dict[str, dict[str, Any]] = {
     "graphs, no keywords": {"cudagraph_policy": {}},
     "graphs after three calls": {"cudagraph_policy": {"warmup": 3}},
     "both": {"compile_policy": EAGER, "cudagraph_policy": {"warmup": 1}},
-    "both make graphs": {"compile_policy": {**EAGER, "mode": "reduce-overhead"}, "cudagraph_policy": True},
+    "both make graphs": {
+        "compile_policy": {**EAGER, "mode": "reduce-overhead"},
+        "cudagraph_policy": True,
+    },
     "unknown to torch.compile": {"compile_policy": {"nothing": 1}},
     "unknown to graphs": {"cudagraph_policy": {"nothing": 1}},
     "a keyword of TorchRL's own": {"cudagraph_policy": {"in_keys": []}},
@@ -651,9 +768,13 @@ POLICIES: dict[str, Callable[[Any], Any]] = {
     "counts its calls": lambda env: Counting(),
     "random": lambda env: None,
     "a graph": lambda env: CudaGraphModule(linear()),
-    "a graph of a function": lambda env: CudaGraphModule(lambda td: td.set("action", td["observation"][..., :1])),
+    "a graph of a function": lambda env: CudaGraphModule(
+        lambda td: td.set("action", td["observation"][..., :1])
+    ),
 }
-NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="graphs are made, and cannot contain what acts here")
+NO_CUDA = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="graphs are made, and cannot contain what acts here"
+)
 
 
 @NO_CUDA
@@ -693,7 +814,12 @@ def test_a_policy_is_compiled_after_so_many_calls(warmup):
         torch.compiler.reset()
         calls, compiled = [0], list[int]()
         policy = Counted(torch.nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
-        collector = make(pendulum(), policy, frames_per_batch=8, compile_policy={"backend": backend, "warmup": warmup})
+        collector = make(
+            pendulum(),
+            policy,
+            frames_per_batch=8,
+            compile_policy={"backend": backend, "warmup": warmup},
+        )
         collector.next()
         found.append(compiled[0])
     assert found[1] == found[0]
@@ -718,13 +844,19 @@ def test_a_policy_factory(make):
 @program
 def test_an_empty_random_policy(make):
     collector = make(pendulum, RandomPolicy(), frames_per_batch=10)
-    return [collector.next(), type(collector.policy).__name__, collector.getattr_policy("action_key")]
+    return [
+        collector.next(),
+        type(collector.policy).__name__,
+        collector.getattr_policy("action_key"),
+    ]
 
 
 @program
 def test_environments_from_functions_with_keywords(make):
     # The environments are not seeded; no episode of CartPole ends so soon.
-    collector = make(GymEnv, None, frames_per_batch=5, create_env_kwargs={"env_name": "CartPole-v1"})
+    collector = make(
+        GymEnv, None, frames_per_batch=5, create_env_kwargs={"env_name": "CartPole-v1"}
+    )
     return [collector.next().exclude("observation", "next"), collector.getattr_env("batch_size")]
 
 
@@ -753,7 +885,11 @@ def test_errors_have_the_same_type(error):
     @both
     def _(make):
         options = {"policy": None, "frames_per_batch": 10, **ERRORS[error]}
-        env = TransformedEnv(pendulum(), StepCounter(3)) if options.pop("limited", False) else pendulum()
+        env = (
+            TransformedEnv(pendulum(), StepCounter(3))
+            if options.pop("limited", False)
+            else pendulum()
+        )
         if options["frames_per_batch"] is None:
             del options["frames_per_batch"]
         return outcome(lambda: type(make(env, options.pop("policy"), **options)))
@@ -809,7 +945,7 @@ def test_warnings_are_the_same(options):
     both(lambda make: warned(make, **options))
 
 
-# --- weights, versions, state -------------------------------------------------------------------------
+# --- weights, versions, state ---------------------------------------------------------------------
 
 
 @program
@@ -840,7 +976,9 @@ class Below(TensorDictModuleBase):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"use_buffers": False}, {"max_frames_per_traj": 3, "split_trajs": True}], ids=str
+    "options",
+    [{}, {"use_buffers": False}, {"max_frames_per_traj": 3, "split_trajs": True}],
+    ids=str,
 )
 @pytest.mark.parametrize("env", [counting, three_counting])
 def test_what_a_policy_writes_below_next_is_there(env, options):
@@ -854,7 +992,13 @@ def test_versions_are_counted(make):
     for _ in range(3):
         collector.update_policy_weights_()
     batch = collector.next()[1:]  # TorchRL gives the first row the version before
-    return [*got, batch["policy_version"], batch["next", "policy_version"], collector.policy_version, collector.stats()]
+    return [
+        *got,
+        batch["policy_version"],
+        batch["next", "policy_version"],
+        collector.policy_version,
+        collector.stats(),
+    ]
 
 
 def test_the_first_row_after_an_update_has_its_version():
@@ -893,7 +1037,12 @@ def test_an_environment_is_used_again_after_the_end(make_env):
 def test_truncated_keys_of_agents_are_set(make):
     env = TransformedEnv(mocks.NestedCountingEnv(), InitTracker()).add_truncated_keys()
     return batches(
-        lambda: env, lambda env: env.rand_action, 2, frames_per_batch=8, set_truncated=True, trust_policy=True
+        lambda: env,
+        lambda env: env.rand_action,
+        2,
+        frames_per_batch=8,
+        set_truncated=True,
+        trust_policy=True,
     )(make)
 
 
@@ -905,7 +1054,11 @@ def test_bad_updates_are_refused_alike(make):
         outcome(lambda: collector.update_policy_weights_(weights, model_id="nope")),
         outcome(lambda: collector.update_policy_weights_(weights, weights=weights)),
         outcome(lambda: collector.update_policy_weights_(weights=weights, policy=ByName(False))),
-        outcome(lambda: collector.update_policy_weights_(weights_dict={"policy": weights}, model_id="policy")),
+        outcome(
+            lambda: collector.update_policy_weights_(
+                weights_dict={"policy": weights}, model_id="policy"
+            )
+        ),
         outcome(lambda: make(pendulum(), None, frames_per_batch=5).update_policy_weights_()),
     ]
 
@@ -931,7 +1084,9 @@ def test_a_state_dict_of_torchrl_loads_here_and_the_other_way_round():
         a.next()
         b = other(cartpole(), actor(cartpole()), frames_per_batch=10, total_frames=40)
         b.load_state_dict(a.state_dict())
-        assert_equal(dict(b.state_dict()["policy_state_dict"]), dict(a.state_dict()["policy_state_dict"]))
+        assert_equal(
+            dict(b.state_dict()["policy_state_dict"]), dict(a.state_dict()["policy_state_dict"])
+        )
         assert (b._frames, len(list(b))) == (10, 3)
 
 
@@ -974,7 +1129,9 @@ def test_signatures_are_the_same():
 @pytest.mark.parametrize("make", [torchrl.collectors.Collector, Collector])
 def test_profiles_are_written(make, tmp_path):
     collector = make(counting(), counter(counting()), frames_per_batch=5, total_frames=25)
-    collector.enable_profile(num_rollouts=2, warmup_rollouts=1, save_path=tmp_path / "trace.json", activities=["cpu"])
+    collector.enable_profile(
+        num_rollouts=2, warmup_rollouts=1, save_path=tmp_path / "trace.json", activities=["cpu"]
+    )
     it = iter(collector)
     next(it)
     with pytest.raises(RuntimeError, match="Cannot enable profiling after iteration"):
@@ -1009,7 +1166,9 @@ def test_the_same_tensordict_comes_every_time():
     it = iter(collector)
     first = next(it)
     before = first["observation"].clone()
-    first.apply(lambda leaf: leaf.share_memory_(), filter_empty=True)  # as workers do, for the process that reads it
+    first.apply(
+        lambda leaf: leaf.share_memory_(), filter_empty=True
+    )  # as workers do, for the process that reads it
     memory = first["observation"].data_ptr()
     assert next(it) is first
     assert first["observation"].data_ptr() == memory
@@ -1026,7 +1185,7 @@ def test_batches_are_not_written_to_again():
     assert_equal(first, kept)
 
 
-# --- whole programs -----------------------------------------------------------------------------------
+# --- whole programs -------------------------------------------------------------------------------
 
 
 def ppo(make: Make) -> Any:
@@ -1044,7 +1203,9 @@ def ppo(make: Make) -> Any:
     advantage = GAE(gamma=0.99, lmbda=0.95, value_network=value)
     loss = ClipPPOLoss(actor_network=policy, critic_network=value, entropy_coeff=0.01)
     optimizer = torch.optim.Adam(loss.parameters(), 1e-2)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(100), sampler=SamplerWithoutReplacement(), batch_size=25)
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(100), sampler=SamplerWithoutReplacement(), batch_size=25
+    )
     collector = make(env, policy, frames_per_batch=100, total_frames=400, split_trajs=False)
     collector.set_seed(0)
     rewards = []
@@ -1058,7 +1219,9 @@ def ppo(make: Make) -> Any:
                 optimizer.zero_grad()
                 total.backward()
                 optimizer.step()
-        rewards.append([data["next", "reward"].mean().item(), data["step_count"].max().item(), float(total)])
+        rewards.append(
+            [data["next", "reward"].mean().item(), data["step_count"].max().item(), float(total)]
+        )
         collector.update_policy_weights_()
     collector.shutdown()
     return [rewards, [p.detach().clone() for p in policy.parameters()]]
@@ -1067,7 +1230,9 @@ def ppo(make: Make) -> Any:
 def dqn(make: Make) -> Any:
     """Q-learning with random frames, exploration, a replay buffer and n-step returns."""
     env = cartpole()
-    net = TensorDictModule(torch.nn.Linear(4, 2), in_keys=["observation"], out_keys=["action_value"])
+    net = TensorDictModule(
+        torch.nn.Linear(4, 2), in_keys=["observation"], out_keys=["action_value"]
+    )
     q = TensorDictSequential(net, QValueModule(spec=env.action_spec))
     explore = EGreedyModule(env.action_spec, eps_init=0.5, annealing_num_steps=200)
     loss = DQNLoss(q, action_space=env.action_spec, delay_value=False)
@@ -1099,8 +1264,12 @@ def dqn(make: Make) -> Any:
 def trainer(make: Make) -> Any:
     """TorchRL's own training loop."""
     env = cartpole()
-    net = TensorDictModule(torch.nn.Linear(4, 2), in_keys=["observation"], out_keys=["action_value"])
-    loss = DQNLoss(TensorDictSequential(net, QValueModule(spec=env.action_spec)), action_space=env.action_spec)
+    net = TensorDictModule(
+        torch.nn.Linear(4, 2), in_keys=["observation"], out_keys=["action_value"]
+    )
+    loss = DQNLoss(
+        TensorDictSequential(net, QValueModule(spec=env.action_spec)), action_space=env.action_spec
+    )
     training = Trainer(
         collector=make(env, loss.value_network, frames_per_batch=20, total_frames=100),
         total_frames=100,

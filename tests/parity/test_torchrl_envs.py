@@ -59,7 +59,9 @@ class ReadsPolicyOutputs(mocks.CountingEnv):
 
 
 class Patchwork(mocks.CountingEnv):
-    """Returns neither all flags nor the declared shapes, as ``EnvBase.step`` allows, and not always the same ones."""
+    """Returns neither all flags nor the declared shapes, as ``EnvBase.step`` allows, and not always
+    the same ones.
+    """
 
     def _step(self, tensordict: Any) -> Any:
         td = super()._step(tensordict)
@@ -77,11 +79,17 @@ MOCKS = {
     "multi-key": partial(mocks.MultiKeyCountingEnv, max_steps=2),
     "batched multi-key": partial(mocks.MultiKeyCountingEnv, batch_size=(2,), max_steps=2),
     "nested": partial(mocks.NestedCountingEnv, max_steps=3),
-    "nested observations": partial(mocks.NestedCountingEnv, max_steps=3, nest_done=False, nest_reward=False),
+    "nested observations": partial(
+        mocks.NestedCountingEnv, max_steps=3, nest_done=False, nest_reward=False
+    ),
     "nested and root flags": partial(mocks.NestedCountingEnv, max_steps=3, has_root_done=True),
     "agents": partial(mocks.MultiAgentCountingEnv, n_agents=3, max_steps=3),
-    "batched": partial(mocks.CountingBatchedEnv, max_steps=torch.tensor([1, 2, 5]), batch_size=(3,)),
-    "two batch dimensions": partial(mocks.CountingBatchedEnv, max_steps=torch.arange(6).view(2, 3), batch_size=(2, 3)),
+    "batched": partial(
+        mocks.CountingBatchedEnv, max_steps=torch.tensor([1, 2, 5]), batch_size=(3,)
+    ),
+    "two batch dimensions": partial(
+        mocks.CountingBatchedEnv, max_steps=torch.arange(6).view(2, 3), batch_size=(2, 3)
+    ),
     "batch-locked": mocks.MockBatchedLockedEnv,
     "batched state": partial(mocks.MockBatchedLockedEnv, batch_size=(2,)),
     "stateless": mocks.StateLessCountingEnv,
@@ -95,30 +103,46 @@ MOCKS = {
     "serial": partial(SerialEnv, 3, partial(mocks.CountingEnv, max_steps=3)),
     "serial dynamic": partial(SerialEnv, 2, mocks.EnvWithDynamicSpec),
     "serial text": partial(SerialEnv, 2, partial(mocks.CountingEnvWithString, max_steps=3)),
-    "serial of different": lambda: SerialEnv(2, [partial(mocks.CountingEnv, max_steps=n) for n in (1, 3)]),
+    "serial of different": lambda: SerialEnv(
+        2, [partial(mocks.CountingEnv, max_steps=n) for n in (1, 3)]
+    ),
     "created": lambda: SerialEnv(2, EnvCreator(partial(mocks.CountingEnv, max_steps=3))),
     "vecnorm": lambda: TransformedEnv(
         mocks.MockBatchedLockedEnv(batch_size=(2,)), VecNorm(in_keys=["observation", "reward"])
     ),
     "transformed serial": lambda: TransformedEnv(
-        SerialEnv(2, partial(mocks.CountingEnv, max_steps=3)), Compose(StepCounter(3), RewardSum(), InitTracker())
+        SerialEnv(2, partial(mocks.CountingEnv, max_steps=3)),
+        Compose(StepCounter(3), RewardSum(), InitTracker()),
     ),
 }
-DRAWS_FIRST = {"text", "text actions", "agents", "stateless", "scalar actions", "serial text"}  # at random, unseeded
+DRAWS_FIRST = {
+    "text",
+    "text actions",
+    "agents",
+    "stateless",
+    "scalar actions",
+    "serial text",
+}  # at random, unseeded
 
 
 @pytest.mark.parametrize("name", MOCKS)
 def test_torchrls_mock_environments_give_the_same_batches(name):
-    assert_same_batches(MOCKS[name], skip=name in DRAWS_FIRST, seed=1 if name == "text actions" else None)
+    assert_same_batches(
+        MOCKS[name], skip=name in DRAWS_FIRST, seed=1 if name == "text actions" else None
+    )
 
 
 @pytest.mark.parametrize("name", ["counting", "batched", "serial", "transformed counting"])
 def test_cut_trajectories_are_the_same(name):
     make = {
         "counting": partial(mocks.CountingEnv, max_steps=30),
-        "batched": partial(mocks.CountingBatchedEnv, max_steps=torch.tensor([1, 40, 50]), batch_size=(3,)),
+        "batched": partial(
+            mocks.CountingBatchedEnv, max_steps=torch.tensor([1, 40, 50]), batch_size=(3,)
+        ),
         "serial": partial(SerialEnv, 2, partial(mocks.CountingEnv, max_steps=50)),
-        "transformed counting": lambda: TransformedEnv(mocks.CountingEnv(max_steps=30), RewardSum()),
+        "transformed counting": lambda: TransformedEnv(
+            mocks.CountingEnv(max_steps=30), RewardSum()
+        ),
     }[name]
     assert_same_batches(make, max_frames_per_traj=5)
 
@@ -129,13 +153,17 @@ GYMS = {
     "categorical": partial(gym, "CartPole-v1", categorical_action_encoding=True),
     "discrete observations": partial(gym, "FrozenLake-v1"),
     "frame skip": partial(gym, "Pendulum-v1", frame_skip=2),
-    "sums": lambda: gym("CartPole-v1", RewardSum(), StepCounter(10), InitTracker(), DoubleToFloat()),
+    "sums": lambda: gym(
+        "CartPole-v1", RewardSum(), StepCounter(10), InitTracker(), DoubleToFloat()
+    ),
     "norm": lambda: gym("Pendulum-v1", ObservationNorm(0.5, 2.0, in_keys=["observation"])),
     "frames": lambda: gym("CartPole-v1", CatFrames(N=3, dim=-1, in_keys=["observation"])),
     "truncated": lambda: gym("Pendulum-v1", RewardSum(), max_episode_steps=12),
     "renamed": lambda: gym("CartPole-v1", RenameTransform(["observation"], [("inner", "state")])),
     "discretized": lambda: gym("Pendulum-v1", ActionDiscretizer(4)),
-    "primed": lambda: gym("CartPole-v1", TensorDictPrimer(memory=Unbounded((2,)), default_value=3.0)),
+    "primed": lambda: gym(
+        "CartPole-v1", TensorDictPrimer(memory=Unbounded((2,)), default_value=3.0)
+    ),
 }
 
 
@@ -151,7 +179,9 @@ def test_a_wrapped_environment_gives_the_same_batches():
 @pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
 def test_wrapped_vector_environments_give_the_same_batches(mode):
     def make() -> Any:
-        return GymWrapper(SyncVectorEnv([partial(CountingEnv, n) for n in (2, 3)], autoreset_mode=mode))
+        return GymWrapper(
+            SyncVectorEnv([partial(CountingEnv, n) for n in (2, 3)], autoreset_mode=mode)
+        )
 
     assert_same_batches(make)
 
@@ -199,7 +229,9 @@ def actor(env: Any) -> Any:
 
 
 def test_an_actors_log_probabilities_are_the_same():
-    assert_same_batches(partial(gym, "CartPole-v1"), actor, seed=5, T=40, exploration_type=ExplorationType.MODE)
+    assert_same_batches(
+        partial(gym, "CartPole-v1"), actor, seed=5, T=40, exploration_type=ExplorationType.MODE
+    )
 
 
 class Generous(TensorDictModuleBase):
@@ -220,15 +252,27 @@ def recurrent(kind: str, *, python_based: bool = True) -> tuple[Any, Any]:
     """An environment with the primer of a recurrent module, and the policy."""
     torch.manual_seed(0)
     cls = {"gru": GRUModule, "lstm": LSTMModule}[kind]
-    cell = cls(input_size=4, hidden_size=8, in_key="observation", out_key="embed", python_based=python_based)
-    env = TransformedEnv(GymEnv("CartPole-v1"), Compose(InitTracker(), cell.make_tensordict_primer()))
-    head = TensorDictModule(lambda x: nn.functional.one_hot((x.sum(-1) > 0).long(), 2), ["embed"], ["action"])
+    cell = cls(
+        input_size=4,
+        hidden_size=8,
+        in_key="observation",
+        out_key="embed",
+        python_based=python_based,
+    )
+    env = TransformedEnv(
+        GymEnv("CartPole-v1"), Compose(InitTracker(), cell.make_tensordict_primer())
+    )
+    head = TensorDictModule(
+        lambda x: nn.functional.one_hot((x.sum(-1) > 0).long(), 2), ["embed"], ["action"]
+    )
     return env, TensorDictSequential(cell, head)
 
 
 @pytest.mark.parametrize("kind", ["gru", "lstm"])
 def test_recurrent_modules_with_their_primer_give_the_same_batches(kind):
-    batches = assert_same_batches(lambda: recurrent(kind)[0], lambda env: recurrent(kind)[1], seed=3, T=25)
+    batches = assert_same_batches(
+        lambda: recurrent(kind)[0], lambda env: recurrent(kind)[1], seed=3, T=25
+    )
     key = "recurrent_state" if kind == "gru" else "recurrent_state_h"
     assert (batches[0][key][0] == 0).all()
     assert batches[1]["next", key].any()
@@ -246,7 +290,9 @@ def test_batched_environments_with_recurrent_modules_give_the_same_batches(kind)
         floats = DTypeCastTransform(torch.int32, torch.float32, in_keys=["observation"])
         return TransformedEnv(env, Compose(floats, InitTracker(), cell().make_tensordict_primer()))
 
-    head = TensorDictModule(lambda x: (x.sum(-1, keepdim=True) > 0).to(torch.int8), ["embed"], ["action"])
+    head = TensorDictModule(
+        lambda x: (x.sum(-1, keepdim=True) > 0).to(torch.int8), ["embed"], ["action"]
+    )
     assert_same_batches(make, lambda env: TensorDictSequential(cell(), head), T=12)
 
 
@@ -304,7 +350,9 @@ NESTED = {
 @pytest.mark.parametrize("name", NESTED)
 @pytest.mark.parametrize("more", [{}, {"device": "cpu"}], ids=str)
 def test_flags_below_the_root_are_truncated_at_the_end_of_batches(name, more):
-    """With batches that end within an episode; where one ends by itself, Muster does not say that it was cut."""
+    """With batches that end within an episode; where one ends by itself, Muster does not say that
+    it was cut.
+    """
 
     def make() -> Any:
         return with_truncated(mocks.NestedCountingEnv(**{"max_steps": 5, **NESTED[name]}))
@@ -338,9 +386,15 @@ def test_flags_below_the_root_are_truncated_by_workers_too(place):
 def test_nothing_can_be_marked_where_there_is_no_flag_or_it_is_left_out():
     with pytest.raises(BadOption, match="has no 'truncated' flag"):
         Collector(mocks.NestedCountingEnv(), None, frames_per_batch=4, set_truncated=True)
-    with pytest.raises(BadOption, match="marks next.data.truncated, which compact_obs=True leaves out"):
+    with pytest.raises(
+        BadOption, match="marks next.data.truncated, which compact_obs=True leaves out"
+    ):
         Collector(
-            with_truncated(mocks.NestedCountingEnv()), None, frames_per_batch=4, set_truncated=True, compact_obs=True
+            with_truncated(mocks.NestedCountingEnv()),
+            None,
+            frames_per_batch=4,
+            set_truncated=True,
+            compact_obs=True,
         )
 
 
@@ -359,8 +413,12 @@ def het_policy(env: Any) -> Any:
 @pytest.mark.parametrize("env", HETEROGENEOUS)
 def test_heterogeneous_agents_on_a_device_give_the_same_batches(env, device):
     for options in ({}, {"exploration_type": ExplorationType.DETERMINISTIC}):
-        mine = assert_same_batches(HETEROGENEOUS[env], het_policy, batches=2, **{device: "cpu"}, **options)
-        assert mine[0].device == (torch.device("cpu") if device in ("device", "storing_device") else None)
+        mine = assert_same_batches(
+            HETEROGENEOUS[env], het_policy, batches=2, **{device: "cpu"}, **options
+        )
+        assert mine[0].device == (
+            torch.device("cpu") if device in ("device", "storing_device") else None
+        )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -394,7 +452,9 @@ def test_the_inner_environments_steps_are_those_of_the_torchrl_environment():
     for name in ("CartPole-v1", "Pendulum-v1", "MountainCarContinuous-v0", "Acrobot-v1"):
         batches = []
         for cls in (GymEnv, Derived):
-            with Collector(partial(cls, name), None, num_envs=2, frames_per_batch=400, seed=1) as collector:
+            with Collector(
+                partial(cls, name), None, num_envs=2, frames_per_batch=400, seed=1
+            ) as collector:
                 assert type(collector._engine.groups[0].env._ones[0]).__name__ == (
                     "PlainGym" if cls is GymEnv else "OneEnv"
                 )
@@ -432,9 +492,13 @@ def test_an_env_creator_is_a_function_that_makes_environments():
 
 
 def test_the_printed_example_of_the_seed():
-    with Collector(lambda: GymEnv("Pendulum-v1"), None, frames_per_batch=200, max_frames_per_traj=50) as collector:
+    with Collector(
+        lambda: GymEnv("Pendulum-v1"), None, frames_per_batch=200, max_frames_per_traj=50
+    ) as collector:
         mine = collector.rollout()
-    with Collector(lambda: gymnasium.make("Pendulum-v1"), None, frames_per_batch=200, max_frames_per_traj=50) as c:
+    with Collector(
+        lambda: gymnasium.make("Pendulum-v1"), None, frames_per_batch=200, max_frames_per_traj=50
+    ) as c:
         other = c.rollout()
     assert {k: (v.shape, v.dtype) for k, v in mine.items(True, True)} == {
         k: (v.shape, v.dtype) for k, v in other.items(True, True)
@@ -446,7 +510,9 @@ def test_masked_actions_stay_in_their_mask():
     env = TransformedEnv(Masked(), ActionMask())
     with Collector(env, None, frames_per_batch=60, seed=0) as collector:
         batch = torch.cat([collector.rollout().clone() for _ in range(2)])
-    with Collector(TransformedEnv(Masked(), ActionMask()), None, frames_per_batch=1, seed=0) as collector:
+    with Collector(
+        TransformedEnv(Masked(), ActionMask()), None, frames_per_batch=1, seed=0
+    ) as collector:
         assert_equal(torch.cat([collector.rollout().clone() for _ in range(120)]), batch)
     allowed = batch["action_mask"].gather(-1, batch["action"].long().argmax(-1, keepdim=True))
     assert allowed.all()

@@ -1,4 +1,6 @@
-"""The same program on TorchRL's collectors with worker processes and on Muster's: the same batches, leaf by leaf."""
+"""The same program on TorchRL's collectors with worker processes and on Muster's: the same batches,
+leaf by leaf.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,19 @@ from tests.parity.torchrl_workers import ENVS, IDS, Weighted
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SOURCES = (torchrl.collectors, muster.compat.torchrl.collectors)
-PRELOADED = ("torchrl.collectors", "muster.compat.torchrl.multi", "tests.parity.torchrl_workers", "muster.workers.main")
+PRELOADED = (
+    "torchrl.collectors",
+    "muster.compat.torchrl.multi",
+    "tests.parity.torchrl_workers",
+    "muster.workers.main",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _workers_start_in_milliseconds() -> Iterator[None]:
-    """From a fork server that has imported what they need; TorchRL starts its workers as the program says."""
+    """From a fork server that has imported what they need; TorchRL starts its workers as the
+    program says.
+    """
     before = mp.get_start_method(allow_none=True)
     multiprocessing.set_forkserver_preload([*PRELOADED])
     mp.set_start_method("forkserver", force=True)
@@ -53,7 +62,13 @@ def both(program: Callable[[Any], Any]) -> None:
     assert_equal(mine, theirs)
 
 
-def made(source: Any, name: str = "MultiSyncCollector", envs: Any = None, policy: Any = None, **options: Any) -> Any:
+def made(
+    source: Any,
+    name: str = "MultiSyncCollector",
+    envs: Any = None,
+    policy: Any = None,
+    **options: Any,
+) -> Any:
     """A collector of 8 frames in a batch."""
     acts = Weighted() if policy is None and "policy_factory" not in options else policy
     told = {"frames_per_batch": 8, "total_frames": 32, **options}
@@ -61,7 +76,9 @@ def made(source: Any, name: str = "MultiSyncCollector", envs: Any = None, policy
 
 
 class Numbered:
-    """Which worker gets which trajectory id is a matter of time: counts them in each worker instead."""
+    """Which worker gets which trajectory id is a matter of time: counts them in each worker
+    instead.
+    """
 
     def __init__(self) -> None:
         self.seen: dict[int, dict[int, int]] = {}
@@ -80,12 +97,26 @@ class Numbered:
 
 
 SYNC: dict[str, dict[str, Any]] = {
-    "frames that do not divide": {"frames_per_batch": 9, "total_frames": 20, "reset_at_each_iter": True},
+    "frames that do not divide": {
+        "frames_per_batch": 9,
+        "total_frames": 20,
+        "reset_at_each_iter": True,
+    },
     "frames by worker": {
-        **{"frames_per_batch": [4, 8], "cat_results": -1, "device": ["cpu", "cpu"], "compact_obs": True},
+        **{
+            "frames_per_batch": [4, 8],
+            "cat_results": -1,
+            "device": ["cpu", "cpu"],
+            "compact_obs": True,
+        },
         **{"max_frames_per_traj": 2, "policy": workers.WithoutKeys()},
     },
-    "concatenated": {"cat_results": 0, "postproc": workers.Privately(), "init_random_frames": 8, "num_workers": 2},
+    "concatenated": {
+        "cat_results": 0,
+        "postproc": workers.Privately(),
+        "init_random_frames": 8,
+        "num_workers": 2,
+    },
     "split": {"split_trajs": True, "policy": workers.ByArgument(), "storing_device": "cpu"},
     "batched": {"envs": [workers.two_counting] * 2, "policy": workers.ones, "trust_policy": True},
     "heterogeneous": {
@@ -93,10 +124,23 @@ SYNC: dict[str, dict[str, Any]] = {
         "policy": torchrl.collectors.RandomPolicy(),
         "device": "cpu",
     },
-    "instances": {"envs": [workers.counting(3), workers.counting(4)], "policy": None, "policy_factory": None},
-    "factories": {"policy_factory": [partial(workers.weighted, 1.0), partial(workers.weighted, 2.0)]},
-    "a factory beside a policy": {"policy": Weighted(3.0), "policy_factory": partial(workers.weighted, 1.0)},
-    "trajectories": {"trajs_per_batch": 2, "traj_format": "cat", "envs": ENVS[:1]},  # of one: several come in any order
+    "instances": {
+        "envs": [workers.counting(3), workers.counting(4)],
+        "policy": None,
+        "policy_factory": None,
+    },
+    "factories": {
+        "policy_factory": [partial(workers.weighted, 1.0), partial(workers.weighted, 2.0)]
+    },
+    "a factory beside a policy": {
+        "policy": Weighted(3.0),
+        "policy_factory": partial(workers.weighted, 1.0),
+    },
+    "trajectories": {
+        "trajs_per_batch": 2,
+        "traj_format": "cat",
+        "envs": ENVS[:1],
+    },  # of one: several come in any order
     "padded trajectories": {
         "trajs_per_batch": 3,
         "traj_format": "padded",
@@ -128,7 +172,8 @@ def test_batches_are_equal(name: str) -> None:
         collector = made(source, **copy.deepcopy(options))
         try:
             batches = [
-                batch.exclude(IDS) if "split_trajs" in options else number(batch, stacked) for batch in collector
+                batch.exclude(IDS) if "split_trajs" in options else number(batch, stacked)
+                for batch in collector
             ]
             return [batch.zero_() if name in RANDOM else batch for batch in batches]
         finally:
@@ -141,7 +186,13 @@ def test_cat_is_the_first_dimension() -> None:
     """TorchRL's documentation has ``cat_results="cat"``, and TorchRL takes 0."""
     found = []
     for source, cat in zip(SOURCES, (0, "cat"), strict=True):
-        collector = made(source, envs=[workers.two_counting] * 2, policy=workers.ones, cat_results=cat, total_frames=8)
+        collector = made(
+            source,
+            envs=[workers.two_counting] * 2,
+            policy=workers.ones,
+            cat_results=cat,
+            total_frames=8,
+        )
         found.append([batch.exclude(IDS) for batch in collector])
         collector.shutdown()
     assert found[1][0].shape == (4, 2)
@@ -164,11 +215,20 @@ def test_a_program_that_looks_into_workers(tmp_path: Any) -> None:
 def look(collector: Any, policy: Any, folder: Any) -> Iterator[Any]:
     """What a program sees of a collector with two workers, in turn."""
     yield collector.get_distant_attr("policy.name"), collector.get_distant_attr("frames_per_batch")
-    yield collector.map_fn("policy.doubled", list_of_args=[(1,), (2,)]), collector.getattr_env("max_steps")
-    yield collector.set_seed(3), collector.frames_per_batch_worker(worker_idx=0), collector.requested_frames_per_batch
+    yield (
+        collector.map_fn("policy.doubled", list_of_args=[(1,), (2,)]),
+        collector.getattr_env("max_steps"),
+    )
+    yield (
+        collector.set_seed(3),
+        collector.frames_per_batch_worker(worker_idx=0),
+        collector.requested_frames_per_batch,
+    )
     yield len(collector.procs), collector.num_workers, collector.policy is policy
     folder.mkdir()
-    collector.enable_profile(workers=[0], num_rollouts=2, warmup_rollouts=1, save_path=folder / "{worker_idx}.json")
+    collector.enable_profile(
+        workers=[0], num_rollouts=2, warmup_rollouts=1, save_path=folder / "{worker_idx}.json"
+    )
     number, batches = Numbered(), iter(collector)
     yield [number(next(batches), True) for _ in range(2)], (folder / "0.json").exists()
     collector.disable_profile()
@@ -183,7 +243,11 @@ def look(collector: Any, policy: Any, folder: Any) -> Iterator[Any]:
     yield collector.get_distant_attr("policy_version"), collector.policy_version
     collector.post_collect_hook = workers.Noted(3)
     yield collector.get_distant_attr("post_collect_hook.fn.mark")
-    yield {name: value for name, value in collector.stats(workers="both").items() if "alive" not in name}
+    yield {
+        name: value
+        for name, value in collector.stats(workers="both").items()
+        if "alive" not in name
+    }
     state = collector.state_dict()
     yield list(state), {name: sorted(state[name]) for name in ("worker0", "worker1")}
     yield next(batches)["observation"][:, -1]
@@ -197,15 +261,21 @@ def look(collector: Any, policy: Any, folder: Any) -> Iterator[Any]:
     yield next(batches).shape  # it goes on after the error
 
 
-@pytest.mark.parametrize("name", ["MultiAsyncCollector", pytest.param("AsyncCollector", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["MultiAsyncCollector", pytest.param("AsyncCollector", marks=pytest.mark.slow)]
+)
 def test_batches_of_each_worker_are_equal(name: str) -> None:
-    """How many batches there are of each worker is a matter of time: those that both have are compared."""
+    """How many batches there are of each worker is a matter of time: those that both have are
+    compared.
+    """
     one = name == "AsyncCollector"
     factories = [partial(workers.weighted, float(worker)) for worker in range(2)]
     found = []
     for source in SOURCES:
         given: dict[str, Any] = (
-            {"envs": ENVS[0], "policy_factory": factories[0]} if one else {"policy_factory": factories}
+            {"envs": ENVS[0], "policy_factory": factories[0]}
+            if one
+            else {"policy_factory": factories}
         )
         collector = made(source, name, total_frames=50, max_frames_per_traj=3, **given)
         of_workers: dict[int, list[Any]] = {0: [], 1: []}
@@ -227,7 +297,11 @@ def test_batches_of_each_worker_are_equal(name: str) -> None:
 def test_workers_fill_a_shared_replay_buffer(extend: bool) -> None:
     def program(source: Any) -> Any:
         buffer = ReplayBuffer(storage=LazyTensorStorage(64), batch_size=4, shared=True)
-        options: dict[str, Any] = {"policy": workers.ones, "replay_buffer": buffer, "extend_buffer": extend}
+        options: dict[str, Any] = {
+            "policy": workers.ones,
+            "replay_buffer": buffer,
+            "extend_buffer": extend,
+        }
         collector = made(source, total_frames=16, init_random_frames=0, **options)
         try:
             assert list(collector) == [None, None]
@@ -246,7 +320,9 @@ def test_workers_fill_a_shared_replay_buffer(extend: bool) -> None:
 @pytest.mark.slow
 def test_the_last_row_is_marked_in_workers() -> None:
     """TorchRL's workers raise where a batch of a device is marked as truncated."""
-    collector = made(muster.compat.torchrl.collectors, set_truncated=True, max_frames_per_traj=9, device="cpu")
+    collector = made(
+        muster.compat.torchrl.collectors, set_truncated=True, max_frames_per_traj=9, device="cpu"
+    )
     try:
         for batch in collector:
             assert batch["next", "truncated"][..., -1, 0].all()
@@ -257,7 +333,9 @@ def test_the_last_row_is_marked_in_workers() -> None:
 
 @pytest.mark.slow
 def test_the_slower_worker_is_cut_short() -> None:
-    collector = made(muster.compat.torchrl.collectors, preemptive_threshold=0.5, frames_per_batch=16)
+    collector = made(
+        muster.compat.torchrl.collectors, preemptive_threshold=0.5, frames_per_batch=16
+    )
     try:
         for batch in collector:
             assert batch.shape == (2, 8)
@@ -293,7 +371,7 @@ def test_a_program_ends_that_does_not_shut_down(tmp_path: Any) -> None:
     assert (done.returncode, done.stdout.split()[:2]) == (0, ["collected", "8"]), done.stderr
 
 
-# --- arguments --------------------------------------------------------------------------------------
+# --- arguments ------------------------------------------------------------------------------------
 
 
 WRONG: dict[str, Callable[[Any], Any]] = {
@@ -302,19 +380,31 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "frames for other workers": lambda m: made(m, frames_per_batch=[4, 4, 4]),
     "devices for other workers": lambda m: made(m, device=["cpu"]),
     "keywords for other workers": lambda m: made(m, create_env_kwargs=[{}]),
-    "an unknown way to concatenate": lambda m: made(m, "MultiAsyncCollector", envs=ENVS[:1], cat_results=0),
+    "an unknown way to concatenate": lambda m: made(
+        m, "MultiAsyncCollector", envs=ENVS[:1], cat_results=0
+    ),
     "a format of no trajectories": lambda m: made(m, traj_format="cat"),
     "an impossible threshold": lambda m: made(m, preemptive_threshold=2.0),
-    "schemes and an updater": lambda m: made(m, weight_sync_schemes={}, weight_updater=m.VanillaWeightUpdater),
+    "schemes and an updater": lambda m: made(
+        m, weight_sync_schemes={}, weight_updater=m.VanillaWeightUpdater
+    ),
     "an unknown keyword": lambda m: made(m, nothing=1),
-    "a backend without collectors": lambda m: m.Collector(ENVS[0], backend="threading", frames_per_batch=8),
+    "a backend without collectors": lambda m: m.Collector(
+        ENVS[0], backend="threading", frames_per_batch=8
+    ),
     "an unknown backend": lambda m: m.Collector(ENVS[0], backend="nothing", frames_per_batch=8),
     "no collectors": lambda m: m.Collector(ENVS[0], num_collectors=0, frames_per_batch=8),
     "half a collector": lambda m: m.Collector(ENVS[0], num_collectors=0.5, frames_per_batch=8),
-    "several directly": lambda m: m.Collector(ENVS[0], backend="direct", num_collectors=2, frames_per_batch=8),
-    "other collectors than environments": lambda m: m.Collector(ENVS, num_collectors=3, frames_per_batch=8),
+    "several directly": lambda m: m.Collector(
+        ENVS[0], backend="direct", num_collectors=2, frames_per_batch=8
+    ),
+    "other collectors than environments": lambda m: m.Collector(
+        ENVS, num_collectors=3, frames_per_batch=8
+    ),
     "sync directly": lambda m: m.Collector(ENVS[0], sync=True, frames_per_batch=8),
-    "sync that is none": lambda m: m.Collector(ENVS[0], num_collectors=2, sync=1, frames_per_batch=8),
+    "sync that is none": lambda m: m.Collector(
+        ENVS[0], num_collectors=2, sync=1, frames_per_batch=8
+    ),
     "an option twice": lambda m: m.Collector(
         ENVS[0], num_collectors=2, frames_per_batch=8, backend_options={"frames_per_batch": 4}
     ),
@@ -337,9 +427,19 @@ def test_mistakes_raise_the_same_type(name: str) -> None:
 
 def test_a_collector_chooses_its_class_by_arguments() -> None:
     def program(source: Any) -> Any:
-        options: dict[str, Any] = {"total_frames": 16, "split_trajs": False, "exploration_type": None}
+        options: dict[str, Any] = {
+            "total_frames": 16,
+            "split_trajs": False,
+            "exploration_type": None,
+        }
         collector = source.Collector(
-            workers.counting, Weighted(), frames_per_batch=8, num_collectors=2, sync=True, backend_options={}, **options
+            workers.counting,
+            Weighted(),
+            frames_per_batch=8,
+            num_collectors=2,
+            sync=True,
+            backend_options={},
+            **options,
         )
         try:
             assert type(collector) is source.MultiSyncCollector
@@ -366,7 +466,10 @@ def test_sync_chooses_a_class() -> None:
 def test_our_weight_sync_schemes_change_weights_between_batches(name: str) -> None:
     scheme = getattr(weight_update, name)()
     collector = made(
-        muster.compat.torchrl.collectors, policy=Weighted(1.0), weight_sync_schemes={"policy": scheme}, total_frames=-1
+        muster.compat.torchrl.collectors,
+        policy=Weighted(1.0),
+        weight_sync_schemes={"policy": scheme},
+        total_frames=-1,
     )
     try:
         batches, got = iter(collector), []
@@ -384,19 +487,23 @@ def test_weights_of_each_worker(ours: bool) -> None:
     schemes = weight_update if ours else torchrl.weight_update
     scheme = schemes.SharedMemWeightSyncScheme(per_worker_weights=True)
     factories = [partial(workers.weighted, float(worker)) for worker in range(2)]
-    collector = made(source, policy_factory=factories, weight_sync_schemes={"policy": scheme}, total_frames=-1)
+    collector = made(
+        source, policy_factory=factories, weight_sync_schemes={"policy": scheme}, total_frames=-1
+    )
     try:
         batches = iter(collector)
         found = [[part.unique().item() for part in next(batches)["weight"]]]
         for new in ({0: 5.0}, {0: 6.0, 1: 7.0}):
-            collector.update_policy_weights_({k: TensorDict.from_module(Weighted(v)).data for k, v in new.items()})
+            collector.update_policy_weights_(
+                {k: TensorDict.from_module(Weighted(v)).data for k, v in new.items()}
+            )
             found.append([part.unique().item() for part in next(batches)["weight"]])
     finally:
         collector.shutdown()
     assert found == [[0.0, 1.0], [5.0, 1.0], [6.0, 7.0]]
 
 
-# --- weights in every form --------------------------------------------------------------------------
+# --- weights in every form ------------------------------------------------------------------------
 
 
 def tensors(policy: Any) -> Any:
@@ -447,11 +554,20 @@ def acted(batches: Iterator[Any]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(
-    "scheme", [name if name == "default" else pytest.param(name, marks=pytest.mark.slow) for name in SCHEMES]
+    "scheme",
+    [name if name == "default" else pytest.param(name, marks=pytest.mark.slow) for name in SCHEMES],
 )
 def test_weights_come_to_workers_in_any_form(scheme: str) -> None:
-    """As to ``Collector``. TorchRL takes modules and TensorDicts, and nothing by keyword in ``receive_weights``."""
-    options = {"policy": workers.Deep(0.0), "total_frames": -1, "track_policy_version": True, **SCHEMES[scheme]()}
+    """As to ``Collector``.
+
+    TorchRL takes modules and TensorDicts, and nothing by keyword in ``receive_weights``.
+    """
+    options = {
+        "policy": workers.Deep(0.0),
+        "total_frames": -1,
+        "track_policy_version": True,
+        **SCHEMES[scheme](),
+    }
     collector = made(muster.compat.torchrl.collectors, **options)
     try:
         batches, value, before = iter(collector), 0.0, 0.5
@@ -474,8 +590,14 @@ WRONG_WEIGHTS: dict[str, Callable[[], Any]] = {
     "a name is missing": lambda: {"inner": {"0": {"weight": torch.ones(2, 2)}}},
     "an unknown name": lambda: {**workers.Deep(1.0).state_dict(), "other": torch.ones(1)},
     "another shape": lambda: {**workers.Deep(1.0).state_dict(), "inner.0.bias": torch.ones(3)},
-    "another dtype": lambda: {**workers.Deep(1.0).state_dict(), "inner.0.bias": torch.ones(2, dtype=torch.float64)},
-    "not finite": lambda: {**workers.Deep(1.0).state_dict(), "inner.0.bias": torch.full((2,), torch.nan)},
+    "another dtype": lambda: {
+        **workers.Deep(1.0).state_dict(),
+        "inner.0.bias": torch.ones(2, dtype=torch.float64),
+    },
+    "not finite": lambda: {
+        **workers.Deep(1.0).state_dict(),
+        "inner.0.bias": torch.full((2,), torch.nan),
+    },
     "a module of another kind": lambda: torch.nn.Linear(3, 3),
     "a number": lambda: 3,
     "no tensors": lambda: {"inner.0.bias": "ones"},
@@ -483,7 +605,8 @@ WRONG_WEIGHTS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize(
-    "scheme", [name if name == "default" else pytest.param(name, marks=pytest.mark.slow) for name in SCHEMES]
+    "scheme",
+    [name if name == "default" else pytest.param(name, marks=pytest.mark.slow) for name in SCHEMES],
 )
 def test_weights_that_do_not_fit_change_nothing_in_workers(scheme: str) -> None:
     """TorchRL takes some of them, and waits for ever after others."""
@@ -498,7 +621,9 @@ def test_weights_that_do_not_fit_change_nothing_in_workers(scheme: str) -> None:
                     WAYS[way](collector, give())
                 assert acted(batches) == (0.0, 0.5), (name, way)
         for way in (
-            lambda: collector.update_policy_weights_(weights_dict={"policy": tensors(policy), "critic": policy}),
+            lambda: collector.update_policy_weights_(
+                weights_dict={"policy": tensors(policy), "critic": policy}
+            ),
         ):
             with pytest.raises(KeyError, match="critic"):
                 way()
@@ -519,7 +644,10 @@ def test_weights_of_each_worker_in_any_form(ours: bool) -> None:
     schemes = weight_update if ours else torchrl.weight_update
     factories = [partial(workers.Deep, float(worker)) for worker in range(2)]
     scheme = schemes.SharedMemWeightSyncScheme(per_worker_weights=True)
-    options: dict[str, Any] = {"policy_factory": factories, "weight_sync_schemes": {"policy": scheme}}
+    options: dict[str, Any] = {
+        "policy_factory": factories,
+        "weight_sync_schemes": {"policy": scheme},
+    }
     collector = made(muster.compat.torchrl.collectors, total_frames=-1, **options)
     try:
         batches, expected = iter(collector), [0.0, 1.0]
@@ -596,12 +724,17 @@ def test_an_updater_of_this_package_takes_every_form() -> None:
     """The program of TorchRL's documentation, with more forms."""
     policy = workers.Deep(0.0)
     updater = partial(
-        muster.compat.torchrl.collectors.VanillaWeightUpdater, policy_weights=TensorDict.from_module(policy).lock_()
+        muster.compat.torchrl.collectors.VanillaWeightUpdater,
+        policy_weights=TensorDict.from_module(policy).lock_(),
     )
-    collector = made(muster.compat.torchrl.collectors, policy=policy, weight_updater=updater, total_frames=-1)
+    collector = made(
+        muster.compat.torchrl.collectors, policy=policy, weight_updater=updater, total_frames=-1
+    )
     try:
         batches = iter(collector)
-        for number, form in enumerate(("TensorDict", "TensorDict of parameters", "nested dict", "dict by paths")):
+        for number, form in enumerate(
+            ("TensorDict", "TensorDict of parameters", "nested dict", "dict by paths")
+        ):
             collector.update_policy_weights_(FORMS[form](workers.Deep(1.0 + number)))
             assert acted(batches) == (1.0 + number, 1.5 + number)
     finally:
@@ -612,37 +745,55 @@ def test_an_updater_of_this_package_takes_every_form() -> None:
 def test_evaluations_are_equal(backend: str) -> None:
     def program(source: Any) -> Any:
         evaluator = source.Evaluator(
-            workers.counting, policy_factory=workers.acting, num_trajectories=2, max_steps=6, backend=backend
+            workers.counting,
+            policy_factory=workers.acting,
+            num_trajectories=2,
+            max_steps=6,
+            backend=backend,
         )
         try:
             found = evaluator.evaluate(step=1)
         finally:
             evaluator.shutdown()
-        return {name: value for name, value in found.items() if "fps" not in name and "time" not in name}
+        return {
+            name: value for name, value in found.items() if "fps" not in name and "time" not in name
+        }
 
     both(program)
 
 
-# --- names ------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 NAMES = [
     *("collectors", "collectors.utils", "collectors.weight_update", "collectors.distributed"),
     *("collectors.distributed.default_configs", "collectors.distributed.ray", "weight_update"),
 ]
 MISSING = {
-    "collectors.distributed": {"DistributedWeightUpdater", "RPCWeightUpdater", "RayEvalWorker"},  # of its own workers
+    "collectors.distributed": {
+        "DistributedWeightUpdater",
+        "RPCWeightUpdater",
+        "RayEvalWorker",
+    },  # of its own workers
 }
 
 
 @pytest.mark.parametrize("path", NAMES)
 def test_every_name_is_there_by_torchrls_path(path: str) -> None:
-    theirs, ours = (importlib.import_module(f"{root}.{path}") for root in ("torchrl", "muster.compat.torchrl"))
+    theirs, ours = (
+        importlib.import_module(f"{root}.{path}") for root in ("torchrl", "muster.compat.torchrl")
+    )
     public = {name for name in vars(theirs) if name[0].isupper()}
     found = {
         "collectors.utils": {"split_trajectories"},
-        "collectors.weight_update": {name for name in public if name.endswith(("Updater", "UpdaterBase"))},
+        "collectors.weight_update": {
+            name for name in public if name.endswith(("Updater", "UpdaterBase"))
+        },
         "collectors.distributed.default_configs": {name for name in public if name.isupper()},
-        "collectors.distributed.ray": {"DEFAULT_RAY_INIT_CONFIG", "DEFAULT_REMOTE_CLASS_CONFIG", "RayCollector"},
+        "collectors.distributed.ray": {
+            "DEFAULT_RAY_INIT_CONFIG",
+            "DEFAULT_REMOTE_CLASS_CONFIG",
+            "RayCollector",
+        },
     }
     names = found.get(path) or {*theirs.__all__}
     assert {name for name in names if not hasattr(ours, name)} == MISSING.get(path, set())
@@ -652,4 +803,6 @@ def test_every_name_is_there_by_torchrls_path(path: str) -> None:
 def test_the_package_has_the_names_of_collectors() -> None:
     assert set(muster.compat.torchrl.__all__) == set(torchrl.collectors.__all__)
     for name in muster.compat.torchrl.__all__:
-        assert getattr(muster.compat.torchrl, name) is getattr(muster.compat.torchrl.collectors, name)
+        assert getattr(muster.compat.torchrl, name) is getattr(
+            muster.compat.torchrl.collectors, name
+        )

@@ -1,4 +1,6 @@
-"""What TorchRL's collectors with workers do not say: which error of a worker it was, and that they were shut down."""
+"""What TorchRL's collectors with workers do not say: which error of a worker it was, and that they
+were shut down.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,15 @@ from torchrl.envs import EnvCreator
 
 import muster.compat.torchrl.collectors as ours
 from muster.compat.torchrl import weight_update, worker_calls
-from muster.errors import BadOption, CollectorClosed, CollectorTimeout, EnvError, MusterError, WorkerDied, WorkerError
+from muster.errors import (
+    BadOption,
+    CollectorClosed,
+    CollectorTimeout,
+    EnvError,
+    MusterError,
+    WorkerDied,
+    WorkerError,
+)
 from tests.parity import torchrl_workers as workers
 from tests.parity.test_torchrl_multi import _workers_start_in_milliseconds, made
 from tests.parity.torchrl_workers import Failing, FailingHook, FailingPolicy, Weighted
@@ -60,7 +70,9 @@ def collector(name: str = "MultiSyncCollector", **options: Any) -> Iterator[Any]
         yield opened
     finally:
         opened.shutdown(raise_on_error=False)
-        assert not any(worker_calls.is_known(process) and process.is_alive() for process in opened.procs)
+        assert not any(
+            worker_calls.is_known(process) and process.is_alive() for process in opened.procs
+        )
         assert folders() == before
 
 
@@ -74,7 +86,11 @@ PLACES: dict[str, tuple[Callable[[str], dict[str, Any]], Callable[[Any], Any], s
     "step": (lambda how: {"envs": failing("step", how, 7)}, iterate, "step"),
     "reset": (lambda how: {"envs": failing("reset", how, 3)}, iterate, "reset"),
     "first reset": (lambda how: {"envs": failing("reset", how)}, iterate, "construct"),
-    "make": (lambda how: {"envs": [workers.counting, partial(workers.fail, how)]}, iterate, "construct"),
+    "make": (
+        lambda how: {"envs": [workers.counting, partial(workers.fail, how)]},
+        iterate,
+        "construct",
+    ),
     "policy": (lambda how: {"policy": FailingPolicy(how, 9)}, iterate, "policy"),
     "policy_factory": (
         lambda how: {"policy_factory": [partial(Weighted, 1.0), partial(workers.fail, how)]},
@@ -84,8 +100,16 @@ PLACES: dict[str, tuple[Callable[[str], dict[str, Any]], Callable[[Any], Any], s
     "init_fn": (lambda how: {"init_fn": FailingHook(how)}, iterate, "construct"),
     "pre_collect_hook": (lambda how: {"pre_collect_hook": FailingHook(how)}, iterate, "call"),
     "post_collect_hook": (lambda how: {"post_collect_hook": FailingHook(how)}, iterate, "call"),
-    "set_seed": (lambda how: {"envs": failing("set_seed", how)}, lambda opened: opened.set_seed(1), "call"),
-    "reset()": (lambda how: {"envs": failing("reset", how, 2)}, lambda opened: opened.reset(), "reset"),
+    "set_seed": (
+        lambda how: {"envs": failing("set_seed", how)},
+        lambda opened: opened.set_seed(1),
+        "call",
+    ),
+    "reset()": (
+        lambda how: {"envs": failing("reset", how, 2)},
+        lambda opened: opened.reset(),
+        "reset",
+    ),
 }
 
 
@@ -93,7 +117,9 @@ PLACES: dict[str, tuple[Callable[[str], dict[str, Any]], Callable[[Any], Any], s
 @pytest.mark.parametrize("how", TYPES)
 @pytest.mark.parametrize("place", PLACES)
 def test_errors_of_workers_are_the_originals(place: str, how: str, name: str) -> None:
-    """Of the type that was raised, with the worker, the place and the traceback in the error that is their cause."""
+    """Of the type that was raised, with the worker, the place and the traceback in the error that
+    is their cause.
+    """
     options, use, phase = PLACES[place]
 
     def run() -> None:
@@ -132,7 +158,10 @@ def test_an_error_of_this_process_is_raised_as_it_is() -> None:
     def postproc(batch: Any) -> Any:
         raise ValueError("of the main process")
 
-    with collector(postproc=postproc) as opened, pytest.raises(ValueError, match="of the main process") as caught:
+    with (
+        collector(postproc=postproc) as opened,
+        pytest.raises(ValueError, match="of the main process") as caught,
+    ):
         opened.next()
     assert caught.value.__cause__ is None
 
@@ -152,14 +181,21 @@ def test_an_error_that_a_worker_survives_is_not_its_end(how: str) -> None:
 
 
 def test_errors_of_muster_say_where_they_were_raised() -> None:
-    with pytest.raises(BadOption, match=r"frames_per_batch=0.* In worker 1 \(pid \d+\), phase construct"):
+    with pytest.raises(
+        BadOption, match=r"frames_per_batch=0.* In worker 1 \(pid \d+\), phase construct"
+    ):
         made(ours, frames_per_batch=[4, 0])
 
 
 def test_an_error_of_the_replay_buffer_in_a_worker() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(64), shared=True)
-    buffer.extend(workers.counting().fake_tensordict().expand(2).clone().set("observation", torch.zeros(2, 7)))
-    with collector(policy=workers.ones, replay_buffer=buffer) as opened, pytest.raises(RuntimeError) as caught:
+    buffer.extend(
+        workers.counting().fake_tensordict().expand(2).clone().set("observation", torch.zeros(2, 7))
+    )
+    with (
+        collector(policy=workers.ones, replay_buffer=buffer) as opened,
+        pytest.raises(RuntimeError) as caught,
+    ):
         opened.next()
     assert isinstance(caught.value.__cause__, WorkerError)
     assert "torchrl/data/replay_buffers" in str(caught.value.__cause__)
@@ -173,12 +209,14 @@ def test_an_exit_in_a_worker_does_not_end_the_program(place: str) -> None:
         with collector(**options("system exit")) as opened:
             use(opened)
 
-    with pytest.raises(MusterError, match=r"SystemExit was raised: of the test. In worker \d") as caught:
+    with pytest.raises(
+        MusterError, match=r"SystemExit was raised: of the test. In worker \d"
+    ) as caught:
         run()
     assert isinstance(caught.value.__cause__, SystemExit)
 
 
-# --- workers that are gone --------------------------------------------------------------------------
+# --- workers that are gone ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -207,7 +245,9 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "set_seed": lambda c: c.set_seed(1),
     "reset": lambda c: c.reset(),
     "state_dict": lambda c: c.state_dict(),
-    "load_state_dict": lambda c: c.load_state_dict({"frames": 0, "iter": 0, "worker0": {}, "worker1": {}}),
+    "load_state_dict": lambda c: c.load_state_dict(
+        {"frames": 0, "iter": 0, "worker0": {}, "worker1": {}}
+    ),
     "map_fn": lambda c: c.map_fn("stats"),
     "get_distant_attr": lambda c: c.get_distant_attr("policy"),
     "getattr_env": lambda c: c.getattr_env("max_steps"),
@@ -244,7 +284,11 @@ def test_calls_after_the_death_of_a_worker(call: str) -> None:
 def test_an_update_does_not_wait_for_a_worker_that_has_failed(name: str, scheme: str) -> None:
     """TorchRL waits for its acknowledgment without a limit."""
     options = {"default": {}, "torchrl": torchrl.weight_update, "muster": weight_update}[scheme]
-    given = {} if options == {} else {"weight_sync_schemes": {"policy": options.MultiProcessWeightSyncScheme()}}
+    given = (
+        {}
+        if options == {}
+        else {"weight_sync_schemes": {"policy": options.MultiProcessWeightSyncScheme()}}
+    )
     with collector(name, envs=failing("step", "value", 5), **given) as opened:
         batches = iter(opened)
         with pytest.raises(ValueError, match="of the test") as caught:
@@ -263,18 +307,26 @@ def test_an_update_that_a_worker_does_not_take_in_time(monkeypatch: Any) -> None
     with collector() as opened:
         next(iter(opened))
         os.kill(opened.procs[1].pid, signal.SIGSTOP)
-        with pytest.raises(CollectorTimeout, match=r"not all workers have taken their weights within 0.5 s"):
+        with pytest.raises(
+            CollectorTimeout, match=r"not all workers have taken their weights within 0.5 s"
+        ):
             opened.update_policy_weights_(weights(1.0))
         with pytest.raises(CollectorClosed):
             opened.next()
 
 
-# --- in the background ------------------------------------------------------------------------------
+# --- in the background ----------------------------------------------------------------------------
 
 
 def started(**options: Any) -> contextlib.AbstractContextManager[Any]:
     buffer = ReplayBuffer(storage=LazyTensorStorage(1_000), shared=True)
-    return collector("MultiAsyncCollector", policy=workers.ones, replay_buffer=buffer, frames_per_batch=4, **options)
+    return collector(
+        "MultiAsyncCollector",
+        policy=workers.ones,
+        replay_buffer=buffer,
+        frames_per_batch=4,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("method", ["shutdown", "async_shutdown"])
@@ -285,7 +337,9 @@ def test_an_error_in_the_background_is_raised_at_the_end(how: str, method: str) 
         wait_until(lambda: worker_calls.exit_code(opened.procs[1]) is not None)
         with pytest.raises(ValueError if how == "value" else WorkerDied) as caught:
             getattr(opened, method)()
-        assert getattr(caught.value if how == "kill" else caught.value.__cause__, "worker", None) == 1
+        assert (
+            getattr(caught.value if how == "kill" else caught.value.__cause__, "worker", None) == 1
+        )
         opened.shutdown()  # it was raised
 
 
@@ -307,11 +361,13 @@ def test_ctrl_c_in_workers_is_not_an_error() -> None:
         wait_until(lambda: opened.replay_buffer.write_count >= 8)
         for process in opened.procs:
             os.kill(process.pid, signal.SIGINT)
-        wait_until(lambda: all(worker_calls.exit_code(process) is not None for process in opened.procs))
+        wait_until(
+            lambda: all(worker_calls.exit_code(process) is not None for process in opened.procs)
+        )
         opened.shutdown()
 
 
-# --- the end of a collector -------------------------------------------------------------------------
+# --- the end of a collector -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -362,7 +418,7 @@ def test_no_worker_is_left_by_a_constructor_that_fails_late() -> None:
     assert folders() == before
 
 
-# --- create_env_fn ----------------------------------------------------------------------------------
+# --- create_env_fn --------------------------------------------------------------------------------
 
 
 class Marked(ours.Collector):  # type: ignore[misc]
@@ -385,25 +441,36 @@ ONE: dict[str, Any] = {
 @pytest.mark.parametrize("name", [*KINDS, "AsyncCollector"])
 @pytest.mark.parametrize("entry", ONE)
 def test_one_entry_is_one_worker(entry: str, name: str, number: int | None) -> None:
-    """In TorchRL a ``TypeError``, or a worker for each letter of an id. ``num_workers`` says otherwise."""
+    """In TorchRL a ``TypeError``, or a worker for each letter of an id.
+
+    ``num_workers`` says otherwise.
+    """
     if number is not None and name == "AsyncCollector":
         pytest.skip("it has one worker")
     foreign = entry == "id" or "Gymnasium" in entry
-    options: dict[str, Any] = {"envs": ONE[entry], "policy": workers.right if foreign else Weighted()}
+    options: dict[str, Any] = {
+        "envs": ONE[entry],
+        "policy": workers.right if foreign else Weighted(),
+    }
     with collector(name, num_workers=number, **options) as opened:
         assert opened.num_workers == len(opened.procs) == (number or 1)
         assert opened.next().shape[-1] == 8 // (number or 1 if name == "MultiSyncCollector" else 1)
 
 
 def test_ids_with_keywords_and_a_class_of_the_program() -> None:
-    options: dict[str, Any] = {"create_env_kwargs": {"max_episode_steps": 3}, "collector_class": Marked}
-    with collector(envs=["CartPole-v1"] * 2, policy=workers.right, frames_per_batch=12, **options) as opened:
+    options: dict[str, Any] = {
+        "create_env_kwargs": {"max_episode_steps": 3},
+        "collector_class": Marked,
+    }
+    with collector(
+        envs=["CartPole-v1"] * 2, policy=workers.right, frames_per_batch=12, **options
+    ) as opened:
         assert opened.next()["next", "truncated"].sum() == 4
         assert opened.collector_class is Marked
         assert opened.get_distant_attr("mark") == [5, 5]
 
 
-# --- evaluation -------------------------------------------------------------------------------------
+# --- evaluation -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["evaluate", "wait", "poll"])
@@ -412,7 +479,10 @@ def test_errors_of_an_evaluation(backend: str, way: str) -> None:
     """TorchRL's ``wait`` never returns."""
     before = folders()
     evaluator = ours.Evaluator(
-        partial(Failing, "step", "own", 3), policy_factory=workers.acting, num_trajectories=2, backend=backend
+        partial(Failing, "step", "own", 3),
+        policy_factory=workers.acting,
+        num_trajectories=2,
+        backend=backend,
     )
     try:
         with pytest.raises(workers.Diverged, match="simulator diverged") as caught:
@@ -431,7 +501,9 @@ def test_errors_of_an_evaluation(backend: str, way: str) -> None:
 
 
 def test_waiting_for_an_evaluation_has_a_limit() -> None:
-    evaluator = ours.Evaluator(workers.counting, policy_factory=workers.acting, num_trajectories=2, max_steps=6)
+    evaluator = ours.Evaluator(
+        workers.counting, policy_factory=workers.acting, num_trajectories=2, max_steps=6
+    )
     try:
         assert evaluator.wait(0.0) is None
         assert evaluator.wait(0.3) is None

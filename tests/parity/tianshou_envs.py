@@ -33,7 +33,8 @@ class Counting(gymnasium.Env[Any, Any]):
     Args:
         obs: "array", "dict" (nested), "pixels" (uint8 ``[4, 2]``, as stacked frames are) or "text".
         act: which of ``ACTIONS``.
-        infos: "none", "all" (the same entries always) or "some" (of steps and ends, none at a reset).
+        infos: "none", "all" (the same entries always) or "some" (of steps and ends, none at a
+            reset).
         reward: "float", "int" or "vector" (two agents).
 
     Attributes:
@@ -52,18 +53,30 @@ class Counting(gymnasium.Env[Any, Any]):
         reward: str = "float",
         ends: list[Any] | None = None,
     ) -> None:
-        self.length, self.truncate, self.obs, self.infos, self.reward = length, truncate, obs, infos, reward
+        self.length, self.truncate, self.obs, self.infos, self.reward = (
+            length,
+            truncate,
+            obs,
+            infos,
+            reward,
+        )
         self.observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
         self.action_space = ACTIONS[act]()
         self.t, self.steps, self.total = 0, 0, 0.0
         self.log: list[tuple[str, Any]] = []
         self.ends = [] if ends is None else ends
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self.log.append(("reset", (seed, options)))
         self.t, self.steps, self.total = (options or {}).get("start", 0), 0, 0.0
-        return self._observe(), {"t": self.t, "deep": {"x": 0.5}, "name": "reset"} if self.infos == "all" else {}
+        return self._observe(), {
+            "t": self.t,
+            "deep": {"x": 0.5},
+            "name": "reset",
+        } if self.infos == "all" else {}
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         self.log.append(("step", np.array(action).tolist()))
@@ -91,9 +104,14 @@ class Counting(gymnasium.Env[Any, Any]):
 
     def _observe(self) -> Any:
         if self.obs == "dict":
-            return {"count": np.array([self.length, self.t], np.int64), "deep": {"x": np.float32(self.t / 4)}}
+            return {
+                "count": np.array([self.length, self.t], np.int64),
+                "deep": {"x": np.float32(self.t / 4)},
+            }
         if self.obs == "pixels":
-            return np.array([[self.length, max(self.t - back, 0)] for back in (3, 2, 1, 0)], np.uint8)
+            return np.array(
+                [[self.length, max(self.t - back, 0)] for back in (3, 2, 1, 0)], np.uint8
+            )
         if self.obs == "text":
             return f"{self.length} {self.t}"
         return np.array([self.length, self.t], np.float32)
@@ -125,7 +143,9 @@ def numbers(obs: Any) -> torch.Tensor:
 class Body(nn.Module):
     """The network of all policies: ``[R, out]`` (two of them for a Gaussian), and no state."""
 
-    def __init__(self, out: int, shape: tuple[int, ...] | None = None, *, gaussian: bool = False) -> None:
+    def __init__(
+        self, out: int, shape: tuple[int, ...] | None = None, *, gaussian: bool = False
+    ) -> None:
         super().__init__()
         self.shape, self.gaussian = shape or (out,), gaussian
         self.max_action = np.inf if gaussian else 1.0
@@ -162,11 +182,12 @@ class Deterministic(_Noting, ContinuousDeterministicPolicy):
 
 
 class _Counter(Policy):
-    """Counts its calls per environment, from nothing at the beginning of an episode; acts as the count says.
+    """Counts its calls per environment, from nothing at the beginning of an episode; acts as the
+    count says.
 
     Args:
-        kind: of the state: "array" (``[R, 2]``), "tensor", "batch" (an array, a tensor and objects, nested), or
-            "none", where only a ``policy`` entry is given.
+        kind: of the state: "array" (``[R, 2]``), "tensor", "batch" (an array, a tensor and objects,
+            nested), or "none", where only a ``policy`` entry is given.
     """
 
     def __init__(self, action_space: spaces.Space[Any], kind: str) -> None:
@@ -181,7 +202,9 @@ class _Counter(Policy):
             act = total % 5
         else:
             shape = self.action_space.shape
-            act = np.broadcast_to((total % 7 / 10).reshape(-1, *[1] * len(shape)), (len(obs), *shape)).copy()
+            act = np.broadcast_to(
+                (total % 7 / 10).reshape(-1, *[1] * len(shape)), (len(obs), *shape)
+            ).copy()
         if isinstance(self.action_space, spaces.MultiDiscrete):
             act = (act * 4).astype(int)
         entry = Batch(logp=obs.sum(-1), deep=Batch(count=count.copy()))
@@ -198,7 +221,9 @@ class _Counter(Policy):
     def _after(self, count: Any) -> Any:
         if self.kind == "batch":
             name = np.array([str(int(n)) for n in count[:, 1]], object)
-            return Batch(h=torch.as_tensor(count[:, 0]), cell=Batch(n=count[:, 1].copy()), name=name)
+            return Batch(
+                h=torch.as_tensor(count[:, 0]), cell=Batch(n=count[:, 1].copy()), name=name
+            )
         return {"array": count, "tensor": torch.as_tensor(count), "none": None}[self.kind]
 
 
@@ -215,7 +240,13 @@ def _actor(space: Any) -> Policy:
     if isinstance(space, spaces.Discrete):
         return Actor(actor=Body(5), action_space=space)
     body = Body(int(np.prod(space.shape)), space.shape, gaussian=True)
-    return Gaussian(actor=body, dist_fn=_gaussian, action_space=space, action_scaling=True, action_bound_method="tanh")
+    return Gaussian(
+        actor=body,
+        dist_fn=_gaussian,
+        action_space=space,
+        action_scaling=True,
+        action_bound_method="tanh",
+    )
 
 
 def _values(space: Any) -> Policy:
@@ -228,5 +259,8 @@ def _values(space: Any) -> Policy:
 POLICIES: dict[str, Callable[[Any], Policy]] = {
     "values": _values,
     "actor": _actor,
-    **{kind: lambda space, kind=kind: Counter(space, kind) for kind in ("array", "tensor", "batch", "none")},
+    **{
+        kind: lambda space, kind=kind: Counter(space, kind)
+        for kind in ("array", "tensor", "batch", "none")
+    },
 }

@@ -18,7 +18,9 @@ IDS = ("collector", "traj_ids")
 
 
 class Scripted(TensorDictModuleBase):
-    """Random actions that depend on nothing but the number of the call; so does what the environment draws next."""
+    """Random actions that depend on nothing but the number of the call; so does what the
+    environment draws next.
+    """
 
     in_keys: list[Any] = []  # noqa: RUF012
 

@@ -35,7 +35,9 @@ def broken() -> Any:
 
 
 class Diverged(Exception):
-    """Pickled as it is, it cannot be unpickled: its constructor takes other arguments than those it passes on."""
+    """Pickled as it is, it cannot be unpickled: its constructor takes other arguments than those it
+    passes on.
+    """
 
     def __init__(self, simulator: str, code: int) -> None:
         super().__init__(f"{simulator} diverged")
@@ -50,7 +52,12 @@ def fail(how: str) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "exit":
         os._exit(7)
-    raise {"value": ValueError, "eof": EOFError, "pipe": BrokenPipeError, "system exit": SystemExit}[how]("of the test")
+    raise {
+        "value": ValueError,
+        "eof": EOFError,
+        "pipe": BrokenPipeError,
+        "system exit": SystemExit,
+    }[how]("of the test")
 
 
 class Failing(mocks.CountingEnv):
@@ -107,7 +114,9 @@ ENVS = [partial(counting, 3), partial(counting, 4)]  # one for each of two worke
 
 
 class Weighted(TensorDictModuleBase):
-    """Counts on, and says with which weight it acted; a state below ``next`` goes from step to step."""
+    """Counts on, and says with which weight it acted; a state below ``next`` goes from step to
+    step.
+    """
 
     in_keys = ["observation"]  # noqa: RUF012
     out_keys = ["action", "weight", ("next", "hidden")]  # noqa: RUF012
@@ -150,7 +159,9 @@ class NotWrapped(nn.Module):
 
 
 class Deep(TensorDictModuleBase):
-    """Says with which weights and buffers it acted: all have the same value but for ``fixed``, which is not saved."""
+    """Says with which weights and buffers it acted: all have the same value but for ``fixed``,
+    which is not saved.
+    """
 
     in_keys = ["observation"]  # noqa: RUF012
     out_keys = ["action", "weight", "fixed"]  # noqa: RUF012

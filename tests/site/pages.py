@@ -1,4 +1,7 @@
-"""The built site in Chromium: ``make docs-test``. It is no part of ``make test``, which finds ``test_*.py`` only."""
+"""The built site in Chromium: ``make docs-test``.
+
+It is no part of ``make test``, which finds ``test_*.py`` only.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,11 @@ from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 import muster
 
 SITE = Path(__file__).resolve().parents[2] / "build" / "docs"
-PAGES = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html") if "_static" not in path.parts)
+PAGES = sorted(
+    path.relative_to(SITE).as_posix()
+    for path in SITE.rglob("*.html")
+    if "_static" not in path.parts
+)
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync"
@@ -73,7 +80,10 @@ def page(browser: Browser, address: str, seen: list[str]) -> Iterator[Page]:
     context = browser.new_context(viewport=DESKTOP)
     opened = context.new_page()
     opened.route("**/*", only_here)
-    opened.on("console", lambda message: seen.append(message.text) if message.type in ("error", "warning") else None)
+    opened.on(
+        "console",
+        lambda message: seen.append(message.text) if message.type in ("error", "warning") else None,
+    )
     opened.on("pageerror", lambda error: seen.append(str(error)))
     yield opened
     context.close()
@@ -84,19 +94,30 @@ def test_there_is_a_site() -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_opens_without_errors_and_fits_a_phone(page: Page, address: str, seen: list[str], name: str) -> None:
+def test_a_page_opens_without_errors_and_fits_a_phone(
+    page: Page, address: str, seen: list[str], name: str
+) -> None:
     seen.clear()
     page.set_viewport_size(DESKTOP)
     page.goto(f"{address}/{name}")
     assert page.title()
     page.set_viewport_size(PHONE)
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
-    assert page.evaluate("[...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src)") == []
+    assert (
+        page.evaluate(
+            "[...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src)"
+        )
+        == []
+    )
     assert seen == []
 
 
-@pytest.mark.parametrize(("word", "expected"), [("truncation", "start.html"), ("on_failure", "workers.html")])
-def test_search_finds_the_page(page: Page, address: str, seen: list[str], word: str, expected: str) -> None:
+@pytest.mark.parametrize(
+    ("word", "expected"), [("truncation", "start.html"), ("on_failure", "workers.html")]
+)
+def test_search_finds_the_page(
+    page: Page, address: str, seen: list[str], word: str, expected: str
+) -> None:
     seen.clear()
     page.set_viewport_size(DESKTOP)
     page.goto(f"{address}/index.html")
@@ -149,7 +170,9 @@ def test_every_link_inside_the_site_leads_somewhere() -> None:
             path = path / "index.html" if path.is_dir() else path
             page = path.resolve().relative_to(SITE).as_posix()
             anchors = found[page].anchors if page in found else None
-            if not path.exists() or (parts.fragment and anchors is not None and unquote(parts.fragment) not in anchors):
+            if not path.exists() or (
+                parts.fragment and anchors is not None and unquote(parts.fragment) not in anchors
+            ):
                 dead.append(f"{name}: {target}")
     assert dead == []
 
@@ -160,13 +183,27 @@ def test_every_public_name_has_a_page_with_all_its_parameters() -> None:
         text = (SITE / "reference" / f"{name}.html").read_text("utf-8")
         if inspect.isclass(getattr(muster, name)):
             given = inspect.signature(getattr(muster, name)).parameters
-            missing += [f"{name}({p})" for p in given if f"<strong>{p}</strong>" not in text and f">{p}<" not in text]
+            missing += [
+                f"{name}({p})"
+                for p in given
+                if f"<strong>{p}</strong>" not in text and f">{p}<" not in text
+            ]
     assert missing == []
 
 
 def test_llms_txt_names_every_page_and_its_source() -> None:
     text = (SITE / "llms.txt").read_text("utf-8")
-    sources = [line.split("](")[1].split(")")[0] for line in text.splitlines() if line.startswith("- [")]
+    sources = [
+        line.split("](")[1].split(")")[0] for line in text.splitlines() if line.startswith("- [")
+    ]
     assert [source for source in sources if not (SITE / source).is_file()] == []
-    pages = {Path(source.removeprefix("_sources/")).with_suffix("").with_suffix("").as_posix() for source in sources}
-    assert {"start", "workers", "reference/Collector", "decisions/0001-time-major-slots-and-lending"} <= pages
+    pages = {
+        Path(source.removeprefix("_sources/")).with_suffix("").with_suffix("").as_posix()
+        for source in sources
+    }
+    assert {
+        "start",
+        "workers",
+        "reference/Collector",
+        "decisions/0001-time-major-slots-and-lending",
+    } <= pages

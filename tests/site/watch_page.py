@@ -62,10 +62,19 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def collection(held: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
-    """A collector with two processes and a page, which collects until the end of the module, and its directory."""
+    """A collector with two processes and a page, which collects until the end of the module, and
+    its directory.
+    """
     path, stop = tmp_path_factory.mktemp("run"), threading.Event()
-    options: dict[str, Any] = {"frames_per_batch": 64, "seed": 0, "on_failure": "restart", "watch": Watch(path)}
-    with MultiSyncCollector([partial(counting_unless, held)] * 2, None, num_workers=2, **options) as collector:
+    options: dict[str, Any] = {
+        "frames_per_batch": 64,
+        "seed": 0,
+        "on_failure": "restart",
+        "watch": Watch(path),
+    }
+    with MultiSyncCollector(
+        [partial(counting_unless, held)] * 2, None, num_workers=2, **options
+    ) as collector:
 
         def collect() -> None:
             for _ in collector:
@@ -113,7 +122,10 @@ def look(browser: Browser, serve: Callable[..., str]) -> Iterator[Open]:  # noqa
     def opened(url: str, *, viewport: Any = DESKTOP, scheme: Any = "light") -> Page:
         contexts.append(browser.new_context(viewport=viewport, color_scheme=scheme))
         page = contexts[-1].new_page()
-        page.on("console", lambda said: seen.append(said.text) if said.type in ("error", "warning") else None)
+        page.on(
+            "console",
+            lambda said: seen.append(said.text) if said.type in ("error", "warning") else None,
+        )
         page.on("pageerror", lambda error: seen.append(str(error)))
         page.goto(url)
         return page
@@ -135,7 +147,9 @@ def grows(page: Page) -> None:
     expect(page.locator("#number-frames")).not_to_have_text(before)
 
 
-def test_numbers_move_for_two_viewers_and_a_reload_keeps_the_history(collection: tuple[Any, Path], look: Open) -> None:
+def test_numbers_move_for_two_viewers_and_a_reload_keeps_the_history(
+    collection: tuple[Any, Path], look: Open
+) -> None:
     collector, _ = collection
     pages = [look(collector.watch_url) for _ in range(2)]
     for page in pages:
@@ -166,7 +180,9 @@ def test_numbers_move_for_two_viewers_and_a_reload_keeps_the_history(collection:
     grows(page)
 
 
-def test_a_killed_worker_turns_red_then_green(collection: tuple[Any, Path], held: Path, look: Open) -> None:
+def test_a_killed_worker_turns_red_then_green(
+    collection: tuple[Any, Path], held: Path, look: Open
+) -> None:
     collector, _ = collection
     page = look(collector.watch_url)
     state = page.locator("tr[data-worker='1'] td[data-state]")
@@ -200,11 +216,21 @@ def finished(collection: tuple[Any, Path], tmp_path: Path) -> Path:
 def test_text_of_a_run_stays_text_and_half_a_line_is_tolerated(
     finished: Path, look: Open, serve: Callable[..., str]
 ) -> None:
-    newest = RunHistory.read(finished).snapshots[-1] | {"time": time.time(), "policy_path": SCRIPT, "frames": 123_456}
+    newest = RunHistory.read(finished).snapshots[-1] | {
+        "time": time.time(),
+        "policy_path": SCRIPT,
+        "frames": 123_456,
+    }
     newest["workers"] = [worker | {"node": SCRIPT, "phase": SCRIPT} for worker in newest["workers"]]
     newest["discarded"] = {SCRIPT: 3}
-    lines(finished, {"kind": "run", "time": 1.0, "env": SCRIPT, "collector": SCRIPT, "every_s": 1.0})
-    lines(finished, newest, {"kind": "error", "time": 1.0, "id": 99, "text": SCRIPT, "crash_report": SCRIPT})
+    lines(
+        finished, {"kind": "run", "time": 1.0, "env": SCRIPT, "collector": SCRIPT, "every_s": 1.0}
+    )
+    lines(
+        finished,
+        newest,
+        {"kind": "error", "time": 1.0, "id": 99, "text": SCRIPT, "crash_report": SCRIPT},
+    )
     with open(finished / NAME, "a") as file:
         file.write(json.dumps(newest)[:100])
     page = look(serve(finished))
@@ -225,15 +251,30 @@ def shows(page: Page, count: int) -> bool:
 def test_the_page_computes_the_running_means_of_the_pictures(
     finished: Path, look: Open, serve: Callable[..., str]
 ) -> None:
-    """Also when the file was replaced by one with fewer snapshots, as it is when it has become too large."""
-    newest, rng, totals = RunHistory.read(finished).snapshots[-1], np.random.default_rng(0), EpisodeTotals()
+    """Also when the file was replaced by one with fewer snapshots, as it is when it has become too
+    large.
+    """
+    newest, rng, totals = (
+        RunHistory.read(finished).snapshots[-1],
+        np.random.default_rng(0),
+        EpisodeTotals(),
+    )
     entries = []
     for frames in range(1, 60):
         n = int(rng.integers(0, 12))
-        numbers, flags, infos = np.arange(n), np.zeros(n, bool), np.array([{"success": i % 3 == 0} for i in range(n)])
+        numbers, flags, infos = (
+            np.arange(n),
+            np.zeros(n, bool),
+            np.array([{"success": i % 3 == 0} for i in range(n)]),
+        )
         lengths = rng.integers(1, 50, n)
-        totals = totals.plus(Episodes(numbers, numbers, rng.normal(frames, 5, n), lengths, flags, flags, infos))
-        entries.append(newest | {"time": newest["time"] + frames, "frames": 1000 * frames, "totals": asdict(totals)})
+        totals = totals.plus(
+            Episodes(numbers, numbers, rng.normal(frames, 5, n), lengths, flags, flags, infos)
+        )
+        entries.append(
+            newest
+            | {"time": newest["time"] + frames, "frames": 1000 * frames, "totals": asdict(totals)}
+        )
     page = None
     for part in (entries, entries[::3]):
         (finished / "new").mkdir(exist_ok=True)
@@ -263,13 +304,22 @@ def test_a_finished_run_is_shown_and_fits(
     expect(page.locator("#errors")).to_contain_text("ValueError: of mine")
     expect(page.locator("#memory canvas")).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
-    red, green, blue = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3)")
+    red, green, blue = page.evaluate(
+        "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3)"
+    )
     assert (int(red) + int(green) + int(blue) < 300) is (scheme == "dark")
 
 
 def error_entry(number: int, text: str, **others: Any) -> dict[str, Any]:
     later = time.time() + 1000 + number  # than the errors of the collection
-    return {"kind": "error", "time": later, "id": 1000 + number, "worker": number % 3, "text": text, **others}
+    return {
+        "kind": "error",
+        "time": later,
+        "id": 1000 + number,
+        "worker": number % 3,
+        "text": text,
+        **others,
+    }
 
 
 @pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
@@ -278,8 +328,15 @@ def test_equal_errors_are_one_line_and_leave_the_page_to_the_charts(
 ) -> None:
     long = "\n".join(f"  File {n}" for n in range(60))
     for n in range(20):
-        text = f"EnvError: step {n} raised ValueError: sheep. In worker {n % 3} (pid {n}).\n\n{long}"
-        lines(finished, error_entry(n, text, crash_report=f"/tmp/{n}", replay=f"muster replay /tmp/{n} --trust"))
+        text = (
+            f"EnvError: step {n} raised ValueError: sheep. In worker {n % 3} (pid {n}).\n\n{long}"
+        )
+        lines(
+            finished,
+            error_entry(
+                n, text, crash_report=f"/tmp/{n}", replay=f"muster replay /tmp/{n} --trust"
+            ),
+        )
     for n in range(20, 26):
         lines(finished, error_entry(n, f"{'ABCDEF'[n - 20]}Error: another"))
     page = look(serve(finished), viewport=viewport)
@@ -299,7 +356,12 @@ def test_equal_errors_are_one_line_and_leave_the_page_to_the_charts(
     expect(sheep.locator("pre")).to_be_visible()
     assert page.evaluate("document.body.textContent.split('muster replay').length - 1") == 1
     expect(sheep.locator("code")).to_have_text("muster replay /tmp/19 --trust")
-    lines(finished, error_entry(30, "EnvError: step 30 raised ValueError: sheep. In worker 7 (pid 3).\n\nnew text"))
+    lines(
+        finished,
+        error_entry(
+            30, "EnvError: step 30 raised ValueError: sheep. In worker 7 (pid 3).\n\nnew text"
+        ),
+    )
     expect(page.locator("#errors > li").first.locator("summary")).to_contain_text("21 times")
     opened = page.locator("#errors > li").first.locator("pre")
     expect(opened).to_be_visible()
@@ -312,7 +374,10 @@ def test_the_error_that_ends_a_collection_is_first_and_open(
     text = "EnvError: step 3 raised. In worker 1."
     lines(finished, error_entry(1, text, crash_report="/tmp/1", replay="muster replay /tmp/1"))
     lines(finished, error_entry(2, "OtherError: more"))
-    lines(finished, {"kind": "end", "time": time.time(), "error": f"{text}\n\nTo see: muster replay /tmp/1"})
+    lines(
+        finished,
+        {"kind": "end", "time": time.time(), "error": f"{text}\n\nTo see: muster replay /tmp/1"},
+    )
     page = look(serve(finished))
     first = page.locator("#errors > li").first
     expect(first).to_contain_text("The collection ended with this error.")
@@ -321,7 +386,9 @@ def test_the_error_that_ends_a_collection_is_first_and_open(
     assert page.evaluate("document.body.textContent.split('muster replay').length - 1") == 1
 
 
-def test_a_run_with_restarts_is_not_green(finished: Path, look: Open, serve: Callable[..., str]) -> None:
+def test_a_run_with_restarts_is_not_green(
+    finished: Path, look: Open, serve: Callable[..., str]
+) -> None:
     newest = RunHistory.read(finished).snapshots[-1]
     newest |= {"time": time.time(), "restarts": 4}
     (finished / NAME).unlink()
@@ -340,10 +407,22 @@ def test_a_run_with_restarts_is_not_green(finished: Path, look: Open, serve: Cal
     expect(state).to_have_text("running")
 
 
-def test_the_headline_is_the_end_of_the_curve(finished: Path, look: Open, serve: Callable[..., str]) -> None:
-    newest = RunHistory.read(finished).snapshots[-1] | {"time": time.time(), "return_mean": 19.1, "length_mean": 19.1}
+def test_the_headline_is_the_end_of_the_curve(
+    finished: Path, look: Open, serve: Callable[..., str]
+) -> None:
+    newest = RunHistory.read(finished).snapshots[-1] | {
+        "time": time.time(),
+        "return_mean": 19.1,
+        "length_mean": 19.1,
+    }
     (finished / NAME).unlink()
-    sums = {"episodes": 200, "judged": 0, "return_sum": 200 * 21.25, "length_sum": 200 * 8.5, "success_sum": 0}
+    sums = {
+        "episodes": 200,
+        "judged": 0,
+        "return_sum": 200 * 21.25,
+        "length_sum": 200 * 8.5,
+        "success_sum": 0,
+    }
     squares = {"return_squares": 200 * 21.25**2, "length_squares": 200 * 8.5**2, "origin": 0.0}
     lines(finished, newest | {"totals": newest["totals"] | sums | squares})
     page = look(serve(finished))
@@ -355,7 +434,9 @@ def test_the_headline_is_the_end_of_the_curve(finished: Path, look: Open, serve:
 
 
 def test_a_page_says_how_its_run_has_ended(tmp_path: Path, look: Open) -> None:
-    with Collector(CountingEnv, None, frames_per_batch=12, total_frames=24, watch=Watch(tmp_path)) as collector:
+    with Collector(
+        CountingEnv, None, frames_per_batch=12, total_frames=24, watch=Watch(tmp_path)
+    ) as collector:
         page = look(str(collector.watch_url))
         expect(page.locator("#state")).to_have_text("running")
         list(collector)
@@ -365,7 +446,9 @@ def test_a_page_says_how_its_run_has_ended(tmp_path: Path, look: Open) -> None:
 
 def test_a_page_says_that_the_process_of_its_run_has_exited(tmp_path: Path, look: Open) -> None:
     command = [sys.executable, "-c", PARENT, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         page = look(parent.stdout.readline().strip())
         expect(page.locator("#state")).to_have_text("running")
@@ -385,15 +468,27 @@ def test_the_film_of_an_episode_is_made_when_a_viewer_asks_for_it(
     tmp_path: Path, look: Open, serve: Callable[..., str]
 ) -> None:
     with Collector(
-        "CartPole-v1", None, frames_per_batch=64, total_frames=512, seed=0, watch=Watch(tmp_path, None, films=True)
+        "CartPole-v1",
+        None,
+        frames_per_batch=64,
+        total_frames=512,
+        seed=0,
+        watch=Watch(tmp_path, None, films=True),
     ) as c:
-        best = max((episode for _ in c for episode in c.episodes), key=lambda episode: episode.episode_return)
+        best = max(
+            (episode for _ in c for episode in c.episodes),
+            key=lambda episode: episode.episode_return,
+        )
     page = look(serve(tmp_path))
     expect(page.locator("#episodes li")).to_have_count(3)
     page.get_by_role("button", name="Film of the best episode").click()
-    expect(page.locator("#film-note")).to_contain_text(f"{best.length} steps, environment 0; {best.length + 1} frames")
+    expect(page.locator("#film-note")).to_contain_text(
+        f"{best.length} steps, environment 0; {best.length + 1} frames"
+    )
     page.wait_for_function("document.querySelector('#film').readyState >= 2", timeout=WITHIN_MS)
-    assert page.evaluate("document.querySelector('#film').duration * 50") == pytest.approx(best.length + 1, abs=0.6)
+    assert page.evaluate("document.querySelector('#film').duration * 50") == pytest.approx(
+        best.length + 1, abs=0.6
+    )
     assert page.evaluate(
         "[document.querySelector('#film').videoWidth, document.querySelector('#film').videoHeight]"
     ) == [
@@ -405,7 +500,11 @@ def test_the_film_of_an_episode_is_made_when_a_viewer_asks_for_it(
     expect(page.locator("#film-note")).to_contain_text("No such file")
 
 
-def test_without_the_token_there_is_no_page(finished: Path, browser: Browser, serve: Callable[..., str]) -> None:  # noqa: F811
+def test_without_the_token_there_is_no_page(
+    finished: Path,
+    browser: Browser,  # noqa: F811
+    serve: Callable[..., str],
+) -> None:
     url = serve(finished, "0.0.0.0:0")
     port, token = url.rpartition(":")[2].split("/?token=")
     with browser.new_context() as context:

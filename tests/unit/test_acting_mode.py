@@ -34,7 +34,11 @@ WHERE: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def collector(where: str, policy: Any, env: Any = None, **options: Any) -> Any:
     cls, own = WHERE[where]
-    return cls([env or counting(5)] * 2, policy, **{"num_envs": 4, "frames_per_batch": 64, "seed": 0, **own, **options})
+    return cls(
+        [env or counting(5)] * 2,
+        policy,
+        **{"num_envs": 4, "frames_per_batch": 64, "seed": 0, **own, **options},
+    )
 
 
 def state_of(policy: nn.Module) -> dict[str, torch.Tensor]:
@@ -42,7 +46,11 @@ def state_of(policy: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def changed(policy: nn.Module, before: dict[str, torch.Tensor]) -> list[str]:
-    return [name for name, tensor in policy.state_dict().items() if not torch.equal(tensor, before[name])]
+    return [
+        name
+        for name, tensor in policy.state_dict().items()
+        if not torch.equal(tensor, before[name])
+    ]
 
 
 class Showing(nn.Module):
@@ -66,7 +74,7 @@ def shown(batch: Any) -> list[list[bool]]:
     return found
 
 
-# --- where it acts -----------------------------------------------------------------------------------
+# --- where it acts --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -86,14 +94,20 @@ def test_modes_of_every_module(where: str) -> None:
         assert shown(c.next()) == expected
         policy.eval()
         assert shown(c.next()) == expected, "the modes when the collector was made"
-        assert (policy.training, policy.net.training, policy.frozen.training) == (False, False, False)
+        assert (policy.training, policy.net.training, policy.frozen.training) == (
+            False,
+            False,
+            False,
+        )
     assert policy.calls == calls + 3, "only the user calls train()"
 
 
 def test_batch_normalisation_and_dropout_act_alike_here_and_in_workers() -> None:
     batches = {}
     for where in WHERE:
-        policy = policies.gaussian(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 1)))
+        policy = policies.gaussian(
+            nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        )
         torch.manual_seed(0)
         for parameter in policy.parameters():
             nn.init.normal_(parameter)
@@ -130,18 +144,26 @@ def test_batch_normalisation_acts_in_a_single_environment() -> None:
     with Collector(counting(5), policies.categorical(policy), num_envs=1, frames_per_batch=8) as c:
         assert c.next().shape == (1, 8)
     with (
-        Collector(counting(5), policies.categorical(policy), num_envs=1, frames_per_batch=8, **AS_GIVEN) as c,
+        Collector(
+            counting(5), policies.categorical(policy), num_envs=1, frames_per_batch=8, **AS_GIVEN
+        ) as c,
         pytest.raises(PolicyError, match="Expected more than 1 value"),
     ):
         c.next()
 
 
-@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.BatchNorm1d(2)], ids=["dropout", "normalisation"])
-def test_a_resumed_collection_acts_in_the_same_mode_from_its_first_call_on(layer: nn.Module) -> None:
+@pytest.mark.parametrize(
+    "layer", [nn.Dropout(0.5), nn.BatchNorm1d(2)], ids=["dropout", "normalisation"]
+)
+def test_a_resumed_collection_acts_in_the_same_mode_from_its_first_call_on(
+    layer: nn.Module,
+) -> None:
     def make() -> Collector:
         torch.manual_seed(0)
         net = nn.Sequential(copy.deepcopy(layer), nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 2))
-        return Collector(counting(5), policies.categorical(net), num_envs=1, frames_per_batch=64, seed=0)
+        return Collector(
+            counting(5), policies.categorical(net), num_envs=1, frames_per_batch=64, seed=0
+        )
 
     with make() as first, make() as second:
         first.next()
@@ -155,13 +177,15 @@ def test_a_resumed_collection_acts_in_the_same_mode_from_its_first_call_on(layer
 def test_dropout_needs_no_module_calls() -> None:
     net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 2))
     for options, path in (({}, "numpy executor"), (AS_GIVEN, "module")):
-        with Collector(counting(5), policies.categorical(net), num_envs=2, frames_per_batch=8, **options) as c:
+        with Collector(
+            counting(5), policies.categorical(net), num_envs=2, frames_per_batch=8, **options
+        ) as c:
             c.next()
             assert c.stats().policy_path == path
     assert net.training
 
 
-# --- the user's modules ------------------------------------------------------------------------------
+# --- the user's modules ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fails", ["environment", "policy", "Ctrl-C"])
@@ -206,7 +230,8 @@ def test_hooks_of_the_user_run_in_the_users_modes() -> None:
     policy = Moody()
     modes, seen = policy.modes(), []
     hooks = {
-        name: lambda *_: seen.append(policy.modes()) for name in ("pre_collect_hook", "post_collect_hook", "on_batch")
+        name: lambda *_: seen.append(policy.modes())
+        for name in ("pre_collect_hook", "post_collect_hook", "on_batch")
     }
     with Collector(counting(5, noise=True), policy, num_envs=2, frames_per_batch=16, **hooks) as c:
         c.fake_tensordict()
@@ -262,7 +287,9 @@ def test_in_the_background_the_copy_has_the_mode(mode: Any) -> None:
 def test_in_the_background_a_function_acts_in_the_modes_of_the_thread_that_trains() -> None:
     """Its modules are not copied: changing their mode would change that of the training."""
     policy, buffer = Showing(), Extends()
-    with Collector(counting(5), lambda obs: policy(obs), num_envs=2, frames_per_batch=16, replay_buffer=buffer) as c:
+    with Collector(
+        counting(5), lambda obs: policy(obs), num_envs=2, frames_per_batch=16, replay_buffer=buffer
+    ) as c:
         assert shown(c.rollout()) == [[False] * 3]
         c.start()
         buffer.until(2)
@@ -271,7 +298,7 @@ def test_in_the_background_a_function_acts_in_the_modes_of_the_thread_that_train
     assert shown(buffer.batches[-1]) == [[True, True, False]]
 
 
-# --- modules that are no submodules --------------------------------------------------------------------
+# --- modules that are no submodules ---------------------------------------------------------------
 
 
 def test_functions_of_agents_too() -> None:
@@ -290,7 +317,9 @@ def test_functions_act_with_their_modules_in_evaluation_mode(where: str, kind: s
 
     policy: Any = see
     if kind == "TensorDictModule":
-        policy = TensorDictModule(lambda obs: (see(obs)[0], see(obs)[1]["seen"]), ["observation"], ["action", "seen"])
+        policy = TensorDictModule(
+            lambda obs: (see(obs)[0], see(obs)[1]["seen"]), ["observation"], ["action", "seen"]
+        )
     with collector(where, policy) as c:
         assert c.next()["seen"].unique().tolist() == [1.0]
     assert drop.training
@@ -308,8 +337,12 @@ def living() -> nn.Module:
 
 
 @pytest.mark.parametrize("where", ["here", "threads", "server"])
-@pytest.mark.parametrize("policy", [{"policy": live}, {"policy_factory": living}], ids=["function", "factory"])
-def test_modules_that_threads_share_with_the_user_keep_their_mode(where: str, policy: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "policy", [{"policy": live}, {"policy_factory": living}], ids=["function", "factory"]
+)
+def test_modules_that_threads_share_with_the_user_keep_their_mode(
+    where: str, policy: dict[str, Any]
+) -> None:
     """What an importable function reaches by name is the user's own, not a copy."""
     LIVE.train()
     LIVE.frozen.eval()
@@ -320,7 +353,7 @@ def test_modules_that_threads_share_with_the_user_keep_their_mode(where: str, po
     assert LIVE.modes() == modes
 
 
-# --- options -----------------------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 
 
 class NoisyLinear(nn.Linear):
@@ -361,23 +394,32 @@ class OnlyEvaluated(nn.Module):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("made", ["policy", "policy_factory"])
-def test_an_evaluation_is_in_evaluation_mode_whatever_is_passed(made: str, num_workers: int) -> None:
+def test_an_evaluation_is_in_evaluation_mode_whatever_is_passed(
+    made: str, num_workers: int
+) -> None:
     policy = OnlyEvaluated()
     given = {"policy": policy} if made == "policy" else {"policy_factory": OnlyEvaluated}
     for options in ({}, AS_GIVEN):
-        with Evaluator(counting(5), episodes=2, num_workers=num_workers, **given, **options) as evaluator:
+        with Evaluator(
+            counting(5), episodes=2, num_workers=num_workers, **given, **options
+        ) as evaluator:
             assert len(evaluator.evaluate().records) == 2
     assert policy.training
 
 
 @pytest.mark.parametrize("wrong", ["train", None, True])
 def test_other_modes_are_refused(wrong: Any) -> None:
-    with pytest.raises(BadOption, match=f"policy_mode={wrong!r}: expected one of 'eval', 'as_given'"):
+    with pytest.raises(
+        BadOption, match=f"policy_mode={wrong!r}: expected one of 'eval', 'as_given'"
+    ):
         Execution(policy_mode=wrong)
 
 
 def test_modes_of_scripted_and_compiled_modules() -> None:
-    for module in (torch.compile(nn.Sequential(nn.Dropout(0.9)), backend="eager"), nn.Sequential(nn.Dropout(0.9))):
+    for module in (
+        torch.compile(nn.Sequential(nn.Dropout(0.9)), backend="eager"),
+        nn.Sequential(nn.Dropout(0.9)),
+    ):
         mode = ActingMode([module], "eval")
         mode.leave()
         mode.enter()

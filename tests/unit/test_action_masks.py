@@ -1,4 +1,6 @@
-"""Action masks: random actions and heads choose among the allowed actions, with the probabilities of masked logits."""
+"""Action masks: random actions and heads choose among the allowed actions, with the probabilities
+of masked logits.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def size_of(space: Any) -> int:
 
 
 class Masked(gymnasium.Env[Any, Any]):
-    """The observation is ``[t, t % 3]``. The mask of step t allows the choices i with ``(i + t) % 3 < 2``.
+    """The observation is ``[t, t % 3]``.
+
+    The mask of step t allows the choices i with ``(i + t) % 3 < 2``.
 
     Args:
         where: "obs", or "info" for ``info["action_mask"]``.
@@ -42,7 +46,9 @@ class Masked(gymnasium.Env[Any, Any]):
         self.n = size_of(self.action_space)
         box = spaces.Box(0, 100, (2,), np.float32)
         mask = spaces.Box(0, 1, (self.n,), np.int8)
-        self.observation_space = spaces.Dict({"position": box, "action_mask": mask}) if where == "obs" else box
+        self.observation_space = (
+            spaces.Dict({"position": box, "action_mask": mask}) if where == "obs" else box
+        )
         self.t = 0
 
     def mask(self) -> Any:
@@ -63,7 +69,9 @@ class Masked(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> Any:
         index = np.atleast_1d(action) - getattr(self.action_space, "start", 0)
         parts = np.split(self.mask(), np.cumsum(getattr(self.action_space, "nvec", [self.n]))[:-1])
-        assert all(part[i] for part, i in zip(parts, index, strict=True)), f"{action} is not allowed at {self.t}"
+        assert all(part[i] for part, i in zip(parts, index, strict=True)), (
+            f"{action} is not allowed at {self.t}"
+        )
         self.t += 1
         obs, info = self.out()
         return obs, 1.0, self.t == 7, False, info
@@ -88,12 +96,18 @@ def observed(batch: Any, where: str) -> torch.Tensor:
 @pytest.mark.parametrize("where", ["obs", "info"])
 @pytest.mark.parametrize("space", SPACES)
 def test_random_actions_are_uniform_over_what_is_allowed(space, where):
-    batch = collect(masked(space, where), None, num_envs=2, frames_per_batch=4200, seed=0, **options_of(where))
+    batch = collect(
+        masked(space, where), None, num_envs=2, frames_per_batch=4200, seed=0, **options_of(where)
+    )
     n, action = size_of(SPACES[space]), batch["action"]
-    assert torch.equal(mask_of(batch, where)[0, 0], torch.tensor(np.arange(n) % 3 < 2).to(torch.int8))
+    assert torch.equal(
+        mask_of(batch, where)[0, 0], torch.tensor(np.arange(n) % 3 < 2).to(torch.int8)
+    )
     first = action[:, ::7].reshape(-1, *action.shape[2:])  # at step 0
     if space == "several":
-        counts = torch.cat([torch.bincount(first[:, i], minlength=k) for i, k in enumerate((3, 2, 4))])
+        counts = torch.cat(
+            [torch.bincount(first[:, i], minlength=k) for i, k in enumerate((3, 2, 4))]
+        )
 
         # concatenated choices 0 1 2 | 3 4 | 5 6 7 8 with (i % 3) < 2
         allowed = torch.tensor([1, 1, 0, 1, 1, 0, 1, 1, 0.0])
@@ -113,13 +127,20 @@ def test_a_categorical_head_has_the_distribution_of_masked_logits(space, num_env
     torch.manual_seed(0)
     n = size_of(SPACES[space])
     net = nn.Linear(2, n)
-    options = {"frames_per_batch": 21 * (num_envs or 1), "num_envs": num_envs, "seed": 1, **options_of(where)}
+    options = {
+        "frames_per_batch": 21 * (num_envs or 1),
+        "num_envs": num_envs,
+        "seed": 1,
+        **options_of(where),
+    }
     head = policies.categorical(net)
     batch = collect(masked(space, where), head, **options)
     with torch.no_grad():
         logits = net(observed(batch, where)).masked_fill(mask_of(batch, where) == 0, -torch.inf)
         sizes = list(getattr(SPACES[space], "nvec", [n]))
-        index = batch["action"] - int(getattr(SPACES[space], "start", 0) if space != "several" else 0)
+        index = batch["action"] - int(
+            getattr(SPACES[space], "start", 0) if space != "several" else 0
+        )
         index = index if space == "several" else index.unsqueeze(-1)
         parts = [
             torch.distributions.Categorical(logits=part).log_prob(i)
@@ -131,12 +152,16 @@ def test_a_categorical_head_has_the_distribution_of_masked_logits(space, num_env
         if where == "obs":
             again = head.distribution(batch.select("position", "action_mask"))
         else:
-            again = head.distribution(batch["observation"], action_mask=batch["info", "action_mask"])
+            again = head.distribution(
+                batch["observation"], action_mask=batch["info", "action_mask"]
+            )
         assert torch.allclose(again.log_prob(batch["action"]), expected, atol=1e-5)
         assert again.entropy().isfinite().all()
         mode = collect(masked(space, where), head, **options, exploration_type="mode")
         given = {"action_mask": mask_of(mode, where)}
-        assert torch.equal(mode["action"], head.mode(observed(mode, where), **given).to(mode["action"].dtype))
+        assert torch.equal(
+            mode["action"], head.mode(observed(mode, where), **given).to(mode["action"].dtype)
+        )
 
 
 def test_a_head_draws_with_the_masked_probabilities():
@@ -144,7 +169,9 @@ def test_a_head_draws_with_the_masked_probabilities():
         def forward(self, obs: torch.Tensor) -> torch.Tensor:
             return torch.tensor([2.0, 1.0, 5.0, 0.0, 0.5]).expand(*obs.shape[:-1], 5)
 
-    batch = collect(masked(), policies.categorical(Constant()), num_envs=4, frames_per_batch=14_000, seed=0)
+    batch = collect(
+        masked(), policies.categorical(Constant()), num_envs=4, frames_per_batch=14_000, seed=0
+    )
     first = batch["action"][:, ::7].reshape(-1)
     expected = torch.tensor([2.0, 1.0, -torch.inf, 0.0, 0.5]).softmax(0)
     assert torch.allclose(torch.bincount(first, minlength=5) / len(first), expected, atol=0.04)
@@ -152,7 +179,10 @@ def test_a_head_draws_with_the_masked_probabilities():
 
 def test_a_loss_over_masked_actions_has_finite_gradients_also_at_blank_rows():
     head = policies.categorical(nn.Linear(2, 5))
-    obs = {"position": torch.randn(4, 2), "action_mask": torch.tensor([[1, 0, 1, 0, 0]] * 3 + [[0] * 5])}
+    obs = {
+        "position": torch.randn(4, 2),
+        "action_mask": torch.tensor([[1, 0, 1, 0, 0]] * 3 + [[0] * 5]),
+    }
     distribution = head.distribution(obs)
     (distribution.log_prob(torch.tensor([0, 2, 0, 0])) + distribution.entropy()).sum().backward()
     assert head.net.weight.grad.isfinite().all()
@@ -173,11 +203,19 @@ def test_the_greedy_head_chooses_among_what_is_allowed():
 @pytest.mark.parametrize("num_envs", [None, 2])
 def test_a_mask_that_allows_nothing_is_an_error_that_names_the_environment(policy, where, num_envs):
     net = nn.Linear(2, 5)
-    made = {"random": None, "head": policies.categorical(net), "greedy": policies.deterministic(net)}[policy]
+    made = {
+        "random": None,
+        "head": policies.categorical(net),
+        "greedy": policies.deterministic(net),
+    }[policy]
     source = masked("discrete", where, 4)
     options = options_of(where)
-    with Collector(source, made, num_envs=num_envs, frames_per_batch=28, seed=0, **options) as collector:
-        with pytest.raises(BadEnvOutput, match=r"Masked\[0\]: .*action_mask allows no action.*reset\(\)"):
+    with Collector(
+        source, made, num_envs=num_envs, frames_per_batch=28, seed=0, **options
+    ) as collector:
+        with pytest.raises(
+            BadEnvOutput, match=r"Masked\[0\]: .*action_mask allows no action.*reset\(\)"
+        ):
             collector.rollout()
         collector.reset()
         with pytest.raises(BadEnvOutput, match="allows no action"):
@@ -194,7 +232,13 @@ def test_random_frames_at_the_start_and_decorrelation_respect_masks():
     for where in ("obs", "info"):
         options = {"max_decorrelation_steps": 5, **options_of(where)}
         with Collector(
-            masked("discrete", where), head, num_envs=3, frames_per_batch=60, init_random_frames=60, seed=0, **options
+            masked("discrete", where),
+            head,
+            num_envs=3,
+            frames_per_batch=60,
+            init_random_frames=60,
+            seed=0,
+            **options,
         ) as collector:
             batches = [collector.rollout().clone() for _ in range(2)]
         assert batches[0]["action_log_prob"].isnan().all()
@@ -229,7 +273,10 @@ class OfDmEnv:
 
             def observation_spec(self) -> Any:
                 position = specs.BoundedArray((2,), np.float32, 0, 100)
-                return {"position": position, "action_mask": specs.BoundedArray((5,), np.int8, 0, 1)}
+                return {
+                    "position": position,
+                    "action_mask": specs.BoundedArray((5,), np.int8, 0, 1),
+                }
 
             def action_spec(self) -> Any:
                 return specs.DiscreteArray(5, dtype=np.int64)
@@ -263,7 +310,13 @@ def test_masks_reach_policies_of_worker_processes(inference):
     with Collector([masked()] * 2, head, num_envs=2, frames_per_batch=56, seed=0) as collector:
         expected = collector.rollout().clone()
     with MultiSyncCollector(
-        [masked()] * 2, head, num_envs=2, frames_per_batch=56, seed=0, inference=inference, cat_results="stack"
+        [masked()] * 2,
+        head,
+        num_envs=2,
+        frames_per_batch=56,
+        seed=0,
+        inference=inference,
+        cat_results="stack",
     ) as collector:
         batch = collector.rollout()
         allowed = batch["action_mask"].gather(-1, batch["action"].unsqueeze(-1))
@@ -300,7 +353,7 @@ def test_taxi_has_its_mask_in_the_info():
     assert not batch["info", "action_mask"].all()
 
 
-# --- other systems ---------------------------------------------------------------------------------
+# --- other systems --------------------------------------------------------------------------------
 
 
 def test_torchrls_masked_categorical_reads_the_mask_from_the_batch():

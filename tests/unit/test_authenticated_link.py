@@ -1,4 +1,6 @@
-"""Links are authenticated: whoever does not know the token, or changes, repeats or reorders messages, is not heard."""
+"""Links are authenticated: whoever does not know the token, or changes, repeats or reorders
+messages, is not heard.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def test_both_ends_learn_that_the_other_does_not_know_the_token():
 
 
 def test_nothing_but_the_handshake_was_sent_before_both_have_proved(ends):
-    assert [len(frame.message) for frame in ends.handshake] == [len(MAGIC) + 32] * 2 + [MAC_BYTES] * 2
+    assert [len(frame.message) for frame in ends.handshake] == [len(MAGIC) + 32] * 2 + [
+        MAC_BYTES
+    ] * 2
     for end in (ends.to_main, ends.to_node):
         end.setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -144,7 +148,9 @@ def cut(frame):
     return replace(frame, message=frame.message[:10])
 
 
-@pytest.mark.parametrize("change", [flipped, flipped_mac, other_tag, shorter_block, no_block, longer, cut])
+@pytest.mark.parametrize(
+    "change", [flipped, flipped_mac, other_tag, shorter_block, no_block, longer, cut]
+)
 def test_changed_message_is_never_returned(ends, change):
     ends.main.send(b"do this", Block(np.ones(9, np.uint8)), 2)
     ends.to_node.sendall(bytes(change(read_frame(ends.to_main))))

@@ -43,7 +43,9 @@ def equal(a: Any, b: Any) -> bool:
         return False
     if torch.is_tensor(a):
         alike = a.dtype == b.dtype and a.shape == b.shape
-        return alike and (not a.numel() or torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (a, b))))
+        return alike and (
+            not a.numel() or torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (a, b)))
+        )
     if isinstance(a, (np.ndarray, np.generic)):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if isinstance(a, dict):
@@ -57,7 +59,11 @@ def equal(a: Any, b: Any) -> bool:
 def tensors(draw: Any) -> torch.Tensor:
     dtype = draw(st.sampled_from(DTYPES))
     shape = draw(st.lists(st.integers(0, 3), max_size=3))
-    data = draw(st.binary(min_size=math.prod(shape) * dtype.itemsize, max_size=math.prod(shape) * dtype.itemsize))
+    data = draw(
+        st.binary(
+            min_size=math.prod(shape) * dtype.itemsize, max_size=math.prod(shape) * dtype.itemsize
+        )
+    )
     if not data:
         return torch.empty(shape, dtype=dtype)
     data = bytes(byte & 1 for byte in data) if dtype == torch.bool else data
@@ -69,9 +75,13 @@ scalars = (
     | st.text(st.characters(exclude_categories=()))  # with surrogates
 )  # fmt: skip
 array_dtypes = (
-    npst.scalar_dtypes() | npst.unicode_string_dtypes(max_len=3) | npst.byte_string_dtypes(max_len=3)
+    npst.scalar_dtypes()
+    | npst.unicode_string_dtypes(max_len=3)
+    | npst.byte_string_dtypes(max_len=3)
 )  # both byte orders
-arrays = array_dtypes.flatmap(lambda dtype: npst.arrays(dtype, npst.array_shapes(min_dims=0, min_side=0, max_side=3)))
+arrays = array_dtypes.flatmap(
+    lambda dtype: npst.arrays(dtype, npst.array_shapes(min_dims=0, min_side=0, max_side=3))
+)
 numbers = arrays.filter(lambda array: array.size > 0).map(lambda array: array.reshape(-1)[0])
 keys = st.text() | st.integers() | st.lists(st.text(), max_size=3).map(tuple)
 states = st.recursive(
@@ -126,7 +136,9 @@ def test_other_programs_can_read_the_tensors(file):
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     begins = [8 + length + header[name]["data_offsets"][0] for name in "012"]
-    assert [begin % size for begin, size in zip(begins, (1, 4, 8), strict=True)] == [0, 0, 0], "aligned, for mmap"
+    assert [begin % size for begin, size in zip(begins, (1, 4, 8), strict=True)] == [0, 0, 0], (
+        "aligned, for mmap"
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,7 +172,14 @@ def test_a_module_and_its_optimizer_come_back(file):
     optimizer = torch.optim.Adam(net.parameters())
     net(torch.ones(2)).sum().backward()
     optimizer.step()
-    save(file, {"net": net.state_dict(), "own": OrderedDict(net.named_parameters()), "adam": optimizer.state_dict()})
+    save(
+        file,
+        {
+            "net": net.state_dict(),
+            "own": OrderedDict(net.named_parameters()),
+            "adam": optimizer.state_dict(),
+        },
+    )
     state = load(file)
     assert equal(state["net"], dict(net.state_dict()))
     assert type(state["own"]["weight"]) is torch.Tensor
@@ -213,7 +232,15 @@ def test_a_sealed_header_that_is_no_json_is_refused(file, what, inner):
 @pytest.mark.parametrize(
     "state",
     [
-        *({"bytes": 1}, {"tensor": -2}, {"tuple": 5}, {"dict": [[[], 1]]}, {}, {"float": "1e"}, {"int": "x"}),
+        *(
+            {"bytes": 1},
+            {"tensor": -2},
+            {"tuple": 5},
+            {"dict": [[[], 1]]},
+            {},
+            {"float": "1e"},
+            {"int": "x"},
+        ),
         *({"tensor": 0, "dtype": "complex128", "shape": [n]} for n in (10**18, -2)),
         {"tensor": 0, "dtype": "load", "shape": []},
         *({"array": 0, "dtype": "O"}, {"array": 0, "dtype": "i8", "shape": [10**18]}),
@@ -224,20 +251,26 @@ def test_a_sealed_header_that_lies_is_refused(file, state):
     crc = f"{zlib.crc32(b'torch.uint8 [0]'):08x}"
     text = sealed(json.dumps({"tensors": {"0": crc}, "about": about})[1:].encode())
     safetensors.torch.save_file({"0": torch.empty(0, dtype=torch.uint8)}, file, {"muster": text})
-    with pytest.raises(BadCheckpoint, match="is damaged|or damaged: '1' is missing|or damaged: '-2' is missing"):
+    with pytest.raises(
+        BadCheckpoint, match="is damaged|or damaged: '1' is missing|or damaged: '-2' is missing"
+    ):
         load(file)
 
 
 def test_another_format_is_refused(file):
     text = sealed(json.dumps({"tensors": {}, "about": {"format": 99, "state": None}})[1:].encode())
     safetensors.torch.save_file({}, file, {"muster": text})
-    with pytest.raises(BadCheckpoint, match=r"^\S+ has format 99, and this version of Muster reads 2"):
+    with pytest.raises(
+        BadCheckpoint, match=r"^\S+ has format 99, and this version of Muster reads 2"
+    ):
         load(file)
 
 
 def test_a_dtype_that_is_never_written_is_refused(file):
     text = sealed(
-        json.dumps({"tensors": {"0": "00000000"}, "about": {"format": 2, "state": {"tensor": 0}}})[1:].encode()
+        json.dumps({"tensors": {"0": "00000000"}, "about": {"format": 2, "state": {"tensor": 0}}})[
+            1:
+        ].encode()
     )
     entry = {"dtype": "F8_E8M0", "shape": [8], "data_offsets": [0, 8]}
     header = json.dumps({"__metadata__": {"muster": text}, "0": entry}).encode()

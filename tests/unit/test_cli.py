@@ -1,4 +1,6 @@
-"""The muster command: exact, polite to terminals and pipes, and unwilling to run what it was not asked to."""
+"""The muster command: exact, polite to terminals and pipes, and unwilling to run what it was not
+asked to.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def test_collect_records_exactly_what_was_asked_for(tmp_path, capsys):
 
 def test_a_full_disk_ends_the_recording_and_says_so(tmp_path, capsys):
     with files_limited_to(5000):
-        said = refused(capsys, "collect", "CartPole-v1", "--frames", "8000", "--quiet", "--out", tmp_path / "a")
+        said = refused(
+            capsys, "collect", "CartPole-v1", "--frames", "8000", "--quiet", "--out", tmp_path / "a"
+        )
     assert f"Could not record into {tmp_path / 'a'}: File too large" in said
     assert "another --out" in said
     assert load(tmp_path / "a").lost is not None
@@ -82,7 +86,9 @@ def test_a_full_disk_ends_the_recording_and_says_so(tmp_path, capsys):
 
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1", "MountainCarContinuous-v0"])
 def test_mlp_fits_discrete_and_continuous_actions(env, tmp_path, capsys):
-    _, recording = recorded(capsys, tmp_path / "a", env, "--frames", "160", "--envs", "4", "--policy", "mlp")
+    _, recording = recorded(
+        capsys, tmp_path / "a", env, "--frames", "160", "--envs", "4", "--policy", "mlp"
+    )
     batch = recording.batch(0)
     assert batch["action_log_prob"].isfinite().all()
     assert len(batch["action"].unique()) > 1
@@ -97,9 +103,13 @@ def test_mlp_fits_discrete_and_continuous_actions(env, tmp_path, capsys):
         ("random", "float16", torch.float16),
     ],
 )
-def test_mujoco_is_recorded_in_the_dtype_of_the_network(policy, obs_dtype, stored, tmp_path, capsys):
+def test_mujoco_is_recorded_in_the_dtype_of_the_network(
+    policy, obs_dtype, stored, tmp_path, capsys
+):
     argv = ["HalfCheetah-v5", "--frames", "40", "--envs", "2", "--policy", policy]
-    _, recording = recorded(capsys, tmp_path / "a", *argv, *([] if obs_dtype is None else ["--obs-dtype", obs_dtype]))
+    _, recording = recorded(
+        capsys, tmp_path / "a", *argv, *([] if obs_dtype is None else ["--obs-dtype", obs_dtype])
+    )
     batch = recording.batch(0)
     assert (batch["observation"].dtype, batch["next", "observation"].dtype) == (stored, stored)
     assert batch["action"].dtype == torch.float32
@@ -125,33 +135,81 @@ def test_mlp_takes_boxes_of_any_shape(shape, dtype):
 
 @pytest.mark.slow
 def test_workers_record_the_data_of_as_many_groups(tmp_path, capsys):
-    argv = ["CartPole-v1", "--frames", "1600", "--frames-per-batch", "800", "--seed", 5, "--workers", 2, "--envs", 4]
+    argv = [
+        "CartPole-v1",
+        "--frames",
+        "1600",
+        "--frames-per-batch",
+        "800",
+        "--seed",
+        5,
+        "--workers",
+        2,
+        "--envs",
+        4,
+    ]
     out, recording = recorded(capsys, tmp_path / "a", *argv)
     assert (recording.meta["workers"], recording.meta["envs"], len(recording)) == (2, 4, 1600)
-    options: dict[str, Any] = {"num_envs": 4, "frames_per_batch": 800, "total_frames": 1600, "seed": 5}
+    options: dict[str, Any] = {
+        "num_envs": 4,
+        "frames_per_batch": 800,
+        "total_frames": 1600,
+        "seed": 5,
+    }
     with Collector(["CartPole-v1"] * 2, None, **options) as collector:
         expected = list(collector)
     for number, batch in enumerate(expected):
         assert batch.shape == (2, 4, 100)
-        assert (recording.batch(number)["next", "observation"] == batch["next", "observation"]).all()
-        assert (recording.batch(number)["collector", "traj_ids"] == batch["collector", "traj_ids"]).all()
+        assert (
+            recording.batch(number)["next", "observation"] == batch["next", "observation"]
+        ).all()
+        assert (
+            recording.batch(number)["collector", "traj_ids"] == batch["collector", "traj_ids"]
+        ).all()
     assert "1,600 in 2 batches" in out
     assert re.search(r"^workers   2$", out, re.MULTILINE)
-    assert re.search(r"^in them   env \d+%.* policy \d+%.* copy \d+%.* rest \d+%.* idle \d+%", out, re.MULTILINE)
+    assert re.search(
+        r"^in them   env \d+%.* policy \d+%.* copy \d+%.* rest \d+%.* idle \d+%", out, re.MULTILINE
+    )
     assert re.search(r"^here      waiting \d+%.* record \d+%.* rest \d+%", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("where", [[], ["--threads"]])
 def test_batches_of_single_workers_come_as_they_are_ready(where, tmp_path, capsys):
-    argv = ["CartPole-v1", "--frames", 1200, "--frames-per-batch", 200, "--envs", 4, "--workers", 2, "--async", *where]
+    argv = [
+        "CartPole-v1",
+        "--frames",
+        1200,
+        "--frames-per-batch",
+        200,
+        "--envs",
+        4,
+        "--workers",
+        2,
+        "--async",
+        *where,
+    ]
     _, recording = recorded(capsys, tmp_path / "a", *argv)
     assert (recording.batches, len(recording)) == (6, 1200)
     assert recording.batch(0).batch_size == (4, 50)
-    assert {int(recording.batch(n)["collector", "traj_ids"][0, 0]) // 4 % 2 for n in range(6)} == {0, 1}
+    assert {int(recording.batch(n)["collector", "traj_ids"][0, 0]) // 4 % 2 for n in range(6)} == {
+        0,
+        1,
+    }
 
 
 def test_a_server_acts_for_workers(tmp_path, capsys):
-    argv = ["CartPole-v1", "--frames", 800, "--frames-per-batch", 400, "--envs", 4, "--policy", "mlp"]
+    argv = [
+        "CartPole-v1",
+        "--frames",
+        800,
+        "--frames-per-batch",
+        400,
+        "--envs",
+        4,
+        "--policy",
+        "mlp",
+    ]
     recordings = {}
     for name, where in {
         "workers": [],
@@ -161,11 +219,15 @@ def test_a_server_acts_for_workers(tmp_path, capsys):
     }.items():
         out, recording = recorded(capsys, tmp_path / name, *argv, "--workers", 2, *where)
         assert ("(policy: server: " in out) == bool(where)
-        recordings[name] = torch.cat([recording.batch(number)["observation"] for number in range(2)], 2)
+        recordings[name] = torch.cat(
+            [recording.batch(number)["observation"] for number in range(2)], 2
+        )
         assert recordings[name].shape == (2, 4, 100, 4)
     assert torch.equal(recordings["again"], recordings["server"])
     assert torch.equal(recordings["workers"], recordings["alternating"])  # one worker in each half
-    assert not torch.equal(recordings["workers"], recordings["server"])  # one stream of random numbers for both
+    assert not torch.equal(
+        recordings["workers"], recordings["server"]
+    )  # one stream of random numbers for both
 
 
 FAILING = """
@@ -194,7 +256,10 @@ def failing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of crash reports
-    yield [*("collect", "failing_env:Failing-v0", "--allow-import", "--frames", 80), *("--envs", 1, "--workers", 2)]
+    yield [
+        *("collect", "failing_env:Failing-v0", "--allow-import", "--frames", 80),
+        *("--envs", 1, "--workers", 2),
+    ]
     sys.modules.pop("failing_env", None)
     gymnasium.registry.pop("Failing-v0", None)
 
@@ -229,13 +294,22 @@ def test_a_dropped_worker_is_told_at_once(failing, capsys):
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("7", 7), ("100k", 100_000), ("1.5M", 1_500_000), ("1e6", 10**6), ("51_200", 51_200), ("51,200", 51_200)],
+    [
+        ("7", 7),
+        ("100k", 100_000),
+        ("1.5M", 1_500_000),
+        ("1e6", 10**6),
+        ("51_200", 51_200),
+        ("51,200", 51_200),
+    ],
 )
 def test_counts(text, number):
     assert parse_count(text) == number
 
 
-@pytest.mark.parametrize("text", ["", "k", "-5", "0", "1.5", "1e-3", "nan", "inf", "1e999999999", "0x10", "1 000"])
+@pytest.mark.parametrize(
+    "text", ["", "k", "-5", "0", "1.5", "1e-3", "nan", "inf", "1e999999999", "0x10", "1 000"]
+)
 def test_no_counts(text, capsys):
     with pytest.raises(ValueError, match="frames"):
         parse_count(text)
@@ -261,7 +335,9 @@ def evil(tmp_path, monkeypatch):
     """A directory with a module and a policy that leave a mark when they are run."""
     mark = f"open({str(tmp_path / 'ran')!r}, 'w').close()\n"
     (tmp_path / "evil_module.py").write_text(mark)
-    (tmp_path / "agent.py").write_text(mark + "def policy(obs):\n    return (obs[:, 2] > 0).long()\n")
+    (tmp_path / "agent.py").write_text(
+        mark + "def policy(obs):\n    return (obs[:, 2] > 0).long()\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
     monkeypatch.delitem(sys.modules, "evil_module", raising=False)
@@ -276,7 +352,9 @@ def test_env_ids_that_import_are_refused(evil, capsys):
 
 
 def test_env_ids_that_import_are_allowed_when_asked(evil, capsys):
-    code, _, _ = run(capsys, "collect", "evil_module:CartPole-v1", "--frames", "80", "--allow-import", "--quiet")
+    code, _, _ = run(
+        capsys, "collect", "evil_module:CartPole-v1", "--frames", "80", "--allow-import", "--quiet"
+    )
     assert code == 0
     assert (evil / "ran").exists()
     argv = ["collect", "no_such_module:CartPole-v1", "--frames", "80", "--allow-import"]
@@ -304,7 +382,9 @@ def test_pickles_are_refused_with_the_way_out(evil, name, capsys):
             return os.mkdir, (str(evil / "ran"),)
 
     torch.save({"x": Evil()}, evil / name)
-    err = refused(capsys, "collect", "CartPole-v1", "--frames", "80", "--policy", name, "--allow-import")
+    err = refused(
+        capsys, "collect", "CartPole-v1", "--frames", "80", "--policy", name, "--allow-import"
+    )
     assert "pickle" in err
     assert "save_file" in err
     assert not (evil / "ran").exists()
@@ -312,7 +392,15 @@ def test_pickles_are_refused_with_the_way_out(evil, name, capsys):
 
 def test_an_error_in_allowed_code_shows_where(evil, capsys):
     (evil / "agent.py").write_text("def policy(obs):\n    return obs.no_such_thing\n")
-    argv = ["collect", "CartPole-v1", "--frames", "80", "--policy", "agent.py:policy", "--allow-import"]
+    argv = [
+        "collect",
+        "CartPole-v1",
+        "--frames",
+        "80",
+        "--policy",
+        "agent.py:policy",
+        "--allow-import",
+    ]
     code, _, err = run(capsys, *argv)
     assert code == 2
     assert "agent.py" in err
@@ -330,16 +418,28 @@ def test_an_error_in_allowed_code_shows_where(evil, capsys):
         (["CartPole-v1", "--on-failure", "drop"], "--on-failure is about workers"),
         (["CartPole-v1", "--inference", "server"], "--inference is about workers: add --workers N"),
         (["CartPole-v1", "--alternating"], "--alternating is about workers"),
-        (["CartPole-v1", "--workers", "2", "--alternating"], "--alternating needs --inference server"),
+        (
+            ["CartPole-v1", "--workers", "2", "--alternating"],
+            "--alternating needs --inference server",
+        ),
         (["CartPole-v1", "--workers", "0"], "--workers 0: expected at least 1"),
-        (["CartPole-v1", "--workers", "3"], "--workers 3 x --num-envs 8; the nearest are 792 or 816"),
-        (["CartPole-v1", "--workers", "3", "--frames-per-batch", "80"], "3 x --num-envs 8; the nearest are 72 or 96"),
+        (
+            ["CartPole-v1", "--workers", "3"],
+            "--workers 3 x --num-envs 8; the nearest are 792 or 816",
+        ),
+        (
+            ["CartPole-v1", "--workers", "3", "--frames-per-batch", "80"],
+            "3 x --num-envs 8; the nearest are 72 or 96",
+        ),
         (
             ["CartPole-v1", "--workers", "3", "--async", "--frames-per-batch", "81"],
             "multiple of --num-envs 8; the nearest are 80 or 88",
         ),
         (["CartPole-v1", "--frames", "1001"], "nearest are 1,000 or 1,008"),
-        (["CartPole-v1", "--frames-per-batch", "96"], "multiple of --frames-per-batch 96; the nearest are 768 or 864"),
+        (
+            ["CartPole-v1", "--frames-per-batch", "96"],
+            "multiple of --frames-per-batch 96; the nearest are 768 or 864",
+        ),
         (["CartPole-v1", "--envs", "0"], "--num-envs 0: expected at least 1"),
         (["CartPole-v1", "--seed", "-1"], "--seed -1: expected at least 0"),
         (["FrozenLake-v1", "--policy", "mlp"], "Box observations"),
@@ -367,14 +467,24 @@ def test_environments_that_cannot_be_made(capsys):
     gymnasium.register("MusterBroken-v0", Broken)
     try:
         for more in (["--policy", "random"], ["--policy", "mlp"], ["--workers", "2", "--threads"]):
-            assert "no display" in refused(capsys, "collect", "MusterBroken-v0", "--frames", "80", *more)
+            assert "no display" in refused(
+                capsys, "collect", "MusterBroken-v0", "--frames", "80", *more
+            )
     finally:
         del gymnasium.registry["MusterBroken-v0"]
 
 
 def test_unexpected_errors_keep_their_traceback(evil):
     (evil / "agent.py").write_text("raise ZeroDivisionError('mine')\n")
-    argv = ["collect", "CartPole-v1", "--frames", "80", "--policy", "agent.py:policy", "--allow-import"]
+    argv = [
+        "collect",
+        "CartPole-v1",
+        "--frames",
+        "80",
+        "--policy",
+        "agent.py:policy",
+        "--allow-import",
+    ]
     with pytest.raises(ZeroDivisionError, match="mine"):
         main(argv)
 
@@ -423,7 +533,9 @@ def test_weights_from_a_file_act(tmp_path, capsys):
 )
 def test_weights_that_do_not_fit(state, said, tmp_path, capsys):
     save_file(state, tmp_path / "net.safetensors")
-    err = refused(capsys, "collect", "CartPole-v1", "--frames", "80", "--policy", tmp_path / "net.safetensors")
+    err = refused(
+        capsys, "collect", "CartPole-v1", "--frames", "80", "--policy", tmp_path / "net.safetensors"
+    )
     assert "net.safetensors" in err
     assert said in err
 
@@ -453,11 +565,15 @@ def test_damaged_and_missing_files_of_weights(tmp_path, capsys):
         (signal.SIGINT, 2, 130, 2, ["--workers", "2", "--async"]),
     ],
 )
-def test_stopping_keeps_what_was_collected(tmp_path, monkeypatch, capfd, number, times, code, kept, workers):
+def test_stopping_keeps_what_was_collected(
+    tmp_path, monkeypatch, capfd, number, times, code, kept, workers
+):
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     write, batches = Recorder.write, itertools.count(1)
 
-    def signalled(self: Recorder, batch: Any) -> None:  # at a known place: before the third batch is written
+    def signalled(
+        self: Recorder, batch: Any
+    ) -> None:  # at a known place: before the third batch is written
         if next(batches) == 3:
             for _ in range(times):
                 os.kill(os.getpid(), number)
@@ -516,7 +632,9 @@ def test_a_real_ctrl_c_on_a_real_terminal(tmp_path):
     assert re.search(shown_text, text), text
     for number in range(2):
         assert re.search(
-            rf"^  worker {number} +(idle|step|policy) +[\d.]+k? frames/s +\d+% of frames", text, re.MULTILINE
+            rf"^  worker {number} +(idle|step|policy) +[\d.]+k? frames/s +\d+% of frames",
+            text,
+            re.MULTILINE,
         )
     assert len(processes) == 6  # with the fork server, and a keeper beside each worker
     assert not [process for process in processes if Path(f"/proc/{process}").exists()]
@@ -552,7 +670,9 @@ for argv in (["--help"], ["collect", "--help"], ["--version"], ["doctor"]):
 heavy = {"torch", "tensordict", "gymnasium", "numpy", "safetensors"} & set(sys.modules)
 print("\\nRESULT", codes, sorted(heavy))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100
+    )
     result = done.stdout.splitlines()[-1]
     assert re.fullmatch(r"RESULT \[0, 0, 0, [01]\] \[\]", result), result
     assert "muster collect CartPole-v1 --frames 100k --out runs/a" in done.stdout
@@ -570,19 +690,26 @@ def test_without_arguments_help_is_shown(capsys):
 
 
 def test_lines_are_limited_by_time_not_by_batches(capsys):
-    with progress("collect", 1000, every_s=1e9) as never, progress("collect", 1000, every_s=0) as always:
+    with (
+        progress("collect", 1000, every_s=1e9) as never,
+        progress("collect", 1000, every_s=0) as always,
+    ):
         for _ in range(3):
             never(500, in_one_line(stats(), 1000))
         assert capsys.readouterr().out == ""
         always(500, in_one_line(stats(episodes=4321, return_mean=21.5), 1000))
         always(1000, "the summary follows anyway")
     out = capsys.readouterr().out
-    assert re.fullmatch(r"collect  50%  500/1k frames  38.2k frames/s  episodes 4,321  return 21.5  eta 0:00\n", out)
+    assert re.fullmatch(
+        r"collect  50%  500/1k frames  38.2k frames/s  episodes 4,321  return 21.5  eta 0:00\n", out
+    )
 
 
 def test_the_summary_adds_up():
     values, columns = [1.0, 4.0, 4.0, 9.0], np.zeros((4, 4), np.int64)
-    episodes = Episodes(columns[0], columns[1], np.array(values), np.arange(0, 8, 2), columns[2] > 0, columns[3] > 0)
+    episodes = Episodes(
+        columns[0], columns[1], np.array(values), np.arange(0, 8, 2), columns[2] > 0, columns[3] > 0
+    )
     totals = EpisodeTotals().plus(episodes)
     text = summary(stats(discarded={"worker died": 12}), totals, recording_s=10.0)
     assert "discarded 12 (worker died)" in text
@@ -594,19 +721,31 @@ def test_the_summary_adds_up():
 
 def test_the_summary_says_where_the_time_of_workers_went():
     workers = (worker(0), worker(1, restarts=2, state="dropped"))
-    text = summary(stats(workers=workers, restarts=2, wait_s=6.0), EpisodeTotals(), recording_s=3.0, elapsed_s=12.0)
+    text = summary(
+        stats(workers=workers, restarts=2, wait_s=6.0),
+        EpisodeTotals(),
+        recording_s=3.0,
+        elapsed_s=12.0,
+    )
     assert text.splitlines()[-3:] == [
         "workers   2  restarts 2 (worker 1: 2)  dropped 1",
         "in them   env 25% ▇▇  policy 8% ▇  copy 4%  rest 4%  idle 58% ▇▇▇▇▇▇",
         "here      waiting 50% ▇▇▇▇▇  record 25% ▇▇  rest 25% ▇▇",
     ]
-    text = summary(stats(workers=workers, wait_s=6.0), EpisodeTotals(), recording_s=None, elapsed_s=4.0)
+    text = summary(
+        stats(workers=workers, wait_s=6.0), EpisodeTotals(), recording_s=None, elapsed_s=4.0
+    )
     assert "idle 0%" in text  # what a lost worker had done counts, its time does not
     assert text.endswith("here      waiting 100% ▇▇▇▇▇▇▇▇▇▇  rest 0%")
 
 
 def test_workers_have_a_line_each_as_far_as_they_fit():
-    lines = worker_lines([worker(0), worker(1, phase="dead", frames_per_s=0.0, share=0.25, restarts=3, policy_lag=12)])
+    lines = worker_lines(
+        [
+            worker(0),
+            worker(1, phase="dead", frames_per_s=0.0, share=0.25, restarts=3, policy_lag=12),
+        ]
+    )
     assert lines == [
         "  worker 0   step         19k frames/s   50% of frames  restarts 0  lag 0",
         "  worker 1   dead           0 frames/s   25% of frames  restarts 3  lag 12",
@@ -618,7 +757,11 @@ def test_workers_have_a_line_each_as_far_as_they_fit():
 
 
 def test_workers_of_nodes_say_where_they_are():
-    nodes = [worker(0, node="0 (a)", share=0.25), worker(1, node="0 (a)", share=0.25), worker(2, node="1 (b)")]
+    nodes = [
+        worker(0, node="0 (a)", share=0.25),
+        worker(1, node="0 (a)", share=0.25),
+        worker(2, node="1 (b)"),
+    ]
     assert worker_lines(nodes)[2].endswith("restarts 0  lag 0  node 1 (b)")
     text = summary(stats(workers=tuple(nodes), unseen=2048), EpisodeTotals(), recording_s=None)
     assert "\nworkers   3 on 2 nodes: 0 (a) 50%, 1 (b) 50%  unseen at most 2,048 frames\n" in text
@@ -663,14 +806,22 @@ def test_numbers_are_short():
 
 def test_a_terminal_that_knows_ascii_only(monkeypatch):
     shown = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii", write_through=True))
+    monkeypatch.setattr(
+        sys, "stdout", io.TextIOWrapper(shown, encoding="ascii", write_through=True)
+    )
     assert main(["collect", "CartPole-v1", "--frames", "800"]) == 0
     assert b" +- " in shown.getvalue()
 
 
 # ------------------------------------------------------------------------------------------ doctor
 
-GOOD = {"torch": "2.13.0+cpu", "tensordict": "0.14.3", "torchrl": "0.14.1", "gymnasium": "1.4.0", "mujoco": "3.17.0"}
+GOOD = {
+    "torch": "2.13.0+cpu",
+    "tensordict": "0.14.3",
+    "torchrl": "0.14.1",
+    "gymnasium": "1.4.0",
+    "mujoco": "3.17.0",
+}
 
 
 @pytest.mark.parametrize(
@@ -713,7 +864,9 @@ def test_doctor_says_what_it_found(capsys):
     assert err == ""
     assert code == (1 if "BAD" in out else 0)
     assert "2." in re.search(r"torch +(\S+)", out).group(1)  # type: ignore[union-attr]
-    assert re.search(r"\n  workers +from a fork server, in milliseconds; open files for [\d,]+\n", out)
+    assert re.search(
+        r"\n  workers +from a fork server, in milliseconds; open files for [\d,]+\n", out
+    )
     assert re.search(r"\n  shared +anonymous memory \(memfd\)\n", out)
 
 
@@ -723,7 +876,14 @@ def test_doctor_says_what_it_found(capsys):
         ("linux", 100, {"workers": "from a fork server, in milliseconds; open files for 20"}),
         ("linux", 10, {"workers": "from a fork server, in milliseconds; open files for 0"}),
         ("linux", None, {"shared": "anonymous memory (memfd)"}),
-        ("darwin", 256, {"workers": "spawned, in seconds; open files for 72", "shared": "unlinked temporary files"}),
+        (
+            "darwin",
+            256,
+            {
+                "workers": "spawned, in seconds; open files for 72",
+                "shared": "unlinked temporary files",
+            },
+        ),
         ("win32", None, {"workers": "threads only (backend='threads')"}),
     ],
 )
@@ -759,7 +919,9 @@ def test_the_number_of_environments_has_one_name_in_all_commands(name, capsys, t
         ("tune", "CartPole-v1"),
     ):
         assert "--num-envs 0: expected at least 1" in refused(capsys, *argv, name, "0")
-    code, _, _ = run(capsys, "collect", "CartPole-v1", "--frames", "12", "--out", tmp_path / "a", name, "3")
+    code, _, _ = run(
+        capsys, "collect", "CartPole-v1", "--frames", "12", "--out", tmp_path / "a", name, "3"
+    )
     assert code == 0
     assert load(tmp_path / "a").meta["envs"] == 3
     assert "--num-envs 5; the nearest are 10 or 15" in refused(
@@ -795,7 +957,12 @@ def test_a_rate_of_nothing_promises_nothing(capsys):
 
 @pytest.mark.parametrize(
     ("number", "noun", "text"),
-    [(1, "batch", "1 batch"), (0, "batch", "0 batches"), (2000, "batch", "2,000 batches"), (2, "frame", "2 frames")],
+    [
+        (1, "batch", "1 batch"),
+        (0, "batch", "0 batches"),
+        (2000, "batch", "2,000 batches"),
+        (2, "frame", "2 frames"),
+    ],
 )
 def test_one_is_singular(number, noun, text):
     assert counted(number, noun) == text
@@ -803,7 +970,19 @@ def test_one_is_singular(number, noun, text):
 
 def test_a_recording_of_one_batch_and_one_episode_says_so(capsys, tmp_path):
     code, out, _ = run(
-        capsys, *("collect", "CartPole-v1", "--frames", "16", "--num-envs", "1", "--out", tmp_path / "a", "--seed", "2")
+        capsys,
+        *(
+            "collect",
+            "CartPole-v1",
+            "--frames",
+            "16",
+            "--num-envs",
+            "1",
+            "--out",
+            tmp_path / "a",
+            "--seed",
+            "2",
+        ),
     )
     assert code == 0
     assert "frames    16 in 1 batch\n" in out
@@ -828,12 +1007,16 @@ def test_quiet_prints_nothing_but_errors(capfd, tmp_path):
         warnings.warn("a worker was restarted", stacklevel=1)
         with StopSignals():
             os.kill(os.getpid(), signal.SIGTERM)
-    assert capfd.readouterr().err == "muster: a worker was restarted\n\nmuster: stopping after this batch; " + (
-        "again to stop at once.\n"
+    assert (
+        capfd.readouterr().err
+        == "muster: a worker was restarted\n\nmuster: stopping after this batch; "
+        + ("again to stop at once.\n")
     )
 
 
-@pytest.mark.parametrize("name", ["bad-name", "a b-v0", "../a-v0", "a//b-v0", "a/b-v", "/a-v0", "a-v0\n", ""])
+@pytest.mark.parametrize(
+    "name", ["bad-name", "a b-v0", "../a-v0", "a//b-v0", "a/b-v", "/a-v0", "a-v0\n", ""]
+)
 def test_a_dataset_id_that_is_none_shows_the_form(name, capsys, tmp_path):
     pytest.importorskip("minari")
     run(capsys, "collect", "CartPole-v1", "--frames", "800", "--out", tmp_path / "a", "--quiet")
@@ -844,10 +1027,14 @@ def test_a_dataset_id_that_is_none_shows_the_form(name, capsys, tmp_path):
 
 def test_the_command_that_replays_a_failure_is_that_of_the_error(capsys):
     """Once, with --trust exactly if the file needs it."""
-    error = EnvError("Failing[0].step raised.\n\nTo see it happen again under a debugger: muster replay /tmp/a --trust")
+    error = EnvError(
+        "Failing[0].step raised.\n\nTo see it happen again under a debugger: muster replay /tmp/a --trust"
+    )
     error.worker, error.replay_command = 0, "muster replay /tmp/a --trust"
     with (
-        pytest.raises(EnvError, match=r"^Failing\[0\].step raised.\nSee it happen again with: (.*)$") as caught,
+        pytest.raises(
+            EnvError, match=r"^Failing\[0\].step raised.\nSee it happen again with: (.*)$"
+        ) as caught,
         prepared(Collect("CartPole-v1", 8), 0),
     ):
         raise error

@@ -76,7 +76,9 @@ def test_nodes_record_what_local_workers_record(
     assert (code, err) == (0, "")
     assert_same(tmp_path / "a", expected)
     assert (load(tmp_path / "a").meta["nodes"], load(tmp_path / "a").meta["backend"]) == (2, "mp")
-    assert re.search(r"^workers   2 on 2 nodes: 0 \(\S+\) 50%, 1 \(\S+\) 50%$", out, re.MULTILINE), out
+    assert re.search(
+        r"^workers   2 on 2 nodes: 0 \(\S+\) 50%, 1 \(\S+\) 50%$", out, re.MULTILINE
+    ), out
 
 
 @pytest.mark.slow
@@ -118,14 +120,27 @@ def test_ctrl_c_under_torchrun_ends_with_a_summary() -> None:
 @pytest.mark.slow
 def test_nodes_that_somebody_starts(expected: Path, tmp_path: Path) -> None:
     where, environ = f"127.0.0.1:{free_port()}", {"MUSTER_TOKEN_FILE": token(tmp_path / "token")}
-    argv = [*COLLECT, "--backend", "manual", "--bind", where, "--nodes", "2", "--out", str(tmp_path / "a")]
+    argv = [
+        *COLLECT,
+        "--backend",
+        "manual",
+        "--bind",
+        where,
+        "--nodes",
+        "2",
+        "--out",
+        str(tmp_path / "a"),
+    ]
     with (
         process("muster", "node", where, **environ) as one,
         process("muster", "node", where, "--number", "1", **environ) as other,
         process("muster", *argv, **environ) as collecting,
     ):
         code, out, err = end_of(collecting)
-        assert (code, err) == (0, f"muster: waiting for 2 times `muster node {where}`, with the same token.\n")
+        assert (code, err) == (
+            0,
+            f"muster: waiting for 2 times `muster node {where}`, with the same token.\n",
+        )
         assert [end_of(node) for node in (one, other)] == [(0, "", "")] * 2
     assert_same(tmp_path / "a", expected)
     assert "workers   2 on 2 nodes" in out
@@ -134,8 +149,22 @@ def test_nodes_that_somebody_starts(expected: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_node_says_that_its_collector_is_gone(tmp_path: Path) -> None:
     where, environ = f"127.0.0.1:{free_port()}", {"MUSTER_TOKEN_FILE": token(tmp_path / "token")}
-    argv = ("collect", "CartPole-v1", "--frames", "100M", "--backend", "manual", "--bind", where, "--nodes", "1")
-    with process("muster", "node", where, **environ) as node, process("muster", *argv, **environ) as collecting:
+    argv = (
+        "collect",
+        "CartPole-v1",
+        "--frames",
+        "100M",
+        "--backend",
+        "manual",
+        "--bind",
+        where,
+        "--nodes",
+        "1",
+    )
+    with (
+        process("muster", "node", where, **environ) as node,
+        process("muster", *argv, **environ) as collecting,
+    ):
         assert collecting.stdout is not None
         assert "frames/s" in collecting.stdout.readline()
         collecting.kill()
@@ -145,7 +174,17 @@ def test_a_node_says_that_its_collector_is_gone(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_node_with_another_token_is_not_let_in(tmp_path: Path) -> None:
     where = f"127.0.0.1:{free_port()}"
-    argv = (*COLLECT, "--backend", "manual", "--bind", where, "--nodes", "1", "--join-timeout", "30")
+    argv = (
+        *COLLECT,
+        "--backend",
+        "manual",
+        "--bind",
+        where,
+        "--nodes",
+        "1",
+        "--join-timeout",
+        "30",
+    )
     with (
         process("muster", "node", where, MUSTER_TOKEN_FILE=token(tmp_path / "wrong")) as node,
         process("muster", *argv, MUSTER_TOKEN_FILE=token(tmp_path / "token")) as collecting,
@@ -160,7 +199,17 @@ def test_a_node_with_another_token_is_not_let_in(tmp_path: Path) -> None:
 @needs_ray
 @pytest.mark.slow
 def test_actors_of_a_ray_cluster_are_nodes(expected: Path, tmp_path: Path) -> None:
-    argv = (*COLLECT, "--backend", "ray", "--address", "auto", "--nodes", "2", "--out", str(tmp_path / "a"))
+    argv = (
+        *COLLECT,
+        "--backend",
+        "ray",
+        "--address",
+        "auto",
+        "--nodes",
+        "2",
+        "--out",
+        str(tmp_path / "a"),
+    )
     ray = cluster()
     with process("muster", *argv, **environment(ray.folder), RAY_ADDRESS=ray.address) as collecting:
         code, out, err = end_of(collecting)
@@ -177,9 +226,10 @@ def test_an_actor_has_a_cpu_for_each_worker(capsys: pytest.CaptureFixture[str]) 
     capsys.readouterr()  # what Ray has said to that
     argv = ("--backend", "ray", "--nodes", 1, "--workers", 5, "--join-timeout", 2)
     err = refused(capsys, *COLLECT, *argv)
-    assert re.search(r"has not joined .* within 2 s. Its Ray actor is not started: it asks for \{'num_cpus': 5", err), (
-        err
-    )
+    assert re.search(
+        r"has not joined .* within 2 s. Its Ray actor is not started: it asks for \{'num_cpus': 5",
+        err,
+    ), err
 
 
 # ------------------------------------------------------------------------------------------ refusing
@@ -194,20 +244,50 @@ def test_an_actor_has_a_cpu_for_each_worker(capsys: pytest.CaptureFixture[str]) 
         (["--join-timeout", "3"], "--join-timeout is about nodes"),
         (["--backend", "mp"], "--backend mp needs --nodes N"),
         (["--backend", "ray", "--nodes", "0"], "--backend ray needs --nodes N"),
-        (["--backend", "mp", "--nodes", "2", "--threads"], "--threads: the workers of nodes are processes"),
-        (["--backend", "mp", "--nodes", "2", "--address", "auto"], "--address is about --backend ray"),
-        (["--backend", "ray", "--nodes", "2", "--bind", "h"], "--bind: Ray knows its own addresses"),
-        (["--backend", "mp", "--nodes", "2", "--join-timeout", "0"], "--join-timeout 0: expected more than 0"),
-        (["--backend", "mp", "--nodes", "2", "--join-timeout", "inf"], "--join-timeout inf: expected more than 0"),
+        (
+            ["--backend", "mp", "--nodes", "2", "--threads"],
+            "--threads: the workers of nodes are processes",
+        ),
+        (
+            ["--backend", "mp", "--nodes", "2", "--address", "auto"],
+            "--address is about --backend ray",
+        ),
+        (
+            ["--backend", "ray", "--nodes", "2", "--bind", "h"],
+            "--bind: Ray knows its own addresses",
+        ),
+        (
+            ["--backend", "mp", "--nodes", "2", "--join-timeout", "0"],
+            "--join-timeout 0: expected more than 0",
+        ),
+        (
+            ["--backend", "mp", "--nodes", "2", "--join-timeout", "inf"],
+            "--join-timeout inf: expected more than 0",
+        ),
         (["--backend", "mp", "--nodes", "2", "--workers", "0"], "--workers 0: expected at least 1"),
-        (["--backend", "mp", "--nodes", "2", "--min-nodes", "1"], "--min-nodes: batches of all nodes need all of them"),
-        (["--backend", "mp", "--nodes", "2", "--min-nodes", "3", "--async"], "min_nodes=3, but there are 2 nodes"),
+        (
+            ["--backend", "mp", "--nodes", "2", "--min-nodes", "1"],
+            "--min-nodes: batches of all nodes need all of them",
+        ),
+        (
+            ["--backend", "mp", "--nodes", "2", "--min-nodes", "3", "--async"],
+            "min_nodes=3, but there are 2 nodes",
+        ),
         (["--min-nodes", "1"], "--min-nodes is about nodes: add --backend"),
         (["--backend", "torchrun"], "--backend torchrun is for processes of torchrun"),
         (["--backend", "manual", "--nodes", "2"], "--backend manual needs --bind HOST:PORT"),
-        (["--backend", "manual", "--nodes", "2", "--bind", "127.0.0.1:4"], "--backend manual needs a token"),
-        (["--backend", "mp", "--nodes", "2", "--bind", "h:p"], "--bind h:p: expected HOST or HOST:PORT"),
-        (["--backend", "mp", "--nodes", "3"], "--nodes 3 x --num-envs 8; the nearest are 792 or 816"),
+        (
+            ["--backend", "manual", "--nodes", "2", "--bind", "127.0.0.1:4"],
+            "--backend manual needs a token",
+        ),
+        (
+            ["--backend", "mp", "--nodes", "2", "--bind", "h:p"],
+            "--bind h:p: expected HOST or HOST:PORT",
+        ),
+        (
+            ["--backend", "mp", "--nodes", "3"],
+            "--nodes 3 x --num-envs 8; the nearest are 792 or 816",
+        ),
         (
             ["--backend", "mp", "--nodes", "3", "--workers", "2"],
             "--nodes 3 x --workers 2 x --num-envs 8; the nearest are",
@@ -234,15 +314,23 @@ def test_options_of_nodes_have_to_fit(
     ],
 )
 def test_torchrun_and_nodes_have_to_agree(
-    ranks: str, argv: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ranks: str,
+    argv: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     environ = {"RANK": "0", "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert said in refused(capsys, "collect", "CartPole-v1", "--frames", "800", "--backend", "torchrun", *argv)
+    assert said in refused(
+        capsys, "collect", "CartPole-v1", "--frames", "800", "--backend", "torchrun", *argv
+    )
 
 
-def test_other_hosts_need_a_token(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_hosts_need_a_token(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("MUSTER_TOKEN", "MUSTER_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     err = refused(capsys, *COLLECT, "--backend", "mp", "--nodes", "2", "--bind", "192.0.2.1")
@@ -257,11 +345,15 @@ def test_a_node_needs_a_token_and_an_address(
     assert "openssl rand -hex 32" in refused(capsys, "node", "127.0.0.1:4")
     monkeypatch.setenv("MUSTER_TOKEN_FILE", token(tmp_path / "token"))
     assert "'host:port'" in refused(capsys, "node", "somewhere")
-    assert "--number -1: nodes are numbered from 0" in refused(capsys, "node", "127.0.0.1:4", "--number", -1)
+    assert "--number -1: nodes are numbered from 0" in refused(
+        capsys, "node", "127.0.0.1:4", "--number", -1
+    )
     assert "--wait 0: expected more" in refused(capsys, "node", "127.0.0.1:4", "--wait", 0)
     code, out, err = run(capsys, "node", f"127.0.0.1:{free_port()}", "--wait", 0.2)
     assert (code, out) == (1, "")
-    assert re.fullmatch(r"muster: The main process at 127\.0\.0\.1:\d+ could not be reached for 0\.2 s\.\n", err), err
+    assert re.fullmatch(
+        r"muster: The main process at 127\.0\.0\.1:\d+ could not be reached for 0\.2 s\.\n", err
+    ), err
 
 
 @pytest.mark.parametrize(

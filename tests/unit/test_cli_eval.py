@@ -54,7 +54,12 @@ class Plain(CountingEnv):
 
 @pytest.fixture(autouse=True)
 def _environments():
-    made = {"Signals-v0": Signals, "Picture-v0": Picture, "Plain-v0": Plain, "Endless-v0": lambda: CountingEnv(10**9)}
+    made = {
+        "Signals-v0": Signals,
+        "Picture-v0": Picture,
+        "Plain-v0": Plain,
+        "Endless-v0": lambda: CountingEnv(10**9),
+    }
     for name, entry_point in made.items():
         gymnasium.register(name, entry_point=entry_point)
     yield
@@ -93,14 +98,23 @@ def test_the_table_and_the_json_are_what_the_evaluator_finds(weights, capsys):
     assert re.search(rf"frames    {expected.frames} in [\d.]+ s\n$", out)
     code, out, err = run(capsys, *argv, "--json")
     found = json.loads(out)
-    assert (code, err, found["mean"], found["complete"], found["videos"]) == (0, "", expected.mean, True, [])
-    assert [record["seed"] for record in found["records"]] == [record.seed for record in expected.records]
+    assert (code, err, found["mean"], found["complete"], found["videos"]) == (
+        0,
+        "",
+        expected.mean,
+        True,
+        [],
+    )
+    assert [record["seed"] for record in found["records"]] == [
+        record.seed for record in expected.records
+    ]
 
 
 def test_workers_and_numbers_of_environments_give_the_same(weights, capsys):
     argv = ["CartPole-v1", "--policy", weights[0], "--episodes", 5, "--json"]
     found = [
-        json.loads(run(capsys, *argv, *more)[1]) for more in ((), ("--num-envs", 1), ("--workers", 2, "--num-envs", 2))
+        json.loads(run(capsys, *argv, *more)[1])
+        for more in ((), ("--num-envs", 1), ("--workers", 2, "--num-envs", 2))
     ]
     returns = [sorted((r["seed"], r["episode_return"]) for r in each["records"]) for each in found]
     assert returns[0] == returns[1] == returns[2]
@@ -121,7 +135,10 @@ def test_what_is_unfinished_is_said(capsys):
     code, out, _ = run(capsys, "Endless-v0", "--episodes", 2, "--num-envs", 2, "--max-frames", 80)
     assert code == 0
     assert "episodes  none ended" in out
-    assert "INCOMPLETE: stopped by max_frames; still running: env 0: 820.0 in 40, env 1: 820.0 in 40." in out
+    assert (
+        "INCOMPLETE: stopped by max_frames; still running: env 0: 820.0 in 40, env 1: 820.0 in 40."
+        in out
+    )
     code, out, _ = run(capsys, "Endless-v0", "--episodes", 2, "--num-envs", 2, "--max-steps", 7)
     assert "stopped by max_T; still running: env 0: 28.0 in 7" in out
     code, out, _ = run(capsys, "Endless-v0", "--episodes", 3, "--max-episode-steps", 7)
@@ -137,7 +154,16 @@ def test_ctrl_c_ends_it_with_what_there_is(capsys):
 
 def test_videos_are_written_where_they_are_wanted(tmp_path, capsys):
     pytest.importorskip("imageio_ffmpeg")
-    code, out, err = run(capsys, "Picture-v0", "--episodes", 3, "--video", "best,worst,2", "--out", tmp_path / "films")
+    code, out, err = run(
+        capsys,
+        "Picture-v0",
+        "--episodes",
+        3,
+        "--video",
+        "best,worst,2",
+        "--out",
+        tmp_path / "films",
+    )
     assert (code, err) == (0, "")
     names = ["best-0-return-6.mp4", "worst-0-return-6.mp4", "episode-2-return-6.mp4"]
     assert [line for line in out.splitlines() if line.startswith("wrote")] == [
@@ -146,7 +172,9 @@ def test_videos_are_written_where_they_are_wanted(tmp_path, capsys):
     assert sorted(path.name for path in (tmp_path / "films").iterdir()) == sorted(names)
 
 
-def test_videos_that_cannot_be_made_are_refused_before_or_told_after_the_result(tmp_path, capsys, monkeypatch):
+def test_videos_that_cannot_be_made_are_refused_before_or_told_after_the_result(
+    tmp_path, capsys, monkeypatch
+):
     pytest.importorskip("imageio_ffmpeg")
     code, out, err = run(capsys, "Plain-v0", "--episodes", 3, "--video", "best", "--out", tmp_path)
     assert code == 2
@@ -162,6 +190,10 @@ def test_wrong_requests_are_refused_in_one_line(capsys):
     assert "there is no file" in refused(capsys, "CartPole-v1", "--policy", "net.safetensors")
     assert "--episodes 0: expected at least 1" in refused(capsys, "CartPole-v1", "--episodes", 0)
     assert "--workers -1: expected at least 0" in refused(capsys, "CartPole-v1", "--workers", -1)
-    assert "'longest' is none of best, worst, median" in refused(capsys, "CartPole-v1", "--video", "best,longest")
+    assert "'longest' is none of best, worst, median" in refused(
+        capsys, "CartPole-v1", "--video", "best,longest"
+    )
     assert "'20' is none of" in refused(capsys, "CartPole-v1", "--video", "20")
-    assert "less than one step of 8 environments" in refused(capsys, "CartPole-v1", "--max-frames", "7")
+    assert "less than one step of 8 environments" in refused(
+        capsys, "CartPole-v1", "--max-frames", "7"
+    )

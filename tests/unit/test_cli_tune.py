@@ -33,10 +33,29 @@ def collector_of(code: str) -> Any:
 
 
 def test_table_and_a_program_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["CartPole-v1", "--seconds", "0.5", "--num-envs", "2", "4", "--frames-per-batch", "64", "--policy", "mlp"]
+    argv = [
+        "CartPole-v1",
+        "--seconds",
+        "0.5",
+        "--num-envs",
+        "2",
+        "4",
+        "--frames-per-batch",
+        "64",
+        "--policy",
+        "mlp",
+    ]
     code, out, err = run(capsys, "tune", *argv)
     assert (code, err) == (0, "")
-    for word in ("cores", "where it runs", "in process", "processes, server", "frames/s", " best ", " finalist "):
+    for word in (
+        "cores",
+        "where it runs",
+        "in process",
+        "processes, server",
+        "frames/s",
+        " best ",
+        " finalist ",
+    ):
         assert word in out, word
     assert "fresh MLP 4-64-64-2 tanh" in out
     with collector_of(code_of(out)) as collector:
@@ -44,7 +63,16 @@ def test_table_and_a_program_that_runs(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["CartPole-v1", "--seconds", "0.5", "--num-envs", "4", "--frames-per-batch", "1k", "--json"]
+    argv = [
+        "CartPole-v1",
+        "--seconds",
+        "0.5",
+        "--num-envs",
+        "4",
+        "--frames-per-batch",
+        "1k",
+        "--json",
+    ]
     code, out, err = run(capsys, "tune", *argv)
     assert (code, err) == (0, "")
     found = json.loads(out, parse_constant=pytest.fail)  # no NaN, no Infinity
@@ -80,7 +108,9 @@ def found(setup: Setup) -> Tuning:
     return Tuning((Candidate(setup, 1000.0, final=True),), 1.0, 2.0)
 
 
-def test_the_program_makes_the_policy_that_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_makes_the_policy_that_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     save_file(net.state_dict(), "net.safetensors")
@@ -93,25 +123,34 @@ def test_the_program_makes_the_policy_that_was_measured(tmp_path: Path, monkeypa
         assert batch.shape == (2, 4)
         assert ("action_log_prob" in batch) == (policy in ("mlp", "net.safetensors"))
         if policy == "net.safetensors":
-            assert all(torch.equal(a, b) for a, b in zip(collector.policy.parameters(), net.parameters(), strict=True))
+            assert all(
+                torch.equal(a, b)
+                for a, b in zip(collector.policy.parameters(), net.parameters(), strict=True)
+            )
         if policy == "agent.py:policy":
             assert (batch["action"] == 1).all()
 
 
 @pytest.mark.parametrize("dtype", ["env", "float64"])
 def test_the_program_has_the_dtype_of_observations(dtype: str) -> None:
-    with collector_of(program(Tune("CartPole-v1", obs_dtype=dtype), found(Setup(num_envs=2, T=4)))) as collector:
+    with collector_of(
+        program(Tune("CartPole-v1", obs_dtype=dtype), found(Setup(num_envs=2, T=4)))
+    ) as collector:
         stored = collector.rollout()["observation"].dtype
     assert stored == {"env": torch.float32, "float64": torch.float64}[dtype]
 
 
 def test_environments_are_quoted_in_the_program() -> None:
     code = program(Tune("my'env:Maze-v0"), found(Setup(num_envs=2, groups=3, workers=3)))
-    assert code.endswith("""MultiSyncCollector(["my'env:Maze-v0"] * 3, None, num_envs=2, frames_per_batch=768)""")
+    assert code.endswith(
+        """MultiSyncCollector(["my'env:Maze-v0"] * 3, None, num_envs=2, frames_per_batch=768)"""
+    )
 
 
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
-def test_the_program_makes_the_same_network_from_public_names_only(env: str, tmp_path: Path) -> None:
+def test_the_program_makes_the_same_network_from_public_names_only(
+    env: str, tmp_path: Path
+) -> None:
     tuning = found(Setup(num_envs=2, T=4))
     found_spaces = spaces_of(env)
     head, _ = mlp.fresh(*found_spaces, seed=3)
@@ -126,7 +165,11 @@ def test_the_program_makes_the_same_network_from_public_names_only(env: str, tmp
             save_file({name: value.clone() for name, value in policy.items()}, file)  # type: ignore[union-attr]
         code = program(Tune(env, policy=file), tuning)
         assert "muster.cli" not in code
-        expected, _ = mlp.fresh(*found_spaces, 0) if policy == "mlp" else mlp.from_file(Path(file), *found_spaces)
+        expected, _ = (
+            mlp.fresh(*found_spaces, 0)
+            if policy == "mlp"
+            else mlp.from_file(Path(file), *found_spaces)
+        )
         with collector_of(code) as collector:
             assert collector.rollout().shape == (2, 4)
             made = collector.policy.state_dict()

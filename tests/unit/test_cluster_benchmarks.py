@@ -1,4 +1,6 @@
-"""The benchmarks of many machines, tiny: that they run, and that what they compute from their measurements is right."""
+"""The benchmarks of many machines, tiny: that they run, and that what they compute from their
+measurements is right.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,18 @@ from muster.cluster.link import Block, LinkLost, Received
 
 def test_bytes_under_several_tensors_count_once() -> None:
     rows = torch.zeros(5, 3, dtype=torch.float32)
-    batch = TensorDict({"a": rows[:4], "next": {"a": rows[1:]}, "b": torch.zeros(4, 2, dtype=torch.uint8)}, [4])
+    batch = TensorDict(
+        {"a": rows[:4], "next": {"a": rows[1:]}, "b": torch.zeros(4, 2, dtype=torch.uint8)}, [4]
+    )
     assert clusters.covered(batch) == 5 * 3 * 4 + 4 * 2
 
 
 def test_bytes_on_the_loopback_device_are_seen() -> None:
     before = clusters.loopback_bytes()
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as here:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as here,
+    ):
         there, _ = server.accept()
         with there:
             writing = threading.Thread(target=here.sendall, args=(bytes(1_000_000),))
@@ -49,11 +56,18 @@ def _rates(*per_second: float) -> runner.Series:
 
 
 def test_weights_cost_what_a_step_costs_more_with_them() -> None:
-    series = {"dist-publish": _rates(2.0, 2.0), "dist-step": _rates(4.0, 4.0), "broadcast": _rates(8.0, 8.0)}
+    series = {
+        "dist-publish": _rates(2.0, 2.0),
+        "dist-step": _rates(4.0, 4.0),
+        "broadcast": _rates(8.0, 8.0),
+    }
     figure = clusters.publish_figure({WEIGHTS.name: series}, "dist")
     assert figure.measured == pytest.approx(2.0)  # (500 - 250 ms) / 125 ms
     assert figure.met is False
-    assert clusters.publish_figure({WEIGHTS.name: {**series, "broadcast": _rates()}}, "dist").met is None
+    assert (
+        clusters.publish_figure({WEIGHTS.name: {**series, "broadcast": _rates()}}, "dist").met
+        is None
+    )
 
 
 def test_bytes_per_frame_are_those_of_the_same_round() -> None:
@@ -71,7 +85,9 @@ def test_wall_times_are_bounded_from_above() -> None:
 def test_the_ideal_takes_the_slowest_of_all_nodes_only_if_they_wait_for_each_other() -> None:
     steady = Recording(seconds=[0.1] * 4)
     assert schedule_simulation.ideal(steady, 8, sync=False) == pytest.approx(80.0)
-    assert schedule_simulation.ideal(steady, 8, sync=True) == pytest.approx(1 / (0.1 + 2 * ONE_WAY_S))
+    assert schedule_simulation.ideal(steady, 8, sync=True) == pytest.approx(
+        1 / (0.1 + 2 * ONE_WAY_S)
+    )
     uneven = Recording(seconds=[0.05, 0.1, 0.1, 0.2])
     assert schedule_simulation.ideal(uneven, 8, sync=True) < 7.0
 
@@ -138,7 +154,9 @@ def test_played_nodes_are_like_real_ones(tmp_path: Path) -> None:
 
 
 def test_kills_are_summed_up() -> None:
-    stats = SimpleNamespace(executed=100, frames=90, discarded={"worker_died": 6}, in_flight=3, unseen=5)
+    stats = SimpleNamespace(
+        executed=100, frames=90, discarded={"worker_died": 6}, in_flight=3, unseen=5
+    )
     watch = cluster_kills.Watch([0.1, 0.3], [0.1], [1.0, 3.0], [2.0, 4.0])
     found = cluster_kills.summary(SimpleNamespace(stats=lambda: stats), watch)
     assert found["unaccounted"] == 1
@@ -152,9 +170,17 @@ def test_kills_are_summed_up() -> None:
 
 
 def test_points_are_shown_with_those_that_failed() -> None:
-    point = {"nodes": 8, "batches_per_s": 1234.0, "of_ideal": 0.5, "frames_per_s": 9.0, "main_cores": 0.25}
+    point = {
+        "nodes": 8,
+        "batches_per_s": 1234.0,
+        "of_ideal": 0.5,
+        "frames_per_s": 9.0,
+        "main_cores": 0.25,
+    }
     point |= {"main_us_per_batch": 77.0, "unaccounted": 0}
-    results = {"cartpole, Sync": {"points": [point, {"nodes": 256, "error": "not over after 150 s"}]}}
+    results = {
+        "cartpole, Sync": {"points": [point, {"nodes": 256, "error": "not over after 150 s"}]}
+    }
     _, first, second = schedule_simulation.table(results).splitlines()
     assert first.split() == ["cartpole,", "Sync", "8", "1,234", "50%", "9", "0.25", "77", "0"]
     assert second.split("256")[1].strip() == "not over after 150 s"

@@ -17,8 +17,12 @@ from muster.testing import CountingEnv
 from tests.tools import column, counting, recorded
 
 
-def collector(total_frames: int = -1, policy: Any = None, env: Any = CountingEnv, **options: Any) -> Collector:
-    return Collector(env, policy, **{"frames_per_batch": 4, "total_frames": total_frames, **options})
+def collector(
+    total_frames: int = -1, policy: Any = None, env: Any = CountingEnv, **options: Any
+) -> Collector:
+    return Collector(
+        env, policy, **{"frames_per_batch": 4, "total_frames": total_frames, **options}
+    )
 
 
 def test_rollout_in_the_middle_of_a_loop():
@@ -29,7 +33,7 @@ def test_rollout_in_the_middle_of_a_loop():
         assert rewards == [1, 2, 3] * 5 + [1]
 
 
-# --- the end ---------------------------------------------------------------------------------------
+# --- the end --------------------------------------------------------------------------------------
 
 
 def test_environments_may_be_left_open():
@@ -60,7 +64,7 @@ def test_every_environment_is_closed_even_if_one_cannot_be():
     assert [env.closed for env in made] == [1] * 4
 
 
-# --- looking at it ---------------------------------------------------------------------------------
+# --- looking at it --------------------------------------------------------------------------------
 
 
 def test_stats_before_and_after():
@@ -80,7 +84,7 @@ def test_stats_before_and_after():
         stats.frames = 3  # type: ignore[misc]
 
 
-# --- weights ---------------------------------------------------------------------------------------
+# --- weights --------------------------------------------------------------------------------------
 
 
 class Threshold(nn.Module):
@@ -148,7 +152,7 @@ def test_a_function_has_no_weights_to_publish():
         assert c.policy_version == 2
 
 
-# --- devices ---------------------------------------------------------------------------------------
+# --- devices --------------------------------------------------------------------------------------
 
 
 def test_another_storing_device_gets_every_column():

@@ -37,7 +37,7 @@ def collector(policy: Any = None, env: Any = None, **options: Any) -> Collector:
     return Collector(env or counting(3), policy, **{"frames_per_batch": 4, **options})
 
 
-# --- attributes ------------------------------------------------------------------------------------
+# --- attributes -----------------------------------------------------------------------------------
 
 
 def test_models_are_found_by_path():
@@ -52,7 +52,8 @@ def test_models_are_found_by_path():
 
 
 @pytest.mark.parametrize(
-    "path", ["value_net", "", "policy.", "layers[9]", "layers[i]", "policy.layers()", "1 + 1", "a b"]
+    "path",
+    ["value_net", "", "policy.", "layers[9]", "layers[i]", "policy.layers()", "1 + 1", "a b"],
 )
 def test_unknown_models_are_said_to_be_so(path):
     with collector(Net()) as c, pytest.raises(BadOption, match="is not known here") as caught:
@@ -82,7 +83,7 @@ def test_several_environments_are_a_list_in_their_order():
         assert c.getattr_env("length") == [1, 2, 3, 4]
 
 
-# --- cascade_execute -------------------------------------------------------------------------------
+# --- cascade_execute ------------------------------------------------------------------------------
 
 
 def test_cascade_execute_calls_what_a_path_names():
@@ -93,7 +94,10 @@ def test_cascade_execute_calls_what_a_path_names():
         assert not torch.equal(before, policy.layers[0].weight)
         assert c.cascade_execute("env.reset", seed=3)[1] == {}
         assert c.cascade_execute("set_seed", 5) == 5
-        assert c.cascade_execute("policy.layers[-1].extra_repr") == "in_features=4, out_features=2, bias=True"
+        assert (
+            c.cascade_execute("policy.layers[-1].extra_repr")
+            == "in_features=4, out_features=2, bias=True"
+        )
 
 
 class Armed:
@@ -150,7 +154,7 @@ def test_cascade_execute_of_what_cannot_be_called():
         c.cascade_execute("policy.training")
 
 
-# --- fake_tensordict and next ----------------------------------------------------------------------
+# --- fake_tensordict and next ---------------------------------------------------------------------
 
 BATCHES: dict[str, Any] = {
     "plain": {},
@@ -203,7 +207,9 @@ def test_a_fake_batch_is_like_a_real_one(name, kind):
 def test_a_fake_batch_is_not_counted_and_changes_no_data():
     options: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 8, "seed": 1}
     with (
-        Collector(counting(3, noise=True), muster.policies.categorical(nn.Linear(3, 2)), **options) as c,
+        Collector(
+            counting(3, noise=True), muster.policies.categorical(nn.Linear(3, 2)), **options
+        ) as c,
         Collector(counting(3, noise=True), c.policy, **options) as usual,
     ):
         c.fake_tensordict()
@@ -213,11 +219,13 @@ def test_a_fake_batch_is_not_counted_and_changes_no_data():
         assert c.stats().frames == 16
 
 
-# --- making the parts ------------------------------------------------------------------------------
+# --- making the parts -----------------------------------------------------------------------------
 
 
 def test_keywords_for_the_function_that_makes_environments():
-    with Collector(CountingEnv, None, frames_per_batch=4, create_env_kwargs={"length": 2, "truncate": True}) as c:
+    with Collector(
+        CountingEnv, None, frames_per_batch=4, create_env_kwargs={"length": 2, "truncate": True}
+    ) as c:
         assert column(c.rollout(), "next", "truncated") == [False, True, False, True]
 
 
@@ -225,7 +233,9 @@ def test_keywords_for_each_entry():
     kwargs = [{"length": 2}, {"length": 5}]
     with Collector([CountingEnv] * 2, None, frames_per_batch=4, create_env_kwargs=kwargs) as c:
         assert c.getattr_env("length") == [2, 5]
-    with Collector([CountingEnv] * 2, None, frames_per_batch=4, create_env_kwargs={"length": 4}) as c:
+    with Collector(
+        [CountingEnv] * 2, None, frames_per_batch=4, create_env_kwargs={"length": 4}
+    ) as c:
         assert c.getattr_env("length") == [4, 4]
 
 
@@ -267,7 +277,7 @@ def test_a_policy_factory_and_a_policy_exclude_each_other():
         collector(policy_factory=3)
 
 
-# --- trust_policy ----------------------------------------------------------------------------------
+# --- trust_policy ---------------------------------------------------------------------------------
 
 
 def fill(data: Any) -> Any:
@@ -288,12 +298,16 @@ def test_a_policy_is_known_by_its_signature():
     def by_type(data: TensorDict) -> TensorDict:
         return fill(data)
 
-    for policy in (by_name, by_type, TensorDictModule(lambda o: o[..., 0].long() // 3, ["observation"], ["action"])):
+    for policy in (
+        by_name,
+        by_type,
+        TensorDictModule(lambda o: o[..., 0].long() // 3, ["observation"], ["action"]),
+    ):
         with collector(policy) as c:
             assert column(c.rollout(), "action") == [1] * 4
 
 
-# --- compiling -------------------------------------------------------------------------------------
+# --- compiling ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["module", "tensordict"])
@@ -302,7 +316,9 @@ def test_a_compiled_policy_acts_as_it_is(kind):
     policy: Any = Net()
     if kind == "tensordict":
         score = TensorDictModule(policy.layers, ["observation"], ["score"])
-        policy = TensorDictSequential(score, TensorDictModule(lambda s: s.argmax(-1), ["score"], ["action"]))
+        policy = TensorDictSequential(
+            score, TensorDictModule(lambda s: s.argmax(-1), ["score"], ["action"])
+        )
     options: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 8}
     with (
         collector(policy, compile_policy={"backend": "eager"}, **options) as compiled,
@@ -328,7 +344,9 @@ def test_weights_reach_a_compiled_policy():
 @pytest.mark.parametrize("option", ["compile_policy", "cudagraph_policy"])
 def test_heads_are_not_compiled_as_a_whole(option):
     head = muster.policies.categorical(nn.Linear(2, 2))
-    match = "compile its network" if option == "compile_policy" or torch.cuda.is_available() else "CUDA"
+    match = (
+        "compile its network" if option == "compile_policy" or torch.cuda.is_available() else "CUDA"
+    )
     with pytest.raises(BadOption, match=match):
         collector(head, **{option: True})
 
@@ -341,13 +359,17 @@ def test_cuda_graphs_need_cuda(value):
 
 
 @pytest.mark.parametrize("option", ["no_cuda_sync", "local_init_rb", "use_buffers"])
-@pytest.mark.parametrize("make", [Collector, muster.MultiSyncCollector, muster.DistributedCollector, muster.Evaluator])
+@pytest.mark.parametrize(
+    "make", [Collector, muster.MultiSyncCollector, muster.DistributedCollector, muster.Evaluator]
+)
 def test_arguments_of_torchrl_that_would_have_no_effect_are_refused(make, option):
-    with pytest.raises(UnknownOption, match=f"'{option}': it has no effect in Muster.*muster.compat.torchrl"):
+    with pytest.raises(
+        UnknownOption, match=f"'{option}': it has no effect in Muster.*muster.compat.torchrl"
+    ):
         make(counting(3), **{option: True})
 
 
-# --- profiling and the timeline --------------------------------------------------------------------
+# --- profiling and the timeline -------------------------------------------------------------------
 
 
 def names_in(path: Any) -> list[str]:
@@ -357,14 +379,18 @@ def names_in(path: Any) -> list[str]:
 
 def test_a_profile_is_written_after_so_many_rollouts(tmp_path):
     with collector(Net(), worker_idx=0) as c:
-        c.enable_profile(num_rollouts=2, warmup_rollouts=1, save_path=tmp_path / "trace_{worker_idx}.json")
+        c.enable_profile(
+            num_rollouts=2, warmup_rollouts=1, save_path=tmp_path / "trace_{worker_idx}.json"
+        )
         assert c.profile_config is not None
         assert c.profile_config.num_rollouts == 2
         c.rollout()
         assert list(tmp_path.iterdir()) == []
         c.rollout()
         assert [path.name for path in tmp_path.iterdir()] == ["trace_0.json"]
-        assert any("addmm" in name or "linear" in name for name in names_in(tmp_path / "trace_0.json"))
+        assert any(
+            "addmm" in name or "linear" in name for name in names_in(tmp_path / "trace_0.json")
+        )
         c.rollout()
         c.disable_profile()
         assert c.profile_config is None
@@ -382,7 +408,7 @@ def test_a_profile_is_ended_by_hand_by_another_one_and_by_shutdown(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1.json", "2.json"]
 
 
-# --- arguments of resets ---------------------------------------------------------------------------
+# --- arguments of resets --------------------------------------------------------------------------
 
 
 class Listening(CountingEnv):
@@ -396,7 +422,11 @@ class Listening(CountingEnv):
 @pytest.mark.parametrize("vector", [False, True], ids=["stacked", "vector"])
 def test_options_of_a_reset_reach_the_environments_once(vector):
     factory, made = recorded(lambda: Listening(3))
-    envs = SyncVectorEnv([factory, factory], autoreset_mode=AutoresetMode.DISABLED) if vector else factory
+    envs = (
+        SyncVectorEnv([factory, factory], autoreset_mode=AutoresetMode.DISABLED)
+        if vector
+        else factory
+    )
     with Collector(envs, None, num_envs=None if vector else 2, frames_per_batch=4) as collector:
         collector.rollout()
         collector.reset([1], options={"level": 7})

@@ -1,4 +1,7 @@
-"""The background thread: its beginning, pauses, weights, errors and end. Steps wait for events, never for time."""
+"""The background thread: its beginning, pauses, weights, errors and end.
+
+Steps wait for events, never for time.
+"""
 
 from __future__ import annotations
 
@@ -74,14 +77,22 @@ class FailingEnv(GatedEnv):
 
 
 class Threshold(nn.Module):
-    """Acts 1 where its two weights, which are always equal when published, are positive; -1 would be torn."""
+    """Acts 1 where its two weights, which are always equal when published, are positive; -1 would
+    be torn.
+    """
 
     def __init__(self, value: float = -1.0) -> None:
         super().__init__()
-        self.first, self.second = nn.Parameter(torch.tensor(value)), nn.Parameter(torch.tensor(value))
+        self.first, self.second = (
+            nn.Parameter(torch.tensor(value)),
+            nn.Parameter(torch.tensor(value)),
+        )
 
     def forward(self, obs: torch.Tensor) -> Any:
-        extras = {"first": self.first.expand(obs.shape[:-1]), "second": self.second.expand(obs.shape[:-1])}
+        extras = {
+            "first": self.first.expand(obs.shape[:-1]),
+            "second": self.second.expand(obs.shape[:-1]),
+        }
         return (self.first > 0).long().expand(obs.shape[:-1]), extras
 
 
@@ -116,7 +127,7 @@ def running(
     assert not collector.is_running()
 
 
-# --- beginning and end -----------------------------------------------------------------------------
+# --- beginning and end ----------------------------------------------------------------------------
 
 
 def test_async_shutdown_ends_it_after_the_batch_and_closes_the_environments():
@@ -177,7 +188,12 @@ def test_groups_whole_episodes_and_single_steps_run_in_the_background_too():
     for options in ({"trajs_per_batch": 2}, {"extend_buffer": False}, {"split_trajs": True}):
         buffer = Rows()
         with Collector(
-            [counting(3)] * 2, None, frames_per_batch=8, total_frames=48, replay_buffer=buffer, **options
+            [counting(3)] * 2,
+            None,
+            frames_per_batch=8,
+            total_frames=48,
+            replay_buffer=buffer,
+            **options,
         ) as c:
             run_to_its_end(c)
             assert buffer.batches
@@ -185,7 +201,7 @@ def test_groups_whole_episodes_and_single_steps_run_in_the_background_too():
             c.async_shutdown()
 
 
-# --- pauses ----------------------------------------------------------------------------------------
+# --- pauses ---------------------------------------------------------------------------------------
 
 
 def test_nothing_is_collected_inside_a_pause():
@@ -216,7 +232,7 @@ def test_a_pause_may_hold_calls_that_pause_and_another_pause():
         assert c.is_running()
 
 
-# --- errors ----------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 CALLS: list[Callable[[Collector], Any]] = [
     Collector.rollout,
@@ -247,11 +263,18 @@ CALLS: list[Callable[[Collector], Any]] = [
 @pytest.mark.parametrize("call", CALLS)
 def test_an_error_in_the_thread_reaches_the_user_at_the_next_call_once(call):
     c = failing()
-    with pytest.warns(RuntimeWarning, match="(?s)stopped collecting, because of EnvError: .*boom.*start"):
+    with pytest.warns(
+        RuntimeWarning, match="(?s)stopped collecting, because of EnvError: .*boom.*start"
+    ):
         run_to_its_end(c)
     assert not c.is_running()
     assert c.stats().ended_by.startswith("EnvError: ")
-    assert (repr(c), c.episodes, c.policy_version, c.env) is not None  # looking at it raises nothing
+    assert (
+        repr(c),
+        c.episodes,
+        c.policy_version,
+        c.env,
+    ) is not None  # looking at it raises nothing
     with pytest.raises(EnvError, match="boom") as caught:
         call(c)
     assert isinstance(caught.value.__cause__, RuntimeError)
@@ -294,7 +317,11 @@ def test_what_waits_for_the_batch_that_fails_raises_its_error():
         letting.start()
         pause = c.pause()  # so far nothing has failed
         waiting.set()
-        with pytest.warns(RuntimeWarning, match="boom"), pytest.raises(EnvError, match="boom"), pause:
+        with (
+            pytest.warns(RuntimeWarning, match="boom"),
+            pytest.raises(EnvError, match="boom"),
+            pause,
+        ):
             raise AssertionError("the thread is in the middle of a batch")
         letting.join()
 
@@ -317,7 +344,12 @@ def test_after_an_error_it_can_be_started_again():
         with pytest.raises(EnvError):
             c.start()
         run_to_its_end(c)
-        assert [column(b, "next", "reward") for b in buffer.batches] == [[1, 2], [3, 1], [2, 3], [4, 5]]
+        assert [column(b, "next", "reward") for b in buffer.batches] == [
+            [1, 2],
+            [3, 1],
+            [2, 3],
+            [4, 5],
+        ]
         assert_accounted(c)
         assert c.stats().ended_by == ""
 
@@ -333,7 +365,7 @@ def test_leaving_the_context_tells_of_the_error_unless_there_is_another():
     c.shutdown(raise_on_error=False)
 
 
-# --- weights ---------------------------------------------------------------------------------------
+# --- weights --------------------------------------------------------------------------------------
 
 
 def test_weights_published_in_the_middle_of_a_batch_act_from_the_next_one():
@@ -356,7 +388,11 @@ def test_weights_published_in_the_middle_of_a_batch_act_from_the_next_one():
 
 def test_weights_are_never_torn_and_versions_are_those_that_acted():
     buffer = Extends()
-    options = {"frames_per_batch": 8, "track_policy_version": True, "execution": Execution(executor=False)}
+    options = {
+        "frames_per_batch": 8,
+        "track_policy_version": True,
+        "execution": Execution(executor=False),
+    }
     with Collector(counting(5), Threshold(0.0), num_envs=2, replay_buffer=buffer, **options) as c:
         c.start()
         for version in range(1, 200):
@@ -369,7 +405,7 @@ def test_weights_are_never_torn_and_versions_are_those_that_acted():
         assert len(batch["first"].unique()) == 1, "one version per batch"
 
 
-# --- the user's own thread -------------------------------------------------------------------------
+# --- the user's own thread ------------------------------------------------------------------------
 
 
 def test_the_users_gradients_and_threads_are_left_alone():
@@ -393,7 +429,9 @@ def test_the_users_gradients_and_threads_are_left_alone():
 
 def test_start_needs_a_buffer():
     with Collector(CountingEnv, None, frames_per_batch=6) as collector:
-        with pytest.raises(RuntimeError, match="pass replay_buffer=") as raised:  # seed 000: a RuntimeError
+        with pytest.raises(
+            RuntimeError, match="pass replay_buffer="
+        ) as raised:  # seed 000: a RuntimeError
             collector.start()
         assert isinstance(raised.value, BadOption)
         assert collector.next().numel() == 6

@@ -23,7 +23,7 @@ def valid(batch: Any) -> list[Any]:
     return column(batch, "collector", "valid")
 
 
-# --- reset_when_done=False -------------------------------------------------------------------------
+# --- reset_when_done=False ------------------------------------------------------------------------
 
 
 def test_without_reset_when_done_a_recurrent_state_begins_anew_with_the_next_batch():
@@ -31,12 +31,17 @@ def test_without_reset_when_done_a_recurrent_state_begins_anew_with_the_next_bat
         state = torch.zeros(2, 1) if state is None else state
         return state[:, 0].long() % 2, state + 1
 
-    with Collector(lengths(2, 4), policy, num_envs=2, frames_per_batch=10, reset_when_done=False) as c:
+    with Collector(
+        lengths(2, 4), policy, num_envs=2, frames_per_batch=10, reset_when_done=False
+    ) as c:
         for _ in range(2):
-            assert c.rollout()["recurrent_state"][..., 0].tolist() == [[0, 1, 0, 0, 0], [0, 1, 2, 3, 0]]
+            assert c.rollout()["recurrent_state"][..., 0].tolist() == [
+                [0, 1, 0, 0, 0],
+                [0, 1, 2, 3, 0],
+            ]
 
 
-# --- interruptor -----------------------------------------------------------------------------------
+# --- interruptor ----------------------------------------------------------------------------------
 
 
 def test_an_interruptor_stops_every_group_of_the_batch():
@@ -73,7 +78,7 @@ def test_objects_of_blank_rows_are_none():
         assert c.rollout()["observation"] == ["t0", "t1", None, None]
 
 
-# --- max_frames_per_traj, set_truncated, reset_at_each_iter -----------------------------------------
+# --- max_frames_per_traj, set_truncated, reset_at_each_iter ---------------------------------------
 
 
 def test_reset_takes_a_mask():
@@ -91,7 +96,7 @@ def test_reset_of_what_is_no_environment_is_refused(index):
         assert column(c.rollout(), "next", "reward") == [[1, 2]] * 3
 
 
-# --- surplus ---------------------------------------------------------------------------------------
+# --- surplus --------------------------------------------------------------------------------------
 
 
 def test_whole_episodes_may_not_have_holes():
@@ -99,7 +104,7 @@ def test_whole_episodes_may_not_have_holes():
         Collector(counting(9), None, num_envs=2, frames_per_batch=3, trajs_per_batch=2)
 
 
-# --- split_trajs -----------------------------------------------------------------------------------
+# --- split_trajs ----------------------------------------------------------------------------------
 
 
 def test_split_trajs_has_one_trajectory_per_row():
@@ -107,16 +112,28 @@ def test_split_trajs_has_one_trajectory_per_row():
         batch = next(iter(c))
         assert batch.shape == (4, 5)
         assert batch.names == [None, "time"]
-        assert column(batch, "next", "reward") == [[1, 2, 0, 0, 0], [1, 2, 0, 0, 0], [1, 0, 0, 0, 0], [1, 2, 3, 4, 5]]
+        assert column(batch, "next", "reward") == [
+            [1, 2, 0, 0, 0],
+            [1, 2, 0, 0, 0],
+            [1, 0, 0, 0, 0],
+            [1, 2, 3, 4, 5],
+        ]
         assert ids(batch) == [[0, 0, -1, -1, -1], [2, 2, -1, -1, -1], [4, -1, -1, -1, -1], [1] * 5]
-        assert column(batch, "collector", "mask") == [[True] * n + [False] * (5 - n) for n in (2, 2, 1, 5)]
+        assert column(batch, "collector", "mask") == [
+            [True] * n + [False] * (5 - n) for n in (2, 2, 1, 5)
+        ]
         assert c.stats().frames == 10
         assert c.rollout().shape == (2, 5), "rollout() is as it is"
 
 
 def test_split_trajs_sees_the_ends_that_set_truncated_made_and_postproc_sees_it_split():
     seen = []
-    options = {"frames_per_batch": 4, "split_trajs": True, "set_truncated": True, "postproc": lambda b: seen.append(b)}
+    options = {
+        "frames_per_batch": 4,
+        "split_trajs": True,
+        "set_truncated": True,
+        "postproc": lambda b: seen.append(b),
+    }
     with Collector(counting(3), None, total_frames=8, **options) as c:
         for batch, _ in zip(c, range(2), strict=False):
             assert batch is seen[-1]
@@ -126,7 +143,7 @@ def test_split_trajs_sees_the_ends_that_set_truncated_made_and_postproc_sees_it_
     ]
 
 
-# --- trajs_per_batch -------------------------------------------------------------------------------
+# --- trajs_per_batch ------------------------------------------------------------------------------
 
 
 def test_reset_drops_the_episodes_it_cuts_and_counts_them():
@@ -157,7 +174,7 @@ def test_episodes_with_an_error_in_them_are_whole_all_the_same():
         assert_accounted(c)
 
 
-# --- compact_obs -----------------------------------------------------------------------------------
+# --- compact_obs ----------------------------------------------------------------------------------
 
 
 def expand(batch: Any, finals: Any) -> torch.Tensor:

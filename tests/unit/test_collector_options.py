@@ -41,14 +41,21 @@ INTEGERS = {
     "init_random_frames": [2.0, "2", False],
     "seed": [-1, 1.0, "1", True],
 }
-BOOLEANS = {name: [0, 1, None, "yes"] for name in ("reset_at_each_iter", "set_truncated", "return_same_td")}
+BOOLEANS = {
+    name: [0, 1, None, "yes"] for name in ("reset_at_each_iter", "set_truncated", "return_same_td")
+}
 CHOICES = {
     "layout": ["[B, T]", None, 0],
     "validate": ["on", True, None],
     "exploration_type": ["greedy", None, 3],
     **{f"{kind}device": ["gpu", "cpu:x", 1.5] for kind in ("", "storing_", "policy_", "env_")},
 }
-IMPOSSIBLE = [(name, value) for table in (INTEGERS, BOOLEANS, CHOICES) for name in table for value in table[name]]
+IMPOSSIBLE = [
+    (name, value)
+    for table in (INTEGERS, BOOLEANS, CHOICES)
+    for name in table
+    for value in table[name]
+]
 
 
 @pytest.mark.parametrize(("name", "value"), IMPOSSIBLE, ids=str)
@@ -67,7 +74,9 @@ def test_details_of_the_execution_are_checked_too(name, value):
 
 
 def test_an_execution_is_given_as_one():
-    with pytest.raises(BadOption, match=r"execution=\{'executor': False\}: expected muster.Execution"):
+    with pytest.raises(
+        BadOption, match=r"execution=\{'executor': False\}: expected muster.Execution"
+    ):
         options(execution={"executor": False})
     with pytest.raises(BadOption, match="an evaluation always draws from generators of its own"):
         Evaluator(CountingEnv, execution=Execution(own_rng=False))
@@ -76,7 +85,11 @@ def test_an_execution_is_given_as_one():
 def test_defaults():
     chosen = options()
     assert (chosen.total_frames, chosen.num_envs, chosen.seed) == (-1, None, None)
-    assert (chosen.layout, chosen.validate, chosen.exploration_type) == ("batch_major", "fast", "random")
+    assert (chosen.layout, chosen.validate, chosen.exploration_type) == (
+        "batch_major",
+        "fast",
+        "random",
+    )
     assert chosen.slot_memory_limit is not None
     assert chosen.slot_memory_limit > 1 << 20
     assert set(chosen.devices.values()) == {None}
@@ -100,16 +113,18 @@ def test_exploration_types_by_name_and_as_torchrls_enum(value):
     assert options(exploration_type=value).exploration_type == "deterministic"
 
 
-# --- exact numbers ---------------------------------------------------------------------------------
+# --- exact numbers --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("total", "near"), [(20, "16 and 24"), (7, "8")])
 def test_total_frames_is_exact_or_refused(total, near):
-    with pytest.raises(BadOption, match=f"total_frames={total} is not a multiple.*nearest possible are {near}"):
+    with pytest.raises(
+        BadOption, match=f"total_frames={total} is not a multiple.*nearest possible are {near}"
+    ):
         options(total_frames=total)
 
 
-# --- names -----------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -142,13 +157,18 @@ SIGNED = [
 @pytest.mark.parametrize("cls", SIGNED)
 def test_the_signature_of_a_collector_shows_every_option_with_type_default_and_meaning(cls):
     meanings = {
-        name for line in re.findall(r"^    (\w[\w, ]*):", cls.__init__.__doc__, re.M) for name in line.split(", ")
+        name
+        for line in re.findall(r"^    (\w[\w, ]*):", cls.__init__.__doc__, re.M)
+        for name in line.split(", ")
     }
     parameters = inspect.signature(cls).parameters
     assert list(parameters)[:3] == ["create_env_fn", "policy", "frames_per_batch"]
     assert {p.kind for p in list(parameters.values())[2:]} == {inspect.Parameter.KEYWORD_ONLY}
     assert meanings == set(parameters)
-    assert all(p.annotation is not p.empty and not isinstance(p.annotation, str) for p in parameters.values())
+    assert all(
+        p.annotation is not p.empty and not isinstance(p.annotation, str)
+        for p in parameters.values()
+    )
     assert [p.name for p in parameters.values() if p.default is p.empty] == ["create_env_fn"]
     assert "timeouts" not in parameters or parameters["timeouts"].default == {}
 
@@ -167,11 +187,17 @@ def test_signatures_of_those_who_pass_options_on():
 
 
 @pytest.mark.parametrize(
-    "function", [Evaluator, muster.tune, muster.Tuning.make, Collector.enable_profile], ids=lambda f: f.__qualname__
+    "function",
+    [Evaluator, muster.tune, muster.Tuning.make, Collector.enable_profile],
+    ids=lambda f: f.__qualname__,
 )
 def test_help_of_those_who_pass_options_on_shows_their_meaning(function):
-    text = "\n".join(inspect.getdoc(each) or "" for each in (function, getattr(function, "__init__", None)))
-    meanings = {name for line in re.findall(r"^    (\w[\w, ]*):", text, re.M) for name in line.split(", ")}
+    text = "\n".join(
+        inspect.getdoc(each) or "" for each in (function, getattr(function, "__init__", None))
+    )
+    meanings = {
+        name for line in re.findall(r"^    (\w[\w, ]*):", text, re.M) for name in line.split(", ")
+    }
     own = {"self", "create_env_fn", "policy"}
     assert set(inspect.signature(function).parameters) - own <= meanings
 
@@ -185,7 +211,7 @@ def test_options_cannot_be_changed_afterwards():
         options().seed = 3  # type: ignore[misc]
 
 
-# --- options that change how, not what --------------------------------------------------------------
+# --- options that change how, not what ------------------------------------------------------------
 
 
 def test_threads_of_the_user_are_back_between_batches():
@@ -199,7 +225,9 @@ def test_threads_of_the_user_are_back_between_batches():
     torch.set_num_threads(2)
     try:
         for number in (1, 3, None):
-            with Collector(CountingEnv, policy, frames_per_batch=2, num_threads=number) as collector:
+            with Collector(
+                CountingEnv, policy, frames_per_batch=2, num_threads=number
+            ) as collector:
                 collector.rollout()
                 assert torch.get_num_threads() == 2
     finally:
@@ -207,12 +235,16 @@ def test_threads_of_the_user_are_back_between_batches():
     assert seen == [1, 1, 3, 3, 2, 2]
 
 
-@pytest.mark.parametrize(("kind", "same"), [("random", False), ("mode", True), ("mean", True), ("deterministic", True)])
+@pytest.mark.parametrize(
+    ("kind", "same"), [("random", False), ("mode", True), ("mean", True), ("deterministic", True)]
+)
 def test_exploration_type_decides_whether_heads_draw(kind, same):
     net = torch.nn.Linear(2, 2)
     torch.nn.init.zeros_(net.weight)
     net.bias.data = torch.tensor([0.0, 0.1])
     policy = muster.policies.categorical(net)
-    with Collector(CountingEnv, policy, frames_per_batch=64, exploration_type=kind, seed=0) as collector:
+    with Collector(
+        CountingEnv, policy, frames_per_batch=64, exploration_type=kind, seed=0
+    ) as collector:
         actions = set(collector.rollout()["action"].tolist())
     assert actions == ({1} if same else {0, 1})

@@ -1,4 +1,6 @@
-"""Whatever the options, batches are what an obviously correct loop gives: by hypothesis, on counting environments."""
+"""Whatever the options, batches are what an obviously correct loop gives: by hypothesis, on
+counting environments.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +34,21 @@ class StopAfter:
 
 
 class Reference:
-    """One group, row by row: environments ``first``, ``first + 1``, ... of ``total``, and what must come of them."""
+    """One group, row by row: environments ``first``, ``first + 1``, ... of ``total``, and what must
+    come of them.
+    """
 
-    def __init__(self, lengths: list[int], first: int, total: int, interruptor: Any, **options: Any) -> None:
+    def __init__(
+        self, lengths: list[int], first: int, total: int, interruptor: Any, **options: Any
+    ) -> None:
         self.lengths, self.first, self.total, self.options = lengths, first, total, options
         self.interruptor = interruptor
         self.t, self.episode = [0] * len(lengths), [0] * len(lengths)
         self.executed = 0
         self.discarded: Counter[str] = Counter()
-        self.ended: list[tuple[int, int, float]] = []  # id, length and return of the last batch's episodes
+        self.ended: list[
+            tuple[int, int, float]
+        ] = []  # id, length and return of the last batch's episodes
 
     def reset(self, envs: list[int]) -> None:
         for e in envs:
@@ -70,7 +78,10 @@ class Reference:
                 terminated = self.t[e] == self.lengths[e]
                 truncated = self.t[e] == limit and not terminated
                 cell.update(
-                    reward=self.t[e], next=(self.lengths[e], self.t[e]), terminated=terminated, truncated=truncated
+                    reward=self.t[e],
+                    next=(self.lengths[e], self.t[e]),
+                    terminated=terminated,
+                    truncated=truncated,
                 )
                 if terminated or truncated:
                     self.ended.append((name, self.t[e], self.t[e] * (self.t[e] + 1) / 2))
@@ -78,10 +89,16 @@ class Reference:
                     if not self.options["reset_when_done"]:
                         over.add(e)
             last = row
-            if len(over) == B or (self.interruptor is not None and self.interruptor.collection_stopped()):
+            if len(over) == B or (
+                self.interruptor is not None and self.interruptor.collection_stopped()
+            ):
                 break
         for e in range(B):
-            if self.options["set_truncated"] and cells[e][last]["valid"] and not cells[e][last]["terminated"]:
+            if (
+                self.options["set_truncated"]
+                and cells[e][last]["valid"]
+                and not cells[e][last]["terminated"]
+            ):
                 cells[e][last]["truncated"] = True
             for row in range(T):
                 cell = cells[e][row]
@@ -101,7 +118,9 @@ def values(cells: list[list[dict[str, Any]]], name: str) -> list[list[Any]]:
     return [[cell[name] for cell in row] for row in cells]
 
 
-def assert_batch(batch: Any, cells: list[list[dict[str, Any]]], *, steps: bool, masked: bool) -> None:
+def assert_batch(
+    batch: Any, cells: list[list[dict[str, Any]]], *, steps: bool, masked: bool
+) -> None:
     """``batch`` (``[B, T]``) has the values of ``cells``."""
     for name in ("reward", *FLAGS):
         assert column(batch, "next", name) == values(cells, name), name
@@ -113,7 +132,9 @@ def assert_batch(batch: Any, cells: list[list[dict[str, Any]]], *, steps: bool, 
         assert column(batch, *key) == expected, name
     if steps:
         assert column(batch, "step_count") == values(cells, "steps")
-        assert column(batch, "next", "step_count") == [[c["steps"] + (c["id"] >= 0) for c in row] for row in cells]
+        assert column(batch, "next", "step_count") == [
+            [c["steps"] + (c["id"] >= 0) for c in row] for row in cells
+        ]
     assert (("collector", "valid") in batch.keys(True)) == masked
     if masked:
         assert column(batch, "collector", "valid") == values(cells, "valid")
@@ -147,22 +168,35 @@ def assert_batch(batch: Any, cells: list[list[dict[str, Any]]], *, steps: bool, 
     unbatched=False,
     options={"frames_per_batch": 2, "set_truncated": True, "reset_when_done": False},
 )
-def test_batches_are_those_of_the_reference(lengths, groups, batches, stops, resets, unbatched, options):
-    options = {"max_frames_per_traj": None, "reset_at_each_iter": False, "layout": "batch_major", **options}
-    frames, limit, order = (options[name] for name in ("frames_per_batch", "max_frames_per_traj", "layout"))
+def test_batches_are_those_of_the_reference(
+    lengths, groups, batches, stops, resets, unbatched, options
+):
+    options = {
+        "max_frames_per_traj": None,
+        "reset_at_each_iter": False,
+        "layout": "batch_major",
+        **options,
+    }
+    frames, limit, order = (
+        options[name] for name in ("frames_per_batch", "max_frames_per_traj", "layout")
+    )
     stops = None if groups > 1 else stops  # groups ask one after another, each for itself
     B, total = len(lengths), len(lengths) * groups
     unbatched = unbatched and B == groups == 1
     factory, _ = recorded(lambda i: CountingEnv(lengths[i % B]))
     options["num_envs"] = None if unbatched else B
     reference_stops = StopAfter(stops) if stops is not None else None
-    references = [Reference(lengths, g * B, total, reference_stops, **options) for g in range(groups)]
+    references = [
+        Reference(lengths, g * B, total, reference_stops, **options) for g in range(groups)
+    ]
     interruptor = StopAfter(stops) if stops is not None else None
     T = -(-frames // total)
     masked = bool(frames % total) or stops is not None or not options["reset_when_done"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        c = Collector([factory] * groups if groups > 1 else factory, None, interruptor=interruptor, **options)
+        c = Collector(
+            [factory] * groups if groups > 1 else factory, None, interruptor=interruptor, **options
+        )
     with c:
         seen = 0
         for n in range(batches):
@@ -190,12 +224,16 @@ def test_batches_are_those_of_the_reference(lengths, groups, batches, stops, res
         stats = c.stats()
         assert stats.frames == seen
         assert stats.executed == sum(reference.executed for reference in references)
-        assert stats.discarded == dict(sum((reference.discarded for reference in references), Counter()))
+        assert stats.discarded == dict(
+            sum((reference.discarded for reference in references), Counter())
+        )
         assert_accounted(c)
 
 
 def test_the_reference_itself_on_one_example():
-    reference = Reference([2, 9], 0, 2, None, max_frames_per_traj=3, set_truncated=False, reset_when_done=True)
+    reference = Reference(
+        [2, 9], 0, 2, None, max_frames_per_traj=3, set_truncated=False, reset_when_done=True
+    )
     cells = reference.batch(4, 7)
     assert values(cells, "reward") == [[1, 2, 1, 2], [1, 2, 3, 1]]
     assert values(cells, "id") == [[0, 0, 2, 2], [1, 1, 1, 3]]
@@ -233,7 +271,9 @@ class Failing(CountingEnv):
     lengths=st.lists(st.integers(1, 7), min_size=1, max_size=3),
     groups=st.sampled_from([1, 2]),
     faults=st.dictionaries(
-        st.one_of(st.integers(1, 30), st.integers(-4, -1)), st.sampled_from(["raise", "shape", "nan"]), max_size=4
+        st.one_of(st.integers(1, 30), st.integers(-4, -1)),
+        st.sampled_from(["raise", "shape", "nan"]),
+        max_size=4,
     ),
     policy_faults=st.sets(st.integers(1, 40), max_size=2),
     whole=st.booleans(),
@@ -248,7 +288,8 @@ class Failing(CountingEnv):
         }
     ),
 )
-@example(  # the first group is complete, and some of its rows are discarded, when the second one fails
+# the first group is complete, and some of its rows are discarded, when the second one fails
+@example(
     lengths=[1, 1],
     groups=2,
     faults={},
@@ -278,7 +319,12 @@ def test_after_errors_rows_are_still_true_and_every_frame_is_accounted_for(
     batches = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        c = Collector([factory] * groups, policy, post_collect_hook=lambda b: batches.append(b.clone()), **options)
+        c = Collector(
+            [factory] * groups,
+            policy,
+            post_collect_hook=lambda b: batches.append(b.clone()),
+            **options,
+        )
     with c:
         done = 0
         for _ in range(12):
@@ -310,21 +356,28 @@ def test_after_errors_rows_are_still_true_and_every_frame_is_accounted_for(
 
 
 def _rows(batch: Any, finals: Any) -> list[dict[str, Any]]:
-    """The rows ``[G, B, T]`` that are transitions, environment by environment, with their next observations."""
+    """The rows ``[G, B, T]`` that are transitions, environment by environment, with their next
+    observations.
+    """
     flat = batch.reshape(-1, batch.shape[-1])
     after: Any = flat.get(("next", "observation"), None)
     if after is None:
         after = torch.full_like(flat["observation"], torch.nan)
         after[:, :-1] = flat["observation"][:, 1:]
         for env, row, obs in (
-            zip(finals["env"], finals["row"], finals["observation"], strict=True) if len(finals) else ()
+            zip(finals["env"], finals["row"], finals["observation"], strict=True)
+            if len(finals)
+            else ()
         ):
             after[env, row] = obs
     found = []
     for e in range(flat.shape[0]):
         for t in range(flat.shape[1]):
             if flat["collector", "traj_ids"][e, t] >= 0:
-                cell = {"id": int(flat["collector", "traj_ids"][e, t]), "reward": float(flat["next", "reward"][e, t])}
+                cell = {
+                    "id": int(flat["collector", "traj_ids"][e, t]),
+                    "reward": float(flat["next", "reward"][e, t]),
+                }
                 cell |= {"obs": flat["observation"][e, t].tolist(), "after": after[e, t].tolist()}
                 cell |= {name: bool(flat["next", name][e, t]) for name in FLAGS}
                 found.append(cell)

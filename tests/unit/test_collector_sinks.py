@@ -17,11 +17,13 @@ from tests.fakes.buffers import Adds, Extends
 from tests.fakes.words import Words
 from tests.tools import assert_accounted, assert_same, column, counting, stable
 
-# --- postproc --------------------------------------------------------------------------------------
+# --- postproc -------------------------------------------------------------------------------------
 
 
 def test_postproc_changes_what_is_yielded_and_not_what_rollout_gives():
-    with Collector(counting(3), None, frames_per_batch=4, total_frames=8, postproc=lambda b: b[:2]) as c:
+    with Collector(
+        counting(3), None, frames_per_batch=4, total_frames=8, postproc=lambda b: b[:2]
+    ) as c:
         assert [b.shape for b in c] == [(2,), (2,)]
         assert c.stats().frames == 8
         assert c.rollout().shape == (4,)
@@ -44,17 +46,26 @@ def test_torchrls_multistep_is_a_postproc():
     assert batch["next", "observation"][0, :, 1].tolist() == [2, 3, 4, 4]
 
 
-# --- extend_buffer=False ---------------------------------------------------------------------------
+# --- extend_buffer=False --------------------------------------------------------------------------
 
 
 def test_a_time_step_that_the_buffer_refuses_is_there_when_it_takes_it_again():
     buffer = Adds(room=3)
-    with Collector(counting(5), None, replay_buffer=buffer, extend_buffer=False, frames_per_batch=6) as collector:
+    with Collector(
+        counting(5), None, replay_buffer=buffer, extend_buffer=False, frames_per_batch=6
+    ) as collector:
         with pytest.raises(OSError, match="full"):
             collector.next()
         buffer.room = None
         collector.next()
-        assert [int(row["observation"].reshape(-1)[-1]) for row in buffer.rows] == [0, 1, 2, 3, 4, 0], "one batch"
+        assert [int(row["observation"].reshape(-1)[-1]) for row in buffer.rows] == [
+            0,
+            1,
+            2,
+            3,
+            4,
+            0,
+        ], "one batch"
         assert_accounted(collector)
 
 
@@ -68,7 +79,12 @@ def test_single_steps_are_in_the_buffer_as_soon_as_they_are_made(num_envs):
         return torch.zeros(obs.shape[:-1], dtype=torch.int64)
 
     frames = 4 * (num_envs or 1)
-    options = {"num_envs": num_envs, "frames_per_batch": frames, "total_frames": 2 * frames, "extend_buffer": False}
+    options = {
+        "num_envs": num_envs,
+        "frames_per_batch": frames,
+        "total_frames": 2 * frames,
+        "extend_buffer": False,
+    }
     with Collector(counting(3), policy, replay_buffer=buffer, **options) as c:
         assert list(c) == [None, None]
         assert c.stats().frames == 2 * frames
@@ -79,7 +95,9 @@ def test_single_steps_are_in_the_buffer_as_soon_as_they_are_made(num_envs):
     assert {row.shape for row in buffer.rows} == {shape}
     joined = torch.stack([row["next", "reward"].reshape(-1)[0] for row in buffer.rows])
     assert joined.tolist() == [1, 2, 3, 1, 2, 3, 1, 2]
-    ids = [row["collector", "traj_ids"].reshape(-1)[0].item() // (num_envs or 1) for row in buffer.rows]
+    ids = [
+        row["collector", "traj_ids"].reshape(-1)[0].item() // (num_envs or 1) for row in buffer.rows
+    ]
     assert ids == [0, 0, 0, 1, 1, 1, 2, 2]
 
 
@@ -91,8 +109,15 @@ def test_single_steps_with_a_limit_and_random_frames_count_whole_batches():
         calls.append(len(buffer.rows))
         return torch.tensor(0)
 
-    options = {"frames_per_batch": 4, "total_frames": 12, "extend_buffer": False, "init_random_frames": 5}
-    with Collector(counting(9), policy, replay_buffer=buffer, max_frames_per_traj=3, **options) as c:
+    options = {
+        "frames_per_batch": 4,
+        "total_frames": 12,
+        "extend_buffer": False,
+        "init_random_frames": 5,
+    }
+    with Collector(
+        counting(9), policy, replay_buffer=buffer, max_frames_per_traj=3, **options
+    ) as c:
         list(c)
     assert calls == [0, 8, 9, 10, 11], "the first one shows what the policy returns"
     assert [row["step_count"].item() for row in buffer.rows] == [0, 1, 2] * 4
@@ -130,21 +155,39 @@ def test_single_steps_are_exact_in_number_too():
         list(c)
         assert c.stats().frames == 6
         assert c.stats().discarded == {"surplus": 2}
-        assert [row["collector", "valid"].tolist() for row in buffer.rows] == [[True, True], [True, False]] * 2
+        assert [row["collector", "valid"].tolist() for row in buffer.rows] == [
+            [True, True],
+            [True, False],
+        ] * 2
         assert_accounted(c)
 
 
-# --- what is impossible ----------------------------------------------------------------------------
+# --- what is impossible ---------------------------------------------------------------------------
 
 IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"extend_buffer": False}, "needs a replay_buffer"),
     ({"extend_buffer": False, "replay_buffer": Adds(), "postproc": print}, "need whole batches"),
     ({"extend_buffer": False, "replay_buffer": Adds(), "split_trajs": True}, "need whole batches"),
-    ({"extend_buffer": False, "replay_buffer": Adds(), "post_collect_hook": print}, "need whole batches"),
-    ({"extend_buffer": False, "replay_buffer": Adds(), "set_truncated": True}, "need whole batches"),
-    ({"extend_buffer": False, "replay_buffer": Adds(), "on_episode_done": print}, "need whole batches"),
-    ({"extend_buffer": False, "replay_buffer": Adds(), "on_batch": print}, "on_batch and record need whole batches"),
-    ({"extend_buffer": False, "replay_buffer": Adds(), "reset_when_done": False}, "cannot end early"),
+    (
+        {"extend_buffer": False, "replay_buffer": Adds(), "post_collect_hook": print},
+        "need whole batches",
+    ),
+    (
+        {"extend_buffer": False, "replay_buffer": Adds(), "set_truncated": True},
+        "need whole batches",
+    ),
+    (
+        {"extend_buffer": False, "replay_buffer": Adds(), "on_episode_done": print},
+        "need whole batches",
+    ),
+    (
+        {"extend_buffer": False, "replay_buffer": Adds(), "on_batch": print},
+        "on_batch and record need whole batches",
+    ),
+    (
+        {"extend_buffer": False, "replay_buffer": Adds(), "reset_when_done": False},
+        "cannot end early",
+    ),
     (
         {"extend_buffer": False, "replay_buffer": Extends()},
         "needs replay_buffer.add, which Extends has not",
@@ -154,11 +197,20 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"split_trajs": True, "trajs_per_batch": 2}, "give one"),
     ({"set_truncated": True, "trajs_per_batch": 2}, "waits for real ones"),
     ({"set_truncated": True, "on_episode_done": print}, "on_episode_done waits for real ones"),
-    ({"replay_buffer": 3}, r"replay_buffer is a int: expected .* with extend\(batch\) or add\(transition\)"),
-    ({"replay_buffer": Extends}, "replay_buffer is the class Extends: expected an object with extend"),
+    (
+        {"replay_buffer": 3},
+        r"replay_buffer is a int: expected .* with extend\(batch\) or add\(transition\)",
+    ),
+    (
+        {"replay_buffer": Extends},
+        "replay_buffer is the class Extends: expected an object with extend",
+    ),
     ({"interruptor": 3}, "collection_stopped"),
     ({"weight_sync_schemes": {}}, "weight_recv_schemes"),
-    *(({name: 3}, f"{name}=3: expected a function") for name in ("postproc", "on_step", "on_episode_done", "on_batch")),
+    *(
+        ({name: 3}, f"{name}=3: expected a function")
+        for name in ("postproc", "on_step", "on_episode_done", "on_batch")
+    ),
     ({"trajs_per_batch": 0}, "trajs_per_batch=0: expected an integer of at least 1"),
 ]
 
@@ -181,7 +233,7 @@ def test_rules_that_do_not_exist_are_refused(rule, message):
         Trajectories(2, rule=rule)
 
 
-# --- TorchRL's buffers -----------------------------------------------------------------------------
+# --- TorchRL's buffers ----------------------------------------------------------------------------
 
 
 def torchrl_buffer(storage: str = "LazyTensorStorage", **options: Any) -> Any:
@@ -203,7 +255,9 @@ def test_torchrls_one_dimensional_buffer_has_one_item_per_frame(layout):
 def test_cells_that_are_no_transitions_are_no_items():
     buffer = torchrl_buffer()
     with pytest.warns(UserWarning, match="cannot be shared"):
-        c = Collector(counting(3), None, num_envs=2, frames_per_batch=5, total_frames=10, replay_buffer=buffer)
+        c = Collector(
+            counting(3), None, num_envs=2, frames_per_batch=5, total_frames=10, replay_buffer=buffer
+        )
     with c:
         list(c)
         assert c.stats().frames == buffer.write_count == 10
@@ -222,18 +276,23 @@ def test_single_steps_go_into_torchrls_buffer(storage):
     assert rows["next", "reward"].flatten().tolist() == [1, 2, 3, 1, 2, 3, 1, 2]
 
 
-# --- objects, and time first -------------------------------------------------------------------------
+# --- objects, and time first ----------------------------------------------------------------------
 
 
 def in_order(batch: Any) -> list[tuple[Any, ...]]:
-    """Every row, environment by environment or line by line, each in order of time; None for padding."""
+    """Every row, environment by environment or line by line, each in order of time; None for
+    padding.
+    """
     if not isinstance(batch, list) and batch.ndim > 1:
         lines = batch.unbind(1 if batch.names[0] == "time" else 0)
         batch = [row for line in lines for row in line.unbind(0)]
     rows = []
     for row in batch:
         leaves = [row.get(key) for key in ("t", "word", ("next", "word"), ("next", "t"))]
-        values = [v if v is None or isinstance(v, str) else int(v) if torch.is_tensor(v) else v.data for v in leaves]
+        values = [
+            v if v is None or isinstance(v, str) else int(v) if torch.is_tensor(v) else v.data
+            for v in leaves
+        ]
         ragged = row.get("rows", None)
         rows.append((*values, str(getattr(ragged, "data", ragged))))
     return rows
@@ -274,7 +333,9 @@ def test_objects_of_several_groups_are_the_same_in_either_layout():
     for split in (False, True):
         with (
             Collector([Words, partial(Words, 5)], None, split_trajs=split, **options) as c,
-            Collector([Words, partial(Words, 5)], None, split_trajs=split, layout="time_major", **options) as other,
+            Collector(
+                [Words, partial(Words, 5)], None, split_trajs=split, layout="time_major", **options
+            ) as other,
         ):
             for _ in range(2):
                 batch, time_first = c.next(), other.next()
@@ -313,7 +374,7 @@ def batch() -> Any:
         yield c.rollout()
 
 
-# --- the sink alone: plain objects ---------------------------------------------------------------------------------
+# --- the sink alone: plain objects ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["batch_major", "time_major"])
@@ -335,7 +396,7 @@ def test_a_list_is_a_buffer(batch):
     assert [item.shape for item in buffer] == [(5,), (5,)]
 
 
-# --- the sink alone: TorchRL's -------------------------------------------------------------------------------------
+# --- the sink alone: TorchRL's --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", ["ReplayBuffer", "TensorDictReplayBuffer"])

@@ -1,4 +1,6 @@
-"""Weights into a collector: forms, parts, schemes, updaters, and the version that is stamped on rows."""
+"""Weights into a collector: forms, parts, schemes, updaters, and the version that is stamped on
+rows.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def shown(c: Collector, key: str = "weight") -> list[float]:
     return values
 
 
-# --- forms -----------------------------------------------------------------------------------------
+# --- forms ----------------------------------------------------------------------------------------
 
 FORMS: dict[str, Any] = {
     "module": lambda: Actor(2.0),
@@ -112,12 +114,17 @@ def test_weights_are_given_once(method):
         assert c.policy_version == 0
 
 
-# --- parts and several models ----------------------------------------------------------------------
+# --- parts and several models ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "second",
-    [{"weight": torch.ones(3)}, {"weight": torch.full((2,), torch.nan)}, {"bias": torch.ones(2)}, 3],
+    [
+        {"weight": torch.ones(3)},
+        {"weight": torch.full((2,), torch.nan)},
+        {"bias": torch.ones(2)},
+        3,
+    ],
     ids=["shape", "nan", "name", "type"],
 )
 def test_of_several_models_all_are_taken_or_none(second):
@@ -137,7 +144,11 @@ def test_the_whole_policy_and_parts_may_be_named_together():
 
 def test_what_contradicts_weights_dict_is_refused():
     with collector(Two()) as c:
-        for args, keywords in (((Two(),), {}), ((), {"model_id": "actor"}), ((), {"policy": Two()})):
+        for args, keywords in (
+            ((Two(),), {}),
+            ((), {"model_id": "actor"}),
+            ((), {"policy": Two()}),
+        ):
             with pytest.raises(BadOption, match="weights_dict"):
                 c.update_policy_weights_(*args, weights_dict={"actor": Actor()}, **keywords)
         with pytest.raises(TypeError, match="worker_ids"):
@@ -145,7 +156,9 @@ def test_what_contradicts_weights_dict_is_refused():
         assert c.policy_version == 0
 
 
-@pytest.mark.parametrize("unknown", ["value_net", "actor.nothing", "actor[0]", "policy.actor()", "__class__"])
+@pytest.mark.parametrize(
+    "unknown", ["value_net", "actor.nothing", "actor[0]", "policy.actor()", "__class__"]
+)
 def test_unknown_models_are_refused(unknown):
     with collector(Two()) as c:
         with pytest.raises(BadOption, match="is not known here"):
@@ -164,9 +177,14 @@ def test_what_has_no_weights_is_no_model():
 def test_a_part_of_the_weights_is_refused_in_every_entry(method):
     policy = Two(1.0, 4.0)
     with collector(policy) as c:
-        for given in ({"actor": {"weight": torch.ones(2)}}, TensorDict({"actor": {"weight": torch.ones(2)}})):
+        for given in (
+            {"actor": {"weight": torch.ones(2)}},
+            TensorDict({"actor": {"weight": torch.ones(2)}}),
+        ):
             for keywords in ({}, {"weights": given}):
-                with pytest.raises(BadWeights, match=r"missing \['critic.weight'\], unknown nothing"):
+                with pytest.raises(
+                    BadWeights, match=r"missing \['critic.weight'\], unknown nothing"
+                ):
                     method(c, *([] if keywords else [given]), **keywords)
         with pytest.raises(BadWeights, match=r"missing \['critic.weight'\]"):
             c.update_policy_weights_(weights_dict={"policy": {"actor": Actor(2.0)}})
@@ -177,7 +195,10 @@ def test_a_part_of_the_weights_is_refused_in_every_entry(method):
 NESTED: dict[str, Any] = {
     "to_dict": lambda: TensorDict.from_module(Two(2.0, 3.0)).data.to_dict(),
     "modules": lambda: dict(Two(2.0, 3.0).named_children()),
-    "tuples": lambda: {("actor", "weight"): torch.full((2,), 2.0), ("critic", "weight"): torch.full((2,), 3.0)},
+    "tuples": lambda: {
+        ("actor", "weight"): torch.full((2,), 2.0),
+        ("critic", "weight"): torch.full((2,), 3.0),
+    },
 }
 
 
@@ -187,7 +208,11 @@ NESTED: dict[str, Any] = {
 def test_nested_dicts(form, method, keyword):
     with collector(Two()) as c:
         weights = NESTED[form]()
-        method(c, *([weights] if keyword is None else []), **({} if keyword is None else {keyword: weights}))
+        method(
+            c,
+            *([weights] if keyword is None else []),
+            **({} if keyword is None else {keyword: weights}),
+        )
         assert (shown(c), shown(c, "value"), c.policy_version) == ([2.0], [3.0], 1)
         c.update_policy_weights_(weights_dict={"policy": NESTED[form]()})
         assert c.policy_version == 2
@@ -215,7 +240,9 @@ def test_a_diverged_policy_is_refused_without_arguments_too(cls):
     with cls([counting(3)], policy, frames_per_batch=4, **options) as c:
         policy.critic.weight.data[0] = torch.nan
         for arguments in ((), (policy,), (policy.actor,)):
-            with pytest.raises(BadWeights, match="critic.weight is not finite: training has diverged"):
+            with pytest.raises(
+                BadWeights, match="critic.weight is not finite: training has diverged"
+            ):
                 c.update_policy_weights_(*arguments)
         assert c.policy_version == 0
 
@@ -240,9 +267,12 @@ def test_the_own_parameters_of_a_head_that_a_function_makes_arrive(backend, infe
             head.net.weight.zero_()
             head.net.bias.fill_(0.5)
         c.update_policy_weights_(head.net)
-        torch.testing.assert_close(c.next()["action"], torch.full((2, 2, 16, 1), 0.5), atol=0.01, rtol=0)
+        torch.testing.assert_close(
+            c.next()["action"], torch.full((2, 2, 16, 1), 0.5), atol=0.01, rtol=0
+        )
         with pytest.raises(
-            BadWeights, match=r"those of net, which is only a part of the policy: missing \['log_std'\]"
+            BadWeights,
+            match=r"those of net, which is only a part of the policy: missing \['log_std'\]",
         ):
             c.update_policy_weights_(copy.deepcopy(head.net))
 
@@ -260,14 +290,18 @@ def test_a_part_stands_for_all_in_the_background():
         c.update_policy_weights_(head.net)
         buffer.until_true(lambda: bool((buffer.batches[-1][VERSION] == 1).all()))
         c.async_shutdown()
-    torch.testing.assert_close(buffer.batches[-1]["action"], torch.full((2, 8, 1), 0.5), atol=0.01, rtol=0)
+    torch.testing.assert_close(
+        buffer.batches[-1]["action"], torch.full((2, 8, 1), 0.5), atol=0.01, rtol=0
+    )
 
 
-# --- versions --------------------------------------------------------------------------------------
+# --- versions -------------------------------------------------------------------------------------
 
 
 def test_what_was_acted_before_the_update_keeps_its_version():
-    """``fake_tensordict`` makes the policy's first call; the first row's action is of the version that made it."""
+    """``fake_tensordict`` makes the policy's first call; the first row's action is of the version
+    that made it.
+    """
     with collector(Actor(0.0), track_policy_version=True) as c:
         assert c.fake_tensordict()[VERSION].shape == (4,)
         c.update_policy_weights_(Actor(1.0))
@@ -358,7 +392,7 @@ def test_other_trackers_are_refused(tracked):
         collector(Actor(), track_policy_version=tracked)
 
 
-# --- in the middle of a rollout --------------------------------------------------------------------
+# --- in the middle of a rollout -------------------------------------------------------------------
 
 
 class Publishing(CountingEnv):
@@ -395,13 +429,19 @@ def test_parts_that_are_published_one_after_another_in_a_rollout_are_all_taken()
     env.publish = publish
     with collector(Two(), env=env) as c:
         batch = c.rollout()
-        assert (batch["weight"].unique().tolist(), batch["value"].unique().tolist()) == ([-1.0], [0.0])
+        assert (batch["weight"].unique().tolist(), batch["value"].unique().tolist()) == (
+            [-1.0],
+            [0.0],
+        )
         batch = c.rollout()
-        assert (batch["weight"].unique().tolist(), batch["value"].unique().tolist()) == ([3.0], [2.0])
+        assert (batch["weight"].unique().tolist(), batch["value"].unique().tolist()) == (
+            [3.0],
+            [2.0],
+        )
         assert c.policy_version == 4
 
 
-# --- updaters --------------------------------------------------------------------------------------
+# --- updaters -------------------------------------------------------------------------------------
 
 
 class Updater:
@@ -425,14 +465,19 @@ class Updater:
 def test_an_updater_gets_everything(made):
     policy = Actor()
     updater = Updater(policy)
-    with collector(policy, weight_updater=(lambda: updater) if made else updater, track_policy_version=True) as c:
+    with collector(
+        policy, weight_updater=(lambda: updater) if made else updater, track_policy_version=True
+    ) as c:
         c.init_updater(1, a=2)
         weights = Actor(2.0).state_dict()
         c.update_policy_weights_(weights)
         c.update_policy_weights_(worker_ids=[3])
         assert updater.pushed == [(weights, None), (None, [3])]
         assert updater.initialised == [((1,), {"a": 2})]
-        for keywords in ({"weights_dict": {"policy": weights}}, {"weights": weights, "model_id": "actor"}):
+        for keywords in (
+            {"weights_dict": {"policy": weights}},
+            {"weights": weights, "model_id": "actor"},
+        ):
             with pytest.raises(BadOption, match="knows one policy"):
                 c.update_policy_weights_(**keywords)
         batch = c.rollout()
@@ -456,13 +501,16 @@ def test_torchrls_updater_updates_the_policy(getter):
         return (net(obs)[..., 0] > 0).long()
 
     policy = TensorDictModule(net, in_keys=["observation"], out_keys=["score"])
-    whole = TensorDictModule(lambda s: (s[..., 0] > 0).long(), in_keys=["score"], out_keys=["action"])
+    whole = TensorDictModule(
+        lambda s: (s[..., 0] > 0).long(), in_keys=["score"], out_keys=["action"]
+    )
     module = pytest.importorskip("tensordict.nn").TensorDictSequential(policy, whole)
     trained = copy.deepcopy(module)
     nn.init.ones_(trained[0].module.weight)
     weights = TensorDict.from_module(trained).data
     updater = updaters.VanillaWeightUpdater(
-        weight_getter=(lambda: weights) if getter else None, policy_weights=TensorDict.from_module(module).data
+        weight_getter=(lambda: weights) if getter else None,
+        policy_weights=TensorDict.from_module(module).data,
     )
     with collector(module, weight_updater=updater) as c:
         assert updater.collector is c
@@ -473,7 +521,7 @@ def test_torchrls_updater_updates_the_policy(getter):
     assert act(torch.ones(2)) == 1
 
 
-# --- schemes of a parent ---------------------------------------------------------------------------
+# --- schemes of a parent --------------------------------------------------------------------------
 
 
 class ThreadQueue(queue.Queue):  # type: ignore[type-arg]
@@ -492,7 +540,13 @@ def pair(kind: str, model: nn.Module, model_id: str = "policy") -> tuple[Any, An
     sender = getattr(schemes, kind)()
     context = SimpleNamespace(Queue=ThreadQueue)
     weights = TensorDict.from_module(model)
-    sender.init_on_sender(model_id=model_id, weights=weights, devices=[torch.device("cpu")], num_workers=1, ctx=context)
+    sender.init_on_sender(
+        model_id=model_id,
+        weights=weights,
+        devices=[torch.device("cpu")],
+        num_workers=1,
+        ctx=context,
+    )
     receiver = type(sender).__new__(type(sender))
     receiver.__setstate__(sender.__getstate__())
     sender.connect()
@@ -507,7 +561,9 @@ def test_torchrls_schemes_bring_weights(kind):
     parent = Actor(1.0)
     sender, receiver = pair(kind, parent)
     policy = Actor(-1.0)
-    with collector(policy, worker_idx=0, weight_recv_schemes={"policy": receiver}, track_policy_version=True) as c:
+    with collector(
+        policy, worker_idx=0, weight_recv_schemes={"policy": receiver}, track_policy_version=True
+    ) as c:
         batch = c.rollout()
         assert batch["weight"].unique().tolist() == [1.0], "the parent's first weights"
         first = c.policy_version
@@ -516,7 +572,10 @@ def test_torchrls_schemes_bring_weights(kind):
         assert batch["weight"].unique().tolist() == [2.0]
         assert batch[VERSION].unique().tolist() == [first + 1]
         assert c._receiver_schemes == {"policy": receiver}
-        assert c.cascade_execute("_receiver_schemes['policy']._get_weights_buffer_from_model", policy) is not None
+        assert (
+            c.cascade_execute("_receiver_schemes['policy']._get_weights_buffer_from_model", policy)
+            is not None
+        )
         with pytest.raises(BadOption, match="through schemes"):
             c.receive_weights(Actor())
     sender.shutdown()
@@ -540,7 +599,11 @@ def test_a_scheme_never_changes_weights_in_the_middle_of_a_rollout(kind):
         sender.send(TensorDict.from_module(Actor(2.0)))
         go_on.set()
 
-    options: Any = {"worker_idx": 0, "weight_recv_schemes": {"policy": receiver}, "track_policy_version": True}
+    options: Any = {
+        "worker_idx": 0,
+        "weight_recv_schemes": {"policy": receiver},
+        "track_policy_version": True,
+    }
     with Collector(Waiting, Actor(-1.0), frames_per_batch=4, **options) as c:
         version = c.policy_version
         thread = threading.Thread(target=send)

@@ -25,7 +25,13 @@ BATCHES = 64
 
 
 def head() -> Any:
-    layers = [torch.nn.Linear(4, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 2)]
+    layers = [
+        torch.nn.Linear(4, 64),
+        torch.nn.Tanh(),
+        torch.nn.Linear(64, 64),
+        torch.nn.Tanh(),
+        torch.nn.Linear(64, 2),
+    ]
     return muster.policies.categorical(torch.nn.Sequential(*layers))
 
 
@@ -74,7 +80,9 @@ def callers(frame: FrameType) -> list[tuple[str, str]]:
     found = []
     below = frame.f_back
     while below is not None:
-        if (here := place(below.f_code)) is not None and not here[0].startswith(("policies/", "envs/")):
+        if (here := place(below.f_code)) is not None and not here[0].startswith(
+            ("policies/", "envs/")
+        ):
             found.append(here)
         below = below.f_back
     return found[::-1]
@@ -161,7 +169,10 @@ def test_so_is_that_with_worker_processes(kind):
         there, *_ = collector.getattr_env("passed")
     title = "#### Sync" if kind is MultiSyncCollector else "#### First ready"
     out, back = listed(f"{title}: out", "####"), listed(f"{title}: back", "####")
-    into, answering = listed("#### In the worker: in", "####"), listed("#### In the worker: out", "###")
+    into, answering = (
+        listed("#### In the worker: in", "####"),
+        listed("#### In the worker: out", "###"),
+    )
     assert below(here.out, *SCHEDULE) == out
     assert below(here.back, *SCHEDULE) == back
     assert [SERVE, *below(stepping, SERVE)][:4] == [*into, ("workers/worker.py", "run")]
@@ -173,25 +184,37 @@ def test_so_is_that_with_worker_processes(kind):
 
 
 def test_so_is_that_with_nodes():
-    """Out: to the worker pool of the node. Back: from its results on, but for what waits as with worker processes."""
+    """Out: to the worker pool of the node.
+
+    Back: from its results on, but for what waits as with worker processes.
+    """
     post, submit = ("cluster/session.py", "post"), ("workers/proxy.py", "submit")
     say, finished = ("cluster/node_main.py", "say"), ("cluster/node_proxy.py", "_finished")
-    seen: dict[tuple[str, str], list[tuple[str, str]]] = {}  # by what is called, or by thread and what it calls
+    seen: dict[
+        tuple[str, str], list[tuple[str, str]]
+    ] = {}  # by what is called, or by thread and what it calls
     active = threading.Event()
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         if event != "call" or not active.is_set():
             return
         function = place(frame.f_code)
-        if frame.f_code.co_filename == queue_links.__file__ and frame.f_code.co_name in ("send", "receive"):
+        if frame.f_code.co_filename == queue_links.__file__ and frame.f_code.co_name in (
+            "send",
+            "receive",
+        ):
             function = threading.current_thread().name, frame.f_code.co_name
-        if function in (post, submit, say, finished) or (function is not None and function[1] in ("send", "receive")):
+        if function in (post, submit, say, finished) or (
+            function is not None and function[1] in ("send", "receive")
+        ):
             seen.setdefault(function, callers(frame))
 
     threading.setprofile(note)  # of threads that are started from here on
     try:
         factories, carrier = [partial(CountingEnv, length=5)], queue_links.QueueCarrier()
-        with queue_links.QueueCollector(factories, carrier=carrier, frames_per_batch=8, seed=0) as collector:
+        with queue_links.QueueCollector(
+            factories, carrier=carrier, frames_per_batch=8, seed=0
+        ) as collector:
             batches = iter(collector)
             for _ in range(3):
                 next(batches)
@@ -205,7 +228,11 @@ def test_so_is_that_with_nodes():
         sys.setprofile(None)
         threading.setprofile(None)
     node = ("cluster/node_main.py", "run")
-    out = [*below(seen[post], ("workers/sync.py", "_work")), post, *seen["muster-node-0-sends", "send"]]
+    out = [
+        *below(seen[post], ("workers/sync.py", "_work")),
+        post,
+        *seen["muster-node-0-sends", "send"],
+    ]
     out += [*seen["muster-node-main-receives", "receive"], *below(seen[submit], node)]
     back = [*below(seen[say], node)[1:], say, *seen["muster-node-main-sends", "send"]]
     back += [*seen["muster-node-0-receives", "receive"]]

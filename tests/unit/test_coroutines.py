@@ -1,4 +1,6 @@
-"""Environments and policies that are coroutines: what they return; no fault of theirs hangs, or loses a frame."""
+"""Environments and policies that are coroutines: what they return; no fault of theirs hangs, or
+loses a frame.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ from tests.fakes.coroutines import Awaited, FaultyEnv
 from tests.tools import assert_accounted, assert_same, collect, column, recorded
 from tests.waits import wait_until
 
-PARTS = spaces.Dict({"image": spaces.Box(0, 255, (3, 4), np.uint8), "n": spaces.Discrete(3), "word": spaces.Text(5)})
+PARTS = spaces.Dict(
+    {"image": spaces.Box(0, 255, (3, 4), np.uint8), "n": spaces.Discrete(3), "word": spaces.Text(5)}
+)
 SECONDS = 60.0  # a deadline that no test reaches
 EPISODES = {"length": 3, "truncate": True}
 
@@ -57,7 +61,7 @@ def loops() -> list[Any]:
     return [thread for thread in threading.enumerate() if thread.name == "muster-event-loop"]
 
 
-# --- what they return -------------------------------------------------------------------------------
+# --- what they return -----------------------------------------------------------------------------
 
 
 class TestCoroutineChain(EnvContract):
@@ -94,7 +98,9 @@ def test_rows_of_environments_that_count() -> None:
         (partial(sampled, spaces.Box(-1, 1, (2,))), {"init_random_frames": 24}),
     ],
 )
-def test_a_batch_is_bit_equal_to_that_of_the_same_environments_without_coroutines(make: Any, options: Any) -> None:
+def test_a_batch_is_bit_equal_to_that_of_the_same_environments_without_coroutines(
+    make: Any, options: Any
+) -> None:
     options = {"num_envs": 3, "frames_per_batch": 24, "seed": 1} | options
 
     assert_same(collect(awaited(make), batches=3, **options), collect(make, batches=3, **options))
@@ -150,11 +156,13 @@ def test_a_restored_state_continues_exactly(tmp_path: Path) -> None:
         assert_same(c.rollout(), expected, ignore=(("collector", "resumed"),))
 
 
-# --- waiting ----------------------------------------------------------------------------------------
+# --- waiting --------------------------------------------------------------------------------------
 
 
 class Meeting(Awaited):
-    """Returns from a call when all ``n`` environments are in it: it would wait for ever if they took turns."""
+    """Returns from a call when all ``n`` environments are in it: it would wait for ever if they
+    took turns.
+    """
 
     n, here = 50, 0
 
@@ -172,7 +180,13 @@ class Meeting(Awaited):
 
 
 def test_all_environments_of_a_group_are_awaited_at_the_same_time() -> None:
-    batch = collect(Meeting, zeros, num_envs=Meeting.n, frames_per_batch=6 * Meeting.n, timeouts={"step": SECONDS})
+    batch = collect(
+        Meeting,
+        zeros,
+        num_envs=Meeting.n,
+        frames_per_batch=6 * Meeting.n,
+        timeouts={"step": SECONDS},
+    )
 
     assert (batch["next", "reward"][:, :, 0] == torch.tensor([1.0, 2, 3, 4, 1, 2])).all()
 
@@ -239,10 +253,12 @@ def test_gradients_are_disabled_in_coroutines() -> None:
             obs, *rest = await super().step(action)
             return (self.weight * torch.as_tensor(obs)).numpy(), *rest
 
-    assert collect(lambda: Module(CountingEnv()), zeros, num_envs=1, frames_per_batch=2).numel() == 2
+    assert (
+        collect(lambda: Module(CountingEnv()), zeros, num_envs=1, frames_per_batch=2).numel() == 2
+    )
 
 
-# --- faults -----------------------------------------------------------------------------------------
+# --- faults ---------------------------------------------------------------------------------------
 
 
 def test_an_error_names_the_environment_and_the_others_complete_their_step() -> None:
@@ -264,7 +280,9 @@ def test_an_error_names_the_environment_and_the_others_complete_their_step() -> 
 @pytest.mark.parametrize(("at", "phase"), [(2, "step"), (-1, "reset")])
 def test_a_deadline_cancels_the_coroutine_and_names_its_environment(at: int, phase: str) -> None:
     make, made = faulty(fakes.hang, None, at=at)
-    with Collector(make, zeros, num_envs=2, frames_per_batch=12, timeouts={"step": SECONDS, phase: 1}) as c:
+    with Collector(
+        make, zeros, num_envs=2, frames_per_batch=12, timeouts={"step": SECONDS, phase: 1}
+    ) as c:
         with pytest.raises(
             EnvError, match=rf"FaultyEnv\[0\]\.{phase}.*within 1 s.*timeouts={{'{phase}': ...}}"
         ) as info:
@@ -280,7 +298,10 @@ def test_several_failures_are_one_error() -> None:
     make, _ = faulty(fakes.fail, fakes.fail, fakes.fail, at=-1)
     with (
         Collector(make, zeros, num_envs=3, frames_per_batch=12) as c,
-        pytest.raises(EnvError, match=r"FaultyEnv\[0\]\.reset raised .*; 2 other environments of the group failed too"),
+        pytest.raises(
+            EnvError,
+            match=r"FaultyEnv\[0\]\.reset raised .*; 2 other environments of the group failed too",
+        ),
     ):
         c.rollout()
 
@@ -304,14 +325,18 @@ def test_a_coroutine_that_blocks_the_loop_is_named_with_its_line() -> None:
         Collector(make, zeros, **options, timeouts={"step": 0.1}) as c,
     ):
         other.rollout()
-        with pytest.raises(EnvError, match=r"FaultyEnv\[0\].*blocks the event loop at .*coroutines.py:\d+ in step"):
+        with pytest.raises(
+            EnvError, match=r"FaultyEnv\[0\].*blocks the event loop at .*coroutines.py:\d+ in step"
+        ):
             c.rollout()
         assert other.rollout().numel() == 12  # on another event loop
         fakes.RELEASED.set()
 
 
 @pytest.mark.parametrize("stop", [fakes.stop_the_loop, fakes.stop_the_loop_slowly])
-def test_a_coroutine_that_stops_the_loop_is_an_error_and_the_next_call_has_another_loop(stop: Any) -> None:
+def test_a_coroutine_that_stops_the_loop_is_an_error_and_the_next_call_has_another_loop(
+    stop: Any,
+) -> None:
     make, _ = faulty(stop, None)
     with Collector(make, zeros, num_envs=2, frames_per_batch=12, timeouts={"step": None}) as c:
         with pytest.raises(EnvError, match="its coroutine was cancelled"):
@@ -358,7 +383,9 @@ def test_shutdown_cancels_the_coroutines_of_workers(backend: str, tmp_path: Path
     def noted(what: str) -> int:
         return len(list(tmp_path.glob(f"{what} *")))
 
-    c = MultiAsyncCollector([lambda: Noting(wait, at=4)], zeros, num_envs=2, frames_per_batch=4, backend=backend)
+    c = MultiAsyncCollector(
+        [lambda: Noting(wait, at=4)], zeros, num_envs=2, frames_per_batch=4, backend=backend
+    )
     c.next()
     wait_until(lambda: noted("waits") == 2)
     c.shutdown()
@@ -374,7 +401,9 @@ def test_a_worker_reports_a_deadline_and_a_killed_one_is_restarted(tmp_path: Pat
         return FaultyEnv(None if again else fault)
 
     envs = [awaited(CountingEnv), partial(make, fakes.hang)]
-    with MultiSyncCollector(envs, zeros, num_envs=None, frames_per_batch=8, seed=1, timeouts={"step": 1}) as c:
+    with MultiSyncCollector(
+        envs, zeros, num_envs=None, frames_per_batch=8, seed=1, timeouts={"step": 1}
+    ) as c:
         with pytest.raises(
             EnvError, match=r"raised TimeoutError.*In worker 1 .*environment 1, step 2.*phase step"
         ) as info:
@@ -385,7 +414,9 @@ def test_a_worker_reports_a_deadline_and_a_killed_one_is_restarted(tmp_path: Pat
         assert_accounted(c)
 
     envs = [awaited(CountingEnv), partial(make, fakes.die)]
-    with MultiSyncCollector(envs, zeros, num_envs=None, frames_per_batch=8, on_failure="restart") as c:
+    with MultiSyncCollector(
+        envs, zeros, num_envs=None, frames_per_batch=8, on_failure="restart"
+    ) as c:
         assert c.rollout().shape == (2, 4)
         assert c.stats().restarts == 1
         assert_accounted(c)
@@ -402,7 +433,7 @@ def test_a_wait_with_its_own_deadline_is_progress_for_the_supervisor() -> None:
     assert progress.look()
 
 
-# --- what is refused --------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 class HalfEnv(CountingEnv):
@@ -428,8 +459,14 @@ class NoSpaces:
     ("make", "message"),
     [
         (HalfEnv, r"HalfEnv.step is a coroutine function, but HalfEnv.reset is not"),
-        (lambda: TimeLimit(CoroutineGymEnv(), 5), r"TimeLimit calls reset and step of CoroutineGymEnv.*max_frames"),
-        (lambda: CoroutineVectorEnv([CountingEnv]), r"CoroutineVectorEnv is a batch.*pass num_envs"),
+        (
+            lambda: TimeLimit(CoroutineGymEnv(), 5),
+            r"TimeLimit calls reset and step of CoroutineGymEnv.*max_frames",
+        ),
+        (
+            lambda: CoroutineVectorEnv([CountingEnv]),
+            r"CoroutineVectorEnv is a batch.*pass num_envs",
+        ),
         (NoSpaces, r"NoSpaces has no observation_space and no action_space"),
     ],
 )
@@ -439,7 +476,9 @@ def test_environments_that_cannot_work_are_refused(make: Any, message: str) -> N
 
 
 def test_vector_environments_refuse_them() -> None:
-    with pytest.raises(UnsupportedEnv, match=r"env_fns\[4\] returned CoroutineGymEnv, whose methods are coroutine"):
+    with pytest.raises(
+        UnsupportedEnv, match=r"env_fns\[4\] returned CoroutineGymEnv, whose methods are coroutine"
+    ):
         EnvSlice([CountingEnv, CoroutineGymEnv], 3, AutoresetMode.NEXT_STEP, replaces=False)
 
 
@@ -453,7 +492,7 @@ def test_a_gymnasium_environment_with_coroutines_and_an_object_of_it() -> None:
         MultiSyncCollector(CoroutineGymEnv(), frames_per_batch=4)
 
 
-# --- policies ---------------------------------------------------------------------------------------
+# --- policies -------------------------------------------------------------------------------------
 
 
 class Served:
@@ -482,7 +521,9 @@ def test_actions_extras_and_version_of_a_coroutine_function() -> None:
             t = batch["observation"][..., 1]
             assert torch.equal(batch["action"], t.long() % 2)
             assert torch.equal(batch["value"], t * 2)
-            assert column(batch, "collector", "policy_version") == [list(range(begin, begin + 4))] * 2
+            assert (
+                column(batch, "collector", "policy_version") == [list(range(begin, begin + 4))] * 2
+            )
             assert batch["collector", "policy_version"].dtype is torch.int64
         assert "policy_version" not in batch
         assert c.stats().policy_path == "coroutine"
@@ -493,7 +534,9 @@ def test_versions_of_each_environment_and_of_a_plain_function(tracked: bool) -> 
     def policy(obs: torch.Tensor) -> Any:
         return zeros(obs), {"policy_version": np.array([4, 6])}
 
-    batch = collect(CountingEnv, policy, num_envs=2, frames_per_batch=6, track_policy_version=tracked)
+    batch = collect(
+        CountingEnv, policy, num_envs=2, frames_per_batch=6, track_policy_version=tracked
+    )
     assert column(batch, "collector", "policy_version") == [[4] * 3, [6] * 3]
 
 
@@ -502,7 +545,10 @@ def test_a_version_that_is_no_integer_is_refused(version: Any) -> None:
     def policy(obs: torch.Tensor) -> Any:
         return zeros(obs), {"policy_version": version}
 
-    with Collector(CountingEnv, policy, num_envs=2, frames_per_batch=6) as c, pytest.raises(BadPolicyOutput):
+    with (
+        Collector(CountingEnv, policy, num_envs=2, frames_per_batch=6) as c,
+        pytest.raises(BadPolicyOutput),
+    ):
         c.rollout()
 
 
@@ -544,11 +590,18 @@ def plain(policy: Any) -> Any:
 @pytest.mark.parametrize("inference", ["worker", "server"])
 @pytest.mark.parametrize("policy", [with_td, with_state, WithModule()])
 def test_kinds_of_coroutine_functions_act_like_plain_functions(policy: Any, inference: str) -> None:
-    twin = {with_td: lambda td: plain(with_td)(td), with_state: lambda obs, state: plain(with_state)(obs, state)}
+    twin = {
+        with_td: lambda td: plain(with_td)(td),
+        with_state: lambda obs, state: plain(with_state)(obs, state),
+    }
     options: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 24, "seed": 1}
-    with Collector([ChainEnv] * 2, twin.get(policy, lambda obs: plain(policy)(obs)), **options) as c:
+    with Collector(
+        [ChainEnv] * 2, twin.get(policy, lambda obs: plain(policy)(obs)), **options
+    ) as c:
         expected = [c.rollout().clone() for _ in range(2)]
-    with MultiSyncCollector([ChainEnv] * 2, policy, backend="threads", inference=inference, **options) as c:
+    with MultiSyncCollector(
+        [ChainEnv] * 2, policy, backend="threads", inference=inference, **options
+    ) as c:
         for batch in expected:
             assert_same(c.rollout(), batch)
 
@@ -575,8 +628,12 @@ def test_policies_of_threads_are_awaited_at_the_same_time() -> None:
 def test_a_deadline_cancels_the_policy_and_the_next_call_goes_on(inference: str) -> None:
     policy = Served(fakes.hang)
     options: Any = {"frames_per_batch": 12, "timeouts": {"policy": 1}}
-    with MultiSyncCollector([CountingEnv], policy, backend="threads", inference=inference, **options) as c:
-        with pytest.raises(PolicyError, match=r"policy Served raised TimeoutError.*within 1 s.*'policy'"):
+    with MultiSyncCollector(
+        [CountingEnv], policy, backend="threads", inference=inference, **options
+    ) as c:
+        with pytest.raises(
+            PolicyError, match=r"policy Served raised TimeoutError.*within 1 s.*'policy'"
+        ):
             c.rollout()
         assert c.rollout().shape == (1, 12)
         assert_accounted(c)
@@ -585,7 +642,9 @@ def test_a_deadline_cancels_the_policy_and_the_next_call_goes_on(inference: str)
 def test_errors_and_ctrl_c_of_a_policy() -> None:
     policy = Served(fakes.fail)
     with Collector(CountingEnv, policy, num_envs=2, frames_per_batch=12) as c:
-        with pytest.raises(PolicyError, match=r"policy Served raised ConnectionError at row 2 .*simulator is gone"):
+        with pytest.raises(
+            PolicyError, match=r"policy Served raised ConnectionError at row 2 .*simulator is gone"
+        ):
             c.rollout()
         policy.version, policy.fault = 2, fakes.press
         with pytest.raises(KeyboardInterrupt):

@@ -12,7 +12,9 @@ from muster.errors import BadOption
 from muster.testing import CountingEnv
 from muster.utils.cpus import allowed_cpus, pinned
 
-pytestmark = [pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system chooses the CPUs")]
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system chooses the CPUs")
+]
 
 
 @pytest.mark.parametrize(
@@ -25,7 +27,9 @@ pytestmark = [pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="t
         ([1, 4], 5, [(1,), (4,), (1,), (4,), (1,)]),
     ],
 )
-def test_cpus_are_divided_among_workers_and_shared_if_there_are_too_few(monkeypatch, allowed, workers, expected):
+def test_cpus_are_divided_among_workers_and_shared_if_there_are_too_few(
+    monkeypatch, allowed, workers, expected
+):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*allowed})
     assert pinned("auto", range(workers)) == expected
 
@@ -33,7 +37,9 @@ def test_cpus_are_divided_among_workers_and_shared_if_there_are_too_few(monkeypa
 def test_workers_of_a_node_get_what_is_given_for_them(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
     assert pinned([[0], [1], [2, 3], [3]], [2, 3]) == [(2, 3), (3,)]
-    with pytest.raises(BadOption, match=r"cpu_affinity\[1\]=\[7\]: CPU 7 is not allowed, only \[0, 1, 2, 3\]"):
+    with pytest.raises(
+        BadOption, match=r"cpu_affinity\[1\]=\[7\]: CPU 7 is not allowed, only \[0, 1, 2, 3\]"
+    ):
         pinned([[0], [7]], [0, 1])
 
 
@@ -62,9 +68,13 @@ def test_environments_are_made_and_stepped_on_the_cpus_of_their_worker(backend):
     assert os.sched_getaffinity(0) == before
 
 
-@pytest.mark.parametrize("wrong", ["all", 3, [0, 1], [[0], []], [["0"], [0]], [[True], [0]], [[-1], [0]]])
+@pytest.mark.parametrize(
+    "wrong", ["all", 3, [0, 1], [[0], []], [["0"], [0]], [[True], [0]], [[-1], [0]]]
+)
 def test_other_values_are_refused(wrong):
-    with pytest.raises(BadOption, match="cpu_affinity=.*: expected 'auto', or a list of CPU numbers per worker"):
+    with pytest.raises(
+        BadOption, match="cpu_affinity=.*: expected 'auto', or a list of CPU numbers per worker"
+    ):
         MultiSyncCollector([CountingEnv] * 2, None, frames_per_batch=4, cpu_affinity=wrong)
 
 

@@ -1,4 +1,6 @@
-"""Crash reports: from what workers and parents note to a file, and from there to the same bits once more."""
+"""Crash reports: from what workers and parents note to a file, and from there to the same bits once
+more.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,27 @@ from torch import nn
 from muster import MultiSyncCollector
 from muster.cli.main import main
 from muster.envs.build import build_env
-from muster.errors import BadCrashReport, EnvError, ImportRefused, MusterError, WorkerDied, WorkerHung
+from muster.errors import (
+    BadCrashReport,
+    EnvError,
+    ImportRefused,
+    MusterError,
+    WorkerDied,
+    WorkerHung,
+)
 from muster.keys import next_of
 from muster.memory.slots import Lane, Layout, Slot
 from muster.policies import tanh_gaussian
 from muster.policies.adapt import adapt
 from muster.restore import checkpoint
-from muster.restore.action_log import ActionLog, Anchors, ResetLog, generator_of, random_state, replays_alone
+from muster.restore.action_log import (
+    ActionLog,
+    Anchors,
+    ResetLog,
+    generator_of,
+    random_state,
+    replays_alone,
+)
 from muster.restore.crash_report import MOST_FILES, CrashDirectory, CrashReport, EnvFactory, Special
 from muster.restore.player import Player, same_bits
 from muster.rng import GroupRng
@@ -77,7 +93,16 @@ class Rig:
         source: from which a replay makes them.
     """
 
-    def __init__(self, envs: Any, source: Any, *, num_envs: int | None, T: int, seed: int | None = 3, **more: Any):
+    def __init__(
+        self,
+        envs: Any,
+        source: Any,
+        *,
+        num_envs: int | None,
+        T: int,
+        seed: int | None = 3,
+        **more: Any,
+    ):
         limit = more.pop("limit_bytes", 1 << 20)
         factories = iter(envs if isinstance(envs, list) else [envs])
         built = build_env(lambda: next(factories), num_envs if isinstance(envs, list) else None)
@@ -113,7 +138,9 @@ class Rig:
         if seed is not None:
             self.reset(seeds=list(range(seed, seed + B)))
         self.group.prime(self.policy)
-        layout = Layout(T, B, lane_columns(self.env, (), self.options), batch_shape=built.batch_shape)
+        layout = Layout(
+            T, B, lane_columns(self.env, (), self.options), batch_shape=built.batch_shape
+        )
         self.lane: Lane = Slot(layout).lanes[0]
 
     def reset(self, which: Sequence[int] | None = None, seeds: Sequence[int] | None = None) -> None:
@@ -130,7 +157,9 @@ class Rig:
         self.seen += list(self.lane.arrays[OBS][: self.T].copy())
         self.history.add(self.actions(self.T), self.anchors.take(due=self.group.pending))
 
-    def run(self, rollouts: int, *, died: bool = False, index: int | None = 0, phase: str = "step") -> CrashReport:
+    def run(
+        self, rollouts: int, *, died: bool = False, index: int | None = 0, phase: str = "step"
+    ) -> CrashReport:
         """Roll out until an environment fails, or else through; the crash report for that."""
         rows, error, log = self.T, ERROR, None
         try:
@@ -142,7 +171,9 @@ class Rig:
         except EnvError as raised:
             rows, error = self.lane.done_steps, raised
         steps = rows + 1 if phase == "step" else rows
-        flags = self.lane.arrays[next_of(("terminated",))] | self.lane.arrays[next_of(("truncated",))]
+        flags = (
+            self.lane.arrays[next_of(("terminated",))] | self.lane.arrays[next_of(("truncated",))]
+        )
         self.seen += list(self.lane.arrays[OBS][: rows + 1].copy())
         if not died:
             log = self.anchors.take()
@@ -192,7 +223,7 @@ def saved(crash_report: CrashReport, path: Path, **options: Any) -> CrashReport:
     return CrashReport.load(path, **options)
 
 
-# --- from a history to the same bits ---------------------------------------------------------------
+# --- from a history to the same bits --------------------------------------------------------------
 
 
 @settings(max_examples=40, deadline=None)
@@ -204,7 +235,9 @@ def saved(crash_report: CrashReport, path: Path, **options: Any) -> CrashReport:
     limit=st.sampled_from([None, 1, 7, 20]),
     died=st.booleans(),
     seed=st.sampled_from([0, 3, None]),
-    more=st.sampled_from([{}, {"set_truncated": True}, {"reset_at_each_iter": True}, {"compact_obs": True}]),
+    more=st.sampled_from(
+        [{}, {"set_truncated": True}, {"reset_at_each_iter": True}, {"compact_obs": True}]
+    ),
     data=st.data(),
 )
 def test_a_crash_report_brings_the_failing_environment_to_the_same_observation(
@@ -220,7 +253,15 @@ def test_a_crash_report_brings_the_failing_environment_to_the_same_observation(
     data: Any,
 ) -> None:
     index = data.draw(st.integers(0, B - 1))
-    rig = Rig(cartpoles(B, at, index), "CartPole-v1", num_envs=B, T=T, seed=seed, max_frames_per_traj=limit, **more)
+    rig = Rig(
+        cartpoles(B, at, index),
+        "CartPole-v1",
+        num_envs=B,
+        T=T,
+        seed=seed,
+        max_frames_per_traj=limit,
+        **more,
+    )
     crash_report = rig.run(rollouts, died=died, index=index)
     if crash_report.missing:  # its only random state died with the worker
         assert seed is None
@@ -236,7 +277,10 @@ def test_a_crash_report_brings_the_failing_environment_to_the_same_observation(
 
 
 @settings(max_examples=20, deadline=None)
-@given(calls=st.lists(st.sampled_from(["rollout", "reset", "reset all", "seed"]), max_size=8), died=st.booleans())
+@given(
+    calls=st.lists(st.sampled_from(["rollout", "reset", "reset all", "seed"]), max_size=8),
+    died=st.booleans(),
+)
 def test_resets_and_seeds_of_the_user_are_replayed(calls: list[str], died: bool) -> None:
     rig = Rig(cartpoles(2), "CartPole-v1", num_envs=2, T=9, max_frames_per_traj=5)
     for n, call in enumerate(calls):
@@ -264,7 +308,9 @@ def test_the_history_keeps_no_more_than_what_follows_the_last_known_beginning() 
     assert_exact(crash_report, rig, 0)
 
 
-def test_beyond_the_limit_the_crash_report_says_that_the_beginning_is_missing(tmp_path: Path) -> None:
+def test_beyond_the_limit_the_crash_report_says_that_the_beginning_is_missing(
+    tmp_path: Path,
+) -> None:
     rig = Rig([CountingEnv(10**6)], CountingEnv, num_envs=1, T=10, limit_bytes=1000)
     rig.rollout()
     rig.reset(seeds=[5])
@@ -276,7 +322,11 @@ def test_beyond_the_limit_the_crash_report_says_that_the_beginning_is_missing(tm
     assert main(["replay", str(tmp_path / "a"), "--trust"]) == 2
     # The same history within its limit is not missing anything.
     crash_report = Rig([CountingEnv(10**6)], CountingEnv, num_envs=1, T=10).run(30)
-    assert (crash_report.missing, crash_report.caveat, len(crash_report.actions[ACTION])) == ("", "", 310)
+    assert (crash_report.missing, crash_report.caveat, len(crash_report.actions[ACTION])) == (
+        "",
+        "",
+        310,
+    )
 
 
 def test_one_long_episode_costs_the_others_nothing() -> None:
@@ -292,7 +342,9 @@ def test_after_forgetting_nothing_is_known_until_a_seed_comes() -> None:
     rig.rollout()
     rig.history.forget()
     assert rig.history.nbytes == 0
-    crash_report = rig.history.crash_report(0, rig.actions(5), error=ERROR, phase="step", log=ResetLog())
+    crash_report = rig.history.crash_report(
+        0, rig.actions(5), error=ERROR, phase="step", log=ResetLog()
+    )
     assert "neither a seed nor a random state" in crash_report.missing
     rig.reset(seeds=[8])
     crash_report = rig.run(0, died=True)
@@ -361,7 +413,9 @@ def test_a_vector_environment_is_replayed_as_a_whole_from_its_seeds(
 
 
 def test_what_resets_itself_is_truncated_again_where_it_was() -> None:
-    rig = Rig(TorchCartPole(3), partial(TorchCartPole, 3), num_envs=None, T=7, max_frames_per_traj=5)
+    rig = Rig(
+        TorchCartPole(3), partial(TorchCartPole, 3), num_envs=None, T=7, max_frames_per_traj=5
+    )
     crash_report = rig.run(2)
     assert len(crash_report.resets) == 3
     assert_exact(crash_report, rig, slice(None))
@@ -378,7 +432,9 @@ def test_a_torchrl_environment_is_replayed_from_its_seed(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("rollouts", [0, 2])
 @pytest.mark.parametrize("died", [False, True])
-def test_an_episode_after_one_that_waited_for_the_end_of_its_batch_is_replayed(died: bool, rollouts: int) -> None:
+def test_an_episode_after_one_that_waited_for_the_end_of_its_batch_is_replayed(
+    died: bool, rollouts: int
+) -> None:
     envs = [FailsAt(CountingEnv(3, noise=True), 3 * rollouts + 1), CountingEnv(9, noise=True)]
     rig = Rig(envs, partial(CountingEnv, 3, noise=True), num_envs=2, T=9, reset_when_done=False)
     crash_report = rig.run(rollouts, died=died, index=0)
@@ -388,7 +444,9 @@ def test_an_episode_after_one_that_waited_for_the_end_of_its_batch_is_replayed(d
 
 def test_composite_actions_and_objects_come_back(tmp_path: Path) -> None:
     spaces = gymnasium.spaces
-    space = spaces.Dict({"move": spaces.Box(-1, 1, (2,)), "word": spaces.Text(5), "kind": spaces.Discrete(3)})
+    space = spaces.Dict(
+        {"move": spaces.Box(-1, 1, (2,)), "word": spaces.Text(5), "kind": spaces.Discrete(3)}
+    )
     source = partial(SpaceEnv, spaces.Box(-1, 1, (2,)), space)
     env = source()
     rig = Rig([env], source, num_envs=1, T=7)
@@ -413,7 +471,7 @@ def test_options_of_a_reset_are_given_again(tmp_path: Path) -> None:
         assert_exact(crash_report, rig, 0)
 
 
-# --- notes of a worker -----------------------------------------------------------------------------
+# --- notes of a worker ----------------------------------------------------------------------------
 
 
 def test_notes_say_the_last_seed_of_an_environment() -> None:
@@ -433,16 +491,20 @@ def test_every_generator_of_numpy_can_be_saved_and_set(name: str, tmp_path: Path
     env.unwrapped.np_random = np.random.Generator(getattr(np.random, name)(4))
     env.unwrapped.np_random.integers(7, dtype=np.int32)
     state = random_state(env)
-    expected = env.unwrapped.np_random.random(5).tolist(), env.unwrapped.np_random.integers(9, size=5).tolist()
+    expected = (
+        env.unwrapped.np_random.random(5).tolist(),
+        env.unwrapped.np_random.integers(9, size=5).tolist(),
+    )
     crash_report = CrashReport("x", EnvFactory("CartPole-v1"), [0], True, "step", "EnvError", "")
     crash_report.special[0] = Special(None, state, None)
     again = saved(crash_report, tmp_path / "a").special[0].state
     assert again is not None
     fresh = gymnasium.make("CartPole-v1")
     fresh.unwrapped.np_random = generator_of(again)
-    assert (fresh.unwrapped.np_random.random(5).tolist(), fresh.unwrapped.np_random.integers(9, size=5).tolist()) == (
-        expected
-    )
+    assert (
+        fresh.unwrapped.np_random.random(5).tolist(),
+        fresh.unwrapped.np_random.integers(9, size=5).tolist(),
+    ) == (expected)
 
 
 def test_what_has_no_generator_has_no_state() -> None:
@@ -451,7 +513,7 @@ def test_what_has_no_generator_has_no_state() -> None:
         generator_of({"bit_generator": "Generator"})
 
 
-# --- files -----------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def test_a_file_from_another_machine_is_the_owners_whatever_the_umask(tmp_path: Path) -> None:
@@ -476,7 +538,17 @@ def test_a_file_is_the_owners_and_all_of_it_comes_back(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert os.listdir(tmp_path) == ["a.crash"]
     assert again.command(path) == f"muster replay {path}"
-    for name in ("name", "env_ids", "alone", "phase", "kind", "message", "max_frames_per_traj", "missing", "caveat"):
+    for name in (
+        "name",
+        "env_ids",
+        "alone",
+        "phase",
+        "kind",
+        "message",
+        "max_frames_per_traj",
+        "missing",
+        "caveat",
+    ):
         assert getattr(again, name) == getattr(crash_report, name), name
     assert (again.versions, again.time, again.special) == (
         crash_report.versions,
@@ -508,7 +580,13 @@ def test_nothing_is_unpickled_or_imported_unasked(tmp_path: Path) -> None:
             CrashReport.load(tmp_path / "c")
         assert not (tmp_path / "ran").exists()
     plain = CrashReport(
-        "x", EnvFactory("CartPole-v1", kwargs={"render_mode": None, "n": [1, 2.5]}), [0], True, "step", "E", ""
+        "x",
+        EnvFactory("CartPole-v1", kwargs={"render_mode": None, "n": [1, 2.5]}),
+        [0],
+        True,
+        "step",
+        "E",
+        "",
     )
     assert saved(plain, tmp_path / "c").factory.kwargs == {"render_mode": None, "n": [1, 2.5]}
 
@@ -603,9 +681,15 @@ def test_fields_of_another_type_are_refused(tmp_path: Path, changes: Any) -> Non
         ("resets", np.array([[0, 0, -1]])),
     ],
 )
-def test_a_crash_report_that_does_not_fit_its_environment_is_refused(tmp_path: Path, field: str, array: Any) -> None:
-    crash_report = CrashReport("x", EnvFactory("CartPole-v1"), [0], True, "step", "EnvError", "", **{field: array})
-    with pytest.raises(BadCrashReport, match="x takes actions" if field == "actions" else "beyond the 1"):
+def test_a_crash_report_that_does_not_fit_its_environment_is_refused(
+    tmp_path: Path, field: str, array: Any
+) -> None:
+    crash_report = CrashReport(
+        "x", EnvFactory("CartPole-v1"), [0], True, "step", "EnvError", "", **{field: array}
+    )
+    with pytest.raises(
+        BadCrashReport, match="x takes actions" if field == "actions" else "beyond the 1"
+    ):
         Player(saved(crash_report, tmp_path / "c"))
 
 
@@ -629,11 +713,13 @@ def test_a_crash_directory_is_made_when_needed_and_never_fills_the_disk(tmp_path
         assert CrashDirectory(tmp_path / "file").save(crash_report) is None
 
 
-# --- muster replay ---------------------------------------------------------------------------------
+# --- muster replay --------------------------------------------------------------------------------
 
 
 class Tilted(CartPoleEnv):
-    """A CartPole that cannot bear certain angles: raises, kills or stops its process there, or ends it."""
+    """A CartPole that cannot bear certain angles: raises, kills or stops its process there, or ends
+    it.
+    """
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -668,7 +754,9 @@ def command(*args: Any) -> list[str]:
     return [sys.executable, "-m", "muster.cli.main", "replay", *map(str, args)]
 
 
-def test_replay_prints_the_traceback_and_exits_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_prints_the_traceback_and_exits_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["replay", str(tilted("raise", tmp_path / "c")), "--trust", "--no-pdb"]) == 1
     out, err = capsys.readouterr()
     assert "Tilted, environment 10, 20" in out
@@ -681,36 +769,49 @@ def test_replay_prints_the_traceback_and_exits_with_1(tmp_path: Path, capsys: py
     assert main(["replay", str(tmp_path / "c"), "--trust"]) == 1
 
 
-def test_replay_without_trust_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_without_trust_runs_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["replay", str(tilted("raise", tmp_path / "c"))]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert "--trust" in err
 
 
-def test_replay_says_when_nothing_fails_this_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_says_when_nothing_fails_this_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tilted("raise", tmp_path / "c", trap=False)
     assert main(["replay", str(path), "--trust"]) == 0
     assert "did not fail this time." in capsys.readouterr().out
 
 
-def test_replay_says_when_it_gets_somewhere_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_says_when_it_gets_somewhere_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     crash_report = Rig(cartpoles(1), "CartPole-v1", num_envs=1, T=5).run(0)
     crash_report.observation[OBS][0, 0] += 1
     crash_report.versions["numpy"] = "0.1"
     crash_report.save(tmp_path / "c")
     assert main(["replay", str(tmp_path / "c")]) == 0
     out = capsys.readouterr().out
-    assert "is NOT the recorded one: this environment is not determined by its seed and actions alone." in out
+    assert (
+        "is NOT the recorded one: this environment is not determined by its seed and actions alone."
+        in out
+    )
     assert f"Recorded with other versions: numpy 0.1 (here {np.__version__})." in out
 
 
-def test_replay_reports_a_failure_that_comes_earlier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_reports_a_failure_that_comes_earlier(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = partial(FaultyEnv, 2, error=lambda: ValueError("early"), length=9)
     Rig([CountingEnv(9)], source, num_envs=1, T=5).run(0).save(tmp_path / "c")
     assert main(["replay", str(tmp_path / "c"), "--trust"]) == 1
     out, err = capsys.readouterr()
-    assert "Failed again in action 4 of 5, earlier than recorded." in out  # a reset, and three actions
+    assert (
+        "Failed again in action 4 of 5, earlier than recorded." in out
+    )  # a reset, and three actions
     assert "ValueError: early" in err
 
     def fails() -> Any:
@@ -724,7 +825,9 @@ def test_replay_reports_a_failure_that_comes_earlier(tmp_path: Path, capsys: pyt
     assert "no such maze" in err
 
 
-def test_replay_of_what_failed_outside_the_environment_plays_all(tmp_path: Path, capsys: Any) -> None:
+def test_replay_of_what_failed_outside_the_environment_plays_all(
+    tmp_path: Path, capsys: Any
+) -> None:
     rig = Rig(cartpoles(1), "CartPole-v1", num_envs=1, T=5)
     rig.run(0, phase="policy").save(tmp_path / "c")
     assert main(["replay", str(tmp_path / "c")]) == 0
@@ -747,7 +850,9 @@ def test_replay_says_what_will_end_the_process_before_it_does(tmp_path: Path) ->
     assert done.stdout.splitlines()[-1].endswith("), in which the worker died.")
 
 
-def test_replay_of_an_exit_shows_where_it_came_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_of_an_exit_shows_where_it_came_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["replay", str(tilted("exit", tmp_path / "c")), "--trust"]) == 1
     assert "raise SystemExit(7)" in capsys.readouterr().err
 
@@ -810,7 +915,9 @@ def test_an_error_from_another_machine_names_the_file_here(tmp_path):
     """In its message, its attributes and the command that replays it."""
     there = tmp_path / "there.crash"
     there.write_bytes(b"content")
-    error = EnvError(f"raised.\n\nTo see it happen again under a debugger: muster replay {there} --trust")
+    error = EnvError(
+        f"raised.\n\nTo see it happen again under a debugger: muster replay {there} --trust"
+    )
     error.crash_report, error.replay_command = there, f"muster replay {there} --trust"
     made = send_error(error).here(CrashDirectory(tmp_path / "here")).error()
     here = tmp_path / "here" / "there.crash"

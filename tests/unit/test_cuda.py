@@ -14,7 +14,14 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 
-from muster import Collector, MultiAsyncCollector, MultiSyncCollector, load_state, policies, save_state
+from muster import (
+    Collector,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+    load_state,
+    policies,
+    save_state,
+)
 from muster.testing import ChainEnv, CountingEnv, OracleEnv, TorchCartPole, check_stream
 from tests.tools import assert_accounted, assert_chain, assert_same
 
@@ -64,13 +71,20 @@ class Sampling(nn.Module):
 
 def collector(kind: str, env: Any, policy: Any, *, num_envs: int = 2, **options: Any) -> Any:
     envs = env if kind == "in process" else [env, env]
-    return KINDS[kind](envs, policy, num_envs=num_envs, **{"frames_per_batch": 64, "seed": 3, **options})
+    return KINDS[kind](
+        envs, policy, num_envs=num_envs, **{"frames_per_batch": 64, "seed": 3, **options}
+    )
 
 
 def oracles(kind: str, tmp_path: Any, policy: Any, **options: Any) -> Any:
     """A collector of environments whose data says by itself if any is lost or doubled."""
-    envs = [partial(OracleEnv, tmp_path / "counts", 2 * i, 2) for i in range(1 if kind == "in process" else 2)]
-    return KINDS[kind](envs, policy, **{"num_envs": 2, "frames_per_batch": 64, "seed": 3, **options})
+    envs = [
+        partial(OracleEnv, tmp_path / "counts", 2 * i, 2)
+        for i in range(1 if kind == "in process" else 2)
+    ]
+    return KINDS[kind](
+        envs, policy, **{"num_envs": 2, "frames_per_batch": 64, "seed": 3, **options}
+    )
 
 
 def batches(kind: str, env: Any, policy: Any, n: int = 3, **options: Any) -> Any:
@@ -114,7 +128,9 @@ def test_a_batch_is_complete_while_the_device_is_busy(kind):
     [
         lambda: policies.categorical(nn.Linear(4, 2)),
         Sampling,
-        lambda: TensorDictModule(nn.Sequential(nn.Linear(4, 2), Argmax()), ["observation"], ["action"]),
+        lambda: TensorDictModule(
+            nn.Sequential(nn.Linear(4, 2), Argmax()), ["observation"], ["action"]
+        ),
     ],
     ids=["head", "module", "tensordict"],
 )
@@ -139,11 +155,17 @@ class Saved(TorchCartPole):
     """Can be saved."""
 
     def get_state(self) -> dict[str, Any]:
-        parts = {"state": self.state, "steps": self._steps, "generator": self._generator.get_state()}
+        parts = {
+            "state": self.state,
+            "steps": self._steps,
+            "generator": self._generator.get_state(),
+        }
         return {name: part.cpu().numpy().copy() for name, part in parts.items()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        self.state, self._steps = (torch.from_numpy(state[name]).to(self.device) for name in ("state", "steps"))
+        self.state, self._steps = (
+            torch.from_numpy(state[name]).to(self.device) for name in ("state", "steps")
+        )
         self._generator.set_state(torch.from_numpy(state["generator"]))
 
 
@@ -169,9 +191,13 @@ def test_a_collection_goes_on_bit_by_bit_after_loading(on):
 
 
 def test_a_policy_that_is_on_the_device_is_not_copied():
-    """``device="cuda"`` means the current device, on which the policy is already: its changes act at once."""
+    """``device="cuda"`` means the current device, on which the policy is already: its changes act
+    at once.
+    """
     policy = Parity().to(DEVICE)
-    with Collector(ChainEnv, policy, num_envs=2, frames_per_batch=8, device=DEVICE, seed=0) as running:
+    with Collector(
+        ChainEnv, policy, num_envs=2, frames_per_batch=8, device=DEVICE, seed=0
+    ) as running:
         before = running.next()
         with torch.no_grad():
             policy.shift += 1
@@ -181,10 +207,14 @@ def test_a_policy_that_is_on_the_device_is_not_copied():
 
 
 @KIND
-@pytest.mark.parametrize(("trained", "acting"), [(DEVICE, "cpu"), (DEVICE, DEVICE), ("cpu", DEVICE)])
+@pytest.mark.parametrize(
+    ("trained", "acting"), [(DEVICE, "cpu"), (DEVICE, DEVICE), ("cpu", DEVICE)]
+)
 def test_weights_reach_the_policy_on_another_device(kind, trained, acting):
     policy = Parity().to(trained)
-    with collector(kind, ChainEnv, policy, policy_device=acting, track_policy_version=True) as running:
+    with collector(
+        kind, ChainEnv, policy, policy_device=acting, track_policy_version=True
+    ) as running:
         for shift in range(4):
             with torch.no_grad():
                 policy.shift.fill_(shift)
@@ -193,7 +223,9 @@ def test_weights_reach_the_policy_on_another_device(kind, trained, acting):
             versions = batch["collector", "policy_version"].reshape(batch["action"].shape)
             if kind != "first ready":  # there, a rollout may have begun with the weights before
                 assert (versions == shift + 1).all()
-            acted = (versions - 1).clamp(min=0)  # the shift of that version; the first weights have none
+            acted = (versions - 1).clamp(
+                min=0
+            )  # the shift of that version; the first weights have none
             assert torch.equal(batch["action"], (batch["observation"].sum(-1) + acted) % 2), shift
 
 
@@ -215,7 +247,9 @@ def test_a_killed_worker_that_computes_on_the_device_is_restarted(kind, tmp_path
 def test_a_compiled_policy_gives_the_same_batches(option, envs):
     torch.manual_seed(1)
     policy = TensorDictModule(
-        nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2), Argmax()), ["observation"], ["action"]
+        nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2), Argmax()),
+        ["observation"],
+        ["action"],
     ).to(DEVICE)
     env: Any = partial(TorchCartPole, 64, DEVICE) if envs == "device" else "CartPole-v1"
     options = {} if envs == "device" else {"num_envs": 2}
@@ -262,7 +296,9 @@ def test_environments_on_the_device(kind, stream):
         assert whole["observation"].device.type == torch.device(DEVICE).type
         after, done = whole["next"], whole["next", "done"][..., 0]
         going_on = ~done[..., :-1]
-        assert torch.equal(after["observation"][..., :-1, :][going_on], whole["observation"][..., 1:, :][going_on])
+        assert torch.equal(
+            after["observation"][..., :-1, :][going_on], whole["observation"][..., 1:, :][going_on]
+        )
         ids = whole["collector", "traj_ids"]
         assert torch.equal(ids[..., 1:] != ids[..., :-1], done[..., :-1])
         assert torch.equal(done, (after["terminated"] | after["truncated"])[..., 0])
@@ -302,7 +338,9 @@ def test_values_after_the_last_rows():
     make, policy = partial(CountingEnv, 5), Remembering()
     found = []
     for device in (None, DEVICE):
-        with Collector(make, copy.deepcopy(policy), num_envs=2, seed=0, policy_device=device) as running:
+        with Collector(
+            make, copy.deepcopy(policy), num_envs=2, seed=0, policy_device=device
+        ) as running:
             _, stats = running.collect_batch(n_step=16, bootstrap="truncations")
         found.append(stats.last_value_est)
     assert found[0].any()
@@ -331,7 +369,9 @@ def test_collecting_steps_and_episodes_into_a_buffer_on_the_device(envs):
 def test_a_replay_buffer_on_the_device_holds_every_frame_once(kind, tmp_path):
     data = pytest.importorskip("torchrl.data")
     buffer = data.ReplayBuffer(storage=data.LazyTensorStorage(1_000, device=DEVICE))
-    with oracles(kind, tmp_path, Parity(), policy_device=DEVICE, replay_buffer=buffer, total_frames=256) as running:
+    with oracles(
+        kind, tmp_path, Parity(), policy_device=DEVICE, replay_buffer=buffer, total_frames=256
+    ) as running:
         for _ in running:
             pass
     held = buffer[:]["observation"]
@@ -344,8 +384,12 @@ def test_evaluation():
 
     found = []
     for policy in (Parity().to(DEVICE), Parity()):
-        with Evaluator(partial(CountingEnv, 5), policy, episodes=4, num_envs=2, seed=0) as evaluator:
-            found.append([(r.env_id, r.episode_return, r.length) for r in evaluator.evaluate().records])
+        with Evaluator(
+            partial(CountingEnv, 5), policy, episodes=4, num_envs=2, seed=0
+        ) as evaluator:
+            found.append(
+                [(r.env_id, r.episode_return, r.length) for r in evaluator.evaluate().records]
+            )
     assert found[0] == found[1]
     assert len(found[0]) == 4
 
@@ -353,7 +397,9 @@ def test_evaluation():
 def test_a_recording_of_batches_on_the_device(tmp_path):
     from muster import load
 
-    with Collector(partial(TorchCartPole, 4, DEVICE), frames_per_batch=40, seed=0, record=tmp_path / "run") as running:
+    with Collector(
+        partial(TorchCartPole, 4, DEVICE), frames_per_batch=40, seed=0, record=tmp_path / "run"
+    ) as running:
         got = [running.next().cpu() for _ in range(3)]
     for a, b in zip(got, load(tmp_path / "run"), strict=True):
         assert_same(a, b)

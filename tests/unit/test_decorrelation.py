@@ -1,4 +1,6 @@
-"""``max_decorrelation_steps``: random steps before the first batch, so that environments are at different places."""
+"""``max_decorrelation_steps``: random steps before the first batch, so that environments are at
+different places.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,20 @@ def never(obs: torch.Tensor) -> torch.Tensor:
 
 def test_environments_begin_after_one_to_so_many_steps():
     make, made = recorded(lambda: CountingEnv(100))
-    with Collector(make, None, num_envs=64, frames_per_batch=64, max_decorrelation_steps=5, seed=0) as c:
+    with Collector(
+        make, None, num_envs=64, frames_per_batch=64, max_decorrelation_steps=5, seed=0
+    ) as c:
         assert not any(env.executed for env in made)
         first = c.rollout()
         began = Counter(times(first))
         assert set(began) == {1, 2, 3, 4, 5}
         assert min(began.values()) > 4
         stats, steps = c.stats(), sum(times(first))
-        assert (stats.executed, stats.frames, stats.discarded) == (steps + 64, 64, {"decorrelation": steps})
+        assert (stats.executed, stats.frames, stats.discarded) == (
+            steps + 64,
+            64,
+            {"decorrelation": steps},
+        )
         assert [env.executed - 1 for env in made] == times(first)
         assert times(c.rollout()) == [t + 1 for t in times(first)]
         assert c.stats().discarded == {"decorrelation": steps}
@@ -48,7 +56,9 @@ def test_environments_begin_after_one_to_so_many_steps():
 
 def test_what_ends_is_dropped_and_what_goes_on_keeps_its_steps_and_rewards():
     make, made = recorded(lambda: CountingEnv(4))
-    with Collector(make, None, num_envs=8, frames_per_batch=32, max_decorrelation_steps=9, seed=2) as c:
+    with Collector(
+        make, None, num_envs=8, frames_per_batch=32, max_decorrelation_steps=9, seed=2
+    ) as c:
         batch = c.rollout()
         before = [env.executed - 4 for env in made]
         assert max(before) > 4
@@ -65,7 +75,9 @@ def test_the_policy_is_not_called_and_draws_what_it_would_draw():
         torch.manual_seed(0)
         net = torch.nn.Sequential(torch.nn.Linear(2, 2))
         torch.nn.init.zeros_(net[0].weight)
-        with Collector(counting(100), categorical(net), num_envs=3, frames_per_batch=30, seed=4, **options) as c:
+        with Collector(
+            counting(100), categorical(net), num_envs=3, frames_per_batch=30, seed=4, **options
+        ) as c:
             return c.rollout()["action"].tolist()
 
     assert drawn() == drawn(max_decorrelation_steps=7)
@@ -75,7 +87,9 @@ def test_the_policy_is_not_called_and_draws_what_it_would_draw():
         assert c.env.executed > 0
 
 
-@pytest.mark.parametrize("wait", [{}, {"reset_when_done": False}, {"compact_obs": True}, {"set_truncated": True}])
+@pytest.mark.parametrize(
+    "wait", [{}, {"reset_when_done": False}, {"compact_obs": True}, {"set_truncated": True}]
+)
 @pytest.mark.parametrize("kind", ["stacked", "vector"])
 def test_it_is_the_same_with_every_option_and_kind_of_batch(kind, wait):
     def make() -> Any:
@@ -83,7 +97,12 @@ def test_it_is_the_same_with_every_option_and_kind_of_batch(kind, wait):
 
     stacked = {"num_envs": 4} if kind == "stacked" else {}
     env = partial(ChainEnv, 6) if stacked else make
-    options = {"frames_per_batch": 40, "max_decorrelation_steps": 8, "seed": 3, "track_policy_version": True}
+    options = {
+        "frames_per_batch": 40,
+        "max_decorrelation_steps": 8,
+        "seed": 3,
+        "track_policy_version": True,
+    }
     with Collector(env, None, **stacked, **options, **wait) as c:
         first = c.rollout()
         if not wait:
@@ -94,7 +113,7 @@ def test_it_is_the_same_with_every_option_and_kind_of_batch(kind, wait):
         assert_accounted(c)
 
 
-# --- seeds, states, workers -------------------------------------------------------------------------
+# --- seeds, states, workers -----------------------------------------------------------------------
 
 
 @settings(max_examples=10, deadline=None)
@@ -105,10 +124,20 @@ def test_it_is_the_same_with_every_option_and_kind_of_batch(kind, wait):
     envs=st.integers(1, 3),
 )
 def test_workers_make_the_same_steps(workers, backend, wait, envs):
-    options = {"num_envs": envs, "frames_per_batch": 12 * envs, "max_decorrelation_steps": 9, "seed": 6}
+    options = {
+        "num_envs": envs,
+        "frames_per_batch": 12 * envs,
+        "max_decorrelation_steps": 9,
+        "seed": 6,
+    }
     runs = []
-    for cls, more in ((Collector, {}), (MultiSyncCollector, {"num_workers": workers, "backend": backend})):
-        with cls([partial(ChainEnv, 5)] * 3, None, reset_when_done=not wait, **options, **more) as c:
+    for cls, more in (
+        (Collector, {}),
+        (MultiSyncCollector, {"num_workers": workers, "backend": backend}),
+    ):
+        with cls(
+            [partial(ChainEnv, 5)] * 3, None, reset_when_done=not wait, **options, **more
+        ) as c:
             runs.append([c.next().clone() for _ in range(3)])
             stats = c.stats()
             runs[-1].append((stats.executed, stats.discarded))
@@ -140,7 +169,12 @@ def test_a_seed_before_the_first_batch_begins_it_anew_and_later_ones_do_not():
 
 def test_a_worker_that_begins_again_makes_random_steps_again():
     env = partial(FaultyEnv, 30, error=RuntimeError, length=100)
-    options = {"frames_per_batch": 10, "max_decorrelation_steps": 9, "seed": 0, "on_failure": "restart"}
+    options = {
+        "frames_per_batch": 10,
+        "max_decorrelation_steps": 9,
+        "seed": 0,
+        "on_failure": "restart",
+    }
     with MultiAsyncCollector([env], None, backend="threads", **options) as c:
         first, *_ = batches = [c.next().clone() for _ in range(8)]
         stats = c.stats()
@@ -149,15 +183,21 @@ def test_a_worker_that_begins_again_makes_random_steps_again():
     assert stats.workers[0].restarts > 0
     assert first["observation"][0, 1] > 0
     assert again["observation"][0, 1] > 0
-    assert stats.discarded["decorrelation"] >= first["observation"][0, 1] + again["observation"][0, 1]
+    assert (
+        stats.discarded["decorrelation"] >= first["observation"][0, 1] + again["observation"][0, 1]
+    )
 
 
-# --- what goes wrong --------------------------------------------------------------------------------
+# --- what goes wrong ------------------------------------------------------------------------------
 
 
 def test_an_error_on_the_way_is_raised_and_begins_anew():
-    make, made = recorded(lambda i: FaultyEnv(3 if i else 99, error=lambda: ValueError("as asked"), length=50))
-    with Collector(make, None, num_envs=2, frames_per_batch=8, max_decorrelation_steps=40, seed=0) as c:
+    make, made = recorded(
+        lambda i: FaultyEnv(3 if i else 99, error=lambda: ValueError("as asked"), length=50)
+    )
+    with Collector(
+        make, None, num_envs=2, frames_per_batch=8, max_decorrelation_steps=40, seed=0
+    ) as c:
         with pytest.raises(EnvError, match="as asked"):
             c.rollout()
         batch = c.rollout()
@@ -170,7 +210,9 @@ def test_devices_and_resets_before_every_batch_are_refused():
     with pytest.raises(BadOption, match="at once on a device"):
         Collector(lambda: TorchCartPole(4), None, frames_per_batch=8, max_decorrelation_steps=3)
     with pytest.raises(BadOption, match="give one of them"):
-        Collector(counting(), None, frames_per_batch=8, max_decorrelation_steps=3, reset_at_each_iter=True)
+        Collector(
+            counting(), None, frames_per_batch=8, max_decorrelation_steps=3, reset_at_each_iter=True
+        )
     for wrong in (-1, 2.5, None, True):
         with pytest.raises(BadOption, match="max_decorrelation_steps"):
             Collector(counting(), None, frames_per_batch=8, max_decorrelation_steps=wrong)
@@ -178,8 +220,12 @@ def test_devices_and_resets_before_every_batch_are_refused():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="kills processes")
 def test_a_death_in_the_first_batch_counts_the_random_steps(tmp_path):
-    env = partial(OracleEnv, tmp_path / "counts", fault=Fault(faults.Signalled(signal.SIGKILL), at=25))
-    with MultiSyncCollector([env], None, frames_per_batch=40, max_decorrelation_steps=9, seed=0) as c:
+    env = partial(
+        OracleEnv, tmp_path / "counts", fault=Fault(faults.Signalled(signal.SIGKILL), at=25)
+    )
+    with MultiSyncCollector(
+        [env], None, frames_per_batch=40, max_decorrelation_steps=9, seed=0
+    ) as c:
         with pytest.raises(WorkerDied):
             c.next()
         assert c.stats().discarded == {"worker_died": 25}
@@ -199,7 +245,9 @@ def test_legal_actions_of_random_steps_are_not_those_of_the_policy():
             tensordict[name, "action"] = torch.ones(agents, dtype=torch.int64)
         return tensordict
 
-    with Collector(lambda: Shifts(masks="info"), ones, frames_per_batch=12, max_decorrelation_steps=3, seed=0) as c:
+    with Collector(
+        lambda: Shifts(masks="info"), ones, frames_per_batch=12, max_decorrelation_steps=3, seed=0
+    ) as c:
         batch = c.rollout()
     assert (batch["cook", "action"] == 1).all()
     assert (batch["waiter", "action"] == 1).all()

@@ -1,6 +1,8 @@
-"""``torch.set_default_device`` is about the user's tensors: rows and bookkeeping stay where they are.
+"""``torch.set_default_device`` is about the user's tensors: rows and bookkeeping stay where they
+are.
 
-The device is "meta", on which a tensor has no values: one that Muster made there by mistake raises an error.
+The device is "meta", on which a tensor has no values: one that Muster made there by mistake raises
+an error.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ class Sampling(nn.Module):
     def forward(self, obs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         drawn = torch.distributions.Categorical(logits=self.net(obs))
         action = drawn.sample()
-        return action, {"action_log_prob": drawn.log_prob(action), "state_value": drawn.entropy()[..., None]}
+        return action, {
+            "action_log_prob": drawn.log_prob(action),
+            "state_value": drawn.entropy()[..., None],
+        }
 
 
 class Argmax(nn.Module):
@@ -39,7 +44,9 @@ class Argmax(nn.Module):
 POLICIES: dict[str, Callable[[], Any]] = {
     "head": lambda: policies.categorical(NET),
     "module": Sampling,
-    "tensordict": lambda: TensorDictModule(nn.Sequential(NET, Argmax()), ["observation"], ["action"]),
+    "tensordict": lambda: TensorDictModule(
+        nn.Sequential(NET, Argmax()), ["observation"], ["action"]
+    ),
     "random": lambda: None,
 }
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -1,7 +1,8 @@
 """Rows on a device: the same data as on the host, and nothing in a step that waits for the device.
 
-A slot in "device memory" on the CPU takes every path that one on a GPU takes. That nothing waits is counted: an
-operation whose result Python must see (a number, a bool, how many entries are true) would wait on a GPU.
+A slot in "device memory" on the CPU takes every path that one on a GPU takes. That nothing waits is
+counted: an operation whose result Python must see (a number, a bool, how many entries are true)
+would wait on a GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from muster.testing import TorchCartPole
 from tests.tools import assert_same
 
 B = 5
-CUDA = pytest.param("cuda:0", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+CUDA = pytest.param(
+    "cuda:0", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+)
 ON = pytest.mark.parametrize("on", ["cpu", CUDA])
 
 
@@ -41,7 +44,13 @@ class Run:
     """One group, rollout after rollout, with rows on ``device``; None is the host."""
 
     def __init__(
-        self, env: Any, policy: Any, T: int, device: str | None = None, exploration: str = "random", **options: Any
+        self,
+        env: Any,
+        policy: Any,
+        T: int,
+        device: str | None = None,
+        exploration: str = "random",
+        **options: Any,
     ) -> None:
         batch = TorchEnvs(env)
         batch.device = None if device is None else torch.device(device)
@@ -56,9 +65,16 @@ class Run:
         )
         self.group.reset(seeds=range(B))
         placed, on = place(policy, batch.device)
-        self.policy = adapt(placed, batch, batch_shape=(B,), device=on, exploration_type=exploration)
+        self.policy = adapt(
+            placed, batch, batch_shape=(B,), device=on, exploration_type=exploration
+        )
         self.group.prime(self.policy)
-        layout = Layout(T, B, lane_columns(self.group.env, self.policy.columns(), self.group.options), batch_shape=(B,))
+        layout = Layout(
+            T,
+            B,
+            lane_columns(self.group.env, self.policy.columns(), self.group.options),
+            batch_shape=(B,),
+        )
         self.slot = Slot(layout, "heap" if device is None else torch.device(device))
         self.view = BatchView(layout, stacked=False)
 
@@ -136,16 +152,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(kind: str, device: str | None, T: int = 40, mode: Any = AutoresetMode.SAME_STEP, **options: Any) -> Run:
+def run(
+    kind: str, device: str | None, T: int = 40, mode: Any = AutoresetMode.SAME_STEP, **options: Any
+) -> Run:
     env = TorchCartPole(B, device or "cpu", autoreset=mode, max_steps=12)
-    # Sampled actions come from torch's noise on a device, from NumPy's on the host; the most probable are the same.
+    # Sampled actions come from torch's noise on a device, from NumPy's on the host; the most
+    # probable are the same.
     return Run(env, POLICIES[kind](), T, device, exploration="mode", **options)
 
 
 @ALL
 @pytest.mark.parametrize("options", OPTIONS)
 def test_rows_on_a_device_hold_what_rows_on_the_host_hold(kind, options):
-    on_host, on_device = (run(kind, device, **OPTIONS[options]).batches(3) for device in (None, "cpu"))
+    on_host, on_device = (
+        run(kind, device, **OPTIONS[options]).batches(3) for device in (None, "cpu")
+    )
     assert on_host["next", "done"].any()
     rounded = ("action_log_prob",)
     assert_same(on_host, on_device, ignore=rounded)
@@ -167,11 +188,12 @@ def test_rows_on_a_device_follow_from_each_other(mode, limit):
     assert (before[~going_on].abs() <= 0.05).all()
     if limit:
         assert torch.equal(
-            batch["next", "truncated"] & ~batch["next", "terminated"], batch["next", "step_count"] == limit
+            batch["next", "truncated"] & ~batch["next", "terminated"],
+            batch["next", "step_count"] == limit,
         )
 
 
-# --- heads -----------------------------------------------------------------------------------------
+# --- heads ----------------------------------------------------------------------------------------
 
 
 def test_modules_hear_where_an_episode_begins():
@@ -206,7 +228,13 @@ class Points:
         self.actions.append(action)
         self.t += 1
         never = torch.zeros(B, dtype=torch.bool, device=self.device)
-        return self._obs(), torch.zeros(B, device=self.device), never, never, {"final_obs": self._obs()}
+        return (
+            self._obs(),
+            torch.zeros(B, device=self.device),
+            never,
+            never,
+            {"final_obs": self._obs()},
+        )
 
 
 BOX = spaces.Box(np.array([-1, 0], np.float32), np.array([3, 0.5], np.float32))
@@ -229,7 +257,9 @@ def test_actions_sampled_on_a_device_have_the_probability_that_the_head_says(nam
     batch = sampling.batch()
     with torch.no_grad():
         distribution = head.to("cpu").distribution(batch["observation"])
-    torch.testing.assert_close(batch["action_log_prob"], distribution.log_prob(batch["action"]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        batch["action_log_prob"], distribution.log_prob(batch["action"]), atol=1e-4, rtol=1e-4
+    )
     # Log-probabilities of samples are on average the negative entropy.
     again = distribution.log_prob(distribution.sample())
     spread = float(again.std()) / np.sqrt(again.numel())
@@ -244,10 +274,14 @@ def test_the_most_probable_action_on_a_device_is_that_on_the_host(name):
         "identity": (lambda: policies.deterministic(net(2)), BOX),
     }
     make, space = {**HEADS, **more}[name]
-    on_host, on_device = (Run(Points(space), make(), 20, device, "mode").batch() for device in (None, "cpu"))
+    on_host, on_device = (
+        Run(Points(space), make(), 20, device, "mode").batch() for device in (None, "cpu")
+    )
     torch.testing.assert_close(on_device["action"], on_host["action"])
     if name not in more:
-        torch.testing.assert_close(on_device["action_log_prob"], on_host["action_log_prob"], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            on_device["action_log_prob"], on_host["action_log_prob"], atol=1e-5, rtol=1e-5
+        )
 
 
 def test_a_network_without_a_head_runs_on_a_device():
@@ -257,18 +291,25 @@ def test_a_network_without_a_head_runs_on_a_device():
 
 
 class MaskedPoints(Points):
-    """At step t, point b may choose i where ``(i + b + t) % 3 < 2``; several variables one after another."""
+    """At step t, point b may choose i where ``(i + b + t) % 3 < 2``; several variables one after
+    another.
+    """
 
     def __init__(self, action_space: Any, device: str = "cpu") -> None:
         super().__init__(action_space, device)
         nvec = [int(n) for n in getattr(action_space, "nvec", [getattr(action_space, "n", 0)])]
         self.nvec, self.low = nvec, int(getattr(action_space, "start", 0)) if len(nvec) == 1 else 0
         mask = spaces.MultiBinary(sum(nvec))
-        self.single_observation_space = spaces.Dict({"at": self.single_observation_space, "action_mask": mask})
+        self.single_observation_space = spaces.Dict(
+            {"at": self.single_observation_space, "action_mask": mask}
+        )
 
     def _obs(self) -> Any:
         places = torch.arange(sum(self.nvec)) + torch.arange(B)[:, None] + self.t
-        return {"at": super()._obs(), "action_mask": (places % 3 < 2).to(torch.int8).to(self.device)}
+        return {
+            "at": super()._obs(),
+            "action_mask": (places % 3 < 2).to(torch.int8).to(self.device),
+        }
 
     def step(self, action: torch.Tensor) -> Any:
         allowed = self._obs()["action_mask"].split(self.nvec, 1)
@@ -305,7 +346,9 @@ def test_heads_choose_among_allowed_actions(name, device):
     batch = Run(MaskedPoints(space), head, 400, device).batch()
     with torch.no_grad():
         distribution = head.distribution(batch.select("at", "action_mask"))
-    torch.testing.assert_close(batch["action_log_prob"], distribution.log_prob(batch["action"]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        batch["action_log_prob"], distribution.log_prob(batch["action"]), atol=1e-4, rtol=1e-4
+    )
     again = distribution.log_prob(distribution.sample())
     spread = float(again.std()) / np.sqrt(again.numel())
     assert abs(float(batch["action_log_prob"].mean() - again.mean())) < 6 * spread
@@ -320,20 +363,30 @@ def test_the_step_that_tries_out_a_reset_takes_an_allowed_action(name):
 
 @pytest.mark.parametrize("name", [*MASKED, "greedy"])
 def test_the_most_probable_allowed_action_on_a_device_is_that_on_the_host(name):
-    make, space = {**MASKED, "greedy": (lambda: policies.deterministic(net(3)), spaces.Discrete(3, start=-1))}[name]
-    on_host, on_device = (Run(MaskedPoints(space), make(), 20, device, "mode").batch() for device in (None, "cpu"))
+    make, space = {
+        **MASKED,
+        "greedy": (lambda: policies.deterministic(net(3)), spaces.Discrete(3, start=-1)),
+    }[name]
+    on_host, on_device = (
+        Run(MaskedPoints(space), make(), 20, device, "mode").batch() for device in (None, "cpu")
+    )
     torch.testing.assert_close(on_device["action"], on_host["action"])
 
 
 @pytest.mark.parametrize("name", MASKED)
 def test_random_allowed_actions_are_the_same_on_a_device_and_on_the_host(name):
-    on_host, on_device = (Run(MaskedPoints(MASKED[name][1]), None, 50, device).batches(2) for device in (None, "cpu"))
+    on_host, on_device = (
+        Run(MaskedPoints(MASKED[name][1]), None, 50, device).batches(2) for device in (None, "cpu")
+    )
     assert_same(on_host, on_device)
-    counts = [column.unique(return_counts=True)[1] for column in on_host["action"].reshape(B * 100, -1).unbind(1)]
+    counts = [
+        column.unique(return_counts=True)[1]
+        for column in on_host["action"].reshape(B * 100, -1).unbind(1)
+    ]
     assert all(count.min() > 100 for count in counts)
 
 
-# --- nothing waits ---------------------------------------------------------------------------------
+# --- nothing waits --------------------------------------------------------------------------------
 
 
 def test_a_head_follows_a_change_of_its_network():
@@ -347,7 +400,16 @@ def test_a_head_follows_a_change_of_its_network():
     assert (following.batch()["action"] == 2).all()
 
 
-WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "unique2", "multinomial", "is_nonzero", "equal"}
+WAITS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "unique",
+    "unique2",
+    "multinomial",
+    "is_nonzero",
+    "equal",
+}
 
 
 class Waits(TorchDispatchMode):
@@ -393,7 +455,9 @@ def test_no_sample_waits_for_the_device(name):
     )
 
 
-@pytest.mark.parametrize("policy", [lambda: None, MASKED["several choices"][0]], ids=["random", "head"])
+@pytest.mark.parametrize(
+    "policy", [lambda: None, MASKED["several choices"][0]], ids=["random", "head"]
+)
 def test_no_choice_among_allowed_actions_waits_for_the_device(policy):
     space = MASKED["several choices"][1]
     short, long = (waits(lambda T: Run(Unchecked(space), policy(), T, "cpu"), T) for T in (8, 32))

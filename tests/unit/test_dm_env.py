@@ -1,4 +1,6 @@
-"""dm_env environments: specs become spaces, time steps become transitions that say how an episode ended."""
+"""dm_env environments: specs become spaces, time steps become transitions that say how an episode
+ended.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ Pair = namedtuple("Pair", "a b")
 
 
 class DmChain(dm_env.Environment):
-    """A ``OneWayChain`` that speaks dm_env; resets itself in the step after LAST, as dm_env asks for."""
+    """A ``OneWayChain`` that speaks dm_env; resets itself in the step after LAST, as dm_env asks
+    for.
+    """
 
     def __init__(self) -> None:
         self.chain, self.next_seed, self.over = OneWayChain(), None, True
@@ -57,10 +61,18 @@ class Scripted(dm_env.Environment):
     """Returns given time steps, repeats the last one; notes the actions."""
 
     def __init__(
-        self, *steps: Any, observation: Any = None, action: Any = None, reward: Any = None, discount: Any = None
+        self,
+        *steps: Any,
+        observation: Any = None,
+        action: Any = None,
+        reward: Any = None,
+        discount: Any = None,
     ) -> None:
         self.steps = list(steps) or [dm_env.restart(np.zeros(2))]
-        self.observation, self.action = observation or specs.Array((2,), float), action or specs.DiscreteArray(2)
+        self.observation, self.action = (
+            observation or specs.Array((2,), float),
+            action or specs.DiscreteArray(2),
+        )
         self.reward, self.discount = reward, discount
         self.actions: list[Any] = []
         self.closed = 0
@@ -126,14 +138,20 @@ class TestNestedFloats(EnvContract):
 
     def make_env(self) -> Any:
         def obs(t: int) -> Any:
-            return OrderedDict(x=np.full(2, t / 3), flags=[np.array([True, False]), t], speed=float(t))
+            return OrderedDict(
+                x=np.full(2, t / 3), flags=[np.array([True, False]), t], speed=float(t)
+            )
 
         spec = OrderedDict(
             x=specs.Array((2,), np.float64),
             flags=[specs.Array((2,), bool), specs.DiscreteArray(9)],
             speed=specs.BoundedArray((), np.float32, -1, np.inf),
         )
-        episodes = [dm_env.restart(obs(0)), dm_env.transition(1.0, obs(1)), dm_env.termination(2.0, obs(2))]
+        episodes = [
+            dm_env.restart(obs(0)),
+            dm_env.transition(1.0, obs(1)),
+            dm_env.termination(2.0, obs(2)),
+        ]
         episodes += [dm_env.restart(obs(3)), dm_env.truncation(1.5, obs(4), 0.9)]
         return DmEnv(Scripted(*episodes * 80, observation=spec, action=spec))
 
@@ -149,8 +167,16 @@ def test_dm_env_gives_the_transitions_of_the_same_gymnasium_environment(options)
 
 def test_discount_zero_at_the_last_step_terminates_and_any_other_truncates():
     obs = np.zeros(2)
-    for discount, ended in [(0.0, True), (np.float32(0), True), (np.array(0.0), True), (1.0, False), (1e-9, False)]:
-        env = DmEnv(Scripted(dm_env.restart(obs), dm_env.TimeStep(dm_env.StepType.LAST, 1.0, discount, obs)))
+    for discount, ended in [
+        (0.0, True),
+        (np.float32(0), True),
+        (np.array(0.0), True),
+        (1.0, False),
+        (1e-9, False),
+    ]:
+        env = DmEnv(
+            Scripted(dm_env.restart(obs), dm_env.TimeStep(dm_env.StepType.LAST, 1.0, discount, obs))
+        )
         env.reset()
         _, reward, terminated, truncated, info = env.step(0)
         assert (reward, terminated, truncated) == (1.0, ended, not ended)
@@ -176,7 +202,10 @@ def test_array_specs_become_boxes_of_their_own_dtype_shape_and_bounds(dtype, sha
 
 
 def test_nested_specs_become_dicts_and_tuples():
-    spec = {"a": [specs.DiscreteArray(3), specs.Array((2,), bool)], "b": Pair(specs.Array((), float), {})}
+    spec = {
+        "a": [specs.DiscreteArray(3), specs.Array((2,), bool)],
+        "b": Pair(specs.Array((), float), {}),
+    }
     assert DmEnv(Scripted(observation=spec)).observation_space == spaces.Dict(
         {
             "a": spaces.Tuple([spaces.Discrete(3), spaces.MultiBinary((2,))]),
@@ -197,7 +226,11 @@ def test_actions_come_in_the_dtypes_and_containers_of_their_spec():
     assert len(env.actions) == 5
     for action in env.actions:
         assert type(action["n"]) is np.int32
-        assert (type(action["l"]), action["l"][0].dtype, action["l"][0].shape) == (list, np.float32, (2,))
+        assert (type(action["l"]), action["l"][0].dtype, action["l"][0].shape) == (
+            list,
+            np.float32,
+            (2,),
+        )
         assert type(action["p"]) is Pair
         assert type(action["p"].a) is np.bool_
         assert (type(action["p"].b), type(action["p"].b[0])) == (tuple, np.int8)
@@ -205,7 +238,11 @@ def test_actions_come_in_the_dtypes_and_containers_of_their_spec():
 
 
 def test_observations_keep_the_spec_dtype_and_python_numbers_take_it():
-    spec = {"d": specs.DiscreteArray(9), "f": specs.Array((), np.float32), "x": specs.Array((2,), np.float64)}
+    spec = {
+        "d": specs.DiscreteArray(9),
+        "f": specs.Array((), np.float32),
+        "x": specs.Array((2,), np.float64),
+    }
     first = {"d": np.array(4, np.int32), "f": 0.1, "x": np.array([0.1, 0.2])}
     batch = collect(lambda: _only(first, spec), frames_per_batch=2)
     assert batch["d"][0].item() == 4
@@ -248,7 +285,9 @@ def test_observations_that_do_not_fit_their_spec_are_named(observation, message)
 )
 def test_generators_in_their_usual_places_are_seeded(keep):
     options = {"frames_per_batch": 6, "num_envs": 2}
-    one, two, other = (collect(lambda: DmEnv(Seeded(keep)), seed=s, **options)["observation"] for s in (3, 3, 4))
+    one, two, other = (
+        collect(lambda: DmEnv(Seeded(keep)), seed=s, **options)["observation"] for s in (3, 3, 4)
+    )
     assert one.equal(two)
     assert not one.equal(other)
     assert one[0, 0] == np.random.RandomState(3).random_sample()
@@ -264,7 +303,10 @@ def test_new_style_generators_are_seeded_too():
 
 def test_seeds_that_reach_nothing_are_reported_once():
     env = DmEnv(Scripted())
-    with pytest.warns(UserWarning, match="Scripted has no random generator that Muster finds, so seed 1 had no effect"):
+    with pytest.warns(
+        UserWarning,
+        match="Scripted has no random generator that Muster finds, so seed 1 had no effect",
+    ):
         env.reset(seed=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -274,9 +316,15 @@ def test_seeds_that_reach_nothing_are_reported_once():
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ([dm_env.transition(0.0, np.zeros(2))], r"Scripted.reset\(\) returned step_type .*MID.*expected FIRST"),
+        (
+            [dm_env.transition(0.0, np.zeros(2))],
+            r"Scripted.reset\(\) returned step_type .*MID.*expected FIRST",
+        ),
         ([dm_env.restart(np.zeros(2))] * 2, r"Scripted.step\(\) began a new episode"),
-        ([dm_env.restart(np.zeros(2)), dm_env.truncation(1.0, np.zeros(2), None)], "LAST with discount None"),
+        (
+            [dm_env.restart(np.zeros(2)), dm_env.truncation(1.0, np.zeros(2), None)],
+            "LAST with discount None",
+        ),
         (
             [dm_env.restart(np.zeros(2)), dm_env.truncation(1.0, np.zeros(2), np.ones(2))],
             r"discount array\(\[1., 1.\]\)",
@@ -297,14 +345,20 @@ def test_a_missing_reward_is_named():
 
 
 @pytest.mark.parametrize("kind", ["reward", "discount"])
-@pytest.mark.parametrize("spec", [specs.Array((2,), float), {"a": specs.Array((), float)}], ids=["vector", "dict"])
+@pytest.mark.parametrize(
+    "spec", [specs.Array((2,), float), {"a": specs.Array((), float)}], ids=["vector", "dict"]
+)
 def test_rewards_and_discounts_that_are_not_one_number_are_refused(kind, spec):
-    with pytest.raises(UnsupportedEnv, match=rf"Scripted.{kind}_spec\(\) is .*expected one number per step"):
+    with pytest.raises(
+        UnsupportedEnv, match=rf"Scripted.{kind}_spec\(\) is .*expected one number per step"
+    ):
         DmEnv(Scripted(**{kind: spec}))
 
 
 def test_strings_are_refused_by_name():
-    with pytest.raises(UnsupportedSpace, match=r"Scripted.observation_spec\(\)\['a'\]\[1\] is StringArray"):
+    with pytest.raises(
+        UnsupportedSpace, match=r"Scripted.observation_spec\(\)\['a'\]\[1\] is StringArray"
+    ):
         DmEnv(Scripted(observation={"a": [specs.Array((), float), specs.StringArray(())]}))
 
 
@@ -322,7 +376,9 @@ def test_closing_closes_the_environment():
 def test_a_batch_of_them_needs_different_ones():
     env = Scripted()
     assert adapt([env, Scripted()], None).num_envs == 2
-    with pytest.raises(UnsupportedEnv, match="Scripted: the factory returned the same object twice"):
+    with pytest.raises(
+        UnsupportedEnv, match="Scripted: the factory returned the same object twice"
+    ):
         adapt([env, env], None)
 
 

@@ -52,11 +52,15 @@ class TestBeginning:
         carrier = GatedCarrier(3, 1)
         with elastic(carrier) as collector:
             stats = collector.stats()
-            assert [(w.state, w.phase, w.node) for w in stats.workers][::2] == [("joining", "join", n) for n in "02"]
+            assert [(w.state, w.phase, w.node) for w in stats.workers][::2] == [
+                ("joining", "join", n) for n in "02"
+            ]
             assert stats.workers[1].state == "working"
             assert stats.nodes == 1
             batches = iter(collector)
-            assert [next(batches) is not None and nodes_of(collector) for _ in range(4)] == [{1}] * 4
+            assert [next(batches) is not None and nodes_of(collector) for _ in range(4)] == [
+                {1}
+            ] * 4
 
     def test_who_comes_later_is_used(self):
         carrier = GatedCarrier(3, 1)
@@ -97,7 +101,9 @@ class TestBeginning:
                     return batch
             raise AssertionError
 
-        with MultiAsyncCollector(["CartPole-v1"] * 2, None, num_envs=2, frames_per_batch=20, seed=7) as collector:
+        with MultiAsyncCollector(
+            ["CartPole-v1"] * 2, None, num_envs=2, frames_per_batch=20, seed=7
+        ) as collector:
             expected = first_of(collector, 1)
         carrier = GatedCarrier(2, 0)
         with elastic(carrier, seed=3) as collector:
@@ -165,8 +171,14 @@ class TestLosing:
     @pytest.mark.parametrize("kind", ["single", "sync"])
     def test_others_do_what_a_lost_node_had_to_do(self, kind):
         carrier = GatedCarrier(2, 0, 1)
-        options = {"collector_class": kind, "num_workers_per_collector": 1 + (kind == "sync"), "frames_per_batch": 40}
-        with elastic(carrier, total_frames=4000, min_nodes=2, on_failure="restart", **options) as collector:
+        options = {
+            "collector_class": kind,
+            "num_workers_per_collector": 1 + (kind == "sync"),
+            "frames_per_batch": 40,
+        }
+        with elastic(
+            carrier, total_frames=4000, min_nodes=2, on_failure="restart", **options
+        ) as collector:
             batches = iter(collector)
             for _ in range(5):
                 next(batches)
@@ -180,7 +192,12 @@ class TestLosing:
     def test_halves_of_a_lost_node_s_batches_are_discarded(self, tmp_path):
         carrier = GatedCarrier(2, 0, 1)
         factories = [second_waits(tmp_path), "CartPole-v1"]
-        options = {"collector_class": "sync", "num_workers_per_collector": [2, 1], "num_envs": 1, "min_nodes": 2}
+        options = {
+            "collector_class": "sync",
+            "num_workers_per_collector": [2, 1],
+            "num_envs": 1,
+            "min_nodes": 2,
+        }
         with elastic(carrier, factories, on_failure="restart", **options) as collector:
             batches, counters = iter(collector), collector._engine.source.pool.counters
 
@@ -190,7 +207,9 @@ class TestLosing:
 
             wait_until(halves)  # two of 10 steps
             carrier.take(0)
-            wait_until(lambda: next(batches) is not None and states(collector)[:2] == ["joining"] * 2)
+            wait_until(
+                lambda: next(batches) is not None and states(collector)[:2] == ["joining"] * 2
+            )
             next(batches)
             assert counters[0].in_flight == counters[1].in_flight == 0
             assert collector.stats().discarded["worker_died"] >= 20
@@ -252,7 +271,9 @@ class TestWaiting:
 
     def test_a_restart_budget_is_not_used_up_by_waiting(self):
         carrier = GatedCarrier(2, 0)
-        with elastic(carrier, timeouts={"join": 0.2}, on_failure=Restart(max_restarts=1)) as collector:
+        with elastic(
+            carrier, timeouts={"join": 0.2}, on_failure=Restart(max_restarts=1)
+        ) as collector:
             batches = iter(collector)
             wait_until(lambda: next(batches) is not None and carrier.asked[1] > 4)
             carrier.gates[1].set()
@@ -322,7 +343,9 @@ class TestWaiting:
 
 
 def next_batches(collector, error):
-    """An iterator, after its first batch; errors before that are those of nodes that were called earlier."""
+    """An iterator, after its first batch; errors before that are those of nodes that were called
+    earlier.
+    """
     while True:
         with suppress(error):
             batches = iter(collector)
@@ -331,7 +354,10 @@ def next_batches(collector, error):
 
 
 def next_batch(collector):
-    """Of the node that has not failed. Each call starts the other one again, which may fail before there is a batch."""
+    """Of the node that has not failed.
+
+    Each call starts the other one again, which may fail before there is a batch.
+    """
     while True:
         with suppress(EnvError):
             return next(iter(collector))
@@ -339,13 +365,17 @@ def next_batch(collector):
 
 class TestUnlike:
     def test_another_number_of_environments_is_refused(self):
-        vector = [partial(gymnasium.make_vec, "CartPole-v1", n, vectorization_mode="sync") for n in (2, 3)]
+        vector = [
+            partial(gymnasium.make_vec, "CartPole-v1", n, vectorization_mode="sync") for n in (2, 3)
+        ]
         carrier = GatedCarrier(2, 0)
         with elastic(carrier, vector, num_envs=1, frames_per_batch=12) as collector:
             batches = iter(collector)
             next(batches)
             carrier.gates[1].set()
-            with pytest.raises(EnvError, match=r"node 1 .* has come with 3 environments .* where 2 in \(2,\)"):
+            with pytest.raises(
+                EnvError, match=r"node 1 .* has come with 3 environments .* where 2 in \(2,\)"
+            ):
                 for _ in batches:
                     pass
             next_batch(collector)
@@ -376,7 +406,9 @@ class TestUnlike:
         opening = threading.Timer(1.0, (tmp_path / "go").touch)
         opening.start()
         slow = partial(built_late, tmp_path / "go")
-        with elastic(carrier, [slow, slow], timeouts={"join": 0.2}, on_failure="restart") as collector:
+        with elastic(
+            carrier, [slow, slow], timeouts={"join": 0.2}, on_failure="restart"
+        ) as collector:
             assert carrier.asked[1] == 1
             carrier.gates[1].set()
             contributed(collector, iter(collector), 1)
@@ -398,7 +430,10 @@ class TestOptions:
             ({"min_nodes": 0}, "expected an integer of at least 1"),
             ({"min_nodes": True}, "expected an integer of at least 1"),
             ({"min_nodes": 3}, "min_nodes=3, but there are 2 nodes"),
-            ({"collector_kwargs": [{"num_envs": 1}, {"num_envs": 2}]}, r"collector_kwargs\[1\] .* in num_envs"),
+            (
+                {"collector_kwargs": [{"num_envs": 1}, {"num_envs": 2}]},
+                r"collector_kwargs\[1\] .* in num_envs",
+            ),
             ({"create_env_kwargs": [{}] * 3}, "create_env_kwargs has 3 entries for 2 nodes"),
         ],
     )
@@ -411,7 +446,12 @@ class TestOptions:
         given = [{"max_episode_steps": 3}, {"max_episode_steps": 5}]
         if place == "collector_kwargs":
             given = [{"create_env_kwargs": each} for each in given]
-        options = {"min_nodes": None, "collector_class": "sync", "num_workers_per_collector": 2, place: given}
+        options = {
+            "min_nodes": None,
+            "collector_class": "sync",
+            "num_workers_per_collector": 2,
+            place: given,
+        }
         with elastic(GatedCarrier(2, 0, 1), **options) as collector:
             lengths = collector.getattr_env("_max_episode_steps")
         assert np.ravel(lengths).tolist() == [3] * 4 + [5] * 4
@@ -431,7 +471,12 @@ class TestCalls:
     def test_servers_that_come_back_know_what_they_were_told(self):
         carrier = GatedCarrier(2, 0, 1)
         factories = ["CartPole-v1"] * 2
-        options = {"inference": "server", "on_failure": "restart", "frames_per_batch": 20, "total_frames": -1}
+        options = {
+            "inference": "server",
+            "on_failure": "restart",
+            "frames_per_batch": 20,
+            "total_frames": -1,
+        }
         with QueueCollector(factories, net(), carrier=carrier, **options) as collector:
             pool = collector._engine.source.pool
             pool.server.ask("enable_grad", True)
@@ -441,7 +486,10 @@ class TestCalls:
             assert len(carrier.links[1]) == 1  # nobody was brought back for that
             next(iter(collector))
             asked = [
-                said for link in carrier.links[1] for said in link.other.said if said.method is NodeMain.ask_server
+                said
+                for link in carrier.links[1]
+                for said in link.other.said
+                if said.method is NodeMain.ask_server
             ]
             assert len(asked) == 2
 

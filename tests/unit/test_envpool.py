@@ -1,4 +1,6 @@
-"""EnvPools give the transitions of their environments, without the steps in which they reset themselves."""
+"""EnvPools give the transitions of their environments, without the steps in which they reset
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,23 @@ class Kinds(OneWayChain):
 
     def __init__(self) -> None:
         super().__init__("truncated")
-        parts = {"chain": self.observation_space, "n": spaces.Discrete(7), "b": spaces.MultiBinary((2,))}
-        self.observation_space = spaces.Dict({**parts, "deep": spaces.Dict({"t": spaces.Box(0, 99, (), np.float64)})})
+        parts = {
+            "chain": self.observation_space,
+            "n": spaces.Discrete(7),
+            "b": spaces.MultiBinary((2,)),
+        }
+        self.observation_space = spaces.Dict(
+            {**parts, "deep": spaces.Dict({"t": spaces.Box(0, 99, (), np.float64)})}
+        )
 
     def _parts(self, obs: Any) -> Any:
         bits = np.array([obs[2] % 2, obs[1] % 2], np.int8)
-        return {"chain": obs, "n": np.int64(obs[2] % 7), "b": bits, "deep": {"t": np.array(float(obs[1]))}}
+        return {
+            "chain": obs,
+            "n": np.int64(obs[2] % 7),
+            "b": bits,
+            "deep": {"t": np.array(float(obs[1]))},
+        }
 
     def reset(self, **options: Any) -> Any:
         obs, info = super().reset(**options)
@@ -103,7 +116,7 @@ class TestGraphColoring(OfPools):
         return real("GraphColoring-v1")
 
 
-# --- transitions -----------------------------------------------------------------------------------
+# --- transitions ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cut", [{}, {"max_frames_per_traj": 3}], ids=["whole", "cut"])
@@ -139,7 +152,10 @@ def test_a_masked_reset_returns_all_rows_and_changes_none_that_were_returned():
 
 
 def test_rows_of_other_environments_are_refused():
-    with pytest.raises(MusterError, match=r"GymnasiumEnvPool returned the environments \[1 2 3\], expected \[0 1 2\]"):
+    with pytest.raises(
+        MusterError,
+        match=r"GymnasiumEnvPool returned the environments \[1 2 3\], expected \[0 1 2\]",
+    ):
         collect(pool(foreign=True), frames_per_batch=9)
 
 
@@ -150,18 +166,31 @@ def test_the_transitions_of_a_real_pool_are_those_of_its_own_loop_without_the_st
         warnings.filterwarnings("error", "EnvPool")
         make = partial(real, "CartPole-v1", num_envs=4, seed=3, max_episode_steps=30, num_threads=2)
         pool = make().pool
-        batch = collect(make, lambda obs: torch.from_numpy(act(obs.numpy())), frames_per_batch=4 * rows, seed=3)
+        batch = collect(
+            make, lambda obs: torch.from_numpy(act(obs.numpy())), frames_per_batch=4 * rows, seed=3
+        )
     obs, _ = pool.reset()
     over, expected = np.zeros(4, bool), [[] for _ in range(4)]
     for _ in range(rows):
         after, reward, terminated, truncated, _ = pool.step(act(obs))
         for i in np.flatnonzero(~over):
-            expected[i].append((*obs[i].tolist(), *after[i].tolist(), reward[i], terminated[i], truncated[i]))
+            expected[i].append(
+                (*obs[i].tolist(), *after[i].tolist(), reward[i], terminated[i], truncated[i])
+            )
         over, obs = terminated | truncated, after
     after = batch["next"]
     for i, steps in enumerate(expected):
-        columns = [batch["observation"], after["observation"], after["reward"], after["terminated"], after["truncated"]]
-        assert torch.cat([c[i].double() for c in columns], -1)[: len(steps)].tolist() == np.array(steps).tolist()
+        columns = [
+            batch["observation"],
+            after["observation"],
+            after["reward"],
+            after["terminated"],
+            after["truncated"],
+        ]
+        assert (
+            torch.cat([c[i].double() for c in columns], -1)[: len(steps)].tolist()
+            == np.array(steps).tolist()
+        )
     assert after["done"].sum() > 40
 
 
@@ -172,7 +201,9 @@ def test_bounds_by_which_none_are_meant_are_left_out_and_others_kept(dtype):
 
     def make() -> Any:
         env = CountingEnv()
-        env.observation_space = spaces.Dict({"x": spaces.Box(low, high, dtype=dtype), "n": spaces.Discrete(2)})
+        env.observation_space = spaces.Dict(
+            {"x": spaces.Box(low, high, dtype=dtype), "n": spaces.Discrete(2)}
+        )
         env.action_space = spaces.Box(low, high, dtype=dtype)
         return env
 
@@ -184,7 +215,7 @@ def test_bounds_by_which_none_are_meant_are_left_out_and_others_kept(dtype):
     assert env.single_observation_space["n"] == spaces.Discrete(2)
 
 
-# --- seeds -----------------------------------------------------------------------------------------
+# --- seeds ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{"seed": 7}, {"env_seed": [7, 8, 9]}], ids=["seed", "list"])
@@ -197,7 +228,10 @@ def test_the_seed_that_the_pool_was_made_with_is_taken_without_a_word(options):
 
 def test_another_seed_is_reported_once():
     env = pool(seed=7)()
-    with pytest.warns(UserWarning, match=r"made with the seeds \[7, 8, 9\].*although \[1, 2, 3\]... were asked for"):
+    with pytest.warns(
+        UserWarning,
+        match=r"made with the seeds \[7, 8, 9\].*although \[1, 2, 3\]... were asked for",
+    ):
         env.reset(seed=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -211,14 +245,17 @@ def test_the_pools_own_seed_comes_too_late_once_it_runs():
         env.reset(seed=7)
 
 
-# --- what is refused -------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (DMEnvPool, "DMEnvPool is not of type 'gymnasium': make it with envpool.make_gymnasium"),
-        (partial(GymnasiumEnvPool, Chain, 4, batch_size=2), "asynchronous: it steps batch_size=2 of num_envs=4.*leave"),
+        (
+            partial(GymnasiumEnvPool, Chain, 4, batch_size=2),
+            "asynchronous: it steps batch_size=2 of num_envs=4.*leave",
+        ),
         (partial(GymnasiumEnvPool, Chain, max_num_players=2), "up to 2 players.*PettingZoo"),
     ],
     ids=["dm", "async", "players"],

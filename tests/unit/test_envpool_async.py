@@ -1,4 +1,6 @@
-"""Asynchronous EnvPools fill rows in any order of readiness, and give the batches of synchronous ones."""
+"""Asynchronous EnvPools fill rows in any order of readiness, and give the batches of synchronous
+ones.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,12 @@ from tests.tools import assert_accounted, assert_chain, assert_same, collect, co
 NO_PARTIAL_RESETS = "EnvPool resets single environments only at the ends of their episodes"
 
 
-def pools(num_envs: int = 5, batch_size: int = 2, make: Any = ChainEnv, **options: Any) -> tuple[Any, list[Any]]:
-    """A factory of env batches of pools (synchronous if ``batch_size`` is ``num_envs``), and those that it made."""
+def pools(
+    num_envs: int = 5, batch_size: int = 2, make: Any = ChainEnv, **options: Any
+) -> tuple[Any, list[Any]]:
+    """A factory of env batches of pools (synchronous if ``batch_size`` is ``num_envs``), and those
+    that it made.
+    """
     made: list[Any] = []
 
     def factory() -> Any:
@@ -41,7 +47,9 @@ def pool(*sizes: Any, **options: Any) -> Any:
 
 
 def follow(obs: Any) -> Any:
-    """A policy that depends on the observation alone: each environment has the same actions in any order."""
+    """A policy that depends on the observation alone: each environment has the same actions in any
+    order.
+    """
     return (obs[:, 1] + obs[:, 2]) % 2
 
 
@@ -63,7 +71,7 @@ class TestContract(EnvContract):
         """A reset discards steps made ahead; see below."""
 
 
-# --- the rows are those of a synchronous pool --------------------------------------------------------
+# --- the rows are those of a synchronous pool -----------------------------------------------------
 
 
 @settings(max_examples=15, deadline=None)
@@ -74,8 +82,14 @@ def test_any_order_of_readiness_gives_the_batches_of_a_synchronous_pool(data):
     order = data.draw(st.integers(0, 1000), "order")
     late = data.draw(st.sets(st.integers(0, n - 1), max_size=2), "late")
     lengths = data.draw(st.lists(st.integers(1, 6), min_size=n, max_size=n), "lengths")
-    options: Any = {"frames_per_batch": n * data.draw(st.integers(1, 12), "T"), "batches": 3, "seed": 0}
-    options |= data.draw(st.sampled_from([{}, {"compact_obs": True}, {"set_truncated": True}]), "options")
+    options: Any = {
+        "frames_per_batch": n * data.draw(st.integers(1, 12), "T"),
+        "batches": 3,
+        "seed": 0,
+    }
+    options |= data.draw(
+        st.sampled_from([{}, {"compact_obs": True}, {"set_truncated": True}]), "options"
+    )
     if data.draw(st.booleans(), "chains"):
         make, act = ChainEnv, follow
     else:
@@ -92,8 +106,17 @@ def test_any_order_of_readiness_gives_the_batches_of_a_synchronous_pool(data):
 def test_expected_rows():
     lengths = iter([2, 3, 9])
     factory, made = pools(3, 2, make=lambda: CountingEnv(next(lengths)))
-    batch = collect(factory, lambda obs: torch.zeros(len(obs), dtype=torch.int64), frames_per_batch=15, batches=2)
-    assert column(batch, "next", "reward") == [[1, 2] * 5, [1, 2, 3] * 3 + [1], [1, 2, 3, 4, 5, 6, 7, 8, 9, 1]]
+    batch = collect(
+        factory,
+        lambda obs: torch.zeros(len(obs), dtype=torch.int64),
+        frames_per_batch=15,
+        batches=2,
+    )
+    assert column(batch, "next", "reward") == [
+        [1, 2] * 5,
+        [1, 2, 3] * 3 + [1],
+        [1, 2, 3, 4, 5, 6, 7, 8, 9, 1],
+    ]
     assert batch["observation"][1].tolist() == [[3, t] for t in [0, 1, 2] * 3 + [0]]
     assert batch["next", "observation"][1].tolist() == [[3, t] for t in [1, 2, 3] * 3 + [1]]
     assert column(batch, "next", "terminated")[1] == [False, False, True] * 3 + [False]
@@ -102,7 +125,9 @@ def test_expected_rows():
         [1, 1, 1, 4, 4, 4, 7, 7, 7, 10],
         [2] * 9 + [5],
     ]
-    assert made[0].objects()[0].resets == [[0, 1, 2]], "finished environments are reset by the pool, in their next step"
+    assert made[0].objects()[0].resets == [[0, 1, 2]], (
+        "finished environments are reset by the pool, in their next step"
+    )
 
 
 def test_the_policy_acts_for_the_ready_environments_only_and_no_call_more_than_the_pool_returns():
@@ -133,7 +158,11 @@ class Remembers:
 
     def __call__(self, tensordict: Any) -> Any:
         total = tensordict["sum"] if "sum" in tensordict.keys() else torch.zeros(len(tensordict))  # noqa: SIM118
-        total = torch.where(tensordict["is_init"][..., 0], 0.0, total) + tensordict["observation"][:, 1] + 1
+        total = (
+            torch.where(tensordict["is_init"][..., 0], 0.0, total)
+            + tensordict["observation"][:, 1]
+            + 1
+        )
         return tensordict.set("action", total.long() % 2).set(("next", "sum"), total)
 
 
@@ -152,16 +181,21 @@ def test_the_version_of_each_row_is_that_of_the_weights_that_acted():
         return follow(obs), {"bias": net.bias[:1].expand(len(obs)).clone()}
 
     factory, _ = pools(6, 2)
-    with torch.no_grad(), Collector(factory, act, frames_per_batch=30, track_policy_version=True) as collector:
+    with (
+        torch.no_grad(),
+        Collector(factory, act, frames_per_batch=30, track_policy_version=True) as collector,
+    ):
         for version in range(4):
             net.bias.fill_(collector.policy_version if version else 0)
             batch = collector.rollout()
             assert (batch["bias"] == batch["collector", "policy_version"]).all()
             collector.update_policy_weights_()
-        assert len(batch["collector", "policy_version"].unique()) > 1, "some rows were made ahead of their batch"
+        assert len(batch["collector", "policy_version"].unique()) > 1, (
+            "some rows were made ahead of their batch"
+        )
 
 
-# --- counts, errors, resets --------------------------------------------------------------------------
+# --- counts, errors, resets -----------------------------------------------------------------------
 
 
 class Counted(ChainEnv):
@@ -220,7 +254,9 @@ def test_after_an_error_of_the_pool_its_steps_are_counted_and_it_is_reset():
     with Collector(factory, follow, frames_per_batch=40) as collector:
         collector.rollout()
         made[0].objects()[0].fails = True
-        with pytest.raises(EnvError, match="GymnasiumEnvPool.recv raised RuntimeError: the pool failed"):
+        with pytest.raises(
+            EnvError, match="GymnasiumEnvPool.recv raised RuntimeError: the pool failed"
+        ):
             collector.rollout()
         for _ in range(2):
             assert (collector.rollout()["next", "observation"][..., 1] > 0).all()
@@ -236,7 +272,9 @@ def test_results_of_environments_that_did_not_act_are_refused():
     with Collector(env, follow, frames_per_batch=10) as collector:
         collector.rollout()
         env._running[:] = False
-        with pytest.raises(BadEnvOutput, match=r"recv returned the environments \[.*\], expected 2 of \["):
+        with pytest.raises(
+            BadEnvOutput, match=r"recv returned the environments \[.*\], expected 2 of \["
+        ):
             collector.rollout()
 
 
@@ -275,13 +313,16 @@ def test_values_of_next_observations_and_whole_episodes():
     options: Any
     for options in [{"n_step": 10, "bootstrap": "truncations"}, {"n_episode": 7}]:
         with Collector(pool(), act, seed=0) as one, Collector(pool(5, 5), act, seed=0) as other:
-            (batch, stats), (expected, told) = one.collect_batch(**options), other.collect_batch(**options)
+            (batch, stats), (expected, told) = (
+                one.collect_batch(**options),
+                other.collect_batch(**options),
+            )
             assert_same(batch, expected)
             if "bootstrap" in options:
                 assert torch.equal(stats.last_value_est, told.last_value_est)
 
 
-# --- other collectors, and what is refused -------------------------------------------------------------
+# --- other collectors, and what is refused --------------------------------------------------------
 
 
 def test_pools_in_threads():
@@ -307,14 +348,17 @@ def test_pools_in_threads():
 )
 def test_options_that_reset_or_read_single_environments_are_refused(option, value):
     with pytest.raises(
-        BadOption, match=rf"{option}.*asynchronous \(batch_size=2 of num_envs=5\).*leave batch_size out"
+        BadOption,
+        match=rf"{option}.*asynchronous \(batch_size=2 of num_envs=5\).*leave batch_size out",
     ):
         Collector(pool(), follow, frames_per_batch=10, **{option: value})
 
 
 def test_a_server_cannot_act_for_a_pool():
     with pytest.raises(BadOption, match="calls the policy itself"):
-        MultiSyncCollector([pool()], follow, frames_per_batch=10, backend="threads", inference="server")
+        MultiSyncCollector(
+            [pool()], follow, frames_per_batch=10, backend="threads", inference="server"
+        )
 
 
 def test_single_environments_cannot_be_reset_and_others_cannot_step_the_pool():
@@ -332,26 +376,38 @@ def test_infos_are_refused():
 
 
 def test_another_seed_than_that_of_the_pool_is_reported_once():
-    with pytest.warns(UserWarning, match=r"made with the seeds \[7, 8, 9\].*although \[1, 2, 3\]... were asked for"):
+    with pytest.warns(
+        UserWarning,
+        match=r"made with the seeds \[7, 8, 9\].*although \[1, 2, 3\]... were asked for",
+    ):
         collect(pool(seed=7), follow, frames_per_batch=10, seed=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         collect(pool(seed=7), follow, frames_per_batch=10, seed=7)
 
 
-# --- the real package --------------------------------------------------------------------------------
+# --- the real package -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch_size", [3, 5, 7])
 def test_a_real_pool_gives_the_batches_of_a_synchronous_one(batch_size):
     envpool = pytest.importorskip("envpool")
-    make = partial(envpool.make_gymnasium, "CartPole-v1", num_envs=8, seed=3, max_episode_steps=30, num_threads=2)
+    make = partial(
+        envpool.make_gymnasium,
+        "CartPole-v1",
+        num_envs=8,
+        seed=3,
+        max_episode_steps=30,
+        num_threads=2,
+    )
     act = lambda obs: (obs[:, 2] + obs[:, 3] / 2 > 0).long()  # noqa: E731
     options: Any = {"frames_per_batch": 400, "batches": 4, "seed": 3}
     alone = collect(make, act, **options)
     assert_same(collect(partial(make, batch_size=batch_size), act, **options), alone)
     assert alone["next", "done"].sum() > 40
-    with Collector(partial(make, batch_size=batch_size), None, frames_per_batch=400, seed=3) as collector:
+    with Collector(
+        partial(make, batch_size=batch_size), None, frames_per_batch=400, seed=3
+    ) as collector:
         for _ in range(3):
             collector.rollout()
             collector.reset()

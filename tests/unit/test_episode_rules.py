@@ -1,4 +1,6 @@
-"""Rules of which episodes count, against the selections of other libraries, written as those describe them."""
+"""Rules of which episodes count, against the selections of other libraries, written as those
+describe them.
+"""
 
 from __future__ import annotations
 
@@ -47,14 +49,20 @@ class Race:
         began = [0] * len(cycles)
         while True:
             time += 1
-            now = [End(time, i, lengths[i]) for i in range(len(cycles)) if time - began[i] == lengths[i]]
+            now = [
+                End(time, i, lengths[i])
+                for i in range(len(cycles))
+                if time - began[i] == lengths[i]
+            ]
             for end in now:
                 began[end.env], lengths[end.env] = time, next(cycles[end.env])
             yield now
 
 
 def counted(name: RuleName, lengths: list[list[int]], n: int) -> list[End]:
-    """What the rule counts; on the way it must never count more than it awaits, nor go on when it is complete."""
+    """What the rule counts; on the way it must never count more than it awaits, nor go on when it
+    is complete.
+    """
     rule = make_rule(name, n, len(lengths))
     found: list[End] = []
     for ends in Race(lengths).steps():
@@ -71,23 +79,29 @@ def counted(name: RuleName, lengths: list[list[int]], n: int) -> list[End]:
     raise AssertionError("steps go on for ever")
 
 
-# --- the selections of other libraries, as they are described ---------------------------------------
+# --- the selections of other libraries, as they are described -------------------------------------
 
 
 def by_prt_rl(lengths: list[list[int]], n: int) -> list[End]:
-    """Step all until every environment has n // B and n % B of them one more; then select from the whole record."""
+    """Step all until every environment has n // B and n % B of them one more; then select from the
+    whole record.
+    """
     base, rest = divmod(n, len(lengths))
     for until in itertools.count(1):
         of_env = [Race(lengths).ends_of(i, until) for i in range(len(lengths))]
         if all(len(e) >= base for e in of_env) and sum(len(e) > base for e in of_env) >= rest:
             chosen = [end for ends in of_env for end in ends[:base]]
-            chosen += sorted((ends[base] for ends in of_env if len(ends) > base), key=lambda end: end.time)[:rest]
+            chosen += sorted(
+                (ends[base] for ends in of_env if len(ends) > base), key=lambda end: end.time
+            )[:rest]
             return sorted(chosen, key=lambda end: end.time)
     raise AssertionError
 
 
 def by_tianshou(lengths: list[list[int]], n: int) -> list[End]:
-    """Environments that are ready make a step; as many of those that end in it are dropped as are too many."""
+    """Environments that are ready make a step; as many of those that end in it are dropped as are
+    too many.
+    """
     ready = list(range(min(n, len(lengths))))
     episode = dict.fromkeys(ready, 0)
     steps = dict.fromkeys(ready, 0)
@@ -112,7 +126,9 @@ def by_tianshou(lengths: list[list[int]], n: int) -> list[End]:
 def by_share(lengths: list[list[int]], n: int) -> list[End]:
     shares = Counter(i % len(lengths) for i in range(n))
     until = n * max(map(max, lengths))
-    return sorted(end for i, share in shares.items() for end in Race(lengths).ends_of(i, until)[:share])
+    return sorted(
+        end for i, share in shares.items() for end in Race(lengths).ends_of(i, until)[:share]
+    )
 
 
 def by_time(lengths: list[list[int]], n: int) -> list[End]:
@@ -132,7 +148,9 @@ races = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1
 
 @pytest.mark.parametrize("name", NAMES)
 @given(lengths=races, n=st.integers(1, 20))
-def test_every_rule_counts_what_its_description_selects(name: RuleName, lengths: list[list[int]], n: int) -> None:
+def test_every_rule_counts_what_its_description_selects(
+    name: RuleName, lengths: list[list[int]], n: int
+) -> None:
     found = counted(name, lengths, n)
     assert len(found) == n
     assert found == REFERENCES[name](lengths, n)
@@ -153,12 +171,16 @@ def test_every_rule_counts_what_its_description_selects(name: RuleName, lengths:
         ("first_done", (9, 1, 1), 3, [1, 1, 1]),
     ],
 )
-def test_documented_selections(name: RuleName, lengths: tuple[int, ...], n: int, expected: list[int]) -> None:
+def test_documented_selections(
+    name: RuleName, lengths: tuple[int, ...], n: int, expected: list[int]
+) -> None:
     assert [end.length for end in counted(name, [[length] for length in lengths], n)] == expected
 
 
 @given(lengths=races, n=st.integers(1, 20))
-def test_last_even_counts_the_first_to_begin_and_so_leaves_none_unfinished(lengths: list[list[int]], n: int) -> None:
+def test_last_even_counts_the_first_to_begin_and_so_leaves_none_unfinished(
+    lengths: list[list[int]], n: int
+) -> None:
     found = counted("last_even", lengths, n)
     latest = max(end.time - end.length for end in found)
     for i in range(len(lengths)):
@@ -185,7 +207,9 @@ def test_a_rule_goes_on_after_pickling_as_if_nothing_had_been(
 
 @pytest.mark.parametrize("name", NAMES)
 @given(lengths=races, n=st.integers(1, 20))
-def test_a_complete_rule_counts_nothing_more(name: RuleName, lengths: list[list[int]], n: int) -> None:
+def test_a_complete_rule_counts_nothing_more(
+    name: RuleName, lengths: list[list[int]], n: int
+) -> None:
     rule, total = make_rule(name, n, len(lengths)), 0
     for ends in itertools.islice(Race(lengths).steps(), n * 6 + 6):
         total += len(rule.ended([end.env for end in ends]))
@@ -214,5 +238,7 @@ def test_a_rule_says_whether_short_episodes_have_better_chances() -> None:
     "check", [check_rule, lambda name: make_rule(name, None, 1), lambda name: make_rule(name, 3, 1)]
 )
 def test_an_unknown_rule_is_refused_with_the_known_ones(check: Callable[[str], object]) -> None:
-    with pytest.raises(BadOption, match=r"rule='fastest': expected 'fair'.*'last_even'.*'per_env'.*'first_done'"):
+    with pytest.raises(
+        BadOption, match=r"rule='fastest': expected 'fair'.*'last_even'.*'per_env'.*'first_done'"
+    ):
         check("fastest")

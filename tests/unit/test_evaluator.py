@@ -172,7 +172,9 @@ def by_seed(evaluation: Evaluation) -> list[tuple[int | None, float, int]]:
 
 
 def assert_accounted(evaluation: Evaluation) -> None:
-    """Every step up to the end is in a record, unfinished or uncounted, and every episode was started."""
+    """Every step up to the end is in a record, unfinished or uncounted, and every episode was
+    started.
+    """
     left_out = len(evaluation.uncounted)
     assert evaluation.started >= len(evaluation.records) + len(evaluation.unfinished) + left_out
     unfinished = sum(episode.steps for episode in evaluation.unfinished)
@@ -180,15 +182,28 @@ def assert_accounted(evaluation: Evaluation) -> None:
     assert evaluation.frames == evaluation.frames_counted + unfinished + uncounted
 
 
-# --- which episodes count --------------------------------------------------------------------------
+# --- which episodes count -------------------------------------------------------------------------
 
 
 def test_every_environment_contributes_a_share_that_is_fixed_in_advance() -> None:
     done = evaluated(lengths(2, 5, 3), episodes=7)  # 3, 2 and 2 of them
     ends = [(r.begin + r.length, r.env_id, r.episode, r.length) for r in done.records]
-    assert ends == [(2, 0, 0, 2), (3, 2, 0, 3), (4, 0, 1, 2), (5, 1, 0, 5), (6, 0, 2, 2), (6, 2, 1, 3), (10, 1, 1, 5)]
+    assert ends == [
+        (2, 0, 0, 2),
+        (3, 2, 0, 3),
+        (4, 0, 1, 2),
+        (5, 1, 0, 5),
+        (6, 0, 2, 2),
+        (6, 2, 1, 3),
+        (10, 1, 1, 5),
+    ]
     assert [r.episode_return for r in done.records] == [3, 6, 3, 15, 3, 6, 15]
-    assert (done.complete, done.biased, done.stopped_by, done.unfinished) == (True, False, "episodes", ())
+    assert (done.complete, done.biased, done.stopped_by, done.unfinished) == (
+        True,
+        False,
+        "episodes",
+        (),
+    )
     assert (done.frames, done.frames_counted, done.started) == (22, 22, 7)
     assert (done.uncounted, done.discarded) == ((), {})
     assert (done.mean, done.median, done.length_mean) == (51 / 7, 6, 22 / 7)
@@ -198,7 +213,10 @@ def test_every_environment_contributes_a_share_that_is_fixed_in_advance() -> Non
 def test_max_t_stops_every_environment_and_reports_what_is_unfinished() -> None:
     done = evaluated(lengths(2, 5, 3), episodes=7, max_T=5)
     assert [(r.env_id, r.begin) for r in done.records] == [(0, 0), (2, 0), (0, 2), (1, 0)]
-    assert [(u.env_id, u.episode, u.steps, u.return_so_far) for u in done.unfinished] == [(0, 2, 1, 1), (2, 1, 2, 3)]
+    assert [(u.env_id, u.episode, u.steps, u.return_so_far) for u in done.unfinished] == [
+        (0, 2, 1, 1),
+        (2, 1, 2, 3),
+    ]
     assert [u.seed for u in done.unfinished] == [6, 5]
     assert (done.complete, done.stopped_by, done.frames) == (False, "max_T", 15)
     assert "incomplete: stopped by max_T, 2 unfinished" in str(done)
@@ -223,12 +241,19 @@ def test_max_frames_is_never_passed() -> None:
     T=st.integers(1, 11),
 )
 def test_counting_over_rollouts_equals_counting_step_by_step(
-    sizes: list[list[int]], episodes: int | None, max_trajectories: int | None, max_T: int, rule: Any, T: int
+    sizes: list[list[int]],
+    episodes: int | None,
+    max_trajectories: int | None,
+    max_T: int,
+    rule: Any,
+    T: int,
 ) -> None:
     n = len(sizes)
     judge = make_rule(rule, episodes, n)
     wanted = [judge.awaits(i) for i in range(n)]
-    run = Run(Plan(episodes, None, max_T, max_trajectories, rule), n, seed=0, seeded=True, version=0)
+    run = Run(
+        Plan(episodes, None, max_T, max_trajectories, rule), n, seed=0, seeded=True, version=0
+    )
     ids = np.arange(n) + n * np.zeros((T, 1), int)
     cycles = [itertools.cycle(size) for size in sizes]
     length, steps, number = [next(c) for c in cycles], [0] * n, [0] * n
@@ -243,7 +268,12 @@ def test_counting_over_rollouts_equals_counting_step_by_step(
         counted = [i for place, i in enumerate(judge.ended(ended)) if place < room]
         for i in ended:
             (expected if i in counted else left_out).append((i, number[i]))
-            steps[i], length[i], number[i], wanted[i] = 0, next(cycles[i]), number[i] + 1, judge.awaits(i)
+            steps[i], length[i], number[i], wanted[i] = (
+                0,
+                next(cycles[i]),
+                number[i] + 1,
+                judge.awaits(i),
+            )
         if len(expected) == episodes:
             stopped = "episodes"
         elif len(expected) == max_trajectories:
@@ -251,13 +281,21 @@ def test_counting_over_rollouts_equals_counting_step_by_step(
         elif t == max_T:
             stopped = "max_T"
     again = [itertools.cycle(size) for size in sizes]
-    ends = [list(itertools.takewhile(lambda e: e <= 100, itertools.accumulate(cycle))) for cycle in again]
+    ends = [
+        list(itertools.takewhile(lambda e: e <= 100, itertools.accumulate(cycle)))
+        for cycle in again
+    ]
     for begin in itertools.count(0, T):
         if run.stopped_by:
             break
         rows = run.rows(T, apart=False)
         assert rows == min(T, max_T - begin)
-        found = [(e, i, k) for i, of_env in enumerate(ends) for k, e in enumerate(of_env) if begin < e <= begin + rows]
+        found = [
+            (e, i, k)
+            for i, of_env in enumerate(ends)
+            for k, e in enumerate(of_env)
+            if begin < e <= begin + rows
+        ]
         records = [
             EpisodeRecord(0, i, 0.0, ends[i][k] - (ends[i][k - 1] if k else 0), True, False)
             for _, i, k in sorted(found, key=lambda entry: (-entry[1], entry[0]))
@@ -270,10 +308,13 @@ def test_counting_over_rollouts_equals_counting_step_by_step(
     assert [(u.env_id, u.episode, u.steps, u.return_so_far) for u in run.unfinished()] == going
 
 
-def test_an_environment_that_never_ends_is_an_error_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_that_never_ends_is_an_error_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(run_module, "ENDLESS", 60)
     with pytest.raises(
-        BadOption, match=r"environment 1 has been in one episode for over 60 steps.*max_frames_per_traj="
+        BadOption,
+        match=r"environment 1 has been in one episode for over 60 steps.*max_frames_per_traj=",
     ):
         evaluated(lengths(3, 10**9), episodes=4)
     done = evaluated(lengths(3, 10**9), episodes=4, max_frames_per_traj=50)
@@ -300,10 +341,12 @@ def test_whoever_watches_can_stop_it() -> None:
     assert [u.steps for u in done.unfinished] == [24, 24]
 
 
-# --- the same episodes -----------------------------------------------------------------------------
+# --- the same episodes ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"num_envs": 1}, {"num_envs": 3}, {"num_envs": 2, "num_workers": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_envs": 1}, {"num_envs": 3}, {"num_envs": 2, "num_workers": 2}]
+)
 def test_the_episodes_are_those_of_the_first_seeds_however_many_environments_share_them(
     options: dict[str, Any],
 ) -> None:
@@ -362,7 +405,7 @@ def test_batches_of_environments_are_seeded_once() -> None:
             done.video(2)
 
 
-# --- nobody is disturbed ---------------------------------------------------------------------------
+# --- nobody is disturbed --------------------------------------------------------------------------
 
 
 def state_of_the_process() -> list[Any]:
@@ -384,7 +427,9 @@ def test_random_streams_threads_grad_mode_and_the_policy_are_as_before(workers: 
     policy.train()
     random.seed(1), np.random.seed(2), torch.manual_seed(3), np.random.randn()
     before = state_of_the_process()
-    with Evaluator(Dice, policy, num_envs=2, num_workers=workers, exploration_type="random") as evaluator:
+    with Evaluator(
+        Dice, policy, num_envs=2, num_workers=workers, exploration_type="random"
+    ) as evaluator:
         evaluator.evaluate()
         if workers:
             evaluator.trigger()
@@ -407,7 +452,9 @@ def test_the_copy_that_acts_is_in_evaluation_mode() -> None:
     policy = Logits()
     for chosen in (policy, lambda obs: policy(obs)):
         for workers in (0, 1):
-            done = evaluated(functools.partial(Matching, 1), chosen, episodes=2, num_workers=workers)
+            done = evaluated(
+                functools.partial(Matching, 1), chosen, episodes=2, num_workers=workers
+            )
             assert done.mean == 1.0
     assert policy.mode.training
 
@@ -417,7 +464,9 @@ def test_a_training_collector_yields_the_same_bits_beside_an_evaluation() -> Non
     def collected(evaluator: Evaluator | None) -> list[Any]:
         found = []
         torch.manual_seed(11)
-        with Collector(Dice, GlobalDraws(), num_envs=2, frames_per_batch=64, total_frames=640, seed=4) as collector:
+        with Collector(
+            Dice, GlobalDraws(), num_envs=2, frames_per_batch=64, total_frames=640, seed=4
+        ) as collector:
             for batch in collector:
                 if evaluator is not None:
                     evaluator.trigger()
@@ -434,13 +483,15 @@ def test_a_training_collector_yields_the_same_bits_beside_an_evaluation() -> Non
     assert all(bool((a == b).all()) for a, b in zip(alone, beside, strict=True))
 
 
-# --- weights ---------------------------------------------------------------------------------------
+# --- weights --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_weights_are_those_of_the_moment_of_the_call(workers: int) -> None:
     policy = Constant(0)
-    with Evaluator(functools.partial(Matching, 4), policy, num_workers=workers, episodes=1) as evaluator:
+    with Evaluator(
+        functools.partial(Matching, 4), policy, num_workers=workers, episodes=1
+    ) as evaluator:
         set_action(policy, 5)
         assert evaluator.evaluate().mean == 0
         set_action(policy, 1)
@@ -469,7 +520,9 @@ class Shifted(nn.Module):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_part_of_the_policy_stands_for_all_of_it_and_other_parts_are_refused(num_workers: int) -> None:
+def test_a_part_of_the_policy_stands_for_all_of_it_and_other_parts_are_refused(
+    num_workers: int,
+) -> None:
     policy = Shifted(0, 7)
     env = functools.partial(Matching, 4)
     with Evaluator(env, policy, episodes=1, num_workers=num_workers) as evaluator:
@@ -486,7 +539,10 @@ def test_a_part_of_the_policy_stands_for_all_of_it_and_other_parts_are_refused(n
         ):
             assert evaluator.evaluate(source).mean == 2
         for part in (Constant(1), Constant(1).state_dict(), {"net": {"action": torch.tensor(1.0)}}):
-            with pytest.raises(BadWeights, match=r"missing \['shift'\].*Call evaluate\(\) to evaluate the policy that"):
+            with pytest.raises(
+                BadWeights,
+                match=r"missing \['shift'\].*Call evaluate\(\) to evaluate the policy that",
+            ):
                 evaluator.evaluate(part)
         assert evaluator.evaluate().mean == 2
 
@@ -508,7 +564,7 @@ def test_modules_of_an_importable_function_are_the_users_and_are_not_written_to(
     loss.backward()
 
 
-# --- in the background -----------------------------------------------------------------------------
+# --- in the background ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -529,7 +585,11 @@ def test_triggers_queue_up_and_each_has_the_weights_of_its_moment(pipe: str) -> 
         assert [evaluator.trigger(), evaluator.trigger(version="b")] == [1, 2]
         set_action(policy, 1)
         assert evaluator.trigger({"action": torch.tensor(0.0)}) == 3
-        assert (evaluator.poll(), evaluator.is_running(), evaluator.stats().waiting) == (None, True, 3)
+        assert (evaluator.poll(), evaluator.is_running(), evaluator.stats().waiting) == (
+            None,
+            True,
+            3,
+        )
         assert "busy" in repr(evaluator)
         with pytest.raises(CollectorBusy, match="in the background"):
             evaluator.evaluate()
@@ -548,7 +608,9 @@ def test_triggers_queue_up_and_each_has_the_weights_of_its_moment(pipe: str) -> 
 
 def test_who_is_busy_can_also_skip_or_refuse(pipe: str) -> None:
     for when_busy in ("skip", "raise"):
-        with Evaluator(functools.partial(Gated, pipe), num_workers=1, when_busy=when_busy) as evaluator:  # type: ignore[arg-type]
+        with Evaluator(
+            functools.partial(Gated, pipe), num_workers=1, when_busy=when_busy
+        ) as evaluator:  # type: ignore[arg-type]
             assert evaluator.trigger() == 1
             if when_busy == "skip":
                 assert (evaluator.trigger(), evaluator.stats().skipped) == (0, 1)
@@ -593,7 +655,7 @@ def test_shutdown_ends_what_hangs_and_leaves_nothing_behind(pipe: str) -> None:
             call()
 
 
-# --- failures --------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------
 
 
 def test_a_killed_worker_is_an_error_and_the_next_evaluation_has_a_new_one(tmp_path: Path) -> None:
@@ -607,19 +669,30 @@ def test_a_killed_worker_is_an_error_and_the_next_evaluation_has_a_new_one(tmp_p
 
 def test_restart_begins_the_evaluation_anew_and_accounts_for_what_was_lost(tmp_path: Path) -> None:
     make = functools.partial(KillsOnce, str(tmp_path / "mark"))
-    options: dict[str, Any] = {"num_workers": 2, "num_envs": 2, "episodes": 12, "on_failure": "restart"}
+    options: dict[str, Any] = {
+        "num_workers": 2,
+        "num_envs": 2,
+        "episodes": 12,
+        "on_failure": "restart",
+    }
     expected = evaluated(Dice, head(), **options)
     with Evaluator(make, head(), **options) as evaluator:
         evaluator.trigger()
         done = evaluator.wait(PATIENCE)
-        assert (done.records, done.unfinished) == (tuple(r._replace(version=1) for r in expected.records), ())
+        assert (done.records, done.unfinished) == (
+            tuple(r._replace(version=1) for r in expected.records),
+            (),
+        )
         assert evaluator.stats().restarts == 1
         assert done.discarded["restarted"] >= 0
 
 
 def test_an_environment_that_raises_in_this_process_can_be_begun_anew_too() -> None:
     RaisesOnce.raised = False
-    with Evaluator(RaisesOnce, head(), num_envs=2) as evaluator, pytest.raises(EnvError, match="once"):
+    with (
+        Evaluator(RaisesOnce, head(), num_envs=2) as evaluator,
+        pytest.raises(EnvError, match="once"),
+    ):
         evaluator.evaluate()
     RaisesOnce.raised = False
     with Evaluator(RaisesOnce, head(), num_envs=2, on_failure="restart") as evaluator:
@@ -675,7 +748,7 @@ def test_options_that_evaluations_have_no_use_for_are_refused() -> None:
         Evaluator(CountingEnv(3), num_workers=1)
 
 
-# --- what is found ---------------------------------------------------------------------------------
+# --- what is found --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -711,7 +784,10 @@ def test_the_figures_are_those_of_the_returns() -> None:
             done.index(which)
     assert "return 3.33" in str(done)
     assert json.loads(json.dumps(done.as_dict()))["records"][2]["episode_return"] == 6
-    assert repr(Evaluator("CartPole-v1")) == "Evaluator(CartPole-v1, episodes=10, rule='per_env', idle)"
+    assert (
+        repr(Evaluator("CartPole-v1"))
+        == "Evaluator(CartPole-v1, episodes=10, rule='per_env', idle)"
+    )
 
 
 def test_too_few_episodes_are_no_figures() -> None:
@@ -725,13 +801,15 @@ def test_too_few_episodes_are_no_figures() -> None:
         none.video("best")
 
 
-# --- videos ----------------------------------------------------------------------------------------
+# --- videos ---------------------------------------------------------------------------------------
 
 
 class Film(Dice):
     """Its picture is as bright as its time step says. Odd sizes."""
 
-    def __init__(self, longest: int = 9, render_mode: str | None = None, size: tuple[int, int] = (31, 47)) -> None:
+    def __init__(
+        self, longest: int = 9, render_mode: str | None = None, size: tuple[int, int] = (31, 47)
+    ) -> None:
         super().__init__(longest)
         self.render_mode, self.size = render_mode, size
         self.metadata = {"render_modes": ["rgb_array"], "render_fps": 10}
@@ -765,9 +843,13 @@ def test_a_video_shows_the_reset_and_every_step_of_the_episode(
         record = done.records[done.index(which)]
         path = done.video(which, tmp_path / "films")
         about, frames = pictures(path)
-        assert path.name.startswith(f"{which if isinstance(which, str) else 'episode'}-{done.index(which)}-return-")
+        assert path.name.startswith(
+            f"{which if isinstance(which, str) else 'episode'}-{done.index(which)}-return-"
+        )
         assert (len(frames), about["size"], about["fps"]) == (record.length + 1, (48, 32), 10)
-        assert [round(float(frame.mean()) / 20) for frame in frames] == list(range(record.length + 1))
+        assert [round(float(frame.mean()) / 20) for frame in frames] == list(
+            range(record.length + 1)
+        )
     assert len(list((tmp_path / "films").iterdir())) == 4
     assert not caplog.records  # of sizes that do not fit the format
 
@@ -780,7 +862,9 @@ ACTIONS = [
 
 
 @pytest.mark.parametrize("action", ACTIONS, ids=["integer", "vector", "dict"])
-def test_all_kinds_of_actions_are_repeated_over_rollouts_and_workers(tmp_path: Path, action: Any) -> None:
+def test_all_kinds_of_actions_are_repeated_over_rollouts_and_workers(
+    tmp_path: Path, action: Any
+) -> None:
     pytest.importorskip("imageio_ffmpeg")
 
     class Acting(Film):

@@ -30,7 +30,9 @@ PATIENCE = 60.0  # seconds after which a test gives up
 
 
 class Scenarios(gymnasium.Env[Any, Any]):
-    """Its seed is a scenario: the length of its episodes. Counts resets and steps, and names the seeds.
+    """Its seed is a scenario: the length of its episodes.
+
+    Counts resets and steps, and names the seeds.
 
     Args:
         lengths: lengths of its episodes, in turn; None: ``2 + seed % 3``.
@@ -40,7 +42,10 @@ class Scenarios(gymnasium.Env[Any, Any]):
     def __init__(self, lengths: Sequence[int] | None = None, scenarios: int = 10**6) -> None:
         self.observation_space = spaces.Box(0, 10**6, (2,), np.float32)
         self.action_space = spaces.Discrete(2)
-        self.lengths, self.scenarios = None if lengths is None else itertools.cycle(lengths), scenarios
+        self.lengths, self.scenarios = (
+            None if lengths is None else itertools.cycle(lengths),
+            scenarios,
+        )
         self.seeds: list[int | None] = []
         self.steps = 0
 
@@ -93,8 +98,17 @@ def test_there_are_as_many_resets_as_episodes_and_no_step_more(rule, num_envs):
             assert len(resets) == 10 * repeated
             if rule == "per_env":
                 assert resets == sorted([*range(10)] * repeated)
-            assert sum(env.steps for env in made) == repeated * done.frames == repeated * done.frames_counted
-            assert (done.started, done.discarded, done.uncounted, done.unfinished) == (10, {}, (), ())
+            assert (
+                sum(env.steps for env in made)
+                == repeated * done.frames
+                == repeated * done.frames_counted
+            )
+            assert (done.started, done.discarded, done.uncounted, done.unfinished) == (
+                10,
+                {},
+                (),
+                (),
+            )
             assert "more started" not in str(done)
 
 
@@ -109,7 +123,8 @@ def test_an_environment_whose_seeds_are_scenarios_is_never_asked_for_another_one
 
 
 @pytest.mark.parametrize(
-    ("groups", "num_envs", "episodes"), [(1, 8, 5), (2, 4, 5), (3, 2, 5), (3, 4, 7), (3, 4, 8), (4, None, 2)]
+    ("groups", "num_envs", "episodes"),
+    [(1, 8, 5), (2, 4, 5), (3, 2, 5), (3, 4, 7), (3, 4, 8), (4, None, 2)],
 )
 @pytest.mark.parametrize("alike", [True, False])
 def test_environments_that_take_no_part_are_not_made(groups, num_envs, episodes, alike):
@@ -128,7 +143,12 @@ def test_factories_keep_their_arguments_and_objects_are_closed():
 
     kwargs = [{"length": n} for n in (1, 2, 3)]
     with Evaluator([make] * 3, act, episodes=4, num_envs=2, create_env_kwargs=kwargs) as evaluator:
-        assert sorted((r.env_id, r.length) for r in evaluator.evaluate().records) == [(0, 1), (1, 1), (2, 2), (3, 2)]
+        assert sorted((r.env_id, r.length) for r in evaluator.evaluate().records) == [
+            (0, 1),
+            (1, 1),
+            (2, 2),
+            (3, 2),
+        ]
     closed: list[int] = []
 
     class Closed(Scenarios):
@@ -158,7 +178,11 @@ class Needed(NamedTuple):
 
 
 def needed(
-    name: RuleName, lengths: list[list[int]], episodes: int | None, most: int | None, max_T: int | None
+    name: RuleName,
+    lengths: list[list[int]],
+    episodes: int | None,
+    most: int | None,
+    max_T: int | None,
 ) -> Needed:
     """What an evaluation needs, step by step, with all ends known at once."""
     n = len(lengths)
@@ -197,7 +221,9 @@ def needed(
     most=st.one_of(st.none(), st.integers(1, 9)),
     max_T=st.one_of(st.none(), st.integers(1, 40)),
 )
-def test_groups_that_are_stepped_apart_do_what_one_group_does(lengths, groups, rule, episodes, most, max_T):
+def test_groups_that_are_stepped_apart_do_what_one_group_does(
+    lengths, groups, rule, episodes, most, max_T
+):
     if episodes is None and most is None and max_T is None:
         episodes = 5
     n = len(lengths)
@@ -279,7 +305,9 @@ def test_a_part_decides_as_the_rule_does_while_it_is_certain(name, lengths, epis
         ("first_done", 3, 3, 0),
     ],
 )
-def test_a_rule_is_certain_for_as_many_steps_as_short_episodes_allow(name, episodes, num_envs, certain):
+def test_a_rule_is_certain_for_as_many_steps_as_short_episodes_allow(
+    name, episodes, num_envs, certain
+):
     assert make_rule(name, episodes, num_envs).certain_steps == certain
     assert AtMost(make_rule("per_env", 100, num_envs), 7, num_envs).certain_steps == 6 // num_envs
 
@@ -295,7 +323,10 @@ def test_nothing_is_awaited_after_the_most_episodes():
 def test_the_actions_of_an_episode_are_found_in_rollouts_of_any_length():
     actions, begins = np.arange(2 * 12).reshape(12, 2), [0, 5, 6, 7]
     ends = [*begins[1:], 12]
-    padded = [np.pad(actions[b:e], ((0, 0 if e < 12 else 3), (0, 0))) for b, e in zip(begins, ends, strict=True)]
+    padded = [
+        np.pad(actions[b:e], ((0, 0 if e < 12 else 3), (0, 0)))
+        for b, e in zip(begins, ends, strict=True)
+    ]
     tape = Tape("env", [], 2, [{("action",): rows} for rows in padded], begins)
     for begin, length in itertools.product(range(12), range(1, 13)):
         if begin + length <= 12:
@@ -313,7 +344,9 @@ def test_a_first_done_rule_is_certain_as_long_as_it_cannot_be_complete():
 
 def test_limits_are_exact_when_environments_are_left_out():
     made: list[Scenarios] = []
-    with Evaluator(making_each(made, [[3], [40], [200]]), act, episodes=3, num_envs=3, max_frames=100) as evaluator:
+    with Evaluator(
+        making_each(made, [[3], [40], [200]]), act, episodes=3, num_envs=3, max_frames=100
+    ) as evaluator:
         done = evaluator.evaluate()
     # 3 steps of three environments, 37 of two, and the rest of one.
     assert [env.steps for env in made] == [3, 40, 57]
@@ -327,7 +360,9 @@ def test_limits_are_exact_when_environments_are_left_out():
 def test_batches_that_reset_themselves_say_what_they_did_besides():
     made: list[Scenarios] = []
     lengths = [[2], [3], [9]]
-    vector = SyncVectorEnv([making(made, each) for each in lengths], autoreset_mode=AutoresetMode.SAME_STEP)
+    vector = SyncVectorEnv(
+        [making(made, each) for each in lengths], autoreset_mode=AutoresetMode.SAME_STEP
+    )
     with Evaluator(vector, act, episodes=3) as evaluator:
         done = evaluator.evaluate()
         assert [(r.env_id, r.length) for r in done.records] == [(0, 2), (1, 3), (2, 9)]
@@ -341,7 +376,14 @@ def test_batches_that_reset_themselves_say_what_they_did_besides():
 def test_environments_on_tensors_go_on_to_the_end_of_a_rollout():
     with Evaluator(TorchCartPole(4), act, episodes=6) as evaluator:
         done, again = evaluator.evaluate(version=0), evaluator.evaluate(version=0)
-    assert sorted((r.env_id, r.episode) for r in done.records) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (3, 0)]
+    assert sorted((r.env_id, r.episode) for r in done.records) == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+        (2, 0),
+        (3, 0),
+    ]
     assert done.records == again.records
     end = max(record.begin + record.length for record in done.records)
     assert done.frames == 4 * end
@@ -354,7 +396,10 @@ def test_asynchronous_pools_give_what_synchronous_ones_give():
     make_async, _ = pools(5, 2, make=partial(CountingEnv, 3))
     found = []
     for source in (make, make_async):
-        with pytest.warns(UserWarning, match="seed"), Evaluator(source, act, episodes=12, seed=1) as evaluator:
+        with (
+            pytest.warns(UserWarning, match="seed"),
+            Evaluator(source, act, episodes=12, seed=1) as evaluator,
+        ):
             found.append(evaluator.evaluate())
     assert found[0].records == found[1].records
     assert found[0].discarded == found[1].discarded == {"uncounted": 9}

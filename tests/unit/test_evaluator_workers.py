@@ -1,4 +1,6 @@
-"""Resets and steps of evaluations and of ``collect(n_episode=)`` in workers, by environments that count them."""
+"""Resets and steps of evaluations and of ``collect(n_episode=)`` in workers, by environments that
+count them.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,13 @@ RULES = get_args(RuleName)
 
 
 class Counted(gymnasium.Env[Any, Any]):
-    """Its seed is a scenario, the length of its episodes: ``2 + seed % 3``. Notes resets and steps in a folder.
+    """Its seed is a scenario, the length of its episodes: ``2 + seed % 3``.
+
+    Notes resets and steps in a folder.
 
     Args:
-        kills_at: ends its process at this step of an episode, before it is noted, if the file ``armed`` exists.
+        kills_at: ends its process at this step of an episode, before it is noted, if the file
+            ``armed`` exists.
         lengths: of all episodes, by the number of the environment in its file.
     """
 
@@ -73,7 +78,9 @@ def act(obs: torch.Tensor) -> torch.Tensor:
         (2, 2, 11, "last_even"),
     ],
 )
-def test_workers_reset_as_often_as_there_are_episodes(tmp_path, num_workers, num_envs, episodes, rule):
+def test_workers_reset_as_often_as_there_are_episodes(
+    tmp_path, num_workers, num_envs, episodes, rule
+):
     options = {"num_workers": num_workers, "num_envs": num_envs, "episodes": episodes, "rule": rule}
     with Evaluator(partial(Counted, str(tmp_path)), act, **options) as evaluator:
         done = evaluator.evaluate()
@@ -81,7 +88,12 @@ def test_workers_reset_as_often_as_there_are_episodes(tmp_path, num_workers, num
         assert len(seeds) == episodes
         if rule == "per_env":
             assert sorted(seeds) == [*range(episodes)]
-        assert len(noted(tmp_path, "steps")) == done.frames == done.frames_counted == evaluator.stats().frames
+        assert (
+            len(noted(tmp_path, "steps"))
+            == done.frames
+            == done.frames_counted
+            == evaluator.stats().frames
+        )
         assert (done.started, done.discarded) == (episodes, {})
         evaluator.trigger()
         assert evaluator.wait(60).records == tuple(r._replace(version=2) for r in done.records)

@@ -39,7 +39,9 @@ EXAMPLES = Path(ppo_cartpole.__file__).parent
 
 def program(*command: str, cwd: Path, **environ: str) -> str:
     """What it says."""
-    done = subprocess.run(command, cwd=cwd, env=os.environ | environ, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        command, cwd=cwd, env=os.environ | environ, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -48,9 +50,12 @@ def test_only_the_bootstrap_from_next_observation_finds_the_true_value():
     found = truncation.main()
 
     assert found["right"] == pytest.approx(found["truth"], abs=1e-3)
-    # Solved by hand: of 5 steps at the wall one is cut, and loses all that follows or goes on from the start.
+    # Solved by hand: of 5 steps at the wall one is cut, and loses all that follows or goes on from
+    # the start.
     assert found["as_terminated"] == pytest.approx(0.9**5 / (1 - 0.9 * 4 / 5), abs=1e-3)
-    assert found["from_reset"] == pytest.approx(0.9**5 / (1 - 0.9 * 4 / 5 - 0.9 / 5 * 0.9**5), abs=1e-3)
+    assert found["from_reset"] == pytest.approx(
+        0.9**5 / (1 - 0.9 * 4 / 5 - 0.9 / 5 * 0.9**5), abs=1e-3
+    )
 
 
 def test_a_server_with_random_delays_is_asked_for_all_environments_at_once(capsys):
@@ -85,7 +90,8 @@ def last_row(said: str) -> tuple[int, float]:
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(
-    ("example", "frames"), [(dqn_cartpole, 2048), (ppo_lstm, 1024), (sac, 1056), (td3, 1056), (appo_vtrace, 1024)]
+    ("example", "frames"),
+    [(dqn_cartpole, 2048), (ppo_lstm, 1024), (sac, 1056), (td3, 1056), (appo_vtrace, 1024)],
 )
 def test_algorithms_run_and_print_the_rows_of_a_curve(example, frames, capsys):
     score = example.main(["--total-frames", str(frames), "--eval-episodes", "1"])
@@ -111,7 +117,12 @@ def test_values_of_last_observations_only_are_evaluated_for_atari():
     batch = TensorDict(
         {
             "state_value": value,
-            "next": {"observation": pictures, "reward": torch.full((2, 3, 1), 5.0), "done": done, "terminated": done},
+            "next": {
+                "observation": pictures,
+                "reward": torch.full((2, 3, 1), 5.0),
+                "done": done,
+                "terminated": done,
+            },
         },
         (2, 3),
     )
@@ -124,13 +135,17 @@ def test_values_of_last_observations_only_are_evaluated_for_atari():
     decay = ppo_atari.GAMMA * ppo_atari.LAMBDA
     assert torch.allclose(found[:, 2], last)
     assert torch.allclose(found[0, 1], 1 - value[0, 1])
-    assert torch.allclose(found[1, 1], 1 + ppo_atari.GAMMA * value[1, 2] - value[1, 1] + decay * last[1])
+    assert torch.allclose(
+        found[1, 1], 1 + ppo_atari.GAMMA * value[1, 2] - value[1, 1] + decay * last[1]
+    )
 
 
 def test_an_lstm_unrolls_to_the_states_with_which_muster_has_acted():
     torch.manual_seed(0)
     agent = ppo_lstm.Agent()
-    with Collector(ppo_lstm.make_env, agent, num_envs=4, frames_per_batch=4 * 64, seed=0) as collector:
+    with Collector(
+        ppo_lstm.make_env, agent, num_envs=4, frames_per_batch=4 * 64, seed=0
+    ) as collector:
         batch = collector.rollout()
     assert batch["next", "done"].any()
 
@@ -151,7 +166,9 @@ def test_vtrace_of_the_policy_that_acted_is_the_return():
     ends = {name: batch["next", name][..., 0] for name in ("terminated", "truncated", "done")}
     assert all(flags.any() for flags in ends.values())
     value, next_value = torch.randn(2, 3, 30)
-    value[:, 1:] = torch.where(ends["done"][:, :-1], value[:, 1:], next_value[:, :-1])  # one value per observation
+    value[:, 1:] = torch.where(
+        ends["done"][:, :-1], value[:, 1:], next_value[:, :-1]
+    )  # one value per observation
 
     target, advantage = appo_vtrace.vtrace(batch, batch["action_log_prob"], value, next_value)
 
@@ -166,7 +183,10 @@ def test_vtrace_of_the_policy_that_acted_is_the_return():
 
 def test_vtrace_clips_the_weight_of_probable_actions_and_reduces_that_of_improbable_ones():
     flags = {name: torch.zeros(1, 2, 1, dtype=torch.bool) for name in ("terminated", "done")}
-    batch = TensorDict({"action_log_prob": torch.zeros(1, 2), "next": {"reward": torch.ones(1, 2, 1), **flags}}, (1, 2))
+    batch = TensorDict(
+        {"action_log_prob": torch.zeros(1, 2), "next": {"reward": torch.ones(1, 2, 1), **flags}},
+        (1, 2),
+    )
     zero = torch.zeros(1, 2)
 
     target, _ = appo_vtrace.vtrace(batch, torch.tensor([[3.0, -(2.0**0.5)]]), zero, zero)
@@ -176,7 +196,9 @@ def test_vtrace_clips_the_weight_of_probable_actions_and_reduces_that_of_improba
 
 
 def test_a_simulator_that_crashes_loses_no_count(capsys):
-    stats = slow_simulator.main(["--total-frames", "1600", "--workers", "2", "--delay", "0", "--no-replay"])
+    stats = slow_simulator.main(
+        ["--total-frames", "1600", "--workers", "2", "--delay", "0", "--no-replay"]
+    )
 
     assert stats.frames == 1600
     assert stats.restarts > 0
@@ -214,13 +236,17 @@ def test_the_table_of_curves_is_that_of_the_results():
     for name in results:
         for runs in results[name]["runs"].values():
             frames = [run["rows"][-1][0] for run in runs]
-            assert max(frames) < 1.02 * min(frames), "the same for all seeds, but for batches of whole episodes"
+            assert max(frames) < 1.02 * min(frames), (
+                "the same for all seeds, but for batches of whole episodes"
+            )
 
 
 def test_examples_are_short():
     for path in EXAMPLES.glob("*.py"):
         assert len(path.read_text("utf-8").splitlines()) <= 150, path.name
-        assert path.name in curves.PAGE.read_text("utf-8"), f"docs/examples.md does not list {path.name}"
+        assert path.name in curves.PAGE.read_text("utf-8"), (
+            f"docs/examples.md does not list {path.name}"
+        )
 
 
 @pytest.mark.usefixtures("threads")
@@ -260,7 +286,14 @@ def test_torchrun_starts_two_nodes_of_one_program(tmp_path):
 @pytest.mark.slow
 def test_actors_of_a_cluster_share_the_work(tmp_path):
     ray = cluster()
-    command = (sys.executable, str(EXAMPLES / "ray_cluster.py"), "--address", "auto", "--total-frames", "10240")
+    command = (
+        sys.executable,
+        str(EXAMPLES / "ray_cluster.py"),
+        "--address",
+        "auto",
+        "--total-frames",
+        "10240",
+    )
 
     said = program(*command, cwd=tmp_path, RAY_ADDRESS=ray.address, **environment(ray.folder))
 
@@ -278,7 +311,10 @@ def test_the_manifest_for_kubernetes_asks_for_what_it_provides():
     interpreter, file, *arguments = spec["entrypoint"].split()
     asked = dict(zip(arguments[::2], arguments[1::2], strict=True))
 
-    assert (interpreter, file) == ("python", f"examples/{ray_cluster.__name__.rpartition('.')[2]}.py")
+    assert (interpreter, file) == (
+        "python",
+        f"examples/{ray_cluster.__name__.rpartition('.')[2]}.py",
+    )
     assert f"ray=={ray['rayVersion']}\n" in (EXAMPLES.parent / "constraints.txt").read_text()
     assert ray["authOptions"] == {"mode": "token"}
     assert int(asked["--nodes"]) == group["replicas"] == group["minReplicas"]
@@ -287,11 +323,18 @@ def test_the_manifest_for_kubernetes_asks_for_what_it_provides():
         ray_cluster.main([*arguments, "--help"])
 
 
-@pytest.mark.skipif(importlib.util.find_spec("submitit") is None, reason="submitit is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("submitit") is None, reason="submitit is not installed"
+)
 @pytest.mark.slow
 def test_nodes_are_jobs_of_submitit(tmp_path):
     said = program(
-        sys.executable, str(EXAMPLES / "slurm_submitit.py"), "--local", "--total-frames", "10240", cwd=tmp_path
+        sys.executable,
+        str(EXAMPLES / "slurm_submitit.py"),
+        "--local",
+        "--total-frames",
+        "10240",
+        cwd=tmp_path,
     )
 
     assert frames_of(said) == 10_240
@@ -299,4 +342,8 @@ def test_nodes_are_jobs_of_submitit(tmp_path):
 
 
 def frames_of(said: str) -> int:
-    return sum(int(line.split()[-4].replace(",", "")) for line in said.splitlines() if line.startswith("worker "))
+    return sum(
+        int(line.split()[-4].replace(",", ""))
+        for line in said.splitlines()
+        if line.startswith("worker ")
+    )

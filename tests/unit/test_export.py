@@ -59,7 +59,9 @@ def own_datasets(tmp_path, monkeypatch):
 
 def recorded(path, env, *, batches=4, frames=10, meta=None, **options):
     """A recording of random actions."""
-    collector = Collector(env, None, frames_per_batch=frames, total_frames=batches * frames, seed=0, **options)
+    collector = Collector(
+        env, None, frames_per_batch=frames, total_frames=batches * frames, seed=0, **options
+    )
     with collector, Recorder(path, meta=meta or {}) as recorder:
         for batch in collector:
             recorder.write(batch)
@@ -68,7 +70,9 @@ def recorded(path, env, *, batches=4, frames=10, meta=None, **options):
 
 def whole(recording):
     """The complete episodes."""
-    return [recording.episode(i) for i, episode in enumerate(recording.episodes) if episode.complete]
+    return [
+        recording.episode(i) for i, episode in enumerate(recording.episodes) if episode.complete
+    ]
 
 
 def same(found, expected):
@@ -91,10 +95,14 @@ def as_space(data, space, name, *, is_observation):
     """A column of an episode, nested as the space; observations with the one after the last step."""
     if isinstance(space, spaces.Dict):
         names = {key: (key if is_observation else (name, key)) for key in space}
-        return {key: as_space(data, space[key], names[key], is_observation=is_observation) for key in space}
+        return {
+            key: as_space(data, space[key], names[key], is_observation=is_observation)
+            for key in space
+        }
     if isinstance(space, spaces.Tuple):
         return tuple(
-            as_space(data, each, (name, str(i)), is_observation=is_observation) for i, each in enumerate(space)
+            as_space(data, each, (name, str(i)), is_observation=is_observation)
+            for i, each in enumerate(space)
         )
     rows = data[name]
     if is_observation:
@@ -104,7 +112,9 @@ def as_space(data, space, name, *, is_observation):
 
 
 class TestMinari:
-    @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(
+        max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    )
     @given(
         observation=st.sampled_from(OBSERVATIONS),
         action=st.sampled_from(ACTIONS),
@@ -120,7 +130,9 @@ class TestMinari:
         folder = tmp_path_factory.mktemp("run")
         recording = recorded(folder / "run", env, frames=T * (num_envs or 1), num_envs=num_envs)
         expected = whole(recording)
-        given_spaces = {"observation_space": observation, "action_space": action} if names_spaces else {}
+        given_spaces = (
+            {"observation_space": observation, "action_space": action} if names_spaces else {}
+        )
         if not expected:
             with pytest.raises(BadRecording, match="no complete episode"):
                 recording.to_minari(f"{folder.name}-v0", **given_spaces)
@@ -135,11 +147,19 @@ class TestMinari:
         assert done.left_out.get(UNFINISHED, 0) == len(recording.episodes) - len(expected)
         batches = list(load(f"minari:{folder.name}-v0"))
         for found, data, batch in zip(dataset.iterate_episodes(), expected, batches, strict=True):
-            same(found.observations, as_space(data, observation, "observation", is_observation=True))
+            same(
+                found.observations, as_space(data, observation, "observation", is_observation=True)
+            )
             same(found.actions, as_space(data, action, "action", is_observation=False))
-            for name, key in (("rewards", "reward"), ("terminations", "terminated"), ("truncations", "truncated")):
+            for name, key in (
+                ("rewards", "reward"),
+                ("terminations", "terminated"),
+                ("truncations", "truncated"),
+            ):
                 same(getattr(found, name), data["next", key].numpy()[:, 0])
-            for key, value in data.exclude(("collector", "traj_ids")).items(include_nested=True, leaves_only=True):
+            for key, value in data.exclude(("collector", "traj_ids")).items(
+                include_nested=True, leaves_only=True
+            ):
                 same(batch[key], value)
         for each in dataset.iterate_episodes() if not names_spaces and observation == BOX else ():
             assert all(map(dataset.observation_space.contains, each.observations))
@@ -147,7 +167,9 @@ class TestMinari:
     def test_infos_have_a_row_more_and_a_mask(self, tmp_path):
         recording = recorded(tmp_path / "run", partial(InfoEnv, 3), info=NAMES)
         recording.to_minari("infos-v0")
-        for found, data in zip(minari.load_dataset("infos-v0").iterate_episodes(), whole(recording), strict=True):
+        for found, data in zip(
+            minari.load_dataset("infos-v0").iterate_episodes(), whole(recording), strict=True
+        ):
             columns = data["info"].items(include_nested=True, leaves_only=True)
             assert columns
             for key, rows in columns:
@@ -160,7 +182,9 @@ class TestMinari:
                 same(value, torch.cat([rows, data[("next", "info", *path)][-1:]]).numpy())
 
     def test_a_known_environment_gives_its_spaces(self, tmp_path):
-        recording = recorded(tmp_path / "run", "CartPole-v1", frames=64, meta={"env": "CartPole-v1"})
+        recording = recorded(
+            tmp_path / "run", "CartPole-v1", frames=64, meta={"env": "CartPole-v1"}
+        )
         recording.to_minari("cart/random-v0", metadata={"algorithm_name": "random", "author": "us"})
         dataset = minari.load_dataset("cart/random-v0")
         assert (dataset.env_spec.id, dataset.action_space) == ("CartPole-v1", spaces.Discrete(2))
@@ -185,7 +209,9 @@ class TestMinari:
             recording.to_minari("compact-v0")
 
     def test_episodes_whose_end_is_unknown_are_left_out(self, tmp_path):
-        recording = recorded(tmp_path / "run", TorchCartPole(2, final_obs=False, max_steps=5), frames=24)
+        recording = recorded(
+            tmp_path / "run", TorchCartPole(2, final_obs=False, max_steps=5), frames=24
+        )
         with pytest.raises(BadRecording, match=r"18 left out \(the last observation is unknown\)"):
             recording.to_minari("cart-v0")
         assert recording.to_parquet(tmp_path / "steps.parquet").episodes == 18
@@ -194,8 +220,13 @@ class TestMinari:
         recording = recorded(tmp_path / "run", partial(CountingEnv, 3))
         recording.to_minari("counts-v0")
         found = load("minari:counts-v0")
-        assert (len(found), found.batches) == (sum(map(len, whole(recording))), len(whole(recording)))
-        assert [e.length for e in found.episodes] == [e.length for e in recording.episodes if e.complete]
+        assert (len(found), found.batches) == (
+            sum(map(len, whole(recording))),
+            len(whole(recording)),
+        )
+        assert [e.length for e in found.episodes] == [
+            e.length for e in recording.episodes if e.complete
+        ]
         assert [e.episode_return for e in found.episodes] == [
             e.episode_return for e in recording.episodes if e.complete
         ]
@@ -207,7 +238,10 @@ class TestMinari:
 def columns_of(recording):
     """All columns of the complete episodes, one after another; numbers as nested lists."""
     joined = torch.cat(whole(recording))
-    return {".".join(key if isinstance(key, tuple) else (key,)): value for key, value in joined.items(True, True)}
+    return {
+        ".".join(key if isinstance(key, tuple) else (key,)): value
+        for key, value in joined.items(True, True)
+    }
 
 
 def rows_of(value):
@@ -216,7 +250,9 @@ def rows_of(value):
 
 @pytest.mark.parametrize(("observation", "action"), PAIRS)
 def test_parquet_has_a_row_per_step(tmp_path, observation, action):
-    recording = recorded(tmp_path / "run", partial(SpaceEnv, observation, action, 3), frames=21, num_envs=3)
+    recording = recorded(
+        tmp_path / "run", partial(SpaceEnv, observation, action, 3), frames=21, num_envs=3
+    )
     done = recording.to_parquet(tmp_path / "steps.parquet")
     table = pq.read_table(tmp_path / "steps.parquet")
     lengths = [len(data) for data in whole(recording)]
@@ -225,7 +261,9 @@ def test_parquet_has_a_row_per_step(tmp_path, observation, action):
     assert table["step"].to_pylist() == [t for length in lengths for t in range(length)]
     expected = columns_of(recording)
     assert set(table.column_names) == {"episode", "step", *expected}
-    hf = datasets.load_dataset("parquet", data_files=str(done.path), split="train", cache_dir=str(tmp_path / "hf"))
+    hf = datasets.load_dataset(
+        "parquet", data_files=str(done.path), split="train", cache_dir=str(tmp_path / "hf")
+    )
     for name, value in expected.items():
         flat = name.startswith(("next.", "collector.")) and "observation" not in name
         flat = flat or name in ("done", "terminated", "truncated")
@@ -264,7 +302,9 @@ class TestLeRobot:
 
     @pytest.mark.parametrize(("observation", "action"), PAIRS)
     def test_torchrl_reads_what_was_recorded(self, tmp_path, monkeypatch, observation, action):
-        recording = recorded(tmp_path / "run", partial(SpaceEnv, observation, action, 3), frames=21, num_envs=3)
+        recording = recorded(
+            tmp_path / "run", partial(SpaceEnv, observation, action, 3), frames=21, num_envs=3
+        )
         done = recording.to_lerobot(tmp_path / "out", fps=10, task="count")
         found = self.snapshot(done.path, monkeypatch)
         columns = LeRobotExperienceReplay._extract_columns(found)
@@ -278,15 +318,17 @@ class TestLeRobot:
         ends = np.cumsum(lengths).tolist()
         assert [row["dataset_to_index"] for row in found.episodes] == ends
         names = {"observation.state": "observation", "observation.image": "observation"}
-        names |= {f"observation.{key}": key for key in ("a", "n")} | {"observation.images.pixels": "pixels"}
+        names |= {f"observation.{key}": key for key in ("a", "n")} | {
+            "observation.images.pixels": "pixels"
+        }
         names |= {f"observation.{i}": ("observation", str(i)) for i in range(2)}
         checked = 0
         for name, column in columns.items():
             if name in names and name not in found.video_keys:
                 wanted = rows_of(joined[names[name]])
-                assert torch.equal(column, wanted.float() if wanted.is_floating_point() else wanted), (
-                    "torch's default dtype"
-                )
+                assert torch.equal(
+                    column, wanted.float() if wanted.is_floating_point() else wanted
+                ), "torch's default dtype"
             elif name.startswith(("action", "next.")):
                 assert torch.equal(column, rows_of(joined[tuple(name.split("."))]))
             else:
@@ -307,7 +349,10 @@ class TestLeRobot:
         frames = read_mp4(tmp_path / "out/videos/observation.image/chunk-000/file-000.mp4")
         expected = torch.cat(whole(recording))["observation"].movedim(1, 3).numpy()
         assert frames.shape == expected.shape
-        assert np.abs(frames.astype(int).mean((1, 2, 3)) - expected.astype(int).mean((1, 2, 3))).max() < 8
+        assert (
+            np.abs(frames.astype(int).mean((1, 2, 3)) - expected.astype(int).mean((1, 2, 3))).max()
+            < 8
+        )
 
     def test_statistics_are_those_of_all_frames(self, tmp_path):
         recording = recorded(tmp_path / "run", partial(SpaceEnv, BOX, ACTIONS[0], 3), frames=21)
@@ -326,7 +371,11 @@ class TestLeRobot:
         found = self.snapshot(done.path, monkeypatch)
         paths, counts = found.video_segments("observation.image")
         assert len(paths) > 3
-        assert [Path(path).parent.name for path in paths[:3]] == ["chunk-000", "chunk-000", "chunk-001"]
+        assert [Path(path).parent.name for path in paths[:3]] == [
+            "chunk-000",
+            "chunk-000",
+            "chunk-001",
+        ]
         assert counts == [len(read_mp4(path)) for path in paths]
         spans: dict[tuple[int, int], list[float]] = {}
         name = "videos/observation.image"
@@ -370,7 +419,10 @@ def test_a_lost_workers_episodes_are_not_exported(tmp_path):
     dies = Fault(Signalled(signal.SIGKILL), at=25)
     envs = [partial(OracleEnv, counts, 0, 1, dies), partial(OracleEnv, counts, 1)]
     options = {"frames_per_batch": 20, "total_frames": 200, "seed": 0, "on_failure": "restart"}
-    with MultiSyncCollector(envs, None, **options) as collector, Recorder(tmp_path / "run", meta={}) as recorder:
+    with (
+        MultiSyncCollector(envs, None, **options) as collector,
+        Recorder(tmp_path / "run", meta={}) as recorder,
+    ):
         for batch in collector:
             recorder.write(batch)
     recording = load(tmp_path / "run")
@@ -389,10 +441,26 @@ def test_a_lost_workers_episodes_are_not_exported(tmp_path):
 def test_the_command_line_exports(tmp_path, capsys):
     assert main(["collect", "CartPole-v1", "--frames", "1000", "--out", str(tmp_path / "run")]) == 0
     assert isinstance(load(tmp_path / "run"), Recording)
-    for kind, out in (("minari", "cart-v0"), ("lerobot", tmp_path / "le"), ("parquet", tmp_path / "p.parquet")):
+    for kind, out in (
+        ("minari", "cart-v0"),
+        ("lerobot", tmp_path / "le"),
+        ("parquet", tmp_path / "p.parquet"),
+    ):
         assert main(["export", str(tmp_path / "run"), "--to", kind, "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert said.count("episodes, ") == 3
     assert "left out" in said
-    assert main(["export", str(tmp_path / "none"), "--to", "parquet", "--out", str(tmp_path / "q.parquet")]) == 2
+    assert (
+        main(
+            [
+                "export",
+                str(tmp_path / "none"),
+                "--to",
+                "parquet",
+                "--out",
+                str(tmp_path / "q.parquet"),
+            ]
+        )
+        == 2
+    )
     assert minari.load_dataset("cart-v0").env_spec.id == "CartPole-v1"

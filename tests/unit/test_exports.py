@@ -32,7 +32,17 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 BLOCKED = [
-    *("ray", "torchrl", "tianshou", "submitit", "jax", "envpool", "pettingzoo", "dm_env", "stable_baselines3"),
+    *(
+        "ray",
+        "torchrl",
+        "tianshou",
+        "submitit",
+        "jax",
+        "envpool",
+        "pettingzoo",
+        "dm_env",
+        "stable_baselines3",
+    ),
     *("ale_py", "imageio_ffmpeg", "tensorboard", "rich", "tyro", "minari", "pyarrow"),
 ]
 
@@ -70,17 +80,22 @@ print(json.dumps(told))
 
 
 def test_without_extras_every_public_name_is_there_and_says_what_it_needs_when_it_is_used():
-    done = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True, timeout=110)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True, timeout=110
+    )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    # What stands in for another library says which one is missing, as that library's own import would.
+    # What stands in for another library says which one is missing, as that library's own import
+    # would.
     assert told["absent"] == {
         "muster.compat.sb3": "stable_baselines3",
         "muster.compat.tianshou": "tianshou",
         "muster.compat.torchrl": "torchrl",
         "muster.compat.torchrl.collectors": "torchrl",
     }
-    assert {"muster", "muster.weights", "muster.policies", "muster.compat.rlpyt"} <= set(told["shown"])
+    assert {"muster", "muster.weights", "muster.policies", "muster.compat.rlpyt"} <= set(
+        told["shown"]
+    )
     assert len(told["refused"]) == 4
     assert all("pip install 'muster-rl[" in message for message in told["refused"]), told["refused"]
     assert set(told["refused"].values()) == {"ModuleNotFoundError"}

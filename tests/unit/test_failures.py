@@ -30,9 +30,27 @@ from muster.errors import (
     WorkerHung,
 )
 from muster.testing import FaultyEnv
-from muster.workers.failures import SentError, Where, died, hung, innermost_user_frame, oom_kills, pack, thread_stack
+from muster.workers.failures import (
+    SentError,
+    Where,
+    died,
+    hung,
+    innermost_user_frame,
+    oom_kills,
+    pack,
+    thread_stack,
+)
 
-WHERE = {"worker": 1, "pid": 4711, "generation": 0, "env_ids": (5,), "row": 3, "episode": 2, "step": 17, "seed": 42}
+WHERE = {
+    "worker": 1,
+    "pid": 4711,
+    "generation": 0,
+    "env_ids": (5,),
+    "row": 3,
+    "episode": 2,
+    "step": 17,
+    "seed": 42,
+}
 
 
 class TwoArguments(Exception):
@@ -73,10 +91,15 @@ def raised(error: BaseException) -> BaseException:
         return caught
 
 
-def by_env(make: Callable[[], BaseException], *, at: int = 3, on_reset: bool = False) -> BaseException:
+def by_env(
+    make: Callable[[], BaseException], *, at: int = 3, on_reset: bool = False
+) -> BaseException:
     """What a collector says when an environment raises; the collector is in process."""
     env = FaultyEnv(at, error=make, on_reset=on_reset)
-    with Collector(env, None, frames_per_batch=6) as collector, pytest.raises(BaseException) as caught:  # noqa: PT011
+    with (
+        Collector(env, None, frames_per_batch=6) as collector,
+        pytest.raises(BaseException) as caught,  # noqa: PT011
+    ):
         collector.rollout()
     return caught.value
 
@@ -101,7 +124,13 @@ def test_an_error_of_an_environment_arrives_with_place_original_and_traceback() 
     assert lines[-2].strip() == "raise self.error()"
     assert type(error.__cause__) is ValueError
     assert error.__cause__.args == ("boom",)
-    assert (error.worker, error.env_id, error.seed, error.phase, error.crash_report) == (1, 5, 42, "step", None)
+    assert (error.worker, error.env_id, error.seed, error.phase, error.crash_report) == (
+        1,
+        5,
+        42,
+        "step",
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,7 +156,11 @@ def test_what_does_not_survive_pickling_arrives_as_text(make: Callable[[], Excep
     assert type(cause) is RemoteError
     name = type(make()).__qualname__
     assert cause.type_name.endswith(f"test_failures.{name}")
-    expected = {"TwoArguments": "1 and 2", "Holds": "holds", "Mute": "<could not be shown: RuntimeError>"}
+    expected = {
+        "TwoArguments": "1 and 2",
+        "Holds": "holds",
+        "Mute": "<could not be shown: RuntimeError>",
+    }
     assert str(cause) == f"{cause.type_name}: {expected.get(name, 'mine')}"
     assert "raise error" in cause.traceback
     assert cause.traceback in str(error)
@@ -139,7 +172,9 @@ def test_exceptions_that_hold_lambdas_survive() -> None:
     assert cause.what() == 7
 
 
-@pytest.mark.parametrize("make", [lambda: SystemExit(3), KeyboardInterrupt, lambda: GeneratorExit("x")])
+@pytest.mark.parametrize(
+    "make", [lambda: SystemExit(3), KeyboardInterrupt, lambda: GeneratorExit("x")]
+)
 def test_what_is_no_exception_ends_nothing_and_arrives(make: Callable[[], BaseException]) -> None:
     name = type(make()).__name__
     error = carried(raised(make()))
@@ -157,7 +192,9 @@ def test_notes_come_along() -> None:
     assert error.__cause__.__notes__ == ["the third level", "of the maze"]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("kind", [BadEnvOutput, PolicyError, BadWeights, errors.UnsupportedEnv, errors.RemoteError])
+@pytest.mark.parametrize(
+    "kind", [BadEnvOutput, PolicyError, BadWeights, errors.UnsupportedEnv, errors.RemoteError]
+)
 def test_errors_of_muster_keep_their_class(kind: type[MusterError]) -> None:
     error = carried(kind("what happened"))
     assert type(error) is kind
@@ -195,7 +232,10 @@ def test_an_error_that_knows_its_environment_says_which() -> None:
     assert carried(error, env_ids=(4, 5, 6)).env_id is None
     assert "one of the environments 4, 5, 6" in str(carried(error, env_ids=(4, 5, 6)))
     error.env_index = 2
-    assert (carried(error, env_ids=(4, 5, 6)).env_id, carried(error, env_ids=(4, 5, 6)).env_index) == (6, 2)
+    assert (
+        carried(error, env_ids=(4, 5, 6)).env_id,
+        carried(error, env_ids=(4, 5, 6)).env_index,
+    ) == (6, 2)
     assert "environment 6," in str(carried(error, env_ids=(4, 5, 6)))
 
 
@@ -215,29 +255,45 @@ def test_endless_texts_are_shortened() -> None:
     assert "In a worker, phase step" in str(failure.error())
 
 
-# --- deaths ----------------------------------------------------------------------------------------
+# --- deaths ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("exitcode", "kills", "expected"),
     [
-        (-9, 0, "was killed by SIGKILL during step. Another program sent SIGKILL: the out-of-memory killer"),
-        (-9, 1, "SIGKILL during step. Probably out of memory: the kernel has killed 1 process of this control group"),
+        (
+            -9,
+            0,
+            "was killed by SIGKILL during step. Another program sent SIGKILL: the out-of-memory killer",
+        ),
+        (
+            -9,
+            1,
+            "SIGKILL during step. Probably out of memory: the kernel has killed 1 process of this control group",
+        ),
         (-9, 3, "the kernel has killed 3 processes of"),
         (-11, 0, "was killed by SIGSEGV during step. That is a crash in native code"),
         (-11, 2, "That is a crash in native code"),
         (-15, 0, "was killed by SIGTERM during step. Muster did not send that signal."),
         (-250, 0, "was killed by signal 250"),
         (0, 0, "ended with exit code 0 during step. No end was requested"),
-        (1, 0, "the worker could not go on (closed descriptors, for example): see standard error for a traceback."),
+        (
+            1,
+            0,
+            "the worker could not go on (closed descriptors, for example): see standard error for a traceback.",
+        ),
         (7, 0, "ended with exit code 7"),
         (None, 0, "ended in an unknown way during step. Another part of this program reaped"),
     ],
 )
-def test_a_death_says_how_and_what_that_may_mean(exitcode: int | None, kills: int, expected: str) -> None:
+def test_a_death_says_how_and_what_that_may_mean(
+    exitcode: int | None, kills: int, expected: str
+) -> None:
     error = died(Where(**WHERE), phase="step", exitcode=exitcode, oom_kills=kills)
     assert type(error) is WorkerDied
-    assert str(error).startswith("Worker 1 (pid 4711), environment 5, step 17 of its episode 2, row 3, seed 42 ")
+    assert str(error).startswith(
+        "Worker 1 (pid 4711), environment 5, step 17 of its episode 2, row 3, seed 42 "
+    )
     assert expected in str(error)
     assert (error.worker, error.env_id, error.phase, error.exitcode) == (1, 5, "step", exitcode)
     assert type(pickle.loads(pickle.dumps(error))) is WorkerDied
@@ -247,8 +303,12 @@ def test_a_crash_shows_where_it_was(tmp_path: Path) -> None:
     (tmp_path / "native.py").write_text(
         "import ctypes, faulthandler\nfaulthandler.enable()\ndef step():\n    ctypes.string_at(0)\nstep()\n"
     )
-    done = subprocess.run([sys.executable, tmp_path / "native.py"], capture_output=True, text=True, check=False)
-    error = died(Where(worker=0, generation=2), phase="step", exitcode=done.returncode, stack=done.stderr)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "native.py"], capture_output=True, text=True, check=False
+    )
+    error = died(
+        Where(worker=0, generation=2), phase="step", exitcode=done.returncode, stack=done.stderr
+    )
     assert done.returncode == -signal.SIGSEGV
     assert str(error).startswith("Worker 0 (restart 2) was killed by SIGSEGV during step.")
     assert f"It was at {tmp_path / 'native.py'}:4 in step." in str(error)
@@ -259,7 +319,7 @@ def test_processes_killed_for_memory_are_counted() -> None:
     assert oom_kills() >= 0
 
 
-# --- hangs -----------------------------------------------------------------------------------------
+# --- hangs ----------------------------------------------------------------------------------------
 
 
 def a_stack(call: Callable[[Callable[[], None]], Any]) -> str:
@@ -308,15 +368,23 @@ def test_the_users_frame_is_found_below_installed_ones_and_in_musters_thread() -
     assert innermost_user_frame(without_user) == f"{stdlib}:2 in read"
     without_muster = stack.replace(muster, "/home/u")
     assert innermost_user_frame(without_muster) == "/home/u/third.py:1 in main"
-    assert innermost_user_frame(f'Thread 0x2:\n  File "{muster}/a.py", line 7 in b') == f"{muster}/a.py:7 in b"
+    assert (
+        innermost_user_frame(f'Thread 0x2:\n  File "{muster}/a.py", line 7 in b')
+        == f"{muster}/a.py:7 in b"
+    )
     assert innermost_user_frame("nothing to see") is None
 
 
 def test_a_hang_without_a_stack_says_why() -> None:
     plain = str(hung(Where(worker=1), phase="reset", seconds=1, deadline=0.5))
-    assert plain.startswith("Worker 1 has been in reset for 1.0 s; its deadline is 0.5 s. Its stack could not be taken")
+    assert plain.startswith(
+        "Worker 1 has been in reset for 1.0 s; its deadline is 0.5 s. Its stack could not be taken"
+    )
     stopped = str(hung(Where(worker=1), phase="reset", seconds=1, deadline=0.5, stopped=True))
-    assert "The process is stopped (SIGSTOP, or a debugger), so its stack could not be taken." in stopped
+    assert (
+        "The process is stopped (SIGSTOP, or a debugger), so its stack could not be taken."
+        in stopped
+    )
     assert "Stack of" not in plain + stopped
 
 

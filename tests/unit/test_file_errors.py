@@ -1,4 +1,6 @@
-"""Files that cannot be written or read: a typed error with the path and the remedy, in time, and nothing is changed."""
+"""Files that cannot be written or read: a typed error with the path and the remedy, in time, and
+nothing is changed.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ ROOT = os.geteuid() == 0
 needs_root = pytest.mark.skipif(not ROOT, reason="makes device files and file systems")
 
 
-# --- what writes and reads -----------------------------------------------------------------------------
+# --- what writes and reads ------------------------------------------------------------------------
 
 
 def crash_report() -> CrashReport:
@@ -62,7 +64,9 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recorded(path: Path) -> Path:
-    with Collector(CountingEnv, None, frames_per_batch=12, total_frames=48, record=path) as collector:
+    with Collector(
+        CountingEnv, None, frames_per_batch=12, total_frames=48, record=path
+    ) as collector:
         list(collector)
     return path
 
@@ -76,7 +80,9 @@ def timeline(path: Path) -> None:
 
 
 def profile(path: Path) -> None:
-    profiler = RolloutProfiler(ProfileConfig(num_rollouts=1, warmup_rollouts=0, activities=["cpu"], save_path=path))
+    profiler = RolloutProfiler(
+        ProfileConfig(num_rollouts=1, warmup_rollouts=0, activities=["cpu"], save_path=path)
+    )
     profiler.start()
     torch.ones(3).sum()
     profiler.step()
@@ -91,12 +97,16 @@ def log(logger: Any) -> None:
 def autosaved(folder: Path) -> None:
     from muster import Autosave
 
-    with Collector(CountingEnv, None, frames_per_batch=12, autosave=Autosave(folder, every=1e-9)) as collector:
+    with Collector(
+        CountingEnv, None, frames_per_batch=12, autosave=Autosave(folder, every=1e-9)
+    ) as collector:
         collector.next()
 
 
 def watched(folder: Path) -> None:
-    with Collector(CountingEnv, None, frames_per_batch=12, watch=Watch(folder, address=None)) as collector:
+    with Collector(
+        CountingEnv, None, frames_per_batch=12, watch=Watch(folder, address=None)
+    ) as collector:
         collector.next()
 
 
@@ -120,7 +130,14 @@ FOLDERS: dict[str, Callable[[Path], Any]] = {  # of files in a folder
     "watch": watched,
 }
 WITH_RUN = ("parquet", "lerobot", "crash report", "png")  # they write what another test has made
-OWN_FOLDERS = {"timeline", "profile", "jsonl", "parquet", "lerobot", *FOLDERS}  # they create the folders above
+OWN_FOLDERS = {
+    "timeline",
+    "profile",
+    "jsonl",
+    "parquet",
+    "lerobot",
+    *FOLDERS,
+}  # they create the folders above
 
 
 def png(run: Path, path: Path) -> None:
@@ -129,7 +146,9 @@ def png(run: Path, path: Path) -> None:
 
 
 @pytest.fixture
-def write(request: pytest.FixtureRequest, moves: CrashReport, recording: Path) -> Callable[[str, Path], Any]:
+def write(
+    request: pytest.FixtureRequest, moves: CrashReport, recording: Path
+) -> Callable[[str, Path], Any]:
     def call(name: str, path: Path) -> Any:
         if name == "parquet":
             pytest.importorskip("pyarrow")
@@ -145,7 +164,9 @@ def write(request: pytest.FixtureRequest, moves: CrashReport, recording: Path) -
 
 
 def in_time(call: Callable[[], Any], within_s: float = 120.0) -> Any:
-    """The result of a call; a call that does not end fails the test instead of stopping all of them."""
+    """The result of a call; a call that does not end fails the test instead of stopping all of
+    them.
+    """
     found: list[Any] = []
 
     def run() -> None:
@@ -163,7 +184,7 @@ def in_time(call: Callable[[], Any], within_s: float = 120.0) -> Any:
     return found[0]
 
 
-# --- writing -------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
 def fifo(path: Path) -> None:
@@ -188,7 +209,13 @@ def listening(path: Path) -> None:
         made.bind(str(path))
 
 
-PLACES = {"fifo": fifo, "folder": folder, "device": device, "link to a device": link_to_device, "socket": listening}
+PLACES = {
+    "fifo": fifo,
+    "folder": folder,
+    "device": device,
+    "link to a device": link_to_device,
+    "socket": listening,
+}
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -211,7 +238,9 @@ def test_what_is_no_ordinary_file_is_not_written_to_and_stays(name, place, tmp_p
 def test_a_file_in_the_place_of_a_folder_is_named(name, tmp_path, write):
     (tmp_path / "file").write_text("precious")
     path = tmp_path / "file" / "out.mp4"
-    with pytest.raises(MusterError, match=r"file.* (Not a directory|File exists|is a file|exists)") as caught:
+    with pytest.raises(
+        MusterError, match=r"file.* (Not a directory|File exists|is a file|exists)"
+    ) as caught:
         in_time(lambda: write(name, path))
     assert str(tmp_path / "file") in str(caught.value)
     assert (tmp_path / "file").read_text() == "precious"
@@ -235,7 +264,9 @@ def test_a_missing_folder_is_created_or_named(name, tmp_path, write):
         write(name, path)
         assert path.exists()
         return
-    with pytest.raises(FileError, match=f"^{path} cannot be written: No such file or directory. Check the path"):
+    with pytest.raises(
+        FileError, match=f"^{path} cannot be written: No such file or directory. Check the path"
+    ):
         write(name, path)
 
 
@@ -246,9 +277,15 @@ def test_where_nothing_may_be_created_the_path_is_named(name, write):
         in_time(lambda: write(name, Path("/proc/muster.mp4")))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
-@pytest.mark.parametrize("name", ["state", "timeline", "jsonl", "tensorboard", "parquet", "lerobot", "crash report"])
-def test_a_full_disk_is_an_error_with_path_and_remedy_and_the_call_can_be_repeated(name, tmp_path, write):
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)  # of TensorBoard's thread
+@pytest.mark.parametrize(
+    "name", ["state", "timeline", "jsonl", "tensorboard", "parquet", "lerobot", "crash report"]
+)
+def test_a_full_disk_is_an_error_with_path_and_remedy_and_the_call_can_be_repeated(
+    name, tmp_path, write
+):
     path = tmp_path / "out.mp4"
     existing = name in ("state", "timeline", "crash report")
     if existing:
@@ -276,12 +313,17 @@ def test_an_autosave_on_a_full_disk_loses_nothing(tmp_path):
     options: Any = {"frames_per_batch": 12, "seed": 0}
     with Collector(CountingEnv, None, **options) as collector:
         expected = [collector.next()["observation"].clone() for _ in range(3)]
-    with Collector(CountingEnv, None, autosave=Autosave(tmp_path / "states", every=1e-9), **options) as collector:
+    with Collector(
+        CountingEnv, None, autosave=Autosave(tmp_path / "states", every=1e-9), **options
+    ) as collector:
         assert torch.equal(collector.next()["observation"], expected[0])
         [state] = (tmp_path / "states").iterdir()
         before = load_state(state)["engine"]
         for _ in range(2):
-            with files_limited_to(100), pytest.raises(FileError, match=rf"^{state} cannot be written: .*ulimit -f"):
+            with (
+                files_limited_to(100),
+                pytest.raises(FileError, match=rf"^{state} cannot be written: .*ulimit -f"),
+            ):
                 collector.next()
             assert load_state(state)["engine"].keys() == before.keys()
         assert torch.equal(collector.next()["observation"], expected[1])
@@ -290,10 +332,18 @@ def test_an_autosave_on_a_full_disk_loses_nothing(tmp_path):
 
 def test_a_logger_on_a_full_disk_stops_the_iteration_with_the_path_and_loses_nothing(tmp_path):
     logger = JsonlLogger(tmp_path / "log")
-    with logger, Collector(CountingEnv, None, frames_per_batch=12, total_frames=36, logger=logger) as collector:
+    with (
+        logger,
+        Collector(
+            CountingEnv, None, frames_per_batch=12, total_frames=36, logger=logger
+        ) as collector,
+    ):
         batches = iter(collector)
         next(batches)
-        with files_limited_to(logger.path.stat().st_size + 20), pytest.raises(HookError, match=str(logger.path)):
+        with (
+            files_limited_to(logger.path.stat().st_size + 20),
+            pytest.raises(HookError, match=str(logger.path)),
+        ):
             next(batches)
         assert len(list(collector)) >= 1
         assert collector.stats().frames == 36
@@ -301,7 +351,10 @@ def test_a_logger_on_a_full_disk_stops_the_iteration_with_the_path_and_loses_not
 
 def test_crash_reports_from_elsewhere_are_written_whole_or_not_at_all(tmp_path):
     directory = CrashDirectory(tmp_path / "crashes")
-    with files_limited_to(5), pytest.warns(UserWarning, match=rf"No crash report .*{tmp_path}.*cannot be written"):
+    with (
+        files_limited_to(5),
+        pytest.warns(UserWarning, match=rf"No crash report .*{tmp_path}.*cannot be written"),
+    ):
         assert directory.put("a.crash", b"1234567890") is None
     assert list((tmp_path / "crashes").iterdir()) == []
     path = directory.put("a.crash", b"1234567890")
@@ -309,7 +362,9 @@ def test_crash_reports_from_elsewhere_are_written_whole_or_not_at_all(tmp_path):
     assert path.read_bytes() == b"1234567890"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     (tmp_path / "file").touch()
-    with pytest.warns(UserWarning, match=rf"No crash report .*{tmp_path / 'file'} cannot be used as a folder"):
+    with pytest.warns(
+        UserWarning, match=rf"No crash report .*{tmp_path / 'file'} cannot be used as a folder"
+    ):
         CrashDirectory(tmp_path / "file").put("a.crash", b"1")
 
 
@@ -359,12 +414,17 @@ def test_a_file_system_without_space(tmp_path):
     if "this needs root" in made.stderr:
         pytest.skip("no mounts here")
     film_error, nothing, state_error, unchanged = made.stdout.splitlines()
-    assert f"{tmp_path / 'a.mp4'} cannot be written: ffmpeg ended before the video was complete." in film_error
+    assert (
+        f"{tmp_path / 'a.mp4'} cannot be written: ffmpeg ended before the video was complete."
+        in film_error
+    )
     assert "TMPDIR" in film_error
     assert nothing == "False []"
     place = tmp_path / "small" / "state"
-    assert state_error == f"state: {place} cannot be written: No space left on device. Free space on its disk, or " + (
-        "choose another path."
+    assert (
+        state_error
+        == f"state: {place} cannot be written: No space left on device. Free space on its disk, or "
+        + ("choose another path.")
     )
     assert unchanged == "True"
 
@@ -390,7 +450,10 @@ BOX = (16).to_bytes(4, "big")
         (BOX + b"ftyp" + bytes(8) + BOX + b"moov" + bytes(8), True),
         (BOX + b"ftyp" + bytes(8) + BOX + b"moov" + bytes(7), False),
         (BOX + b"moov" + bytes(8) + BOX, False),
-        (BOX + b"moov" + bytes(8) + bytes(4) + b"mdat", False),  # of unknown size: the writer did not come back to it
+        (
+            BOX + b"moov" + bytes(8) + bytes(4) + b"mdat",
+            False,
+        ),  # of unknown size: the writer did not come back to it
         (b"\0\0\0\1mdat" + (24).to_bytes(8, "big") + bytes(8) + BOX + b"moov" + bytes(8), True),
         (b"\0\0\0\1mdat" + (99).to_bytes(8, "big") + bytes(8) + BOX + b"moov" + bytes(8), False),
     ],
@@ -403,8 +466,19 @@ def test_a_film_that_was_cut_is_recognised(tmp_path, content, complete):
 def test_a_picture_is_written_whole_and_under_its_name(tmp_path, capsys):
     watched(tmp_path / "run")
     os.mkfifo(tmp_path / "fifo.png")
-    for name, message in (("fifo.png", "it is a FIFO"), ("none/a.png", "No such file"), ("a.rubbish", "rubbish")):
-        assert in_time(lambda name=name: main(["watch", str(tmp_path / "run"), "--png", str(tmp_path / name)])) == 2
+    for name, message in (
+        ("fifo.png", "it is a FIFO"),
+        ("none/a.png", "No such file"),
+        ("a.rubbish", "rubbish"),
+    ):
+        assert (
+            in_time(
+                lambda name=name: main(
+                    ["watch", str(tmp_path / "run"), "--png", str(tmp_path / name)]
+                )
+            )
+            == 2
+        )
         error = capsys.readouterr().err
         assert str(tmp_path / name) in error
         assert message in error
@@ -420,12 +494,19 @@ def test_a_picture_is_written_whole_and_under_its_name(tmp_path, capsys):
 def test_standard_output_on_a_full_disk_is_one_line(arguments):
     with open("/dev/full", "wb") as full:
         made = subprocess.run(
-            [sys.executable, "-m", "muster", *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            [sys.executable, "-m", "muster", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
         )
-    assert (made.returncode, made.stderr) == (2, "muster: the output cannot be written: No space left on device.\n")
+    assert (made.returncode, made.stderr) == (
+        2,
+        "muster: the output cannot be written: No space left on device.\n",
+    )
 
 
-# --- reading -------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 
 def loaded(path: Path) -> None:
@@ -508,7 +589,7 @@ def test_links_to_files_are_followed_when_read_and_replaced_when_written(tmp_pat
     assert load_state(tmp_path / "link") == {"n": 2}
 
 
-# --- the error itself ----------------------------------------------------------------------------------
+# --- the error itself -----------------------------------------------------------------------------
 
 
 def test_a_file_error_is_an_error_of_the_system_and_one_of_muster(tmp_path):
@@ -516,7 +597,11 @@ def test_a_file_error_is_an_error_of_the_system_and_one_of_muster(tmp_path):
         write_whole(tmp_path, [b""])
     error = caught.value
     assert isinstance(error, MusterError)
-    assert (error.errno, error.strerror, error.filename) == (errno.EISDIR, "it is a folder", str(tmp_path))
+    assert (error.errno, error.strerror, error.filename) == (
+        errno.EISDIR,
+        "it is a folder",
+        str(tmp_path),
+    )
     assert str(error) == f"{tmp_path} cannot be written: it is a folder. Give the path of a file."
     assert isinstance(error, IsADirectoryError), "as Python calls it"
     assert type(error).__name__ == "FileError"
@@ -540,7 +625,9 @@ def test_a_file_that_is_open_stays_readable_and_no_descriptor_is_left(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == before
     make_folder(tmp_path / "x" / "y")
     make_folder(tmp_path / "x" / "y")
-    with pytest.raises(FileError, match=r"a cannot be used as a folder: File exists\. A file has that name"):
+    with pytest.raises(
+        FileError, match=r"a cannot be used as a folder: File exists\. A file has that name"
+    ):
         make_folder(tmp_path / "a")
 
 
@@ -548,5 +635,7 @@ def test_a_damaged_state_is_still_told_from_one_that_cannot_be_read(tmp_path):
     (tmp_path / "a").write_bytes(b"rubbish")
     with pytest.raises(BadCheckpoint, match="damaged"):
         load_state(tmp_path / "a")
-    with pytest.raises(BadCheckpoint, match=rf"{tmp_path} cannot be read: it is a folder\. Give the path of a file"):
+    with pytest.raises(
+        BadCheckpoint, match=rf"{tmp_path} cannot be read: it is a folder\. Give the path of a file"
+    ):
         load_state(tmp_path)

@@ -1,4 +1,6 @@
-"""Frame counts that travel: the main process has the numbers of the node, and gives up nothing twice."""
+"""Frame counts that travel: the main process has the numbers of the node, and gives up nothing
+twice.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ def counts() -> FrameCounters:
 def result(executed: int, lost: int, *, complete: bool) -> RolloutResult:
     discarded = {"env_error": min(lost, executed)} if lost else {}
     return RolloutResult(
-        1, 0, executed=executed, discarded=discarded, timing=Timing(1.0, 2.0, 3.0, 6.0), lost=not complete
+        1,
+        0,
+        executed=executed,
+        discarded=discarded,
+        timing=Timing(1.0, 2.0, 3.0, 6.0),
+        lost=not complete,
     )
 
 
@@ -53,7 +60,11 @@ def test_what_has_arrived_is_what_was_counted(events: list[tuple[str, Any]]) -> 
             told = now
         else:
             getattr(theirs, name)(given_)
-    assert (ours.executed, +ours.discarded, ours.in_flight) == (theirs.executed, +theirs.discarded, theirs.in_flight)
+    assert (ours.executed, +ours.discarded, ours.in_flight) == (
+        theirs.executed,
+        +theirs.discarded,
+        theirs.in_flight,
+    )
     assert ours.timing == theirs.timing
 
 

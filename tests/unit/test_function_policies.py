@@ -15,14 +15,16 @@ from muster.errors import BadOption, BadPolicyOutput, PolicyError
 from muster.testing import CountingEnv, SpaceEnv
 from tests.tools import collect, column, counting, joined, recorded
 
-NESTED = spaces.Dict({"a": spaces.Box(-1, 1, (2,)), "b": spaces.Tuple((spaces.Discrete(3), spaces.Text(3)))})
+NESTED = spaces.Dict(
+    {"a": spaces.Box(-1, 1, (2,)), "b": spaces.Tuple((spaces.Discrete(3), spaces.Text(3)))}
+)
 
 
 def zeros(obs: Any) -> torch.Tensor:
     return torch.zeros(obs.shape[:-1], dtype=torch.int64)
 
 
-# --- what it gets ----------------------------------------------------------------------------------
+# --- what it gets ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("num_envs", "shape"), [(None, (2,)), (1, (1, 2)), (3, (3, 2))])
@@ -73,7 +75,7 @@ def test_modules_and_methods_and_objects_are_functions():
         assert column(collect(counting(4), policy, frames_per_batch=4), "action") == [0, 1, 0, 1]
 
 
-# --- what it may return ----------------------------------------------------------------------------
+# --- what it may return ---------------------------------------------------------------------------
 
 
 ONE = {
@@ -101,7 +103,11 @@ MANY = {
 
 @pytest.mark.parametrize("name", ONE)
 def test_actions_of_one_environment(name):
-    assert column(collect(counting(), lambda obs: ONE[name], frames_per_batch=3), "action") == [1, 1, 1]
+    assert column(collect(counting(), lambda obs: ONE[name], frames_per_batch=3), "action") == [
+        1,
+        1,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("name", MANY)
@@ -151,7 +157,7 @@ def test_extras_cannot_take_the_names_of_the_batch(name):
         collect(counting(), lambda obs: (0, {name: torch.tensor(1.0)}), frames_per_batch=3)
 
 
-# --- no batch dimension ----------------------------------------------------------------------------
+# --- no batch dimension ---------------------------------------------------------------------------
 
 
 class SecondOfBatch(nn.Module):
@@ -178,7 +184,9 @@ def fails_without_a_batch(kind: str) -> Any:
     return TensorDictModule(SecondOfBatch(), ["observation"], ["action"])
 
 
-@pytest.mark.parametrize("kind", ["function", "state", "module", "head", "td function", "td module"])
+@pytest.mark.parametrize(
+    "kind", ["function", "state", "module", "head", "td function", "td module"]
+)
 def test_a_policy_that_misses_the_batch_dimension_is_told_of_num_envs(kind):
     options = {"frames_per_batch": 4, "obs_dtype": torch.float32}
     with pytest.raises(
@@ -192,18 +200,23 @@ def test_a_policy_that_misses_the_batch_dimension_is_told_of_num_envs(kind):
 
 
 def test_with_a_batch_dimension_or_another_cause_nothing_is_said_of_num_envs():
-    for policy, options in ((lambda obs: obs[:, 7], {"num_envs": 2}), (nn.Linear(2, 2).double(), {"obs_dtype": "env"})):
+    for policy, options in (
+        (lambda obs: obs[:, 7], {"num_envs": 2}),
+        (nn.Linear(2, 2).double(), {"obs_dtype": "env"}),
+    ):
         with pytest.raises(PolicyError) as info:
             collect(counting(), policy, frames_per_batch=4, **options)
         assert "num_envs" not in str(info.value)
 
 
 def test_an_action_with_a_batch_dimension_too_many_names_num_envs():
-    with pytest.raises(BadPolicyOutput, match=r"with shape \(1,\), expected \(\)\. Without num_envs="):
+    with pytest.raises(
+        BadPolicyOutput, match=r"with shape \(1,\), expected \(\)\. Without num_envs="
+    ):
         collect(counting(), lambda obs: torch.zeros(1, dtype=torch.long), frames_per_batch=4)
 
 
-# --- recurrent state -------------------------------------------------------------------------------
+# --- recurrent state ------------------------------------------------------------------------------
 
 STATES = {
     "tensor": (lambda s: s, lambda s: s),
@@ -214,7 +227,9 @@ STATES = {
 
 
 def counting_state(form: str) -> Any:
-    """A policy whose state counts the steps of the episode from 1, and which shows what it was given."""
+    """A policy whose state counts the steps of the episode from 1, and which shows what it was
+    given.
+    """
     wrap, unwrap = STATES[form]
 
     def policy(obs: torch.Tensor, state: Any) -> Any:
@@ -228,7 +243,9 @@ def counting_state(form: str) -> Any:
 @pytest.mark.parametrize("T", [2, 5, 10])
 def test_state_is_carried_and_zeroed_where_an_episode_ended(form, T):
     lengths = iter([2, 3, 100])
-    with Collector(lambda: CountingEnv(next(lengths)), counting_state(form), num_envs=3, frames_per_batch=3 * T) as c:
+    with Collector(
+        lambda: CountingEnv(next(lengths)), counting_state(form), num_envs=3, frames_per_batch=3 * T
+    ) as c:
         batch = joined(c, 10 // T)
     expected = [[t % 2 for t in range(10)], [t % 3 for t in range(10)], list(range(10))]
     assert column(batch, "given") == expected
@@ -239,7 +256,10 @@ def test_state_is_carried_and_zeroed_where_an_episode_ended(form, T):
 @pytest.mark.parametrize("name", ["state", "hidden", "carry"])
 def test_the_second_parameter_makes_a_policy_recurrent_by_its_name(name):
     space: dict[str, Any] = {"torch": torch}
-    exec(f"def policy(obs, {name}): return 0, torch.ones(1) + (0 if {name} is None else {name})", space)
+    exec(
+        f"def policy(obs, {name}): return 0, torch.ones(1) + (0 if {name} is None else {name})",
+        space,
+    )
     batch = collect(counting(3), space["policy"], frames_per_batch=5)
     assert batch["recurrent_state"].flatten().tolist() == [0, 1, 2, 0, 1]
 
@@ -257,14 +277,20 @@ def test_a_state_changed_in_place_is_still_stored_as_each_step_began():
 def test_an_observation_that_has_the_states_name_is_refused():
     space = spaces.Dict({"recurrent_state": spaces.Box(0, 1, (1,))})
     with pytest.raises(BadOption, match="'recurrent_state'"):
-        collect(lambda: SpaceEnv(space, spaces.Discrete(2)), counting_state("tensor"), frames_per_batch=3)
+        collect(
+            lambda: SpaceEnv(space, spaces.Discrete(2)),
+            counting_state("tensor"),
+            frames_per_batch=3,
+        )
 
 
 def test_a_recurrent_policy_must_return_its_state():
     def policy(obs: Any, state: Any) -> Any:
         return torch.tensor(0)
 
-    with pytest.raises(BadPolicyOutput, match=r"takes a state, so it must return \(action, state\)"):
+    with pytest.raises(
+        BadPolicyOutput, match=r"takes a state, so it must return \(action, state\)"
+    ):
         collect(counting(), policy, frames_per_batch=3)
 
 
@@ -273,11 +299,14 @@ def test_a_state_keeps_its_shape(later):
     def policy(obs: Any, state: Any) -> Any:
         return 0, torch.zeros(1) if state is None else later
 
-    with Collector(CountingEnv, policy, frames_per_batch=3) as collector, pytest.raises(BadPolicyOutput):
+    with (
+        Collector(CountingEnv, policy, frames_per_batch=3) as collector,
+        pytest.raises(BadPolicyOutput),
+    ):
         collector.rollout()
 
 
-# --- in-place changes ------------------------------------------------------------------------------
+# --- in-place changes -----------------------------------------------------------------------------
 
 
 def test_changing_the_observation_in_place_is_refused():
@@ -297,13 +326,17 @@ def test_in_place_layers_are_refused_and_harmless_ones_are_not():
     assert len(collect(counting(), lambda obs: later(obs)[0].long() * 0, frames_per_batch=3)) == 3
 
 
-# --- networks whose output is the action -------------------------------------------------------------
+# --- networks whose output is the action ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", [8, 600], ids=["numpy executor", "torch executor"])
 @pytest.mark.parametrize("num_envs", [None, 2])
-def test_a_network_of_known_layers_runs_in_the_executor_with_equal_actions(width, num_envs, request):
-    net = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+def test_a_network_of_known_layers_runs_in_the_executor_with_equal_actions(
+    width, num_envs, request
+):
+    net = nn.Sequential(
+        nn.Linear(3, width), nn.Tanh(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)
+    )
     options = {"num_envs": num_envs, "frames_per_batch": 8, "seed": 0}
     with (
         Collector("Pendulum-v1", net, **options) as fast,
@@ -317,7 +350,9 @@ def test_a_network_of_known_layers_runs_in_the_executor_with_equal_actions(width
         assert fast.stats().policy_path in request.node.name
         assert slow.stats().policy_path == "module"
         net[0] = nn.Linear(3, width)  # another layer: planned again
-        torch.testing.assert_close(fast.rollout()["action"], slow.rollout()["action"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            fast.rollout()["action"], slow.rollout()["action"], rtol=1e-4, atol=1e-5
+        )
 
 
 def test_inference_mode_can_be_switched_off_and_lazy_parameters_stay_trainable():

@@ -61,7 +61,7 @@ def insist(collector: Any) -> tuple[list[Any], int]:
             errors += 1
 
 
-# --- everywhere ------------------------------------------------------------------------------------
+# --- everywhere -----------------------------------------------------------------------------------
 
 EVERYWHERE = {
     "here": partial(Collector),
@@ -95,7 +95,9 @@ def test_every_collector_calls_its_hooks_and_delivers_what_they_write(where):
         env_id = batch[IDS] % 4
         assert torch.equal(
             batch[REWARD][..., 0],
-            batch["next", "observation"][..., 1] + 10 * batch["observation"][..., 1] + 1000 * env_id,
+            batch["next", "observation"][..., 1]
+            + 10 * batch["observation"][..., 1]
+            + 1000 * env_id,
         )
     for episode in episodes:
         length = int(episode["observation"][0, 0])
@@ -120,7 +122,9 @@ def test_an_error_of_on_step_in_a_worker_says_where_and_loses_nothing(backend):
 
     options: Any = {"frames_per_batch": 8, "total_frames": 16, "backend": backend}
     with MultiSyncCollector([counting(3)], None, on_step=fail_once, **options) as c:
-        with pytest.raises(HookError, match=r"on_step raised ZeroDivisionError: mine.*worker 0") as caught:
+        with pytest.raises(
+            HookError, match=r"on_step raised ZeroDivisionError: mine.*worker 0"
+        ) as caught:
             next(iter(c))
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
         assert caught.value.crash_report is None, "there is nothing to replay"
@@ -131,7 +135,7 @@ def test_an_error_of_on_step_in_a_worker_says_where_and_loses_nothing(backend):
         assert c.stats().restarts == 0
 
 
-# --- on_step ---------------------------------------------------------------------------------------
+# --- on_step --------------------------------------------------------------------------------------
 
 
 def test_on_step_sees_complete_rows_with_the_true_next_observations():
@@ -166,7 +170,9 @@ def test_what_on_step_writes_is_in_the_batch_and_in_the_returns_of_episodes():
         assert column(batch, *REWARD) == [[10, 20, 30, 10]] * 2
         assert (batch["action"] == 1).all()
         assert batch["next", "observation"][0, :, 1].tolist() == [1, 2, -1, 1]
-        assert batch["observation"][0, :, 1].tolist() == [0, 1, 2, 0], "the next row is not the next observation"
+        assert batch["observation"][0, :, 1].tolist() == [0, 1, 2, 0], (
+            "the next row is not the next observation"
+        )
         assert [e.episode_return for e in c.episodes] == [60, 60]
 
 
@@ -207,7 +213,10 @@ def test_on_step_cannot_change_what_happened_nor_look_at_what_is_not_made_yet():
                 c.rollout()
             assert isinstance(caught.value.__cause__, BadOption)
         with Collector(
-            counting(9), None, frames_per_batch=2, on_step=lambda s: s["next", "terminated"].fill(True)
+            counting(9),
+            None,
+            frames_per_batch=2,
+            on_step=lambda s: s["next", "terminated"].fill(True),
         ) as c:
             with pytest.raises(HookError, match="read-only"):
                 c.rollout()
@@ -222,7 +231,9 @@ def test_after_an_error_of_on_step_the_next_call_goes_on_after_its_row(row):
     rows: list[int] = []
     fails = FailsAt(row, then=lambda step: rows.append(step.t))
     with Collector(lengths(2, 3), zeros, **options, on_step=fails) as c:
-        with pytest.raises(HookError, match="on_step raised ZeroDivisionError: mine. The row is complete"):
+        with pytest.raises(
+            HookError, match="on_step raised ZeroDivisionError: mine. The row is complete"
+        ):
             next(iter(c))
         for batch, other in zip(c, expected, strict=True):
             assert_same(batch, other)
@@ -235,10 +246,15 @@ def test_on_step_gets_tensors_where_environments_step_on_a_device():
     env = TorchEnvs(TorchCartPole(3, max_steps=2))
     env.device = torch.device("cpu")  # takes every path that a GPU takes
     options = RolloutOptions(num_threads=None)
-    group = Group(env, batch_shape=(3,), env_ids=np.arange(3), total_envs=3, rng=GroupRng(0), options=options)
+    group = Group(
+        env, batch_shape=(3,), env_ids=np.arange(3), total_envs=3, rng=GroupRng(0), options=options
+    )
     policy = RandomPolicy(env.sample, (3,))
     group.prime(policy)
-    slot = Slot(Layout(4, 3, lane_columns(env, policy.columns(), options), batch_shape=(3,)), torch.device("cpu"))
+    slot = Slot(
+        Layout(4, 3, lane_columns(env, policy.columns(), options), batch_shape=(3,)),
+        torch.device("cpu"),
+    )
     seen = []
 
     def shape(step: Any) -> None:
@@ -253,7 +269,7 @@ def test_on_step_gets_tensors_where_environments_step_on_a_device():
     assert [e.episode_return for e in group.episodes] == [3.0] * 6
 
 
-# --- rendering -------------------------------------------------------------------------------------
+# --- rendering ------------------------------------------------------------------------------------
 
 
 class RendersEnv(CountingEnv):
@@ -271,7 +287,11 @@ def test_rendering_shows_every_environment_after_every_step_and_on_step_before()
     factory, made = recorded(lambda i: RendersEnv(2 + i))
     steps = []
     with Collector(
-        factory, None, num_envs=2, frames_per_batch=6, on_step=lambda s: steps.append(len(made[1].rendered))
+        factory,
+        None,
+        num_envs=2,
+        frames_per_batch=6,
+        on_step=lambda s: steps.append(len(made[1].rendered)),
     ) as c:
         group = c._engine.groups[0]
         group.watch = rendering(group, 0.0)
@@ -288,7 +308,9 @@ def test_who_cannot_render_says_so_and_loses_nothing():
     with Collector(Blind, None, frames_per_batch=2) as c:
         group = c._engine.groups[0]
         group.watch = rendering(group, 0)
-        with pytest.raises(HookError, match=r"render raised NotImplementedError: no eyes.*render_mode"):
+        with pytest.raises(
+            HookError, match=r"render raised NotImplementedError: no eyes.*render_mode"
+        ):
             c.rollout()
         group.watch = None
         assert column(c.rollout(), *REWARD) == [1, 2]
@@ -296,11 +318,14 @@ def test_who_cannot_render_says_so_and_loses_nothing():
 
 @pytest.mark.parametrize("seconds", [-1, True, "fast", float("nan")])
 def test_rendering_waits_for_seconds_and_nothing_else(seconds):
-    with Collector(counting(3), None, frames_per_batch=2) as c, pytest.raises(BadOption, match="render="):
+    with (
+        Collector(counting(3), None, frames_per_batch=2) as c,
+        pytest.raises(BadOption, match="render="),
+    ):
         rendering(c._engine.groups[0], seconds)
 
 
-# --- on_episode_done, where rows are delivered as they come ----------------------------------------
+# --- on_episode_done, where rows are delivered as they come ---------------------------------------
 
 
 def shown(episode: Any) -> tuple[int, list[float]]:
@@ -322,8 +347,15 @@ def test_every_episode_is_shown_whole_once_and_in_order_of_its_end(each, T, less
     B = len(each)
     frames = T * B - min(less, B - 1)  # where that is not divisible, episodes are still whole
     episodes, batches = [], []
-    options: Any = {"num_envs": B, "frames_per_batch": frames, "reset_when_done": not waits, "layout": layout}
-    with Collector(lengths(*each), None, on_episode_done=lambda e: episodes.append(shown(e)), **options) as c:
+    options: Any = {
+        "num_envs": B,
+        "frames_per_batch": frames,
+        "reset_when_done": not waits,
+        "layout": layout,
+    }
+    with Collector(
+        lengths(*each), None, on_episode_done=lambda e: episodes.append(shown(e)), **options
+    ) as c:
         for _ in range(5):
             batch = c.next().clone()
             batches.append(batch if layout == "batch_major" else batch.permute(1, 0))
@@ -335,7 +367,9 @@ def test_every_episode_is_shown_whole_once_and_in_order_of_its_end(each, T, less
 
 def test_columns_for_rows_that_were_delivered_are_an_error_that_names_the_way_out():
     options: Any = {"frames_per_batch": 4, "total_frames": 8}
-    with Collector(counting(2), None, on_episode_done=lambda e: {"a": np.zeros(len(e))}, **options) as c:
+    with Collector(
+        counting(2), None, on_episode_done=lambda e: {"a": np.zeros(len(e))}, **options
+    ) as c:
         with pytest.raises(HookError, match=r"collect\(n_episode=...\), trajs_per_batch"):
             next(iter(c))
         batches, errors = insist(c)
@@ -360,7 +394,9 @@ def test_after_an_error_the_batch_comes_and_every_episode_is_shown_until_it_was_
 def test_a_collector_that_was_loaded_shows_the_next_whole_episodes(layout):
     def make(seen: list[Any]) -> Collector:
         options: Any = {"num_envs": 2, "frames_per_batch": 8, "seed": 0, "layout": layout}
-        return Collector(lengths(3, 5), None, on_episode_done=lambda e: seen.append(shown(e)), **options)
+        return Collector(
+            lengths(3, 5), None, on_episode_done=lambda e: seen.append(shown(e)), **options
+        )
 
     before: list[Any] = []
     after: list[Any] = []
@@ -376,12 +412,15 @@ def test_a_collector_that_was_loaded_shows_the_next_whole_episodes(layout):
     assert after == before[3:], "1 and 2 were going on"
 
 
-# --- on_episode_done, where batches are whole episodes ---------------------------------------------
+# --- on_episode_done, where batches are whole episodes --------------------------------------------
 
 
 def returns_to_go(episode: Any) -> dict[Any, Any]:
     reward = episode["next", "reward"][:, 0].numpy()
-    return {"return": reward[::-1].cumsum()[::-1], ("next", "left"): torch.arange(len(episode)).flip(0)[:, None]}
+    return {
+        "return": reward[::-1].cumsum()[::-1],
+        ("next", "left"): torch.arange(len(episode)).flip(0)[:, None],
+    }
 
 
 @pytest.mark.parametrize("buffered", [False, True])
@@ -406,10 +445,19 @@ def test_an_error_in_the_middle_of_a_group_shows_nothing_twice_and_keeps_the_col
         seen.append(int(episode[IDS][0]))
         return {"number": torch.full((len(episode),), len(seen))}
 
-    options: Any = {"frames_per_batch": 6, "total_frames": 6, "trajs_per_batch": 3, "traj_format": layout}
+    options: Any = {
+        "frames_per_batch": 6,
+        "total_frames": 6,
+        "trajs_per_batch": 3,
+        "traj_format": layout,
+    }
     postproc = FailsAt(0)
-    with Collector(counting(2), None, on_episode_done=FailsAt(1, then=mark), postproc=postproc, **options) as c:
-        with pytest.raises(HookError, match=r"on_episode_done raised ZeroDivisionError: mine.*with this episode"):
+    with Collector(
+        counting(2), None, on_episode_done=FailsAt(1, then=mark), postproc=postproc, **options
+    ) as c:
+        with pytest.raises(
+            HookError, match=r"on_episode_done raised ZeroDivisionError: mine.*with this episode"
+        ):
             next(iter(c))
         with pytest.raises(ZeroDivisionError):
             next(iter(c))
@@ -426,7 +474,10 @@ def test_an_error_in_the_middle_of_a_group_shows_nothing_twice_and_keeps_the_col
         ({"a": 1.0}, r"a has shape \[\]"),
         ({"a": ["x", "y"]}, "a is no array of numbers"),
         ({("collector", "a"): np.zeros(2)}, "outside of 'collector'"),
-        ({"b": np.zeros(2)}, r"returned b \[\] torch.float64 for this episode, and a \[\] torch.float64 for the first"),
+        (
+            {"b": np.zeros(2)},
+            r"returned b \[\] torch.float64 for this episode, and a \[\] torch.float64 for the first",
+        ),
         ({}, "returned no columns for this episode"),
         (None, "returned no columns for this episode"),
         ({"a": np.zeros((2, 1))}, r"returned a \[1\] torch.float64"),
@@ -460,12 +511,14 @@ def test_groups_that_were_saved_get_their_columns_after_a_load():
 def test_a_batch_that_was_shown_to_its_end_and_comes_again_is_shown_again():
     seen = []
     hook = EpisodeHook(lambda episode: seen.append(len(episode)), 1)
-    batch = TensorDict({DONE: torch.tensor([[False], [True], [True]]), IDS: torch.tensor([0, 0, 1])}, [3])
+    batch = TensorDict(
+        {DONE: torch.tensor([[False], [True], [True]]), IDS: torch.tensor([0, 0, 1])}, [3]
+    )
     assert hook.whole(hook.whole(batch)) is batch
     assert seen == [2, 1, 2, 1]
 
 
-# --- when asked ------------------------------------------------------------------------------------
+# --- when asked -----------------------------------------------------------------------------------
 
 
 def test_episodes_that_were_asked_for_get_columns_and_steps_that_were_asked_for_show_theirs():
@@ -491,7 +544,7 @@ def test_episodes_that_were_asked_for_get_columns_and_steps_that_were_asked_for_
         assert_accounted(c)
 
 
-# --- on_batch, and what else can fail on the way out -----------------------------------------------
+# --- on_batch, and what else can fail on the way out ----------------------------------------------
 
 
 def test_no_function_that_succeeded_is_called_again_for_a_batch_that_another_kept():
@@ -509,10 +562,18 @@ def test_no_function_that_succeeded_is_called_again_for_a_batch_that_another_kep
 
         return function
 
-    options: Any = {"frames_per_batch": 4, "total_frames": 4, "replay_buffer": (buffer := Extends(refuses=1))}
+    options: Any = {
+        "frames_per_batch": 4,
+        "total_frames": 4,
+        "replay_buffer": (buffer := Extends(refuses=1)),
+    }
     options |= {"postproc": once("postproc", KeyError), "on_batch": once("on_batch", ValueError)}
     with Collector(counting(3), None, **options) as c:
-        for error, message in ((KeyError, "mine"), (HookError, "on_batch raised ValueError: mine"), (OSError, "full")):
+        for error, message in (
+            (KeyError, "mine"),
+            (HookError, "on_batch raised ValueError: mine"),
+            (OSError, "full"),
+        ):
             with pytest.raises(error, match=message):
                 next(iter(c))
             assert_accounted(c)
@@ -524,7 +585,9 @@ def test_no_function_that_succeeded_is_called_again_for_a_batch_that_another_kep
 
 def test_a_buffer_that_refuses_a_transition_gets_none_twice():
     buffer = Adds(room=2)
-    with Collector(counting(3), None, frames_per_batch=4, total_frames=8, replay_buffer=buffer) as c:
+    with Collector(
+        counting(3), None, frames_per_batch=4, total_frames=8, replay_buffer=buffer
+    ) as c:
         with pytest.raises(OSError, match="full"):
             next(iter(c))
         buffer.room = None

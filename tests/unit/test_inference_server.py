@@ -84,7 +84,7 @@ def calls() -> list[list[int]]:
     return CALLS[1:]
 
 
-# --- who is acted for together ----------------------------------------------------------------------
+# --- who is acted for together --------------------------------------------------------------------
 
 
 def test_all_who_are_at_work_on_a_batch_are_acted_for_in_one_call():
@@ -95,7 +95,11 @@ def test_all_who_are_at_work_on_a_batch_are_acted_for_in_one_call():
     together = [call for call in calls() if len(call) == 3]
     assert together == [[0, 1, 2]] * len(together)
     assert [call for call in calls() if len(call) != 3] == []
-    assert (stats.inference.rows, stats.inference.calls, stats.inference.batch_mean) == (90, 30, 3.0)
+    assert (stats.inference.rows, stats.inference.calls, stats.inference.batch_mean) == (
+        90,
+        30,
+        3.0,
+    )
     assert stats.inference.busy_s > 0
     assert stats.policy_path.startswith("server: ")
 
@@ -123,7 +127,9 @@ def test_nobody_is_acted_for_before_all_have_their_orders(monkeypatch):
 
 
 def test_what_the_server_saw_while_workers_were_given_work_does_not_count(monkeypatch):
-    """It begins to look before any has work, and sees that one of two has asked and the other is not at work yet."""
+    """It begins to look before any has work, and sees that one of two has asked and the other is
+    not at work yet.
+    """
     looking, asked, looked = threading.Event(), threading.Event(), threading.Event()
     submit = WorkerProxy.submit
 
@@ -160,8 +166,15 @@ def test_what_the_server_saw_while_workers_were_given_work_does_not_count(monkey
 
 
 def test_several_environments_and_several_groups_in_a_worker_count_as_many():
-    options: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 8 * 5, "num_workers": 2, **THREADS}
-    with MultiSyncCollector([partial(Numbered, n) for n in range(4)], Logged(), **options) as collector:
+    options: dict[str, Any] = {
+        "num_envs": 2,
+        "frames_per_batch": 8 * 5,
+        "num_workers": 2,
+        **THREADS,
+    }
+    with MultiSyncCollector(
+        [partial(Numbered, n) for n in range(4)], Logged(), **options
+    ) as collector:
         collector.next()
         stats = collector.stats()
     assert stats.inference.rows == 40
@@ -181,7 +194,10 @@ def test_who_has_finished_is_not_waited_for():
 
 def test_a_call_is_for_so_many_environments_at_most():
     with MultiSyncCollector(
-        numbered(5), Logged(), frames_per_batch=50, **(THREADS | {"inference": CentralInference(max_batch=2)})
+        numbered(5),
+        Logged(),
+        frames_per_batch=50,
+        **(THREADS | {"inference": CentralInference(max_batch=2)}),
     ) as collector:
         collector.next()
         assert collector.stats().inference.rows == 50
@@ -189,13 +205,19 @@ def test_a_call_is_for_so_many_environments_at_most():
 
 
 def test_a_group_that_is_more_than_that_is_acted_for_alone():
-    options: dict[str, Any] = {"num_envs": 3, "frames_per_batch": 30, "inference": CentralInference(max_batch=2)}
+    options: dict[str, Any] = {
+        "num_envs": 3,
+        "frames_per_batch": 30,
+        "inference": CentralInference(max_batch=2),
+    }
     with MultiSyncCollector(numbered(2), Logged(), **(THREADS | options)) as collector:
         collector.next()
     assert {tuple(call) for call in calls()} == {(0, 0, 0), (1, 1, 1)}
 
 
-@pytest.mark.parametrize(("most", "chosen"), [(1, [2]), (2, [2]), (3, [0, 2]), (4, [0, 2, 3]), (9, [0, 1, 2, 3])])
+@pytest.mark.parametrize(
+    ("most", "chosen"), [(1, [2]), (2, [2]), (3, [0, 2]), (4, [0, 2, 3]), (9, [0, 1, 2, 3])]
+)
 def test_those_who_have_waited_longest_come_first_in_the_order_of_workers(most, chosen):
     handle: Any = None
     envs, since = (1, 2, 2, 1), (2.0, 9.0, 1.0, 3.0)
@@ -234,7 +256,10 @@ def test_nobody_waits_longer_than_that_for_one_who_steps(kind, options):
 
 def test_first_ready_workers_can_be_made_to_wait_for_each_other():
     with MultiAsyncCollector(
-        numbered(2), Logged(), frames_per_batch=10, **(THREADS | {"inference": CentralInference(max_wait_s=30.0)})
+        numbered(2),
+        Logged(),
+        frames_per_batch=10,
+        **(THREADS | {"inference": CentralInference(max_wait_s=30.0)}),
     ) as collector:
         for _ in range(4):
             collector.next()
@@ -257,7 +282,7 @@ def test_alternating_halves_are_acted_for_by_themselves(workers):
     assert all(call in halves for call in calls())
 
 
-# --- weights ----------------------------------------------------------------------------------------
+# --- weights --------------------------------------------------------------------------------------
 
 
 def test_what_a_policy_returns_may_change_later():
@@ -313,7 +338,12 @@ def test_a_factory_makes_the_servers_own_copy_which_gets_the_users_weights(backe
         torch.manual_seed(3)
         return categorical(nn.Linear(2, 2))
 
-    options: dict[str, Any] = {"frames_per_batch": 40, "seed": 4, "inference": "server", "backend": backend}
+    options: dict[str, Any] = {
+        "frames_per_batch": 40,
+        "seed": 4,
+        "inference": "server",
+        "backend": backend,
+    }
     with MultiSyncCollector([counting()] * 2, policy_factory=make, **options) as c:
         first = [c.next().clone(), c.next().clone()]
     with MultiSyncCollector([counting()] * 2, make(), **options) as c:
@@ -324,7 +354,9 @@ def test_a_factory_makes_the_servers_own_copy_which_gets_the_users_weights(backe
 def test_lazy_layers_get_their_weights_before_anybody_acts():
     policy = nn.Sequential(nn.LazyLinear(2))
     head = categorical(policy)
-    with MultiSyncCollector([counting()] * 2, head, frames_per_batch=20, update_at_each_batch=True, **THREADS) as c:
+    with MultiSyncCollector(
+        [counting()] * 2, head, frames_per_batch=20, update_at_each_batch=True, **THREADS
+    ) as c:
         c.next()
         assert policy[0].weight.shape == (2, 2)
         weight = policy[0].weight.detach().clone()
@@ -343,7 +375,10 @@ def test_a_policy_acts_in_evaluation_mode_or_in_the_mode_that_it_was_given_in():
     for training in (True, False):
         for mode, expected in (("eval", False), ("as_given", training)):
             CALLS.clear()
-            policy, options = Mode().train(training), {"execution": Execution(policy_mode=mode), **THREADS}
+            policy, options = (
+                Mode().train(training),
+                {"execution": Execution(policy_mode=mode), **THREADS},
+            )
             with MultiSyncCollector([counting()] * 2, policy, frames_per_batch=8, **options) as c:
                 c.next()
             assert set(CALLS) == {expected}
@@ -366,7 +401,7 @@ def test_compiling_is_done_on_the_server():
     assert torch.equal(batch["action"], batch["observation"].sum(-1).long().remainder(2))
 
 
-# --- what is the user's -----------------------------------------------------------------------------
+# --- what is the user's ---------------------------------------------------------------------------
 
 
 def test_the_servers_number_of_threads_is_its_own():
@@ -387,7 +422,9 @@ def test_the_servers_number_of_threads_is_its_own():
         for given, seen in ((1, 1), (3, 3), (None, 2)):
             CALLS.clear()
             options: dict[str, Any] = {"frames_per_batch": 8, "num_sub_threads": given}
-            with MultiSyncCollector([counting()] * 2, Threads(), **(THREADS | options)) as collector:
+            with MultiSyncCollector(
+                [counting()] * 2, Threads(), **(THREADS | options)
+            ) as collector:
                 collector.next()
                 assert (torch.get_num_threads(), of_new_thread()) == (2, 2)
             assert set(CALLS) == {seen}
@@ -405,10 +442,16 @@ def test_the_users_random_numbers_are_theirs_again_after_an_error():
             return (draw * 1000).long() % 2
 
     def state() -> list[Any]:
-        return [torch.random.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
+        return [
+            torch.random.get_rng_state().tolist(),
+            random.getstate(),
+            np.random.get_state()[1].tolist(),
+        ]
 
     before = state()
-    with MultiSyncCollector([counting(9)] * 2, Fails(), frames_per_batch=40, **THREADS) as collector:
+    with MultiSyncCollector(
+        [counting(9)] * 2, Fails(), frames_per_batch=40, **THREADS
+    ) as collector:
         for _ in range(3):
             with pytest.raises(PolicyError, match="three"):
                 collector.next()
@@ -416,7 +459,7 @@ def test_the_users_random_numbers_are_theirs_again_after_an_error():
     assert state() == before
 
 
-# --- the same data as where workers act -------------------------------------------------------------
+# --- the same data as where workers act -----------------------------------------------------------
 
 
 def torchrl_pendulum() -> Any:
@@ -452,7 +495,10 @@ class Stops:
 
 
 def images() -> Any:
-    parts = {"image": spaces.Box(0, 255, (4, 4, 3), np.uint8), "vector": spaces.Box(-1, 1, (3,), np.float64)}
+    parts = {
+        "image": spaces.Box(0, 255, (4, 4, 3), np.uint8),
+        "vector": spaces.Box(-1, 1, (3,), np.float64),
+    }
     return SpaceEnv(spaces.Dict(parts), spaces.Discrete(2), length=4)
 
 
@@ -467,13 +513,21 @@ class Flat(Parity):
 
 
 SAME: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "on a device": (partial(TorchCartPole, 2), Parity, {"num_envs": None}),  # the CPU: it acts like others
+    "on a device": (
+        partial(TorchCartPole, 2),
+        Parity,
+        {"num_envs": None},
+    ),  # the CPU: it acts like others
     "TorchRL": (torchrl_pendulum, Push, {"num_envs": None, "max_frames_per_traj": 4}),
     "dict": (images, Dicts, {"num_envs": 2}),
     "image": (image, Flat, {"num_envs": 2}),
     "split": (counting(4, noise=True), Parity, {"split_trajs": True}),
     "joined": (counting(4, noise=True), Parity, {"cat_results": -1}),
-    "joined over environments": (counting(4, noise=True), Parity, {"cat_results": "cat", "num_envs": 2}),
+    "joined over environments": (
+        counting(4, noise=True),
+        Parity,
+        {"cat_results": "cat", "num_envs": 2},
+    ),
     "the same memory": (counting(4, noise=True), Parity, {"return_same_td": True}),
 }
 
@@ -501,7 +555,9 @@ def test_data_of_an_interrupted_rollout_is_marked(kind):
         for batch in collector:
             valid = batch["collector", "valid"]
             rows += int(valid.sum())
-            assert torch.equal(batch["action"][valid], batch["observation"][valid].sum(-1).long().remainder(2))
+            assert torch.equal(
+                batch["action"][valid], batch["observation"][valid].sum(-1).long().remainder(2)
+            )
         assert_accounted(collector)
         assert 0 < rows == collector.stats().frames
 
@@ -537,8 +593,16 @@ def test_single_steps_go_into_a_buffer():
     found = []
     for options in ({"backend": "threads"}, THREADS):
         buffer = ReplayBuffer(storage=LazyTensorStorage(100))
-        options = {**options, "replay_buffer": buffer, "extend_buffer": False, "total_frames": 40, "seed": 1}
-        with MultiSyncCollector([counting(4, noise=True)] * 2, Parity(), frames_per_batch=20, **options) as collector:
+        options = {
+            **options,
+            "replay_buffer": buffer,
+            "extend_buffer": False,
+            "total_frames": 40,
+            "seed": 1,
+        }
+        with MultiSyncCollector(
+            [counting(4, noise=True)] * 2, Parity(), frames_per_batch=20, **options
+        ) as collector:
             for _ in collector:
                 pass
         found.append(buffer[:])
@@ -546,13 +610,17 @@ def test_single_steps_go_into_a_buffer():
 
 
 def test_random_actions_need_no_server():
-    with MultiSyncCollector([counting(noise=True)] * 2, None, frames_per_batch=20, seed=1, **THREADS) as served:
-        with MultiSyncCollector([counting(noise=True)] * 2, None, frames_per_batch=20, seed=1) as collector:
+    with MultiSyncCollector(
+        [counting(noise=True)] * 2, None, frames_per_batch=20, seed=1, **THREADS
+    ) as served:
+        with MultiSyncCollector(
+            [counting(noise=True)] * 2, None, frames_per_batch=20, seed=1
+        ) as collector:
             assert_same(served.next(), collector.next())
         assert served.stats().inference is None
 
 
-# --- what is refused --------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def text() -> Any:
@@ -586,11 +654,18 @@ def test_what_does_not_fit_is_refused_with_the_way_out(name):
     factories, options, said = REFUSED[name]
     with pytest.raises((BadOption, UnsupportedEnv), match=said):
         given = options if isinstance(options, dict) else {"inference": options()}
-        MultiSyncCollector(factories, **({"policy": Parity(), "frames_per_batch": 20, "inference": "server"} | given))
-    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "muster-inference"])
+        MultiSyncCollector(
+            factories,
+            **({"policy": Parity(), "frames_per_batch": 20, "inference": "server"} | given),
+        )
+    wait_until(
+        lambda: (
+            not [thread for thread in threading.enumerate() if thread.name == "muster-inference"]
+        )
+    )
 
 
-# --- processes that only step -----------------------------------------------------------------------
+# --- processes that only step ---------------------------------------------------------------------
 
 processes_only = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -600,7 +675,11 @@ processes_only = pytest.mark.skipif(sys.platform != "linux", reason="looks into 
 @pytest.mark.parametrize("kind", KINDS)
 def test_workers_that_only_step_never_load_torch(kind, env):
     policy = nn.Sequential(nn.Linear(4 if env == "CartPole-v1" else 2, 2))
-    options: dict[str, Any] = {"frames_per_batch": 40, "on_failure": "restart", "inference": "server"}
+    options: dict[str, Any] = {
+        "frames_per_batch": 40,
+        "on_failure": "restart",
+        "inference": "server",
+    }
     with kind([env] * 2, categorical(policy), track_policy_version=True, **options) as collector:
         collector.next()
         assert_light(collector)
@@ -645,7 +724,9 @@ def processor_s(ids: list[int]) -> float:
 @processes_only
 def test_workers_sleep_while_the_policy_computes():
     factories = [partial(Numbered, number) for number in range(2)]
-    with MultiSyncCollector(factories, Sleeps(), frames_per_batch=20, inference="server") as collector:
+    with MultiSyncCollector(
+        factories, Sleeps(), frames_per_batch=20, inference="server"
+    ) as collector:
         pids = [worker.pid for worker in collector.stats().workers]
         before = processor_s(pids)
         collector.next()
@@ -659,7 +740,9 @@ def test_workers_sleep_while_the_policy_computes():
 def test_a_server_sleeps_while_nobody_asks(kind):
     with kind([counting()] * 2, Parity(), frames_per_batch=400, inference="server") as collector:
         collector.next()
-        server = [thread for thread in threading.enumerate() if thread.name == "muster-inference"][-1]
+        server = [thread for thread in threading.enumerate() if thread.name == "muster-inference"][
+            -1
+        ]
         ids = [worker.pid for worker in collector.stats().workers]
         task = f"self/task/{server.native_id}"
 

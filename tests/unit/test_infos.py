@@ -1,4 +1,6 @@
-"""The option ``info``: what is stored, what is refused, and that everything behind a rollout keeps the columns."""
+"""The option ``info``: what is stored, what is refused, and that everything behind a rollout keeps
+the columns.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def told(at: Any, length: int = 3) -> Any:
     return lambda: ToldEnv(at, length)
 
 
-# --- which columns there are -----------------------------------------------------------------------
+# --- which columns there are ----------------------------------------------------------------------
 
 
 def test_true_takes_what_a_reset_and_a_step_show_and_warns_once_of_others() -> None:
@@ -71,7 +73,12 @@ def test_true_takes_what_a_reset_and_a_step_show_and_warns_once_of_others() -> N
 def test_names_select_whole_dicts_and_parts_of_them() -> None:
     at = lambda t: {"a": {"x": t, "y": {"z": 2 * t}}, "b": t}  # noqa: E731
     batch = collect(told(at), None, frames_per_batch=3, info=["a"])
-    assert set(batch["info"].keys(True, True)) == {("a", "x"), ("a", "_x"), ("a", "y", "z"), ("a", "y", "_z")}
+    assert set(batch["info"].keys(True, True)) == {
+        ("a", "x"),
+        ("a", "_x"),
+        ("a", "y", "z"),
+        ("a", "y", "_z"),
+    }
     batch = collect(told(at), None, frames_per_batch=3, info=[("a", "y", "z"), "b"])
     assert set(batch["info"].keys(True, True)) == {("a", "y", "z"), ("a", "y", "_z"), "b", "_b"}
     assert batch["next", "info", "a", "y", "z"].tolist() == [2, 4, 6]
@@ -81,7 +88,9 @@ def test_names_select_whole_dicts_and_parts_of_them() -> None:
 
 
 def test_whole_numbers_at_first_and_fractions_later_are_floats() -> None:
-    batch = collect(told(lambda t: {"cost": t / 2 if t else 0}), None, frames_per_batch=4, info=True)
+    batch = collect(
+        told(lambda t: {"cost": t / 2 if t else 0}), None, frames_per_batch=4, info=True
+    )
     assert batch["next", "info", "cost"].tolist() == [0.5, 1.0, 1.5, 0.5]
     assert batch["info", "cost"].tolist() == [0.0, 0.5, 1.0, 0.0]
 
@@ -107,7 +116,9 @@ def test_one_more_environment_is_made_and_closed() -> None:
         assert len(made) == 1, "spaces say everything"
 
 
-@pytest.mark.parametrize("given", [lambda env: env, lambda env: lambda: env], ids=["instance", "factory of one"])
+@pytest.mark.parametrize(
+    "given", [lambda env: env, lambda env: lambda: env], ids=["instance", "factory of one"]
+)
 def test_environments_that_exist_are_reset_and_never_stepped(given: Any) -> None:
     env = InfoEnv()
     with Collector(given(env), None, frames_per_batch=3, info=True, seed=7) as c:
@@ -116,7 +127,9 @@ def test_environments_that_exist_are_reset_and_never_stepped(given: Any) -> None
             batch = c.rollout()
         assert set(batch["info"].keys()) == {"t", "_t", "stage", "_stage"}
         assert env.seeds[1] == 7
-    with pytest.raises(BadOption, match=r"'half' was in the infos .* Give the spaces .* info=\{'half': spaces"):
+    with pytest.raises(
+        BadOption, match=r"'half' was in the infos .* Give the spaces .* info=\{'half': spaces"
+    ):
         Collector(given(InfoEnv()), None, frames_per_batch=3, info=["half"])
 
 
@@ -145,7 +158,7 @@ def test_environments_that_are_left_out_of_a_step_have_none() -> None:
     assert lane.arrays["info", "_t"].tolist() == [[True, True], [True, True], [True, False]]
 
 
-# --- refusals and errors ---------------------------------------------------------------------------
+# --- refusals and errors --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -175,9 +188,14 @@ def test_a_field_that_changes_shape_or_kind_is_an_error_that_says_so(value: Any)
     make = told(lambda t: {"x": value if t == 3 else t})
     with Collector([told(lambda t: {"x": t}, 9), make], None, frames_per_batch=8, info=True) as c:
         if value is None:  # absent, as far as anyone can tell
-            assert c.rollout()["next", "info", "_x"].tolist() == [[True] * 4, [True, True, False, True]]
+            assert c.rollout()["next", "info", "_x"].tolist() == [
+                [True] * 4,
+                [True, True, False, True],
+            ]
             return
-        with pytest.raises(EnvError, match=r"ToldEnv\[0\]: info 'x' is .*expected shape \(\), dtype int64") as caught:
+        with pytest.raises(
+            EnvError, match=r"ToldEnv\[0\]: info 'x' is .*expected shape \(\), dtype int64"
+        ) as caught:
             c.rollout()
         assert caught.value.env_index == 0
         assert_accounted(c)
@@ -186,7 +204,9 @@ def test_a_field_that_changes_shape_or_kind_is_an_error_that_says_so(value: Any)
 def test_the_error_names_the_worker() -> None:
     make = told(lambda t: {"x": "text" if t == 2 else t})
     with (
-        MultiSyncCollector([told(lambda t: {"x": t}), make], None, frames_per_batch=8, info=True) as c,
+        MultiSyncCollector(
+            [told(lambda t: {"x": t}), make], None, frames_per_batch=8, info=True
+        ) as c,
         pytest.raises(EnvError, match="info 'x' is str 'text'") as caught,
     ):
         c.rollout()
@@ -207,7 +227,7 @@ def test_a_failing_environment_is_named_where_one_more_cannot_be_made() -> None:
     assert made[0].closed == 1
 
 
-# --- infos of batches that are not one for each environment ---------------------------------------------
+# --- infos of batches that are not one for each environment ---------------------------------------
 
 ODD: dict[str, Any] = {  # of two environments
     "scalar": {"odd": 7},
@@ -273,7 +293,10 @@ def test_with_all_infos_odd_ones_are_left_out_with_a_warning(kind: str) -> None:
 def test_an_odd_field_that_was_asked_for_is_named_in_a_typed_error(kind: str) -> None:
     with pytest.raises(BadOption, match=r"info: SyncVectorEnv: .*odd.* (is|has) "):
         Collector(odd(ODD[kind]), None, frames_per_batch=24, info=["t", "odd"])
-    name, space = (("odd", "er") if "nested" in kind else ("odd",)), spaces.Box(0, 9, (), np.float64)
+    name, space = (
+        (("odd", "er") if "nested" in kind else ("odd",)),
+        spaces.Box(0, 9, (), np.float64),
+    )
     given = {name[0]: spaces.Dict({name[1]: space})} if len(name) > 1 else {name[0]: space}
     with Collector(odd(ODD[kind], since=3), None, frames_per_batch=24, info=given) as collector:
         with pytest.raises(EnvError, match=r"SyncVectorEnv.*info .*odd.* (is|has) ") as caught:
@@ -285,8 +308,12 @@ def test_an_odd_field_that_was_asked_for_is_named_in_a_typed_error(kind: str) ->
 
 def test_text_of_the_whole_batch_is_no_text_of_its_environments() -> None:
     with (
-        Collector(odd({"odd": "ab"}), None, frames_per_batch=24, info={"odd": spaces.Text(9)}) as collector,
-        pytest.raises(EnvError, match="info 'odd' is str 'ab', expected a value for each of 2 environments"),
+        Collector(
+            odd({"odd": "ab"}), None, frames_per_batch=24, info={"odd": spaces.Text(9)}
+        ) as collector,
+        pytest.raises(
+            EnvError, match="info 'odd' is str 'ab', expected a value for each of 2 environments"
+        ),
     ):
         collector.rollout()
 
@@ -325,12 +352,14 @@ def test_infos_of_single_environments_that_are_no_dicts(info: Any) -> None:
 def test_a_value_of_rows_of_different_lengths_is_named() -> None:
     make = told(lambda t: {"x": [[1], [2, 3]] if t == 2 else np.zeros(2)})
     with Collector(make, None, frames_per_batch=4, info=["x"]) as collector:
-        with pytest.raises(EnvError, match=r"info 'x' is list \[\[1\], \[2, 3\]\], expected shape \(2,\)"):
+        with pytest.raises(
+            EnvError, match=r"info 'x' is list \[\[1\], \[2, 3\]\], expected shape \(2,\)"
+        ):
             collector.rollout()
         assert_accounted(collector)
 
 
-# --- other adapters --------------------------------------------------------------------------------
+# --- other adapters -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
@@ -355,7 +384,10 @@ class Leftovers(VectorWrapper):
 def test_what_masks_leave_out_is_zero() -> None:
     make = lambda: Leftovers(vector(AutoresetMode.DISABLED)())  # noqa: E731
     batch = collect(make, None, frames_per_batch=24, info=InfoEnv.SPACES)
-    assert batch["next", "info", "_even"].tolist() == [[t % 3 == 1 for t in range(12)], [False, True] * 6]
+    assert batch["next", "info", "_even"].tolist() == [
+        [t % 3 == 1 for t in range(12)],
+        [False, True] * 6,
+    ]
     assert batch["next", "info", "even"].equal(batch["next", "info", "_even"].long())
 
 
@@ -379,16 +411,20 @@ def test_agents_have_infos_of_their_own() -> None:
     batch = collect(Paid, None, num_envs=2, frames_per_batch=10, info=["cook_0", "waiter"])
     assert batch["info", "cook_0", "paid"].tolist() == [[0, 1, 2, 3, 0]] * 2
     assert batch["next", "info", "cook_0", "paid"].tolist() == [[1, 2, 3, 0, 1]] * 2
-    assert batch["next", "info", "cook_0", "_paid"].tolist() == [[True, True, True, False, True]] * 2
+    assert (
+        batch["next", "info", "cook_0", "_paid"].tolist() == [[True, True, True, False, True]] * 2
+    )
     assert batch["next", "info", "waiter", "paid"].tolist() == [[1, 2, 3, 4, 1]] * 2
 
 
-# --- what comes after ------------------------------------------------------------------------------
+# --- what comes after -----------------------------------------------------------------------------
 
 
 def vector(mode: AutoresetMode) -> Any:
     return lambda: SyncVectorEnv(
-        [partial(InfoEnv, 3), partial(InfoEnv, 4)], autoreset_mode=mode, observation_mode="different"
+        [partial(InfoEnv, 3), partial(InfoEnv, 4)],
+        autoreset_mode=mode,
+        observation_mode="different",
     )
 
 
@@ -429,7 +465,9 @@ def test_a_state_of_rollouts_that_wait_has_their_infos() -> None:
         first.rollout()
         second.load_state_dict(first.state_dict())
         for _ in range(3):
-            assert {record.info["stage"] for record in (second.rollout(), second.episodes)[1]} == {"end"}
+            assert {record.info["stage"] for record in (second.rollout(), second.episodes)[1]} == {
+                "end"
+            }
 
 
 def test_recordings_keep_the_columns(tmp_path: Path) -> None:
@@ -461,7 +499,9 @@ def test_batches_in_other_forms_have_the_same_infos() -> None:
     for form in ("cat", "pad"):
         whole = yielded(frames_per_batch=8, trajs_per_batch=4, traj_format=form)
         assert whole["next", "info", "t"].reshape(-1).tolist() == [1, 2, 3] * 4
-        with Collector(InfoEnv, None, num_envs=2, frames_per_batch=8, info=NAMES, traj_format=form) as c:
+        with Collector(
+            InfoEnv, None, num_envs=2, frames_per_batch=8, info=NAMES, traj_format=form
+        ) as c:
             c.collect(n_episode=3)
             assert [record.info["stage"] for record in c.episodes] == ["end"] * 3
             assert [record.info["success"] for record in c.episodes] == [0] * 3
@@ -471,7 +511,9 @@ def test_replay_buffers_get_them() -> None:
     rb = pytest.importorskip("torchrl.data")
     buffer = rb.ReplayBuffer(storage=rb.LazyTensorStorage(20), batch_size=20)
     names = {name: space for name, space in NAMES.items() if name != "stage"}
-    with Collector(InfoEnv, None, frames_per_batch=10, info=names, replay_buffer=buffer, total_frames=20) as c:
+    with Collector(
+        InfoEnv, None, frames_per_batch=10, info=names, replay_buffer=buffer, total_frames=20
+    ) as c:
         for _ in c:
             pass
     assert sorted(buffer[:]["next", "info", "t"].tolist()) == sorted([t % 3 + 1 for t in range(20)])
@@ -495,7 +537,9 @@ def test_with_other_options_infos_stay_with_their_observations(options: Any) -> 
             batch = c.rollout()
             assert batch["info", "t"].equal(batch["observation"][..., 1].long())
             assert batch["next", "info", "t"].equal(batch["next", "observation"][..., 1].long())
-            valid = batch["collector", "valid"] if "valid" in set(batch["collector"].keys()) else True
+            valid = (
+                batch["collector", "valid"] if "valid" in set(batch["collector"].keys()) else True
+            )
             assert batch["info", "_t"].equal(torch.ones_like(batch["info", "_t"]) & valid)
 
 

@@ -21,7 +21,18 @@ def test_whole_numbers_of_any_library_are_taken_and_become_python_s(value):
 
 @pytest.mark.parametrize(
     "value",
-    [None, True, np.bool_(True), 1.0, np.float32(2), "3", np.array([3, 4]), torch.ones(2), torch.tensor(2.0), -1],
+    [
+        None,
+        True,
+        np.bool_(True),
+        1.0,
+        np.float32(2),
+        "3",
+        np.array([3, 4]),
+        torch.ones(2),
+        torch.tensor(2.0),
+        -1,
+    ],
 )
 def test_all_else_is_refused(value):
     with pytest.raises(BadOption, match=r"^n=.*: expected an integer of at least 0$"):
@@ -32,7 +43,9 @@ def test_what_the_message_says():
     assert integer("n", -7, None) == -7
     with pytest.raises(BadOption, match=r"^n='x': expected an integer$"):
         integer("n", "x", None)
-    with pytest.raises(BadOption, match=r"^make\(n=0\): expected an integer of at least 1, or None$"):
+    with pytest.raises(
+        BadOption, match=r"^make\(n=0\): expected an integer of at least 1, or None$"
+    ):
         integer("n", 0, of="make", or_else="None")
 
 
@@ -41,5 +54,7 @@ def test_it_is_asked_wherever_a_user_gives_a_number():
     assert MetricsTracker(n).num_envs == 2
     with Collector(lambda: CountingEnv(3), None, num_envs=n) as c:
         assert type(c.collect(n_step=n).n_collected_steps) is int
-    with Evaluator(lambda: CountingEnv(3), None, episodes=n, num_envs=n, num_workers=np.int64(0), seed=n) as evaluator:
+    with Evaluator(
+        lambda: CountingEnv(3), None, episodes=n, num_envs=n, num_workers=np.int64(0), seed=n
+    ) as evaluator:
         assert len(evaluator.evaluate().returns) == 2

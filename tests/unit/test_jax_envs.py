@@ -1,4 +1,6 @@
-"""JAX environments: in gymnax's and brax's style, with expected arrays; and the packages themselves where installed."""
+"""JAX environments: in gymnax's and brax's style, with expected arrays; and the packages themselves
+where installed.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class Params:
 
 
 class Walk:
-    """gymnax's style: episodes of 1 to ``longest`` steps; observation ``[length, t, noise]``, reward ``t + action``.
+    """gymnax's style: episodes of 1 to ``longest`` steps; observation ``[length, t, noise]``,
+    reward ``t + action``.
 
     Args:
         new: ends as gymnax 1.0 says them: the limit has a method of its own.
@@ -58,7 +61,11 @@ class Walk:
         return {"all": obs, "even": state.t % 2 == 0, "t": state.t} if self.grouped else obs
 
     def reset_env(self, key: Any, params: Params) -> Any:
-        state = State(jnp.int32(0), jax.random.randint(key, (), 1, params.longest + 1), jax.random.uniform(key))
+        state = State(
+            jnp.int32(0),
+            jax.random.randint(key, (), 1, params.longest + 1),
+            jax.random.uniform(key),
+        )
         return self.see(state), state
 
     def is_terminal(self, state: State, params: Params) -> Any:
@@ -67,7 +74,13 @@ class Walk:
 
     def step_env(self, key: Any, state: State, action: Any, params: Params) -> Any:
         state = State(state.t + 1, state.length, jax.random.uniform(key))
-        return self.see(state), state, (state.t + action).astype(jnp.float32), self.is_terminal(state, params), {}
+        return (
+            self.see(state),
+            state,
+            (state.t + action).astype(jnp.float32),
+            self.is_terminal(state, params),
+            {},
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -112,18 +125,22 @@ def zeros(obs: Any) -> Any:
     return torch.zeros(len(obs), dtype=torch.long)
 
 
-# --- gymnax ----------------------------------------------------------------------------------------
+# --- gymnax ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("new", [False, True])
 def test_rows_follow_from_each_other_and_ends_are_told_apart(new):
-    batch = collect(JaxEnvs(Walk(new), 16), None, batches=3, frames_per_batch=160, seed=0, validate="full")
+    batch = collect(
+        JaxEnvs(Walk(new), 16), None, batches=3, frames_per_batch=160, seed=0, validate="full"
+    )
     obs, after = batch["observation"], batch["next", "observation"]
     length, t = obs[..., 0], obs[..., 1]
     assert torch.equal(after[..., :2], torch.stack([length, t + 1], -1))
     ended, limited = t + 1 >= length, t + 1 >= 4
     assert torch.equal(batch["next", "terminated"][..., 0], ended)
-    assert torch.equal(batch["next", "truncated"][..., 0], limited & ~(ended & torch.tensor(not new)))
+    assert torch.equal(
+        batch["next", "truncated"][..., 0], limited & ~(ended & torch.tensor(not new))
+    )
     assert torch.equal(batch["next", "reward"][..., 0], t + 1 + batch["action"])
     done = batch["next", "done"][:, :-1, 0]
     assert torch.equal(t[:, 1:], torch.where(done, 0.0, t[:, :-1] + 1))
@@ -135,7 +152,9 @@ def test_rows_follow_from_each_other_and_ends_are_told_apart(new):
 
 
 def test_an_environment_s_data_do_not_depend_on_how_many_there_are():
-    few, many = (collect(JaxEnvs(Walk(), n), zeros, frames_per_batch=20 * n, seed=3) for n in (2, 5))
+    few, many = (
+        collect(JaxEnvs(Walk(), n), zeros, frames_per_batch=20 * n, seed=3) for n in (2, 5)
+    )
     for key in ("observation", ("next", "observation"), ("next", "done")):
         assert torch.equal(few[key], many[key][:2])
     other = collect(JaxEnvs(Walk(), 2), zeros, frames_per_batch=40, seed=4)
@@ -183,11 +202,13 @@ def test_actions_of_a_box_reach_the_environment():
     assert (action.amax((0, 1)).cpu() > torch.tensor([2.8, 4.8])).all()
 
 
-# --- brax ------------------------------------------------------------------------------------------
+# --- brax -----------------------------------------------------------------------------------------
 
 
 def test_brax_tells_truncations_apart():
-    batch = collect(JaxEnvs(Slide(), 8), None, batches=2, frames_per_batch=160, seed=0, validate="full")
+    batch = collect(
+        JaxEnvs(Slide(), 8), None, batches=2, frames_per_batch=160, seed=0, validate="full"
+    )
     after, action = batch["next", "observation"], batch["action"]
     torch.testing.assert_close(after[..., 0], batch["observation"][..., 0] + action[..., 0])
     out = after[..., 0].abs() > 1
@@ -224,7 +245,7 @@ def test_other_objects_are_refused_with_what_is_expected():
         JaxEnvs(Tuples(), 2)
 
 
-# --- the contract, and the packages ----------------------------------------------------------------
+# --- the contract, and the packages ---------------------------------------------------------------
 
 
 class OfJax(EnvContract):
@@ -252,7 +273,11 @@ def test_gymnax_cart_pole_moves_as_gymnasium_s():
     theirs.reset()
     rows = batch.reshape(-1)
     for obs, action, after, ended in zip(
-        rows["observation"], rows["action"], rows["next", "observation"], rows["next", "terminated"], strict=True
+        rows["observation"],
+        rows["action"],
+        rows["next", "observation"],
+        rows["next", "terminated"],
+        strict=True,
     ):
         theirs.state, theirs.steps_beyond_terminated = obs.double().numpy(), None
         expected, _, terminated, *_ = theirs.step(int(action))
@@ -267,7 +292,9 @@ def test_gymnax_environments_run(name):
     env, params = gymnax.make(name)
     batch = collect(JaxEnvs(env, 2, params), None, frames_per_batch=480, seed=0, validate="full")
     going_on = ~batch["next", "done"][:, :-1, 0]
-    assert torch.equal(batch["next", "observation"][:, :-1][going_on], batch["observation"][:, 1:][going_on])
+    assert torch.equal(
+        batch["next", "observation"][:, :-1][going_on], batch["observation"][:, 1:][going_on]
+    )
     if name in ("MountainCar-v0", "Pendulum-v1"):  # 200 steps, and no other end by chance
         assert batch["next", "truncated"][:, 199].all()
         assert not batch["next", "terminated"].any()

@@ -1,4 +1,6 @@
-"""Where parts of batches cannot be joined, nothing was taken out: frames are in flight, and the next call goes on."""
+"""Where parts of batches cannot be joined, nothing was taken out: frames are in flight, and the
+next call goes on.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ MORE = 100  # than there are places where memory is needed
 
 
 def survives(make: Callable[[], Any], calls: list[Callable[[Any], Any]]) -> None:
-    """Every one of these calls gives the same if memory is short at some place, and is called again then."""
+    """Every one of these calls gives the same if memory is short at some place, and is called again
+    then.
+    """
     with make() as c:
         expected = [call(c) for call in calls]
         expected = [batch.clone() for batch in expected]
@@ -63,11 +67,16 @@ def following(c: Any) -> Any:
 
 @pytest.mark.parametrize("rule", ["first_begun", "per_env", "first_done"])
 def test_groups_of_episodes(rule):
-    survives(partial(alone, frames_per_batch=28, trajs_per_batch=Trajectories(4, rule=rule)), [following] * 3)
+    survives(
+        partial(alone, frames_per_batch=28, trajs_per_batch=Trajectories(4, rule=rule)),
+        [following] * 3,
+    )
 
 
 def test_trajectories_that_are_split():
-    survives(partial(alone, frames_per_batch=28, split_trajs=True, total_frames=84), [following] * 3)
+    survives(
+        partial(alone, frames_per_batch=28, split_trajs=True, total_frames=84), [following] * 3
+    )
 
 
 def test_the_last_batch_comes_after_an_error_without_another_one():
@@ -159,18 +168,27 @@ def test_single_steps_of_a_rollout_that_failed_are_not_delivered():
         assert_accounted(c)
 
 
-# --- what can never be joined ------------------------------------------------------------------------
+# --- what can never be joined ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cat_results": -1, "trajs_per_batch": 2}, "trajs_per_batch needs the rows of each environment"),
+        (
+            {"cat_results": -1, "trajs_per_batch": 2},
+            "trajs_per_batch needs the rows of each environment",
+        ),
         ({"cat_results": 1, "trajs_per_batch": 2}, "trajs_per_batch needs the rows"),
         ({"cat_results": "cat", "num_envs": None, "trajs_per_batch": 2}, "leave cat_results out"),
-        ({"cat_results": "cat", "layout": "time_major", "trajs_per_batch": 2}, "trajs_per_batch needs the rows"),
+        (
+            {"cat_results": "cat", "layout": "time_major", "trajs_per_batch": 2},
+            "trajs_per_batch needs the rows",
+        ),
         ({"cat_results": -1, "on_episode_done": print}, "on_episode_done needs the rows"),
-        ({"cat_results": 2}, "the rollouts to concatenate have 2 dimensions. Give one from -2 to 1"),
+        (
+            {"cat_results": 2},
+            "the rollouts to concatenate have 2 dimensions. Give one from -2 to 1",
+        ),
         ({"cat_results": -3}, "have 2 dimensions"),
     ],
 )
@@ -189,10 +207,14 @@ def test_groups_whose_rollouts_do_not_fit_are_refused_at_once():
         MultiSyncCollector([counting(3), Wide], None, **options)
 
 
-@pytest.mark.parametrize("options", [{"cat_results": -1}, {"cat_results": "cat", "num_envs": None}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"cat_results": -1}, {"cat_results": "cat", "num_envs": None}], ids=str
+)
 def test_episodes_of_batches_along_time_are_refused_before_anything_is_collected(options):
     with together(**options) as c:
-        with pytest.raises(BadOption, match=r"collect\(n_episode=...\) needs the rows of each environment"):
+        with pytest.raises(
+            BadOption, match=r"collect\(n_episode=...\) needs the rows of each environment"
+        ):
             c.collect(n_episode=2)
         assert c.stats().executed == 0
         batch, stats = c.collect_batch(n_step=7)
@@ -202,7 +224,9 @@ def test_episodes_of_batches_along_time_are_refused_before_anything_is_collected
 
 def test_valid_steps_of_batches_along_time_are_the_first_of_every_environment():
     with together(cat_results=-1) as c:
-        batch = c.collect_batch(n_step=6)[0]  # four environments: the first two of them make two steps
+        batch = c.collect_batch(n_step=6)[
+            0
+        ]  # four environments: the first two of them make two steps
     assert batch["collector", "valid"].long().tolist() == [[1, 1, 1, 0], [1, 1, 1, 0]]
 
 
@@ -214,7 +238,7 @@ def test_episodes_are_put_together_where_environments_are_concatenated(layout):
         assert_accounted(c)
 
 
-# --- ends that never come ------------------------------------------------------------------------------
+# --- ends that never come -------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -225,14 +249,19 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reset_at_each_iter": True}, "reset_at_each_iter=True cuts its episodes at the end of every batch: leave it"),
+        (
+            {"reset_at_each_iter": True},
+            "reset_at_each_iter=True cuts its episodes at the end of every batch: leave it",
+        ),
         ({}, "Episodes need an end: give the collector max_frames_per_traj="),
     ],
     ids=str,
 )
 def test_groups_of_episodes_that_never_end_are_not_waited_for(impatient, options, message):
     length = 9 if options else 10**6
-    with Collector(counting(length), None, num_envs=2, frames_per_batch=8, trajs_per_batch=2, **options) as c:
+    with Collector(
+        counting(length), None, num_envs=2, frames_per_batch=8, trajs_per_batch=2, **options
+    ) as c:
         for _ in range(2):
             with pytest.raises(BadOption, match=message):
                 c.next()
@@ -243,17 +272,23 @@ def test_groups_of_episodes_that_never_end_are_not_waited_for(impatient, options
 def test_a_number_of_episodes_that_never_end_is_not_waited_for(impatient):
     with Collector(counting(10**6), None, num_envs=2) as c:
         for executed in (128, 256):
-            with pytest.raises(BadOption, match=r"Episodes need an end: give the collector max_frames_per_traj="):
+            with pytest.raises(
+                BadOption, match=r"Episodes need an end: give the collector max_frames_per_traj="
+            ):
                 c.collect(n_episode=2)
             assert c.stats().in_flight == c.stats().executed == executed
         assert_accounted(c)
     with Collector(counting(9), None, num_envs=2, frames_per_batch=8, reset_at_each_iter=True) as c:
-        assert c.collect(n_episode=2).lens.tolist() == [9, 9], "a call is one batch, whatever its length"
+        assert c.collect(n_episode=2).lens.tolist() == [9, 9], (
+            "a call is one batch, whatever its length"
+        )
 
 
 def test_long_episodes_that_were_reported_come_when_they_end(impatient):
     with Collector(counting(100), None, num_envs=2, frames_per_batch=8, trajs_per_batch=2) as c:
-        with pytest.raises(BadOption, match=r"environment 0 has made 64 steps, .* Nothing was lost"):
+        with pytest.raises(
+            BadOption, match=r"environment 0 has made 64 steps, .* Nothing was lost"
+        ):
             c.next()
         assert c.stats().in_flight == 128
         assert len(c.next()) == 200

@@ -42,12 +42,16 @@ class Board(gymnasium.Env[Any, Any]):
         none_at: step at which nothing is allowed.
     """
 
-    def __init__(self, shape: tuple[int, ...] = NVEC, where: str = "obs", start: int = 0, none_at: int = -1) -> None:
+    def __init__(
+        self, shape: tuple[int, ...] = NVEC, where: str = "obs", start: int = 0, none_at: int = -1
+    ) -> None:
         self.shape, self.where, self.start, self.none_at = shape, where, start, none_at
         self.action_space = spaces.MultiDiscrete(NVEC, start=[start, start])
         box = spaces.Box(0, 100, (2,), np.float32)
         mask = spaces.MultiBinary(shape)
-        self.observation_space = spaces.Dict({"position": box, "action_mask": mask}) if where == "obs" else box
+        self.observation_space = (
+            spaces.Dict({"position": box, "action_mask": mask}) if where == "obs" else box
+        )
         self.t = 0
 
     def out(self) -> tuple[Any, dict[str, Any]]:
@@ -63,7 +67,9 @@ class Board(gymnasium.Env[Any, Any]):
         return self.out()
 
     def step(self, action: Any) -> Any:
-        assert allowed_at(self.t)[tuple(np.asarray(action) - self.start)], f"{action} is not allowed at {self.t}"
+        assert allowed_at(self.t)[tuple(np.asarray(action) - self.start)], (
+            f"{action} is not allowed at {self.t}"
+        )
         self.t += 1
         obs, info = self.out()
         return obs, 1.0, self.t == LENGTH, False, info
@@ -85,7 +91,9 @@ def logits_net(scale: float = 1.0) -> nn.Module:
 
 
 def expected_log_probs(net: nn.Module, obs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """``[*lead, 3, 4]``: of the product of both variables, renormalised over what is allowed; by hand."""
+    """``[*lead, 3, 4]``: of the product of both variables, renormalised over what is allowed; by
+    hand.
+    """
     with torch.no_grad():
         rows, columns = net(obs).split(NVEC, -1)
     joint = rows.log_softmax(-1)[..., :, None] + columns.log_softmax(-1)[..., None, :]
@@ -125,7 +133,11 @@ def test_a_mask_is_joint_if_its_size_or_shape_says_so(nvec, shape, joint):
 @pytest.mark.parametrize(
     ("nvec", "shape", "message"),
     [
-        ((5, 5), (11,), r"shape \(11,\) has 11 entries, .*2 variables with \(5, 5\).*expected 10 entries.*or 25"),
+        (
+            (5, 5),
+            (11,),
+            r"shape \(11,\) has 11 entries, .*2 variables with \(5, 5\).*expected 10 entries.*or 25",
+        ),
         ((4,), (3,), r"shape \(3,\) has 3 entries, but the action has 4 choices: expected 4"),
         ((2, 2), (4,), r"4 entries.*shape \(1, 4\) for the former, \(2, 2\) for the latter"),
         ((1, 2, 3), (6,), r"6 entries.*\(1, 6\).*\(1, 2, 3\)"),
@@ -139,7 +151,9 @@ def test_a_mask_that_does_not_tell_what_it_is_is_refused_with_the_sizes(nvec, sh
 
 def of_spaces(action: Any, mask: Any) -> Callable[[], Any]:
     class Given(gymnasium.Env[Any, Any]):
-        observation_space = spaces.Dict({"position": spaces.Box(0, 1, (2,), np.float32), "action_mask": mask})
+        observation_space = spaces.Dict(
+            {"position": spaces.Box(0, 1, (2,), np.float32), "action_mask": mask}
+        )
         action_space = action
 
         def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
@@ -154,11 +168,27 @@ def of_spaces(action: Any, mask: Any) -> Callable[[], Any]:
 
 
 MISFITS = {
-    "size": (spaces.MultiDiscrete([5, 5]), spaces.MultiBinary(11), r"'?action_mask.* 11 entries.*10 entries.*25"),
+    "size": (
+        spaces.MultiDiscrete([5, 5]),
+        spaces.MultiBinary(11),
+        r"'?action_mask.* 11 entries.*10 entries.*25",
+    ),
     "discrete": (spaces.Discrete(4), spaces.MultiBinary(5), r"action_mask.* 5 entries.*4 choices"),
-    "bits": (spaces.MultiBinary(3), spaces.MultiBinary(3), r"action_mask.* 3 entries.*6 entries.*8"),
-    "unclear": (spaces.MultiDiscrete([2, 2]), spaces.MultiBinary(4), r"action_mask.*\(1, 4\).*\(2, 2\)"),
-    "box": (spaces.Box(-1, 1, (2,)), spaces.MultiBinary(2), r"action_mask is an action mask.*masks are for discrete"),
+    "bits": (
+        spaces.MultiBinary(3),
+        spaces.MultiBinary(3),
+        r"action_mask.* 3 entries.*6 entries.*8",
+    ),
+    "unclear": (
+        spaces.MultiDiscrete([2, 2]),
+        spaces.MultiBinary(4),
+        r"action_mask.*\(1, 4\).*\(2, 2\)",
+    ),
+    "box": (
+        spaces.Box(-1, 1, (2,)),
+        spaces.MultiBinary(2),
+        r"action_mask is an action mask.*masks are for discrete",
+    ),
     "several": (
         spaces.Dict(a=spaces.Discrete(2), b=spaces.Discrete(3)),
         spaces.MultiBinary(5),
@@ -169,7 +199,11 @@ MISFITS = {
         spaces.Dict(c=spaces.MultiBinary(2)),
         r"action_mask.c is a mask of no action",
     ),
-    "nested": (spaces.Discrete(2), spaces.Dict(a=spaces.MultiBinary(2)), "action_mask.a is a mask of no action"),
+    "nested": (
+        spaces.Discrete(2),
+        spaces.Dict(a=spaces.MultiBinary(2)),
+        "action_mask.a is a mask of no action",
+    ),
     "part": (
         spaces.Dict(a=spaces.Discrete(2), b=spaces.Box(0, 1, (2,))),
         spaces.Dict(a=spaces.MultiBinary(2), b=spaces.MultiBinary(2)),
@@ -218,7 +252,9 @@ def test_a_mask_in_infos_that_does_not_fit_is_refused_where_it_is_read():
             obs, info = self.out()
             return obs, 1.0, self.t == LENGTH, False, info
 
-    with pytest.raises(UnsupportedSpace, match=r"Odd: the action mask info.action_mask with shape \(11,\)"):
+    with pytest.raises(
+        UnsupportedSpace, match=r"Odd: the action mask info.action_mask with shape \(11,\)"
+    ):
         Collector(Odd, None, num_envs=2, frames_per_batch=4, info=["action_mask"])
     assert collect(Odd, None, frames_per_batch=4, info=["won"])["info", "won"].tolist() == [1] * 4
 
@@ -259,7 +295,9 @@ def test_a_categorical_head_has_the_renormalised_distribution(num_envs, where, e
     expected = at_actions(table, batch["action"])
     assert torch.allclose(batch["action_log_prob"], expected, atol=1e-5)
     given = {"action_mask": mask} if where == "info" else {}
-    again = head.distribution(obs if where == "info" else batch.select("position", "action_mask"), **given)
+    again = head.distribution(
+        obs if where == "info" else batch.select("position", "action_mask"), **given
+    )
     assert torch.allclose(again.log_prob(batch["action"]), expected, atol=1e-5)
     entropy = -(table.exp() * table.masked_fill(table == -torch.inf, 0)).sum((-1, -2))
     assert torch.allclose(again.entropy(), entropy, atol=1e-5)
@@ -284,7 +322,9 @@ def test_a_head_draws_with_the_renormalised_probabilities(path):
     obs = torch.tensor([0.0, 1.0])
     mask = torch.from_numpy(allowed_at(0))
     if path == "rollouts":
-        actions = collect(lambda: env, head, frames_per_batch=n * LENGTH, seed=0)["action"][::LENGTH]
+        actions = collect(lambda: env, head, frames_per_batch=n * LENGTH, seed=0)["action"][
+            ::LENGTH
+        ]
     else:
         head.fit(*fitted(env))
         many = {"position": obs.expand(n, 2), "action_mask": mask.expand(n, *NVEC)}
@@ -292,10 +332,14 @@ def test_a_head_draws_with_the_renormalised_probabilities(path):
             actions, extras = head(many)
             log_prob = extras["action_log_prob"]
         else:
-            flat, drawn = head.draw(head.restrict(net(many["position"]), many["action_mask"]), deterministic=False)
+            flat, drawn = head.draw(
+                head.restrict(net(many["position"]), many["action_mask"]), deterministic=False
+            )
             actions, log_prob = flat.reshape(n, 2), drawn
         assert torch.allclose(log_prob, head.distribution(many).log_prob(actions), atol=1e-5)
-    found = torch.zeros(NVEC).index_put_(tuple(actions.T), torch.ones(len(actions)), accumulate=True) / len(actions)
+    found = torch.zeros(NVEC).index_put_(
+        tuple(actions.T), torch.ones(len(actions)), accumulate=True
+    ) / len(actions)
     expected = expected_log_probs(net, obs, mask).exp()
     assert (found[~mask] == 0).all()
     assert torch.allclose(found, expected, atol=0.02)
@@ -315,7 +359,9 @@ def test_a_head_counts_from_the_first_choice():
         assert batch["action"].min() == 2
         assert at_actions(batch["action_mask"], batch["action"] - 2).all()
     table = expected_log_probs(net, batch["position"], batch["action_mask"])
-    assert torch.allclose(batch["action_log_prob"], at_actions(table, batch["action"] - 2), atol=1e-5)
+    assert torch.allclose(
+        batch["action_log_prob"], at_actions(table, batch["action"] - 2), atol=1e-5
+    )
 
 
 def test_the_best_allowed_combination_is_drawn_on_a_device():
@@ -353,7 +399,10 @@ def test_two_variables_of_two_choices_have_the_mask_that_its_shape_says(shape, j
     head = policies.categorical(nn.Linear(2, 4), nvec=(2, 2))
     obs = torch.rand(200, 2)
     mask = torch.tensor([1, 0, 0, 1]).reshape(shape).expand(200, *shape)
-    for action in (head(obs, action_mask=mask)[0], head.distribution(obs, action_mask=mask).sample()):
+    for action in (
+        head(obs, action_mask=mask)[0],
+        head.distribution(obs, action_mask=mask).sample(),
+    ):
         found = {tuple(row) for row in action.tolist()}
         assert found == ({(0, 0), (1, 1)} if joint else {(0, 1)})
     head.mask = ActionMask("env", ("action",), ("action_mask",), (2, 2), (0, 0), joint)
@@ -361,14 +410,18 @@ def test_two_variables_of_two_choices_have_the_mask_that_its_shape_says(shape, j
     assert torch.equal(head.mode(obs, action_mask=flat), head.mode(obs, action_mask=mask))
     drawn, log_prob = head.draw(head.restrict(head.net(obs), flat), deterministic=True)
     assert torch.equal(drawn, head.mode(obs, action_mask=mask))
-    assert torch.allclose(log_prob, head.distribution(obs, action_mask=mask).log_prob(drawn), atol=1e-5)
+    assert torch.allclose(
+        log_prob, head.distribution(obs, action_mask=mask).log_prob(drawn), atol=1e-5
+    )
 
 
 def test_a_loss_has_finite_gradients_also_at_blank_rows():
     head = policies.categorical(nn.Linear(2, 7), nvec=NVEC)
     mask = torch.stack([torch.from_numpy(allowed_at(0)), torch.zeros(NVEC, dtype=torch.bool)])
     distribution = head.distribution(torch.rand(2, 2), action_mask=mask)
-    (distribution.log_prob(torch.tensor([[0, 0], [0, 0]])) + distribution.entropy()).sum().backward()
+    (
+        distribution.log_prob(torch.tensor([[0, 0], [0, 0]])) + distribution.entropy()
+    ).sum().backward()
     assert head.net.weight.grad.isfinite().all()
 
 
@@ -413,10 +466,14 @@ def test_joint_masks_reach_policies_of_worker_processes(inference):
     net = logits_net()
     head = policies.categorical(net)
     options: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 40, "seed": 0}
-    with MultiSyncCollector([board()] * 2, head, inference=inference, cat_results="stack", **options) as collector:
+    with MultiSyncCollector(
+        [board()] * 2, head, inference=inference, cat_results="stack", **options
+    ) as collector:
         batch = collector.rollout()
         table = expected_log_probs(net, batch["position"], batch["action_mask"])
-        assert torch.allclose(batch["action_log_prob"], at_actions(table, batch["action"]), atol=1e-5)
+        assert torch.allclose(
+            batch["action_log_prob"], at_actions(table, batch["action"]), atol=1e-5
+        )
         random = collector.collect_batch(n_step=40, random=True).batch
         assert at_actions(random["action_mask"], random["action"]).all()
     if inference == "worker":
@@ -436,12 +493,17 @@ class TorchBoards:
         self.num_envs, self.muster_exact, self.wrong = num_envs, exact, 0
         self.single_action_space = spaces.MultiDiscrete(NVEC)
         box = spaces.Box(0, 100, (2,), np.float32)
-        self.single_observation_space = spaces.Dict({"position": box, "action_mask": spaces.MultiBinary(NVEC)})
+        self.single_observation_space = spaces.Dict(
+            {"position": box, "action_mask": spaces.MultiBinary(NVEC)}
+        )
 
     def seen(self) -> dict[str, torch.Tensor]:
         number = torch.arange(12) + self.t[:, None]
         mask = (number % 3 == 0).reshape(-1, *NVEC).to(torch.int8)
-        return {"position": torch.stack([self.t.float(), torch.ones(self.num_envs)], -1), "action_mask": mask}
+        return {
+            "position": torch.stack([self.t.float(), torch.ones(self.num_envs)], -1),
+            "action_mask": mask,
+        }
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         mask = (options or {}).get("reset_mask")
@@ -449,13 +511,21 @@ class TorchBoards:
         return self.seen(), {}
 
     def step(self, action: torch.Tensor) -> Any:
-        allowed = self.seen()["action_mask"][torch.arange(self.num_envs), action[:, 0], action[:, 1]]
+        allowed = self.seen()["action_mask"][
+            torch.arange(self.num_envs), action[:, 0], action[:, 1]
+        ]
         self.wrong += int((allowed == 0).sum())
         self.t = self.t + 1
         ended = self.t == LENGTH
         final = self.seen()
         self.t = self.t * ~ended
-        return self.seen(), torch.ones(self.num_envs), ended, torch.zeros_like(ended), {"final_obs": final}
+        return (
+            self.seen(),
+            torch.ones(self.num_envs),
+            ended,
+            torch.zeros_like(ended),
+            {"final_obs": final},
+        )
 
     def close(self) -> None:
         pass
@@ -471,7 +541,9 @@ def test_batches_on_tensors_and_rows_on_a_device_respect_joint_masks(random, dev
     assert at_actions(batch["action_mask"], batch["action"]).all()
     if not random:
         table = expected_log_probs(net, batch["position"], batch["action_mask"])
-        assert torch.allclose(batch["action_log_prob"], at_actions(table, batch["action"]), atol=1e-5)
+        assert torch.allclose(
+            batch["action_log_prob"], at_actions(table, batch["action"]), atol=1e-5
+        )
 
 
 def test_the_trial_of_partial_resets_takes_allowed_actions():
@@ -501,7 +573,10 @@ class OfDmEnv:
 
             def observation_spec(self) -> Any:
                 position = specs.BoundedArray((2,), np.float32, 0, 100)
-                return {"position": position, "action_mask": specs.BoundedArray(NVEC, np.int8, 0, 1)}
+                return {
+                    "position": position,
+                    "action_mask": specs.BoundedArray(NVEC, np.int8, 0, 1),
+                }
 
             def action_spec(self) -> Any:
                 return specs.BoundedArray((2,), np.int64, [0, 0], [2, 3])
@@ -514,7 +589,11 @@ class OfDmEnv:
 
 KINDS: dict[str, dict[str, Any]] = {
     "gymnasium.vector": {"env": lambda: gymnasium.vector.SyncVectorEnv([board()] * 2)},
-    "same step": {"env": lambda: gymnasium.vector.SyncVectorEnv([board()] * 2, autoreset_mode=AutoresetMode.SAME_STEP)},
+    "same step": {
+        "env": lambda: gymnasium.vector.SyncVectorEnv(
+            [board()] * 2, autoreset_mode=AutoresetMode.SAME_STEP
+        )
+    },
     "EnvPool": {"env": lambda: EnvPoolVectorEnv(GymnasiumEnvPool(board(), 2, shuffled=True))},
     "dm_env": {"env": OfDmEnv, "num_envs": 2},
 }
@@ -539,11 +618,15 @@ def torchrl_env(action: Any, entries: tuple[int, ...]) -> Any:
     from torchrl.envs import EnvBase
 
     class Masked(EnvBase):
-        """The first half of the entries of the mask is allowed at even steps, the second half at odd ones."""
+        """The first half of the entries of the mask is allowed at even steps, the second half at
+        odd ones.
+        """
 
         def __init__(self) -> None:
             super().__init__()
-            self.observation_spec = Composite(observation=Unbounded((2,)), action_mask=Binary(shape=entries))
+            self.observation_spec = Composite(
+                observation=Unbounded((2,)), action_mask=Binary(shape=entries)
+            )
             self.action_spec, self.reward_spec = action.clone(), Unbounded((1,))
             self.t = 0
 
@@ -615,7 +698,13 @@ def test_policies_of_agents_that_take_turns_respect_joint_masks():
     pytest.importorskip("pettingzoo")
     policy = {"player_0": None, "player_1": policies.categorical(logits_net())}
     for exploration in ("random", "deterministic"):
-        batch = collect(two_players(True, "obs"), policy, frames_per_batch=60, seed=0, exploration_type=exploration)
+        batch = collect(
+            two_players(True, "obs"),
+            policy,
+            frames_per_batch=60,
+            seed=0,
+            exploration_type=exploration,
+        )
         assert at_actions(batch["action_mask"], batch["action"]).all()
         assert batch["action_log_prob"].isfinite().sum() == 30
 
@@ -691,13 +780,17 @@ def test_a_mask_of_agents_that_does_not_fit_is_refused(monkeypatch):
     pytest.importorskip("pettingzoo")
     for turns in (False, True):
         env = two_players(turns, "obs")
-        monkeypatch.setattr(type(env).__mro__[1], "action_space", lambda self, agent: spaces.MultiDiscrete([3, 5]))
+        monkeypatch.setattr(
+            type(env).__mro__[1], "action_space", lambda self, agent: spaces.MultiDiscrete([3, 5])
+        )
         with pytest.raises(UnsupportedSpace, match=r"\(3, 4\) has 12 entries.*8 entries.*15"):
             Collector(env, None, frames_per_batch=4)
 
 
 def test_a_team_has_a_mask_for_each_agent():
-    mask = ActionMask("env", ("team", "action"), ("team", "action_mask"), (2, 3, 2, 3), (0,) * 4, True, 2)
+    mask = ActionMask(
+        "env", ("team", "action"), ("team", "action_mask"), (2, 3, 2, 3), (0,) * 4, True, 2
+    )
     rows = np.zeros((4000, 2, 2, 3), np.int8)
     rows[:, 0, 0, 1] = rows[:, 0, 1, 2] = rows[:, 1, 1, 0] = 1
     uniform = np.random.default_rng(0).random((4000, 2))
@@ -713,7 +806,9 @@ def test_a_team_has_a_mask_for_each_agent():
 
 def test_a_head_for_a_team_renormalises_for_each_agent():
     head = policies.categorical(nn.Linear(2, 10), nvec=(2, 3, 2, 3))
-    head.mask = ActionMask("env", ("team", "action"), ("team", "action_mask"), (2, 3, 2, 3), (0,) * 4, True, 2)
+    head.mask = ActionMask(
+        "env", ("team", "action"), ("team", "action_mask"), (2, 3, 2, 3), (0,) * 4, True, 2
+    )
     head.low, head.action_shape = (0,) * 4, (2, 2)
     obs, mask = torch.rand(6, 2), torch.rand(6, 2, 2, 3) < 0.6
     mask[..., 0, 0] = True
@@ -723,7 +818,12 @@ def test_a_head_for_a_team_renormalises_for_each_agent():
     each = []
     for agent, logits in enumerate(head.net(obs).split(5, -1)):
         a, b = logits.split([2, 3], -1)
-        joint = (a[:, :, None] + b[:, None, :]).masked_fill(~mask[:, agent], -torch.inf).flatten(1).log_softmax(-1)
+        joint = (
+            (a[:, :, None] + b[:, None, :])
+            .masked_fill(~mask[:, agent], -torch.inf)
+            .flatten(1)
+            .log_softmax(-1)
+        )
         each.append(joint.gather(1, (action[:, agent, 0] * 3 + action[:, agent, 1])[:, None])[:, 0])
     expected = torch.stack(each).sum(0)
     assert torch.allclose(distribution.log_prob(action), expected, atol=1e-5)
@@ -757,7 +857,10 @@ class Parts(gymnasium.Env[Any, Any]):
     def seen(self) -> Any:
         where = allowed_at(self.t).astype(np.int8)
         mask = {"move": np.eye(4, dtype=np.int8)[self.t % 4], "where": where}
-        return {"position": np.zeros(1, np.float32), "action_mask": mask if self.masks == "each" else where}
+        return {
+            "position": np.zeros(1, np.float32),
+            "action_mask": mask if self.masks == "each" else where,
+        }
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)

@@ -1,4 +1,6 @@
-"""Episodic lives: ``traj_done_key`` says whether the environment's episode is over where the agent's is."""
+"""Episodic lives: ``traj_done_key`` says whether the environment's episode is over where the
+agent's is.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ KEY = {"traj_done_key": "traj_done"}
 class LivesEnv(CountingEnv):
     """A life is lost every ``life`` steps, and the episode is over after ``length``."""
 
-    def __init__(self, length: int = 4, life: int = 2, *, fails_at: int | None = None, **options: Any) -> None:
+    def __init__(
+        self, length: int = 4, life: int = 2, *, fails_at: int | None = None, **options: Any
+    ) -> None:
         super().__init__(length, **options)
         self.life, self.fails_at = life, fails_at
 
@@ -33,7 +37,13 @@ class LivesEnv(CountingEnv):
         if self.executed == self.fails_at:
             raise ValueError("as asked")
         obs, reward, terminated, truncated, _ = super().step(action)
-        return obs, reward, terminated or self.t % self.life == 0, truncated, {"traj_done": terminated or truncated}
+        return (
+            obs,
+            reward,
+            terminated or self.t % self.life == 0,
+            truncated,
+            {"traj_done": terminated or truncated},
+        )
 
 
 def numbered(*sizes: tuple[int, int]) -> tuple[Any, list[Any]]:
@@ -63,7 +73,11 @@ def test_a_lost_life_ends_the_agents_episode_and_not_the_environments():
         batch = c.rollout()
         assert times(batch) == [[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 5]]
         assert times(batch, "next") == [[1, 2, 3, 4, 1, 2], [1, 2, 3, 4, 5, 6]]
-        assert flags(batch, "done") == flags(batch, "terminated") == [[0, 1, 0, 1, 0, 1], [0, 0, 1, 0, 0, 1]]
+        assert (
+            flags(batch, "done")
+            == flags(batch, "terminated")
+            == [[0, 1, 0, 1, 0, 1], [0, 0, 1, 0, 0, 1]]
+        )
         assert batch["next", "traj_done"].shape == (2, 6, 1)
         assert flags(batch, "traj_done") == [[0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 1]]
         assert batch["collector", "traj_ids"].tolist() == [[0, 0, 0, 0, 2, 2], [1] * 6]
@@ -105,7 +119,8 @@ def test_an_end_without_the_entry_is_one_of_the_environment():
 
 
 @pytest.mark.parametrize(
-    ("info", "message"), [({"traj_done": "yes"}, r"info\['traj_done'\] is"), (None, "expected a dict")]
+    ("info", "message"),
+    [({"traj_done": "yes"}, r"info\['traj_done'\] is"), (None, "expected a dict")],
 )
 def test_what_is_no_flag_is_refused(info, message):
     class Odd(CountingEnv):
@@ -122,20 +137,38 @@ def test_a_batch_of_environments_is_refused_with_the_way_out():
     with pytest.raises(BadOption, match=r"single Gymnasium environments.*num_envs"):
         Collector(lambda: SyncVectorEnv([LivesEnv]), None, frames_per_batch=4, **KEY)
     with pytest.raises(BadOption, match="single Gymnasium environments"):
-        MultiSyncCollector([lambda: SyncVectorEnv([LivesEnv])], None, frames_per_batch=4, backend="threads", **KEY)
+        MultiSyncCollector(
+            [lambda: SyncVectorEnv([LivesEnv])], None, frames_per_batch=4, backend="threads", **KEY
+        )
     with pytest.raises(BadOption, match="name of an entry"):
         Collector(LivesEnv, None, frames_per_batch=4, traj_done_key=3)
 
 
-# --- together with waiting --------------------------------------------------------------------------
+# --- together with waiting ------------------------------------------------------------------------
 
 
 def test_steps_of_an_episode_are_counted_over_lives_that_waited():
-    options = {"num_envs": 2, "frames_per_batch": 8, "reset_when_done": False, "max_frames_per_traj": 5, **KEY}
+    options = {
+        "num_envs": 2,
+        "frames_per_batch": 8,
+        "reset_when_done": False,
+        "max_frames_per_traj": 5,
+        **KEY,
+    }
     with Collector(numbered((9, 2), (9, 9))[0], None, **options) as c:
         counts = [column(c.rollout(), "step_count") for _ in range(4)]
-        assert [count[0] for count in counts] == [[0, 1, 0, 0], [2, 3, 0, 0], [4, 0, 0, 0], [0, 1, 0, 0]]
-        assert [count[1] for count in counts] == [[0, 1, 2, 3], [4, 0, 0, 0], [0, 1, 2, 3], [4, 0, 0, 0]]
+        assert [count[0] for count in counts] == [
+            [0, 1, 0, 0],
+            [2, 3, 0, 0],
+            [4, 0, 0, 0],
+            [0, 1, 0, 0],
+        ]
+        assert [count[1] for count in counts] == [
+            [0, 1, 2, 3],
+            [4, 0, 0, 0],
+            [0, 1, 2, 3],
+            [4, 0, 0, 0],
+        ]
 
 
 def test_whole_episodes_are_those_of_the_environment():
@@ -154,11 +187,21 @@ def test_whole_episodes_are_those_of_the_environment():
     wait=st.booleans(),
     backend=st.sampled_from(["threads", "threads", "processes"]),
 )
-def test_whatever_the_lives_are_rows_follow_each_other_and_workers_give_the_same(sizes, rows, limit, wait, backend):
+def test_whatever_the_lives_are_rows_follow_each_other_and_workers_give_the_same(
+    sizes, rows, limit, wait, backend
+):
     factories = [partial(LivesEnv, *size) for size in sizes]
-    options = {"frames_per_batch": 4 * rows, "max_frames_per_traj": limit, "reset_when_done": not wait, "seed": 1}
+    options = {
+        "frames_per_batch": 4 * rows,
+        "max_frames_per_traj": limit,
+        "reset_when_done": not wait,
+        "seed": 1,
+    }
     runs, ended = [], []
-    for cls, more in ((Collector, {}), (MultiSyncCollector, {"num_workers": 2, "backend": backend})):
+    for cls, more in (
+        (Collector, {}),
+        (MultiSyncCollector, {"num_workers": 2, "backend": backend}),
+    ):
         with cls(factories, None, **options, **KEY, **more) as c:
             runs.append([c.next().clone() for _ in range(6)])
             assert_accounted(c)
@@ -194,7 +237,14 @@ class Uneven(LivesEnv):
 
 def test_a_failure_after_lives_that_waited_is_replayed(tmp_path):
     make = partial(Uneven, 9, 2, fails_at=7, noise=True)
-    options = {"num_envs": 2, "frames_per_batch": 10, "reset_when_done": False, "seed": 4, "crash_dir": tmp_path, **KEY}
+    options = {
+        "num_envs": 2,
+        "frames_per_batch": 10,
+        "reset_when_done": False,
+        "seed": 4,
+        "crash_dir": tmp_path,
+        **KEY,
+    }
     with MultiSyncCollector([make], None, backend="threads", **options) as c:
         for _ in range(3):
             c.next()

@@ -36,12 +36,16 @@ class Calls(list):
 
 
 class BoardLike(Calls):
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None, walltime: Any = None) -> None:
+    def add_scalar(
+        self, tag: str, scalar_value: float, global_step: int | None = None, walltime: Any = None
+    ) -> None:
         self.append((tag, scalar_value, global_step))
 
 
 class RunLike(Calls):
-    def log(self, data: dict[str, float], step: int | None = None, commit: bool | None = None) -> None:
+    def log(
+        self, data: dict[str, float], step: int | None = None, commit: bool | None = None
+    ) -> None:
         assert type(data) is dict
         self.append((data, step))
 
@@ -100,7 +104,18 @@ def test_a_method_is_looked_up_when_it_is_called():
 
 @pytest.mark.parametrize(
     "given",
-    [None, "log.jsonl", 3, {}, [], object(), lambda metrics: None, BoardLike, logging.getLogger(), [].append],
+    [
+        None,
+        "log.jsonl",
+        3,
+        {},
+        [],
+        object(),
+        lambda metrics: None,
+        BoardLike,
+        logging.getLogger(),
+        [].append,
+    ],
     ids=lambda given: getattr(given, "__name__", type(given).__name__),
 )
 def test_anything_else_is_refused(given):
@@ -132,7 +147,9 @@ def test_whatever_a_logger_raises_is_a_hook_error_with_its_cause():
     def broken(metrics, step):
         raise KeyError("no run")
 
-    with pytest.raises(HookError, match=r"the logger .*broken raised KeyError at step 7: 'no run'") as caught:
+    with pytest.raises(
+        HookError, match=r"the logger .*broken raised KeyError at step 7: 'no run'"
+    ) as caught:
         as_logger(broken)(METRICS, 7)
     assert isinstance(caught.value.__cause__, KeyError)
     again = as_logger(as_logger(broken))
@@ -141,7 +158,7 @@ def test_whatever_a_logger_raises_is_a_hook_error_with_its_cause():
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-# --- JSON lines ---------------------------------------------------------------------------------------
+# --- JSON lines -----------------------------------------------------------------------------------
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -192,7 +209,9 @@ def test_half_a_record_that_a_crash_has_left_is_removed(tmp_path):
         assert records(path) == [*[(1, {"a": 1}), (2, {"}}": 2})][:kept], (3, {"a": 3})]
 
 
-@pytest.mark.parametrize("content", [b"notes", b'{"step":1}', b"12", b"a,b\n1,2", b"x" * (1 << 21)], ids=range(5))
+@pytest.mark.parametrize(
+    "content", [b"notes", b'{"step":1}', b"12", b"a,b\n1,2", b"x" * (1 << 21)], ids=range(5)
+)
 def test_half_a_line_of_something_else_is_never_removed(tmp_path, content):
     path = tmp_path / "log"
     path.write_bytes(content)
@@ -213,7 +232,9 @@ def test_what_is_no_number_is_refused_and_leaves_the_file_as_it_was(tmp_path):
 def test_threads_may_share_a_file(tmp_path):
     with JsonlLogger(tmp_path / "log") as logger:
         threads = [
-            threading.Thread(target=lambda k=k: [logger({"k": k}, i) for i in range(100)], daemon=True)
+            threading.Thread(
+                target=lambda k=k: [logger({"k": k}, i) for i in range(100)], daemon=True
+            )
             for k in range(4)
         ]
         for thread in threads:
@@ -222,7 +243,9 @@ def test_threads_may_share_a_file(tmp_path):
             thread.join(60)
     found = records(tmp_path / "log")
     assert len(found) == 400
-    assert [[step for step, metrics in found if metrics["k"] == k] for k in range(4)] == [list(range(100))] * 4
+    assert [[step for step, metrics in found if metrics["k"] == k] for k in range(4)] == [
+        list(range(100))
+    ] * 4
 
 
 def test_processes_may_not_share_a_file(tmp_path):
@@ -272,7 +295,7 @@ def test_a_record_that_does_not_fit_on_the_disk_leaves_no_half_line(tmp_path):
     logger.close()
 
 
-# --- TensorBoard --------------------------------------------------------------------------------------
+# --- TensorBoard ----------------------------------------------------------------------------------
 
 
 def test_tensorboard_reads_what_was_logged(tmp_path):
@@ -282,7 +305,10 @@ def test_tensorboard_reads_what_was_logged(tmp_path):
         as_logger(logger)({"collect/return_mean": 1.5, "collect/episodes": 2}, 10)
         logger({"collect/return_mean": 2.5}, 20)
     events = EventAccumulator(str(tmp_path / "run")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("collect/return_mean")] == [(10, 1.5), (20, 2.5)]
+    assert [(e.step, e.value) for e in events.Scalars("collect/return_mean")] == [
+        (10, 1.5),
+        (20, 2.5),
+    ]
     assert [(e.step, e.value) for e in events.Scalars("collect/episodes")] == [(10, 2.0)]
 
 
@@ -303,7 +329,7 @@ def test_without_tensorboard_it_says_what_to_install(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-# --- what a collector logs ----------------------------------------------------------------------------
+# --- what a collector logs ------------------------------------------------------------------------
 
 
 STATS = stats(
@@ -322,7 +348,9 @@ STATS = stats(
 )
 
 
-def logged(*written: tuple[CollectorStats, Any], **options: Any) -> list[tuple[dict[str, float], int]]:
+def logged(
+    *written: tuple[CollectorStats, Any], **options: Any
+) -> list[tuple[dict[str, float], int]]:
     logger = FunctionLike()
     log = CollectionLog(logger, **options)
     for given, episodes in written:
@@ -350,12 +378,16 @@ def test_a_batch_without_episodes_is_logged_with_rates_counts_and_shares():
     ]
 
 
-EPISODES = Episodes(*map(np.array, ([0, 1], [0, 1], [2.0, 6.0], [3, 9], [True, False], [False, True])))
+EPISODES = Episodes(
+    *map(np.array, ([0, 1], [0, 1], [2.0, 6.0], [3, 9], [True, False], [False, True]))
+)
 
 
 def test_the_episodes_of_the_batch_are_summarised():
     [(record, _)] = logged((STATS, EPISODES), prefix="")
-    of_episodes = {name: value for name, value in record.items() if name.startswith(("return", "length"))}
+    of_episodes = {
+        name: value for name, value in record.items() if name.startswith(("return", "length"))
+    }
     assert of_episodes == {
         "return_mean": 4.0,
         "return_std": 2.0,
@@ -376,13 +408,20 @@ def test_the_lag_is_that_of_the_newest_batch():
 
 
 def test_before_any_time_was_measured_there_are_no_shares():
-    [(record, _)] = logged((dataclasses.replace(STATS, env_s=0.0, policy_s=0.0, copy_s=0.0, rest_s=0.0), ()))
+    [(record, _)] = logged(
+        (dataclasses.replace(STATS, env_s=0.0, policy_s=0.0, copy_s=0.0, rest_s=0.0), ())
+    )
     assert not [name for name in record if name.endswith("share")]
 
 
 def test_every_worker_has_its_rate():
     [(record, _)] = logged(
-        (dataclasses.replace(STATS, workers=(worker(0, frames_per_s=10.0), worker(3, frames_per_s=20.0))), ()),
+        (
+            dataclasses.replace(
+                STATS, workers=(worker(0, frames_per_s=10.0), worker(3, frames_per_s=20.0))
+            ),
+            (),
+        ),
         prefix="a/",
     )
     assert {name: value for name, value in record.items() if "worker" in name} == {
@@ -391,7 +430,7 @@ def test_every_worker_has_its_rate():
     }
 
 
-# --- the option ---------------------------------------------------------------------------------------
+# --- the option -----------------------------------------------------------------------------------
 
 
 def test_every_batch_of_a_collector_is_logged(tmp_path):
@@ -400,7 +439,11 @@ def test_every_batch_of_a_collector_is_logged(tmp_path):
         with Collector(counting(3), **options) as collector:
             assert len(list(collector)) == 3
     found = records(tmp_path / "log")
-    assert [(step, metrics["collect/episodes"]) for step, metrics in found] == [(10, 2), (20, 6), (30, 10)]
+    assert [(step, metrics["collect/episodes"]) for step, metrics in found] == [
+        (10, 2),
+        (20, 6),
+        (30, 10),
+    ]
     assert [metrics["collect/return_mean"] for _, metrics in found] == [6.0] * 3
 
 
@@ -412,11 +455,16 @@ def test_an_error_of_the_logger_loses_no_batch():
         if len(seen) == 1:
             raise OSError("disk full")
 
-    with Collector(counting(3), frames_per_batch=5, total_frames=15, logger=fails_at_first) as collector:
+    with Collector(
+        counting(3), frames_per_batch=5, total_frames=15, logger=fails_at_first
+    ) as collector:
         with pytest.raises(HookError, match="disk full"):
             next(iter(collector))
         batches = list(collector)
-    assert torch.cat([batch["next", "reward"] for batch in batches]).flatten().tolist() == [1, 2, 3] * 5
+    assert (
+        torch.cat([batch["next", "reward"] for batch in batches]).flatten().tolist()
+        == [1, 2, 3] * 5
+    )
     assert seen == [5, 10, 15]
 
 
@@ -428,16 +476,22 @@ class TestProgress:
         monkeypatch.setenv("COLUMNS", "200")
         with os.fdopen(terminal, "w") as stderr:
             monkeypatch.setattr("sys.stderr", stderr)
-            with Collector(CountingEnv, None, frames_per_batch=12, progress=True, seed=0, **options) as collector:
+            with Collector(
+                CountingEnv, None, frames_per_batch=12, progress=True, seed=0, **options
+            ) as collector:
                 for _ in range(3):
                     assert collector.next() is not None
             monkeypatch.undo()
         said = b""
-        with contextlib.suppress(OSError):  # EIO: all is read, which may come in pieces, and the other end is closed
+        with contextlib.suppress(
+            OSError
+        ):  # EIO: all is read, which may come in pieces, and the other end is closed
             while piece := os.read(main, 1 << 16):
                 said += piece
         os.close(main)
-        return said.decode(), [thread.name for thread in threading.enumerate() if "Refresh" in type(thread).__name__]
+        return said.decode(), [
+            thread.name for thread in threading.enumerate() if "Refresh" in type(thread).__name__
+        ]
 
     def test_a_terminal_shows_frames_and_returns(self, monkeypatch):
         said, threads = self.shown(monkeypatch, total_frames=36)
@@ -454,7 +508,9 @@ class TestProgress:
         assert not threads
 
     def test_a_pipe_gets_lines(self, capsys):
-        with Collector(CountingEnv, None, frames_per_batch=12, total_frames=36, progress=True) as collector:
+        with Collector(
+            CountingEnv, None, frames_per_batch=12, total_frames=36, progress=True
+        ) as collector:
             list(collector)
         assert capsys.readouterr() == ("", ""), "no line every 5 seconds"
         stream = io.StringIO()

@@ -1,4 +1,6 @@
-"""Mailbox between workers and a server: no question is lost, none is answered twice, and who sleeps is woken."""
+"""Mailbox between workers and a server: no question is lost, none is answered twice, and who sleeps
+is woken.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,7 @@ def in_thread(function):
     return thread, got
 
 
-# --- wake-ups ---------------------------------------------------------------------------------------
+# --- wake-ups -------------------------------------------------------------------------------------
 
 
 def test_a_wake_up_that_rings_many_times_is_heard_once(wake_up):
@@ -150,14 +152,19 @@ def test_no_descriptor_of_lines_is_left(mailbox):
     wait_until(lambda: open_files() <= before)
 
 
-# --- questions and answers --------------------------------------------------------------------------
+# --- questions and answers ------------------------------------------------------------------------
 
 
 def test_a_question_says_what_and_lasts_until_its_answer(mailbox, client):
     assert mailbox.question(1) == 0
     thread, got = in_thread(lambda: client.ask(7, 3))
     wait_until(lambda: mailbox.question(1))
-    assert (mailbox.question(1), mailbox.request(1), mailbox.row(1), mailbox.question(0)) == (1, 7, 3, 0)
+    assert (mailbox.question(1), mailbox.request(1), mailbox.row(1), mailbox.question(0)) == (
+        1,
+        7,
+        3,
+        0,
+    )
     mailbox.answer(1, 1)
     thread.join(LONG_S)
     assert (got, mailbox.question(1)) == ([None], 0)
@@ -213,7 +220,9 @@ def test_who_is_given_up_does_not_wait_for_ever(mailbox, monkeypatch):
 
 
 def test_who_has_finished_says_so_and_wakes_a_server_that_sleeps(mailbox, client):
-    thread, got = in_thread(lambda: mailbox.sleep(lambda: finished(mailbox, 1) == 5, LONG_S) or "woken")
+    thread, got = in_thread(
+        lambda: mailbox.sleep(lambda: finished(mailbox, 1) == 5, LONG_S) or "woken"
+    )
     wait_until(lambda: mailbox.cells[2 * CELLS + ASLEEP])
     client.finished(5)
     thread.join(LONG_S)
@@ -244,12 +253,18 @@ def test_who_is_at_work_is_known_until_it_has_finished(mailbox, client):
 
 def test_of_those_who_are_answered_together_the_last_one_rings():
     made = Mailbox(4, groups=[[0, 1, 3], [2]])
-    hands = [MailboxClient(n, 4, [os.dup(fd) for fd in made.fds_for(n)], lambda: False) for n in range(4)]
+    hands = [
+        MailboxClient(n, 4, [os.dup(fd) for fd in made.fds_for(n)], lambda: False) for n in range(4)
+    ]
     for worker in (0, 1, 2):
         made.expect(worker, worker + 1)
     made.cells[4 * CELLS + ASLEEP] = 1
     threads = []
-    for worker, wakes in ((0, False), (2, True), (1, True)):  # nobody waits for 3, which has nothing to do
+    for worker, wakes in (
+        (0, False),
+        (2, True),
+        (1, True),
+    ):  # nobody waits for 3, which has nothing to do
         while rings(made.wake_up):
             made.wake_up.wait(0)
         threads.append(in_thread(partial(hands[worker].ask, worker + 1, 0))[0])
@@ -271,7 +286,9 @@ def test_a_server_that_sleeps_is_woken_by_a_question_and_a_worker_by_its_answer(
     wait_until(lambda: mailbox.cells[CELLS + ASLEEP])
     mailbox.answer(1, 1)
     asked.join(LONG_S)
-    served, woken = in_thread(lambda: mailbox.sleep(lambda: bool(mailbox.question(1)), LONG_S) or "woken")
+    served, woken = in_thread(
+        lambda: mailbox.sleep(lambda: bool(mailbox.question(1)), LONG_S) or "woken"
+    )
     wait_until(lambda: mailbox.cells[2 * CELLS + ASLEEP])
     asked, got = in_thread(lambda: client.ask(1, 1))
     served.join(LONG_S)
@@ -288,14 +305,15 @@ def test_a_server_does_not_sleep_through_what_came_before(mailbox, monkeypatch):
     mailbox.sleep(lambda: next(looks, True), LONG_S)  # while it looks
 
 
-# --- between processes ------------------------------------------------------------------------------
+# --- between processes ----------------------------------------------------------------------------
 
 
 def served(mailbox, counts, *, late_s=0.0, fails=lambda row: False):
-    """Answer the questions of processes; the rows that each asked for, and what they say at the end.
+    """Answer the questions of processes; the rows that each asked for, and what they say at the
+    end.
 
-    A question must not be seen before its observations, nor an answer before its actions (as it can on ARM64 without
-    ``keep_order``).
+    A question must not be seen before its observations, nor an answer before its actions (as it can
+    on ARM64 without ``keep_order``).
     """
     started, arena = [], Arena.create("test-rows")
     arena.allocate(mmap.PAGESIZE * len(counts))

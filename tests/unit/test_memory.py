@@ -44,22 +44,29 @@ def ring(limit: int = 1 << 20, **changes: Any) -> SlotRing:
 
 
 def counts(slots: SlotRing) -> tuple[int, int, int]:
-    return tuple(slots.count(state) for state in (SlotState.FREE, SlotState.FILLING, SlotState.LENT))
+    return tuple(
+        slots.count(state) for state in (SlotState.FREE, SlotState.FILLING, SlotState.LENT)
+    )
 
 
-# --- layouts and lanes -----------------------------------------------------------------------------
+# --- layouts and lanes ----------------------------------------------------------------------------
 
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from("?bBhHiIlLefd"), st.lists(st.integers(0, 3), max_size=3), st.booleans()), max_size=5
+        st.tuples(
+            st.sampled_from("?bBhHiIlLefd"), st.lists(st.integers(0, 3), max_size=3), st.booleans()
+        ),
+        max_size=5,
     ),
     st.integers(1, 4),
     st.integers(1, 3),
     st.integers(1, 3),
 )
 def test_columns_of_any_kind_are_aligned_disjoint_and_zero(kinds, T, B, lanes):
-    columns = tuple(Column((str(i),), tuple(s), np.dtype(d), carry=c) for i, (d, s, c) in enumerate(kinds))
+    columns = tuple(
+        Column((str(i),), tuple(s), np.dtype(d), carry=c) for i, (d, s, c) in enumerate(kinds)
+    )
     slot = Slot(Layout(T, B, columns, lanes))
     arrays = [array for lane in slot.lanes for array in lane.arrays.values()]
     assert all(array.ctypes.data % ALIGNMENT == 0 for array in arrays if array.size)
@@ -97,7 +104,7 @@ def test_long_lanes_make_their_row_views_when_used(monkeypatch):
     assert lane.arrays["observation",][:, 0, 0].tolist() == [0, 0, 0, 1, 2]
 
 
-# --- slot states -----------------------------------------------------------------------------------
+# --- slot states ----------------------------------------------------------------------------------
 
 
 def test_a_slot_goes_from_filling_to_lent_to_free():
@@ -165,7 +172,10 @@ def test_several_threads_may_count_slots_of_which_parts_are_used():
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(3) as threads:
-            found = [threads.submit(lambda: {slots.count(SlotState.LENT) for _ in range(3000)}) for _ in range(3)]
+            found = [
+                threads.submit(lambda: {slots.count(SlotState.LENT) for _ in range(3000)})
+                for _ in range(3)
+            ]
     finally:
         sys.setswitchinterval(interval)
     assert [each.result() for each in found] == [{1}] * 3
@@ -190,7 +200,9 @@ def test_a_full_ring_says_how_to_go_on_and_goes_on():
     size = layout().nbytes
     slots = ring(2 * size)
     lent = [slots.lend(slots.take()) for _ in range(2)]
-    with pytest.raises(SlotsExhausted, match=rf"2 batches of {size:,} bytes.*slot_memory_limit={2 * size:,}"):
+    with pytest.raises(
+        SlotsExhausted, match=rf"2 batches of {size:,} bytes.*slot_memory_limit={2 * size:,}"
+    ):
         slots.take()
     assert issubclass(SlotsExhausted, MemoryError)
     lent.pop()
@@ -216,7 +228,7 @@ def test_pinned_memory_without_cuda_is_refused():
         SlotRing(layout(), limit_bytes=1 << 20, memory="pinned").take()
 
 
-# --- views -----------------------------------------------------------------------------------------
+# --- views ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -233,7 +245,9 @@ def test_pinned_memory_without_cuda_is_refused():
     ],
 )
 def test_a_batch_is_a_view_in_every_arrangement(lanes, B, batched, stacked, order, shape, names):
-    arranged = layout(lanes=lanes, B=B, batch_shape=None if batched else (), columns=(*COLUMNS, WORDS))
+    arranged = layout(
+        lanes=lanes, B=B, batch_shape=None if batched else (), columns=(*COLUMNS, WORDS)
+    )
     slots = SlotRing(arranged, limit_bytes=1 << 20)
     slot = slots.take()
     for w, lane in enumerate(slot.lanes):
@@ -261,13 +275,17 @@ def test_a_batch_is_a_view_in_every_arrangement(lanes, B, batched, stacked, orde
     assert all((lane.arrays["pixels",] == 9).all() for lane in slot.lanes)
 
 
-# --- batches of a collector ------------------------------------------------------------------------
+# --- batches of a collector -----------------------------------------------------------------------
 
 
 def test_a_column_is_pickled_without_the_others():
     with Collector(CountingEnv, None, num_envs=2, frames_per_batch=2000) as collector:
         batch = collector.rollout()
-        assert batch["next", "done"].untyped_storage().nbytes() == batch["next", "done"].numel() == 2000
+        assert (
+            batch["next", "done"].untyped_storage().nbytes()
+            == batch["next", "done"].numel()
+            == 2000
+        )
 
 
 SAVED = {
@@ -360,9 +378,13 @@ def unchanged(held: Any, copy: Any) -> bool:
 
 @given(st.lists(st.tuples(st.sampled_from([*HOLDS, None]), st.integers(0, 6)), max_size=16))
 def test_what_is_kept_stays_as_it_was_and_what_is_dropped_is_used_again(plan):
-    """Keep any part of some batches for some time: nothing kept ever changes, nothing dropped is lost."""
+    """Keep any part of some batches for some time: nothing kept ever changes, nothing dropped is
+    lost.
+    """
     held: list[tuple[int, Any, Any]] = []
-    with Collector(counting(4, noise=True), None, num_envs=2, frames_per_batch=10, seed=0) as collector:
+    with Collector(
+        counting(4, noise=True), None, num_envs=2, frames_per_batch=10, seed=0
+    ) as collector:
         for n, (how, time) in enumerate(plan):
             batch = collector.rollout()
             if how is not None:
@@ -379,7 +401,9 @@ def test_what_is_kept_stays_as_it_was_and_what_is_dropped_is_used_again(plan):
 
 
 def test_return_same_td_gives_one_object_with_new_values():
-    with Collector(CountingEnv, None, frames_per_batch=2, total_frames=6, return_same_td=True) as collector:
+    with Collector(
+        CountingEnv, None, frames_per_batch=2, total_frames=6, return_same_td=True
+    ) as collector:
         seen, rewards = set(), []
         for batch in collector:
             seen.add((id(batch), batch["observation"].data_ptr()))
@@ -391,7 +415,10 @@ def test_return_same_td_gives_one_object_with_new_values():
 def test_what_is_added_to_the_same_batch_is_not_in_the_next_one():
     """``collect`` marks valid cells, and the user may change what the batch consists of."""
     options = {"num_envs": 3, "frames_per_batch": 6, "return_same_td": True}
-    with Collector(CountingEnv, None, **options) as collector, Collector(CountingEnv, None, **options) as plain:
+    with (
+        Collector(CountingEnv, None, **options) as collector,
+        Collector(CountingEnv, None, **options) as plain,
+    ):
         batch = collector.collect_batch(n_step=4).batch
         assert batch["collector", "valid"].sum() == 4
         batch["advantage"] = torch.ones(3, 2)
@@ -441,7 +468,9 @@ def test_several_batch_dimensions_are_the_environments_in_order():
     for c in arranged.tensor_columns:
         array = lane.arrays[c.key]
         array.reshape(-1)[...] = np.arange(array.size) % 127
-        assert torch.equal(lane.rows(c.key)[1].reshape(6, -1), lane.tensors[c.key][1].reshape(6, -1))
+        assert torch.equal(
+            lane.rows(c.key)[1].reshape(6, -1), lane.tensors[c.key][1].reshape(6, -1)
+        )
     batch = BatchView(arranged, stacked=False).tensordict(ring_.lend(slot), slot)
     assert batch.shape == (2, 3, 4)
     for c in arranged.tensor_columns:

@@ -15,7 +15,9 @@ from muster.errors import BadCheckpoint, BadOption, HookError
 from muster.observing.metrics import MetricsTracker
 
 
-def tracked(num_envs: int, steps: list[tuple[Any, Any]]) -> tuple[MetricsTracker, list[tuple[int, dict[str, float]]]]:
+def tracked(
+    num_envs: int, steps: list[tuple[Any, Any]]
+) -> tuple[MetricsTracker, list[tuple[int, dict[str, float]]]]:
     """A tracker after these steps, and what it has logged."""
     records: list[tuple[int, dict[str, float]]] = []
     tracker = MetricsTracker(num_envs, lambda metrics, step: records.append((step, dict(metrics))))
@@ -34,14 +36,22 @@ def record(reward: float, length: int, cumulative: float, number: int) -> dict[s
 
 
 def test_it_logs_only_when_episodes_finish():
-    tracker, records = tracked(2, [([1, 10], [False, False]), ([2, 20], [False, True]), ([4, 40], [True, False])])
+    tracker, records = tracked(
+        2, [([1, 10], [False, False]), ([2, 20], [False, True]), ([4, 40], [True, False])]
+    )
     assert records == [(4, record(30.0, 2, 33.0, 1)), (6, record(7.0, 3, 77.0, 2))]
-    assert (tracker.collected_steps, tracker.cumulative_reward, tracker.episode_count) == (6, 77.0, 2)
+    assert (tracker.collected_steps, tracker.cumulative_reward, tracker.episode_count) == (
+        6,
+        77.0,
+        2,
+    )
     assert (tracker.last_episode_reward, tracker.last_episode_length) == (7.0, 3)
 
 
 def test_episodes_that_finish_together_have_a_record_each_at_the_same_step():
-    tracker, records = tracked(3, [([1, 2, 4], [True, False, True]), ([1, 1, 1], [True, True, False])])
+    tracker, records = tracked(
+        3, [([1, 2, 4], [True, False, True]), ([1, 1, 1], [True, True, False])]
+    )
     assert records == [
         (3, record(1.0, 1, 7.0, 1)),
         (3, record(4.0, 1, 7.0, 2)),
@@ -80,7 +90,11 @@ def test_rewards_are_summed_over_all_but_the_environments(num_envs, reward, done
         (torch.ones(1, 2), [False] * 2, r"reward has shape \[1, 2\]"),
         ([1.0, 1.0], True, r"done has shape \[\]"),
         ([1.0, 1.0], [False] * 3, r"done has shape \[3\]"),
-        ([1.0, 1.0], np.zeros((2, 2), bool), r"done has shape \[2, 2\]: expected one flag for each of 2"),
+        (
+            [1.0, 1.0],
+            np.zeros((2, 2), bool),
+            r"done has shape \[2, 2\]: expected one flag for each of 2",
+        ),
         ([[1.0], [1.0, 2.0]], [False] * 2, "expected numbers"),
         ([None, "x"], [False] * 2, "expected numbers"),
     ],
@@ -89,7 +103,11 @@ def test_another_shape_is_refused_and_nothing_is_counted(reward, done, message):
     tracker = MetricsTracker(2)
     with pytest.raises(BadOption, match=message):
         tracker.update(reward, done)
-    assert (tracker.collected_steps, tracker.cumulative_reward, tracker.state_dict()["lengths"].tolist()) == (
+    assert (
+        tracker.collected_steps,
+        tracker.cumulative_reward,
+        tracker.state_dict()["lengths"].tolist(),
+    ) == (
         0,
         0,
         [0, 0],
@@ -106,7 +124,11 @@ def test_abandoned_episodes_leave_nothing_to_the_next_ones():
     tracker, records = tracked(3, [([1, 1, 1], [False] * 3), ([1, 1, 1], [False] * 3)])
     tracker.abandon([0, 2])
     tracker.update([5, 5, 5], [True] * 3)
-    assert [(r["episode_reward"], r["episode_length"]) for _, r in records] == [(5, 1), (7, 3), (5, 1)]
+    assert [(r["episode_reward"], r["episode_length"]) for _, r in records] == [
+        (5, 1),
+        (7, 3),
+        (5, 1),
+    ]
     assert (tracker.collected_steps, tracker.cumulative_reward) == (9, 21)
     tracker.update([1, 1, 1], [False] * 3)
     tracker.abandon()
@@ -117,13 +139,20 @@ def test_abandoned_episodes_leave_nothing_to_the_next_ones():
 def test_reset_begins_anew_with_all_counts():
     tracker, records = tracked(2, [([1, 1], [False, True]), ([1, 1], [False, False])])
     tracker.reset()
-    assert (tracker.collected_steps, tracker.cumulative_reward, tracker.episode_count) == (0, 0.0, 0)
+    assert (tracker.collected_steps, tracker.cumulative_reward, tracker.episode_count) == (
+        0,
+        0.0,
+        0,
+    )
     assert (tracker.last_episode_reward, tracker.last_episode_length) == (0.0, 0)
     tracker.update([1, 2], [True, True])
     assert records[1:] == [(2, record(1.0, 1, 3.0, 1)), (2, record(2.0, 1, 3.0, 2))]
 
 
-@given(st.lists(st.tuples(*[st.tuples(st.integers(-9, 9), st.booleans())] * 3), max_size=20), st.integers(0, 20))
+@given(
+    st.lists(st.tuples(*[st.tuples(st.integers(-9, 9), st.booleans())] * 3), max_size=20),
+    st.integers(0, 20),
+)
 def test_a_loaded_state_goes_on_as_if_nothing_had_happened(steps, cut):
     split = [([r for r, _ in row], [d for _, d in row]) for row in steps]
     whole, all_records = tracked(3, split)
@@ -134,7 +163,8 @@ def test_a_loaded_state_goes_on_as_if_nothing_had_happened(steps, cut):
         second.update(reward, done)
     assert records + more == all_records
     assert all(
-        np.array_equal(a, b) for a, b in zip(whole.state_dict().values(), second.state_dict().values(), strict=True)
+        np.array_equal(a, b)
+        for a, b in zip(whole.state_dict().values(), second.state_dict().values(), strict=True)
     )
 
 
@@ -146,7 +176,11 @@ def test_a_state_survives_a_file_and_is_a_copy(tmp_path):
     other = MetricsTracker(2)
     other.load_state_dict(load_state(tmp_path / "state"))
     other.update([4, 4], [False, True])
-    assert (other.last_episode_reward, other.last_episode_length, other.collected_steps) == (6.0, 2, 4)
+    assert (other.last_episode_reward, other.last_episode_length, other.collected_steps) == (
+        6.0,
+        2,
+        4,
+    )
 
 
 def test_a_state_of_another_number_of_environments_is_refused():
@@ -191,13 +225,17 @@ def test_a_logger_that_says_yes_once_per_step_gets_all_records_of_that_step():
     tracker = MetricsTracker(2, logger)
     tracker.update([1, 2], [True, True])
     assert logger.scalars == [
-        (name, value, 2) for row in (record(1, 1, 3, 1), record(2, 1, 3, 2)) for name, value in row.items()
+        (name, value, 2)
+        for row in (record(1, 1, 3, 1), record(2, 1, 3, 2))
+        for name, value in row.items()
     ]
 
 
 @given(
     st.integers(1, 3).flatmap(
-        lambda n: st.lists(st.tuples(*[st.tuples(st.integers(-9, 9), st.booleans())] * n), max_size=9)
+        lambda n: st.lists(
+            st.tuples(*[st.tuples(st.integers(-9, 9), st.booleans())] * n), max_size=9
+        )
     ),
     st.data(),
 )

@@ -38,7 +38,7 @@ PATIENCE = 60.0  # seconds after which a test gives up
 IDS, VERSION, VALID = (("collector", name) for name in ("traj_ids", "policy_version", "valid"))
 
 
-# --- what a worker has of its parent ---------------------------------------------------------------
+# --- what a worker has of its parent --------------------------------------------------------------
 
 
 class Registered(CountingEnv):
@@ -46,7 +46,9 @@ class Registered(CountingEnv):
 
     def __init__(self, made: Any) -> None:
         super().__init__(3)
-        made[os.getpid()] = Path("/proc/self/cmdline").read_bytes() + Path("/proc/self/environ").read_bytes()
+        made[os.getpid()] = (
+            Path("/proc/self/cmdline").read_bytes() + Path("/proc/self/environ").read_bytes()
+        )
         keeper = Path(f"/proc/{os.getppid()}")
         made[os.getppid()] = (keeper / "cmdline").read_bytes() + (keeper / "environ").read_bytes()
 
@@ -59,16 +61,20 @@ def test_workers_reach_a_manager_of_their_parent_and_nobody_else_can_read_its_ke
     with context.Manager() as manager:
         made = manager.dict()
         factory = partial(Registered, made)
-        with MultiSyncCollector([factory] * 2, None, frames_per_batch=4, start_method=method) as collector:
+        with MultiSyncCollector(
+            [factory] * 2, None, frames_per_batch=4, start_method=method
+        ) as collector:
             pids = {worker.pid for worker in collector.stats().workers}
             assert collector.next() is not None
         public = dict(made)
     assert pids < public.keys()
     key = bytes(multiprocessing.current_process().authkey)
-    assert not any(secret in text for text in public.values() for secret in (key, key.hex().encode()))
+    assert not any(
+        secret in text for text in public.values() for secret in (key, key.hex().encode())
+    )
 
 
-# --- the same bits wherever groups run -------------------------------------------------------------
+# --- the same bits wherever groups run ------------------------------------------------------------
 
 
 def mlp(inputs: int, outputs: int) -> nn.Module:
@@ -106,7 +112,9 @@ class Global(nn.Module):
 
     def forward(self, obs: torch.Tensor) -> Any:
         draw = random.random() + np.random.rand()
-        return torch.full(obs.shape[:-1], int(draw * 1000) % 2), {"draw": torch.full(obs.shape[:-1], draw)}
+        return torch.full(obs.shape[:-1], int(draw * 1000) % 2), {
+            "draw": torch.full(obs.shape[:-1], draw)
+        }
 
 
 def sampled(logits: torch.Tensor) -> torch.Tensor:
@@ -115,7 +123,9 @@ def sampled(logits: torch.Tensor) -> torch.Tensor:
 
 def tensordict_policy() -> Any:
     net = TensorDictModule(mlp(4, 2), in_keys=["observation"], out_keys=["logits"])
-    return TensorDictSequential(net, TensorDictModule(sampled, in_keys=["logits"], out_keys=["action"]))
+    return TensorDictSequential(
+        net, TensorDictModule(sampled, in_keys=["logits"], out_keys=["action"])
+    )
 
 
 def recurrent_tensordict_policy() -> Any:
@@ -123,7 +133,9 @@ def recurrent_tensordict_policy() -> Any:
     torch.manual_seed(7)
     lstm = modules.LSTMModule(4, 5, in_key="observation", out_key="features")
     net = TensorDictModule(nn.Linear(5, 2), in_keys=["features"], out_keys=["logits"])
-    return TensorDictSequential(lstm, net, TensorDictModule(sampled, in_keys=["logits"], out_keys=["action"]))
+    return TensorDictSequential(
+        lstm, net, TensorDictModule(sampled, in_keys=["logits"], out_keys=["action"])
+    )
 
 
 def cart_pole() -> Any:
@@ -151,7 +163,11 @@ def linear() -> Any:
 
 CASES: dict[str, tuple[Any, Callable[[], Any], dict[str, Any]]] = {
     "head": (cart_pole, lambda: categorical(mlp(4, 2)), {}),
-    "torch's generator": (counting(4, noise=True), lambda: Dropout(3), {"execution": Execution(executor=False)}),
+    "torch's generator": (
+        counting(4, noise=True),
+        lambda: Dropout(3),
+        {"execution": Execution(executor=False)},
+    ),
     "other generators": (counting(4, noise=True), Global, {}),
     "recurrent": (counting(4, noise=True), lambda: Recurrent(3), {}),
     "TensorDict": (cart_pole, tensordict_policy, {}),
@@ -169,7 +185,13 @@ PLACES: dict[str, dict[str, Any]] = {
 def batches_of(cls: Any, env: Any, policy: Any, count: int = 3, **options: Any) -> list[Any]:
     envs = options.get("num_envs", B) or (B if env is vector else 1)
     frames = envs * T * (1 if issubclass(cls, MultiAsyncCollector) else GROUPS)
-    options = {"num_envs": B, "frames_per_batch": frames, "total_frames": count * frames, "seed": 5, **options}
+    options = {
+        "num_envs": B,
+        "frames_per_batch": frames,
+        "total_frames": count * frames,
+        "seed": 5,
+        **options,
+    }
     with cls([env] * GROUPS, policy, **options) as c:
         found = list(c)
         assert_accounted(c)
@@ -224,7 +246,11 @@ def test_the_cases_are_random(here):
 )
 def test_whatever_the_options(rows, fewer, random_batches, workers, options):
     frames = GROUPS * options["num_envs"] * rows - fewer
-    options |= {"frames_per_batch": frames, "total_frames": 4 * frames, "init_random_frames": random_batches * frames}
+    options |= {
+        "frames_per_batch": frames,
+        "total_frames": 4 * frames,
+        "init_random_frames": random_batches * frames,
+    }
     options |= {"seed": 11, "track_policy_version": True}
     runs = []
     for cls, more in ((Collector, {}), (MultiSyncCollector, workers)):
@@ -280,7 +306,11 @@ def test_the_users_generators_are_left_alone(cls, backend):
     torch.manual_seed(1)
     np.random.seed(1)
     random.seed(1)
-    expected = torch.rand(4).tolist(), np.random.rand(4).tolist(), [random.random() for _ in range(4)]
+    expected = (
+        torch.rand(4).tolist(),
+        np.random.rand(4).tolist(),
+        [random.random() for _ in range(4)],
+    )
     torch.manual_seed(1)
     np.random.seed(1)
     random.seed(1)
@@ -298,12 +328,18 @@ def test_the_users_generators_are_left_alone(cls, backend):
     assert drawn == expected
 
 
-# --- how rollouts are joined -----------------------------------------------------------------------
+# --- how rollouts are joined ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("cat", "dim", "shape"),
-    [("stack", None, (3, B, T)), ("cat", 0, (3 * B, T)), (0, 0, (3 * B, T)), (1, 1, (B, 3 * T)), (-1, 1, (B, 3 * T))],
+    [
+        ("stack", None, (3, B, T)),
+        ("cat", 0, (3 * B, T)),
+        (0, 0, (3 * B, T)),
+        (1, 1, (B, 3 * T)),
+        (-1, 1, (B, 3 * T)),
+    ],
 )
 def test_rollouts_are_stacked_or_concatenated(here, cat, dim, shape):
     env, policy, options = CASES["head"]
@@ -315,15 +351,22 @@ def test_rollouts_are_stacked_or_concatenated(here, cat, dim, shape):
 
 
 def test_concatenated_batches_free_their_slots():
-    with MultiSyncCollector([CountingEnv] * 2, None, frames_per_batch=8, cat_results="cat", backend="threads") as c:
+    with MultiSyncCollector(
+        [CountingEnv] * 2, None, frames_per_batch=8, cat_results="cat", backend="threads"
+    ) as c:
         batches = [c.next() for _ in range(5)]
-        assert [column(b, "next", "reward") for b in batches[:2]] == [[1, 2, 3, 1] * 2, [2, 3, 1, 2] * 2]
+        assert [column(b, "next", "reward") for b in batches[:2]] == [
+            [1, 2, 3, 1] * 2,
+            [2, 3, 1, 2] * 2,
+        ]
         assert c.stats().slots["lent"] == 0
         assert {b.shape for b in batches} == {(8,)}
 
 
 def test_groups_of_different_sizes_can_be_concatenated_but_not_stacked():
-    factories = [partial(SyncVectorEnv, [counting(length)] * n) for length, n in ((3, 2), (4, 1), (5, 3))]
+    factories = [
+        partial(SyncVectorEnv, [counting(length)] * n) for length, n in ((3, 2), (4, 1), (5, 3))
+    ]
     options = {"frames_per_batch": 6 * T, "seed": 1, "backend": "threads"}
     with MultiSyncCollector(factories, None, cat_results="cat", **options) as c:
         batch = c.next()
@@ -333,22 +376,33 @@ def test_groups_of_different_sizes_can_be_concatenated_but_not_stacked():
         assert c.stats().frames == 6 * T
     with (
         MultiSyncCollector(factories, None, **options) as c,
-        pytest.raises(BadOption, match="differ in number of environments.*2 environments.*1 environments"),
+        pytest.raises(
+            BadOption, match="differ in number of environments.*2 environments.*1 environments"
+        ),
     ):
         c.next()
-    with pytest.raises(BadOption, match=r"groups \[0, 1\] of worker 0 differ in number of environments"):
+    with pytest.raises(
+        BadOption, match=r"groups \[0, 1\] of worker 0 differ in number of environments"
+    ):
         MultiSyncCollector(factories, None, cat_results="cat", **options, num_workers=2)
 
 
 def test_a_dimension_that_batches_do_not_have():
     with pytest.raises(BadOption, match="cat_results=3"):
-        MultiSyncCollector([CountingEnv] * 2, None, frames_per_batch=8, cat_results=3, backend="threads")
+        MultiSyncCollector(
+            [CountingEnv] * 2, None, frames_per_batch=8, cat_results=3, backend="threads"
+        )
 
 
 @pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
 def test_update_at_each_batch_publishes_what_the_optimizer_has_changed(cls):
     policy = Actor(0.0)
-    options = {"frames_per_batch": 8, "total_frames": 48, "update_at_each_batch": True, "track_policy_version": True}
+    options = {
+        "frames_per_batch": 8,
+        "total_frames": 48,
+        "update_at_each_batch": True,
+        "track_policy_version": True,
+    }
     with cls([CountingEnv] * 2, policy, **options) as c:
         for number, batch in enumerate(c):
             assert torch.equal(batch["weight"] + 1, batch[VERSION].float())
@@ -370,16 +424,20 @@ class Holder:
 
 @pytest.mark.parametrize("model_id", ["net", "policy.net"])
 def test_a_part_of_a_policy_that_is_no_module_is_named_by_its_path(model_id):
-    with MultiSyncCollector([CountingEnv] * 2, Holder(), frames_per_batch=8, backend="threads") as c:
+    with MultiSyncCollector(
+        [CountingEnv] * 2, Holder(), frames_per_batch=8, backend="threads"
+    ) as c:
         c.update_policy_weights_(Actor(7.0), model_id=model_id)
         assert c.next()["weight"].unique().tolist() == [7.0]
 
 
-# --- who works when --------------------------------------------------------------------------------
+# --- who works when -------------------------------------------------------------------------------
 
 
 class GatedEnv(CountingEnv):
-    """Notes every step in a file, and waits from step ``free`` on (of its life) for a byte from a FIFO before each."""
+    """Notes every step in a file, and waits from step ``free`` on (of its life) for a byte from a
+    FIFO before each.
+    """
 
     def __init__(self, log: Path, gate: Path | None = None, free: int = 0, length: int = 9) -> None:
         super().__init__(length)
@@ -409,7 +467,9 @@ class Gates:
         self._gate = os.open(folder / "gate", os.O_RDWR)
 
     def env(self, group: int, *, gated: bool = False, free: int = 0) -> Callable[[], GatedEnv]:
-        return partial(GatedEnv, self.folder / f"log{group}", self.folder / "gate" if gated else None, free)
+        return partial(
+            GatedEnv, self.folder / f"log{group}", self.folder / "gate" if gated else None, free
+        )
 
     def open(self, steps: int) -> None:
         os.write(self._gate, b"." * steps)
@@ -441,7 +501,9 @@ def beside(action: Callable[[], None]) -> Iterator[None]:
 
 @pytest.mark.parametrize("backend", ["processes", "threads"])
 @pytest.mark.parametrize("cat", ["stack", -1])
-def test_those_who_are_late_are_stopped_and_what_they_lack_is_blank_or_left_out(gates, backend, cat):
+def test_those_who_are_late_are_stopped_and_what_they_lack_is_blank_or_left_out(
+    gates, backend, cat
+):
     factories = [gates.env(0), gates.env(1), gates.env(2, gated=True, free=2)]
     options = {"num_envs": 1, "frames_per_batch": 12, "preemptive_threshold": 0.67, "seed": 1}
     with MultiSyncCollector(factories, None, backend=backend, cat_results=cat, **options) as c:
@@ -459,8 +521,16 @@ def test_those_who_are_late_are_stopped_and_what_they_lack_is_blank_or_left_out(
         blank = 4 - rows
         ahead = [1, 2, 3, 4]
         if cat == "stack":
-            assert column(batch, "next", "reward") == [[ahead], [ahead], [ahead[:rows] + [0] * blank]]
-            assert batch[VALID][:, 0].tolist() == [[True] * 4, [True] * 4, [True] * rows + [False] * blank]
+            assert column(batch, "next", "reward") == [
+                [ahead],
+                [ahead],
+                [ahead[:rows] + [0] * blank],
+            ]
+            assert batch[VALID][:, 0].tolist() == [
+                [True] * 4,
+                [True] * 4,
+                [True] * rows + [False] * blank,
+            ]
             assert batch[IDS][2, 0].tolist() == [2] * rows + [-1] * blank
             assert not batch["next", "done"].any()
         else:
@@ -490,9 +560,13 @@ def test_a_total_is_exact_where_some_are_stopped(gates):
 
 def test_every_group_is_two_rollouts_ahead_and_not_more(gates):
     factories = [gates.env(group) for group in range(3)]
-    with MultiAsyncCollector(factories, None, num_workers=2, num_envs=B, frames_per_batch=B * T) as c:
+    with MultiAsyncCollector(
+        factories, None, num_workers=2, num_envs=B, frames_per_batch=B * T
+    ) as c:
         c.next()
-        wait_until(lambda: sum(gates.steps(group) for group in range(3)) == 7 * B * T)  # while nobody asks
+        wait_until(
+            lambda: sum(gates.steps(group) for group in range(3)) == 7 * B * T
+        )  # while nobody asks
         batches = [c.next() for _ in range(6)]
         c.state_dict()  # lets all of them come to rest
         made = sum(gates.steps(group) for group in range(3))
@@ -552,7 +626,9 @@ def test_the_lag_of_weights_is_bounded(gates, bound):
 def test_without_a_bound_weights_may_be_older(gates):
     """Group 1 is held while others' batches and their publishes go by."""
     factories = [gates.env(0), gates.env(1, gated=True, free=1)]
-    with MultiAsyncCollector(factories, Actor(0.0), frames_per_batch=2, track_policy_version=True) as c:
+    with MultiAsyncCollector(
+        factories, Actor(0.0), frames_per_batch=2, track_policy_version=True
+    ) as c:
         for published in range(6):
             batch = c.next()
             assert batch[IDS][0] % 2 == 0
@@ -567,7 +643,9 @@ def test_without_a_bound_weights_may_be_older(gates):
 
 
 class CannotBeShown(TensorDictModuleBase):
-    """Without ``in_keys``, which the ``repr`` of its base class looks up; and says nothing about itself."""
+    """Without ``in_keys``, which the ``repr`` of its base class looks up; and says nothing about
+    itself.
+    """
 
     def __init__(self, actions: int = 2) -> None:
         super().__init__()
@@ -598,7 +676,11 @@ class Broken(Secretive):
 
 
 def test_nothing_of_the_users_is_asked_to_show_itself():
-    for cls, options in ((Collector, {}), (MultiSyncCollector, {"backend": "threads"}), (MultiAsyncCollector, {})):
+    for cls, options in (
+        (Collector, {}),
+        (MultiSyncCollector, {"backend": "threads"}),
+        (MultiAsyncCollector, {}),
+    ):
         several = {} if cls is Collector else {"num_workers": 2, **options}
         factories = Secretive() if cls is Collector else [Secretive()] * 2
         for policy in (CannotBeShown(), Secretive()):
@@ -606,7 +688,9 @@ def test_nothing_of_the_users_is_asked_to_show_itself():
                 assert (c.next()["action"] == 1).all()
                 assert "Counting" in repr(c)
                 if isinstance(policy, Secretive) and cls is not Collector:
-                    with pytest.raises(BadWeights, match=r"the policy \(Secretive\) has no modules"):
+                    with pytest.raises(
+                        BadWeights, match=r"the policy \(Secretive\) has no modules"
+                    ):
                         c.update_policy_weights_({"weight": torch.ones(1)})
     with pytest.raises(EnvError, match="making env 0 from Broken raised ValueError: as asked"):
         Collector(Broken(), None, frames_per_batch=8)

@@ -26,14 +26,23 @@ def options(**keywords: Any) -> MultiOptions:
     return MultiOptions(None, **{"frames_per_batch": 4, **keywords})
 
 
-# --- values ----------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 def test_defaults_are_those_of_the_seed():
     made = options()
-    assert (made.cat_results, made.update_at_each_batch, made.preemptive_threshold) == ("stack", False, 1.0)
+    assert (made.cat_results, made.update_at_each_batch, made.preemptive_threshold) == (
+        "stack",
+        False,
+        1.0,
+    )
     assert (made.num_threads, made.num_sub_threads) == (None, 1)
-    assert (made.on_failure, made.backend, made.num_workers, made.max_policy_lag) == ("raise", "processes", None, None)
+    assert (made.on_failure, made.backend, made.num_workers, made.max_policy_lag) == (
+        "raise",
+        "processes",
+        None,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,18 +55,30 @@ def test_defaults_are_those_of_the_seed():
         ({"max_policy_lag": -1}, "max_policy_lag=-1"),
         ({"max_policy_lag": True}, "max_policy_lag=True"),
         ({"backend": "ray"}, "backend='ray': expected one of 'processes', 'threads'"),
-        ({"on_failure": "ignore"}, "on_failure='ignore': expected one of 'raise', 'restart', 'drop'"),
+        (
+            {"on_failure": "ignore"},
+            "on_failure='ignore': expected one of 'raise', 'restart', 'drop'",
+        ),
         ({"start_method": "fork"}, "start_method='fork': expected one of 'forkserver', 'spawn'"),
         ({"cat_results": "join"}, "cat_results='join': expected one of 'stack', 'cat'"),
         ({"cat_results": True}, "cat_results=True"),
         ({"cat_results": None}, "cat_results=None"),
-        ({"preemptive_threshold": 1.5}, "preemptive_threshold=1.5: expected a share of the workers, from 0 to 1"),
+        (
+            {"preemptive_threshold": 1.5},
+            "preemptive_threshold=1.5: expected a share of the workers, from 0 to 1",
+        ),
         ({"preemptive_threshold": -0.1}, "preemptive_threshold=-0.1"),
         ({"preemptive_threshold": "half"}, "preemptive_threshold='half'"),
         ({"preemptive_threshold": float("nan")}, "preemptive_threshold=nan"),
         ({"timeouts": 3}, "timeouts=3: expected a dict of seconds by phase"),
-        ({"timeouts": {"sleep": 3}}, "there is no phase 'sleep'; expected some of construct, reset, step"),
-        ({"timeouts": {"step": 0}}, r"timeouts\['step'\]=0: expected seconds, more than 0, or None"),
+        (
+            {"timeouts": {"sleep": 3}},
+            "there is no phase 'sleep'; expected some of construct, reset, step",
+        ),
+        (
+            {"timeouts": {"step": 0}},
+            r"timeouts\['step'\]=0: expected seconds, more than 0, or None",
+        ),
         ({"timeouts": {"step": "long"}}, r"timeouts\['step'\]='long'"),
         ({"update_at_each_batch": 1}, "update_at_each_batch=1: expected True or False"),
         ({"preemptive_treshold": 1.0}, "did you mean 'preemptive_threshold'"),
@@ -71,7 +92,9 @@ def test_impossible_values_are_refused_before_anything_is_made(cls, wrong, messa
     assert made == []
 
 
-@pytest.mark.parametrize("wrong", [{"max_restarts": -1}, {"max_restarts": 1.5}, {"max_restarts": True}])
+@pytest.mark.parametrize(
+    "wrong", [{"max_restarts": -1}, {"max_restarts": 1.5}, {"max_restarts": True}]
+)
 def test_impossible_numbers_of_restarts_are_refused(wrong):
     with pytest.raises(BadOption, match="max_restarts=.*: expected an integer of at least 0"):
         Restart(**wrong)
@@ -84,7 +107,16 @@ def test_options_of_workers_are_unknown_to_a_collector_without():
 
 @pytest.mark.parametrize(
     ("threshold", "groups", "enough"),
-    [(None, 4, None), (1, 4, None), (1.0, 3, None), (0.5, 4, 2), (0.74, 4, 2), (0.75, 4, 3), (0.0, 4, 1), (0.1, 4, 1)],
+    [
+        (None, 4, None),
+        (1, 4, None),
+        (1.0, 3, None),
+        (0.5, 4, 2),
+        (0.74, 4, 2),
+        (0.75, 4, 3),
+        (0.0, 4, 1),
+        (0.1, 4, 1),
+    ],
 )
 def test_how_many_groups_are_enough(threshold, groups, enough):
     assert options(preemptive_threshold=threshold).enough(groups) == enough
@@ -99,7 +131,7 @@ def test_no_deadline_is_possible():
     assert options(timeouts={"step": None, "close": 1}).timeouts == {"step": None, "close": 1}
 
 
-# --- contradictions --------------------------------------------------------------------------------
+# --- contradictions -------------------------------------------------------------------------------
 
 
 class Buffer(list):  # type: ignore[type-arg]
@@ -110,16 +142,49 @@ class Buffer(list):  # type: ignore[type-arg]
 @pytest.mark.parametrize(
     ("cls", "wrong", "message"),
     [
-        (MultiSyncCollector, {"max_policy_lag": 1}, "max_policy_lag: here all .* the newest weights"),
-        (MultiSyncCollector, {"cat_results": "cat", "return_same_td": True}, "return_same_td.*cat_results"),
+        (
+            MultiSyncCollector,
+            {"max_policy_lag": 1},
+            "max_policy_lag: here all .* the newest weights",
+        ),
+        (
+            MultiSyncCollector,
+            {"cat_results": "cat", "return_same_td": True},
+            "return_same_td.*cat_results",
+        ),
         (MultiAsyncCollector, {"cat_results": "cat"}, "cat_results joins the rollouts of a batch"),
         (MultiAsyncCollector, {"cat_results": 0}, "cat_results joins the rollouts of a batch"),
-        (MultiAsyncCollector, {"preemptive_threshold": 0.5}, "preemptive_threshold stops workers that are late"),
+        (
+            MultiAsyncCollector,
+            {"preemptive_threshold": 0.5},
+            "preemptive_threshold stops workers that are late",
+        ),
         (MultiAsyncCollector, {"return_same_td": True}, "return_same_td"),
-        (MultiAsyncCollector, {"replay_buffer": Buffer(), "extend_buffer": False}, "extend_buffer=False"),
-        *((cls, {"backend": "threads", "start_method": "spawn"}, "start_method is about processes") for cls in BOTH),
-        *((cls, {"weight_sync_schemes": {"critic": "shared"}}, "model_id='critic' is not known here") for cls in BOTH),
-        *((cls, {"weight_sync_schemes": {"policy": "fax"}}, "'fax' is no way to send weights") for cls in BOTH),
+        (
+            MultiAsyncCollector,
+            {"replay_buffer": Buffer(), "extend_buffer": False},
+            "extend_buffer=False",
+        ),
+        *(
+            (
+                cls,
+                {"backend": "threads", "start_method": "spawn"},
+                "start_method is about processes",
+            )
+            for cls in BOTH
+        ),
+        *(
+            (
+                cls,
+                {"weight_sync_schemes": {"critic": "shared"}},
+                "model_id='critic' is not known here",
+            )
+            for cls in BOTH
+        ),
+        *(
+            (cls, {"weight_sync_schemes": {"policy": "fax"}}, "'fax' is no way to send weights")
+            for cls in BOTH
+        ),
         *((cls, {"set_truncated": True, "trajs_per_batch": 1}, "set_truncated") for cls in BOTH),
     ],
 )
@@ -130,13 +195,15 @@ def test_contradictions_are_refused_before_anything_is_made(cls, wrong, message)
     assert made == []
 
 
-@pytest.mark.parametrize(("env", "more"), [([CountingEnv] * 2, {}), (CountingEnv, {"num_workers": 2})])
+@pytest.mark.parametrize(
+    ("env", "more"), [([CountingEnv] * 2, {}), (CountingEnv, {"num_workers": 2})]
+)
 def test_an_async_collector_has_one_worker(env, more):
     with pytest.raises(BadOption, match="AsyncCollector has one worker.*MultiAsyncCollector"):
         AsyncCollector(env, None, frames_per_batch=4, **more)
 
 
-# --- workers and their groups ----------------------------------------------------------------------
+# --- workers and their groups ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -155,13 +222,17 @@ def test_how_many_workers_there_are(factories, workers, expected):
 
 
 def test_groups_are_dealt_out_evenly_and_in_order():
-    with MultiSyncCollector([CountingEnv] * 5, None, num_workers=2, frames_per_batch=5, backend="threads") as c:
+    with MultiSyncCollector(
+        [CountingEnv] * 5, None, num_workers=2, frames_per_batch=5, backend="threads"
+    ) as c:
         assert [worker.env_ids for worker in c.stats().workers] == [(0, 1, 2), (3, 4)]
 
 
 def test_one_function_makes_the_environments_of_all_workers():
     factory, made = recorded(counting())
-    with MultiSyncCollector(factory, None, num_workers=3, frames_per_batch=12, backend="threads") as c:
+    with MultiSyncCollector(
+        factory, None, num_workers=3, frames_per_batch=12, backend="threads"
+    ) as c:
         assert c.next().shape == (3, 4)
         assert len(made) == 3
 
@@ -174,7 +245,9 @@ def test_no_environments():
 @pytest.mark.parametrize("cls", BOTH)
 @pytest.mark.parametrize("backend", ["processes", "threads"])
 def test_environments_that_are_made_already_are_refused(cls, backend):
-    with pytest.raises(BadOption, match=r"create_env_fn\[1\] is an environment, which lives in this process"):
+    with pytest.raises(
+        BadOption, match=r"create_env_fn\[1\] is an environment, which lives in this process"
+    ):
         cls([CountingEnv, CountingEnv()], None, frames_per_batch=4, backend=backend)
     with pytest.raises(BadOption, match=r"create_env_fn\[0\] is an environment"):
         cls(gymnasium.make("CartPole-v1"), None, frames_per_batch=4, backend=backend)
@@ -198,9 +271,13 @@ def test_what_cannot_be_pickled_is_named(what, arguments):
 
 def test_keywords_for_each_group():
     options = {"frames_per_batch": 8, "backend": "threads"}
-    with MultiSyncCollector([CountingEnv] * 2, None, create_env_kwargs=[{"length": 2}, {"length": 3}], **options) as c:
+    with MultiSyncCollector(
+        [CountingEnv] * 2, None, create_env_kwargs=[{"length": 2}, {"length": 3}], **options
+    ) as c:
         assert c.getattr_env("length") == [2, 3]
-    with MultiSyncCollector([CountingEnv] * 2, None, create_env_kwargs={"length": 2}, **options) as c:
+    with MultiSyncCollector(
+        [CountingEnv] * 2, None, create_env_kwargs={"length": 2}, **options
+    ) as c:
         assert c.getattr_env("length") == [2, 2]
     with pytest.raises(BadOption, match="a list of 2 dicts"):
         MultiSyncCollector([CountingEnv] * 2, None, create_env_kwargs=[{}], **options)

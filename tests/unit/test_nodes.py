@@ -99,7 +99,9 @@ class TestWorkers:
         factory = partial(OracleEnv, tmp_path / "o", fault=Fault(Signalled(signal.SIGKILL), at=50))
         options = {"frames_per_batch": 20, "total_frames": -1, "sync": False, "seed": 0}
         batches = []
-        with QueueCollector([factory], None, carrier=QueueCarrier(LateLink), **options) as collector:
+        with QueueCollector(
+            [factory], None, carrier=QueueCarrier(LateLink), **options
+        ) as collector:
             with pytest.raises(WorkerDied):
                 batches.extend(batch.clone() for batch in collector)
             before = len(batches)
@@ -134,7 +136,13 @@ class TestWorkers:
 
     def test_a_worker_that_cannot_be_started_is_told_of(self, node):
         link, thread, ended = node
-        tell(link, NodeMain.set_up, setup("teleport"), block=Block(np.frombuffer(POLICY, np.uint8)), tag=1)
+        tell(
+            link,
+            NodeMain.set_up,
+            setup("teleport"),
+            block=Block(np.frombuffer(POLICY, np.uint8)),
+            tag=1,
+        )
         tell(link, NodeMain.start)
         assert "teleport" in str(heard(link, "failure").error())
         link.close()
@@ -142,7 +150,9 @@ class TestWorkers:
         assert ended == [False]
 
     def test_workers_of_a_lost_session_leave_no_descriptors(self, tmp_path, carrier):
-        with oracles(tmp_path / "o", carrier=carrier, on_failure="restart", total_frames=-1) as collector:
+        with oracles(
+            tmp_path / "o", carrier=carrier, on_failure="restart", total_frames=-1
+        ) as collector:
             next(iter(collector))
             gc.disable()
             try:
@@ -158,7 +168,9 @@ class TestWorkers:
 
 
 class TestNodes:
-    @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # its node's log shows it
+    @pytest.mark.filterwarnings(
+        "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+    )  # its node's log shows it
     def test_whatever_ends_the_reading_ends_the_session(self, node):
         link, thread, ended = node
         link.other.fail(MemoryError("no room for a block"))
@@ -218,13 +230,17 @@ class TestWeights:
         """Publishes weights with which only one action is taken; the actions of the next batch."""
         policy = net()
         options = {"carrier": carrier, "frames_per_batch": 20, "total_frames": -1}
-        with QueueCollector([partial(gymnasium.make, "CartPole-v1")], policy, **options) as collector:
+        with QueueCollector(
+            [partial(gymnasium.make, "CartPole-v1")], policy, **options
+        ) as collector:
 
             def publish(action):
                 with torch.no_grad():
                     policy.module.bias.copy_(torch.tensor([1 - action, action]) * 1e6)
                 collector.update_policy_weights_()
-                return next(iter(collector))["action"].flatten()[1:]  # the first may be one that was asked before
+                return next(iter(collector))["action"].flatten()[
+                    1:
+                ]  # the first may be one that was asked before
 
             yield publish
 
@@ -311,7 +327,10 @@ class TestSessions:
         carrier = SlowToClose()
         session = Nodes(carrier, [0], JOIN_S).session(0)
         wait_until(lambda: session._link is not None)
-        threads = [threading.Thread(target=session.lose, args=(why,)) for why in ("a test says so", "again")]
+        threads = [
+            threading.Thread(target=session.lose, args=(why,))
+            for why in ("a test says so", "again")
+        ]
         threads[0].start()
         assert carrier.closing.wait(JOIN_S)
         threads[1].start()
@@ -355,7 +374,9 @@ class TestSessions:
         before = open_files()
         for name in "bcd":
             one(name)
-        wait_until(lambda: open_files() <= before)  # a node, which is a thread here, may still be ending
+        wait_until(
+            lambda: open_files() <= before
+        )  # a node, which is a thread here, may still be ending
 
     def test_a_fork_of_the_main_process_ends_nothing(self):
         carrier = QueueCarrier()
@@ -399,7 +420,12 @@ class TestWriters:
         GatedBuffer.open_.set()
 
     def test_a_worker_is_restarted_once_its_rollouts_are_written(self, tmp_path, carrier):
-        options = {"on_failure": "restart", "total_frames": -1, "replay_buffer": GatedBuffer(), "cls": WritingCollector}
+        options = {
+            "on_failure": "restart",
+            "total_frames": -1,
+            "replay_buffer": GatedBuffer(),
+            "cls": WritingCollector,
+        }
         with oracles(tmp_path / "o", carrier=carrier, **options) as collector:
             got = []
             going_on = threading.Thread(target=lambda: got.append(next(iter(collector), None)))
@@ -432,7 +458,9 @@ class TestWriters:
         yield partial(FullBuffer.failures.__setitem__, 0)
         FullBuffer.failures[0] = 0
 
-    def test_a_buffer_that_fails_is_an_error_of_the_worker_whose_rollout_it_was(self, tmp_path, carrier, failing):
+    def test_a_buffer_that_fails_is_an_error_of_the_worker_whose_rollout_it_was(
+        self, tmp_path, carrier, failing
+    ):
         failing(1)
         options = {"total_frames": -1, "replay_buffer": FullBuffer(), "cls": WritingCollector}
         with oracles(tmp_path / "o", 2, carrier=carrier, **options) as collector:
@@ -458,13 +486,22 @@ class TestWriters:
         self.check_books(collector, tmp_path)
 
     @pytest.mark.parametrize("at", [None, 35], ids=["finished", "at work"])
-    def test_what_a_worker_has_begun_while_a_write_fails_is_counted_too(self, tmp_path, carrier, failing, at):
+    def test_what_a_worker_has_begun_while_a_write_fails_is_counted_too(
+        self, tmp_path, carrier, failing, at
+    ):
         failing(1)
         GatedBuffer.open_.clear()
         fault = None if at is None else Fault(partial(waits, tmp_path / "never"), at=at)
         factories = [partial(OracleEnv, tmp_path / "o", 0, 1, fault)]
-        options = {"on_failure": "restart", "replay_buffer": FullBuffer(), "sync": False, "frames_per_batch": 20}
-        with WritingCollector(factories, None, carrier=carrier, total_frames=200, seed=0, **options) as collector:
+        options = {
+            "on_failure": "restart",
+            "replay_buffer": FullBuffer(),
+            "sync": False,
+            "frames_per_batch": 20,
+        }
+        with WritingCollector(
+            factories, None, carrier=carrier, total_frames=200, seed=0, **options
+        ) as collector:
             going_on = threading.Thread(target=lambda: [None for _ in collector])
             going_on.start()
             assert GatedBuffer.writing.wait(JOIN_S)
@@ -476,17 +513,30 @@ class TestWriters:
         assert collector.stats().discarded["worker_died"] > 30
 
     def check_books(self, collector, tmp_path, kills=0):
-        """Everything that was done is accounted for, but for a step in which a worker may have been killed."""
+        """Everything that was done is accounted for, but for a step in which a worker may have been
+        killed.
+        """
         stats = collector.stats()
         assert len(GatedBuffer()) == stats.frames
         assert stats.executed == stats.frames + sum(stats.discarded.values())
         assert stats.unseen == 0
         assert 0 <= OracleEnv.read(tmp_path / "o")[:, EXECUTED].sum() - stats.executed <= kills
 
-    def test_a_slow_buffer_does_not_lose_the_node_of_a_worker_that_is_ended(self, tmp_path, carrier):
+    def test_a_slow_buffer_does_not_lose_the_node_of_a_worker_that_is_ended(
+        self, tmp_path, carrier
+    ):
         factories = [partial(failing_when, tmp_path)]
-        options = {"on_failure": "restart", "total_frames": -1, "replay_buffer": GatedBuffer(), "sync": True}
-        options |= {"collector_class": "sync", "num_workers_per_collector": 2, "frames_per_batch": 20}
+        options = {
+            "on_failure": "restart",
+            "total_frames": -1,
+            "replay_buffer": GatedBuffer(),
+            "sync": True,
+        }
+        options |= {
+            "collector_class": "sync",
+            "num_workers_per_collector": 2,
+            "frames_per_batch": 20,
+        }
         (tmp_path / "first").touch()
         with WritingCollector(factories, None, carrier=carrier, **options) as collector:
             going_on = threading.Thread(target=lambda: next(iter(collector)))
@@ -503,7 +553,12 @@ class TestWriters:
     def test_a_rollout_that_is_elsewhere_can_be_replayed(self, tmp_path, carrier, failing):
         fault = Fault(raises, at=21)
         factories = [partial(OracleEnv, tmp_path / "o", 0, 1, fault)]
-        options = {"total_frames": -1, "replay_buffer": FullBuffer(), "frames_per_batch": 20, "seed": 0}
+        options = {
+            "total_frames": -1,
+            "replay_buffer": FullBuffer(),
+            "frames_per_batch": 20,
+            "seed": 0,
+        }
         with WritingCollector(factories, None, carrier=carrier, **options) as collector:
             next(iter(collector))
             with pytest.raises(EnvError) as caught:

@@ -48,7 +48,9 @@ def test_a_mask_says_which_rows_count():
     assert (norm.count, norm.mean.item()) == (3, pytest.approx(7 / 3))
 
 
-@pytest.mark.parametrize("bad", [torch.zeros(4, 3), torch.zeros(()), torch.tensor([[1.0, float("nan")]])])
+@pytest.mark.parametrize(
+    "bad", [torch.zeros(4, 3), torch.zeros(()), torch.tensor([[1.0, float("nan")]])]
+)
 def test_other_observations_are_refused_and_change_nothing(bad):
     norm = policies.RunningNorm(2)
     norm.update(torch.tensor([[1.0, 2.0]]))
@@ -60,7 +62,10 @@ def test_other_observations_are_refused_and_change_nothing(bad):
 @pytest.mark.parametrize(("rows", "kind"), [(1, "numpy"), (64, "numpy"), (8192, "torch")])
 def test_executors_compute_what_the_module_does(rows, kind):
     norm = policies.RunningNorm(4, clip=0.3)
-    net, x = nn.Sequential(norm, nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(rows, 4) * 3
+    net, x = (
+        nn.Sequential(norm, nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)),
+        torch.randn(rows, 4) * 3,
+    )
     program = plan(net, x)
     for _ in range(3):
         norm.update(torch.randn(50, 4) * 5 + 1)  # the program reads the memory of the buffers
@@ -76,7 +81,9 @@ def test_executors_compute_what_the_module_does(rows, kind):
 def actor():
     torch.manual_seed(0)
     norm = policies.RunningNorm(3)
-    return norm, policies.categorical(nn.Sequential(norm, nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5)))
+    return norm, policies.categorical(
+        nn.Sequential(norm, nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5))
+    )
 
 
 def trained(collector, norm, batches):
@@ -93,7 +100,10 @@ def trained(collector, norm, batches):
 def test_workers_act_with_the_published_statistics_and_batches_are_raw():
     given = {"num_envs": 2, "frames_per_batch": 32, "seed": 3}
     (norm, policy), (other, same) = actor(), actor()
-    with Collector([ChainEnv] * 2, policy, **given) as one, MultiSyncCollector([ChainEnv] * 2, same, **given) as two:
+    with (
+        Collector([ChainEnv] * 2, policy, **given) as one,
+        MultiSyncCollector([ChainEnv] * 2, same, **given) as two,
+    ):
         for a, b in zip(trained(one, norm, 4), trained(two, other, 4), strict=True):
             assert_same(a.reshape(-1), b.reshape(-1))
     assert norm.count == 4 * 32

@@ -1,4 +1,6 @@
-"""``obs_dtype``: floating observations are stored once, in the dtype of the network that takes them."""
+"""``obs_dtype``: floating observations are stored once, in the dtype of the network that takes
+them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ processes = pytest.mark.skipif(sys.platform == "win32", reason="no worker proces
 
 
 class Wide(gymnasium.Env[Any, Any]):
-    """Observes ``[length, t + 1/3]`` in float64, which is not a float32 number; the reward is its second entry."""
+    """Observes ``[length, t + 1/3]`` in float64, which is not a float32 number; the reward is its
+    second entry.
+    """
 
     def __init__(self, length: int = 3, dtype: Any = np.float64, high: float = np.inf) -> None:
         self.length, self.t = length, 0
@@ -69,7 +73,7 @@ class Greedy(nn.Module):
         return self.inner(obs).argmax(-1)
 
 
-# --- MuJoCo ----------------------------------------------------------------------------------------
+# --- MuJoCo ---------------------------------------------------------------------------------------
 
 
 def cheetah_policy(kind: str, dtype: torch.dtype = F32) -> Any:
@@ -77,11 +81,15 @@ def cheetah_policy(kind: str, dtype: torch.dtype = F32) -> Any:
         return tanh_gaussian(net(dtype, 17, 12))
     if kind == "module":
         return nn.Sequential(net(dtype, 17, 6), nn.Tanh())
-    return TensorDictModule(nn.Sequential(net(dtype, 17, 6), nn.Tanh()), ["observation"], ["action"])
+    return TensorDictModule(
+        nn.Sequential(net(dtype, 17, 6), nn.Tanh()), ["observation"], ["action"]
+    )
 
 
 def assert_as_stepped(batch: Any, dtype: torch.dtype = F32, seed: int = SEED) -> None:
-    """The batch ``[B, T]`` has, cast once, what the environments observe when they are given its actions."""
+    """The batch ``[B, T]`` has, cast once, what the environments observe when they are given its
+    actions.
+    """
     assert (batch["observation"].dtype, batch["next", "observation"].dtype) == (dtype, dtype)
     assert (batch["action"].dtype, batch["next", "reward"].dtype) == (F32, F32)
     for b, row in enumerate(batch):
@@ -131,13 +139,14 @@ def test_mujoco_is_evaluated():
             obs, reward, *_ = env.step(action.numpy().clip(-1, 1))
             total += reward
         returns.append(total)
-    # Not bit by bit: the head here was not bound to the action space, and NumPy computes the network there.
+    # Not bit by bit: the head here was not bound to the action space, and NumPy computes the
+    # network there.
     assert found.returns.tolist() == pytest.approx(returns, rel=1e-3)
     with Evaluator(CHEETAH, None, obs_dtype=torch.float16, **options) as evaluator:
         assert evaluator._open().rollout()["observation"].dtype == torch.float16
 
 
-# --- which dtype -----------------------------------------------------------------------------------
+# --- which dtype ----------------------------------------------------------------------------------
 
 
 class Mixed(nn.Module):
@@ -171,7 +180,9 @@ class SelfCasting(nn.Module):
         return self.inner(obs.bfloat16()).argmax(-1)
 
 
-CHOICES: dict[str, tuple[Any, Any, torch.dtype]] = {  # policy, obs_dtype, and what is stored of float64
+CHOICES: dict[
+    str, tuple[Any, Any, torch.dtype]
+] = {  # policy, obs_dtype, and what is stored of float64
     "random": (lambda: None, None, F64),
     "function": (lambda: lambda obs: torch.zeros(obs.shape[:-1], dtype=torch.int64), None, F64),
     "no parameters": (lambda: Greedy(nn.Identity()), None, F64),
@@ -202,17 +213,24 @@ def test_what_decides(name, num_envs):
 
 
 def test_a_dtype_that_does_not_fit_names_the_option():
-    for policy, options in ((categorical(net()), {"obs_dtype": "env"}), (categorical(net(torch.bfloat16)), {})):
+    for policy, options in (
+        (categorical(net()), {"obs_dtype": "env"}),
+        (categorical(net(torch.bfloat16)), {}),
+    ):
         with (
             Collector(Wide, policy, frames_per_batch=6, **options) as collector,
-            pytest.raises(PolicyError, match="must have the same dtype.*pass obs_dtype=torch.float32"),
+            pytest.raises(
+                PolicyError, match="must have the same dtype.*pass obs_dtype=torch.float32"
+            ),
         ):
             collector.rollout()
 
 
 @pytest.mark.parametrize("wrong", ["float32", torch.bfloat16, torch.int64, np.float32, 32, ["env"]])
 def test_what_is_no_dtype_is_refused(wrong):
-    with pytest.raises(BadOption, match=r"obs_dtype=.*expected None, 'env', or one of torch.float16, torch.float32"):
+    with pytest.raises(
+        BadOption, match=r"obs_dtype=.*expected None, 'env', or one of torch.float16, torch.float32"
+    ):
         Collector(Wide, None, frames_per_batch=6, obs_dtype=wrong)
 
 
@@ -229,16 +247,26 @@ def test_only_floating_leaves_are_cast():
     )
     made = SpaceEnv(space, spaces.Discrete(2))
     batch = collect(made, None, frames_per_batch=7, obs_dtype=F32, seed=0, validate="full")
-    kinds = {"wide": F32, ("deep", "0"): F32, ("deep", "1"): torch.int64, "half": F32, "image": torch.uint8}
+    kinds = {
+        "wide": F32,
+        ("deep", "0"): F32,
+        ("deep", "1"): torch.int64,
+        "half": F32,
+        "image": torch.uint8,
+    }
     assert {key: batch[key].dtype for key in kinds} == kinds
     seen = made.observations[:3]
-    assert torch.equal(batch["wide"][:3], torch.as_tensor(np.stack([o["wide"] for o in seen])).float())
-    assert torch.equal(batch["deep", "0"][:3], torch.as_tensor([float(o["deep"][0]) for o in seen]).float())
+    assert torch.equal(
+        batch["wide"][:3], torch.as_tensor(np.stack([o["wide"] for o in seen])).float()
+    )
+    assert torch.equal(
+        batch["deep", "0"][:3], torch.as_tensor([float(o["deep"][0]) for o in seen]).float()
+    )
     assert torch.equal(batch["image"][:3], torch.as_tensor(np.stack([o["image"] for o in seen])))
     assert batch[:3]["text"] == [o["text"] for o in seen]
 
 
-# --- everywhere that observations are --------------------------------------------------------------
+# --- everywhere that observations are -------------------------------------------------------------
 
 
 def test_previous_actions_and_rewards_are_observations():
@@ -264,11 +292,14 @@ def test_a_resumed_collection_goes_on_in_the_same_dtype(tmp_path):
         batch = collector.rollout()
         assert batch["observation"].dtype == F32
         assert_same(batch, expected, ignore=(("collector", "resumed"),))
-    with make(obs_dtype=F64) as collector, pytest.raises(BadCheckpoint, match="dtype float32.*dtype float64"):
+    with (
+        make(obs_dtype=F64) as collector,
+        pytest.raises(BadCheckpoint, match="dtype float32.*dtype float64"),
+    ):
         collector.load_state_dict(tmp_path / "state", trust=True)
 
 
-# --- values beyond the range -----------------------------------------------------------------------
+# --- values beyond the range ----------------------------------------------------------------------
 
 
 class Huge(Wide):
@@ -281,7 +312,9 @@ def test_values_beyond_the_range_become_infinite_and_full_validation_tells():
     batch = collect(Huge, None, frames_per_batch=6, obs_dtype=F32)
     assert batch["next", "observation"][:, 1].tolist() == [1, np.inf, 3, 1, np.inf, 3]
     with Collector(Huge, None, frames_per_batch=6, obs_dtype=F32, validate="full") as collector:
-        with pytest.raises(BadEnvOutput, match=r"Huge\[0\] \(row 1 of the batch\): observation inf is not finite"):
+        with pytest.raises(
+            BadEnvOutput, match=r"Huge\[0\] \(row 1 of the batch\): observation inf is not finite"
+        ):
             collector.rollout()
         assert_accounted(collector)
 

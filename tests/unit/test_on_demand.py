@@ -1,4 +1,6 @@
-"""``collect`` in this process: bootstrap values, resets, options that meet it, environments that cannot rest."""
+"""``collect`` in this process: bootstrap values, resets, options that meet it, environments that
+cannot rest.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ LENGTHS = [[3], [1, 4], [2, 6]]
 
 
 def make(policy: Any = None, lengths: Any = LENGTHS, **options: Any) -> Collector:
-    return Collector(partial(PatternEnv, lengths), policy, **{"num_envs": len(lengths), "seed": 0, **options})
+    return Collector(
+        partial(PatternEnv, lengths), policy, **{"num_envs": len(lengths), "seed": 0, **options}
+    )
 
 
 class Guess(nn.Module):
@@ -40,24 +44,31 @@ class Guess(nn.Module):
 
 
 def remembers(obs: Any, state: Any) -> Any:
-    """Adds up what it has seen of time since its episode began, and says so as the value. Draws from all generators."""
+    """Adds up what it has seen of time since its episode began, and says so as the value.
+
+    Draws from all generators.
+    """
     total = obs[..., 2:3] + 1 + (0 if state is None else state)
     noise = torch.full(obs.shape[:-1], np.random.randn() + random.random())
     return torch.randint(2, obs.shape[:-1]), {"state_value": total.clone(), "noise": noise}, total
 
 
-# --- bootstrap -------------------------------------------------------------------------------------
+# --- bootstrap ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bootstrap", [True, "truncations"])
 @pytest.mark.parametrize("lengths", [LENGTHS, [[1, 4], [2]]])
-def test_a_recurrent_policy_values_the_last_observation_with_its_state_and_goes_on_undisturbed(bootstrap, lengths):
+def test_a_recurrent_policy_values_the_last_observation_with_its_state_and_goes_on_undisturbed(
+    bootstrap, lengths
+):
     B, cut_in_the_end = len(lengths), False
     with make(remembers, lengths) as c, make(remembers, lengths) as other:
         for n in (4 * B, B, 10 * B, B, B):
             batch, stats = c.collect_batch(n_step=n, bootstrap=bootstrap)
             t, values = batch["observation"][..., 2], batch["state_value"].squeeze(-1)
-            assert torch.equal(values, (t + 1) * (t + 2) / 2), "the state begins anew with every episode"
+            assert torch.equal(values, (t + 1) * (t + 2) / 2), (
+                "the state begins anew with every episode"
+            )
             after = batch["next", "observation"][..., 2]
             worth = (after + 1) * (after + 2) / 2
             over, cut = (batch["next", flag].squeeze(-1) for flag in ("terminated", "truncated"))
@@ -66,7 +77,9 @@ def test_a_recurrent_policy_values_the_last_observation_with_its_state_and_goes_
             cut = cut & (bootstrap == "truncations")
             cut[:, -1] |= ~over[:, -1]
             assert torch.equal(batch["next", "state_value"].squeeze(-1), worth * cut)
-            assert_same(batch, other.collect_batch(n_step=n).batch, ignore=[("next", "state_value")])
+            assert_same(
+                batch, other.collect_batch(n_step=n).batch, ignore=[("next", "state_value")]
+            )
     assert cut_in_the_end
 
 
@@ -88,12 +101,14 @@ def test_a_single_environment_has_a_bootstrap_of_its_own():
         batch, stats = c.collect_batch(n_step=6, bootstrap=True)
         assert batch.shape == (6,)
         assert stats.last_value_est.tolist() == [10 * 1 + 2 + 1]
-        assert c.collect(n_step=2, bootstrap=True).last_value_est.tolist() == [10 + 4 + 1], "truncated"
+        assert c.collect(n_step=2, bootstrap=True).last_value_est.tolist() == [10 + 4 + 1], (
+            "truncated"
+        )
         c.collect(n_step=3)
         assert c.collect(n_step=1, bootstrap=True).last_value_est.tolist() == [0], "terminated"
 
 
-# --- surplus ---------------------------------------------------------------------------------------
+# --- surplus --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, {"trajs_per_batch": 3, "frames_per_batch": 2}])
@@ -111,7 +126,7 @@ def test_what_is_kept_for_the_next_call_is_discarded_at_shutdown(options):
     assert_accounted(collector)
 
 
-# --- with other options ----------------------------------------------------------------------------
+# --- with other options ---------------------------------------------------------------------------
 
 
 def test_episodes_may_be_padded():
@@ -166,7 +181,7 @@ def test_options_that_contradict_what_is_asked_for(options, asked):
         assert_accounted(c)
 
 
-# --- environments ----------------------------------------------------------------------------------
+# --- environments ---------------------------------------------------------------------------------
 
 
 def seen(c: Any, call: dict[str, Any]) -> Any:
@@ -179,7 +194,9 @@ def seen(c: Any, call: dict[str, Any]) -> Any:
     st.sampled_from(["fair", "last_even", "per_env", "first_done"]),
     st.sampled_from(AutoresetMode),
 )
-def test_batches_of_environments_that_cannot_rest_give_the_same_episodes(lengths, wanted, rule, mode):
+def test_batches_of_environments_that_cannot_rest_give_the_same_episodes(
+    lengths, wanted, rule, mode
+):
     env = lambda: SyncVectorEnv([partial(PatternEnv, lengths)] * len(lengths), autoreset_mode=mode)  # noqa: E731
     with Collector(env, None, seed=0) as c:
         expected = contest(rule, wanted[0], lengths, [0] * len(lengths))
@@ -202,7 +219,7 @@ def test_batches_on_tensors(mode):
         assert c.collect(n_step=40).n_collected_steps == 40
 
 
-# --- resets and rendering --------------------------------------------------------------------------
+# --- resets and rendering -------------------------------------------------------------------------
 
 
 class Noting(PatternEnv):
@@ -242,7 +259,7 @@ def test_rendering_shows_every_step_of_every_environment(amount):
         assert [env.rendered for env in envs[-2:]] == made
 
 
-# --- interruptions ---------------------------------------------------------------------------------
+# --- interruptions --------------------------------------------------------------------------------
 
 
 class Once:
@@ -296,7 +313,10 @@ def fails_at_the_seventh_call() -> Any:
 
 @pytest.mark.parametrize("asked", [{"n_step": 36}, {"n_episode": 12, "rule": "last_even"}], ids=str)
 def test_the_same_call_goes_on_after_an_error_and_another_one_begins_anew(asked):
-    with make(fails_at_the_seventh_call()) as c, make(lambda obs: torch.randint(2, obs.shape[:-1])) as other:
+    with (
+        make(fails_at_the_seventh_call()) as c,
+        make(lambda obs: torch.randint(2, obs.shape[:-1])) as other,
+    ):
         with pytest.raises(PolicyError):
             c.collect(**asked)
         assert_accounted(c)
@@ -312,7 +332,7 @@ def test_the_same_call_goes_on_after_an_error_and_another_one_begins_anew(asked)
         assert_accounted(c)
 
 
-# --- who is left out -------------------------------------------------------------------------------
+# --- who is left out ------------------------------------------------------------------------------
 
 
 def test_an_environment_that_is_left_out_keeps_the_seed_that_it_was_given():
@@ -330,7 +350,9 @@ def test_an_environment_that_is_left_out_keeps_the_seed_that_it_was_given():
 
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
 def test_a_group_that_has_given_its_episodes_makes_no_step_while_others_do(cls):
-    with cls([partial(CountingEnv, 3), partial(CountingEnv, 50)], None, num_envs=2, frames_per_batch=32) as c:
+    with cls(
+        [partial(CountingEnv, 3), partial(CountingEnv, 50)], None, num_envs=2, frames_per_batch=32
+    ) as c:
         for _ in range(2):
             stats = c.collect(n_episode=8, rule="per_env")
             assert sorted(stats.lens.tolist()) == [3] * 4 + [50] * 4

@@ -102,7 +102,14 @@ def forgotten_reset(batches):
 @pytest.mark.parametrize(
     "spoil",
     [
-        *(lost_row, lost_batch, doubled_batch, swapped_batches, swapped_environments, shifted_reward),
+        *(
+            lost_row,
+            lost_batch,
+            doubled_batch,
+            swapped_batches,
+            swapped_environments,
+            shifted_reward,
+        ),
         *(reset_observation_instead_of_the_last, forgotten_end, made_up_end, done_without_a_reason),
         *(changed_id, ids_that_begin_anew_with_every_batch, shared_id, forgotten_reset),
     ],
@@ -123,7 +130,9 @@ def test_blank_rows_are_left_out(batches):
 
 def test_a_cut_may_set_truncated_besides(path):
     factories = partial(OracleEnv, path, 0, ENVS)
-    with Collector(factories, None, num_envs=ENVS, frames_per_batch=ENVS * T, max_frames_per_traj=4) as collector:
+    with Collector(
+        factories, None, num_envs=ENVS, frames_per_batch=ENVS * T, max_frames_per_traj=4
+    ) as collector:
         assert sum(check_stream(collector.rollout().clone() for _ in range(2)).values()) == 4 * T
 
 
@@ -199,7 +208,9 @@ def test_a_fault_comes_in_its_call_and_its_runs_only(path, on):
 
 
 def test_what_a_fault_returns_is_returned(path):
-    env = OracleEnv(path, fault=Fault(lambda honest: (*honest[:1], None, *honest[2:]), at=1, runs=None))
+    env = OracleEnv(
+        path, fault=Fault(lambda honest: (*honest[:1], None, *honest[2:]), at=1, runs=None)
+    )
     env.reset()
     assert [env.step(0)[1] is None for _ in range(3)] == [False, True, False]
 

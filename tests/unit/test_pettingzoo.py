@@ -1,4 +1,6 @@
-"""PettingZoo: groups, agents that come and go, masks, and what TorchRL makes of the same environments."""
+"""PettingZoo: groups, agents that come and go, masks, and what TorchRL makes of the same
+environments.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,36 @@ pettingzoo = pytest.importorskip("pettingzoo")
 ParallelEnv = pettingzoo.ParallelEnv
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{message}")
-    for message in ("The old environment creation API", "PettingZoo in TorchRL is tested", "The base environment")
+    for message in (
+        "The old environment creation API",
+        "PettingZoo in TorchRL is tested",
+        "The base environment",
+    )
 ]
 
 
 class Shifts(ParallelEnv):
-    """Agents come and go by timetable. Observation ``[number of the agent, t]``, reward ``10 * number + t``.
+    """Agents come and go by timetable.
+
+    Observation ``[number of the agent, t]``, reward ``10 * number + t``.
 
     Args:
-        times: per agent, the step at which it comes, the step after which it leaves, and whether that is a truncation.
+        times: per agent, the step at which it comes, the step after which it leaves, and whether
+            that is a truncation.
     """
 
     def __init__(
-        self, times: dict[str, tuple[int, int, bool]] | None = None, *, masks: str = "", state: bool = False
+        self,
+        times: dict[str, tuple[int, int, bool]] | None = None,
+        *,
+        masks: str = "",
+        state: bool = False,
     ) -> None:
-        self.times = times or {"cook_0": (0, 3, False), "cook_1": (1, 2, True), "waiter": (0, 4, False)}
+        self.times = times or {
+            "cook_0": (0, 3, False),
+            "cook_1": (1, 2, True),
+            "waiter": (0, 4, False),
+        }
         self.possible_agents = list(self.times)
         self.agents: list[str] = []
         self.metadata = {"name": "shifts_v0"}
@@ -58,7 +75,9 @@ class Shifts(ParallelEnv):
 
     def see(self, agent: str) -> Any:
         box = np.array([self.possible_agents.index(agent), self.t], np.float32)
-        return {"observation": box, "action_mask": self.legal(agent)} if self.masks == "obs" else box
+        return (
+            {"observation": box, "action_mask": self.legal(agent)} if self.masks == "obs" else box
+        )
 
     def infos(self, agents: Any) -> Any:
         return {a: {"action_mask": self.legal(a)} if self.masks == "info" else {} for a in agents}
@@ -75,7 +94,9 @@ class Shifts(ParallelEnv):
         acted, self.t = self.agents, self.t + 1
         leaves = {a: self.t == self.times[a][1] for a in acted}
         self.agents = [
-            a for a, (comes, goes, _) in self.times.items() if (a in acted and not leaves[a]) or comes == self.t < goes
+            a
+            for a, (comes, goes, _) in self.times.items()
+            if (a in acted and not leaves[a]) or comes == self.t < goes
         ]
         seen = dict.fromkeys([*acted, *self.agents])
         return (
@@ -97,16 +118,22 @@ def shifts(**options: Any) -> Any:
     return lambda: Shifts(**options)
 
 
-# --- expected arrays -------------------------------------------------------------------------------
+# --- expected arrays ------------------------------------------------------------------------------
 
 
 def test_agents_come_and_go_with_zeros_and_a_mask():
-    """All follows from the timetable: cook 1 comes at step 1 and is cut at step 2, two others are terminated later."""
+    """All follows from the timetable: cook 1 comes at step 1 and is cut at step 2, two others are
+    terminated later.
+    """
     env = Shifts()
     batch = collect(env, None, frames_per_batch=8, validate="full")
     after = batch["next"]
     assert batch.shape == (8,)
-    for group, place, agent in (("cook", 0, "cook_0"), ("cook", 1, "cook_1"), ("waiter", 0, "waiter")):
+    for group, place, agent in (
+        ("cook", 0, "cook_0"),
+        ("cook", 1, "cook_1"),
+        ("waiter", 0, "waiter"),
+    ):
         number, (comes, goes, cut) = env.possible_agents.index(agent), env.times[agent]
 
         def seen(t: int, number: int = number, comes: int = comes, goes: int = goes) -> list[int]:
@@ -118,11 +145,15 @@ def test_agents_come_and_go_with_zeros_and_a_mask():
         assert of_next["observation"].tolist() == [seen(t + 1) for t in steps]
         assert of_agent["mask"].tolist() == [comes <= t < goes for t in steps]
         assert of_next["mask"].tolist() == [comes <= t + 1 < goes for t in steps]
-        assert column(of_next, "reward") == [10 * number + t + 1 if comes <= t < goes else 0 for t in steps]
+        assert column(of_next, "reward") == [
+            10 * number + t + 1 if comes <= t < goes else 0 for t in steps
+        ]
         assert column(of_next, "terminated") == [t + 1 >= goes and not cut for t in steps]
         assert column(of_next, "truncated") == [t + 1 >= goes and cut for t in steps]
         assert torch.equal(of_next["done"], of_next["terminated"] | of_next["truncated"])
-        assert column(of_agent, "done") == [not comes <= t < goes for t in steps], "also before it comes"
+        assert column(of_agent, "done") == [not comes <= t < goes for t in steps], (
+            "also before it comes"
+        )
     assert after["done"].tolist() == [[False], [False], [False], [True]] * 2
     # One of the agents was truncated: so was the episode.
     assert torch.equal(after["truncated"], after["done"])
@@ -159,7 +190,9 @@ def test_several_environments_are_a_batch_of_their_own_episodes():
 
 @pytest.mark.parametrize("masks", ["obs", "info"])
 def test_action_masks_say_what_is_legal_and_random_actions_obey(masks):
-    batch = collect(shifts(masks=masks), None, num_envs=2, frames_per_batch=400, seed=0, validate="full")
+    batch = collect(
+        shifts(masks=masks), None, num_envs=2, frames_per_batch=400, seed=0, validate="full"
+    )
     mask, there = batch["cook", "action_mask"], batch["cook", "mask"]
     assert mask.dtype == torch.bool
     assert mask.shape == (2, 200, 2, 3)
@@ -181,7 +214,7 @@ def test_the_global_state_is_stored_where_there_is_one():
     assert "state" not in collect(Shifts(), None, frames_per_batch=8)
 
 
-# --- groups ----------------------------------------------------------------------------------------
+# --- groups ---------------------------------------------------------------------------------------
 
 
 def test_a_saved_collector_goes_on_in_the_middle_of_an_episode():
@@ -259,7 +292,7 @@ def test_spaces_without_arrays_and_masks_of_continuous_actions_are_refused():
         Collector(Masked(masks="info"), None, frames_per_batch=3)
 
 
-# --- what an environment must not do ---------------------------------------------------------------
+# --- what an environment must not do --------------------------------------------------------------
 
 
 def without(place: int, agent: str) -> Any:
@@ -281,7 +314,10 @@ SPOILT: dict[str, tuple[Any, str]] = {
     "termination": (without(2, "cook_0"), r"no termination of \['cook_0'\]"),
     "observation": (without(0, "waiter"), "no observation of waiter"),
     "last observation": (without(0, "cook_1"), "no observation of cook_1"),
-    "shape": (with_value(0, np.zeros(3, np.float32)), "waiter: waiter.observation is an array of shape"),
+    "shape": (
+        with_value(0, np.zeros(3, np.float32)),
+        "waiter: waiter.observation is an array of shape",
+    ),
     "number": (with_value(1, "much"), "waiter: reward is str"),
     "flag": (with_value(2, 0.5), "termination of waiter is float"),
     "four": (lambda out: out.pop(), "expected five dicts"),
@@ -293,7 +329,11 @@ def test_what_keeps_its_values_is_cast_with_one_warning_for_each_cause():
         def step(self, actions: Any) -> Any:
             obs, rewards, *rest = super().step(actions)
             rewards = {agent: np.array([reward]) for agent, reward in rewards.items()}
-            return ({agent: np.asarray(seen, np.float64) for agent, seen in obs.items()}, rewards, *rest)
+            return (
+                {agent: np.asarray(seen, np.float64) for agent, seen in obs.items()},
+                rewards,
+                *rest,
+            )
 
     with pytest.warns(UserWarning, match="It is cast") as caught:
         batch = collect(Wide(), None, frames_per_batch=8)
@@ -303,7 +343,11 @@ def test_what_keeps_its_values_is_cast_with_one_warning_for_each_cause():
         "shifts_v0: cook.observation has dtype float64, but its space says float32",
         "shifts_v0: waiter.observation has dtype float64, but its space says float32",
     ]
-    assert_same(batch, collect(Shifts(), None, frames_per_batch=8), ignore=(("cook", "action"), ("waiter", "action")))
+    assert_same(
+        batch,
+        collect(Shifts(), None, frames_per_batch=8),
+        ignore=(("cook", "action"), ("waiter", "action")),
+    )
 
 
 @pytest.mark.parametrize("case", SPOILT)
@@ -336,7 +380,7 @@ def test_an_agent_that_vanishes_is_an_error():
         collector.rollout()
 
 
-# --- the real thing --------------------------------------------------------------------------------
+# --- the real thing -------------------------------------------------------------------------------
 
 
 def rps() -> Any:
@@ -347,12 +391,16 @@ def rps() -> Any:
 
 def test_rock_paper_scissors_gives_what_torchrl_gives():
     libs = pytest.importorskip("torchrl.envs.libs.pettingzoo")
-    theirs = libs.PettingZooWrapper(rps(), use_mask=True, done_on_any=False, categorical_actions=True)
+    theirs = libs.PettingZooWrapper(
+        rps(), use_mask=True, done_on_any=False, categorical_actions=True
+    )
     theirs.set_seed(0)
     ours = collect(rps(), None, frames_per_batch=12, seed=0)
 
     actions = iter(ours["player", "action"])
-    expected = theirs.rollout(12, lambda td: td.set(("player", "action"), next(actions)), break_when_any_done=False)
+    expected = theirs.rollout(
+        12, lambda td: td.set(("player", "action"), next(actions)), break_when_any_done=False
+    )
     for part in (expected, expected["next"]):  # one-hot there, the number itself here
         part["player", "observation"] = part["player", "observation"].long().argmax(-1)
     assert_same(ours, expected, ignore=(("collector", "traj_ids"),))
@@ -369,7 +417,12 @@ class Lenient(Shifts):
 def test_agents_that_go_have_the_columns_that_torchrl_gives_them(masks):
     libs = pytest.importorskip("torchrl.envs.libs.pettingzoo")
     times = {"cook_0": (0, 3, False), "cook_1": (0, 4, False)}
-    options = {"use_mask": True, "done_on_any": False, "categorical_actions": True, "return_state": True}
+    options = {
+        "use_mask": True,
+        "done_on_any": False,
+        "categorical_actions": True,
+        "return_state": True,
+    }
     theirs = libs.PettingZooWrapper(Lenient(times, masks=masks, state=True), **options)
     expected = theirs.rollout(4, break_when_any_done=False)
     ours = collect(Shifts(times, masks=masks, state=True), None, frames_per_batch=4)
@@ -383,7 +436,11 @@ def test_agents_that_go_have_the_columns_that_torchrl_gives_them(masks):
 def test_an_aec_environment_that_can_is_run_in_parallel():
     from pettingzoo.utils.conversions import parallel_to_aec
 
-    batch = collect(parallel_to_aec(Shifts({"a_0": (0, 2, False), "a_1": (0, 2, False)})), None, frames_per_batch=4)
+    batch = collect(
+        parallel_to_aec(Shifts({"a_0": (0, 2, False), "a_1": (0, 2, False)})),
+        None,
+        frames_per_batch=4,
+    )
     assert batch["next", "done"].tolist() == [[False], [True]] * 2
 
 

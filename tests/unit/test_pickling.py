@@ -61,7 +61,11 @@ def test_lambdas_closures_and_local_classes_come_back() -> None:
         def double(self) -> int:
             return 2 * self.length
 
-    for make in (lambda: Local(length), functools.partial(Local, length), Sim.make.__get__(Local(length))):
+    for make in (
+        lambda: Local(length),
+        functools.partial(Local, length),
+        Sim.make.__get__(Local(length)),
+    ):
         again = loads(dumps(make, "create_env_fn"), "create_env_fn")
         if make is not again and not hasattr(make, "__self__"):
             assert again().double() == 8
@@ -82,7 +86,10 @@ def test_a_closure_variable_is_named_with_the_attribute_that_fails() -> None:
 @pytest.mark.parametrize(
     ("obj", "where"),
     [
-        (functools.partial(CountingEnv, 3, truncate=LOCK), "argument 'truncate' of the partial is a _thread.lock"),
+        (
+            functools.partial(CountingEnv, 3, truncate=LOCK),
+            "argument 'truncate' of the partial is a _thread.lock",
+        ),
         (functools.partial(CountingEnv, LOCK), "argument 0 of the partial is a _thread.lock"),
         (Sim().make, "the object it is a method of -> attribute 'lock' is a _thread.lock"),
         ({"a": [1, (2, LOCK)]}, "item 'a' -> item 1 -> item 1 is a _thread.lock"),
@@ -114,7 +121,8 @@ def test_defaults_globals_attributes_and_nested_functions_are_searched() -> None
     assert "default of 'lock' is a _thread.lock" in refusal(with_default)
     assert "default of 'guard' is a _thread.lock" in refusal(with_keyword)
     assert "attribute 'guard' is a _thread.lock" in refusal(with_attribute)
-    # A function of a notebook is pickled with the globals that it uses, also in a function within it.
+    # A function of a notebook is pickled with the globals that it uses, also in a function within
+    # it.
     space = {"LOCK": LOCK, "lock": LOCK, "np": np}
     exec("def make():\n    np.zeros(3)\n    return lambda: LOCK", space)
     make: Any = space["make"]
@@ -126,19 +134,25 @@ def test_defaults_globals_attributes_and_nested_functions_are_searched() -> None
 
     assert "class attribute 'guard' is a _thread.lock" in refusal(Local)
     assert "base class 'Local' -> class attribute 'guard'" in refusal(type("Derived", (Local,), {}))
-    assert "the function of the partial -> closure variable 'lock'" in refusal(functools.partial(lambda: lock))
+    assert "the function of the partial -> closure variable 'lock'" in refusal(
+        functools.partial(lambda: lock)
+    )
 
 
 def test_a_reason_other_than_the_type_is_told() -> None:
     assert "item 0 is a " in (text := refusal([Stubborn()]))
-    assert "Stubborn, which cannot be pickled (ValueError: not me). Pass a function that makes it." in text
+    assert (
+        "Stubborn, which cannot be pickled (ValueError: not me). Pass a function that makes it."
+        in text
+    )
     assert "attribute 'inner' is a " in (text := refusal(Wrapping()))
     assert "(ValueError: not me)" in text
 
 
 def test_what_is_wrong_itself_needs_no_path() -> None:
     assert (
-        refusal(LOCK, "policy") == "policy is a _thread.lock, which cannot be pickled. Pass a function that makes it."
+        refusal(LOCK, "policy")
+        == "policy is a _thread.lock, which cannot be pickled. Pass a function that makes it."
     )
 
 
@@ -156,5 +170,7 @@ def test_the_search_survives_cycles_and_depth() -> None:
 
 
 def test_what_does_not_come_back_says_so() -> None:
-    with pytest.raises(BadOption, match="create_env_fn was pickled, but could not be unpickled in another process"):
+    with pytest.raises(
+        BadOption, match="create_env_fn was pickled, but could not be unpickled in another process"
+    ):
         loads(b"\x80\x05cno_such_module\nThing\n.", "create_env_fn")

@@ -65,7 +65,9 @@ def test_a_notebook_shows_a_figure_without_pyplot(name):
     backend, open_figures = mpl.get_backend(), plt.get_fignums()
     figure = FIGURES[name]()
     width, height = size_of(figure._repr_png_())  # IPython's protocol
-    assert (width, height) == tuple(round(inches * figure.dpi) for inches in figure.get_size_inches())
+    assert (width, height) == tuple(
+        round(inches * figure.dpi) for inches in figure.get_size_inches()
+    )
     assert plt.get_fignums() == open_figures, "it was made with pyplot, which may open a window"
     assert mpl.get_backend() == backend
     assert size_of(pickle.loads(pickle.dumps(figure))._repr_png_()) == (width, height)
@@ -109,9 +111,14 @@ def test_the_picture_of_an_evaluation_without_episodes_says_so():
 def test_the_picture_of_a_timeline_has_a_row_for_each_track_with_outer_spans_below_inner_ones():
     [axis] = spans().plot().axes
     assert [label.get_text() for label in axis.get_yticklabels()] == ["track -1", "group 1"]
-    bars = {bar.get_label(): [path.get_extents() for path in bar.get_paths()] for bar in axis.collections}
+    bars = {
+        bar.get_label(): [path.get_extents() for path in bar.get_paths()]
+        for bar in axis.collections
+    }
     assert list(bars) == ["wait", "rollout", "env"]
-    assert [(box.x0, box.x1, box.y0, box.y1) for box in bars["env"]] == [(1 + n, 3 + n, 0.6, 1.4) for n in (0, 10, 20)]
+    assert [(box.x0, box.x1, box.y0, box.y1) for box in bars["env"]] == [
+        (1 + n, 3 + n, 0.6, 1.4) for n in (0, 10, 20)
+    ]
     assert [(box.x0, box.x1, box.y0, box.y1) for box in bars["wait"]] == [
         (8 + n, 9 + n, -0.4, 0.4) for n in (0, 10, 20)
     ]

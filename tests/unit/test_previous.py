@@ -43,7 +43,9 @@ def test_policies_see_what_they_did_and_got_and_nothing_at_a_beginning():
 
 
 def test_parts_of_actions_have_their_own_names_and_zero_may_be_no_action():
-    space = spaces.Dict({"move": spaces.Box(1, 2, (2,), np.float32), "kind": spaces.Discrete(3, start=5)})
+    space = spaces.Dict(
+        {"move": spaces.Box(1, 2, (2,), np.float32), "kind": spaces.Discrete(3, start=5)}
+    )
     make = partial(SpaceEnv, spaces.Box(0, 1, (3,)), space, 3)
     with Collector(make, None, num_envs=2, frames_per_batch=10, validate="full", **PREV) as c:
         batch = c.rollout()
@@ -56,7 +58,9 @@ def test_parts_of_actions_have_their_own_names_and_zero_may_be_no_action():
 
 
 def assert_repeated(batch: Any, made: Any = None) -> None:
-    """``[..., T]``: every row shows what was delivered in the row before, and nothing where an episode begins."""
+    """``[..., T]``: every row shows what was delivered in the row before, and nothing where an
+    episode begins.
+    """
     reward, action = batch["next", "reward"][..., 0], batch["action"]
     made = torch.ones_like(reward, dtype=torch.bool) if made is None else made
     assert reward.max() >= 100
@@ -100,16 +104,27 @@ def test_what_on_step_has_written_is_not_shown_to_whoever_waits_or_has_lost_a_li
     for env in (recorded(lambda i: CountingEnv((2, 5)[i % 2]))[0], partial(LivesEnv, 4, 2)):
         lives = KEY if isinstance(env, partial) else {}
         for wait in (False, True):
-            options = {"num_envs": 2, "frames_per_batch": 12, "reset_when_done": not wait, **lives, **PREV}
+            options = {
+                "num_envs": 2,
+                "frames_per_batch": 12,
+                "reset_when_done": not wait,
+                **lives,
+                **PREV,
+            }
             with Collector(env, counted, on_step=Hundredfold(), **options) as c:
                 for _ in range(2):
                     batch = c.rollout()
                     ended = batch["next", "done"][..., 0] & (batch["collector", "traj_ids"] >= 0)
                     made = batch["collector", "traj_ids"] >= 0
-                    assert torch.equal(batch["next", "prev_reward"][made], batch["next", "reward"][..., 0][made])
+                    assert torch.equal(
+                        batch["next", "prev_reward"][made], batch["next", "reward"][..., 0][made]
+                    )
                     after = batch["prev_reward"][:, 1:]
                     assert torch.equal(
-                        after, torch.where(ended | ~made.roll(-1, 1), 0, batch["next", "reward"][..., 0])[:, :-1]
+                        after,
+                        torch.where(ended | ~made.roll(-1, 1), 0, batch["next", "reward"][..., 0])[
+                            :, :-1
+                        ],
                     )
 
 
@@ -120,8 +135,16 @@ def test_last_observations_without_columns_of_their_own_have_what_on_step_has_wr
         batch, last = c.rollout(), c.final_observations()
     reward = batch["next", "reward"][..., 0]
     assert (last["env"].tolist(), last["row"].tolist()) == ([0, 0, 1], [1, 3, 3])
-    assert last["prev_reward"].tolist() == [reward[0, 1], reward[0, 3], reward[1, 3]] == [200, 200, 400]
-    assert last["prev_action"].tolist() == [batch["action"][0, 1], batch["action"][0, 3], batch["action"][1, 3]]
+    assert (
+        last["prev_reward"].tolist()
+        == [reward[0, 1], reward[0, 3], reward[1, 3]]
+        == [200, 200, 400]
+    )
+    assert last["prev_action"].tolist() == [
+        batch["action"][0, 1],
+        batch["action"][0, 3],
+        batch["action"][1, 3],
+    ]
 
 
 def test_policies_see_nothing_of_what_on_step_has_written_for_whoever_waits():
@@ -139,7 +162,12 @@ def test_policies_see_nothing_of_what_on_step_has_written_for_whoever_waits():
     options = {"num_envs": 2, "frames_per_batch": 8, "reset_when_done": False, **PREV}
     with Collector(make, policy, on_step=write, **options) as c:
         c.rollout()
-    assert seen[:4] == [[[0, 0], [0, 0]], [[101, 101], [1, 1]], [[0, 102], [0, 1]], [[0, 103], [0, 1]]]
+    assert seen[:4] == [
+        [[0, 0], [0, 0]],
+        [[101, 101], [1, 1]],
+        [[0, 102], [0, 1]],
+        [[0, 103], [0, 1]],
+    ]
 
 
 def test_what_came_before_can_only_be_read():
@@ -151,7 +179,9 @@ def test_what_came_before_can_only_be_read():
             with pytest.raises(ValueError, match="read-only"):
                 step[key][0] = 1
 
-    with Collector(counting(4), counted, num_envs=2, frames_per_batch=10, on_step=write, **PREV) as c:
+    with Collector(
+        counting(4), counted, num_envs=2, frames_per_batch=10, on_step=write, **PREV
+    ) as c:
         assert c.rollout()["prev_reward"].tolist() == [[0, 1, 2, 3, 0]] * 2
 
 
@@ -185,7 +215,9 @@ class Seen(torch.nn.Module):
 
     def forward(self, obs: dict[str, torch.Tensor]) -> Any:
         rows = obs["prev_reward"].shape
-        return torch.ones(rows, dtype=torch.int64), {"seen": obs["prev_reward"] + obs["prev_action"]}
+        return torch.ones(rows, dtype=torch.int64), {
+            "seen": obs["prev_reward"] + obs["prev_action"]
+        }
 
 
 def test_a_state_has_them(tmp_path):

@@ -18,7 +18,12 @@ TEXTS = {"_max", "_mean", "_min", "_on_", "_out", "_sources", "_std"}
 
 
 def is_private(name: str) -> bool:
-    return name.startswith("_") and name.isidentifier() and not name.endswith("__") and name.strip("_") != ""
+    return (
+        name.startswith("_")
+        and name.isidentifier()
+        and not name.endswith("__")
+        and name.strip("_") != ""
+    )
 
 
 def definitions(tree: ast.AST) -> Iterator[str]:
@@ -27,7 +32,11 @@ def definitions(tree: ast.AST) -> Iterator[str]:
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and _is_self(node.value)
+        ):
             yield node.attr
 
 
@@ -41,9 +50,15 @@ def executed(node: ast.AST) -> Iterator[ast.AST]:
     """All nodes but those that only a type checker reads, and parts of f-strings."""
     yield node
     for name, value in ast.iter_fields(node):
-        if name == "body" and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        if (
+            name == "body"
+            and isinstance(node, ast.If)
+            and ast.unparse(node.test) == "TYPE_CHECKING"
+        ):
             continue
-        if name in ("annotation", "returns") or (name == "values" and isinstance(node, ast.JoinedStr)):
+        if name in ("annotation", "returns") or (
+            name == "values" and isinstance(node, ast.JoinedStr)
+        ):
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):
@@ -51,7 +66,8 @@ def executed(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def foreign(tree: ast.AST, ours: set[str]) -> set[str]:
-    """Private names in a file that are not Muster's: attributes, imports, and texts that name attributes.
+    """Private names in a file that are not Muster's: attributes, imports, and texts that name
+    attributes.
 
     Args:
         tree: of the file.
@@ -63,11 +79,17 @@ def foreign(tree: ast.AST, ours: set[str]) -> set[str]:
             known = node.attr in (ours | TEXTS if _is_self(node.value) else here | FRIENDS)
             found |= set() if known else {node.attr}
         elif isinstance(node, ast.Import):
-            found |= {part for name in node.names for part in name.name.split(".") if is_private(part)}
+            found |= {
+                part for name in node.names for part in name.name.split(".") if is_private(part)
+            }
         elif isinstance(node, ast.ImportFrom) and not f"{node.module}.".startswith("muster."):
             parts = [*(node.module or "").split("."), *(name.name for name in node.names)]
             found |= {part for part in parts if is_private(part)}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and is_private(node.value):
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and is_private(node.value)
+        ):
             found |= {node.value} - here - TEXTS
     return found
 
@@ -96,8 +118,12 @@ def listed() -> dict[str, set[str]]:
 
 def test_every_private_name_of_another_package_is_listed_with_its_files() -> None:
     found, said = used(), listed()
-    assert sorted(found.keys() - said.keys()) == [], "new: prefer a public name, else add it to the decision"
-    assert sorted(said.keys() - found.keys()) == [], "not used any more: take it out of the decision"
+    assert sorted(found.keys() - said.keys()) == [], (
+        "new: prefer a public name, else add it to the decision"
+    )
+    assert sorted(said.keys() - found.keys()) == [], (
+        "not used any more: take it out of the decision"
+    )
     assert {name: files ^ said[name] for name, files in found.items() if files != said[name]} == {}
 
 

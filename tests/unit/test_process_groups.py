@@ -1,4 +1,7 @@
-"""Pairs of process groups, and the links over them. Both ends are threads of this process, unless one is stopped."""
+"""Pairs of process groups, and the links over them.
+
+Both ends are threads of this process, unless one is stopped.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +37,9 @@ from tests.fakes.link_nodes import pattern
 from tests.waits import open_files, wait_until
 
 pytestmark = [
-    pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="this PyTorch has no gloo"),
+    pytest.mark.skipif(
+        not (dist.is_available() and dist.is_gloo_available()), reason="this PyTorch has no gloo"
+    ),
 ]
 TOKEN = b"0123456789abcdef"
 WITHIN_S = 60.0  # on a busy machine
@@ -51,7 +57,10 @@ def both(main: Any, node: Any) -> list[Any]:
             return error
 
     with ThreadPoolExecutor(2) as pool:
-        return [future.result(WITHIN_S) for future in [pool.submit(outcome, call) for call in (main, node)]]
+        return [
+            future.result(WITHIN_S)
+            for future in [pool.submit(outcome, call) for call in (main, node)]
+        ]
 
 
 def channels(stack: contextlib.ExitStack) -> list[SocketLink]:
@@ -72,7 +81,10 @@ def linked(ends: list[SocketLink], large: int = LARGE) -> list[DistributedLink]:
     """The links over both ends of a connection."""
     main, node = ends
     groups = Groups("gloo", large)
-    return both(lambda: DistributedLink(main, groups, main=True), lambda: DistributedLink(node, groups, main=False))
+    return both(
+        lambda: DistributedLink(main, groups, main=True),
+        lambda: DistributedLink(node, groups, main=False),
+    )
 
 
 @pytest.fixture
@@ -87,7 +99,8 @@ def ends():
         main, node = channels(stack)
         groups = Groups("gloo", LARGE)
         links = both(
-            lambda: DistributedLink(main, groups, main=True), lambda: DistributedLink(node, groups, main=False)
+            lambda: DistributedLink(main, groups, main=True),
+            lambda: DistributedLink(node, groups, main=False),
         )
         for link in links:
             stack.callback(link.close)
@@ -116,7 +129,7 @@ def listening() -> set[tuple[str, int]]:
     return found
 
 
-# --- what goes through a group -----------------------------------------------------------------------
+# --- what goes through a group --------------------------------------------------------------------
 
 
 def test_blocks_arrive_in_the_expected_memory_from_the_given_size_on(ends):
@@ -140,7 +153,9 @@ def test_a_block_of_another_size_than_expected_is_refused_before_gloo_sees_it(en
     main, node = ends
     memory = np.zeros(LARGE + 1, np.uint8)
     main.expect(1, memory)
-    sending, receiving = both(lambda: node.send(b"x", Block(np.ones(size, np.uint8)), 1), main.receive)
+    sending, receiving = both(
+        lambda: node.send(b"x", Block(np.ones(size, np.uint8)), 1), main.receive
+    )
     assert isinstance(sending, LinkLost)
     assert str(receiving) == f"Block 1 has {size} bytes where {LARGE + 1} were expected."
     assert not memory.any()
@@ -157,7 +172,9 @@ def test_a_small_block_where_a_large_one_is_expected_is_refused(ends):
 def test_a_block_that_does_not_come_is_lost_at_the_deadline(ends):
     main, node = ends
     main._channel.deadline_s = 0.5
-    node._channel.send((9).to_bytes(8, "little") + (2000).to_bytes(8, "little"))  # announced, and nothing more
+    node._channel.send(
+        (9).to_bytes(8, "little") + (2000).to_bytes(8, "little")
+    )  # announced, and nothing more
     memory = np.zeros(2000, np.uint8)
     main.expect(9, memory)
     begin = time.monotonic()
@@ -207,7 +224,9 @@ def test_a_stopped_process_in_the_middle_of_a_block_does_not_delay_closing(tmp_p
         process = stack.enter_context(subprocess.Popen(command))
         stack.callback(process.kill)
         link = DistributedLink(
-            SocketLink(listener.accept()[0], TOKEN, main=True, deadline_s=DEADLINE_S), Groups("gloo", 1), main=True
+            SocketLink(listener.accept()[0], TOKEN, main=True, deadline_s=DEADLINE_S),
+            Groups("gloo", 1),
+            main=True,
         )
         memory = np.zeros(1 << 28, np.uint8)
         link.expect(1, memory)
@@ -226,7 +245,7 @@ def test_a_stopped_process_in_the_middle_of_a_block_does_not_delay_closing(tmp_p
         assert (memory == before).all()
 
 
-# --- the groups -----------------------------------------------------------------------------------------
+# --- the groups -----------------------------------------------------------------------------------
 
 
 def test_ports_are_those_of_the_link_and_end_with_it(connected):
@@ -234,7 +253,9 @@ def test_ports_are_those_of_the_link_and_end_with_it(connected):
     links = linked(connected)
     opened = listening() - before
     assert opened
-    assert {host for host, _ in opened} == {"0100007F"}, "loopback only, as the connection; and no store"
+    assert {host for host, _ in opened} == {"0100007F"}, (
+        "loopback only, as the connection; and no store"
+    )
     for link in links:
         link.close()
     del links, link
@@ -247,15 +268,21 @@ def test_ports_are_those_of_the_link_and_end_with_it(connected):
 def test_another_process_that_has_taken_the_connection_is_found(connected, monkeypatch):
     main, node = connected
     monkeypatch.setattr(node, "derived", lambda purpose: bytes(32))
-    found = both(lambda: two_ways(main, "gloo", main=True), lambda: two_ways(node, "gloo", main=False))
+    found = both(
+        lambda: two_ways(main, "gloo", main=True), lambda: two_ways(node, "gloo", main=False)
+    )
     assert all(isinstance(error, LinkLost) for error in found), found
     assert any("Another process has taken the connection" in str(error) for error in found), found
 
 
 def test_an_end_that_has_no_group_says_why(connected, monkeypatch):
     main, node = connected
-    monkeypatch.setattr(node.__class__, "host", property(lambda self: "127.0.0.1" if self is main else "192.0.2.7"))
-    here, there = both(lambda: two_ways(main, "gloo", main=True), lambda: two_ways(node, "gloo", main=False))
+    monkeypatch.setattr(
+        node.__class__, "host", property(lambda self: "127.0.0.1" if self is main else "192.0.2.7")
+    )
+    here, there = both(
+        lambda: two_ways(main, "gloo", main=True), lambda: two_ways(node, "gloo", main=False)
+    )
     assert isinstance(there, LinkLost)
     assert "192.0.2.7" in str(there)
     assert isinstance(here, LinkLost)
@@ -276,7 +303,9 @@ def test_without_private_names_groups_are_made_as_well(connected, monkeypatch):
     monkeypatch.setenv(VARIABLE, "never")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     main, node = connected
-    here, there = both(lambda: two_ways(main, "gloo", main=True), lambda: two_ways(node, "gloo", main=False))
+    here, there = both(
+        lambda: two_ways(main, "gloo", main=True), lambda: two_ways(node, "gloo", main=False)
+    )
     memory = np.zeros(5000, np.uint8)
     both(lambda: here[0].send(pattern(5000, 1), 10.0), lambda: there[1].receive(memory, 10.0))
     assert (memory == pattern(5000, 1)).all()
@@ -302,7 +331,7 @@ def test_a_store_has_what_either_end_sets(connected):
     assert hear(connected[1]) == {"nothing": True}, "the stores have left nothing unread"
 
 
-# --- backends whose works are asked whether they are complete -------------------------------------------
+# --- backends whose works are asked whether they are complete -------------------------------------
 
 
 @pytest.fixture
@@ -310,7 +339,9 @@ def buffered():
     """The ways of nccl and ucc, over gloo's broadcasts: from one end to the other."""
 
     def made(rank: int) -> BufferedWay:
-        group = dist.ProcessGroupGloo(dist.PrefixStore("b", store), rank, 2, process_groups.timedelta(seconds=3))
+        group = dist.ProcessGroupGloo(
+            dist.PrefixStore("b", store), rank, 2, process_groups.timedelta(seconds=3)
+        )
         return BufferedWay(group, 0, torch.device("cpu"))
 
     store = dist.HashStore()
@@ -324,7 +355,9 @@ def test_blocks_through_buffers(buffered):
     sender, receiver = buffered
     for size in (1, 5000, 3_000_000):
         memory, sent = np.zeros(size, np.uint8), pattern(size, size)
-        assert both(lambda: sender.send(sent, 10.0), lambda: receiver.receive(memory, 10.0)) == [None, None]  # noqa: B023
+        send = partial(sender.send, sent, 10.0)
+        receive = partial(receiver.receive, memory, 10.0)
+        assert both(send, receive) == [None, None]
         assert (memory == sent).all()
 
 
@@ -353,7 +386,9 @@ def test_a_block_that_has_arrived_in_its_buffer_is_not_copied_after_closing(buff
     sender, receiver = buffered
     closed = ClosedMeanwhile(receiver.group, 0, torch.device("cpu"))
     memory = np.zeros(5000, np.uint8)
-    _, error = both(lambda: sender.send(np.ones(5000, np.uint8), 10.0), lambda: closed.receive(memory, 10.0))
+    _, error = both(
+        lambda: sender.send(np.ones(5000, np.uint8), 10.0), lambda: closed.receive(memory, 10.0)
+    )
     assert isinstance(error, ConnectionError)
     assert not memory.any()
 
@@ -372,7 +407,8 @@ def test_a_backend_that_torch_lacks_is_refused_with_its_reason(backend):
         pytest.skip(f"this PyTorch has {backend}")
     name = backend.upper()
     with pytest.raises(
-        BadOption, match=f"backend='{backend}' .*torch {torch.__version__.replace('+', '.')} says: .*{name}"
+        BadOption,
+        match=f"backend='{backend}' .*torch {torch.__version__.replace('+', '.')} says: .*{name}",
     ):
         DistributedCollector(["CartPole-v1"], frames_per_batch=10, launcher="mp", backend=backend)
 
@@ -380,12 +416,14 @@ def test_a_backend_that_torch_lacks_is_refused_with_its_reason(backend):
 def test_a_backend_that_does_not_exist_is_refused():
     with pytest.raises(BadOption, match="'smoke' is unknown: expected one of 'gloo'"):
         DistributedCollector(["CartPole-v1"], frames_per_batch=10, launcher="mp", backend="smoke")
-    with pytest.raises(BadOption, match="transport='ray': expected 'torch_distributed' or 'direct'"):
+    with pytest.raises(
+        BadOption, match="transport='ray': expected 'torch_distributed' or 'direct'"
+    ):
         DistributedCollector(["CartPole-v1"], frames_per_batch=10, launcher="mp", transport="ray")
     check_backend("gloo")
 
 
-# --- the default group ------------------------------------------------------------------------------------
+# --- the default group ----------------------------------------------------------------------------
 
 DEFAULT = """
     import os, sys
@@ -427,7 +465,7 @@ def test_a_default_group_of_the_programs_own(when):
     assert run.returncode == 0
 
 
-# --- processes that end, and forks -----------------------------------------------------------------------
+# --- processes that end, and forks ----------------------------------------------------------------
 
 ENDS = """
     import os, sys, threading
@@ -448,10 +486,15 @@ ENDS = """
 """
 
 
-@pytest.mark.parametrize(("how", "status"), [("sys.exit(7)", 7), ("raise ValueError", 1), ("wait_until(lambda: 1)", 0)])
+@pytest.mark.parametrize(
+    ("how", "status"), [("sys.exit(7)", 7), ("raise ValueError", 1), ("wait_until(lambda: 1)", 0)]
+)
 def test_a_program_ends_with_its_own_status_while_threads_are_in_torch(how, status):
     run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(ENDS).replace("HOW", how)], timeout=100, capture_output=True, text=True
+        [sys.executable, "-c", textwrap.dedent(ENDS).replace("HOW", how)],
+        timeout=100,
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == status, run.stderr
     assert "terminate" not in run.stderr, run.stderr

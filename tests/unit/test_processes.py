@@ -135,7 +135,9 @@ def test_messages_of_any_size_arrive_whole_with_their_descriptors(shapes, deadli
     null = os.open(os.devnull, os.O_RDONLY)
     timeout = WAIT_S if deadline else None
     sender = threading.Thread(
-        target=lambda: [a.send(bytes([i]) * size, [null] * fds, timeout) for i, (size, fds) in enumerate(shapes)]
+        target=lambda: [
+            a.send(bytes([i]) * size, [null] * fds, timeout) for i, (size, fds) in enumerate(shapes)
+        ]
     )
     sender.start()
     for i, (size, fds) in enumerate(shapes):
@@ -244,7 +246,9 @@ def test_a_message_of_which_nothing_could_be_sent_is_withdrawn_with_its_descript
         os.close(fd)
 
 
-def test_a_second_interruption_while_a_message_is_withdrawn_does_not_part_it_from_its_descriptors(pair, monkeypatch):
+def test_a_second_interruption_while_a_message_is_withdrawn_does_not_part_it_from_its_descriptors(
+    pair, monkeypatch
+):
     a, b = pair
     with pytest.raises(TimeoutError):
         while True:
@@ -324,7 +328,10 @@ class Interrupt(Exception):
 @contextlib.contextmanager
 def storm(handler):
     """SIGUSR2 for this process, thousands of times a second."""
-    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None  # it may hit finalizers, and such hooks
+    hook, sys.unraisablehook = (
+        sys.unraisablehook,
+        lambda _: None,
+    )  # it may hit finalizers, and such hooks
     code = (
         "import os, select, signal\n"
         f"while os.getppid() == {os.getpid()}:\n"
@@ -372,7 +379,9 @@ def test_exceptions_of_signal_handlers_lose_and_double_nothing(start):
                     break
                 try:
                     armed = attempt < 5
-                    got.extend(map(channel.receive, (0.02,)))  # nothing is between the call and the list
+                    got.extend(
+                        map(channel.receive, (0.02,))
+                    )  # nothing is between the call and the list
                 except TimeoutError:  # it was withdrawn, or its rest goes before the next message
                     break
                 except Interrupt:
@@ -511,7 +520,9 @@ def test_the_exit_code_says_how_a_worker_ended(start, capfd, how, code, written)
     assert bool(written) == bool(err)
 
 
-def test_a_worker_sees_the_surroundings_that_the_parent_has_now(ask, start, tmp_path, monkeypatch, capfd):
+def test_a_worker_sees_the_surroundings_that_the_parent_has_now(
+    ask, start, tmp_path, monkeypatch, capfd
+):
     assert ask("os.getcwd()") == os.getcwd()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MUSTER_TEST", "a=b ü \udcff")
@@ -524,7 +535,9 @@ def test_a_worker_sees_the_surroundings_that_the_parent_has_now(ask, start, tmp_
     expected = [str(tmp_path), "a=b ü \udcff", None, sys.path, ["here", "now"], 0o31]
     try:
         late, _ = start("asked")
-        late.send("[os.getcwd(), os.getenv('MUSTER_TEST'), os.getenv('HOME'), sys.path, sys.argv, os.umask(0)]")
+        late.send(
+            "[os.getcwd(), os.getenv('MUSTER_TEST'), os.getenv('HOME'), sys.path, sys.argv, os.umask(0)]"
+        )
         assert late.receive(WAIT_S)[0] == expected
     finally:
         os.umask(before)
@@ -618,8 +631,13 @@ def test_a_module_that_cannot_be_imported_beforehand_harms_nobody(start, monkeyp
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 @pytest.mark.parametrize("end", ["killed", "returned", "kill()", "keeper killed"])
-def test_what_a_worker_started_in_other_sessions_ends_with_it_before_its_end_is_known(start, light, end, method):
-    (channel, child), (other_channel, _) = start("with_daemons", method=method), start("with_daemons")
+def test_what_a_worker_started_in_other_sessions_ends_with_it_before_its_end_is_known(
+    start, light, end, method
+):
+    (channel, child), (other_channel, _) = (
+        start("with_daemons", method=method),
+        start("with_daemons"),
+    )
     pids, others = channel.receive(WAIT_S)[0], other_channel.receive(WAIT_S)[0]
     assert pids[0] == child.pid
     assert all(map(alive, pids))
@@ -634,7 +652,9 @@ def test_what_a_worker_started_in_other_sessions_ends_with_it_before_its_end_is_
     assert child.join(WAIT_S)
     if end != "keeper killed":
         assert child.exit_code() == (0 if end == "returned" else -signal.SIGKILL)
-        assert not any(map(alive, pids)), "where another worker takes its place, they are gone already"
+        assert not any(map(alive, pids)), (
+            "where another worker takes its place, they are gone already"
+        )
     else:
         assert all_gone(pids)
     assert all(map(alive, others)), "the other worker's are left alone"
@@ -709,7 +729,9 @@ def test_a_worker_whose_server_died_before_it_looked_does_not_run():
         "ours, lifeline = socket.socketpair(); ours.close(); tie_life(lifeline); print('runs')"
     )
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False
+    )
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "")
 
 
@@ -817,7 +839,9 @@ def test_too_few_descriptors_are_an_error_that_says_what_to_do():
     before = descriptors()
     with (
         descriptors_left(9),
-        pytest.raises(BadOption, match="worker-7 cannot be started: of the .* 9 are left.*`ulimit -n 4096"),
+        pytest.raises(
+            BadOption, match="worker-7 cannot be started: of the .* 9 are left.*`ulimit -n 4096"
+        ),
     ):
         launch(f"{TARGETS}:echo", theirs, name="worker-7")
     assert len(descriptors()) == len(before)
@@ -838,7 +862,9 @@ def test_a_spawned_worker_behaves_like_a_forked_one(start, monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", ["of the parent"])
     before = len(descriptors())
     channel, child = start("asked", method="spawn")
-    assert len(descriptors()) == before + 4, "channels to it and to its fork server, whose life hangs on one more"
+    assert len(descriptors()) == before + 4, (
+        "channels to it and to its fork server, whose life hangs on one more"
+    )
     for expression, value in {
         "os.getpid()": child.pid,
         "os.getsid(0)": child.pid,
@@ -885,7 +911,14 @@ def worker(function, method=None, first=None, fds=()):
 def driver(code: str, shell: str = ":", **options) -> subprocess.Popen[str]:
     """A process of its own that runs ``DRIVER`` and more code."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, os.getcwd()])}
-    command = ["sh", "-c", f'{shell}; exec "$0" "$@"', sys.executable, "-c", DRIVER + textwrap.dedent(code)]
+    command = [
+        "sh",
+        "-c",
+        f'{shell}; exec "$0" "$@"',
+        sys.executable,
+        "-c",
+        DRIVER + textwrap.dedent(code),
+    ]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environ, **options)
 
@@ -917,7 +950,9 @@ def test_nothing_is_left_of_a_killed_parent():
 
 @pytest.mark.slow
 def test_a_parent_may_be_killed_while_its_server_imports(tmp_path):
-    (tmp_path / "slow_import.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(1000)\n")
+    (tmp_path / "slow_import.py").write_text(
+        "import time\nprint('importing', flush=True)\ntime.sleep(1000)\n"
+    )
     process = driver(
         f"""
         worker("spins"); worker("with_grandchild")

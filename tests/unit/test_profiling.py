@@ -34,12 +34,15 @@ def shown(path: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("rollouts", "warmup", "expected"), [(3, 1, [1, 2]), (3, 0, [0, 1, 2]), (1, 0, [0]), (4, 3, [3])]
+    ("rollouts", "warmup", "expected"),
+    [(3, 1, [1, 2]), (3, 0, [0, 1, 2]), (1, 0, [0]), (4, 3, [3])],
 )
 @pytest.mark.filterwarnings("error")
 def test_the_trace_has_the_rollouts_after_the_warmup(tmp_path, rollouts, warmup, expected):
     path = tmp_path / "traces" / "p.json"
-    profiler = RolloutProfiler(ProfileConfig(num_rollouts=rollouts, warmup_rollouts=warmup, save_path=path))
+    profiler = RolloutProfiler(
+        ProfileConfig(num_rollouts=rollouts, warmup_rollouts=warmup, save_path=path)
+    )
     profiler.start()
     profiler.start()
     assert profiled(profiler) == [i + 1 < rollouts for i in range(6)]
@@ -94,7 +97,10 @@ def test_paths_have_the_number_of_the_worker(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_rollouts": 1}, "num_rollouts=1, warmup_rollouts=1: expected num_rollouts > warmup_rollouts >= 0"),
+        (
+            {"num_rollouts": 1},
+            "num_rollouts=1, warmup_rollouts=1: expected num_rollouts > warmup_rollouts >= 0",
+        ),
         ({"warmup_rollouts": -1}, "warmup_rollouts=-1"),
         ({"activities": ["tpu"]}, r"activities=\['tpu'\]: expected some of"),
         ({"activities": []}, r"activities=\[\]"),
@@ -109,7 +115,9 @@ def test_impossible_values_are_refused(options, message):
 
 @NO_CUDA
 def test_cuda_counts_only_where_there_is_some(tmp_path):
-    config = ProfileConfig(num_rollouts=1, warmup_rollouts=0, activities=["cpu", "cuda"], save_path=tmp_path / "p.json")
+    config = ProfileConfig(
+        num_rollouts=1, warmup_rollouts=0, activities=["cpu", "cuda"], save_path=tmp_path / "p.json"
+    )
     profiler = RolloutProfiler(config)
     profiler.start()
     profiled(profiler, 1)

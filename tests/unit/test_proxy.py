@@ -1,4 +1,6 @@
-"""A worker as its pool sees it: what a successor is told, whose answer is whose, and which states follow on which."""
+"""A worker as its pool sees it: what a successor is told, whose answer is whose, and which states
+follow on which.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class Gone:
 
 
 class Answering:
-    """As a ``Supervisor``: the worker answers at once, as the test says; an exception is raised instead."""
+    """As a ``Supervisor``: the worker answers at once, as the test says; an exception is raised
+    instead.
+    """
 
     server = subscribe = None
     counters: Sequence[Any] = ()
@@ -65,13 +69,17 @@ class Answering:
 
     def __init__(self, arena: Arena) -> None:
         self.arena, self.config = arena, SimpleNamespace(node="", timeout=lambda phase: 1.0)
-        self.notes = SimpleNamespace(forget=lambda *_: None, seeded=lambda *_, **known: None)  # nobody keeps histories
+        self.notes = SimpleNamespace(
+            forget=lambda *_: None, seeded=lambda *_, **known: None
+        )  # nobody keeps histories
         self.answers: deque[Callable[[int], Sequence[Answer]] | BaseException] = deque()
 
     def launch(self, name: str, preload: bool) -> Any:
         return Gone(), Wire(), StatusPage.create()
 
-    def wait_for(self, handle: WorkerProxy, ready: Callable[[], bool], asked: int | None = None) -> None:
+    def wait_for(
+        self, handle: WorkerProxy, ready: Callable[[], bool], asked: int | None = None
+    ) -> None:
         answer = self.answers.popleft() if self.answers else lambda number: [Answer(number)]
         if isinstance(answer, BaseException):
             raise answer
@@ -110,7 +118,9 @@ def test_a_successor_gets_the_config_that_its_predecessor_would_have_now(proxy):
     proxy.start()
     config, *rest = proxy.process.channel.sent
     assert (config.generation, config.factories) == (1, [b""])
-    assert config.place == WorkerPlace({0: 0}, 1, False, 7, True, grad=True, columns=LayOut("policy", {0: 4}))
+    assert config.place == WorkerPlace(
+        {0: 0}, 1, False, 7, True, grad=True, columns=LayOut("policy", {0: 4})
+    )
     assert [message for message in rest if isinstance(message, RolloutRequest)] == [request]
     assert len(rest) == 1, "nothing is told again message by message"
 

@@ -1,4 +1,6 @@
-"""With ``MUSTER_PRIVATE_NAMES=never``, and where a private name is gone, Muster gives the same by public names."""
+"""With ``MUSTER_PRIVATE_NAMES=never``, and where a private name is gone, Muster gives the same by
+public names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Rollouts of random actions: they have the columns of the policy, which goes on from them as from a new episode."""
+"""Rollouts of random actions: they have the columns of the policy, which goes on from them as from
+a new episode.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ def zeros(obs: torch.Tensor) -> torch.Tensor:
 
 def several_kinds(obs: torch.Tensor) -> Any:
     t = obs[..., 1]
-    return zeros(obs), {"value": t + 1, "wide": obs.double() + 1, "whole": t.long() + 1, "flag": t >= 0}
+    return zeros(obs), {
+        "value": t + 1,
+        "wide": obs.double() + 1,
+        "whole": t.long() + 1,
+        "flag": t >= 0,
+    }
 
 
 def remembers(obs: torch.Tensor, state: Any) -> Any:
@@ -54,7 +61,9 @@ def on_tensordicts(obs: torch.Tensor) -> Any:
 
 
 def module() -> TensorDictModule:
-    return TensorDictModule(on_tensordicts, in_keys=["observation"], out_keys=["action", "value", ("deep", "whole")])
+    return TensorDictModule(
+        on_tensordicts, in_keys=["observation"], out_keys=["action", "value", ("deep", "whole")]
+    )
 
 
 POLICIES: dict[str, Any] = {
@@ -76,7 +85,9 @@ def assert_unknown(batch: Any, policy: Any) -> None:
     with Collector(counting(LENGTH), policy(), num_envs=B, frames_per_batch=B * T) as c:
         shown = c.next()
     assert set(batch.keys(True, True)) == set(shown.keys(True, True))
-    for key in {"action_log_prob", "value", "wide", "whole", "flag", "began", ("deep", "whole")} & {*shown.keys(True)}:
+    for key in {"action_log_prob", "value", "wide", "whole", "flag", "began", ("deep", "whole")} & {
+        *shown.keys(True)
+    }:
         values = batch[key]
         assert values.dtype == shown[key].dtype
         assert (values.isnan() if values.is_floating_point() else values == 0).all(), key
@@ -88,7 +99,11 @@ def test_random_rows_have_the_columns_of_the_policy(policy):
         batch = c.next()
         assert batch["observation"][..., 1].tolist() == [[0, 1, 2, 3]] * B
         assert_unknown(batch, policy)
-        assert not any(value.isnan().any() for value in c.next().values(True, True) if value.is_floating_point())
+        assert not any(
+            value.isnan().any()
+            for value in c.next().values(True, True)
+            if value.is_floating_point()
+        )
         assert_unknown(c.collect_batch(n_step=B * T, random=True)[0], policy)
         assert_unknown(c.collect_batch(n_episode=B, random=True)[0].reshape(B, LENGTH), policy)
 
@@ -105,7 +120,9 @@ def test_an_episode_that_began_at_random_goes_on_with_a_new_state():
         again = c.collect_batch(n_step=B * T, random=True)[0]
         assert again["recurrent_state"].squeeze(-1).tolist() == [[2, 0, 0, 0]] * B
         assert again["observation"][..., 1].tolist() == [[2, 3, 4, 0]] * B
-        assert c.next()["value"].squeeze(-1).tolist() == [[0, 1, 2, 3]] * B, "not with what it knew before"
+        assert c.next()["value"].squeeze(-1).tolist() == [[0, 1, 2, 3]] * B, (
+            "not with what it knew before"
+        )
 
 
 def test_a_module_is_told_whether_an_episode_begins_where_it_begins_to_act():
@@ -173,9 +190,17 @@ def test_an_error_of_that_call_is_the_policy_s_and_loses_nothing():
         assert_accounted(c)
 
 
-@pytest.mark.parametrize("where", [{}, {"num_workers": 2}, {"inference": "server"}, {"backend": "threads"}], ids=str)
+@pytest.mark.parametrize(
+    "where", [{}, {"num_workers": 2}, {"inference": "server"}, {"backend": "threads"}], ids=str
+)
 def test_workers_give_the_same_random_rows(where):
-    options = {"num_envs": 1, "frames_per_batch": 16, "init_random_frames": 32, "trajs_per_batch": 4, "seed": 0}
+    options = {
+        "num_envs": 1,
+        "frames_per_batch": 16,
+        "init_random_frames": 32,
+        "trajs_per_batch": 4,
+        "seed": 0,
+    }
     with (
         Collector([counting(LENGTH)] * 2, remembers, **options) as c,
         MultiSyncCollector([counting(LENGTH)] * 2, remembers, **options, **where) as other,
@@ -202,14 +227,20 @@ CALLS: dict[str, Any] = {
     random_frames=st.sampled_from([0, 5, 16, 40]),
     calls=st.lists(st.sampled_from(sorted(CALLS)), min_size=1, max_size=8),
 )
-def test_whatever_is_collected_every_row_is_known_or_not_and_every_frame_is_accounted_for(policy, random_frames, calls):
+def test_whatever_is_collected_every_row_is_known_or_not_and_every_frame_is_accounted_for(
+    policy, random_frames, calls
+):
     with make(POLICIES[policy](), init_random_frames=random_frames) as c:
         for call in calls:
             batch: TensorDict = CALLS[call](c)
-            valid = batch.get(("collector", "valid"), torch.ones(batch.shape, dtype=torch.bool)).reshape(batch.shape)
+            valid = batch.get(
+                ("collector", "valid"), torch.ones(batch.shape, dtype=torch.bool)
+            ).reshape(batch.shape)
             unknown = batch["value"].reshape(batch.shape).isnan()
             assert torch.equal((batch["whole"].reshape(batch.shape) == 0) & valid, unknown & valid)
             if call.startswith("random"):
                 assert unknown[valid].all()
-            assert (batch["next", "observation"][..., 1] == batch["observation"][..., 1] + 1)[valid].all()
+            assert (batch["next", "observation"][..., 1] == batch["observation"][..., 1] + 1)[
+                valid
+            ].all()
             assert_accounted(c)

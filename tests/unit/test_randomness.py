@@ -45,7 +45,10 @@ GLOBALS: dict[str, Callable[[], float]] = {
 def sampled(obs: torch.Tensor) -> Any:
     distribution = torch.distributions.Categorical(logits=torch.zeros(*obs.shape[:-1], 2))
     action = distribution.sample()
-    return action, {"noise": torch.randn(obs.shape[:-1]), "python": torch.full(obs.shape[:-1], random.random())}
+    return action, {
+        "noise": torch.randn(obs.shape[:-1]),
+        "python": torch.full(obs.shape[:-1], random.random()),
+    }
 
 
 def head() -> Any:
@@ -75,7 +78,7 @@ def user_seeds() -> None:
     random.seed(7)
 
 
-# --- the user's generators -------------------------------------------------------------------------
+# --- the user's generators ------------------------------------------------------------------------
 
 
 def use_nothing() -> None:
@@ -87,7 +90,14 @@ def use_construction() -> None:
 
 
 def use_collecting(policy: Any = None, seed: int | None = None) -> None:
-    collect(lambda: GlobalEnv(np.random.random), policy, frames_per_batch=10, num_envs=2, seed=seed, batches=2)
+    collect(
+        lambda: GlobalEnv(np.random.random),
+        policy,
+        frames_per_batch=10,
+        num_envs=2,
+        seed=seed,
+        batches=2,
+    )
 
 
 def use_atari_like_ids() -> None:
@@ -124,7 +134,9 @@ USES = {
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("already", [0, 1])
 def test_the_users_generators_are_untouched(use, already):
-    """``already``: an odd number of normal draws leaves a second number waiting in NumPy's and Python's generators."""
+    """``already``: an odd number of normal draws leaves a second number waiting in NumPy's and
+    Python's generators.
+    """
     drawn = []
     for action in (use_nothing, USES[use]):
         user_seeds()
@@ -137,7 +149,7 @@ def test_the_users_generators_are_untouched(use, already):
     assert drawn[0] == drawn[1]
 
 
-# --- seeds -----------------------------------------------------------------------------------------
+# --- seeds ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -168,13 +180,15 @@ def test_without_a_seed_every_collection_is_another():
 @pytest.mark.parametrize("source", GLOBALS)
 def test_global_draws_do_not_depend_on_where_batches_begin(source):
     def data(T: int) -> Any:
-        return collect(lambda: GlobalEnv(GLOBALS[source]), sampled, frames_per_batch=T, batches=42 // T, seed=0)
+        return collect(
+            lambda: GlobalEnv(GLOBALS[source]), sampled, frames_per_batch=T, batches=42 // T, seed=0
+        )
 
     assert_same(data(42), data(3))
     assert_same(data(42), data(1))
 
 
-# --- GroupRng --------------------------------------------------------------------------------------
+# --- GroupRng -------------------------------------------------------------------------------------
 
 
 def test_streams_are_independent_of_each_other_and_of_their_order():
@@ -206,12 +220,20 @@ def test_the_public_way_to_exchange_pythons_generator_gives_the_same_numbers(mon
         rng = GroupRng(0)
         random.seed(1)
         random.gauss(0, 1)  # leaves a second number in hand
-        return [*all_draws(rng), random.gauss(0, 1), random.random(), *all_draws(rng), random.random()]
+        return [
+            *all_draws(rng),
+            random.gauss(0, 1),
+            random.random(),
+            *all_draws(rng),
+            random.random(),
+        ]
 
     assert muster.rng._user_python._memory is not None, "or both are the public way"
     private = drawn()
     monkeypatch.setenv(VARIABLE, "never")
-    monkeypatch.setattr(muster.rng, "_user_python", muster.rng._PythonStream(muster.rng._user_python.generator))
+    monkeypatch.setattr(
+        muster.rng, "_user_python", muster.rng._PythonStream(muster.rng._user_python.generator)
+    )
     assert drawn() == private
 
 
@@ -229,7 +251,9 @@ def all_draws(rng: GroupRng) -> list[Any]:
 @pytest.mark.parametrize("draws", range(4))
 @pytest.mark.parametrize("device", [None, *(["cuda"] if torch.cuda.is_available() else [])])
 def test_a_saved_group_goes_on_with_the_very_same_numbers(draws, device, tmp_path):
-    """One draw leaves a second normal number, and half of a 64-bit one, waiting in several generators."""
+    """One draw leaves a second normal number, and half of a 64-bit one, waiting in several
+    generators.
+    """
     cuda = device and torch.device(device)
     rng, other = GroupRng(3, 1, cuda), GroupRng(None, 0, cuda)
     handed_out, unused = other.stream(0), other.stream(7)
@@ -244,7 +268,9 @@ def test_a_saved_group_goes_on_with_the_very_same_numbers(draws, device, tmp_pat
     other.load_state_dict(load(tmp_path / "rng"))
     assert [all_draws(other) for _ in range(3)] == [all_draws(rng) for _ in range(3)]
     assert other.stream(0) is handed_out
-    assert unused.random() == rng.stream(7).random(), "streams that the saved group had not begun begin"
+    assert unused.random() == rng.stream(7).random(), (
+        "streams that the saved group had not begun begin"
+    )
     assert other.stream(9).random() == rng.stream(9).random()
     if device:
         with other.as_global():
@@ -287,15 +313,22 @@ def test_without_streams_of_its_own_a_collector_draws_from_the_users():
     assert collected(1, own_rng=True)[1] == untouched != collected(1, own_rng=False)[1]
 
 
-# --- threads ---------------------------------------------------------------------------------------
+# --- threads --------------------------------------------------------------------------------------
 
-NAMES = {"numpy": "numpy.random", "numpy_normal": "numpy.random", "python": "random", "python_normal": "random"}
+NAMES = {
+    "numpy": "numpy.random",
+    "numpy_normal": "numpy.random",
+    "python": "random",
+    "python_normal": "random",
+}
 
 
 @pytest.mark.parametrize("name", GLOBALS)
 def test_an_environment_in_a_thread_that_draws_from_a_global_generator_is_warned_of_once(name):
     factories = [lambda: GlobalEnv(GLOBALS[name])] * 2
-    with MultiSyncCollector(factories, sampled, frames_per_batch=40, seed=0, backend="threads") as collector:
+    with MultiSyncCollector(
+        factories, sampled, frames_per_batch=40, seed=0, backend="threads"
+    ) as collector:
         with pytest.warns(UserWarning, match="moved while threads collected") as caught:
             collector.next()
         assert f"generators of {NAMES.get(name, name)} moved" in str(caught[0].message)

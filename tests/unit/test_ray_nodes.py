@@ -27,9 +27,13 @@ class TestRayRuntime:
 
         from muster.cluster.ray_runtime import first_line
 
-        died = RayError("The actor died.\n\tclass_name: X\n\tpid: 3\nIts worker died. Some common causes include: (1)")
+        died = RayError(
+            "The actor died.\n\tclass_name: X\n\tpid: 3\nIts worker died. Some common causes include: (1)"
+        )
         assert first_line(died) == "The actor died. Its worker died."
-        failed = RayError('The actor died, \x1b[36mray\x1b[39m\n  File "x.py", line 3\nZeroDivisionError: by zero')
+        failed = RayError(
+            'The actor died, \x1b[36mray\x1b[39m\n  File "x.py", line 3\nZeroDivisionError: by zero'
+        )
         assert first_line(failed) == "ZeroDivisionError: by zero."
 
 
@@ -40,7 +44,9 @@ class TestTravel:
         payload, arrays = _pack(thing)
         return _unpack(payload, arrays, **options), payload, arrays
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
+    @pytest.mark.parametrize(
+        "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64]
+    )
     def test_tensors_are_as_they_were(self, dtype):
         tensor = torch.arange(60).reshape(3, 4, 5).to(dtype)
         for one in (tensor, tensor[:, ::2], tensor.mT, tensor[:0], tensor[1, 1, 1]):
@@ -51,7 +57,11 @@ class TestTravel:
 
     def test_batches_keep_everything(self):
         batch = TensorDict(
-            {"obs": torch.rand(4, 3), "next": {"reward": torch.rand(4, 1)}, "note": NonTensorData("x", batch_size=[4])},
+            {
+                "obs": torch.rand(4, 3),
+                "next": {"reward": torch.rand(4, 1)},
+                "note": NonTensorData("x", batch_size=[4]),
+            },
             batch_size=[4],
             names=["time"],
         )

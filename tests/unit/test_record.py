@@ -53,7 +53,9 @@ def test_collect_and_the_changes_of_hooks_are_recorded(tmp_path):
     def brighten(batch):
         batch["next", "reward"].add_(1)
 
-    with Collector("CartPole-v1", None, record=tmp_path / "run", on_batch=brighten, seed=3) as collector:
+    with Collector(
+        "CartPole-v1", None, record=tmp_path / "run", on_batch=brighten, seed=3
+    ) as collector:
         batches = [collector.collect_batch(n_step=8).batch.clone() for _ in range(3)]
         collector.collect(n_episode=1)
     recording = load(tmp_path / "run")
@@ -65,7 +67,9 @@ def test_collect_and_the_changes_of_hooks_are_recorded(tmp_path):
 
 def test_what_goes_into_a_replay_buffer_is_recorded(tmp_path):
     buffer = ReplayBuffer(storage=LazyTensorStorage(100))
-    with Collector(ENV, None, replay_buffer=buffer, record=tmp_path / "run", **OPTIONS) as collector:
+    with Collector(
+        ENV, None, replay_buffer=buffer, record=tmp_path / "run", **OPTIONS
+    ) as collector:
         assert list(collector) == [None] * 3
     recorded = torch.cat(list(load(tmp_path / "run")))
     assert torch.equal(recorded["observation"], buffer[:]["observation"])
@@ -86,7 +90,9 @@ def test_a_directory_with_a_recording_is_refused_and_nothing_stays_open(tmp_path
     with pytest.raises(BadRecording, match="holds a recording"):
         Collector(ENV, None, record=tmp_path / "run", **OPTIONS)
     with pytest.raises(BadOption, match="extend_buffer=True"):
-        Collector(ENV, None, record=tmp_path / "a", replay_buffer=set(), extend_buffer=False, **OPTIONS)
+        Collector(
+            ENV, None, record=tmp_path / "a", replay_buffer=set(), extend_buffer=False, **OPTIONS
+        )
     with pytest.raises(BadOption, match="one directory"):
         muster.tune(ENV, None, record=tmp_path / "b")
     assert not (tmp_path / "a").exists()
@@ -94,7 +100,9 @@ def test_a_directory_with_a_recording_is_refused_and_nothing_stays_open(tmp_path
 
 
 def test_a_full_disk_loses_no_batch(tmp_path):
-    with Collector(ENV, None, record=Recorder(tmp_path / "run", meta={}, chunk_bytes=1), **OPTIONS) as collector:
+    with Collector(
+        ENV, None, record=Recorder(tmp_path / "run", meta={}, chunk_bytes=1), **OPTIONS
+    ) as collector:
         batches = iter(collector)
         first = next(batches).clone()
         with files_limited_to(10), pytest.raises(BadRecording):
@@ -107,7 +115,9 @@ def test_a_full_disk_loses_no_batch(tmp_path):
 
 
 def test_after_a_state_was_loaded_the_first_episode_is_incomplete(tmp_path):
-    with Collector(ENV, None, record=tmp_path / "a", **{**OPTIONS, "frames_per_batch": 4}) as collector:
+    with Collector(
+        ENV, None, record=tmp_path / "a", **{**OPTIONS, "frames_per_batch": 4}
+    ) as collector:
         batches = iter(collector)
         next(batches)
         state = collector.state_dict()
@@ -115,10 +125,14 @@ def test_after_a_state_was_loaded_the_first_episode_is_incomplete(tmp_path):
         with pytest.raises(BadRecording, match="could come again"):
             collector.load_state_dict(state)
         list(batches)
-    with Collector(ENV, None, record=tmp_path / "b", **{**OPTIONS, "frames_per_batch": 4}) as collector:
+    with Collector(
+        ENV, None, record=tmp_path / "b", **{**OPTIONS, "frames_per_batch": 4}
+    ) as collector:
         collector.load_state_dict(state)
         list(collector)
     whole, rest = load(tmp_path / "a"), load(tmp_path / "b")
     assert (len(whole), len(rest)) == (36, 32)
     assert not rest.episodes[0].complete
-    assert torch.equal(torch.cat(list(whole))["observation"][4:], torch.cat(list(rest))["observation"])
+    assert torch.equal(
+        torch.cat(list(whole))["observation"][4:], torch.cat(list(rest))["observation"]
+    )

@@ -45,15 +45,24 @@ class CountingEnvs:
         self.nth = [0] * B
         self.ids = list(range(B))
         self.next_id = B
-        self.truth: dict[int, dict[str, Any]] = {i: {"env": i, "length": 0, "obs": []} for i in range(B)}
+        self.truth: dict[int, dict[str, Any]] = {
+            i: {"env": i, "length": 0, "obs": []} for i in range(B)
+        }
 
     def length(self, env: int) -> int:
         return self.lengths[(env + self.nth[env]) % len(self.lengths)]
 
     def batch(self, T: int, **extra: Any) -> TensorDict:
         """The next [B, T], strided over time-major memory as the collector's batches are."""
-        obs, ids, reward = torch.zeros(T, self.B, 2), torch.zeros(T, self.B, dtype=torch.int64), torch.zeros(T, self.B)
-        terminated, truncated = torch.zeros(T, self.B, dtype=torch.bool), torch.zeros(T, self.B, dtype=torch.bool)
+        obs, ids, reward = (
+            torch.zeros(T, self.B, 2),
+            torch.zeros(T, self.B, dtype=torch.int64),
+            torch.zeros(T, self.B),
+        )
+        terminated, truncated = (
+            torch.zeros(T, self.B, dtype=torch.bool),
+            torch.zeros(T, self.B, dtype=torch.bool),
+        )
         for t in range(T):
             for b in range(self.B):
                 row = torch.tensor([self.length(b), self.t[b]], dtype=torch.float32)
@@ -108,7 +117,9 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def record(path: Path, batches: list[TensorDict], chunk_bytes: int = 1) -> Path:
-    with Recorder(path, meta={"env": "Counting-v0", "seed": 3}, chunk_bytes=chunk_bytes) as recorder:
+    with Recorder(
+        path, meta={"env": "Counting-v0", "seed": 3}, chunk_bytes=chunk_bytes
+    ) as recorder:
         for batch in batches:
             recorder.write(batch)
     return path
@@ -157,11 +168,19 @@ def test_what_is_read_is_what_was_written(tmp_path, batches, chunk_bytes):
 
 def test_every_dtype_and_every_bit_pattern(tmp_path):
     generator = torch.Generator().manual_seed(0)
-    bits = torch.randint(0, 256, (3, 5, 4, 8), dtype=torch.uint8, generator=generator)  # has nans and infinities
+    bits = torch.randint(
+        0, 256, (3, 5, 4, 8), dtype=torch.uint8, generator=generator
+    )  # has nans and infinities
     leaves = {str(d): bits.view(d) if d != torch.bool else bits > 100 for d in INTS + FLOATS}
-    leaves |= {"empty": torch.zeros(3, 5, 0), "odd": torch.ones(3, 5, 3, dtype=torch.bool), "grad": torch.ones(3, 5)}
+    leaves |= {
+        "empty": torch.zeros(3, 5, 0),
+        "odd": torch.ones(3, 5, 3, dtype=torch.bool),
+        "grad": torch.ones(3, 5),
+    }
     leaves["grad"].requires_grad_()
-    batch = TensorDict({**leaves, "a/b": bits, "a": {"b": bits + 1, "~": bits + 2}}, [3, 5], names=[None, "time"])
+    batch = TensorDict(
+        {**leaves, "a/b": bits, "a": {"b": bits + 1, "~": bits + 2}}, [3, 5], names=[None, "time"]
+    )
     read = load(record(tmp_path / "r", [batch, batch])).batch(1)
     assert same(read, batch.detach())
 
@@ -171,7 +190,9 @@ def test_every_dtype_and_every_bit_pattern(tmp_path):
 def test_every_batch_shape_and_memory_order(tmp_path, size, time_first):
     names = [None] * (len(size) - 1) + ["time"]
     x = torch.arange(7 * 6 * 2.0)[: 2 * torch.Size(size).numel()].reshape(*reversed(size), 2)
-    x = x.permute(*reversed(range(len(size))), len(size))  # strided, as a view on time-major memory is
+    x = x.permute(
+        *reversed(range(len(size))), len(size)
+    )  # strided, as a view on time-major memory is
     batch = TensorDict({"x": x}, size, names=names)
     if time_first:
         batch = batch.permute(len(size) - 1, *range(len(size) - 1))
@@ -186,14 +207,18 @@ def test_objects_come_back_with_their_types(tmp_path):
     batch = TensorDict({"o": rows, "const": NonTensorData("c", batch_size=[4, 2])}, [4, 2])
     read = load(record(tmp_path / "r", [batch, batch], 1 << 20)).batch(1)
     assert read.get("o").tolist() == values
-    assert [[type(v) for v in row] for row in read.get("o").tolist()] == [[type(v) for v in row] for row in values]
+    assert [[type(v) for v in row] for row in read.get("o").tolist()] == [
+        [type(v) for v in row] for row in values
+    ]
     assert read.get("const").tolist() == [["c", "c"]] * 4
     assert read[2, 1].get("o").tolist() == [1, ["x"]]
 
 
 @pytest.mark.parametrize("value", [(1, 2), {1: 2}, range(3), b"x", {"a": {3}}, 1j], ids=repr)
 def test_objects_that_json_would_change_are_refused(tmp_path, value):
-    batch = TensorDict({"x": torch.zeros(2), "o": lazy_stack([NonTensorData(value), NonTensorData("s")])}, [2])
+    batch = TensorDict(
+        {"x": torch.zeros(2), "o": lazy_stack([NonTensorData(value), NonTensorData("s")])}, [2]
+    )
     with Recorder(tmp_path / "r", meta={}) as recorder:
         with pytest.raises(UnsupportedSpace, match="o holds"):
             recorder.write(batch)
@@ -204,7 +229,10 @@ def test_objects_that_json_would_change_are_refused(tmp_path, value):
 
 
 def test_tensors_that_cannot_be_stored_are_refused(tmp_path):
-    with Recorder(tmp_path / "r", meta={}) as recorder, pytest.raises(UnsupportedSpace, match="complex128"):
+    with (
+        Recorder(tmp_path / "r", meta={}) as recorder,
+        pytest.raises(UnsupportedSpace, match="complex128"),
+    ):
         recorder.write(TensorDict({"x": torch.zeros(2, dtype=torch.complex128)}, [2]))
 
 
@@ -225,7 +253,9 @@ def test_batches_that_are_read_have_memory_of_their_own(tmp_path, batches):
         assert same(batch, batches[i])
         batch["next", "reward"].fill_(7.0)
     assert same(kept, batches[2])
-    assert [same(a, b) for a, b in zip(load(tmp_path / "r"), batches[:3], strict=True)] == [True] * 3
+    assert [same(a, b) for a, b in zip(load(tmp_path / "r"), batches[:3], strict=True)] == [
+        True
+    ] * 3
 
 
 def test_the_batch_may_be_changed_after_write(tmp_path, batches):
@@ -255,7 +285,9 @@ def test_a_batch_of_another_length_gets_its_own_chunk_and_other_keys_are_refused
         with pytest.raises(BadRecording, match="extra is new"):
             recorder.write(parts[0].clone().set("extra", torch.zeros(2, 4)))
         with pytest.raises(BadRecording, match=r"observation is .*float64"):
-            recorder.write(parts[0].clone().set("observation", torch.zeros(2, 4, 2, dtype=torch.float64)))
+            recorder.write(
+                parts[0].clone().set("observation", torch.zeros(2, 4, 2, dtype=torch.float64))
+            )
     recording = load(tmp_path / "r")
     assert all(same(a, b) for a, b in zip(parts, recording, strict=True))
     assert len(list((tmp_path / "r").glob("chunk-*"))) == 3
@@ -269,7 +301,11 @@ def test_the_manifest_describes_the_recording(small):
     assert manifest["meta"] == {"env": "Counting-v0", "seed": 3}
     assert manifest["keys"]["observation"] == {"dtype": "float32", "shape": [2]}
     assert manifest["keys"]["next.done"] == {"dtype": "bool", "shape": [1]}
-    assert (manifest["frames_per_batch"], manifest["batch_size"], manifest["frames"]) == (8, [2, 4], 32)
+    assert (manifest["frames_per_batch"], manifest["batch_size"], manifest["frames"]) == (
+        8,
+        [2, 4],
+        32,
+    )
     assert sorted(os.listdir(small[0])) == [*(chunk_name(i) for i in range(4)), "recording.json"]
     assert "Counting-v0" in repr(load(small[0]))
 
@@ -277,7 +313,9 @@ def test_the_manifest_describes_the_recording(small):
 # ------------------------------------------------------------------------------------------ episodes
 
 
-@pytest.mark.parametrize(("B", "T", "chunk_bytes"), [(1, 3, 1), (3, 5, 1), (3, 5, 500), (2, 11, 1 << 20), (4, 1, 300)])
+@pytest.mark.parametrize(
+    ("B", "T", "chunk_bytes"), [(1, 3, 1), (3, 5, 1), (3, 5, 500), (2, 11, 1 << 20), (4, 1, 300)]
+)
 def test_episodes_equal_what_the_environments_did(tmp_path, B, T, chunk_bytes):
     envs = CountingEnvs(B, [4, 7, 1, 9])
     recording = load(record(tmp_path / "r", [envs.batch(T) for _ in range(9)], chunk_bytes))
@@ -295,9 +333,13 @@ def test_episodes_equal_what_the_environments_did(tmp_path, B, T, chunk_bytes):
         assert rows.names == ["time"]
         assert rows["observation"].tolist() == real["obs"]
         first_batch, row = episode.start
-        assert recording.batch(first_batch)["observation"][episode.env, row].tolist() == real["obs"][0]
+        assert (
+            recording.batch(first_batch)["observation"][episode.env, row].tolist() == real["obs"][0]
+        )
         last_batch, row = episode.end
-        assert recording.batch(last_batch)["observation"][episode.env, row].tolist() == real["obs"][-1]
+        assert (
+            recording.batch(last_batch)["observation"][episode.env, row].tolist() == real["obs"][-1]
+        )
     assert [e.start for e in recording.episodes] == sorted(e.start for e in recording.episodes)
 
 
@@ -324,23 +366,36 @@ def test_episodes_that_began_before_the_recording_are_incomplete(tmp_path):
     envs.batch(2)
     with Recorder(tmp_path / "r", meta={}, fresh=False) as recorder:
         recorder.write(envs.batch(9))
-    assert [(e.length, e.complete) for e in load(tmp_path / "r").episodes] == [(2, False), (4, True), (3, False)]
+    assert [(e.length, e.complete) for e in load(tmp_path / "r").episodes] == [
+        (2, False),
+        (4, True),
+        (3, False),
+    ]
 
 
 def test_episodes_with_a_hole_are_incomplete(tmp_path):
     envs = CountingEnvs(1, [5])
-    record(tmp_path / "r", [envs.batch(2) for _ in range(8)])  # episode 1 is rows 5 to 9, in batches 2, 3, 4
+    record(
+        tmp_path / "r", [envs.batch(2) for _ in range(8)]
+    )  # episode 1 is rows 5 to 9, in batches 2, 3, 4
     (tmp_path / "r" / chunk_name(3)).unlink()
     with pytest.raises(BadRecording, match=r"chunk-000003.* missing.*skip_damaged"):
         load(tmp_path / "r")
     recording = load(tmp_path / "r", skip_damaged=True)
     assert recording.lost is not None
     assert chunk_name(3) in recording.lost
-    assert [(e.length, e.complete) for e in recording.episodes] == [(5, True), (3, False), (5, True), (1, False)]
+    assert [(e.length, e.complete) for e in recording.episodes] == [
+        (5, True),
+        (3, False),
+        (5, True),
+        (1, False),
+    ]
 
 
 def test_interleaved_workers_keep_their_episodes_apart(tmp_path):
-    """First-ready collection: batches of several workers in any order, told apart by traj_ids alone."""
+    """First-ready collection: batches of several workers in any order, told apart by traj_ids
+    alone.
+    """
     a, b = CountingEnvs(1, [5]), CountingEnvs(1, [3])
     b.ids, b.next_id, b.truth = [100], 101, {100: {"env": 0, "length": 0, "obs": []}}
     record(tmp_path / "r", [env.batch(2) for env in (a, b, b, a, a, b, a)])
@@ -357,7 +412,10 @@ def test_an_episode_has_the_number_of_its_first_environment(tmp_path):
     first, second = envs.batch(3), envs.batch(3)
     recording = load(record(tmp_path / "r", [first, second.flip(0)]))
     assert [(e.env, e.pieces[-1].env) for e in recording.episodes[:2]] == [(0, 1), (1, 0)]
-    assert recording.episode(0)["observation"].tolist() == envs.truth[recording.episodes[0].traj_id]["obs"]
+    assert (
+        recording.episode(0)["observation"].tolist()
+        == envs.truth[recording.episodes[0].traj_id]["obs"]
+    )
 
 
 def test_is_init_tells_beginnings_where_the_recording_cannot(tmp_path):
@@ -385,8 +443,14 @@ def test_what_a_collector_delivers_comes_back(tmp_path, num_envs):
     recording = load(tmp_path / "r")
     assert recording.lost is None
     assert all(same(a, b) for a, b in zip(batches, recording, strict=True))
-    table = {e.traj_id: (e.env, e.episode_return, e.length, e.terminated) for e in recording.episodes if e.complete}
-    assert table == {r.traj_id: (r.env_id, r.episode_return, r.length, r.terminated) for r in records}
+    table = {
+        e.traj_id: (e.env, e.episode_return, e.length, e.terminated)
+        for e in recording.episodes
+        if e.complete
+    }
+    assert table == {
+        r.traj_id: (r.env_id, r.episode_return, r.length, r.terminated) for r in records
+    }
     words = recording.episode(1).get("word").tolist()
     assert words == [f"at {n}" for n in range(5)]
 
@@ -467,7 +531,9 @@ def test_damage_in_the_middle_can_be_left_out(path, small):
     with pytest.raises(BadRecording, match="chunk-000001"):
         recording.verify()
     rest = load(path, skip_damaged=True)
-    assert [same(a, b) for a, b in zip(rest, [small[1][i] for i in (0, 2, 3)], strict=True)] == [True] * 3
+    assert [same(a, b) for a, b in zip(rest, [small[1][i] for i in (0, 2, 3)], strict=True)] == [
+        True
+    ] * 3
     assert rest.lost is not None
     assert "chunk-000001" in rest.lost
 
@@ -522,7 +588,9 @@ def test_another_version_is_refused_with_the_way_out(path):
     (path / "recording.json").write_bytes(seal(manifest))
     with pytest.raises(BadRecording, match="version 99"):
         load(path)
-    with pytest.raises(BadRecording, match=r"version 1; this Muster reads .* version 2\. Read it with the version"):
+    with pytest.raises(
+        BadRecording, match=r"version 1; this Muster reads .* version 2\. Read it with the version"
+    ):
         load(VERSION_1)
 
 
@@ -597,7 +665,9 @@ def test_a_manifest_of_any_depth_is_refused_for_its_format(path, depth):
 
 def test_objects_that_are_no_json_are_refused(tmp_path):
     for what in UNREADABLE:
-        deep = TensorDict({"o": NonTensorStack(NonTensorData("x" * len(what)), NonTensorData(""))}, [2])
+        deep = TensorDict(
+            {"o": NonTensorStack(NonTensorData("x" * len(what)), NonTensorData(""))}, [2]
+        )
         path = record(tmp_path / f"r{UNREADABLE.index(what)}", [deep])
         content = (path / chunk_name(0)).read_bytes()
         length = int.from_bytes(content[:8], "little")
@@ -617,7 +687,9 @@ def test_a_table_of_episodes_needs_numbers(path, tmp_path, key):
 
     def objects(batch: TensorDict) -> TensorDict:
         size = list(batch.batch_size)
-        return batch.clone().set(tuple(first), lazy_stack([NonTensorStack(*["x"] * size[1])] * size[0]))
+        return batch.clone().set(
+            tuple(first), lazy_stack([NonTensorStack(*["x"] * size[1])] * size[0])
+        )
 
     def nothing(batch: TensorDict) -> TensorDict:
         return batch.clone().set(tuple(first), torch.zeros(*batch.batch_size, 0))
@@ -709,7 +781,10 @@ def test_two_recorders_in_one_directory(tmp_path, batches):
         assert running.batches == 1
         assert "still being recorded" in (running.lost or "")
         recorder.write(batches[1])
-    assert [same(a, b) for a, b in zip(load(tmp_path / "r"), batches[:2], strict=True)] == [True, True]
+    assert [same(a, b) for a, b in zip(load(tmp_path / "r"), batches[:2], strict=True)] == [
+        True,
+        True,
+    ]
 
 
 # ------------------------------------------------------------------------------------------ full disk, kill -9
@@ -734,7 +809,9 @@ def numbers(path: Path) -> list[int]:
 @pytest.mark.parametrize("objects", [False, True])
 @pytest.mark.parametrize("per_chunk", [1, 2, 3])
 @pytest.mark.parametrize("again", [True, False])
-def test_a_write_that_raises_has_not_taken_its_batch_and_may_be_repeated(tmp_path, per_chunk, again, objects):
+def test_a_write_that_raises_has_not_taken_its_batch_and_may_be_repeated(
+    tmp_path, per_chunk, again, objects
+):
     recorder = Recorder(tmp_path / "r", meta={}, chunk_bytes=400 * per_chunk)
     expected: list[int] = []
     causes: list[int | None] = []
@@ -817,7 +894,10 @@ def test_a_full_disk_to_the_end_is_told(tmp_path, batches):
 def test_a_disk_that_is_full_at_the_end_is_told_by_close(tmp_path, batches):
     recorder = Recorder(tmp_path / "r", meta={})
     recorder.write(batches[0])
-    with files_limited_to(1000), pytest.raises(BadRecording, match="0 frames in 0 chunks are on disk"):
+    with (
+        files_limited_to(1000),
+        pytest.raises(BadRecording, match="0 frames in 0 chunks are on disk"),
+    ):
         recorder.close()
     assert recorder.pending_frames == 15
     assert "open" in repr(recorder)
@@ -832,7 +912,10 @@ def test_a_manifest_that_does_not_fit_at_the_end_is_written_by_the_next_close(tm
     recorder = Recorder(tmp_path / "r", meta={"long": "x" * 3000})
     recorder.write(numbered(0, objects=False))
     recorder.flush()
-    with files_limited_to(2900), pytest.raises(BadRecording, match=r"recording\.json.*50 frames in 1 chunks"):
+    with (
+        files_limited_to(2900),
+        pytest.raises(BadRecording, match=r"recording\.json.*50 frames in 1 chunks"),
+    ):
         recorder.close()
     recorder.close()
     assert numbers(tmp_path / "r") == [0]
@@ -890,7 +973,12 @@ def test_kill_9_keeps_every_whole_chunk(tmp_path, when, kept):
 def test_nothing_written_yet(tmp_path):
     Recorder(tmp_path / "r", meta={"a": 1}).close()
     recording = load(tmp_path / "r")
-    assert (len(recording), recording.batches, list(recording), recording.episodes) == (0, 0, [], ())
+    assert (len(recording), recording.batches, list(recording), recording.episodes) == (
+        0,
+        0,
+        [],
+        (),
+    )
     assert recording.lost is None
     assert recording.meta == {"a": 1}
 

@@ -1,4 +1,6 @@
-"""Recurrent states in the layouts of nn.GRU and nn.LSTM: whose dimension is whose, and which rows a reset clears."""
+"""Recurrent states in the layouts of nn.GRU and nn.LSTM: whose dimension is whose, and which rows a
+reset clears.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def leaves_of(state: Any) -> list[torch.Tensor]:
 
 
 def expected_states(policy: Recurrent, batch: Any, env: int) -> list[torch.Tensor]:
-    """The states before each step of one environment, by a loop over that environment alone: ``[T, *shape]`` each."""
+    """The states before each step of one environment, by a loop over that environment alone: ``[T,
+    *shape]`` each.
+    """
     obs, done = batch["observation"].float(), batch["next", "done"][..., 0]
     if obs.ndim == 3:
         obs, done = obs[env], done[env]
@@ -78,8 +82,14 @@ def expected_states(policy: Recurrent, batch: Any, env: int) -> list[torch.Tenso
             if t and done[t - 1]:
                 state = None
             after = policy(obs[t : t + 1], state)[1]
-            before = [torch.zeros_like(leaf) for leaf in leaves_of(after)] if state is None else leaves_of(state)
-            rows.append([leaf.squeeze(0 if policy.kind == "cell" else 1).clone() for leaf in before])
+            before = (
+                [torch.zeros_like(leaf) for leaf in leaves_of(after)]
+                if state is None
+                else leaves_of(state)
+            )
+            rows.append(
+                [leaf.squeeze(0 if policy.kind == "cell" else 1).clone() for leaf in before]
+            )
             state = after
     return [torch.stack(leaf) for leaf in zip(*rows, strict=True)]
 
@@ -111,7 +121,9 @@ def test_every_environment_has_the_states_of_its_own_episode(kind, num_envs):
     assert_states(policy, batch, num_envs)
     layers = () if kind == "cell" else (policy.layers * (2 if kind == "bidirectional" else 1),)
     lead = (12,) if num_envs is None else (num_envs, 12)
-    assert states_of(batch)[0].shape[: len(lead) + len(layers)] == (*lead, *layers), "environments come first"
+    assert states_of(batch)[0].shape[: len(lead) + len(layers)] == (*lead, *layers), (
+        "environments come first"
+    )
 
 
 @pytest.mark.parametrize("kind", ["GRU of 2 layers", "LSTM", "cell"])
@@ -129,7 +141,12 @@ def test_the_trial_leaves_no_trace():
             noise = torch.rand(len(obs)) + float(np.random.rand())
             return (action + (noise > 1)).clamp(0, 1), state
 
-    options: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 20, "obs_dtype": torch.float32, "seed": 0}
+    options: dict[str, Any] = {
+        "num_envs": 2,
+        "frames_per_batch": 20,
+        "obs_dtype": torch.float32,
+        "seed": 0,
+    }
     tried = Draws("gru", 2)
     said = policies.recurrent(Draws("gru", 2), batch_dim=1)
     assert_same(collect(lengths(*ENDS), tried, **options), collect(lengths(*ENDS), said, **options))
@@ -137,7 +154,9 @@ def test_the_trial_leaves_no_trace():
 
 
 class Layers(nn.Module):
-    """Counts the steps of an episode in each layer, ``[layers, B]`` or with ``where`` the layout of the state."""
+    """Counts the steps of an episode in each layer, ``[layers, B]`` or with ``where`` the layout of
+    the state.
+    """
 
     def __init__(self, layers: int = 2, where: int = 1, tail: tuple[int, ...] = ()) -> None:
         super().__init__()
@@ -173,10 +192,13 @@ def test_a_function_is_asked_for_the_dimension_where_sizes_do_not_tell():
     for where in (0, 1):
         act = function(Layers(2, where, (3,)))
         with pytest.raises(
-            BadPolicyOutput, match=r"act returned recurrent_state with shape \(2, 2, 3\).*batch_dim=0\), or"
+            BadPolicyOutput,
+            match=r"act returned recurrent_state with shape \(2, 2, 3\).*batch_dim=0\), or",
         ):
             collect(lengths(*ENDS), act, num_envs=2, frames_per_batch=12)
-        state = collect(lengths(*ENDS), act, num_envs=3, frames_per_batch=18)["recurrent_state"]  # the sizes tell
+        state = collect(lengths(*ENDS), act, num_envs=3, frames_per_batch=18)[
+            "recurrent_state"
+        ]  # the sizes tell
         assert state[:2, :, 0, 2].tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5]]
         said = policies.recurrent(act, batch_dim=where)
         assert said is act
@@ -205,7 +227,9 @@ def test_a_module_that_cannot_be_copied_is_asked():
     policy.lock = threading.Lock()
     with pytest.raises(BadPolicyOutput, match="batch_dim"):
         collect(lengths(*ENDS), policy, num_envs=2, frames_per_batch=12)
-    state = collect(lengths(*ENDS), policies.recurrent(policy, batch_dim=1), num_envs=2, frames_per_batch=12)
+    state = collect(
+        lengths(*ENDS), policies.recurrent(policy, batch_dim=1), num_envs=2, frames_per_batch=12
+    )
     assert state["recurrent_state"][1, :, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]
 
 
@@ -226,11 +250,18 @@ def test_the_dimension_can_be_a_later_one_or_one_for_each_tensor():
     assert state[..., 2, 3].tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5]]
 
     def act(obs: torch.Tensor, state: Any) -> Any:
-        h, (c,) = (torch.zeros(2, 2), {0: torch.zeros(2)}.values()) if state is None else (state["h"], state["c"])
+        h, (c,) = (
+            (torch.zeros(2, 2), {0: torch.zeros(2)}.values())
+            if state is None
+            else (state["h"], state["c"])
+        )
         return torch.zeros(2, dtype=torch.long), {"h": h + 1, "c": [c + 1]}
 
     batch = collect(
-        lengths(*ENDS), policies.recurrent(act, batch_dim={"h": 1, "c": [0]}), num_envs=2, frames_per_batch=12
+        lengths(*ENDS),
+        policies.recurrent(act, batch_dim={"h": 1, "c": [0]}),
+        num_envs=2,
+        frames_per_batch=12,
     )
     for leaf in (batch["recurrent_state", "h"][..., 0], batch["recurrent_state", "c", "0"]):
         assert leaf.tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5]]
@@ -255,7 +286,10 @@ def test_every_tensor_of_a_state_needs_its_dimension():
     for short in ((1,), {"0": 1}):
         with pytest.raises(BadOption, match=r"batch_dim=.* has no entry for recurrent_state.1"):
             collect(
-                lengths(*ENDS), policies.recurrent(KINDS["LSTM"](), batch_dim=short), num_envs=2, frames_per_batch=4
+                lengths(*ENDS),
+                policies.recurrent(KINDS["LSTM"](), batch_dim=short),
+                num_envs=2,
+                frames_per_batch=4,
             )
 
 
@@ -271,7 +305,9 @@ def test_what_takes_no_attributes_is_refused():
 
 
 def test_a_state_of_other_sizes_is_refused_with_the_remedy():
-    with pytest.raises(BadPolicyOutput, match=r"shape \(2, 4, 3\), expected 3 entries.*batch_dim=\.\.\."):
+    with pytest.raises(
+        BadPolicyOutput, match=r"shape \(2, 4, 3\), expected 3 entries.*batch_dim=\.\.\."
+    ):
         collect(lengths(*ENDS), Layers(2, 2, (4,)), num_envs=3, frames_per_batch=12)
 
 
@@ -279,9 +315,16 @@ def test_a_state_of_other_sizes_is_refused_with_the_remedy():
 def test_workers_and_the_server_find_the_same_layout(inference):
     policy = KINDS["LSTM"]()
     make = [lengths_of(2, 100), lengths_of(3, 4)]
-    options: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 24, "obs_dtype": torch.float32, "seed": 0}
+    options: dict[str, Any] = {
+        "num_envs": 2,
+        "frames_per_batch": 24,
+        "obs_dtype": torch.float32,
+        "seed": 0,
+    }
     expected = collect(make, policy, **options)
-    with MultiSyncCollector(make, policy, inference=inference, cat_results="stack", backend="threads", **options) as c:
+    with MultiSyncCollector(
+        make, policy, inference=inference, cat_results="stack", backend="threads", **options
+    ) as c:
         batch = c.rollout()
     for group in range(2):
         assert_states(policy, batch[group], 2)
@@ -295,13 +338,20 @@ def lengths_of(*each: int) -> Callable[[], Any]:
 
 def test_processes_get_what_the_user_said(tmp_path):
     policy = policies.recurrent(Layers(), batch_dim=1)
-    with MultiSyncCollector([lengths_of(2, 100)], policy, num_envs=2, frames_per_batch=12) as collector:
+    with MultiSyncCollector(
+        [lengths_of(2, 100)], policy, num_envs=2, frames_per_batch=12
+    ) as collector:
         state = collector.rollout()["recurrent_state"].squeeze()
     assert state[..., 0].tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 3, 4, 5]]
 
 
 def test_states_go_on_after_loading_random_steps_and_bootstrapping(tmp_path):
-    options: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 6, "obs_dtype": torch.float32, "seed": 0}
+    options: dict[str, Any] = {
+        "num_envs": 2,
+        "frames_per_batch": 6,
+        "obs_dtype": torch.float32,
+        "seed": 0,
+    }
     with Collector(lengths_of(5, 100), KINDS["GRU of 2 layers"](), **options) as collector:
         collector.rollout()
         collector.rollout()
@@ -321,7 +371,9 @@ def test_states_go_on_after_loading_random_steps_and_bootstrapping(tmp_path):
         values = collector.collect_batch(n_step=6, bootstrap=True).stats.last_value_est
         after = collector.collect_batch(n_step=6).batch
     assert torch.allclose(values[..., 0], after["state_value"][:, 0], atol=1e-6)
-    with Collector(lengths_of(5, 100), KINDS["GRU of 2 layers"](), init_random_frames=6, **options) as collector:
+    with Collector(
+        lengths_of(5, 100), KINDS["GRU of 2 layers"](), init_random_frames=6, **options
+    ) as collector:
         assert not collector.rollout()["recurrent_state"].any()
         assert not collector.rollout()["recurrent_state"][:, 0].any()
 
@@ -344,20 +396,28 @@ def tensordict_policy(layers: int, *, batch_first: bool) -> Any:
             action = (h[-1].sum(-1) > 0).long()
             return action, h.movedim(1, 0) if batch_first else h
 
-    return TensorDictSequential(TensorDictModule(Step(), ["observation", "h"], ["action", ("next", "h")]))
+    return TensorDictSequential(
+        TensorDictModule(Step(), ["observation", "h"], ["action", ("next", "h")])
+    )
 
 
 def test_states_of_tensordicts_begin_with_environments():
-    batch = collect(lengths(*ENDS), tensordict_policy(2, batch_first=True), num_envs=2, frames_per_batch=12)
+    batch = collect(
+        lengths(*ENDS), tensordict_policy(2, batch_first=True), num_envs=2, frames_per_batch=12
+    )
     assert batch["h"].shape == (2, 6, 2, HIDDEN)
     assert [row.any(-1).any(-1).tolist() for row in batch["h"]] == [
         [False, True, False, True, False, True],
         [False, True, True, True, True, True],
     ]
     wrong = tensordict_policy(2, batch_first=False)
-    with pytest.raises(BadPolicyOutput, match=r"next.h with shape \(2, 2, 5\).*GRUModule.*movedim\(1, 0\)"):
+    with pytest.raises(
+        BadPolicyOutput, match=r"next.h with shape \(2, 2, 5\).*GRUModule.*movedim\(1, 0\)"
+    ):
         collect(lengths(*ENDS), wrong, num_envs=2, frames_per_batch=12)
     said = policies.recurrent(tensordict_policy(2, batch_first=True), batch_dim=0)
     collect(lengths(*ENDS), said, num_envs=2, frames_per_batch=12)
     with pytest.raises(BadPolicyOutput, match="next.h"):
-        collect(lengths(*ENDS), policies.recurrent(wrong, batch_dim=1), num_envs=2, frames_per_batch=12)
+        collect(
+            lengths(*ENDS), policies.recurrent(wrong, batch_dim=1), num_envs=2, frames_per_batch=12
+        )

@@ -1,4 +1,6 @@
-"""Ids that the program registers with ``gymnasium.register``: they mean the same wherever its environments are made."""
+"""Ids that the program registers with ``gymnasium.register``: they mean the same wherever its
+environments are made.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,14 @@ from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec, WrapperSpec, registry
 from gymnasium.vector import SyncVectorEnv
 
-from muster import AsyncCollector, Collector, DistributedCollector, Evaluator, MultiAsyncCollector, MultiSyncCollector
+from muster import (
+    AsyncCollector,
+    Collector,
+    DistributedCollector,
+    Evaluator,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+)
 from muster.cli.main import main
 from muster.compat.gymnasium import VectorEnv
 from muster.errors import BadCrashReport, BadOption, EnvError, ImportRefused
@@ -89,13 +98,25 @@ def register_all() -> list[str]:
     length = 4
     box = spaces.Dict({"x": spaces.Box(0, 1, (2,))})
     gymnasium.register("Text-v0", entry_point=f"{__name__}:Mine", max_episode_steps=2)
-    gymnasium.register("Gymnasiums-v0", entry_point="gymnasium.envs.classic_control.cartpole:CartPoleEnv")
+    gymnasium.register(
+        "Gymnasiums-v0", entry_point="gymnasium.envs.classic_control.cartpole:CartPoleEnv"
+    )
     gymnasium.register("Class-v0", entry_point=Mine, kwargs={"length": 5}, order_enforce=False)
-    gymnasium.register("Local-v0", entry_point=Local, disable_env_checker=True, reward_threshold=1.5)
-    gymnasium.register("Lambda-v0", entry_point=lambda **given: Local(length, **given), nondeterministic=True)
+    gymnasium.register(
+        "Local-v0", entry_point=Local, disable_env_checker=True, reward_threshold=1.5
+    )
+    gymnasium.register(
+        "Lambda-v0", entry_point=lambda **given: Local(length, **given), nondeterministic=True
+    )
     gymnasium.register("Partial-v0", entry_point=partial(Mine, 6))
-    gymnasium.register("Kwargs-v0", entry_point=f"{__name__}:Mine", kwargs={"deep": {"a": [1, (2, None)]}, "x": 1.5})
-    gymnasium.register("Objects-v0", entry_point=Mine, kwargs={"setting": Setting(3), "a": np.int64(3), "box": box})
+    gymnasium.register(
+        "Kwargs-v0",
+        entry_point=f"{__name__}:Mine",
+        kwargs={"deep": {"a": [1, (2, None)]}, "x": 1.5},
+    )
+    gymnasium.register(
+        "Objects-v0", entry_point=Mine, kwargs={"setting": Setting(3), "a": np.int64(3), "box": box}
+    )
     gymnasium.register("House/Spaced-v7", entry_point=Mine)
     gymnasium.register("Newest-v1", entry_point=Mine, kwargs={"length": 1})
     gymnasium.register("Newest-v2", entry_point=Mine, kwargs={"length": 2})
@@ -105,10 +126,21 @@ def register_all() -> list[str]:
     gymnasium.register("Outer-v0", entry_point=lambda: Doubled(gymnasium.make("Local-v0")))
     registry["Direct-v0"] = EnvSpec("Direct-v0", entry_point=Mine, max_episode_steps=2)
     with pytest.warns(UserWarning, match="Overriding"):
-        gymnasium.register("CartPole-v1", entry_point="gymnasium.envs.classic_control.cartpole:CartPoleEnv")
+        gymnasium.register(
+            "CartPole-v1", entry_point="gymnasium.envs.classic_control.cartpole:CartPoleEnv"
+        )
     registry["Acrobot-v1"].max_episode_steps = 7
     names = "Text-v0 Gymnasiums-v0 Class-v0 Local-v0 Lambda-v0 Partial-v0 Kwargs-v0 Objects-v0 House/Spaced-v7 Newest"
-    return [*names.split(), "Newest-v1", "Plainly", "Wrapped-v0", "Outer-v0", "Direct-v0", "CartPole-v1", "Acrobot-v1"]
+    return [
+        *names.split(),
+        "Newest-v1",
+        "Plainly",
+        "Wrapped-v0",
+        "Outer-v0",
+        "Direct-v0",
+        "CartPole-v1",
+        "Acrobot-v1",
+    ]
 
 
 def facts(env_id: str) -> dict[str, Any]:
@@ -121,11 +153,16 @@ def facts(env_id: str) -> dict[str, Any]:
         "class": type(inner).__name__,
         "given": getattr(inner, "given", None),
         "length": getattr(inner, "length", None),
-        "entry point": spec.entry_point if isinstance(spec.entry_point, str) else type(spec.entry_point).__name__,
+        "entry point": spec.entry_point
+        if isinstance(spec.entry_point, str)
+        else type(spec.entry_point).__name__,
         "factor": env.get_wrapper_attr("factor") if env.has_wrapper_attr("factor") else None,
     }
     plain = "id namespace name version reward_threshold nondeterministic max_episode_steps order_enforce kwargs"
-    found |= {name: getattr(spec, name) for name in [*plain.split(), "disable_env_checker", "additional_wrappers"]}
+    found |= {
+        name: getattr(spec, name)
+        for name in [*plain.split(), "disable_env_checker", "additional_wrappers"]
+    }
     env.close()
     return found
 
@@ -140,7 +177,9 @@ class Look(CountingEnv):
 
 def in_a_worker(look: Callable[[], Any], **options: Any) -> Any:
     """What a function returns in a worker, where an environment is made."""
-    with MultiSyncCollector([partial(Look, look)], None, frames_per_batch=3, **options) as collector:
+    with MultiSyncCollector(
+        [partial(Look, look)], None, frames_per_batch=3, **options
+    ) as collector:
         return collector.getattr_env("found")[0]
 
 
@@ -151,7 +190,7 @@ def lengths_of(sources: list[Any], **options: Any) -> list[int]:
         return found
 
 
-# --- kinds of ids -----------------------------------------------------------------------------------
+# --- kinds of ids ---------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning:gymnasium")
@@ -170,10 +209,16 @@ def test_ids_of_vector_environments_are_there_too() -> None:
     register = partial(gymnasium.register, max_episode_steps=3)
     register("Vector-v0", entry_point=None, vector_entry_point=vector, kwargs={"length": 5})
     register("VectorText-v0", vector_entry_point=f"{__name__}:vector", kwargs={"length": 6})
-    register("VectorLambda-v0", entry_point=Mine, vector_entry_point=lambda num_envs, **_: vector(num_envs, 7))
+    register(
+        "VectorLambda-v0",
+        entry_point=Mine,
+        vector_entry_point=lambda num_envs, **_: vector(num_envs, 7),
+    )
 
     def look() -> list[Any]:
-        envs = [gymnasium.make_vec(f"{name}-v0", 2) for name in ("Vector", "VectorText", "VectorLambda")]
+        envs = [
+            gymnasium.make_vec(f"{name}-v0", 2) for name in ("Vector", "VectorText", "VectorLambda")
+        ]
         return [(env.num_envs, env.get_attr("length")) for env in envs]  # type: ignore[attr-defined]
 
     assert in_a_worker(look) == look() == [(2, (5, 5)), (2, (6, 6)), (2, (7, 7))]
@@ -195,12 +240,18 @@ def test_rendering_and_specs_of_sent_ids_work_as_in_the_program() -> None:
         text = gymnasium.spec("Text-v0")
         again = gymnasium.make(EnvSpec.from_json(text.to_json()))
         shown = len(gymnasium.pprint_registry(disable_print=True) or "")
-        return len(picture.render()), picture.spec.max_episode_steps, again.spec.max_episode_steps, text.id, shown  # type: ignore
+        return (
+            len(picture.render()),
+            picture.spec.max_episode_steps,
+            again.spec.max_episode_steps,
+            text.id,
+            shown,
+        )  # type: ignore
 
     assert in_a_worker(look) == look() == (1, 9, 4, "Text-v0", look()[-1])
 
 
-# --- ways to run environments -------------------------------------------------------------------------
+# --- ways to run environments ---------------------------------------------------------------------
 
 
 def policy(observation: torch.Tensor) -> torch.Tensor:
@@ -220,7 +271,9 @@ def by(kind: Callable[..., Any], **options: Any) -> Callable[[Any], Any]:
 
 def by_async(sources: list[Any]) -> Any:
     batches = {}
-    with MultiAsyncCollector(sources, policy, num_envs=2, frames_per_batch=FRAMES // 2, seed=0) as collector:
+    with MultiAsyncCollector(
+        sources, policy, num_envs=2, frames_per_batch=FRAMES // 2, seed=0
+    ) as collector:
         while len(batches) < 2:
             batch = collector.next()
             batches.setdefault(int(batch["collector", "traj_ids"].min()) % 4, batch)
@@ -237,7 +290,11 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "async": by_async,
     "nodes": by(DistributedCollector, launcher="mp", sync=True, frames_per_batch=FRAMES // 2),
     "server on nodes": by(
-        DistributedCollector, launcher="mp", sync=True, frames_per_batch=FRAMES // 2, inference="server"
+        DistributedCollector,
+        launcher="mp",
+        sync=True,
+        frames_per_batch=FRAMES // 2,
+        inference="server",
     ),
 }
 
@@ -313,14 +370,16 @@ def test_ids_that_nothing_uses_are_neither_imported_nor_unpickled(
     assert in_a_worker(look)
 
 
-# --- ids that cannot be sent --------------------------------------------------------------------------
+# --- ids that cannot be sent ----------------------------------------------------------------------
 
 
 def failure(error: pytest.ExceptionInfo[BaseException]) -> str:
     return str(error.value).partition("\n\n")[0]
 
 
-def test_an_id_that_cannot_be_sent_is_named_before_a_worker_starts_with_a_remedy_that_works() -> None:
+def test_an_id_that_cannot_be_sent_is_named_before_a_worker_starts_with_a_remedy_that_works() -> (
+    None
+):
     lock = threading.Lock()
     gymnasium.register("Locked-v0", entry_point=lambda: Mine() if lock else None)
     with pytest.raises(BadOption) as error:
@@ -353,7 +412,9 @@ def test_ids_without_version_and_with_a_module_are_checked_too(source: str) -> N
 
 
 @pytest.mark.parametrize("way", ["collector", "vector"])
-def test_an_id_inside_a_function_that_cannot_be_sent_fails_where_it_is_made_and_nowhere_else(way: str) -> None:
+def test_an_id_inside_a_function_that_cannot_be_sent_fails_where_it_is_made_and_nowhere_else(
+    way: str,
+) -> None:
     lock = threading.Lock()
     gymnasium.register("Locked-v0", entry_point=lambda: Mine() if lock else None)
     gymnasium.register("Fine-v0", entry_point=lambda: Mine(4))
@@ -388,7 +449,9 @@ def test_a_module_that_other_processes_do_not_find_is_named_with_a_remedy_that_w
     said = failure(error)
     assert "ModuleNotFoundError: No module named 'made_up'" in said
     assert "'Made-v0'" in said
-    assert ("must be importable there" if by_class else "put its folder on sys.path in the main program") in said
+    assert (
+        "must be importable there" if by_class else "put its folder on sys.path in the main program"
+    ) in said
     (tmp_path / "made_up.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     assert lengths_of(["Made-v0"]) == [3]
@@ -402,7 +465,9 @@ def test_ids_that_are_nowhere_say_how_to_register_them() -> None:
     makers = (
         lambda: Collector("Nowhere-v0", None, frames_per_batch=4),
         lambda: MultiSyncCollector(["Nowhere-v0"], None, frames_per_batch=4),
-        lambda: MultiSyncCollector([lambda: gymnasium.make("Never/Nowhere-v0")], None, frames_per_batch=4),
+        lambda: MultiSyncCollector(
+            [lambda: gymnasium.make("Never/Nowhere-v0")], None, frames_per_batch=4
+        ),
         lambda: VectorEnv([lambda: gymnasium.make("Nowhere-v0")]),
     )
     for make in makers:
@@ -411,7 +476,7 @@ def test_ids_that_are_nowhere_say_how_to_register_them() -> None:
         assert remedy in failure(error)
 
 
-# --- later, and elsewhere -----------------------------------------------------------------------------
+# --- later, and elsewhere -------------------------------------------------------------------------
 
 
 class Reader(Mine):
@@ -419,13 +484,18 @@ class Reader(Mine):
 
     def __init__(self) -> None:
         super().__init__(3)
-        self.known = {name: facts(name)["length"] if name in registry else None for name in ("Mine-v0", "Later-v0")}
+        self.known = {
+            name: facts(name)["length"] if name in registry else None
+            for name in ("Mine-v0", "Later-v0")
+        }
         self.pid = os.getpid()
 
 
 def test_a_restarted_worker_has_the_ids_of_its_predecessor_and_those_registered_since() -> None:
     gymnasium.register("Mine-v0", entry_point=lambda: Mine(4))
-    with MultiSyncCollector([Reader, Reader], None, frames_per_batch=4, on_failure="restart") as collector:
+    with MultiSyncCollector(
+        [Reader, Reader], None, frames_per_batch=4, on_failure="restart"
+    ) as collector:
         collector.next()
         assert collector.getattr_env("known") == [{"Mine-v0": 4, "Later-v0": None}] * 2
         with pytest.warns(UserWarning, match="Overriding"):
@@ -436,7 +506,10 @@ def test_a_restarted_worker_has_the_ids_of_its_predecessor_and_those_registered_
         collector.next()
         assert collector.getattr_env("pid")[0] == first
         wait_until(lambda: collector.getattr_env("pid")[1] != second)
-        assert collector.getattr_env("known") == [{"Mine-v0": 4, "Later-v0": None}, {"Mine-v0": 4, "Later-v0": 5}]
+        assert collector.getattr_env("known") == [
+            {"Mine-v0": 4, "Later-v0": None},
+            {"Mine-v0": 4, "Later-v0": 5},
+        ]
 
 
 def test_a_node_that_joins_again_has_the_ids_registered_since() -> None:
@@ -453,7 +526,9 @@ def test_a_node_that_joins_again_has_the_ids_registered_since() -> None:
 
 
 class ParentReader(Reader):
-    """Knows the node of its worker: the parent of the fork server, which is the parent of the keeper."""
+    """Knows the node of its worker: the parent of the fork server, which is the parent of the
+    keeper.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -506,12 +581,14 @@ def test_a_state_is_loaded_where_the_same_ids_are_registered() -> None:
         assert_same(collector.next(), expected)
 
 
-# --- other ways to run environments -------------------------------------------------------------------
+# --- other ways to run environments ---------------------------------------------------------------
 
 
 @pytest.fixture
 def ids() -> list[str]:
-    """Two ids: one with an entry point as text, and one of a class that no other process can import."""
+    """Two ids: one with an entry point as text, and one of a class that no other process can
+    import.
+    """
 
     class Local(Mine):
         pass
@@ -545,7 +622,9 @@ def test_vector_environments_of_sb3_and_its_algorithms_know_the_ids(ids: list[st
     assert envs.reset().tolist() == [[4, 0], [4, 0]]
     envs.close()
     for env_id in ids:
-        model = sb3.PPO("MlpPolicy", make_vec_env(env_id, n_envs=2), n_steps=4, batch_size=8, n_epochs=1)
+        model = sb3.PPO(
+            "MlpPolicy", make_vec_env(env_id, n_envs=2), n_steps=4, batch_size=8, n_epochs=1
+        )
         with collect_with_muster(model, env_id, num_workers=1):
             model.learn(8)
         assert model.num_timesteps == 8
@@ -565,7 +644,9 @@ def both(ids: list[str], of: Callable[[str], Any]) -> Any:
 
 
 @pytest.mark.slow
-def test_the_workers_of_torchrls_collectors_know_the_ids_before_the_users_init_fn(ids: list[str]) -> None:
+def test_the_workers_of_torchrls_collectors_know_the_ids_before_the_users_init_fn(
+    ids: list[str],
+) -> None:
     torchrl = pytest.importorskip("torchrl.envs")
     from muster.compat import torchrl as compat
 
@@ -577,7 +658,9 @@ def test_the_workers_of_torchrls_collectors_know_the_ids_before_the_users_init_f
         assert os.environ["MUSTER_TEST_INIT_FN"] == "called"
         return both(ids, torchrl.GymEnv)
 
-    collector = compat.MultiSyncCollector([make], init_fn=init_fn, frames_per_batch=8, total_frames=8)
+    collector = compat.MultiSyncCollector(
+        [make], init_fn=init_fn, frames_per_batch=8, total_frames=8
+    )
     try:
         (batch,) = collector
         assert batch["observation"][..., 0].unique().tolist() == [4]
@@ -609,8 +692,15 @@ def test_torchrls_collectors_for_many_machines_know_the_ids(ids: list[str]) -> N
     torchrl = pytest.importorskip("torchrl.envs")
     from muster.compat.torchrl.collectors import distributed
 
-    options: dict[str, Any] = {"frames_per_batch": 8, "total_frames": 8, "sync": True, "launcher": "mp"}
-    with distributed.DistributedCollector([partial(both, ids, torchrl.GymEnv)], None, **options) as collector:
+    options: dict[str, Any] = {
+        "frames_per_batch": 8,
+        "total_frames": 8,
+        "sync": True,
+        "launcher": "mp",
+    }
+    with distributed.DistributedCollector(
+        [partial(both, ids, torchrl.GymEnv)], None, **options
+    ) as collector:
         assert next(iter(collector))["observation"][..., 0].unique().tolist() == [4]
 
 
@@ -627,7 +717,7 @@ def test_evaluators_and_tune_know_the_ids(ids: list[str]) -> None:
     assert any(candidate.setup.workers for candidate in tuning.candidates)
 
 
-# --- crash reports ------------------------------------------------------------------------------------
+# --- crash reports --------------------------------------------------------------------------------
 
 
 class Breaks(Mine):
@@ -721,14 +811,22 @@ def saved_report(path: Path, source: str, **changes: Any) -> CrashReport:
         "",
     ],
 )
-def test_a_changed_crash_report_runs_no_foreign_code_without_trust(tmp_path: Path, entry_point: str) -> None:
+def test_a_changed_crash_report_runs_no_foreign_code_without_trust(
+    tmp_path: Path, entry_point: str
+) -> None:
     with pytest.raises(ImportRefused, match="--trust"):
         saved_report(tmp_path / "report", "CartPole-v1", entry_point=entry_point)
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"id": "not an id"}, {"kwargs": {1: 2}}, {"max_episode_steps": "9"}, {"more": 1}, {"entry_point": None}],
+    [
+        {"id": "not an id"},
+        {"kwargs": {1: 2}},
+        {"max_episode_steps": "9"},
+        {"more": 1},
+        {"entry_point": None},
+    ],
     ids=str,
 )
 def test_a_damaged_id_in_a_crash_report_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
@@ -748,7 +846,9 @@ def test_an_id_with_much_data_is_left_out_of_crash_reports_of_functions(tmp_path
     data = np.zeros(1 << 18)
     gymnasium.register("Large-v0", entry_point=lambda: Mine(3 + int(data[0])))
     gymnasium.register("Small-v0", entry_point=lambda: Mine(5))
-    report = CrashReport("x", EnvFactory(lambda: gymnasium.make("Small-v0")), [0], True, "step", "E", "x")
+    report = CrashReport(
+        "x", EnvFactory(lambda: gymnasium.make("Small-v0")), [0], True, "step", "E", "x"
+    )
     report.save(tmp_path / "report")
     assert (tmp_path / "report").stat().st_size < 1 << 20
     loaded = CrashReport.load(tmp_path / "report", trust=True)
@@ -759,7 +859,7 @@ def test_an_id_with_much_data_is_left_out_of_crash_reports_of_functions(tmp_path
         gymnasium.make("Large-v0")
 
 
-# --- programs -----------------------------------------------------------------------------------------
+# --- programs -------------------------------------------------------------------------------------
 
 PROGRAM = """
 import gymnasium
@@ -803,12 +903,16 @@ print("done")
 
 
 @pytest.mark.parametrize("how", ["script", pytest.param("-c", marks=pytest.mark.slow)])
-def test_classes_of_the_main_module_are_found_by_reference_and_by_name(tmp_path: Path, how: str) -> None:
+def test_classes_of_the_main_module_are_found_by_reference_and_by_name(
+    tmp_path: Path, how: str
+) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     command = [sys.executable, *(["-c", PROGRAM] if how == "-c" else [str(script)])]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=200, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
@@ -843,14 +947,16 @@ def test_the_command_line_says_how_to_name_the_module_of_an_id(
     monkeypatch.delitem(sys.modules, "my_arena")
 
 
-# --- what is sent -------------------------------------------------------------------------------------
+# --- what is sent ---------------------------------------------------------------------------------
 
 
 def test_ids_are_sent_only_once_they_are_there_and_gymnasiums_own_change_nothing() -> None:
     before = dict(registry)
     sent = ids_of_this_process()
     assert with_later_ids(sent) is sent
-    assert sum(map(len, sent.packed.values())) < 500 * len(sent.packed)  # bytes; about 60 ids are Gymnasium's own
+    assert sum(map(len, sent.packed.values())) < 500 * len(
+        sent.packed
+    )  # bytes; about 60 ids are Gymnasium's own
     with installed(sent):
         assert all(registry[env_id] is spec for env_id, spec in before.items())
     with installed(None):
@@ -879,5 +985,7 @@ def test_specs_that_are_no_plain_ones_are_sent_as_they_are() -> None:
     registry["no id!"] = EnvSpec("Odd-v1", entry_point=Mine)
     registry["Odd-v2"] = EnvSpec("Odd-v2", entry_point=Mine, additional_wrappers=None)  # type: ignore[arg-type]
     assert lengths_of(["Own-v0", "Alias-v0"]) == [6, 6]
-    with pytest.raises(BadOption, match="'Odd-v2' is registered in this program, and cannot be sent"):
+    with pytest.raises(
+        BadOption, match="'Odd-v2' is registered in this program, and cannot be sent"
+    ):
         MultiSyncCollector(["Odd-v2"], None, frames_per_batch=4)

@@ -1,4 +1,7 @@
-"""Where nodes and the main process meet: what listens where, tokens, offers. Real sockets, real torchrun."""
+"""Where nodes and the main process meet: what listens where, tokens, offers.
+
+Real sockets, real torchrun.
+"""
 
 from __future__ import annotations
 
@@ -60,11 +63,16 @@ def test_a_node_that_cannot_be_accepted_is_lost_with_the_reason(rendezvous, monk
     carrier = DirectCarrier(launcher=Launcher(), rendezvous=rendezvous)
     host, port = rendezvous.address.split(":")
     with contextlib.ExitStack() as nodes:
-        several = [nodes.enter_context(socket.socket()) for _ in range(5)]  # threads of other tests may free some
+        several = [
+            nodes.enter_context(socket.socket()) for _ in range(5)
+        ]  # threads of other tests may free some
         with descriptors_left(0):
             for node in several:
                 node.connect((host, int(port)))
-            with pytest.raises(LinkLost, match=r"cannot be accepted \(Too many open files\)\. Close files, or raise"):
+            with pytest.raises(
+                LinkLost,
+                match=r"cannot be accepted \(Too many open files\)\. Close files, or raise",
+            ):
                 carrier.connect(0, 0, 60.0, threading.Event())
         wait_until(lambda: not rendezvous.stuck())  # there are descriptors again
 
@@ -109,7 +117,9 @@ class TestListening:
 
     def test_port_that_is_taken(self, rendezvous):
         port = int(rendezvous.address.split(":")[1])
-        with pytest.raises(BadOption, match=rf"127.0.0.1:{port}: Address already in use.*ss -ltnp.*tcp_port=0"):
+        with pytest.raises(
+            BadOption, match=rf"127.0.0.1:{port}: Address already in use.*ss -ltnp.*tcp_port=0"
+        ):
             Rendezvous(1, tcp_port=port)
 
     @pytest.mark.parametrize("bind", ["0.0.0.0", "::"])
@@ -193,7 +203,9 @@ class TestTokens:
         try:
             with pytest.raises(WrongToken, match="another token than this node"):
                 run_node(rendezvous.address, 0, TOKEN, target=INTRODUCED)
-            with pytest.raises(LinkLost, match=r"1 connections were refused; .* does not know the token"):
+            with pytest.raises(
+                LinkLost, match=r"1 connections were refused; .* does not know the token"
+            ):
                 carrier.connect(0, 0, 0.1, threading.Event())
         finally:
             carrier.close()
@@ -232,7 +244,9 @@ class TestAdmission:
         host, port = rendezvous.address.split(":")
         for answers in (1, 2):
             connection = socket.create_connection((host, int(port)))
-            with contextlib.closing(SocketLink(connection, rendezvous.token, main=False, deadline_s=10.0)) as channel:
+            with contextlib.closing(
+                SocketLink(connection, rendezvous.token, main=False, deadline_s=10.0)
+            ) as channel:
                 say(channel, node=None)
                 assert hear(channel)["node"] == 0
                 assert answers  # and it is gone without having accepted
@@ -242,7 +256,9 @@ class TestAdmission:
         rendezvous.admit(0, 0)
         host, port = rendezvous.address.split(":")
         connection = socket.create_connection((host, int(port)))
-        with contextlib.closing(SocketLink(connection, rendezvous.token, main=False, deadline_s=10.0)) as channel:
+        with contextlib.closing(
+            SocketLink(connection, rendezvous.token, main=False, deadline_s=10.0)
+        ) as channel:
             say(channel, node=0)
             assert hear(channel)["epoch"] == 0
             rendezvous.withdraw(0)
@@ -289,7 +305,9 @@ class TestAdmission:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         found = []
-        thread = threading.Thread(target=lambda: found.append(join(Member(f"127.0.0.1:{port}", TOKEN, 0))))
+        thread = threading.Thread(
+            target=lambda: found.append(join(Member(f"127.0.0.1:{port}", TOKEN, 0)))
+        )
         thread.start()
         with contextlib.closing(Rendezvous(1, tcp_port=port, token=TOKEN)) as rendezvous:
             rendezvous.admit(0, 3)
@@ -319,7 +337,9 @@ class TestWaitingNodes:
         carrier = DirectCarrier(launcher=Launcher(), rendezvous=rendezvous)
         ends = []
         arguments = (rendezvous.address, None, rendezvous.token)
-        thread = threading.Thread(target=lambda: ends.append(run_node(*arguments, target=INTRODUCED)))
+        thread = threading.Thread(
+            target=lambda: ends.append(run_node(*arguments, target=INTRODUCED))
+        )
         thread.start()
         try:
             for epoch in range(3):
@@ -338,7 +358,9 @@ class TestWaitingNodes:
         carrier = DirectCarrier(launcher=Launcher(), rendezvous=rendezvous)
         ends = []
         arguments = (rendezvous.address, 0, rendezvous.token)
-        thread = threading.Thread(target=lambda: ends.append(run_node(*arguments, target=INTRODUCED)))
+        thread = threading.Thread(
+            target=lambda: ends.append(run_node(*arguments, target=INTRODUCED))
+        )
         thread.start()
         carrier.connect(0, 0, 60.0, threading.Event()).close()
         carrier.close()
@@ -348,7 +370,9 @@ class TestWaitingNodes:
     def test_that_do_not_come_are_asked_for(self, rendezvous):
         carrier = DirectCarrier(launcher=Launcher(), rendezvous=rendezvous)
         begin = time.monotonic()
-        with pytest.raises(LinkLost, match=rf"Node 2 .*{rendezvous.address} within 0.2 s.*run_node\(address\)"):
+        with pytest.raises(
+            LinkLost, match=rf"Node 2 .*{rendezvous.address} within 0.2 s.*run_node\(address\)"
+        ):
             carrier.connect(2, 0, 0.2, threading.Event())
         assert time.monotonic() - begin < 10
 
@@ -358,7 +382,9 @@ class TestWaitingNodes:
         try:
             accepted = []
             thread = threading.Thread(
-                target=lambda: accepted.append(join(Member(rendezvous.address, rendezvous.token, 0)))
+                target=lambda: accepted.append(
+                    join(Member(rendezvous.address, rendezvous.token, 0))
+                )
             )
             thread.start()
             link = carrier.connect(0, 0, 60.0, threading.Event())
@@ -372,11 +398,14 @@ class TestWaitingNodes:
 
 
 class TestBackends:
-    @pytest.mark.parametrize("kind", [partial(DistributedCollector, transport="direct"), RPCCollector])
+    @pytest.mark.parametrize(
+        "kind", [partial(DistributedCollector, transport="direct"), RPCCollector]
+    )
     @pytest.mark.parametrize("backend", ["ucc", "mpi", "nccl"])
     def test_that_have_not_run(self, kind, backend):
         with pytest.raises(
-            BadOption, match=f"backend='{backend}' has not run with Muster on devices .* backend='gloo'"
+            BadOption,
+            match=f"backend='{backend}' has not run with Muster on devices .* backend='gloo'",
         ):
             kind(["CartPole-v1"], frames_per_batch=10, launcher="mp", backend=backend)
 
@@ -388,8 +417,18 @@ class TestBackends:
 class TestTorchrun:
     @pytest.mark.slow
     def test_ranks_above_0_are_nodes(self):
-        command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["src", "."])}
+        command = (
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=3",
+        )
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(["src", "."]),
+        }
         run = subprocess.run(
             [*command, "-m", "tests.fakes.link_nodes"],
             cwd=Path(__file__).parents[2],
@@ -406,7 +445,12 @@ class TestTorchrun:
             run_node(token=TOKEN)
         with pytest.raises(BadOption, match="in rank None"):
             TorchrunLauncher()
-        for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        for name, value in {
+            "RANK": "0",
+            "WORLD_SIZE": "3",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "1",
+        }.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(BadOption, match="in rank 0"):
             find_rendezvous(None, 1.0)

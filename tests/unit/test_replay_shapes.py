@@ -1,4 +1,6 @@
-"""Which batches go into which of TorchRL's buffers; the others are refused before anything is written."""
+"""Which batches go into which of TorchRL's buffers; the others are refused before anything is
+written.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +46,20 @@ PAIRS = [(storage, of) for storage in STORAGES for of in OPTIONS]
 
 
 def buffer_of(storage: str) -> Any:
-    return data.ReplayBuffer(storage=STORAGES[storage](), batch_size=4, collate_fn=lambda items: items)
+    return data.ReplayBuffer(
+        storage=STORAGES[storage](), batch_size=4, collate_fn=lambda items: items
+    )
 
 
 def collector_of(name: str, buffer: Any, **more: Any) -> Collector:
-    options = {"num_envs": 2, "frames_per_batch": 8, "total_frames": 40, "seed": 0, **OPTIONS[name], **more}
+    options = {
+        "num_envs": 2,
+        "frames_per_batch": 8,
+        "total_frames": 40,
+        "seed": 0,
+        **OPTIONS[name],
+        **more,
+    }
     return Collector(options.pop("create", lengths(2, 5)), None, replay_buffer=buffer, **options)
 
 
@@ -60,24 +71,32 @@ def rows_of(buffer: Any) -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore:.*cannot be shared")
 @pytest.mark.parametrize("layout", ["batch_major", "time_major"])
-@pytest.mark.parametrize(("storage", "name"), PAIRS, ids=[f"{storage}, {name}" for storage, name in PAIRS])
+@pytest.mark.parametrize(
+    ("storage", "name"), PAIRS, ids=[f"{storage}, {name}" for storage, name in PAIRS]
+)
 def test_a_batch_goes_into_a_buffer_or_is_refused_before_anything_is_written(storage, name, layout):
     buffer, dims = buffer_of(storage), int(storage[-1]) if storage[-1].isdigit() else 1
     too_flat = dims > DIMS.get(name, 2)
     if too_flat and name in ("cat", *PADDED):  # the options say so
-        with pytest.raises(BadOption, match=rf"batches of {dims} dimensions \(ndim={dims} .* use ndim=1"):
+        with pytest.raises(
+            BadOption, match=rf"batches of {dims} dimensions \(ndim={dims} .* use ndim=1"
+        ):
             collector_of(name, buffer, layout=layout)
         assert len(buffer) == 0
         return
     if too_flat:
         with (
             collector_of(name, buffer, layout=layout) as c,
-            pytest.raises(BadOption, match=rf"stores batches \[.*, T\] \(ndim={dims} .*, and this one is .* Use ndim="),
+            pytest.raises(
+                BadOption,
+                match=rf"stores batches \[.*, T\] \(ndim={dims} .*, and this one is .* Use ndim=",
+            ),
         ):
             c.next()
         assert len(buffer) == buffer.write_count == 0
         return
-    # Padded lines of other lengths: the longest of a batch for an item each, their number for an item per cell.
+    # Padded lines of other lengths: the longest of a batch for an item each, their number for an
+    # item per cell.
     differs = (dims == 1 or name == "split") and storage not in PER_ITEM
     with collector_of(name, buffer, layout=layout) as c:
         if name not in PADDED or not differs:
@@ -99,7 +118,9 @@ def _until_refused(collector: Collector, buffer: Any) -> int:
         try:
             collector.next()
         except BadOption:
-            with pytest.raises(BadOption, match=r"allocated .*ListStorage or a LazyStackStorage.*pad all") as caught:
+            with pytest.raises(
+                BadOption, match=r"allocated .*ListStorage or a LazyStackStorage.*pad all"
+            ) as caught:
                 collector.next()
             assert caught.value.__cause__ is None
             return items
@@ -110,7 +131,10 @@ def test_what_a_buffer_refuses_is_in_the_state_and_goes_into_another_buffer():
     with collector_of("split", buffer_of("list"), total_frames=-1) as c:
         for _ in range(8):
             c.next()
-        expected = [(row["observation"].tolist(), bool(row["collector", "mask"])) for row in rows_of(c.buffer)]
+        expected = [
+            (row["observation"].tolist(), bool(row["collector", "mask"]))
+            for row in rows_of(c.buffer)
+        ]
     small, other = buffer_of("tensors"), buffer_of("list")
     with collector_of("split", small, total_frames=-1) as c:
         _until_refused(c, small)
@@ -119,7 +143,9 @@ def test_what_a_buffer_refuses_is_in_the_state_and_goes_into_another_buffer():
         assert c.load_state_dict(state).exact
         for _ in range(3):
             c.next()
-        found = [(row["observation"].tolist(), bool(row["collector", "mask"])) for row in rows_of(other)]
+        found = [
+            (row["observation"].tolist(), bool(row["collector", "mask"])) for row in rows_of(other)
+        ]
     before = sum(len(item) for item in small[:])
     assert len(found) > before > 0
     assert found == expected[before : before + len(found)]
@@ -130,7 +156,10 @@ def test_an_episode_that_collect_asks_for_is_refused_by_a_buffer_for_environment
     with collector_of("environments", buffer, total_frames=-1) as c:
         c.collect(n_step=6)
         assert len(buffer) == 6
-        with pytest.raises(BadOption, match=r"this one is \[\d\]\. Use ndim=1, or .*neither .* nor collect\(n_episode"):
+        with pytest.raises(
+            BadOption,
+            match=r"this one is \[\d\]\. Use ndim=1, or .*neither .* nor collect\(n_episode",
+        ):
             c.collect(n_episode=1)
         assert len(buffer) == 6
         assert_accounted(c)
@@ -140,18 +169,32 @@ def test_an_episode_that_collect_asks_for_is_refused_by_a_buffer_for_environment
     ("env", "options", "message"),
     [
         ("CartPole-v1", {}, "batches of one environment have one: pass num_envs=1"),
-        ("CartPole-v1", {"trajs_per_batch": 2, "num_envs": 2}, "follow one another in one: use ndim=1"),
-        (counting(3), {"trajs_per_batch": 2, "traj_format": "cat"}, "follow one another in one: use ndim=1"),
+        (
+            "CartPole-v1",
+            {"trajs_per_batch": 2, "num_envs": 2},
+            "follow one another in one: use ndim=1",
+        ),
+        (
+            counting(3),
+            {"trajs_per_batch": 2, "traj_format": "cat"},
+            "follow one another in one: use ndim=1",
+        ),
     ],
 )
 def test_options_that_contradict_a_storage_are_refused(env, options, message):
-    with pytest.raises(BadOption, match=rf"replay_buffer stores batches of 2 dimensions \(ndim=2 .*{message}"):
+    with pytest.raises(
+        BadOption, match=rf"replay_buffer stores batches of 2 dimensions \(ndim=2 .*{message}"
+    ):
         Collector(env, None, frames_per_batch=8, replay_buffer=buffer_of("tensors 2"), **options)
 
 
 def test_a_postproc_may_give_what_the_options_do_not():
     buffer = buffer_of("tensors 2")
-    options: Any = {"num_envs": None, "create": "CartPole-v1", "postproc": lambda batch: batch.unsqueeze(0)}
+    options: Any = {
+        "num_envs": None,
+        "create": "CartPole-v1",
+        "postproc": lambda batch: batch.unsqueeze(0),
+    }
     with collector_of("environments", buffer, **options) as c:
         list(c)
     assert buffer.storage.shape == (40, 1)
@@ -167,7 +210,10 @@ def test_groups_of_other_sizes_are_refused_by_a_buffer_for_environments():
     kwargs["frames_per_batch"] = 9
     with (
         Collector(envs[0], None, num_envs=3, frames_per_batch=9, replay_buffer=buffer) as c,
-        pytest.raises(BadOption, match=r"for batches \[2, any\], and this one is \[3, 3\]\. Use a buffer for each"),
+        pytest.raises(
+            BadOption,
+            match=r"for batches \[2, any\], and this one is \[3, 3\]\. Use a buffer for each",
+        ),
     ):
         c.next()
     assert len(buffer) == 8
@@ -185,7 +231,9 @@ def test_the_shape_of_three_dimensions_is_told_in_the_order_of_batches():
 
 
 def test_a_buffer_that_grows_along_environments_needs_one_length():
-    buffer = data.ReplayBuffer(storage=data.LazyTensorStorage(ROOM, ndim=2), batch_size=4, dim_extend=0)
+    buffer = data.ReplayBuffer(
+        storage=data.LazyTensorStorage(ROOM, ndim=2), batch_size=4, dim_extend=0
+    )
     sink = ReplaySink(buffer)
     sink.write(TensorDict({"a": torch.ones(2, 5)}, [2, 5]))
     sink.write(TensorDict({"a": torch.ones(3, 5)}, [3, 5]))
@@ -201,7 +249,10 @@ def test_another_kind_of_environment_is_refused_by_name_of_the_column():
         list(c)
     with (
         Collector("CartPole-v1", None, num_envs=2, frames_per_batch=8, replay_buffer=buffer) as c,
-        pytest.raises(BadOption, match=r"'observation' with shape \[2\] per item, and in this batch it has \[4\]"),
+        pytest.raises(
+            BadOption,
+            match=r"'observation' with shape \[2\] per item, and in this batch it has \[4\]",
+        ),
     ):
         c.next()
     assert len(buffer) == buffer.write_count == 40
@@ -238,10 +289,16 @@ def uncertain(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Any]]:
 
 def test_errors_of_buffers_that_cannot_be_looked_at_are_explained(uncertain):
     flat = uncertain("tensors 2")
-    with collector_of("one", flat) as c, pytest.raises(BadOption, match="stores batches .environments, T.") as caught:
+    with (
+        collector_of("one", flat) as c,
+        pytest.raises(BadOption, match="stores batches .environments, T.") as caught,
+    ):
         c.next()
     assert isinstance(caught.value.__cause__, ValueError), "TorchRL's own error"
-    with collector_of("split", uncertain("tensors")) as c, pytest.raises(BadOption, match="allocated its items"):
+    with (
+        collector_of("split", uncertain("tensors")) as c,
+        pytest.raises(BadOption, match="allocated its items"),
+    ):
         list(c)
 
 

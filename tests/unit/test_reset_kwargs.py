@@ -19,7 +19,9 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "reset": lambda c: c.reset(seed=3),
     "reset of one": lambda c: c.reset([0], seed=3),
     "collect": lambda c: c.collect(n_step=4, reset_before_collect=True, reset_kwargs={"seed": 3}),
-    "collect_batch": lambda c: c.collect_batch(n_episode=2, reset_kwargs={"seed": 3, "options": {}}),
+    "collect_batch": lambda c: c.collect_batch(
+        n_episode=2, reset_kwargs={"seed": 3, "options": {}}
+    ),
 }
 
 
@@ -85,7 +87,10 @@ ENVS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("kind", ENVS)
 def test_every_kind_of_environment_refuses_it(kind):
-    with Collector(ENVS[kind](), None, frames_per_batch=4) as collector, pytest.raises(BadOption, match=REMEDY):
+    with (
+        Collector(ENVS[kind](), None, frames_per_batch=4) as collector,
+        pytest.raises(BadOption, match=REMEDY),
+    ):
         collector.reset(seed=3)
 
 
@@ -111,7 +116,9 @@ def test_nothing_was_done_when_it_is_refused():
             before = [len(env.resets) for env in made]
             with pytest.raises(BadOption, match=REMEDY):
                 call(collector)
-            assert collector.rollout()["observation"][:, 0, 1].tolist() == [2, 2], "in the same episode"
+            assert collector.rollout()["observation"][:, 0, 1].tolist() == [2, 2], (
+                "in the same episode"
+            )
             assert [len(env.resets) for env in made] == [n + 1 for n in before], "after its end"
 
 
@@ -119,9 +126,14 @@ def test_torchrls_layer_takes_a_seed():
     envs = pytest.importorskip("torchrl.envs")
     from muster.compat.torchrl import Collector as TorchRLCollector
 
-    with pytest.raises(BadOption, match=REMEDY), Collector(envs.GymEnv("CartPole-v1"), None) as collector:
+    with (
+        pytest.raises(BadOption, match=REMEDY),
+        Collector(envs.GymEnv("CartPole-v1"), None) as collector,
+    ):
         collector.reset(seed=3)
-    collector = TorchRLCollector(envs.GymEnv("CartPole-v1"), None, frames_per_batch=4, total_frames=-1)
+    collector = TorchRLCollector(
+        envs.GymEnv("CartPole-v1"), None, frames_per_batch=4, total_frames=-1
+    )
     collector.reset(seed=3)
     first = next(iter(collector))["observation"][0].clone()
     collector.shutdown()

@@ -1,4 +1,6 @@
-"""Exact resume: from any point on, and in a new process, the same bits; where that cannot be, a report that says so."""
+"""Exact resume: from any point on, and in a new process, the same bits; where that cannot be, a
+report that says so.
+"""
 
 from __future__ import annotations
 
@@ -91,9 +93,16 @@ def make(env: Any, policy: Any, **options: Any) -> Collector:
 
 
 def goes_on(
-    of: Callable[[], Collector], before: int, *, path: Path | None = None, used: int = 0, trust: bool = False
+    of: Callable[[], Collector],
+    before: int,
+    *,
+    path: Path | None = None,
+    used: int = 0,
+    trust: bool = False,
 ) -> None:
-    """Save after ``before`` batches and load into another collector, which has made ``used``; compare what follows."""
+    """Save after ``before`` batches and load into another collector, which has made ``used``;
+    compare what follows.
+    """
     with of() as first, of() as second:
         for _ in range(before):
             first.rollout()
@@ -115,14 +124,19 @@ def goes_on(
         return report
 
 
-# --- bit by bit ------------------------------------------------------------------------------------
+# --- bit by bit -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_arrangement_goes_on_bit_by_bit(shape, policy, tmp_path):
     env, options = SHAPES[shape]
-    goes_on(lambda: make(env, POLICIES[policy](4), **options), 2, path=tmp_path / FILE, trust=shape == "vector")
+    goes_on(
+        lambda: make(env, POLICIES[policy](4), **options),
+        2,
+        path=tmp_path / FILE,
+        trust=shape == "vector",
+    )
 
 
 @settings(max_examples=25)
@@ -182,7 +196,7 @@ def test_torchrls_version_counter_is_restored():
         assert second_counter.version == first_counter.version
 
 
-# --- whole episodes --------------------------------------------------------------------------------
+# --- whole episodes -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["cat", "pad"])
@@ -212,7 +226,9 @@ def test_whole_episodes_that_are_held_come_later(layout, before, tmp_path):
 
 def test_an_episode_whose_environment_is_lost_is_dropped():
     def of() -> Collector:
-        return make(Unpicklable, None, num_envs=2, frames_per_batch=12, total_frames=120, trajs_per_batch=2)
+        return make(
+            Unpicklable, None, num_envs=2, frames_per_batch=12, total_frames=120, trajs_per_batch=2
+        )
 
     with of() as first, of() as second:
         next(iter(first))
@@ -227,7 +243,9 @@ def test_an_episode_whose_environment_is_lost_is_dropped():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="kills processes")
 def test_a_worker_that_is_restarted_after_a_load_has_the_same_columns_as_the_others():
-    with MultiSyncCollector([Unpicklable] * 2, None, frames_per_batch=12, on_failure="restart") as collector:
+    with MultiSyncCollector(
+        [Unpicklable] * 2, None, frames_per_batch=12, on_failure="restart"
+    ) as collector:
         collector.next()
         assert set(collector.load_state_dict(collector.state_dict()).not_restored) == {0, 1}
         os.kill(collector.stats().workers[0].pid, signal.SIGKILL)
@@ -237,7 +255,7 @@ def test_a_worker_that_is_restarted_after_a_load_has_the_same_columns_as_the_oth
         assert collector.stats().restarts == 1
 
 
-# --- errors in the middle --------------------------------------------------------------------------
+# --- errors in the middle -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["env", "policy"])
@@ -268,7 +286,9 @@ def test_rows_that_an_error_had_cut_short_are_not_restored_and_said_so(kind):
         assert batch[MARK].tolist() == [True] + [False] * 5
         assert second.stats().discarded["not_saved"] == 2
         assert_accounted(second)
-        assert column(first.rollout(), "next", "reward")[:2] == [7, 8], "saving changed nothing here"
+        assert column(first.rollout(), "next", "reward")[:2] == [7, 8], (
+            "saving changed nothing here"
+        )
 
 
 def test_an_unfinished_batch_of_the_loading_collector_is_given_up_and_counted():
@@ -288,7 +308,7 @@ def test_an_unfinished_batch_of_the_loading_collector_is_given_up_and_counted():
         assert_accounted(second)
 
 
-# --- what cannot be restored -----------------------------------------------------------------------
+# --- what cannot be restored ----------------------------------------------------------------------
 
 
 class Unpicklable(CountingEnv):
@@ -312,7 +332,10 @@ class Helper:
 
 
 def test_environments_that_cannot_be_saved_begin_anew_and_are_marked():
-    with make(Unpicklable, None, num_envs=2) as first, make(Unpicklable, None, num_envs=2) as second:
+    with (
+        make(Unpicklable, None, num_envs=2) as first,
+        make(Unpicklable, None, num_envs=2) as second,
+    ):
         first.rollout()
         report = second.load_state_dict(first.state_dict())
         assert not report.exact
@@ -331,12 +354,18 @@ def test_environments_that_cannot_be_saved_begin_anew_and_are_marked():
 
 def test_steps_join_rollouts_of_before_and_after_the_load_of_a_part():
     def made() -> MultiAsyncCollector:
-        return MultiAsyncCollector([Unpicklable], None, frames_per_batch=4, seed=0, backend="threads")
+        return MultiAsyncCollector(
+            [Unpicklable], None, frames_per_batch=4, seed=0, backend="threads"
+        )
 
     with made() as first, made() as second:
         first.next()
         state = first.state_dict()
-        before = sum(result["frames"] for rollout in state["source"]["rollouts"] for result in rollout["results"])
+        before = sum(
+            result["frames"]
+            for rollout in state["source"]["rollouts"]
+            for result in rollout["results"]
+        )
         assert before
         assert set(second.load_state_dict(state).not_restored) == {0}
         batch = second.collect_batch(n_step=before + 4)[0]
@@ -374,7 +403,7 @@ def test_a_pickle_needs_trust(tmp_path):
             assert_same(expected, batch, ignore=(MARK,))
 
 
-# --- wrong, damaged --------------------------------------------------------------------------------
+# --- wrong, damaged -------------------------------------------------------------------------------
 
 
 def test_a_function_is_noted():
@@ -406,7 +435,11 @@ OTHERS: dict[str, Callable[[], Collector]] = {
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_state_of_another_collector_is_refused_and_nothing_changes(other):
     policy = None if other == "actions" else Global()
-    with make(counting(5), policy, num_envs=2) as first, OTHERS[other]() as second, OTHERS[other]() as untouched:
+    with (
+        make(counting(5), policy, num_envs=2) as first,
+        OTHERS[other]() as second,
+        OTHERS[other]() as untouched,
+    ):
         for c in (first, second, untouched):
             c.rollout()
         with pytest.raises(BadCheckpoint, match="Nothing was changed"):
@@ -436,9 +469,14 @@ def test_weights_that_do_not_fit_change_nothing(other):
         assert second.stats().frames == 0
 
 
-@pytest.mark.parametrize("state", [None, {}, 3, {"format": 0}, {"policy_state_dict": None}], ids=str)
+@pytest.mark.parametrize(
+    "state", [None, {}, 3, {"format": 0}, {"policy_state_dict": None}], ids=str
+)
 def test_what_is_no_state_is_refused(state):
-    with make(counting(5), None) as c, pytest.raises(BadCheckpoint, match="no state of a collector"):
+    with (
+        make(counting(5), None) as c,
+        pytest.raises(BadCheckpoint, match="no state of a collector"),
+    ):
         c.load_state_dict(state)
 
 
@@ -460,11 +498,14 @@ def test_a_missing_or_damaged_file_is_refused_and_nothing_changes(tmp_path):
 
 def test_a_state_from_a_foreign_checkpoint_file_is_refused(tmp_path):
     muster.save_state(tmp_path / FILE, {"weights": torch.ones(2)})
-    with make(counting(5), None) as c, pytest.raises(BadCheckpoint, match="no state of a collector"):
+    with (
+        make(counting(5), None) as c,
+        pytest.raises(BadCheckpoint, match="no state of a collector"),
+    ):
         c.load_state_dict(tmp_path)
 
 
-# --- workers that go on while the user trains -------------------------------------------------------
+# --- workers that go on while the user trains -----------------------------------------------------
 
 
 def steps(batch: Any) -> list[int]:
@@ -478,7 +519,10 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "rollout": lambda c: c.rollout(),
     "collect": lambda c: c.collect_batch(n_step=4)[0],
 }
-ORDERS = [["next", "rollout", "collect", "next"], ["collect", "collect", "next", "rollout", "next", "next"]]
+ORDERS = [
+    ["next", "rollout", "collect", "next"],
+    ["collect", "collect", "next", "rollout", "next", "next"],
+]
 
 
 def in_threads(cls: Any, env: Any = ENDLESS, **options: Any) -> Any:
@@ -527,7 +571,9 @@ def test_a_state_changes_no_episodes(amount):
     """Groups of episodes are those that there would be; only what was given is delivered."""
     runs = []
     for saves in (False, True):
-        options = {"trajs_per_batch": 2, "frames_per_batch": 14} if amount == "trajs_per_batch" else {}
+        options = (
+            {"trajs_per_batch": 2, "frames_per_batch": 14} if amount == "trajs_per_batch" else {}
+        )
         with in_threads(AsyncCollector, ChainEnv, **options) as c:
             groups, frames = [], 0
             for _ in range(5):
@@ -584,7 +630,9 @@ def test_rollouts_that_wait_come_with_all_that_belongs_to_them(options, tmp_path
         assert c.load_state_dict(tmp_path / FILE).exact
         for (batch, *rest), (of_batch, *of_rest) in zip(take(c), expected, strict=True):
             assert batch["word"] == of_batch["word"]
-            assert_same(batch.exclude("word", ("next", "word")), of_batch.exclude("word", ("next", "word")))
+            assert_same(
+                batch.exclude("word", ("next", "word")), of_batch.exclude("word", ("next", "word"))
+            )
             assert str(rest) == str(of_rest)
         assert_accounted(c)
 
@@ -644,7 +692,12 @@ def test_a_step_that_a_buffer_has_refused_is_not_delivered_yet():
             self.steps.append(row["observation"][0, -1].item())
 
     buffer = Refuses(2)
-    options = {"num_envs": 2, "frames_per_batch": 8, "extend_buffer": False, "replay_buffer": buffer}
+    options = {
+        "num_envs": 2,
+        "frames_per_batch": 8,
+        "extend_buffer": False,
+        "replay_buffer": buffer,
+    }
     with make(counting(30), None, **options) as c:
         with pytest.raises(ValueError, match="full"):
             c.next()
@@ -683,7 +736,11 @@ class Labelled(gymnasium.Env[Any, Any]):
     "options", [{"trajs_per_batch": 1}, {"on_batch": lambda batch: None}], ids=["episodes", "hook"]
 )
 def test_rows_of_a_state_are_where_the_batches_are(tmp_path, storing_device, options):
-    given = {"frames_per_batch": 7, "storing_device": storing_device, "info": {"text": gymnasium.spaces.Text(9)}}
+    given = {
+        "frames_per_batch": 7,
+        "storing_device": storing_device,
+        "info": {"text": gymnasium.spaces.Text(9)},
+    }
     given |= options
     with make(Labelled, None, **given) as first:
         first.next()
@@ -710,7 +767,9 @@ def test_records_of_episodes_are_those_of_the_batch_that_the_user_has(options):
         for _ in range(3):
             batch = c.next()
             if options == {"trajs_per_batch": 2}:
-                assert [record.traj_id for record in c.episodes] == batch["collector", "traj_ids"].unique().tolist()
+                assert [record.traj_id for record in c.episodes] == batch[
+                    "collector", "traj_ids"
+                ].unique().tolist()
                 assert [record.length for record in c.episodes] == [3, 3]
             elif options:
                 assert len(c.episodes) in (4, 6), "of all its steps"
@@ -748,7 +807,7 @@ def test_weights_of_which_only_some_fit_are_loaded_where_that_is_asked_for():
         assert "'old.weight'] of the state are not in the policy" in str(report)
 
 
-# --- files -----------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def test_autosave_writes_a_state_from_which_it_goes_on(tmp_path):
@@ -789,7 +848,10 @@ def test_a_new_process_goes_on_bit_by_bit(tmp_path):
         for _ in range(3):
             c.rollout()
         muster.save_state(tmp_path / FILE, c.state_dict())
-        expected = [[b[k].tolist() for k in ("observation", "action")] for b in (c.rollout() for _ in range(3))]
+        expected = [
+            [b[k].tolist() for k in ("observation", "action")]
+            for b in (c.rollout() for _ in range(3))
+        ]
     root = str(Path(__file__).parents[2])
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / FILE), root]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)

@@ -14,12 +14,22 @@ from hypothesis import strategies as st
 import muster
 from muster import Collector
 from muster.testing import ChainEnv, CountingEnv
-from tests.tools import assert_accounted, assert_chain, assert_same, collect, column, counting, recorded
+from tests.tools import (
+    assert_accounted,
+    assert_chain,
+    assert_same,
+    collect,
+    column,
+    counting,
+    recorded,
+)
 
 
 def choose(obs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A stochastic policy in torch, with an extra."""
-    logits = torch.stack([obs[..., 1].float().sin(), obs[..., 2].float().cos(), torch.ones(obs.shape[:-1])], -1)
+    logits = torch.stack(
+        [obs[..., 1].float().sin(), obs[..., 2].float().cos(), torch.ones(obs.shape[:-1])], -1
+    )
     distribution = torch.distributions.Categorical(logits=logits)
     action = distribution.sample()
     return action, {"action_log_prob": distribution.log_prob(action)}
@@ -34,7 +44,7 @@ def head() -> Any:
 POLICIES = {"random": lambda: None, "function": lambda: choose, "head": head}
 
 
-# --- batches ---------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -61,11 +71,22 @@ def test_data_do_not_depend_on_where_batches_begin(policy, T, limit):
     reset_each=st.booleans(),
     order=st.sampled_from(["batch_major", "time_major"]),
 )
-def test_every_batch_is_a_chain_and_every_frame_is_accounted_for(B, groups, T, ends, limit, resets, reset_each, order):
-    factories: Any = (lambda: ChainEnv(ends)) if groups is None else [lambda: ChainEnv(ends)] * groups
+def test_every_batch_is_a_chain_and_every_frame_is_accounted_for(
+    B, groups, T, ends, limit, resets, reset_each, order
+):
+    factories: Any = (
+        (lambda: ChainEnv(ends)) if groups is None else [lambda: ChainEnv(ends)] * groups
+    )
     total = (B or 1) * (groups or 1)
-    options = {"reset_at_each_iter": reset_each, "max_frames_per_traj": limit, "layout": order, "seed": 0}
-    with Collector(factories, choose, num_envs=B, frames_per_batch=T * total, **options) as collector:
+    options = {
+        "reset_at_each_iter": reset_each,
+        "max_frames_per_traj": limit,
+        "layout": order,
+        "seed": 0,
+    }
+    with Collector(
+        factories, choose, num_envs=B, frames_per_batch=T * total, **options
+    ) as collector:
         finished: dict[int, int] = {}
         open_ids: set[int] = set()
         for n in range(5):
@@ -94,7 +115,7 @@ def test_every_batch_is_a_chain_and_every_frame_is_accounted_for(B, groups, T, e
         assert collector.stats().discarded == {}
 
 
-# --- ends of episodes ------------------------------------------------------------------------------
+# --- ends of episodes -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("truncate", [False, True])
@@ -103,7 +124,12 @@ def test_terminated_and_truncated_are_not_mixed_up(truncate):
     assert column(batch, "next", "terminated") == [False, not truncate] * 2
     assert column(batch, "next", "truncated") == [False, truncate] * 2
     assert column(batch, "next", "done") == [False, True] * 2
-    assert column(batch, "terminated") == column(batch, "truncated") == column(batch, "done") == [False] * 4
+    assert (
+        column(batch, "terminated")
+        == column(batch, "truncated")
+        == column(batch, "done")
+        == [False] * 4
+    )
 
 
 def test_reset_at_each_iter_does_not_reset_twice_what_just_ended():
@@ -112,7 +138,7 @@ def test_reset_at_each_iter_does_not_reset_twice_what_just_ended():
     assert len(made[0].seeds) <= 4
 
 
-# --- episodes --------------------------------------------------------------------------------------
+# --- episodes -------------------------------------------------------------------------------------
 
 
 def test_episode_records_are_the_environments_own():
@@ -136,10 +162,12 @@ def test_episode_records_are_the_environments_own():
     assert stats.executed == sum(env.executed for env in made) == 120
 
 
-# --- groups and warm-up ----------------------------------------------------------------------------
+# --- groups and warm-up ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("wanted", "random_batches"), [(None, 0), (-1, 0), (0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
+@pytest.mark.parametrize(
+    ("wanted", "random_batches"), [(None, 0), (-1, 0), (0, 0), (1, 1), (4, 1), (5, 2), (8, 2)]
+)
 def test_init_random_frames_are_rounded_up_to_whole_batches(wanted, random_batches):
     calls = []
 
@@ -147,13 +175,17 @@ def test_init_random_frames_are_rounded_up_to_whole_batches(wanted, random_batch
         calls.append(1)
         return torch.tensor(0)
 
-    with Collector(counting(3), policy, frames_per_batch=4, total_frames=16, init_random_frames=wanted, seed=0) as c:
+    with Collector(
+        counting(3), policy, frames_per_batch=4, total_frames=16, init_random_frames=wanted, seed=0
+    ) as c:
         batches, paths = [], []
         for batch in c:
             batches.append(batch)
             paths.append(c.stats().policy_path)
     assert paths == ["random"] * random_batches + ["module"] * (4 - random_batches)
-    assert len(calls) == (random_batches > 0) + 4 * (4 - random_batches), "and once to see what it returns"
+    assert len(calls) == (random_batches > 0) + 4 * (4 - random_batches), (
+        "and once to see what it returns"
+    )
     acted = torch.cat([batch["action"] for batch in batches[:random_batches] or batches])
     assert bool(acted.any()) == bool(random_batches)
     assert [r for b in batches for r in column(b, "next", "reward")] == [1, 2, 3] * 5 + [1]
@@ -161,7 +193,9 @@ def test_init_random_frames_are_rounded_up_to_whole_batches(wanted, random_batch
 
 @pytest.mark.parametrize("width", [1, 40_000])
 def test_next_observations_are_copied_in_pieces_of_any_size(width):
-    """Small observations are copied at the end of the rollout, large ones while they are in the cache."""
+    """Small observations are copied at the end of the rollout, large ones while they are in the
+    cache.
+    """
 
     class Wide(CountingEnv):
         def __init__(self) -> None:

@@ -54,7 +54,7 @@ class TestCartPoleInWrappers(EnvContract):
         return Sb3VectorEnv(sb3.VecNormalize(sb3.VecFrameStack(sb3.VecMonitor(env), 2)))
 
 
-# --- transitions -----------------------------------------------------------------------------------
+# --- transitions ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
@@ -86,9 +86,14 @@ def test_wrappers_in_wrappers(cut):
     options = {"frames_per_batch": 90, "seed": 0, "batches": 2, **cut}
 
     def wrap(env: Any) -> Any:
-        return sb3.VecMonitor(sb3.VecFrameStack(sb3.VecExtractDictObs(sb3.VecMonitor(env), "chain"), 3))
+        return sb3.VecMonitor(
+            sb3.VecFrameStack(sb3.VecExtractDictObs(sb3.VecMonitor(env), "chain"), 3)
+        )
 
-    assert_same(collect(vector(DictChain, wrap=wrap), **options), collect(StackedChain, num_envs=3, **options))
+    assert_same(
+        collect(vector(DictChain, wrap=wrap), **options),
+        collect(StackedChain, num_envs=3, **options),
+    )
 
 
 @pytest.mark.parametrize("cut", [{}, CUT], ids=["whole", "cut"])
@@ -100,7 +105,9 @@ def test_stacks_of_dicts_and_transposed_images(cut):
 
         def __init__(self) -> None:
             super().__init__()
-            self.observation_space = spaces.Box(0, 255, (1, 3, 40) if self.transposed else (3, 40, 1), np.uint8)
+            self.observation_space = spaces.Box(
+                0, 255, (1, 3, 40) if self.transposed else (3, 40, 1), np.uint8
+            )
 
         def _image(self, obs: Any) -> Any:
             image = np.zeros((3, 40, 1), np.uint8)
@@ -122,11 +129,18 @@ def test_stacks_of_dicts_and_transposed_images(cut):
     got = collect(vector(Images, 2, sb3.VecTransposeImage), **options)
     assert_same(got, collect(Transposed, num_envs=2, **options))
     stacked = collect(vector(DictChain, 2, partial(sb3.VecFrameStack, n_stack=3)), **options)
-    assert torch.equal(stacked["chain"], collect(StackedChain, num_envs=2, **options)["observation"])
+    assert torch.equal(
+        stacked["chain"], collect(StackedChain, num_envs=2, **options)["observation"]
+    )
 
 
 def test_composite_actions_reach_the_environments():
-    space = spaces.Dict({"a": spaces.Discrete(10), "b": spaces.Tuple((spaces.Box(-1, 1, (2,)), spaces.MultiBinary(2)))})
+    space = spaces.Dict(
+        {
+            "a": spaces.Discrete(10),
+            "b": spaces.Tuple((spaces.Box(-1, 1, (2,)), spaces.MultiBinary(2))),
+        }
+    )
     factory, made = recorded(lambda: SpaceEnv(spaces.Discrete(2), space))
     batch = collect(vector(factory, 2), frames_per_batch=6, validate="full")
     for b, env in enumerate(made[-2:]):
@@ -136,7 +150,7 @@ def test_composite_actions_reach_the_environments():
             assert batch["action", "b", "0"][b, t].tolist() == action["b"][0].tolist()
 
 
-# --- resets of some --------------------------------------------------------------------------------
+# --- resets of some -------------------------------------------------------------------------------
 
 
 def test_seeds_in_a_list_and_with_a_mask():
@@ -181,7 +195,11 @@ def test_statistics_take_in_the_first_observations_of_a_masked_reset():
     assert norm.returns.tolist() == [returns[0], 0, 0]
     assert obs.dtype == np.float32
     raw = np.array([9, 0], np.float32)
-    assert np.allclose(obs[1:, :2], ((raw - norm.obs_rms.mean[:2]) / np.sqrt(norm.obs_rms.var[:2] + 1e-8)), atol=1e-5)
+    assert np.allclose(
+        obs[1:, :2],
+        ((raw - norm.obs_rms.mean[:2]) / np.sqrt(norm.obs_rms.var[:2] + 1e-8)),
+        atol=1e-5,
+    )
     norm.training, count = False, norm.obs_rms.count
     env.reset(options={"reset_mask": np.array([False, True, True])})
     assert norm.obs_rms.count == count
@@ -207,9 +225,9 @@ def test_normalized_observations_have_the_dtype_and_bounds_that_they_have():
         assert batch["observation"].dtype == torch.float32
         assert batch["next", "observation"].min() < 0
         ends = batch["next", "done"][:, :-1, 0]
-        assert torch.equal(batch["next", "observation"][:, :-1][~ends], batch["observation"][:, 1:][~ends]), (
-            "the policy acts on what the batch shows"
-        )
+        assert torch.equal(
+            batch["next", "observation"][:, :-1][~ends], batch["observation"][:, 1:][~ends]
+        ), "the policy acts on what the batch shows"
     plain = vector(Wide, wrap=lambda env: sb3.VecNormalize(env, norm_obs=False))()
     assert plain.single_observation_space == spaces.Box(0, 6, (2,), np.float64)
 
@@ -223,7 +241,7 @@ def test_normalized_dicts_change_the_keys_that_are_normalized():
     assert batch["next", "t"].min() < 0
 
 
-# --- what is not SB3's own -------------------------------------------------------------------------
+# --- what is not SB3's own ------------------------------------------------------------------------
 
 
 def test_wrappers_of_others_are_taken_as_long_as_nothing_is_reset_alone():
@@ -235,7 +253,9 @@ def test_wrappers_of_others_are_taken_as_long_as_nothing_is_reset_alone():
 
 def test_wrappers_of_others_cannot_be_reset_alone():
     env = vector(wrap=lambda env: sb3.VecMonitor(Strange(env)))()
-    with pytest.raises(UnsupportedEnv, match=r"VecMonitor: environments \[1\].*what Strange keeps.*TimeLimit"):
+    with pytest.raises(
+        UnsupportedEnv, match=r"VecMonitor: environments \[1\].*what Strange keeps.*TimeLimit"
+    ):
         env.reset(options={"reset_mask": np.array([False, True, False])})
     with pytest.raises(MusterError, match="Strange keeps"):
         collect(vector(wrap=Strange), frames_per_batch=60, **CUT)
@@ -255,7 +275,7 @@ def test_vector_environments_of_others_may_not_tell_the_last_observation():
     assert column(batch, "next", "terminated") == [[False, True, False, True]] * 2
 
 
-# --- the rest --------------------------------------------------------------------------------------
+# --- the rest -------------------------------------------------------------------------------------
 
 
 def test_sb3_environments_are_recognised_wrapped_or_not():

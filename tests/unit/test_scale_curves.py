@@ -21,7 +21,9 @@ def test_growth_is_that_of_one_doubling():
 
 
 def test_where_the_bare_loop_more_than_doubles_as_much_more_is_allowed():
-    ((times, allowed, _),) = growth([point(1, 2.0, of_bare=2.0), point(2, 6.0, of_bare=2.0)], "cost_us")
+    ((times, allowed, _),) = growth(
+        [point(1, 2.0, of_bare=2.0), point(2, 6.0, of_bare=2.0)], "cost_us"
+    )
     assert times == 3.0
     assert allowed == pytest.approx(3.3)
 
@@ -39,7 +41,10 @@ def test_a_slot_that_more_than_doubles_is_a_cliff_unless_it_is_small():
 
 
 def test_the_cheaper_points_of_two_measurements_count():
-    assert least([point(1, 1.0), point(2, 9.0)], [point(1, 2.0), point(2, 3.0)]) == [point(1, 1.0), point(2, 3.0)]
+    assert least([point(1, 1.0), point(2, 9.0)], [point(1, 2.0), point(2, 3.0)]) == [
+        point(1, 1.0),
+        point(2, 3.0),
+    ]
 
 
 def test_sizes_double_up_to_the_last():
@@ -51,7 +56,9 @@ def test_the_least_time_of_all_rounds_counts_or_the_mean_of_work_ahead():
     for ahead, cost in ((False, 3e6), (True, 4e6)):
         times = iter([0.0, 1.0] * 3 + [0.0, 5.0, 0.0, 3.0, 0.0, 4.0])
         subject = Subject(1, lambda: None, 2, clock=lambda times=times: next(times), ahead=ahead)
-        assert measure([subject], rounds=3, seconds=0.0) == [{"x": 1, "cost_us": cost, "us_per_frame": cost / 2}]
+        assert measure([subject], rounds=3, seconds=0.0) == [
+            {"x": 1, "cost_us": cost, "us_per_frame": cost / 2}
+        ]
 
 
 def test_the_memory_of_a_slot_is_counted_once():

@@ -1,4 +1,6 @@
-"""The programs that the second seed document prints for collectors on many machines, with the data they must give."""
+"""The programs that the second seed document prints for collectors on many machines, with the data
+they must give.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ import pytest
 import torch
 from tensordict.nn import TensorDictModule
 
-from muster import Collector, DistributedCollector, MultiAsyncCollector, MultiSyncCollector, RayCollector, RPCCollector
+from muster import (
+    Collector,
+    DistributedCollector,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+    RayCollector,
+    RPCCollector,
+)
 from muster.errors import BadOption
 from muster.weights import DistributedWeightSyncScheme, RayWeightSyncScheme, RPCWeightSyncScheme
 from tests.fakes.netns import listening
@@ -32,8 +41,14 @@ from torchrl.envs.libs.gym import GymEnv
 from tests.fakes.pendulum import env_maker, linear
 
 __all__ = ["ray_cluster"]  # a fixture
-needs_rpc = pytest.mark.skipif(not torch.distributed.rpc.is_available(), reason="this PyTorch has no RPC")
-STEP_COUNT, TRAJ_IDS, VERSION = "step_count", ("collector", "traj_ids"), ("collector", "policy_version")
+needs_rpc = pytest.mark.skipif(
+    not torch.distributed.rpc.is_available(), reason="this PyTorch has no RPC"
+)
+STEP_COUNT, TRAJ_IDS, VERSION = (
+    "step_count",
+    ("collector", "traj_ids"),
+    ("collector", "policy_version"),
+)
 
 
 class Learner:
@@ -45,7 +60,9 @@ class Learner:
 
     def acted_in(self, batch: Any) -> bool:
         with torch.no_grad():
-            return torch.allclose(self.policy.module(batch["observation"].clone()), batch["action"], atol=1e-6)
+            return torch.allclose(
+                self.policy.module(batch["observation"].clone()), batch["action"], atol=1e-6
+            )
 
     def train(self, batch: Any) -> None:
         self.optimizer.zero_grad()
@@ -60,7 +77,7 @@ def zero(policy: TensorDictModule, bias: float) -> None:
         policy.module.bias.fill_(bias)
 
 
-# --- the constructors -------------------------------------------------------------------------------
+# --- the constructors -----------------------------------------------------------------------------
 
 COMMON = {
     "policy": None,
@@ -81,7 +98,9 @@ PRINTED = {
     DistributedCollector: COMMON
     | LAUNCHED
     | {"slurm_kwargs": None, "storing_device": None, "env_device": None, "policy_device": None},
-    RPCCollector: COMMON | LAUNCHED | {"visible_devices": None, "tensorpipe_options": None, "trajs_per_batch": None},
+    RPCCollector: COMMON
+    | LAUNCHED
+    | {"visible_devices": None, "tensorpipe_options": None, "trajs_per_batch": None},
     RayCollector: COMMON
     | {"ray_init_config": None, "remote_configs": None, "num_collectors": None}
     | {"replay_buffer": None, "trajs_per_batch": None},
@@ -112,18 +131,33 @@ def test_printed_defaults_can_be_given() -> None:
 
 @pytest.mark.parametrize(
     ("given", "workers"),
-    [("single", 1), ("sync", 2), ("async", 2), (Collector, 1), (MultiSyncCollector, 2), (MultiAsyncCollector, 2)],
+    [
+        ("single", 1),
+        ("sync", 2),
+        ("async", 2),
+        (Collector, 1),
+        (MultiSyncCollector, 2),
+        (MultiAsyncCollector, 2),
+    ],
 )
 def test_every_collector_class(given: Any, workers: int) -> None:
-    options: dict[str, Any] = {"collector_class": given, "num_workers_per_collector": workers, "launcher": "mp"}
-    with DistributedCollector([env_maker], linear(), frames_per_batch=20, seed=1, **options) as collector:
+    options: dict[str, Any] = {
+        "collector_class": given,
+        "num_workers_per_collector": workers,
+        "launcher": "mp",
+    }
+    with DistributedCollector(
+        [env_maker], linear(), frames_per_batch=20, seed=1, **options
+    ) as collector:
         batch = collector.next()
         assert len(collector.stats().workers) == workers
     joint = given in ("sync", MultiSyncCollector)
-    assert batch.shape == ((2, 10) if joint else (20,)), "a synchronous node joins what its workers did"
+    assert batch.shape == ((2, 10) if joint else (20,)), (
+        "a synchronous node joins what its workers did"
+    )
 
 
-# --- DistributedCollector ---------------------------------------------------------------------------
+# --- DistributedCollector -------------------------------------------------------------------------
 
 
 def test_distributed_collector() -> None:
@@ -183,7 +217,9 @@ def test_the_nodes_of_a_batch_get_weights_after_it(sync: bool) -> None:
         assert first[VERSION].unique().tolist() == [0]
         zero(policy, 0.5)
         versions = [0]
-        for _ in range(500):  # asynchronous nodes are some rollouts ahead, more of them on a busy machine
+        for _ in range(
+            500
+        ):  # asynchronous nodes are some rollouts ahead, more of them on a busy machine
             batch = collector.next()
             versions = batch[VERSION].unique().tolist()
             assert (batch["action"].unique().tolist() == [0.5]) == (versions != [0])
@@ -217,7 +253,7 @@ def test_multi_level_hierarchy() -> None:
     collector.shutdown()
 
 
-# --- RPCCollector -----------------------------------------------------------------------------------
+# --- RPCCollector ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -269,7 +305,9 @@ def test_rpc_collector_listens_where_nodes_join_and_where_rpc_does() -> None:
 
 def test_rpc_collector_without_rpc_listens_where_nodes_join_and_nowhere_else() -> None:
     before = listening(os.getpid())
-    with RPCCollector([env_maker], linear(), frames_per_batch=10, launcher="mp", transport="direct") as collector:
+    with RPCCollector(
+        [env_maker], linear(), frames_per_batch=10, launcher="mp", transport="direct"
+    ) as collector:
         collector.next()
         assert len(listening(os.getpid()) - before) == 1
         started = descendants()
@@ -286,10 +324,20 @@ def test_rpc_collector_without_rpc_listens_where_nodes_join_and_nowhere_else() -
         ({"visible_devices": ["cpu", -3]}, "-3, which is no device"),
         ({"tensorpipe_options": {"init_method": "env://"}}, "'init_method'.*tcp_port and bind"),
         ({"tensorpipe_options": {"device_maps": {}}}, "'device_maps'.*hosts' memory"),
-        pytest.param({"tensorpipe_options": {"threads": 3}}, "threads: .*num_worker_threads", marks=needs_rpc),
-        pytest.param({"tensorpipe_options": {"num_worker_threads": 0}}, "must be positive", marks=needs_rpc),
-        pytest.param({"tensorpipe_options": {"num_worker_threads": "many"}}, "wrong type", marks=needs_rpc),
-        pytest.param({"tensorpipe_options": {"_transports": ["pigeon"]}}, "Unknown transport: pigeon", marks=needs_rpc),
+        pytest.param(
+            {"tensorpipe_options": {"threads": 3}}, "threads: .*num_worker_threads", marks=needs_rpc
+        ),
+        pytest.param(
+            {"tensorpipe_options": {"num_worker_threads": 0}}, "must be positive", marks=needs_rpc
+        ),
+        pytest.param(
+            {"tensorpipe_options": {"num_worker_threads": "many"}}, "wrong type", marks=needs_rpc
+        ),
+        pytest.param(
+            {"tensorpipe_options": {"_transports": ["pigeon"]}},
+            "Unknown transport: pigeon",
+            marks=needs_rpc,
+        ),
     ],
 )
 def test_rpc_options_that_cannot_be(options: dict[str, Any], said: str) -> None:
@@ -298,12 +346,17 @@ def test_rpc_options_that_cannot_be(options: dict[str, Any], said: str) -> None:
 
 
 def test_devices_of_rpc_collector_that_this_process_does_not_have() -> None:
-    options: dict[str, Any] = {"visible_devices": ["cuda:1"], "tensorpipe_options": {"rpc_timeout": 10_000}}
-    with RPCCollector([env_maker], linear(), frames_per_batch=10, launcher="mp", **options) as collector:
+    options: dict[str, Any] = {
+        "visible_devices": ["cuda:1"],
+        "tensorpipe_options": {"rpc_timeout": 10_000},
+    }
+    with RPCCollector(
+        [env_maker], linear(), frames_per_batch=10, launcher="mp", **options
+    ) as collector:
         assert collector.next().numel() == 10
 
 
-# --- what users may have set up before --------------------------------------------------------------
+# --- what users may have set up before ------------------------------------------------------------
 
 RANKS = """
     import os, sys
@@ -367,7 +420,7 @@ def test_process_groups_of_the_users_own(with_rpc: int, tmp_path: Path) -> None:
         assert f"rank {number} is through" in text, text
 
 
-# --- RayCollector -----------------------------------------------------------------------------------
+# --- RayCollector ---------------------------------------------------------------------------------
 
 
 @needs_ray
@@ -460,6 +513,8 @@ def test_lists_of_another_length_are_refused(ray_cluster: Any) -> None:
     with pytest.raises(BadOption, match=r"num_collectors=3, but create_env_fn has 2 entries"):
         RayCollector([env_maker] * 2, linear(), frames_per_batch=50, num_collectors=3)
     with pytest.raises(BadOption, match=r"remote_configs.*2"):
-        RayCollector([env_maker] * 2, linear(), frames_per_batch=50, remote_configs=[{"num_cpus": 1}] * 3)
+        RayCollector(
+            [env_maker] * 2, linear(), frames_per_batch=50, remote_configs=[{"num_cpus": 1}] * 3
+        )
     with pytest.raises(BadOption, match=r"transport='socket': expected 'ray' or 'direct'"):
         RayCollector([env_maker] * 2, linear(), frames_per_batch=50, transport="socket")

@@ -40,7 +40,9 @@ def linear() -> TensorDictModule:
     return TensorDictModule(nn.Linear(3, 1), in_keys=["observation"], out_keys=["action"])
 
 
-@pytest.mark.parametrize("make", [lambda: GymEnv("Pendulum-v1", device="cpu"), lambda: gymnasium.make("Pendulum-v1")])
+@pytest.mark.parametrize(
+    "make", [lambda: GymEnv("Pendulum-v1", device="cpu"), lambda: gymnasium.make("Pendulum-v1")]
+)
 def test_the_printed_batch(make: Any) -> None:
     collector = Collector(
         create_env_fn=make,
@@ -59,14 +61,22 @@ def test_the_printed_batch(make: Any) -> None:
         assert data.names[-1] == "time"
         assert data.device == torch.device("cpu")
         assert {key: (tuple(v.shape), v.dtype) for key, v in data.items(True, True)} == LAYOUT
-        assert data["next", "truncated"].flatten().nonzero().flatten().tolist() == [49, 99, 149, 199]
+        assert data["next", "truncated"].flatten().nonzero().flatten().tolist() == [
+            49,
+            99,
+            149,
+            199,
+        ]
         assert data["collector", "traj_ids"].unique().tolist() == [8, 9, 10, 11]
 
 
 def test_the_seed_that_comes_out_is_that_of_the_last_environment() -> None:
     with pytest.warns(UserWarning, match="shared equally by 6"):
         collector = Collector(
-            SerialEnv(6, lambda: GymEnv("Pendulum-v1")), linear(), total_frames=300, frames_per_batch=100
+            SerialEnv(6, lambda: GymEnv("Pendulum-v1")),
+            linear(),
+            total_frames=300,
+            frames_per_batch=100,
         )
     with collector:
         assert collector.set_seed(1) == 6
@@ -83,7 +93,11 @@ def test_collecting_in_the_background_into_a_shared_buffer() -> None:
         warnings.simplefilter("ignore")
         buffer = ReplayBuffer(storage=LazyTensorStorage(1000), shared=True)
     collector = Collector(
-        env, policy=RandomPolicy(env.action_spec), replay_buffer=buffer, frames_per_batch=64, total_frames=-1
+        env,
+        policy=RandomPolicy(env.action_spec),
+        replay_buffer=buffer,
+        frames_per_batch=64,
+        total_frames=-1,
     )
     collector.start()
     deadline = time.monotonic() + 60

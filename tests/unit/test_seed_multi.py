@@ -1,4 +1,6 @@
-"""The programs that the second seed document prints for collectors on one machine, with the data they must give."""
+"""The programs that the second seed document prints for collectors on one machine, with the data
+they must give.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ pytest.importorskip("gymnasium.envs.classic_control")
 def train_step(policy: TensorDictModule, batch: Any, optimizer: torch.optim.Optimizer) -> None:
     """Some loss; that it goes down is not the point."""
     again = policy.module(batch["observation"].clone())
-    assert torch.allclose(again.detach(), batch["action"], atol=1e-6), "the weights that acted are those of the learner"
+    assert torch.allclose(again.detach(), batch["action"], atol=1e-6), (
+        "the weights that acted are those of the learner"
+    )
     optimizer.zero_grad()
     again.square().mean().backward()
     optimizer.step()
@@ -89,7 +93,9 @@ def test_multi_async_collector() -> None:
 
 def test_async_fill_of_a_replay_buffer() -> None:
     replay_buffer = ReplayBuffer(storage=LazyTensorStorage(1_000))
-    collector = AsyncCollector(env_maker, linear(), frames_per_batch=100, total_frames=500, replay_buffer=replay_buffer)
+    collector = AsyncCollector(
+        env_maker, linear(), frames_per_batch=100, total_frames=500, replay_buffer=replay_buffer
+    )
     collector.start()
     collector._background._thread.join(60)  # type: ignore[union-attr]
     assert not collector.is_running()

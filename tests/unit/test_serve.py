@@ -1,4 +1,6 @@
-"""``muster.serve``: steps of clients arrive as those of environments, and lost clients lose nothing of others."""
+"""``muster.serve``: steps of clients arrive as those of environments, and lost clients lose nothing
+of others.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,16 @@ IDS = ("collector", "traj_ids")
 KNOWN = ("collector", "next_obs_valid")
 
 
-def play(env: Any, client: Client, steps: int | None = None, *, decode: Callable[[bytes], Any] | None = None) -> int:
-    """Play until the server closes, or for a number of steps; returns the number of steps with a result."""
+def play(
+    env: Any,
+    client: Client,
+    steps: int | None = None,
+    *,
+    decode: Callable[[bytes], Any] | None = None,
+) -> int:
+    """Play until the server closes, or for a number of steps; returns the number of steps with a
+    result.
+    """
     made, decode = 0, decode or (lambda action: struct.unpack("<q", action)[0])
     with suppress(ConnectionError):
         while steps is None or made < steps:
@@ -84,11 +94,22 @@ def serving(policy: Any = None, **options: Any) -> Iterator[Any]:
         server.shutdown()
         stats = server.stats()
         assert stats.executed == stats.frames + sum(stats.discarded.values())
-        wait_until(lambda: not [t for t in threading.enumerate() if t.name in ("muster-serve", "muster-handshake")])
+        wait_until(
+            lambda: (
+                not [
+                    t
+                    for t in threading.enumerate()
+                    if t.name in ("muster-serve", "muster-handshake")
+                ]
+            )
+        )
 
 
 def request(server: Any, until: Callable[[], Any] = lambda: True) -> Future[Any]:
-    """The next batch, or the list of those until a condition. Clients get no actions before a batch is requested."""
+    """The next batch, or the list of those until a condition.
+
+    Clients get no actions before a batch is requested.
+    """
     future: Future[Any] = Future()
 
     def collect() -> None:
@@ -128,10 +149,12 @@ def obs(t: float, length: float = 3) -> bytes:
     return struct.pack("<2f", length, t)
 
 
-# --- the data ----------------------------------------------------------------------------------------
+# --- the data -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("extra", [{}, {"inference": "server", "max_clients": 2}, {"trajs_per_batch": 2}])
+@pytest.mark.parametrize(
+    "extra", [{}, {"inference": "server", "max_clients": 2}, {"trajs_per_batch": 2}]
+)
 def test_steps_of_a_client_equal_those_of_the_environment(extra):
     policy = policies.categorical(torch.nn.Linear(2, 2))
     options = {"frames_per_batch": 10, "total_frames": 30, "seed": 5}
@@ -146,7 +169,10 @@ def test_steps_of_a_client_equal_those_of_the_environment(extra):
 
 
 def test_random_actions_are_those_of_a_collector_with_this_seed():
-    with serving(frames_per_batch=20, total_frames=20) as server, playing(server.address, CountingEnv(3)):
+    with (
+        serving(frames_per_batch=20, total_frames=20) as server,
+        playing(server.address, CountingEnv(3)),
+    ):
         (got,) = server
     with Collector(counting(3), None, frames_per_batch=20, total_frames=20, seed=3) as collector:
         (expected,) = collector
@@ -158,7 +184,9 @@ def test_random_actions_are_those_of_a_collector_with_this_seed():
 def test_clients_can_send_action_masks(joint, head):
     action = spaces.MultiDiscrete([2, 3])
     shape = (2, 3) if joint else (5,)
-    space = spaces.Dict(action_mask=spaces.MultiBinary(shape), position=spaces.Box(0, 9, (2,), np.float32))
+    space = spaces.Dict(
+        action_mask=spaces.MultiBinary(shape), position=spaces.Box(0, 9, (2,), np.float32)
+    )
     wire = WireFormat(observation_codec(space), "observation")
     policy = policies.categorical(torch.nn.Linear(2, 5)) if head else None
 
@@ -167,7 +195,9 @@ def test_clients_can_send_action_masks(joint, head):
 
     class Masked(CountingEnv):
         def seen(self, obs: Any) -> Any:
-            return np.frombuffer(wire.encode({"action_mask": mask(self.t), "position": obs}), np.uint8)
+            return np.frombuffer(
+                wire.encode({"action_mask": mask(self.t), "position": obs}), np.uint8
+            )
 
         def reset(self, **options: Any) -> Any:
             obs, info = super().reset(**options)
@@ -177,7 +207,12 @@ def test_clients_can_send_action_masks(joint, head):
             obs, *rest = super().step(0)
             return self.seen(obs), *rest
 
-    options = {"observation_space": space, "action_space": action, "frames_per_batch": 40, "total_frames": 40}
+    options = {
+        "observation_space": space,
+        "action_space": action,
+        "frames_per_batch": 40,
+        "total_frames": 40,
+    }
     decode = partial(struct.unpack, "<2q")
     with serving(policy, **options) as server, playing(server.address, Masked(3), decode=decode):
         (batch,) = server
@@ -217,14 +252,20 @@ def test_continuous_actions_reach_the_client():
         got.append(np.frombuffer(action, "<f4").tolist())
         return 0
 
-    with serving(action_space=space, total_frames=6) as server, playing(server.address, CountingEnv(3), decode=decode):
+    with (
+        serving(action_space=space, total_frames=6) as server,
+        playing(server.address, CountingEnv(3), decode=decode),
+    ):
         (batch,) = server
     assert got[:6] == batch["action"].tolist()
 
 
 def test_published_weights_act():
     policy = policies.deterministic(torch.nn.Linear(2, 2, bias=False))
-    with serving(policy, track_policy_version=True) as server, playing(server.address, CountingEnv(3)):
+    with (
+        serving(policy, track_policy_version=True) as server,
+        playing(server.address, CountingEnv(3)),
+    ):
         server.next()
         with torch.no_grad():
             policy.net.weight.copy_(torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
@@ -234,7 +275,7 @@ def test_published_weights_act():
     assert set(batches[-1]["collector", "policy_version"].tolist()) == {1}
 
 
-# --- ends of episodes ----------------------------------------------------------------------------------
+# --- ends of episodes -----------------------------------------------------------------------------
 
 
 def check_cut(batch: Any) -> None:
@@ -265,13 +306,18 @@ def test_a_lost_client_truncates_its_episode(how, connected):
             reasons = {"timeout": 1}
         elif how == "breaks the protocol":
             with pytest.raises(ConnectionError, match="reward is 'much'"):
-                client.ask({"type": "step", "reward": "much", "terminated": False, "truncated": False}, obs(3))
+                client.ask(
+                    {"type": "step", "reward": "much", "terminated": False, "truncated": False},
+                    obs(3),
+                )
             reasons = {"bad_message": 1}
         if how == "resets":
             client.reset(obs(0))
             for t in (1, 2, 3):
                 client.step(obs(t), t, False, t == 3)
-            client.ask({"type": "reset"}, obs(0), answered=False)  # a batch is complete when the next episode begins
+            client.ask(
+                {"type": "reset"}, obs(0), answered=False
+            )  # a batch is complete when the next episode begins
             check_cut(batch.result(60))
             return
         with playing(server.address, CountingEnv(3, truncate=True)):
@@ -300,7 +346,7 @@ def test_the_server_ends_an_episode_and_the_client_begins_another():
     assert batch[KNOWN].all()
 
 
-# --- several clients -------------------------------------------------------------------------------------
+# --- several clients ------------------------------------------------------------------------------
 
 
 def test_a_slow_client_does_not_delay_others_and_unused_places_do_not_count(connected):
@@ -326,7 +372,7 @@ def test_two_clients_have_batches_of_their_own():
     assert set.union(*lengths) == {3, 5}
 
 
-# --- strangers and errors --------------------------------------------------------------------------------
+# --- strangers and errors -------------------------------------------------------------------------
 
 
 def error_of(address: str, about: dict[str, Any], values: bytes = b"") -> str:
@@ -395,7 +441,9 @@ def test_connections_that_say_nothing_keep_no_client_out(connected, said):
         hang_up(client)
 
 
-def test_clients_that_wait_for_a_place_are_limited_and_the_others_are_told_at_once(monkeypatch, connected):
+def test_clients_that_wait_for_a_place_are_limited_and_the_others_are_told_at_once(
+    monkeypatch, connected
+):
     monkeypatch.setattr("muster.envs.clients.MOST_WAITING", 1)
     monkeypatch.setattr("muster.envs.clients.HANDSHAKE_S", 60.0)
     with serving() as server:
@@ -425,11 +473,23 @@ BAD_STEPS: dict[str, Any] = {
     "too few values": ({"type": "step"}, b"1234", "step has 4 bytes of values, expected 8"),
     "too many values": ({"type": "step"}, bytes(9), "9 of values"),
     "an infinite value": ({"type": "step"}, struct.pack("<2f", 1, float("inf")), "not finite"),
-    "no reward": ({"type": "step", "terminated": False, "truncated": False}, obs(1), "reward is None"),
+    "no reward": (
+        {"type": "step", "terminated": False, "truncated": False},
+        obs(1),
+        "reward is None",
+    ),
     "a huge reward": ({"type": "step", "reward": 1e300}, obs(1), "expected a finite number"),
-    "an undefined reward": ({"type": "step", "reward": float("nan")}, obs(1), "expected a finite number"),
+    "an undefined reward": (
+        {"type": "step", "reward": float("nan")},
+        obs(1),
+        "expected a finite number",
+    ),
     "a true reward": ({"type": "step", "reward": True}, obs(1), "expected a finite number"),
-    "no flag": ({"type": "step", "reward": 1, "terminated": 0, "truncated": False}, obs(1), "true or false"),
+    "no flag": (
+        {"type": "step", "reward": 1, "terminated": 0, "truncated": False},
+        obs(1),
+        "true or false",
+    ),
 }
 
 
@@ -502,7 +562,10 @@ def test_any_bytes_are_read_or_refused():
         done = threading.Event()
         batches = request(server, done.is_set)
         for number in range(30):
-            with suppress(OSError), socket.create_connection(server.address.rsplit(":", 1), 60) as stranger:
+            with (
+                suppress(OSError),
+                socket.create_connection(server.address.rsplit(":", 1), 60) as stranger,
+            ):
                 stranger.sendall(changed_bytes(random.Random(number), valid))
         wait_until(lambda: server.lost.total() == 30)
         with playing(server.address, CountingEnv(3)):
@@ -510,12 +573,15 @@ def test_any_bytes_are_read_or_refused():
             assert batches.result(60)
 
 
-# --- the server ------------------------------------------------------------------------------------------
+# --- the server -----------------------------------------------------------------------------------
 
 
 def test_a_shutdown_does_not_wait_for_clients(connected):
     with serving(max_clients=3) as server:
-        waiting, slow = connected(server.address), connected(server.address)  # in no episode, and in one
+        waiting, slow = (
+            connected(server.address),
+            connected(server.address),
+        )  # in no episode, and in one
         slow.ask({"type": "reset"}, obs(0), answered=False)
         with playing(server.address, CountingEnv(3)):
             server.next()
@@ -569,11 +635,16 @@ def test_options_that_clients_decide_are_refused():
     ):
         with pytest.raises(error):
             muster.serve(None, **{**SPACES, "frames_per_batch": 4, **wrong})
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(BadOption, match="cannot listen"):
-        muster.serve(None, **SPACES, frames_per_batch=4, address=f"127.0.0.1:{taken.getsockname()[1]}")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(BadOption, match="cannot listen"),
+    ):
+        muster.serve(
+            None, **SPACES, frames_per_batch=4, address=f"127.0.0.1:{taken.getsockname()[1]}"
+        )
 
 
-# --- the command ---------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 def test_the_command_records_what_a_client_in_plain_python_plays(tmp_path, capsys, monkeypatch):
@@ -583,12 +654,34 @@ def test_the_command_records_what_a_client_in_plain_python_plays(tmp_path, capsy
     def client() -> None:
         wait_until(lambda: not refuses_tcp(address))
         program = [sys.executable, "-I", str(Path(serve_client.__file__)), address]
-        ended.append(subprocess.run(program, capture_output=True, text=True, timeout=60, check=False))
+        ended.append(
+            subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+        )
 
     thread = threading.Thread(target=client)
     thread.start()
-    sizes = ("--obs", "float32:2", "--act", "discrete:2", "--frames", 200, "--frames-per-batch", 100)
-    code, out, _ = run(capsys, "serve", "random", *sizes, "--address", address, "--out", tmp_path / "run", "--seed", 1)
+    sizes = (
+        "--obs",
+        "float32:2",
+        "--act",
+        "discrete:2",
+        "--frames",
+        200,
+        "--frames-per-batch",
+        100,
+    )
+    code, out, _ = run(
+        capsys,
+        "serve",
+        "random",
+        *sizes,
+        "--address",
+        address,
+        "--out",
+        tmp_path / "run",
+        "--seed",
+        1,
+    )
     thread.join(60)
 
     assert code == 0
@@ -599,7 +692,9 @@ def test_the_command_records_what_a_client_in_plain_python_plays(tmp_path, capsy
     batches = list(recording)
     assert sum(batch.numel() for batch in batches) == 200
     assert {batch["observation"][:, 0].unique().item() for batch in batches} == {5}
-    reward, last = (torch.cat([batch["next", key] for batch in batches]) for key in ("reward", "terminated"))
+    reward, last = (
+        torch.cat([batch["next", key] for batch in batches]) for key in ("reward", "terminated")
+    )
     assert torch.equal(reward.bool(), last)
 
 
@@ -618,10 +713,21 @@ def test_spaces_as_text(capsys):
     assert parse_space("--act", "float32:2:-1:1") == spaces.Box(-1, 1, (2,), np.float32)
     assert parse_space("--act", "multidiscrete:3,2") == spaces.MultiDiscrete([3, 2])
     assert parse_space("--act", "multibinary:4") == spaces.MultiBinary([4])
-    for wrong in ("", "float32", "float32:4:1", "float32:0", "discrete:x", "discrete:0", "foo:3", "object:2"):
+    for wrong in (
+        "",
+        "float32",
+        "float32:4:1",
+        "float32:0",
+        "discrete:x",
+        "discrete:0",
+        "foo:3",
+        "object:2",
+    ):
         with pytest.raises(BadOption, match="expected discrete:N"):
             parse_space("--obs", wrong)
-    assert "--act 'x'" in refused(capsys, "serve", "random", "--obs", "float32:2", "--act", "x", "--frames", "10")
+    assert "--act 'x'" in refused(
+        capsys, "serve", "random", "--obs", "float32:2", "--act", "x", "--frames", "10"
+    )
 
 
 def test_the_client_needs_no_more_than_sixty_lines_and_the_standard_library():

@@ -52,7 +52,12 @@ def test_a_process_that_has_the_descriptor_sees_and_writes_the_same_bytes(arena)
         "view = Arena.attach(fd).view(offset, 8); assert (view == 5).all(); view[:] = 6"
     )
     command = [sys.executable, "-c", code, str(arena.fd), str(offset)]
-    subprocess.run(command, pass_fds=[arena.fd], env={**os.environ, "PYTHONPATH": ":".join(sys.path)}, check=True)
+    subprocess.run(
+        command,
+        pass_fds=[arena.fd],
+        env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
+        check=True,
+    )
     assert arena.view(offset, 8).tolist() == [6] * 8
 
 
@@ -161,7 +166,9 @@ def test_only_the_creator_allocates(arena):
 
 def test_more_than_there_is_says_how_much_was_wanted_and_leaves_the_arena_usable(arena):
     arena.allocate(PAGE)
-    with pytest.raises(SlotsExhausted, match=f"4,503,.* more bytes .* {PAGE:,} in use: about .* available"):
+    with pytest.raises(
+        SlotsExhausted, match=f"4,503,.* more bytes .* {PAGE:,} in use: about .* available"
+    ):
         arena.allocate(1 << 52)
     assert arena.allocate(PAGE) == PAGE
 
@@ -184,7 +191,9 @@ def test_a_system_that_refuses_says_so_and_the_arena_stays_usable(arena):
 def test_a_container_s_limit_counts(tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.stat").write_text("anon 300000\nfile 500000\nshmem 100000\n")
-    files = {f"/sys/fs/cgroup/{name}": str(tmp_path / name) for name in ("memory.max", "memory.stat")}
+    files = {
+        f"/sys/fs/cgroup/{name}": str(tmp_path / name) for name in ("memory.max", "memory.stat")
+    }
     real = shared.Path
     monkeypatch.setattr(shared, "Path", lambda path: real(files.get(path, path)))
     assert shared._room() == 600_000

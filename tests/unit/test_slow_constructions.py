@@ -69,7 +69,10 @@ def test_of_threads(heard: Heard) -> None:
     factories = [partial(when_set, first), partial(when_set, second)]
     with MultiSyncCollector(factories, None, frames_per_batch=8, backend="threads") as collector:
         assert collector.next().numel() == 8
-    assert re.match(r"Waiting for workers 0, 1 of 2 to construct environments \(\d+ s so far\)\.$", heard.said[0])
+    assert re.match(
+        r"Waiting for workers 0, 1 of 2 to construct environments \(\d+ s so far\)\.$",
+        heard.said[0],
+    )
 
 
 def test_of_processes(heard: Heard, tmp_path: Path) -> None:
@@ -99,7 +102,9 @@ def test_of_a_node_that_is_started_by_hand(heard: Heard, tmp_path: Path) -> None
     heard.once("Waiting for node 0 to join at 127.0.0.1:", start)
     heard.once("Waiting for node 0 to construct environments", (tmp_path / "go").touch)
     factories = [partial(when_there, tmp_path / "go")]
-    with DistributedCollector(factories, None, frames_per_batch=8, launcher="manual", token=TOKEN) as collector:
+    with DistributedCollector(
+        factories, None, frames_per_batch=8, launcher="manual", token=TOKEN
+    ) as collector:
         assert collector.next().numel() == 8
     nodes[0].join(DEADLINE_S)
     assert not heard._then

@@ -27,7 +27,11 @@ from muster.restore.snapshot import restore, take
 from muster.testing import ChainEnv, CountingEnv, TorchCartPole
 
 CLASSIC = ["CartPole-v1", "Pendulum-v1", "Acrobot-v1", "MountainCar-v0", "MountainCarContinuous-v0"]
-MUJOCO = ["HalfCheetah-v5", "Hopper-v5", "Ant-v5", "Humanoid-v5"] if importlib.util.find_spec("mujoco") else []
+MUJOCO = (
+    ["HalfCheetah-v5", "Hopper-v5", "Ant-v5", "Humanoid-v5"]
+    if importlib.util.find_spec("mujoco")
+    else []
+)
 ROOT = Path(__file__).parents[2]
 drawn = [0]  # how often ``counted`` was called
 
@@ -55,7 +59,15 @@ def go_on(env: Any, steps: int = 150) -> list[Any]:
     rows = []
     for _ in range(steps):
         obs, reward, terminated, truncated, info = env.step(env.action_space.sample())
-        rows.append((bits(obs), bits(reward), bits(terminated), bits(truncated), str(info.get("episode", {}).get("r"))))
+        rows.append(
+            (
+                bits(obs),
+                bits(reward),
+                bits(terminated),
+                bits(truncated),
+                str(info.get("episode", {}).get("r")),
+            )
+        )
         if np.ndim(terminated) == 0 and (terminated or truncated):
             rows.append((bits(env.reset()[0]),))
     return rows
@@ -66,7 +78,10 @@ def bits(value: Any) -> Any:
 
 
 def assert_goes_on(factory: Any, *, steps: int = 150, trust: bool = True) -> Any:
-    """Saves an environment and goes on; fresh and used ones must go on likewise. Returns the last one."""
+    """Saves an environment and goes on; fresh and used ones must go on likewise.
+
+    Returns the last one.
+    """
     env = begun(factory)
     snapshot = take(env)
     assert snapshot["way"] != "none", snapshot
@@ -81,7 +96,7 @@ def assert_goes_on(factory: Any, *, steps: int = 150, trust: bool = True) -> Any
     return other
 
 
-# --- environments as they are ----------------------------------------------------------------------
+# --- environments as they are ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CLASSIC)
@@ -107,7 +122,12 @@ def test_environments_go_on_in_a_new_process(tmp_path):
     expected = [row for env in envs.values() for row in go_on(env, 200)]
     code = f"import tests.unit.test_snapshot as t; t.go_on_from({str(file)!r})"
     path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, check=True)
+    subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        check=True,
+    )
     assert load(f"{file}.rows") == expected
 
 
@@ -176,7 +196,9 @@ def test_two_mujoco_data_of_one_model_are_a_reason():
 @pytest.mark.skipif(not MUJOCO, reason="MuJoCo is not installed")
 def test_viewers_are_left_out():
     env = begun("Hopper-v5")
-    env.unwrapped.mujoco_renderer._viewers["rgb_array"] = threading.Lock()  # as little to be pickled as a window
+    env.unwrapped.mujoco_renderer._viewers["rgb_array"] = (
+        threading.Lock()
+    )  # as little to be pickled as a window
     fresh = make("Hopper-v5")
     assert restore(fresh, take(env), True) is None
     assert fresh.unwrapped.mujoco_renderer._viewers == {}
@@ -199,7 +221,9 @@ def stacked_frames() -> Any:
 
 
 def normalized() -> Any:
-    return wrappers.TransformReward(wrappers.NormalizeObservation(make("Pendulum-v1")), lambda reward: reward * 2)
+    return wrappers.TransformReward(
+        wrappers.NormalizeObservation(make("Pendulum-v1")), lambda reward: reward * 2
+    )
 
 
 def synchronous() -> Any:
@@ -210,7 +234,9 @@ def vector() -> Any:
     return gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="vector_entry_point")
 
 
-@pytest.mark.parametrize("factory", [stacked_frames, normalized, synchronous, vector, ChainEnv, lambda: CountingEnv(9)])
+@pytest.mark.parametrize(
+    "factory", [stacked_frames, normalized, synchronous, vector, ChainEnv, lambda: CountingEnv(9)]
+)
 def test_wrappers_vectors_and_own_environments_go_on(factory):
     assert_goes_on(factory)
 
@@ -242,13 +268,23 @@ def test_torchrl_environments_go_on(transformed):
 
     def factory() -> Any:
         env = envs.GymEnv("Pendulum-v1")
-        return envs.TransformedEnv(env, envs.Compose(envs.StepCounter(20), envs.RewardSum())) if transformed else env
+        return (
+            envs.TransformedEnv(env, envs.Compose(envs.StepCounter(20), envs.RewardSum()))
+            if transformed
+            else env
+        )
 
     def go(env: Any, data: Any, actions: list[Any]) -> list[Any]:
         rows = []
         for action in actions:
             data = env.step(data.set("action", action))
-            rows.append({key: bits(value) for key, value in data["next"].items(True, True) if key != "pixels"})
+            rows.append(
+                {
+                    key: bits(value)
+                    for key, value in data["next"].items(True, True)
+                    if key != "pixels"
+                }
+            )
             data = env.step_mdp(data)
             data = env.reset() if data["done"].any() else data
         return rows
@@ -262,7 +298,7 @@ def test_torchrl_environments_go_on(transformed):
     assert go(fresh, data.clone(), actions) == expected
 
 
-# --- what pickling loses ---------------------------------------------------------------------------
+# --- what pickling loses --------------------------------------------------------------------------
 
 
 class Helper:
@@ -514,7 +550,7 @@ def test_state_outside_the_dict_is_a_reason(cls):
     assert f"{cls.__name__} keeps state outside its __dict__" in take(cls())["reason"]
 
 
-# --- the environment's own methods -----------------------------------------------------------------
+# --- the environment's own methods ----------------------------------------------------------------
 
 
 class Handle:
@@ -535,7 +571,11 @@ class OwnState(CountingEnv):
         return obs, float(self.handle.n), *rest
 
     def get_state(self) -> Any:
-        return {"n": np.array(self.handle.n), "t": self.t, "rest": (self.executed, self.tally, self.seeds)}
+        return {
+            "n": np.array(self.handle.n),
+            "t": self.t,
+            "rest": (self.executed, self.tally, self.seeds),
+        }
 
     def set_state(self, state: Any) -> None:
         self.handle.n, self.t = int(state["n"]), state["t"]
@@ -587,11 +627,17 @@ class OnTensors(TorchCartPole):
         super().__init__(3)
 
     def get_state(self) -> Any:
-        parts = {"state": self.state, "steps": self._steps, "generator": self._generator.get_state()}
+        parts = {
+            "state": self.state,
+            "steps": self._steps,
+            "generator": self._generator.get_state(),
+        }
         return {name: part.numpy().copy() for name, part in parts.items()}
 
     def set_state(self, state: Any) -> None:
-        self.state = torch.from_numpy(state["state"])  # the memory of the array, as on no other device
+        self.state = torch.from_numpy(
+            state["state"]
+        )  # the memory of the array, as on no other device
         self._steps = torch.from_numpy(state["steps"])
         self._generator.set_state(torch.from_numpy(state["generator"]))
 
@@ -612,13 +658,18 @@ def test_own_methods_of_an_environment_on_tensors_are_plain_data(tmp_path):
         ours = env.step(torch.tensor([1, 0, 1]))[:4]
         theirs = other.step(torch.tensor([1, 0, 1]))[:4]
         assert all(map(torch.equal, ours, theirs))
-    reason = restore(ForgetsSteps(), take(env) | {"layers": [f"{ForgetsSteps.__module__}.ForgetsSteps"]}, False)
+    reason = restore(
+        ForgetsSteps(), take(env) | {"layers": [f"{ForgetsSteps.__module__}.ForgetsSteps"]}, False
+    )
     assert "leave its attribute '_steps' out" in str(reason)
 
 
 def test_own_methods_that_leave_something_out_are_a_reason():
     reason = restore(Incomplete(), take(begun(Incomplete, 3)), True)
-    assert "The own methods of tests.unit.test_snapshot.Incomplete for its state leave its attribute 't'" in str(reason)
+    assert (
+        "The own methods of tests.unit.test_snapshot.Incomplete for its state leave its attribute 't'"
+        in str(reason)
+    )
 
 
 def test_own_methods_that_fail_are_a_reason():
@@ -629,7 +680,7 @@ def test_methods_that_only_have_the_name_are_not_used():
     assert_goes_on(Unrelated)
 
 
-# --- what is refused -------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 class Dangerous(Helper):
@@ -650,7 +701,10 @@ def test_a_pickle_is_not_opened_without_trust():
 def test_an_environment_of_another_make_is_refused_untouched():
     fresh = CountingEnv()
     reason = restore(fresh, take(limited(CountingEnv)), True)
-    assert "TimeLimit > muster.testing.envs.CountingEnv, and is now muster.testing.envs.CountingEnv" in str(reason)
+    assert (
+        "TimeLimit > muster.testing.envs.CountingEnv, and is now muster.testing.envs.CountingEnv"
+        in str(reason)
+    )
     assert fresh.seeds == []
 
 
@@ -659,7 +713,10 @@ def test_other_spaces_are_refused():
     saved.action_space = gymnasium.spaces.Discrete(3)
     reason = restore(CountingEnv(), take(saved), True)
     assert "CountingEnv.action_space is Discrete(2)" in str(reason)
-    wide, narrow = (gymnasium.spaces.Box(np.linspace(0, 1, 3000, dtype=np.float32), np.float32(2)) for _ in range(2))
+    wide, narrow = (
+        gymnasium.spaces.Box(np.linspace(0, 1, 3000, dtype=np.float32), np.float32(2))
+        for _ in range(2)
+    )
     narrow.low[1500] = 0.75
     other = CountingEnv()
     saved.action_space, other.action_space = wide, narrow

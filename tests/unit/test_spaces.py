@@ -50,11 +50,18 @@ UNBOUNDED = [
 ]
 COMPOSITE = [
     spaces.Dict(
-        {"a": spaces.Box(-1, 1, (2,)), "b": spaces.Discrete(3), "c": spaces.Dict({"d": spaces.MultiBinary(2)})}
+        {
+            "a": spaces.Box(-1, 1, (2,)),
+            "b": spaces.Discrete(3),
+            "c": spaces.Dict({"d": spaces.MultiBinary(2)}),
+        }
     ),
     spaces.Tuple((spaces.Discrete(2), spaces.Box(0, 255, (2, 2), np.uint8))),
     spaces.Dict(
-        {"t": spaces.Tuple((spaces.Discrete(2), spaces.Dict({"x": spaces.Box(0, 1, ())}))), "z": spaces.Discrete(4)}
+        {
+            "t": spaces.Tuple((spaces.Discrete(2), spaces.Dict({"x": spaces.Box(0, 1, ())}))),
+            "z": spaces.Discrete(4),
+        }
     ),
     spaces.Tuple((spaces.Tuple((spaces.Discrete(2),)), spaces.MultiDiscrete([2, 2]))),
 ]
@@ -115,7 +122,9 @@ def at(batch: Any, space: spaces.Space[Any], path: tuple[str, ...], index: tuple
 @pytest.mark.parametrize("space", EVERY, ids=str)
 def test_observations_are_stored_as_the_environment_returned_them(space, num_envs):
     make, envs = recorded(lambda: SpaceEnv(seeded(space), spaces.Discrete(2), length=3))
-    with Collector(make, None, num_envs=num_envs, frames_per_batch=5 * (num_envs or 1)) as collector:
+    with Collector(
+        make, None, num_envs=num_envs, frames_per_batch=5 * (num_envs or 1)
+    ) as collector:
         batch = collector.rollout()
     root = () if isinstance(space, spaces.Dict) else ("observation",)
     for b, env in enumerate(envs):
@@ -135,17 +144,23 @@ def test_observations_are_stored_as_the_environment_returned_them(space, num_env
 @pytest.mark.filterwarnings("ignore:.*Casting input x to numpy array")
 def test_random_actions_are_in_the_space_and_stored_as_the_environment_got_them(space, num_envs):
     make, envs = recorded(lambda: SpaceEnv(spaces.Discrete(2), space))
-    with Collector(make, None, num_envs=num_envs, frames_per_batch=6 * (num_envs or 1), seed=0, validate="full") as c:
+    with Collector(
+        make, None, num_envs=num_envs, frames_per_batch=6 * (num_envs or 1), seed=0, validate="full"
+    ) as c:
         batch = c.rollout()
     for b, env in enumerate(envs):
         assert len(env.actions) == 6
         for t, action in enumerate(env.actions):
             assert space.contains(action), f"{action!r} is not in {space}"
-            assert equal(at(batch, space, ("action",), (t,) if num_envs is None else (b, t)), action)
+            assert equal(
+                at(batch, space, ("action",), (t,) if num_envs is None else (b, t)), action
+            )
 
 
 def test_two_by_two_actions_reach_the_right_environment_and_part():
-    space = spaces.Dict({"a": spaces.Discrete(100), "b": spaces.Tuple((spaces.Discrete(100), spaces.Discrete(100)))})
+    space = spaces.Dict(
+        {"a": spaces.Discrete(100), "b": spaces.Tuple((spaces.Discrete(100), spaces.Discrete(100)))}
+    )
     make, envs = recorded(lambda: SpaceEnv(spaces.Discrete(2), space))
 
     def policy(obs: torch.Tensor) -> dict[str, Any]:
@@ -157,7 +172,7 @@ def test_two_by_two_actions_reach_the_right_environment_and_part():
     assert batch["action", "b", "1"].tolist() == [[5], [6]]
 
 
-# --- distributions ---------------------------------------------------------------------------------
+# --- distributions --------------------------------------------------------------------------------
 
 
 def draws(space: spaces.Space[Any], n: int, seed: int = 0) -> np.ndarray:
@@ -173,7 +188,11 @@ def chi_square(values: np.ndarray, bins: int) -> float:
 
 @pytest.mark.parametrize(
     ("space", "bins"),
-    [(spaces.Discrete(7, start=-3), 7), (spaces.Box(-3, 3, (), np.int8), 7), (spaces.Box(2, 9, (), np.uint64), 8)],
+    [
+        (spaces.Discrete(7, start=-3), 7),
+        (spaces.Box(-3, 3, (), np.int8), 7),
+        (spaces.Box(2, 9, (), np.uint64), 8),
+    ],
     ids=str,
 )
 def test_integers_are_uniform_over_the_whole_range(space, bins):
@@ -195,7 +214,9 @@ def test_floats_are_uniform():
 
 
 def test_floats_whose_range_overflows_are_uniform_too():
-    drawn = draws(spaces.Box(np.finfo(np.float64).min, np.finfo(np.float64).max, (), np.float64), 8000)
+    drawn = draws(
+        spaces.Box(np.finfo(np.float64).min, np.finfo(np.float64).max, (), np.float64), 8000
+    )
     assert np.isfinite(drawn).all()
     assert chi_square((drawn / np.finfo(np.float64).max * 4 + 4).astype(int), 8) < 27
 
@@ -222,7 +243,7 @@ def test_draws_do_not_depend_on_how_they_are_cut(cuts, which):
         assert equal(np.concatenate([part[key] for part in parts]).tolist(), drawn.tolist())
 
 
-# --- codecs ----------------------------------------------------------------------------------------
+# --- codecs ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("space", EVERY, ids=str)
@@ -234,7 +255,9 @@ def test_flatten_and_build_are_inverse(space):
     assert equal(codec.build(leaves), value)
 
 
-@pytest.mark.parametrize("key", ["action", "next", "collector", "done", "terminated", "truncated", "step_count"])
+@pytest.mark.parametrize(
+    "key", ["action", "next", "collector", "done", "terminated", "truncated", "step_count"]
+)
 def test_keys_that_a_batch_needs_are_refused_before_a_step(key):
     space = spaces.Dict({key: spaces.Discrete(2), "other": spaces.Discrete(2)})
     with pytest.raises(UnsupportedSpace, match=rf"\['{key}'\].*Rename"):
@@ -254,7 +277,9 @@ def test_keys_that_become_the_same_are_refused():
         observation_codec(TwoNames())
 
 
-@pytest.mark.parametrize("empty", [spaces.Dict({}), spaces.Tuple(()), spaces.Dict({"a": spaces.Tuple(())})], ids=str)
+@pytest.mark.parametrize(
+    "empty", [spaces.Dict({}), spaces.Tuple(()), spaces.Dict({"a": spaces.Tuple(())})], ids=str
+)
 def test_spaces_without_any_part_are_refused(empty):
     with pytest.raises(UnsupportedSpace, match="no part"):
         observation_codec(empty)

@@ -21,11 +21,14 @@ from tests.tools import assert_same, collect, counting
 def batch_of(ids: Any, done: Any = None, valid: Any = None, **columns: Any) -> TensorDict:
     """A batch in the shape of ``ids``; its column "row" numbers the rows from 1."""
     ids = torch.as_tensor(ids)
-    done = torch.zeros(ids.shape, dtype=torch.bool) if done is None else torch.as_tensor(done).bool()
+    done = (
+        torch.zeros(ids.shape, dtype=torch.bool) if done is None else torch.as_tensor(done).bool()
+    )
     entries = {
         "row": 1 + torch.arange(ids.numel()).reshape(ids.shape),
         "next": {"done": done.unsqueeze(-1)},
-        "collector": {"traj_ids": ids} | ({} if valid is None else {"valid": torch.as_tensor(valid).bool()}),
+        "collector": {"traj_ids": ids}
+        | ({} if valid is None else {"valid": torch.as_tensor(valid).bool()}),
     }
     return TensorDict(entries | columns, ids.shape, names=[*[None] * (ids.ndim - 1), "time"])
 
@@ -53,7 +56,9 @@ def by_hand(batch: TensorDict) -> list[list[int]]:
 def batches(draw):
     shape = (*draw(st.sampled_from([(), (1,), (3,), (2, 2)])), draw(st.integers(1, 7)))
     column = lambda values: np.array(  # noqa: E731
-        draw(st.lists(st.sampled_from(values), min_size=math.prod(shape), max_size=math.prod(shape)))
+        draw(
+            st.lists(st.sampled_from(values), min_size=math.prod(shape), max_size=math.prod(shape))
+        )
     ).reshape(shape)
     valid = column([0, 1, 1]) if draw(st.booleans()) else None
     return batch_of(column([-1, 0, 4, 4]), column([0, 0, 1]), valid)
@@ -71,7 +76,9 @@ def test_lines_equal_cutting_by_hand(batch, pad_id):
     assert got.shape == (len(lines), longest)
     assert got.names == [None, "time"]
     assert got["row"].tolist() == [line + [0] * (longest - len(line)) for line in lines]
-    assert got["collector", "mask"].tolist() == [[i < len(line) for i in range(longest)] for line in lines]
+    assert got["collector", "mask"].tolist() == [
+        [i < len(line) for i in range(longest)] for line in lines
+    ]
     ids = batch["collector", "traj_ids"].flatten()
     assert got["collector", "traj_ids"].tolist() == [
         [int(ids[row - 1]) for row in line] + [pad_id] * (longest - len(line)) for line in lines
@@ -95,8 +102,15 @@ def test_the_result_is_a_copy_and_the_batch_is_not_changed():
 
 def test_objects_are_padded_with_none():
     words = [[f"{b}{t}" for t in range(3)] for b in range(2)]
-    lists = NonTensorStack(*(NonTensorStack(*(NonTensorData([b, t]) for t in range(3))) for b in range(2)))
-    batch = batch_of([[0, 0, 2], [1, 1, 1]], text=NonTensorStack.from_list(words), inner={"lists": lists}, same="x")
+    lists = NonTensorStack(
+        *(NonTensorStack(*(NonTensorData([b, t]) for t in range(3))) for b in range(2))
+    )
+    batch = batch_of(
+        [[0, 0, 2], [1, 1, 1]],
+        text=NonTensorStack.from_list(words),
+        inner={"lists": lists},
+        same="x",
+    )
     got = split_trajectories(batch)
     assert got.get("text").tolist() == [["00", "01", None], ["02", None, None], ["10", "11", "12"]]
     assert got.get(("inner", "lists")).tolist()[0] == [[0, 0], [0, 1], None]
@@ -113,7 +127,9 @@ def test_entries_with_dimensions_of_their_own_keep_them():
 
 
 def test_rows_of_changing_shapes_are_copied_and_padded():
-    ragged = LazyStackedTensorDict(*(TensorDict({"x": torch.full((n,), float(n))}) for n in (1, 2, 3)), stack_dim=0)
+    ragged = LazyStackedTensorDict(
+        *(TensorDict({"x": torch.full((n,), float(n))}) for n in (1, 2, 3)), stack_dim=0
+    )
     got = split_trajectories(batch_of([0, 0, 1], ragged=ragged))
     lines = [[got[i, t]["ragged", "x"].tolist() for t in range(2)] for i in range(2)]
     assert lines == [[[1.0], [2.0, 2.0]], [[3.0, 3.0, 3.0], [0.0]]]

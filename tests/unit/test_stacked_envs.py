@@ -17,7 +17,7 @@ from muster.policies import tanh_gaussian
 from muster.testing import CountingEnv
 from tests.tools import assert_same, collect, column, counting, recorded, stable
 
-# --- what can be given -----------------------------------------------------------------------------
+# --- what can be given ----------------------------------------------------------------------------
 
 
 def test_num_envs_one_has_a_batch_dimension():
@@ -59,7 +59,12 @@ def test_groups_have_a_leading_dimension_and_global_env_ids():
         (lambda: 3, {}, UnsupportedEnv, "returned int, expected"),
         (lambda: None, {"num_envs": 2}, UnsupportedEnv, "returned NoneType"),
         ([], {}, BadOption, "empty list"),
-        (CountingEnv(), {"num_envs": 3}, BadOption, "num_envs=3 was given with one environment object"),
+        (
+            CountingEnv(),
+            {"num_envs": 3},
+            BadOption,
+            "num_envs=3 was given with one environment object",
+        ),
         ("NoSuchEnv-v0", {}, EnvError, "NoSuchEnv-v0.*NameNotFound"),
         ([counting(), counting(2), 7], {}, UnsupportedEnv, "of type int"),
     ],
@@ -81,7 +86,8 @@ def test_one_object_for_several_places_is_refused():
 def test_unequal_spaces_are_refused_by_name():
     noisy = iter([False, False, True])
     with pytest.raises(
-        UnsupportedEnv, match=r"observation_space of env 2 is Box.*\(3,\).* and that of env 0 is .*\(2,"
+        UnsupportedEnv,
+        match=r"observation_space of env 2 is Box.*\(3,\).* and that of env 0 is .*\(2,",
     ):
         Collector(lambda: CountingEnv(noise=next(noisy)), None, frames_per_batch=6, num_envs=3)
     with (
@@ -98,7 +104,9 @@ def test_a_failing_factory_closes_what_was_made():
         return CountingEnv()
 
     factory, made = recorded(make)
-    with pytest.raises(EnvError, match="making env 2 from factory raised OSError: no display") as caught:
+    with pytest.raises(
+        EnvError, match="making env 2 from factory raised OSError: no display"
+    ) as caught:
         Collector(factory, None, frames_per_batch=6, num_envs=3)
     assert isinstance(caught.value.__cause__, OSError)
     assert [env.closed for env in made] == [1, 1]
@@ -119,7 +127,7 @@ def test_a_refused_collector_closes_its_environments(options, error):
     assert [env.closed for env in made] == [1, 1]
 
 
-# --- what reaches which row ------------------------------------------------------------------------
+# --- what reaches which row -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_envs", [None, 3])
@@ -130,7 +138,9 @@ def test_environments_that_reuse_their_observation_array(num_envs):
     assert_same(fresh, reused)
 
 
-@pytest.mark.parametrize("number", [int, float, bool, np.float64, np.float32, np.int8, np.asarray], ids=stable)
+@pytest.mark.parametrize(
+    "number", [int, float, bool, np.float64, np.float32, np.int8, np.asarray], ids=stable
+)
 def test_rewards_of_any_kind_of_number(number):
     class Rewards(CountingEnv):
         def step(self, action: int) -> Any:
@@ -141,7 +151,9 @@ def test_rewards_of_any_kind_of_number(number):
 
 
 @pytest.mark.parametrize(
-    "flag", [bool, int, np.bool_, np.int8, np.asarray, lambda x: np.asarray(x, np.uint8)], ids=stable
+    "flag",
+    [bool, int, np.bool_, np.int8, np.asarray, lambda x: np.asarray(x, np.uint8)],
+    ids=stable,
 )
 def test_flags_of_any_kind_of_bool(flag):
     class Flags(CountingEnv):
@@ -163,7 +175,11 @@ def test_both_flags_at_once_are_one_end():
 
     with Collector(lambda: Both(2), None, frames_per_batch=4) as collector:
         batch = collector.rollout()
-        assert column(batch, "next", "terminated") == column(batch, "next", "truncated") == [False, True] * 2
+        assert (
+            column(batch, "next", "terminated")
+            == column(batch, "next", "truncated")
+            == [False, True] * 2
+        )
         assert [(e.terminated, e.truncated) for e in collector.episodes] == [(True, True)] * 2
 
 

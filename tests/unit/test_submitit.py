@@ -1,4 +1,6 @@
-"""Nodes as jobs, with submitit's executor of local processes (``tests/faults/test_slurm.py`` has a real SLURM)."""
+"""Nodes as jobs, with submitit's executor of local processes (``tests/faults/test_slurm.py`` has a
+real SLURM).
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def carrier_of(tmp_path):
     with contextlib.ExitStack() as stack:
 
         def make(target=ECHO, **options):
-            launcher = SubmititLauncher(folder=tmp_path, target=target, **{"cluster": "local", **options})
+            launcher = SubmititLauncher(
+                folder=tmp_path, target=target, **{"cluster": "local", **options}
+            )
             carrier = DirectCarrier(launcher=launcher, rendezvous=Rendezvous(1))
             stack.callback(carrier.close)
             return carrier, launcher
@@ -111,7 +115,9 @@ class TestLocalJobs:
 
     @pytest.mark.slow
     def test_a_node_that_fails_at_import_shows_its_standard_error(self, carrier_of):
-        carrier, launcher = carrier_of("no_such_module_of_a_node:serve", slurm_kwargs={"slurm_partition": "unused"})
+        carrier, launcher = carrier_of(
+            "no_such_module_of_a_node:serve", slurm_kwargs={"slurm_partition": "unused"}
+        )
         with pytest.raises(LinkLost) as caught:
             connect(carrier)
         text = str(caught.value)
@@ -222,7 +228,9 @@ class TestDelayed:
         with pytest.raises(BadOption, match="@submitit_delayed_launcher"):
             DelayedLauncher()
 
-    @pytest.mark.parametrize("options", [{"framework": "carrier pigeons"}, {"num_jobs": 0}, {"restarts": -1}])
+    @pytest.mark.parametrize(
+        "options", [{"framework": "carrier pigeons"}, {"num_jobs": 0}, {"restarts": -1}]
+    )
     def test_impossible_options_are_refused(self, options):
         with pytest.raises(BadOption, match=next(iter(options))):
             submitit_delayed_launcher(**{"num_jobs": 1, **options})

@@ -54,7 +54,9 @@ def layer(value: float) -> nn.Linear:
 
 
 def shown(model: nn.Module) -> list[float]:
-    values: list[float] = torch.cat([tensor.detach().flatten() for tensor in model.parameters()]).unique().tolist()
+    values: list[float] = (
+        torch.cat([tensor.detach().flatten() for tensor in model.parameters()]).unique().tolist()
+    )
     return values
 
 
@@ -64,7 +66,9 @@ class Ends:
     def __init__(self, cls: type[WeightSyncScheme], **options: Any) -> None:
         self.cls, self.options, self.all = cls, options, list[WeightSyncScheme]()
 
-    def sender(self, value: float = 0.0, workers: int = 2, connected: bool = True, **options: Any) -> WeightSyncScheme:
+    def sender(
+        self, value: float = 0.0, workers: int = 2, connected: bool = True, **options: Any
+    ) -> WeightSyncScheme:
         made = self.cls(**{"sync": False, **self.options, **options})
         self.all.append(made)
         made.init_on_sender(model=layer(value), num_workers=workers)
@@ -72,7 +76,9 @@ class Ends:
             made.connect()
         return made
 
-    def receiver(self, sender: WeightSyncScheme, worker: int = 0) -> tuple[WeightSyncScheme, nn.Linear]:
+    def receiver(
+        self, sender: WeightSyncScheme, worker: int = 0
+    ) -> tuple[WeightSyncScheme, nn.Linear]:
         made, model = pickle.loads(pickle.dumps(sender)), layer(-1.0)
         self.all.append(made)
         made.init_on_receiver(model=model, worker_idx=worker)
@@ -112,7 +118,7 @@ def in_thread(call: Callable[[], Any]) -> Callable[[], Any]:
     return result
 
 
-# --- what arrives -----------------------------------------------------------------------------------
+# --- what arrives ---------------------------------------------------------------------------------
 
 
 def test_a_receiver_gets_the_first_weights_and_then_what_is_newest(ends):
@@ -129,7 +135,9 @@ def test_a_receiver_gets_the_first_weights_and_then_what_is_newest(ends):
     assert receiver.receive() is None
 
 
-@pytest.mark.parametrize("form", [dict, lambda state: __import__("tensordict").TensorDict(state)], ids=["dict", "td"])
+@pytest.mark.parametrize(
+    "form", [dict, lambda state: __import__("tensordict").TensorDict(state)], ids=["dict", "td"]
+)
 def test_weights_without_a_module(ends, form):
     scheme = ends.cls(sync=False)
     ends.all.append(scheme)
@@ -166,7 +174,9 @@ def test_weights_as_nested_dicts(ends):
 
 
 def test_weights_of_each_receiver(ends):
-    """``params_map``, a dict by number of the receiver, and a context whose workers make the policy."""
+    """``params_map``, a dict by number of the receiver, and a context whose workers make the
+    policy.
+    """
     scheme = ends.cls(sync=False, per_worker_weights=True)
     ends.all.append(scheme)
     own = {0: layer(1.0), 1: layer(2.0)}
@@ -180,10 +190,15 @@ def test_weights_of_each_receiver(ends):
     scheme.send()
     assert [receiver.receive() is None for receiver, _ in receivers] == [False, False]
     assert [shown(model) for _, model in receivers] == [[0.0, 1.0], [2.0]]
-    for factories, first in (([lambda: layer(4.0)] * 2, [4.0]), ([lambda: layer(4.0), lambda: layer(5.0)], [5.0])):
+    for factories, first in (
+        ([lambda: layer(4.0)] * 2, [4.0]),
+        ([lambda: layer(4.0), lambda: layer(5.0)], [5.0]),
+    ):
         other = ends.cls(sync=False)
         ends.all.append(other)
-        other.init_on_sender(context=types.SimpleNamespace(policy_factory=factories, policy=None, num_workers=2))
+        other.init_on_sender(
+            context=types.SimpleNamespace(policy_factory=factories, policy=None, num_workers=2)
+        )
         other.connect()
         assert shown(ends.receiver(other, 1)[1]) == first
 
@@ -193,7 +208,8 @@ def test_without_weights_the_models_are_sent(ends):
     scheme = ends.cls(sync=False)
     ends.all.append(scheme)
     scheme.init_on_sender(
-        context=types.SimpleNamespace(get_model={"critic": model}.get, num_workers=1), model_id="critic"
+        context=types.SimpleNamespace(get_model={"critic": model}.get, num_workers=1),
+        model_id="critic",
     )
     scheme.connect()
     nn.init.constant_(model.weight, 7.0)
@@ -211,7 +227,9 @@ def test_tied_weights(ends):
 
     scheme, model = ends.cls(sync=False), tied(0.0)
     ends.all.append(scheme)
-    scheme.init_on_sender(weights=__import__("tensordict").TensorDict.from_module(tied(5.0)), num_workers=1)
+    scheme.init_on_sender(
+        weights=__import__("tensordict").TensorDict.from_module(tied(5.0)), num_workers=1
+    )
     scheme.connect()
     receiver = copy.copy(scheme)
     ends.all.append(receiver)
@@ -265,12 +283,14 @@ def test_many_unread_sends_are_no_burden(ends):
     assert shown(model) == [-5.0]
 
 
-# --- who waits for whom -----------------------------------------------------------------------------
+# --- who waits for whom ---------------------------------------------------------------------------
 
 
 def test_a_synchronous_send_returns_when_the_weights_are_taken(ends):
     sender = ends.sender(sync=True, workers=3)
-    (one, first), (two, second) = (ends.receiver(sender, worker) for worker in (0, 1))  # the third is not there
+    (one, first), (two, second) = (
+        ends.receiver(sender, worker) for worker in (0, 1)
+    )  # the third is not there
     for value in (1.0, 2.0):
         taking = [in_thread(lambda r=r: r.receive(timeout=PATIENCE)) for r in (one, two)]
         sender.send(layer(value))
@@ -283,10 +303,18 @@ def test_a_synchronous_send_does_not_wait_for_ever(ends):
     one, _ = ends.receiver(sender)
     late, model = ends.receiver(sender, 1)
     taking = in_thread(lambda: one.receive(timeout=PATIENCE))
-    with pytest.raises(CollectorTimeout, match=r"workers \[1\] have not taken their weights within 0.2 s.*sync=False"):
+    with pytest.raises(
+        CollectorTimeout,
+        match=r"workers \[1\] have not taken their weights within 0.2 s.*sync=False",
+    ):
         sender.send(layer(1.0))
     taking()
-    assert (sender.version, late.receive() is None, shown(model), late.version) == (1, False, [1.0], 1)
+    assert (sender.version, late.receive() is None, shown(model), late.version) == (
+        1,
+        False,
+        [1.0],
+        1,
+    )
     taking = in_thread(lambda: late.receive(timeout=PATIENCE))
     sender.send(layer(2.0), worker_ids=1)
     taking()
@@ -309,7 +337,9 @@ def test_a_receiver_may_come_before_its_sender_serves(ends):
     sender.connect()
     assert shown(coming()[1]) == [1.0]
     never = ends.sender(connected=False, deadline_s=0.1)
-    with pytest.raises(CollectorTimeout, match=r"worker 0 came within 0.1 s: the sender has to call connect"):
+    with pytest.raises(
+        CollectorTimeout, match=r"worker 0 came within 0.1 s: the sender has to call connect"
+    ):
         ends.receiver(never)
 
 
@@ -338,7 +368,7 @@ def test_a_stranger_who_says_nothing_is_not_waited_for_long(ends):
         assert shown(model) == [1.0]
 
 
-# --- other processes --------------------------------------------------------------------------------
+# --- other processes ------------------------------------------------------------------------------
 
 
 def act(scheme: WeightSyncScheme, worker: int, pipe: Any) -> None:
@@ -436,7 +466,7 @@ def test_a_sender_that_is_killed(ends):
         ends.receiver(sender)
 
 
-# --- what is left -----------------------------------------------------------------------------------
+# --- what is left ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("closed", [True, False], ids=["shutdown", "forgotten"])
@@ -463,7 +493,7 @@ def test_nothing_is_left_behind(closed, ends):
     wait_until(lambda: threading.active_count() <= threads and open_files() <= before)
 
 
-# --- collectors -------------------------------------------------------------------------------------
+# --- collectors -----------------------------------------------------------------------------------
 
 
 class Actor(nn.Module):
@@ -478,7 +508,9 @@ class Actor(nn.Module):
         return (obs[..., 1] >= weight).long(), {"weight": weight}
 
 
-def pair(ends: Ends, model: nn.Module, model_id: str = "policy") -> tuple[WeightSyncScheme, WeightSyncScheme]:
+def pair(
+    ends: Ends, model: nn.Module, model_id: str = "policy"
+) -> tuple[WeightSyncScheme, WeightSyncScheme]:
     sender = ends.cls(deadline_s=PATIENCE)
     sender.init_on_sender(model=model, model_id=model_id, num_workers=1)
     sender.connect()
@@ -488,7 +520,11 @@ def pair(ends: Ends, model: nn.Module, model_id: str = "policy") -> tuple[Weight
 
 def test_a_collector_takes_what_its_parent_sends(ends):
     sender, receiver = pair(ends, Actor(1.0))
-    options: Any = {"worker_idx": 0, "weight_recv_schemes": {"policy": receiver}, "track_policy_version": True}
+    options: Any = {
+        "worker_idx": 0,
+        "weight_recv_schemes": {"policy": receiver},
+        "track_policy_version": True,
+    }
     with Collector(counting(3), Actor(-1.0), frames_per_batch=4, **options) as c:
         assert c.rollout()["weight"].unique().tolist() == [1.0]
         first = c.policy_version
@@ -536,7 +572,9 @@ def test_weights_that_do_not_fit_are_told_of_and_the_next_are_taken(ends):
             return publish(*args, **named)
 
         c._weights.publish = picky  # type: ignore[method-assign]
-        with pytest.warns(RuntimeWarning, match="weights for 'policy' came and were not taken: not these"):
+        with pytest.warns(
+            RuntimeWarning, match="weights for 'policy' came and were not taken: not these"
+        ):
             sender.send(Actor(2.0))
         refused.append(False)
         sender.send(Actor(3.0))
@@ -545,7 +583,13 @@ def test_weights_that_do_not_fit_are_told_of_and_the_next_are_taken(ends):
 
 def test_a_collector_that_is_forgotten_is_not_kept_by_its_scheme(ends):
     sender, receiver = pair(ends, Actor(1.0))
-    c = Collector(counting(3), Actor(), frames_per_batch=4, worker_idx=0, weight_recv_schemes={"policy": receiver})
+    c = Collector(
+        counting(3),
+        Actor(),
+        frames_per_batch=4,
+        worker_idx=0,
+        weight_recv_schemes={"policy": receiver},
+    )
     gone: list[bool] = []
     __import__("weakref").finalize(c, gone.append, True)
     del c
@@ -558,7 +602,7 @@ def test_a_collector_that_is_forgotten_is_not_kept_by_its_scheme(ends):
     assert not following.is_alive()
 
 
-# --- which transport is meant -----------------------------------------------------------------------
+# --- which transport is meant ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -577,11 +621,15 @@ def test_what_a_scheme_means_to_a_collector_with_workers(given, expected):
 
 @pytest.mark.parametrize("cls", OF_NODES)
 def test_schemes_for_nodes_name_their_collector(cls):
-    with pytest.raises(BadOption, match=f"{cls.__name__} is for {cls.collector}, whose workers are on other machines"):
+    with pytest.raises(
+        BadOption,
+        match=f"{cls.__name__} is for {cls.collector}, whose workers are on other machines",
+    ):
         transport_for(cls())
     for method in ("init_on_sender", "init_on_receiver"):
         with pytest.raises(
-            BadOption, match=rf"{cls.__name__} is an option of {cls.collector}.*'policy': {cls.__name__}"
+            BadOption,
+            match=rf"{cls.__name__} is an option of {cls.collector}.*'policy': {cls.__name__}",
         ):
             getattr(cls(), method)(model=layer(0.0), num_workers=1)
 
@@ -602,11 +650,15 @@ def test_one_way_for_all_models(given, expected):
 
 
 def test_two_ways_are_refused():
-    with pytest.raises(BadOption, match="'policy' has 'shared' and 'critic' has 'none', but .* together"):
+    with pytest.raises(
+        BadOption, match="'policy' has 'shared' and 'critic' has 'none', but .* together"
+    ):
         one_transport({"policy": "shared", "critic": "none"})
     with pytest.raises(BadOption, match="published together"):
         one_transport({"a": RayWeightSyncScheme(), "b": DistributedWeightSyncScheme()})
-    assert one_transport({"a": (given := RayWeightSyncScheme()), "b": RayWeightSyncScheme()}) is given
+    assert (
+        one_transport({"a": (given := RayWeightSyncScheme()), "b": RayWeightSyncScheme()}) is given
+    )
     with pytest.raises(BadOption, match="expected a dict"):
         one_transport("shared")  # type: ignore[arg-type]
 
@@ -641,16 +693,18 @@ def test_no_scheme_sends_nothing():
     scheme.send(layer(3.0))
     assert receiver.receive(timeout=PATIENCE) is None
     assert shown(model) == [1.0]
-    assert (scheme.initialized_on_sender, scheme.synchronized_on_sender, receiver.synchronized_on_receiver) == (
-        True,
-    ) * 3
+    assert (
+        scheme.initialized_on_sender,
+        scheme.synchronized_on_sender,
+        receiver.synchronized_on_receiver,
+    ) == (True,) * 3
     scheme.shutdown()
     with Collector(counting(3), Actor(5.0), frames_per_batch=4, worker_idx=0) as c:
         c.register_scheme_receiver({"policy": NoWeightSyncScheme()})
         assert c.rollout()["weight"].unique().tolist() == [5.0]
 
 
-# --- mistakes ---------------------------------------------------------------------------------------
+# --- mistakes -------------------------------------------------------------------------------------
 
 
 def made(**options: Any) -> WeightSyncScheme:
@@ -663,10 +717,19 @@ def made(**options: Any) -> WeightSyncScheme:
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
-        (lambda: WeightSyncScheme.from_backend("fax"), "backend='fax': expected one of shared, process, none"),
-        (lambda: SharedMemoryWeightSyncScheme("pickle"), "strategy='pickle': expected 'tensordict' or 'state_dict'"),
+        (
+            lambda: WeightSyncScheme.from_backend("fax"),
+            "backend='fax': expected one of shared, process, none",
+        ),
+        (
+            lambda: SharedMemoryWeightSyncScheme("pickle"),
+            "strategy='pickle': expected 'tensordict' or 'state_dict'",
+        ),
         (lambda: WeightSyncScheme().init_on_sender(model=layer(0.0)), "take a subclass"),
-        (lambda: SharedMemoryWeightSyncScheme().init_on_sender(num_workers=1), "needs the first weights"),
+        (
+            lambda: SharedMemoryWeightSyncScheme().init_on_sender(num_workers=1),
+            "needs the first weights",
+        ),
         (lambda: made(weights={}), "one only"),
         (lambda: made(num_workers=0), "num_workers=0.*expected the number of receivers"),
         (lambda: made(devices=["cpu"]), "num_workers=2, devices=.*once"),
@@ -675,8 +738,14 @@ def made(**options: Any) -> WeightSyncScheme:
         (lambda: SharedMemoryWeightSyncScheme().receive(), "for receivers: call init_on_receiver"),
         (lambda: SharedMemoryWeightSyncScheme().connect(), "comes after init_on_sender"),
         (lambda: SharedMemoryWeightSyncScheme().apply_weights({}), "of a receiver"),
-        (lambda: SharedMemoryWeightSyncScheme().init_on_receiver(model=layer(0.0)), "there is no sender for"),
-        (lambda: made().init_on_receiver(model=layer(0.0)), "this object is the sender: give the receiver a copy"),
+        (
+            lambda: SharedMemoryWeightSyncScheme().init_on_receiver(model=layer(0.0)),
+            "there is no sender for",
+        ),
+        (
+            lambda: made().init_on_receiver(model=layer(0.0)),
+            "this object is the sender: give the receiver a copy",
+        ),
         (lambda: copy.copy(made()).init_on_receiver(worker_idx=0), "give a model or a context"),
         (lambda: made().send(worker_ids=2), "there is no worker 2"),
         (lambda: received(made(), None), "with a worker_idx"),
@@ -693,7 +762,9 @@ KEPT: list[WeightSyncScheme] = []
 
 
 def kept() -> WeightSyncScheme:
-    """A sender that is there as long as it is asked; a bare ``made()`` is gone when its copy is made."""
+    """A sender that is there as long as it is asked; a bare ``made()`` is gone when its copy is
+    made.
+    """
     KEPT[:] = [made()]
     return KEPT[0]
 
@@ -726,11 +797,14 @@ def test_weights_that_do_not_fit_change_nothing(ends):
     assert shown(model) == [9.0]
 
 
-# --- names ------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 def test_everything_has_its_names():
-    assert set(dir(muster.weights)) >= {"WeightSyncScheme"} or weights.WeightSyncScheme is WeightSyncScheme
+    assert (
+        set(dir(muster.weights)) >= {"WeightSyncScheme"}
+        or weights.WeightSyncScheme is WeightSyncScheme
+    )
     assert SharedMemWeightSyncScheme is SharedMemoryWeightSyncScheme
     for name in set(weights.__all__) - {"RayWeightUpdater"}:
         assert getattr(weights, name) is not None
@@ -743,7 +817,15 @@ def test_torchrls_names_are_there():
     ours = pytest.importorskip("muster.compat.torchrl.weight_update")
     for name in ours.__all__:
         assert hasattr(theirs, name), name
-        wanted = ("init_on_sender", "init_on_receiver", "connect", "send", "receive", "apply_weights", "shutdown")
+        wanted = (
+            "init_on_sender",
+            "init_on_receiver",
+            "connect",
+            "send",
+            "receive",
+            "apply_weights",
+            "shutdown",
+        )
         for method in (*wanted, "from_backend"):
             assert hasattr(getattr(theirs, name), method)
             assert callable(getattr(getattr(ours, name), method))

@@ -42,8 +42,12 @@ SINGLE = {
 
 
 def row(n: int) -> Any:
-    """Of each environment: whether it takes part ("-" if not), and how its episode ends, if it does."""
-    return st.lists(st.sampled_from("-.TX"), min_size=n, max_size=n).filter(lambda row: set(row) != {"-"})
+    """Of each environment: whether it takes part ("-" if not), and how its episode ends, if it
+    does.
+    """
+    return st.lists(st.sampled_from("-.TX"), min_size=n, max_size=n).filter(
+        lambda row: set(row) != {"-"}
+    )
 
 
 rollouts = st.integers(1, 4).flatmap(
@@ -55,12 +59,16 @@ rollouts = st.integers(1, 4).flatmap(
 )
 
 
-def taken(rows: list[list[str]], begin: int, *, agents: int = 0, dtype: Any = float, extra: bool = False) -> Taken:
+def taken(
+    rows: list[list[str]], begin: int, *, agents: int = 0, dtype: Any = float, extra: bool = False
+) -> Taken:
     """Steps as the rows say, with values that occur once only."""
     cells = [(t, env) for t, row in enumerate(rows) for env, what in enumerate(row) if what != "-"]
     t, env = np.array(cells, int).reshape(-1, 2).T
     number = (begin + t) * 10 + env
-    terminated, truncated = (np.array([rows[i][j] == flag for i, j in cells], bool) for flag in "TX")
+    terminated, truncated = (
+        np.array([rows[i][j] == flag for i, j in cells], bool) for flag in "TX"
+    )
     rew = number / 3
     batch = Batch(
         obs=np.stack([number, -number], -1).astype(np.float32),
@@ -93,7 +101,9 @@ def both(make: Any, parts: list[Taken], num_envs: int, *, many: bool = True) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=25, deadline=None)
-@given(data=rollouts, agents=st.sampled_from([0, 2]), dtype=st.sampled_from([float, np.float32, int]))
+@given(
+    data=rollouts, agents=st.sampled_from([0, 2]), dtype=st.sampled_from([float, np.float32, int])
+)
 def test_a_buffer_is_as_if_the_steps_had_been_added_row_by_row(
     kind: str, data: list[list[list[str]]], agents: int, dtype: Any
 ) -> None:
@@ -108,7 +118,11 @@ def test_a_buffer_is_as_if_the_steps_had_been_added_row_by_row(
 
 @pytest.mark.parametrize("kind", SINGLE)
 @settings(max_examples=25, deadline=None)
-@given(data=st.lists(st.lists(st.sampled_from([["."], ["T"], ["X"]]), min_size=1, max_size=15), max_size=4))
+@given(
+    data=st.lists(
+        st.lists(st.sampled_from([["."], ["T"], ["X"]]), min_size=1, max_size=15), max_size=4
+    )
+)
 def test_so_is_a_single_ring(kind: str, data: list[list[list[str]]]) -> None:
     begins = np.cumsum([0, *map(len, data)])
     parts = [taken(rows, int(t)) for rows, t in zip(data, begins, strict=False)]
@@ -130,7 +144,12 @@ def test_many_steps_are_few_calls() -> None:
     original = buffer.add
     buffer.add = lambda batch, buffer_ids: (calls.append(len(batch)), original(batch, buffer_ids))
     add(buffer, taken([[".", "."]] * 12, 0))
-    assert calls == [2, 10, 10, 2]  # the first row, of which memory is made, and no more than there is room for
+    assert calls == [
+        2,
+        10,
+        10,
+        2,
+    ]  # the first row, of which memory is made, and no more than there is room for
 
 
 def test_memory_is_made_for_the_first_row_and_for_what_comes_later() -> None:

@@ -1,4 +1,6 @@
-"""The compat layer's Collector where it does not do as Tianshou's: errors, gradients, what it says of itself."""
+"""The compat layer's Collector where it does not do as Tianshou's: errors, gradients, what it says
+of itself.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ from tests.parity.tianshou_tools import Program, assert_same, collects, play
 def made(lengths: Any = (3, 5), policy: str = "values", **kwargs: Any) -> Collector:
     envs = [Counting(n) for n in lengths]
     kwargs.setdefault("buffer", VectorReplayBuffer(40 * len(envs), len(envs)))
-    return Collector(POLICIES[policy](envs[0].action_space), DummyVectorEnv([lambda e=e: e for e in envs]), **kwargs)
+    return Collector(
+        POLICIES[policy](envs[0].action_space),
+        DummyVectorEnv([lambda e=e: e for e in envs]),
+        **kwargs,
+    )
 
 
 def test_environments_must_have_been_reset() -> None:
@@ -58,7 +64,9 @@ def test_one_environment_is_wrapped() -> None:
 
 def test_a_vector_environment_of_gymnasium_is_refused() -> None:
     envs = gymnasium.vector.SyncVectorEnv([lambda: Counting(3)] * 2)
-    with pytest.raises(UnsupportedEnv, match="SyncVectorEnv is a vector environment of Gymnasium: pass one of Tian"):
+    with pytest.raises(
+        UnsupportedEnv, match="SyncVectorEnv is a vector environment of Gymnasium: pass one of Tian"
+    ):
         Collector(POLICIES["values"](Counting(3).action_space), envs)
 
 
@@ -98,7 +106,10 @@ def test_policy_noise_and_buffer_can_be_exchanged() -> None:
     collector = made(policy="actor")
     collector.reset()
     collector.collect(n_step=4)
-    collector.policy, collector.exploration_noise = POLICIES["values"](Counting(3).action_space), True
+    collector.policy, collector.exploration_noise = (
+        POLICIES["values"](Counting(3).action_space),
+        True,
+    )
     collector.buffer = VectorReplayBuffer(20, 2)
     assert collector.collect(n_step=4).pred_dist_std_array is None
     assert len(collector.buffer) == 4
@@ -106,14 +117,18 @@ def test_policy_noise_and_buffer_can_be_exchanged() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_a_long_call_is_made_in_pieces(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = collects({"n_step": 30}, {"n_episode": 7}, {"n_step": 6, "random": True}, {"n_step": 12})
+    calls = collects(
+        {"n_step": 30}, {"n_episode": 7}, {"n_step": 6, "random": True}, {"n_step": 12}
+    )
     program = Program((3, 5, 2), calls, "batch", "small", env={"infos": "some"})
     whole = play(compat, program)
     monkeypatch.setattr(steps, "LANE_ROWS", rows)
     assert_same(play(compat, program), whole)
 
 
-def test_the_rows_of_a_call_are_added_at_once_but_for_the_first_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rows_of_a_call_are_added_at_once_but_for_the_first_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[int] = []
 
     def counting(buffer: Any, taken: Any, added: Any) -> None:
@@ -142,7 +157,9 @@ def test_a_policy_whose_entries_change_within_a_call_is_stored_as_tianshou_does(
     seen = []
     for module in (compat, data):
         envs = DummyVectorEnv([lambda n=n: Counting(n) for n in (3, 5)])
-        collector = module.Collector(Fickle(Counting(3).action_space, "none"), envs, VectorReplayBuffer(40, 2))
+        collector = module.Collector(
+            Fickle(Counting(3).action_space, "none"), envs, VectorReplayBuffer(40, 2)
+        )
         collector.reset()
         collector.collect(n_step=12)
         seen.append(collector.buffer.policy.value.tolist())
@@ -150,11 +167,15 @@ def test_a_policy_whose_entries_change_within_a_call_is_stored_as_tianshou_does(
     assert seen[0][:6] == [0, 0, 3, 4, 5, 6]
 
 
-def test_of_an_episode_longer_than_its_ring_a_hook_gets_the_last_steps_and_its_length_is_known() -> None:
+def test_of_an_episode_longer_than_its_ring_a_hook_gets_the_last_steps_and_its_length_is_known() -> (
+    None
+):
     seen: list[Any] = []
     buffer = VectorReplayBuffer(2 * 3, 2)
     collector = made(
-        (5, 3), buffer=buffer, on_episode_done_hook=lambda episode: seen.append(episode.obs[:, 1].tolist())
+        (5, 3),
+        buffer=buffer,
+        on_episode_done_hook=lambda episode: seen.append(episode.obs[:, 1].tolist()),
     )
     collector.reset()
     stats = collector.collect(n_episode=4)
@@ -171,7 +192,8 @@ def test_statistics_of_ones_own_see_what_a_hook_has_added() -> None:
             super().update_at_episode_done(episode_batch, *args, **kwargs)
 
     collector = made(
-        collect_stats_class=Marks, on_episode_done_hook=lambda episode: {"mark": np.full(len(episode), 0.5)}
+        collect_stats_class=Marks,
+        on_episode_done_hook=lambda episode: {"mark": np.full(len(episode), 0.5)},
     )
     collector.reset()
     assert collector.collect(n_episode=2).marks == 4.0
@@ -190,7 +212,10 @@ def test_several_episode_hooks_are_one() -> None:
     assert EpisodeRolloutHookMerged(lambda episode: None)(Batch()) is None
     with pytest.raises(KeyError, match="mark"):
         EpisodeRolloutHookMerged(mark, mark)(Batch(a=np.zeros(2)))
-    assert EpisodeRolloutHookMerged(mark, mark, check_overlapping_keys=False)(Batch(a=np.zeros(2))) is not None
+    assert (
+        EpisodeRolloutHookMerged(mark, mark, check_overlapping_keys=False)(Batch(a=np.zeros(2)))
+        is not None
+    )
 
 
 def test_a_net_of_tianshous_acts() -> None:
@@ -199,7 +224,8 @@ def test_a_net_of_tianshous_acts() -> None:
     env = Counting(3)
     net = Net(state_shape=(2,), action_shape=5, hidden_sizes=[8])
     collector = Collector(
-        DiscreteQLearningPolicy(model=net, action_space=env.action_space), DummyVectorEnv([lambda: env])
+        DiscreteQLearningPolicy(model=net, action_space=env.action_space),
+        DummyVectorEnv([lambda: env]),
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -57,7 +57,9 @@ class Counter(Policy):
 
 def collector(envs: Any, policy: Any = None, **kwargs: Any) -> Collector:
     venv = DummyVectorEnv([lambda env=env: env for env in envs]) if isinstance(envs, list) else envs
-    made = Collector(policy or Counter(), venv, VectorReplayBuffer(40 * len(venv), len(venv)), **kwargs)
+    made = Collector(
+        policy or Counter(), venv, VectorReplayBuffer(40 * len(venv), len(venv)), **kwargs
+    )
     made.reset()
     return made
 
@@ -94,7 +96,9 @@ def test_observations_keep_the_dtype_of_the_reset() -> None:
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_steps_before_an_error_are_in_the_buffer_and_the_environments_begin_anew(wrapped: bool) -> None:
+def test_steps_before_an_error_are_in_the_buffer_and_the_environments_begin_anew(
+    wrapped: bool,
+) -> None:
     envs = [Env(9), Env(9, RuntimeError("broken"), at=3)]
     venv = DummyVectorEnv([lambda env=env: env for env in envs])
     made = collector(VectorEnvWrapper(venv) if wrapped else venv)
@@ -136,7 +140,10 @@ def test_after_an_error_of_the_policy_its_call_is_repeated() -> None:
 
 @pytest.mark.parametrize(
     ("odd", "message"),
-    [(Batch(act=np.zeros(2, int)), "2 actions for 1"), (Batch(act=np.zeros(1, int), policy=3), "expected a Batch")],
+    [
+        (Batch(act=np.zeros(2, int)), "2 actions for 1"),
+        (Batch(act=np.zeros(1, int), policy=3), "expected a Batch"),
+    ],
 )
 def test_a_policy_must_return_what_can_be_stored(odd: Any, message: str) -> None:
     made = collector([Env(9)], Counter(odd, at=2))

@@ -24,7 +24,9 @@ def saved(timeline: Timeline, folder: Any) -> dict[str, Any]:
 
 
 def spans_of(trace: dict[str, Any]) -> list[tuple[str, int, float, float]]:
-    return [(e["name"], e["tid"], e["ts"], e["dur"]) for e in trace["traceEvents"] if e["ph"] == "X"]
+    return [
+        (e["name"], e["tid"], e["ts"], e["dur"]) for e in trace["traceEvents"] if e["ph"] == "X"
+    ]
 
 
 def test_spans_are_complete_events_in_microseconds(tmp_path):

@@ -1,7 +1,9 @@
-"""Batches of environments on tensors: ends of episodes by mask, and the conventions of the simulators that have them.
+"""Batches of environments on tensors: ends of episodes by mask, and the conventions of the
+simulators that have them.
 
-Isaac Lab and ManiSkill need an NVIDIA GPU and are not installed: ``FakeIsaac`` and ``FakeManiSkill`` do what their
-sources do at the ends of episodes, from classes whose modules have their names.
+Isaac Lab and ManiSkill need an NVIDIA GPU and are not installed: ``FakeIsaac`` and
+``FakeManiSkill`` do what their sources do at the ends of episodes, from classes whose modules have
+their names.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ Mode = AutoresetMode
 
 
 class Counting:
-    """Environment i: observation ``[i, t]``, reward ``t``, episodes of ``LENGTHS[i]`` steps; odd ones are truncated.
+    """Environment i: observation ``[i, t]``, reward ``t``, episodes of ``LENGTHS[i]`` steps; odd
+    ones are truncated.
 
     Args:
         mode: declared; None declares nothing.
@@ -81,7 +84,9 @@ class Counting:
             if self.final is not None:
                 info[self.final] = self.observe()
             if self.masked is not None:
-                info[f"_{self.final}"] = done & ~torch.isin(torch.arange(len(LENGTHS)), torch.tensor(self.masked))
+                info[f"_{self.final}"] = done & ~torch.isin(
+                    torch.arange(len(LENGTHS)), torch.tensor(self.masked)
+                )
             self.t.masked_fill_(done, 0)
         return self.observe(), reward, done & ~odd, done & odd, info
 
@@ -98,7 +103,9 @@ class ByMask(Counting):
 class ByIds(Counting):
     def reset(self, seed: Any = None, env_ids: torch.Tensor | None = None) -> Any:  # type: ignore[override]
         self.resets.append((seed, env_ids))
-        return self.begin(None if env_ids is None else torch.isin(torch.arange(len(LENGTHS)), env_ids))
+        return self.begin(
+            None if env_ids is None else torch.isin(torch.arange(len(LENGTHS)), env_ids)
+        )
 
 
 class AllAtOnce(Counting):
@@ -113,7 +120,7 @@ class Deaf(Counting):
         return self.begin(None)
 
 
-# --- expected arrays -------------------------------------------------------------------------------
+# --- expected arrays ------------------------------------------------------------------------------
 
 
 def expected(T: int, lengths: tuple[int, ...] = LENGTHS) -> dict[str, Any]:
@@ -124,7 +131,9 @@ def expected(T: int, lengths: tuple[int, ...] = LENGTHS) -> dict[str, Any]:
     return {"before": before, "after": before + np.array([0, 1]), "done": done, "reward": t % n + 1}
 
 
-def check(batch: Any, lengths: tuple[int, ...] = LENGTHS, natural: tuple[int, ...] = LENGTHS) -> None:
+def check(
+    batch: Any, lengths: tuple[int, ...] = LENGTHS, natural: tuple[int, ...] = LENGTHS
+) -> None:
     want = expected(batch.shape[-1], lengths)
     assert (batch["observation"].double().numpy() == want["before"]).all()
     assert (batch["next", "observation"].double().numpy() == want["after"]).all()
@@ -151,7 +160,9 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("frames", [36, 9])
 def test_every_way_to_reset_gives_the_same_transitions(way, frames):
-    batch = collect(WAYS[way](), tilt, batches=36 // frames, frames_per_batch=frames, validate="full")
+    batch = collect(
+        WAYS[way](), tilt, batches=36 // frames, frames_per_batch=frames, validate="full"
+    )
     check(batch)
     if ("collector", "next_obs_valid") in batch.keys(True):
         assert batch["collector", "next_obs_valid"].all()
@@ -161,9 +172,13 @@ def tilt(obs: Any) -> Any:
     return (obs[:, 1] % 2).long()
 
 
-@pytest.mark.parametrize("make", [Counting, lambda: Counting(Mode.DISABLED), ByMask], ids=["same", "disabled", "mask"])
+@pytest.mark.parametrize(
+    "make", [Counting, lambda: Counting(Mode.DISABLED), ByMask], ids=["same", "disabled", "mask"]
+)
 def test_a_limit_from_outside_truncates_where_nothing_ends_by_itself(make):
-    batch = collect(make(), tilt, batches=2, frames_per_batch=3 * 12, max_frames_per_traj=3, validate="full")
+    batch = collect(
+        make(), tilt, batches=2, frames_per_batch=3 * 12, max_frames_per_traj=3, validate="full"
+    )
     check(batch, (2, 3, 3), LENGTHS)
     want = expected(24, (2, 3, 3))
     assert (batch["step_count"][..., 0].numpy() == want["before"][..., 1]).all()
@@ -188,7 +203,7 @@ def test_a_mask_says_which_last_observations_are_known():
     assert torch.equal(batch["next", "observation"].isnan().all(-1), unknown)
 
 
-# --- resets from outside ---------------------------------------------------------------------------
+# --- resets from outside --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [Counting, ByMask, ByIds, lambda: Counting(Mode.DISABLED)])
@@ -231,11 +246,15 @@ def test_a_limit_needs_resets_by_mask(make):
         Collector(make(Mode.DISABLED), tilt, frames_per_batch=3)
 
 
-@pytest.mark.parametrize("options", [{"mode": Mode.DISABLED}, {"limit": 3}, {"index": [0]}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"mode": Mode.DISABLED}, {"limit": 3}, {"index": [0]}], ids=str
+)
 def test_an_environment_that_ignores_the_mask_is_found_out(options):
     env = Deaf(options.get("mode", Mode.SAME_STEP))
     with (
-        Collector(env, tilt, frames_per_batch=3, max_frames_per_traj=options.get("limit")) as collector,
+        Collector(
+            env, tilt, frames_per_batch=3, max_frames_per_traj=options.get("limit")
+        ) as collector,
         pytest.raises(UnsupportedEnv, match="reset others too"),
     ):
         collector.rollout()
@@ -243,7 +262,7 @@ def test_an_environment_that_ignores_the_mask_is_found_out(options):
         collector.rollout()
 
 
-# --- what an environment gets and keeps ------------------------------------------------------------
+# --- what an environment gets and keeps -----------------------------------------------------------
 
 
 def test_a_saved_collector_goes_on_in_the_middle_of_an_episode():
@@ -278,19 +297,29 @@ def test_the_environment_may_reuse_its_tensors():
             return self.buffer.copy_(super().observe())
 
     check(collect(Reusing(Mode.DISABLED), tilt, frames_per_batch=36))
-    check(collect(Reusing(Mode.DISABLED), tilt, frames_per_batch=36, max_frames_per_traj=3), (2, 3, 3))
+    check(
+        collect(Reusing(Mode.DISABLED), tilt, frames_per_batch=36, max_frames_per_traj=3), (2, 3, 3)
+    )
 
 
-# --- what an environment must not do ---------------------------------------------------------------
+# --- what an environment must not do --------------------------------------------------------------
 
 BAD: dict[str, tuple[int, Any, str]] = {
-    "shape": (0, torch.zeros(3, 3), r"observation is a tensor of shape \(3, 3\).*expected a tensor of shape \(3, 2\)"),
+    "shape": (
+        0,
+        torch.zeros(3, 3),
+        r"observation is a tensor of shape \(3, 3\).*expected a tensor of shape \(3, 2\)",
+    ),
     "dtype": (0, torch.zeros(3, 2, dtype=torch.int64), "torch.int64, expected .* torch.float32"),
     "array": (0, np.zeros((3, 2), np.float32), "observation is ndarray, expected a tensor"),
     "reward": (1, torch.zeros(4), r"reward is a tensor of shape \(4,\).*3 numbers"),
     "number": (1, 0.5, "reward is float"),
     "flag": (2, torch.zeros(3), "terminated is a tensor .*float32, expected a tensor of 3 bools"),
-    "final": (4, {"final_obs": torch.zeros(2, 2)}, r"info\['final_obs'\]: observation is a tensor of shape \(2, 2\)"),
+    "final": (
+        4,
+        {"final_obs": torch.zeros(2, 2)},
+        r"info\['final_obs'\]: observation is a tensor of shape \(2, 2\)",
+    ),
 }
 
 
@@ -319,7 +348,9 @@ def test_another_floating_dtype_is_cast_with_one_warning():
             obs, *rest = super().step(action)
             return (obs.double(), *rest)
 
-    with pytest.warns(UserWarning, match="Wide: observation has dtype torch.float64, but its space") as caught:
+    with pytest.warns(
+        UserWarning, match="Wide: observation has dtype torch.float64, but its space"
+    ) as caught:
         check(collect(Wide(), tilt, frames_per_batch=36))
     assert len(caught) == 1
     with (
@@ -339,7 +370,10 @@ def test_a_step_without_five_values_is_refused():
             return self.observe()
 
     for env, message in ((Four(), "returned tuple of 4"), (Bare(), "expected .observation, info.")):
-        with Collector(env, tilt, frames_per_batch=3) as collector, pytest.raises(BadEnvOutput, match=message):
+        with (
+            Collector(env, tilt, frames_per_batch=3) as collector,
+            pytest.raises(BadEnvOutput, match=message),
+        ):
             collector.rollout()
 
 
@@ -359,7 +393,12 @@ def lane_of(env: TorchEnvs, **options: Any) -> Any:
     from muster.memory.slots import Layout, Slot
     from muster.rollout.columns import lane_columns
 
-    layout = Layout(4, env.num_envs, lane_columns(env, (), RolloutOptions(**options)), batch_shape=env.batch_shape)
+    layout = Layout(
+        4,
+        env.num_envs,
+        lane_columns(env, (), RolloutOptions(**options)),
+        batch_shape=env.batch_shape,
+    )
     return env.start(Slot(layout).lanes[0])
 
 
@@ -375,7 +414,7 @@ def test_spaces_without_tensors_are_refused():
         TorchEnvs(env)
 
 
-# --- spaces ----------------------------------------------------------------------------------------
+# --- spaces ---------------------------------------------------------------------------------------
 
 
 def batched(space: Any, action: Any = None) -> Any:
@@ -397,13 +436,19 @@ def test_batched_spaces_are_taken_apart():
             spaces.MultiDiscrete([4] * 3, start=[-1] * 3),
         )
     )
-    a, b, action = env.observation_specs[("a",)], env.observation_specs[("b",)], env.action_specs[("action",)]
+    a, b, action = (
+        env.observation_specs[("a",)],
+        env.observation_specs[("b",)],
+        env.action_specs[("action",)],
+    )
     assert (a.shape, a.low.tolist(), a.high.tolist()) == ((2,), [0, 1], [1, 2])
     assert (b.shape, b.low.tolist(), b.high.tolist()) == ((2,), [0, 0], [1, 2])
     assert (action.shape, action.low.tolist(), action.high.tolist()) == ((), -1, 2)
 
 
-@pytest.mark.parametrize("space", [spaces.Box(0, 1, (2, 3)), spaces.Discrete(3), spaces.MultiBinary(3)])
+@pytest.mark.parametrize(
+    "space", [spaces.Box(0, 1, (2, 3)), spaces.Discrete(3), spaces.MultiBinary(3)]
+)
 def test_spaces_that_are_not_of_the_batch_are_refused(space):
     with pytest.raises(UnsupportedSpace, match="no space of 3 environments"):
         TorchEnvs(batched(space))
@@ -433,7 +478,12 @@ def sampled(rows: int, cuts: int = 1, seed: int = 0) -> Any:
 @pytest.mark.slow
 def test_random_actions_have_the_space_s_distribution():
     drawn = sampled(1500)
-    assert [drawn[k].dtype for k in ("die", "box", "open", "byte")] == [np.int64, np.float64, np.float16, np.uint8]
+    assert [drawn[k].dtype for k in ("die", "box", "open", "byte")] == [
+        np.int64,
+        np.float64,
+        np.float16,
+        np.uint8,
+    ]
     assert drawn["die"].shape == (1500, 3)
     assert np.allclose(np.bincount(drawn["die"].ravel(), minlength=7)[1:] / 4500, 1 / 6, atol=0.02)
     assert np.allclose(drawn["many"].reshape(-1, 2).mean(0), [0.5, 2], atol=0.06)
@@ -452,7 +502,7 @@ def test_random_actions_have_the_space_s_distribution():
     assert (drawn["byte"].min(), drawn["byte"].max()) == (0, 255)
 
 
-# --- the torch CartPole ----------------------------------------------------------------------------
+# --- the torch CartPole ---------------------------------------------------------------------------
 
 
 class OfCartPole(EnvContract):
@@ -493,12 +543,15 @@ def test_the_torch_cart_pole_moves_as_gymnasium_s():
         for i in np.flatnonzero(~ended):
             expected_obs, expected_reward, *expected_flags, _ = theirs[i].step(actions[i])
             np.testing.assert_allclose(obs[i].numpy(), expected_obs, rtol=1e-4, atol=1e-5)
-            assert [reward[i].item(), terminated[i].item(), truncated[i].item()] == [expected_reward, *expected_flags]
+            assert [reward[i].item(), terminated[i].item(), truncated[i].item()] == [
+                expected_reward,
+                *expected_flags,
+            ]
         ended |= terminated.numpy()
     assert ended.all()
 
 
-# --- simulators ------------------------------------------------------------------------------------
+# --- simulators -----------------------------------------------------------------------------------
 
 
 def named(module: str) -> Any:
@@ -513,17 +566,24 @@ def named(module: str) -> Any:
 
 @named("isaaclab.envs.manager_based_rl_env")
 class FakeIsaac(gymnasium.Env[Any, Any]):
-    """Ends of episodes as in Isaac Lab's ManagerBasedRLEnv: ``extras`` is one dict for ever; groups of observations."""
+    """Ends of episodes as in Isaac Lab's ManagerBasedRLEnv: ``extras`` is one dict for ever; groups
+    of observations.
+    """
 
     def __init__(self, *, declares: bool = True, computes: bool = True) -> None:
         self.inner = Counting()
         self.num_envs, self.device = 3, "cpu"
         self.cfg = SimpleNamespace(compute_final_obs=False) if computes else SimpleNamespace()
-        self.metadata = {"render_modes": [None], **({"autoreset_mode": Mode.SAME_STEP} if declares else {})}
+        self.metadata = {
+            "render_modes": [None],
+            **({"autoreset_mode": Mode.SAME_STEP} if declares else {}),
+        }
         part = spaces.Box(-np.inf, np.inf, (2,), np.float32)
         self.single_observation_space = spaces.Dict({"policy": part, "critic": part})
         self.single_action_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
-        self.observation_space = gymnasium.vector.utils.batch_space(self.single_observation_space, 3)
+        self.observation_space = gymnasium.vector.utils.batch_space(
+            self.single_observation_space, 3
+        )
         self.action_space = gymnasium.vector.utils.batch_space(self.single_action_space, 3)
         self.extras: dict[str, Any] = {}
 
@@ -556,7 +616,9 @@ def test_isaac_lab_is_told_to_give_its_last_observations():
 
 @pytest.mark.parametrize("declares", [True, False])
 def test_an_isaac_lab_without_last_observations_is_marked(declares):
-    batch = collect(FakeIsaac(declares=declares, computes=False), None, frames_per_batch=36, validate="full")
+    batch = collect(
+        FakeIsaac(declares=declares, computes=False), None, frames_per_batch=36, validate="full"
+    )
     unknown = ~batch["collector", "next_obs_valid"]
     assert torch.equal(unknown, batch["next", "done"][..., 0])
     assert batch["next", "policy"][unknown].isnan().all()
@@ -564,7 +626,9 @@ def test_an_isaac_lab_without_last_observations_is_marked(declares):
 
 @named("mani_skill.vector.wrappers.gymnasium")
 class FakeManiSkill(VectorEnv[Any, Any, Any]):
-    """Ends of episodes as in ManiSkillVectorEnv: last observations only where some ended, resets by index."""
+    """Ends of episodes as in ManiSkillVectorEnv: last observations only where some ended, resets by
+    index.
+    """
 
     def __init__(self, auto_reset: bool = True) -> None:
         self.inner, self.auto_reset = Counting(Mode.DISABLED), auto_reset
@@ -595,7 +659,9 @@ def test_maniskill_gives_exact_transitions():
 
 
 def test_what_others_write_into_the_metadata_of_all_classes_says_nothing(monkeypatch):
-    """ale_py writes the mode of its own environments into the dict that all vector environments share."""
+    """ale_py writes the mode of its own environments into the dict that all vector environments
+    share.
+    """
     monkeypatch.setitem(VectorEnv.metadata, "autoreset_mode", Mode.NEXT_STEP)
     assert build_env(FakeManiSkill(), None).env.num_envs == 3
     assert "autoreset_mode" in FakeManiSkill().metadata
@@ -613,11 +679,17 @@ def test_maniskill_without_autoreset_is_sent_back():
         Collector(FakeManiSkill(auto_reset=False), tilt, frames_per_batch=3)
 
 
-# --- what is one -----------------------------------------------------------------------------------
+# --- what is one ----------------------------------------------------------------------------------
 
 
 def test_batches_on_tensors_are_recognised_before_gymnasium_s_own_kinds():
-    for env in (Counting(), FakeIsaac(), OrderEnforcing(FakeIsaac()), FakeManiSkill(), TorchCartPole(2)):
+    for env in (
+        Counting(),
+        FakeIsaac(),
+        OrderEnforcing(FakeIsaac()),
+        FakeManiSkill(),
+        TorchCartPole(2),
+    ):
         assert takes(env)
         assert isinstance(build_env(env, None).env, TorchEnvs)
 
@@ -634,5 +706,12 @@ def test_a_class_is_no_environment():
 def test_other_environments_are_not_taken():
     vector = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")
     torchrl = pytest.importorskip("torchrl.envs")
-    for env in (gymnasium.make("CartPole-v1"), vector, torchrl.GymEnv("CartPole-v1", device="cpu"), None, Counting, 3):
+    for env in (
+        gymnasium.make("CartPole-v1"),
+        vector,
+        torchrl.GymEnv("CartPole-v1", device="cpu"),
+        None,
+        Counting,
+        3,
+    ):
         assert not takes(env)

@@ -1,4 +1,6 @@
-"""TorchRL's collectors for many machines in Muster's compat layer: arguments, batches, what is refused."""
+"""TorchRL's collectors for many machines in Muster's compat layer: arguments, batches, what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ from tests.fakes.pendulum import env_maker, linear
 from tests.fakes.ray_cluster import needs_ray, ray_cluster
 
 __all__ = ["ray_cluster"]  # a fixture
-needs_rpc = pytest.mark.skipif(not torch.distributed.rpc.is_available(), reason="this PyTorch has no RPC")
+needs_rpc = pytest.mark.skipif(
+    not torch.distributed.rpc.is_available(), reason="this PyTorch has no RPC"
+)
 VERSION = ("collector", "policy_version")
 LAUNCHED = [
     "DistributedCollector",
@@ -52,14 +56,22 @@ def free_port() -> int:
 def printed(name: str) -> dict[str, Any]:
     """TorchRL's keywords with its defaults."""
     parameters = inspect.signature(getattr(theirs, name)).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty and p.name != "policy"}
+    return {
+        p.name: p.default for p in parameters if p.default is not p.empty and p.name != "policy"
+    }
 
 
 @pytest.mark.parametrize("name", LAUNCHED)
 def test_every_argument_of_torchrl_with_its_default(name: str) -> None:
     options = printed(name) | {"launcher": "mp", "total_frames": 50}
-    with getattr(ours, name)([env_maker] * 2, linear(), frames_per_batch=20, **options) as collector:
-        assert (collector.total_frames, collector.frames_per_batch, collector.num_workers) == (50, 20, 2)
+    with getattr(ours, name)(
+        [env_maker] * 2, linear(), frames_per_batch=20, **options
+    ) as collector:
+        assert (collector.total_frames, collector.frames_per_batch, collector.num_workers) == (
+            50,
+            20,
+            2,
+        )
         assert collector.requested_frames_per_batch == 20
         assert collector.device == collector.storing_device == [None, None]
         assert collector.post_collect_hook is collector.postproc is None
@@ -85,8 +97,13 @@ def test_every_argument_of_torchrl_with_its_default_on_ray(ray_cluster: Any) -> 
 def test_help_shows_the_meaning_of_every_argument(name: str) -> None:
     cls = getattr(ours, name)
     text = f"{inspect.getdoc(cls)}\n{inspect.getdoc(cls.__init__)}"
-    meanings = {name for line in re.findall(r"^    (\w[\w, ]*):", text, re.M) for name in line.split(", ")}
-    assert set(inspect.signature(cls).parameters) - {"create_env_fn", "policy", "frames_per_batch"} <= meanings
+    meanings = {
+        name for line in re.findall(r"^    (\w[\w, ]*):", text, re.M) for name in line.split(", ")
+    }
+    assert (
+        set(inspect.signature(cls).parameters) - {"create_env_fn", "policy", "frames_per_batch"}
+        <= meanings
+    )
 
 
 def test_names_are_those_of_torchrl() -> None:
@@ -96,12 +113,19 @@ def test_names_are_those_of_torchrl() -> None:
         assert issubclass(getattr(ours, name), getattr(muster, name))
 
 
-# --- batches ----------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 
 def test_a_batch_has_a_row_per_node_with_one_worker_after_another() -> None:
-    """As TorchRL 0.14's, whose nodes cannot be shut down here. Environments are copied to the nodes."""
-    options: dict[str, Any] = {"num_workers_per_collector": 2, "collector_class": "sync", "sync": True}
+    """As TorchRL 0.14's, whose nodes cannot be shut down here.
+
+    Environments are copied to the nodes.
+    """
+    options: dict[str, Any] = {
+        "num_workers_per_collector": 2,
+        "collector_class": "sync",
+        "sync": True,
+    }
     options |= {
         "launcher": "mp",
         "frames_per_batch": 20,
@@ -124,7 +148,9 @@ def test_a_batch_has_a_row_per_node_with_one_worker_after_another() -> None:
 def test_a_node_is_one_rollout_ahead_as_in_torchrl() -> None:
     """Its next rollout has all weights that were published before the delivery of its last one."""
     options: dict[str, Any] = {"launcher": "mp", "sync": False, "track_policy_version": True}
-    with ours.DistributedCollector([env_maker] * 2, linear(), frames_per_batch=20, **options) as collector:
+    with ours.DistributedCollector(
+        [env_maker] * 2, linear(), frames_per_batch=20, **options
+    ) as collector:
         batches, known, delivered = iter(collector), [0, 0], [0, 0]
         for published in range(30):
             batch, before = next(batches), delivered
@@ -172,12 +198,16 @@ SHAPES = """
         pytest.param("RPCCollector", {}, marks=needs_rpc),
         pytest.param("RPCCollector", {"trajs_per_batch": 2}, marks=needs_rpc),
         pytest.param(
-            "RPCCollector", {"collector_kwargs": {"trajs_per_batch": 2, "traj_format": "cat"}}, marks=needs_rpc
+            "RPCCollector",
+            {"collector_kwargs": {"trajs_per_batch": 2, "traj_format": "cat"}},
+            marks=needs_rpc,
         ),
     ],
     ids=str,
 )
-def test_batches_look_like_those_of_torchrl(name: str, more: dict[str, Any], tmp_path: Path) -> None:
+def test_batches_look_like_those_of_torchrl(
+    name: str, more: dict[str, Any], tmp_path: Path
+) -> None:
     (tmp_path / "shapes.py").write_text(textwrap.dedent(SHAPES))
     command = [sys.executable, "-W", "ignore", str(tmp_path / "shapes.py")]
     runs = [
@@ -187,7 +217,10 @@ def test_batches_look_like_those_of_torchrl(name: str, more: dict[str, Any], tmp
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for module in ("muster.compat.torchrl.collectors.distributed", "torchrl.collectors.distributed")
+        for module in (
+            "muster.compat.torchrl.collectors.distributed",
+            "torchrl.collectors.distributed",
+        )
     ]
     try:
         said = [run.communicate(timeout=280)[0] for run in runs]
@@ -204,16 +237,24 @@ def test_batches_look_like_those_of_torchrl(name: str, more: dict[str, Any], tmp
 
 def test_trajectories_of_different_nodes_have_different_ids() -> None:
     options: dict[str, Any] = {"max_frames_per_traj": 5, "launcher": "mp", "sync": True}
-    with ours.DistributedCollector([env_maker] * 2, linear(), frames_per_batch=20, **options) as collector:
+    with ours.DistributedCollector(
+        [env_maker] * 2, linear(), frames_per_batch=20, **options
+    ) as collector:
         ids = torch.cat([collector.next()["collector", "traj_ids"] for _ in range(3)], 1)
     assert ids.unique().numel() == 12
     assert not set(ids[0].tolist()) & set(ids[1].tolist())
 
 
-@pytest.mark.parametrize(("interval", "versions"), [({}, [0, 1, 2, 3]), ({"update_interval": 2}, [0, 0, 1, 1, 2])])
-def test_weights_are_published_every_so_many_batches(interval: dict[str, int], versions: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("interval", "versions"), [({}, [0, 1, 2, 3]), ({"update_interval": 2}, [0, 0, 1, 1, 2])]
+)
+def test_weights_are_published_every_so_many_batches(
+    interval: dict[str, int], versions: list[int]
+) -> None:
     options: dict[str, Any] = {**interval, "track_policy_version": True, "launcher": "mp"}
-    with ours.DistributedSyncCollector([env_maker] * 2, linear(), frames_per_batch=4, **options) as collector:
+    with ours.DistributedSyncCollector(
+        [env_maker] * 2, linear(), frames_per_batch=4, **options
+    ) as collector:
         found = [collector.next()[VERSION].unique().tolist() for _ in versions]
     assert found == [[version] for version in versions]
 
@@ -221,7 +262,9 @@ def test_weights_are_published_every_so_many_batches(interval: dict[str, int], v
 def test_arguments_without_effect_are_accepted() -> None:
     nothing = {"no_cuda_sync": True, "use_buffers": False, "local_init_rb": True}
     options: dict[str, Any] = {**nothing, "collector_kwargs": nothing, "launcher": "mp"}
-    with ours.DistributedSyncCollector([env_maker] * 2, linear(), frames_per_batch=4, **options) as collector:
+    with ours.DistributedSyncCollector(
+        [env_maker] * 2, linear(), frames_per_batch=4, **options
+    ) as collector:
         assert collector.next().shape == (2, 2)
 
 
@@ -258,7 +301,9 @@ def test_actions_have_the_shape_and_dtype_of_the_policy(made_by: str) -> None:
         options["policy_factory"] = Constant
     if policy is not None:
         options["update_interval"] = 1
-    with ours.DistributedCollector([CountingEnv] * 2, policy, frames_per_batch=8, **options) as collector:
+    with ours.DistributedCollector(
+        [CountingEnv] * 2, policy, frames_per_batch=8, **options
+    ) as collector:
         first = collector.next()
         assert (first["action"].shape, first["action"].dtype) == ((2, 4), torch.float32)
         if policy is None:
@@ -280,7 +325,9 @@ class Moded(Constant):
 @pytest.mark.parametrize("training", [True, False])
 def test_a_policy_acts_in_the_mode_that_it_has_as_in_torchrl(training: bool) -> None:
     options: dict[str, Any] = {"launcher": "mp", "tcp_port": str(free_port())}
-    with ours.DistributedCollector([CountingEnv], Moded().train(training), frames_per_batch=8, **options) as collector:
+    with ours.DistributedCollector(
+        [CountingEnv], Moded().train(training), frames_per_batch=8, **options
+    ) as collector:
         assert (collector.next()["action"] == int(training)).all()
 
 
@@ -309,7 +356,7 @@ def test_weights_may_be_nested_dicts(name: str) -> None:
             collector.update_policy_weights_({"module": {"weight": torch.zeros(1, 3)}})
 
 
-# --- whole trajectories -----------------------------------------------------------------------------
+# --- whole trajectories ---------------------------------------------------------------------------
 
 
 def short_and_long() -> list[Any]:
@@ -321,13 +368,17 @@ def short_and_long() -> list[Any]:
 @pytest.mark.parametrize("layout", [None, "padded", "pad", "cat"])
 @pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("name", LAUNCHED)
-def test_whole_trajectories_are_padded_by_default(name: str, sync: bool, layout: str | None, where: str) -> None:
+def test_whole_trajectories_are_padded_by_default(
+    name: str, sync: bool, layout: str | None, where: str
+) -> None:
     """As in TorchRL 0.14: so many of each node with ``sync``, and zeros behind them."""
     if name == "DistributedSyncCollector" and not sync:
         pytest.skip("it is always synchronous")
     options: dict[str, Any] = {"launcher": "mp", "frames_per_batch": 24}
     options |= {} if name == "DistributedSyncCollector" else {"sync": sync}
-    told: dict[str, Any] = {"trajs_per_batch": 2} | ({} if layout is None else {"traj_format": layout})
+    told: dict[str, Any] = {"trajs_per_batch": 2} | (
+        {} if layout is None else {"traj_format": layout}
+    )
     options |= told if where == "argument" else {"collector_kwargs": told}
     with getattr(ours, name)(short_and_long(), policy=CountingPolicy(), **options) as collector:
         batches = [collector.next() for _ in range(3)]
@@ -353,14 +404,24 @@ def test_whole_trajectories_are_padded_by_default(name: str, sync: bool, layout:
 
 def test_trajectories_of_musters_own_are_so_many_in_all() -> None:
     wanted = muster.Trajectories(2, rule="per_env")
-    options: dict[str, Any] = {"launcher": "mp", "frames_per_batch": 24, "sync": True, "trajs_per_batch": wanted}
+    options: dict[str, Any] = {
+        "launcher": "mp",
+        "frames_per_batch": 24,
+        "sync": True,
+        "trajs_per_batch": wanted,
+    }
     with ours.RPCCollector(short_and_long(), CountingPolicy(), **options) as collector:
         assert sorted(collector.next()["collector", "mask"].sum(1).tolist()) == [3, 6]
 
 
 def test_trajectories_in_a_replay_buffer_are_not_padded() -> None:
     buffer = ReplayBuffer(storage=LazyTensorStorage(200))
-    options: dict[str, Any] = {"launcher": "mp", "frames_per_batch": 24, "sync": True, "trajs_per_batch": 1}
+    options: dict[str, Any] = {
+        "launcher": "mp",
+        "frames_per_batch": 24,
+        "sync": True,
+        "trajs_per_batch": 1,
+    }
     options |= {"replay_buffer": buffer, "traj_format": "padded"}
     with ours.DistributedCollector(short_and_long(), CountingPolicy(), **options) as collector:
         assert collector.next() is None
@@ -376,12 +437,18 @@ def test_rpc_joins_the_batches_of_all_nodes(hook: str, batched: bool) -> None:
     seen: list[Any] = []
     options: dict[str, Any] = {"launcher": "mp", "frames_per_batch": 48, "sync": True}
     options |= {} if hook == "none" else {hook: lambda batch: seen.append(batch.clone())}
-    envs = [partial(SerialEnv, 2, make) for make in short_and_long()] if batched else short_and_long()
+    envs = (
+        [partial(SerialEnv, 2, make) for make in short_and_long()] if batched else short_and_long()
+    )
     with ours.RPCCollector(envs, CountingPolicy(), **options) as collector:
         batch = collector.next()
-    assert (batch.shape, batch.names) == (((4, 12), [None, "time"]) if batched else ((48,), ["time"]))
+    assert (batch.shape, batch.names) == (
+        ((4, 12), [None, "time"]) if batched else ((48,), ["time"])
+    )
     rows = batch["observation"].reshape(2, -1)
-    assert (int(rows[0].max()), int(rows[1].max())) == (2, 5), "those of one node after those of the other"
+    assert (int(rows[0].max()), int(rows[1].max())) == (2, 5), (
+        "those of one node after those of the other"
+    )
     if hook == "postproc":
         assert (seen[0] == batch).all()
     elif hook == "on_episode_done":
@@ -391,7 +458,12 @@ def test_rpc_joins_the_batches_of_all_nodes(hook: str, batched: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{"split_trajs": True}, {"preemptive_threshold": 0.5}, {"extend_buffer": False}, {"compact_obs": True}],
+    [
+        {"split_trajs": True},
+        {"preemptive_threshold": 0.5},
+        {"extend_buffer": False},
+        {"compact_obs": True},
+    ],
     ids=str,
 )
 def test_no_option_excludes_the_join_that_was_not_asked_for(options: dict[str, Any]) -> None:
@@ -412,22 +484,32 @@ def test_no_option_excludes_the_join_that_was_not_asked_for(options: dict[str, A
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
 @pytest.mark.parametrize("where", ["argument", "keyword of the nodes"])
 def test_options_for_a_faster_policy_on_nodes_without_cuda(where: str) -> None:
-    told: dict[str, Any] = {"cudagraph_policy": {"warmup": 3}, "compile_policy": {"backend": "eager", "warmup": 2}}
+    told: dict[str, Any] = {
+        "cudagraph_policy": {"warmup": 3},
+        "compile_policy": {"backend": "eager", "warmup": 2},
+    }
     options: dict[str, Any] = {"launcher": "mp", "frames_per_batch": 8, "sync": True}
     options |= told if where == "argument" else {"collector_kwargs": told}
     with ours.DistributedCollector(short_and_long(), CountingPolicy(), **options) as collector:
         assert collector.next().shape == (2, 4)
     with pytest.raises(TypeError, match="nothing"):
         ours.DistributedCollector(
-            short_and_long(), launcher="mp", frames_per_batch=8, collector_kwargs={"cudagraph_policy": {"nothing": 1}}
+            short_and_long(),
+            launcher="mp",
+            frames_per_batch=8,
+            collector_kwargs={"cudagraph_policy": {"nothing": 1}},
         )
 
 
-# --- what is translated, and what is refused --------------------------------------------------------
+# --- what is translated, and what is refused ------------------------------------------------------
 
 
 def test_lists_with_equal_entries_are_one_for_all() -> None:
-    options: dict[str, Any] = {"policy_factory": [linear, linear], "device": ["cpu", "cpu"], "launcher": "mp"}
+    options: dict[str, Any] = {
+        "policy_factory": [linear, linear],
+        "device": ["cpu", "cpu"],
+        "launcher": "mp",
+    }
     with ours.DistributedCollector([env_maker] * 2, frames_per_batch=10, **options) as collector:
         assert collector.next().device == torch.device("cpu")
 
@@ -440,7 +522,10 @@ def test_lists_with_equal_entries_are_one_for_all() -> None:
         ({"policy_factory": [linear, env_maker]}, "policy_factory=.*all nodes share one"),
         ({"device": []}, "device=.*all nodes share one"),
         ({"update_interval": 0}, "update_interval=0"),
-        ({"update_interval": 1, "update_after_each_batch": True}, "update_interval, update_after_each_batch"),
+        (
+            {"update_interval": 1, "update_after_each_batch": True},
+            "update_interval, update_after_each_batch",
+        ),
         ({"update_interval": 1, "max_weight_update_interval": 0}, "all say when to publish"),
         ({"frames_per_batch": 0}, "frames_per_batch=0"),
         ({"trajs_per_batch": 0}, "trajs_per_batch=0"),
@@ -455,7 +540,12 @@ def test_what_nodes_cannot_do_is_refused(options: dict[str, Any], said: str) -> 
 
 
 def test_one_memory_and_joined_batches_exclude_each_other() -> None:
-    told: dict[str, Any] = {"frames_per_batch": 20, "launcher": "mp", "sync": True, "return_same_td": True}
+    told: dict[str, Any] = {
+        "frames_per_batch": 20,
+        "launcher": "mp",
+        "sync": True,
+        "return_same_td": True,
+    }
     with pytest.raises(BadOption, match=r"return_same_td .*RPCCollector\(sync=True\) copies"):
         ours.RPCCollector([env_maker] * 2, **told)
     with ours.RPCCollector([env_maker] * 2, cat_results="stack", **told) as collector:
@@ -467,6 +557,8 @@ def test_arguments_of_torchrl_that_exclude_each_other() -> None:
     with pytest.raises(TypeError, match="no argument 'sync'"):
         ours.DistributedSyncCollector([env_maker], frames_per_batch=20, sync=False)
     with pytest.raises(BadOption, match="give update_interval instead"):
-        ours.DistributedSyncCollector([env_maker], frames_per_batch=20, max_weight_update_interval=3)
+        ours.DistributedSyncCollector(
+            [env_maker], frames_per_batch=20, max_weight_update_interval=3
+        )
     with pytest.raises(TypeError, match="frames_per_batch"):
         ours.RPCCollector([env_maker])  # type: ignore[call-arg]

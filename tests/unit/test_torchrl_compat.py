@@ -1,4 +1,6 @@
-"""TorchRL's collector in the compat layer, where TorchRL's own is no measure: see tests/parity for what is equal."""
+"""TorchRL's collector in the compat layer, where TorchRL's own is no measure: see tests/parity for
+what is equal.
+"""
 
 from __future__ import annotations
 
@@ -64,12 +66,14 @@ def test_without_buffers_an_interruptor_makes_a_batch_shorter():
     assert (full["observation"][0] == short["next", "observation"][-1]).all()
 
 
-# --- environments and policies of Muster's ----------------------------------------------------------
+# --- environments and policies of Muster's --------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", [counting(3), CountingEnv(3)], ids=["factory", "object"])
 def test_a_gymnasium_environment_with_a_function_on_observations(source):
-    collector = Collector(source, lambda obs: obs[..., 1].long() % 2, frames_per_batch=7, max_frames_per_traj=2)
+    collector = Collector(
+        source, lambda obs: obs[..., 1].long() % 2, frames_per_batch=7, max_frames_per_traj=2
+    )
     batch = collector.next()
     assert column(batch, "collector", "traj_ids") == [0, 0, 1, 1, 2, 2, 3]
     assert column(batch, "step_count") == [0, 1, 0, 1, 0, 1, 0]
@@ -78,8 +82,13 @@ def test_a_gymnasium_environment_with_a_function_on_observations(source):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
 def test_faster_functions_on_observations_without_cuda():
-    options = {"compile_policy": {"backend": "eager", "warmup": 2}, "cudagraph_policy": {"warmup": 3}}
-    collector = Collector(CountingEnv(3), lambda obs: obs[..., 1].long() % 2, frames_per_batch=7, **options)
+    options = {
+        "compile_policy": {"backend": "eager", "warmup": 2},
+        "cudagraph_policy": {"warmup": 3},
+    }
+    collector = Collector(
+        CountingEnv(3), lambda obs: obs[..., 1].long() % 2, frames_per_batch=7, **options
+    )
     assert column(collector.next(), "collector", "traj_ids") == [0, 0, 0, 1, 1, 1, 2]
     with pytest.raises(TypeError, match="nothing"):
         Collector(CountingEnv(3), None, frames_per_batch=7, cudagraph_policy={"nothing": 1})
@@ -110,7 +119,9 @@ def undecided() -> torch.nn.Linear:
     return net
 
 
-@pytest.mark.parametrize("policy", [None, policies.categorical(undecided())], ids=["random", "head"])
+@pytest.mark.parametrize(
+    "policy", [None, policies.categorical(undecided())], ids=["random", "head"]
+)
 def test_torchs_seed_decides_what_musters_own_policies_draw(policy):
     runs = []
     for seed in (1, 1, 2):
@@ -122,7 +133,9 @@ def test_torchs_seed_decides_what_musters_own_policies_draw(policy):
 def test_a_recurrent_policy_needs_no_transforms():
     lstm = LSTMModule(4, 8, in_key="observation", out_key="features")
     head = TensorDictModule(torch.nn.Linear(8, 2), in_keys=["features"], out_keys=["action"])
-    one_hot = TensorDictModule(lambda a: torch.nn.functional.one_hot(a.argmax(-1), 2), ["action"], ["action"])
+    one_hot = TensorDictModule(
+        lambda a: torch.nn.functional.one_hot(a.argmax(-1), 2), ["action"], ["action"]
+    )
     policy = TensorDictSequential(lstm, head, one_hot)
     batch = Collector(GymEnv("CartPole-v1"), policy, frames_per_batch=40).next()
     begins = torch.cat([torch.tensor([True]), batch["next", "done"][:-1, 0]])
@@ -134,7 +147,9 @@ def test_transforms_for_a_recurrent_policy_are_added_on_request():
     lstm = LSTMModule(3, 8, in_key="observation", out_key="features")
     head = TensorDictModule(torch.nn.Linear(8, 1), in_keys=["features"], out_keys=["action"])
     policy = TensorDictSequential(lstm, head)
-    collector = Collector(pendulum(), policy, frames_per_batch=5, auto_register_policy_transforms=True)
+    collector = Collector(
+        pendulum(), policy, frames_per_batch=5, auto_register_policy_transforms=True
+    )
     assert isinstance(collector.env, TransformedEnv)
     assert "is_init" in collector.next()
 
@@ -154,7 +169,7 @@ def test_policies_and_environments_are_told_of_the_collector():
     assert policy.collector is collector
 
 
-# --- what is raised ---------------------------------------------------------------------------------
+# --- what is raised -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -172,7 +187,13 @@ def test_a_closed_collector_says_so():
     collector.shutdown()
     assert batch["observation"].isfinite().all()
     assert collector.env.is_closed
-    calls = (collector.next, collector.rollout, collector.reset, collector.fake_tensordict, lambda: list(collector))
+    calls = (
+        collector.next,
+        collector.rollout,
+        collector.reset,
+        collector.fake_tensordict,
+        lambda: list(collector),
+    )
     for call in (*calls, *calls):
         with pytest.raises(CollectorClosed, match="shut down"):
             call()
@@ -223,12 +244,14 @@ def test_warnings_are_silenced_by_the_environment_variable():
     )
     for value, works in (("False", True), ("True", False)):
         run = subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, "RL_WARNINGS": value}, capture_output=True
+            [sys.executable, "-c", code],
+            env={**os.environ, "RL_WARNINGS": value},
+            capture_output=True,
         )
         assert (run.returncode == 0) == works, run.stderr.decode()[-500:]
 
 
-# --- weights ----------------------------------------------------------------------------------------
+# --- weights --------------------------------------------------------------------------------------
 
 
 def deep(value: float = 0.0) -> TensorDictModule:
@@ -275,7 +298,9 @@ def test_weights_come_in_any_form(form, method, way):
 
 
 @pytest.mark.parametrize("method", ["update_policy_weights_", "receive_weights"])
-@pytest.mark.parametrize("wrong", ["missing", "unknown", "shape", "not finite", "not a tensor", "twice"])
+@pytest.mark.parametrize(
+    "wrong", ["missing", "unknown", "shape", "not finite", "not a tensor", "twice"]
+)
 def test_nested_weights_that_do_not_fit_change_nothing(wrong, method):
     policy, given = deep(1.0), TensorDict.from_module(deep(2.0)).data.to_dict()
     layer = given["module"]["2"]
@@ -311,7 +336,9 @@ def test_what_is_no_dict_is_not_flattened():
 def test_weights_by_model_act_without_schemes():
     policy = linear()
     collector = Collector(pendulum(), policy, frames_per_batch=5, track_policy_version=True)
-    collector.update_policy_weights_(weights_dict={"policy": TensorDict.from_module(linear()).data * 0 + 3})
+    collector.update_policy_weights_(
+        weights_dict={"policy": TensorDict.from_module(linear()).data * 0 + 3}
+    )
     assert (policy.module.weight == 3).all()
     assert collector.next()["policy_version"].unique().tolist() == [1]
     with pytest.raises(KeyError, match="critic"):
@@ -349,13 +376,17 @@ def test_a_weight_updater_updates():
 
     updater = Updater()
     collector = Collector(
-        pendulum(), linear(), frames_per_batch=5, weight_updater=lambda: updater, track_policy_version=True
+        pendulum(),
+        linear(),
+        frames_per_batch=5,
+        weight_updater=lambda: updater,
+        track_policy_version=True,
     )
     collector.update_policy_weights_(linear())
     assert (updater.pushed, updater.collector, collector.policy_version) == (1, collector, 1)
 
 
-# --- in the background ------------------------------------------------------------------------------
+# --- in the background ----------------------------------------------------------------------------
 
 
 def test_an_error_in_the_background_comes_at_the_end():
@@ -369,7 +400,9 @@ def test_an_error_in_the_background_comes_at_the_end():
     calls: list[int] = []
     raising = threading.Event()
     buffer = ReplayBuffer(storage=LazyTensorStorage(100))
-    collector = Collector(pendulum(), choose, frames_per_batch=5, replay_buffer=buffer, trust_policy=True)
+    collector = Collector(
+        pendulum(), choose, frames_per_batch=5, replay_buffer=buffer, trust_policy=True
+    )
     collector.start()
     assert raising.wait(60)
     with pytest.raises(ZeroDivisionError, match="in the thread"):
@@ -389,13 +422,17 @@ def test_a_pause_stops_the_thread_between_batches():
     collector.async_shutdown()
 
 
-# --- state ------------------------------------------------------------------------------------------
+# --- state ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"max_frames_per_traj": 4}, {"reset_at_each_iter": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"max_frames_per_traj": 4}, {"reset_at_each_iter": True}], ids=str
+)
 def test_musters_state_goes_on_exactly(options):
     def build() -> Collector:
-        return Collector(GymEnv("CartPole-v1"), None, frames_per_batch=15, total_frames=90, **options)
+        return Collector(
+            GymEnv("CartPole-v1"), None, frames_per_batch=15, total_frames=90, **options
+        )
 
     torch.manual_seed(0)
     first = build()
@@ -413,7 +450,7 @@ def test_musters_state_goes_on_exactly(options):
         assert_same(mine, theirs)
 
 
-# --- trajectory ids ---------------------------------------------------------------------------------
+# --- trajectory ids -------------------------------------------------------------------------------
 
 
 def test_two_collectors_share_a_pool_of_ids():
@@ -431,7 +468,9 @@ def test_ids_are_handed_out_by_time_and_then_by_environment(data):
     numbering = Numbering(B, ["done"], _TrajectoryPool())
     current, following = list(range(B)), B
     for done in np.array(rounds).reshape(-1, B, T):
-        batch = TensorDict({("collector", "traj_ids"): torch.zeros(B, T, dtype=torch.int64)}, [B, T])
+        batch = TensorDict(
+            {("collector", "traj_ids"): torch.zeros(B, T, dtype=torch.int64)}, [B, T]
+        )
         batch["next", "done"] = torch.from_numpy(done).unsqueeze(-1)
         numbering.write(batch)
         expected = np.empty((B, T), int)
@@ -446,4 +485,6 @@ def test_ids_are_handed_out_by_time_and_then_by_environment(data):
 def test_it_is_a_collector_of_torchrls():
     assert issubclass(Collector, BaseCollector)
     assert "frames_per_batch" in repr(Collector.__signature__)
-    assert repr(Collector(pendulum(), linear(), frames_per_batch=5)).startswith("Collector(\n    env=GymEnv")
+    assert repr(Collector(pendulum(), linear(), frames_per_batch=5)).startswith(
+        "Collector(\n    env=GymEnv"
+    )

@@ -81,7 +81,9 @@ class Counter(EnvBase):
     def _step(self, tensordict: Any) -> Any:
         self.seen.append(tensordict)
         self.t += 1
-        td = self._observe().update({"reward": torch.ones(1), "done": torch.tensor([self.t >= self.length])})
+        td = self._observe().update(
+            {"reward": torch.ones(1), "done": torch.tensor([self.t >= self.length])}
+        )
         if self.t == 2 and "step" in self.broken:
             raise RuntimeError("no step today")
         if self.t == 2 and "output" in self.broken:
@@ -93,7 +95,7 @@ class Counter(EnvBase):
         self.episodes = seed
 
 
-# --- shapes -------------------------------------------------------------------------------------------
+# --- shapes ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,11 @@ class Counter(EnvBase):
         (Counter, 1, (1, 6)),
         (Counter, 3, (3, 2)),
         (partial(mocks.CountingBatchedEnv, max_steps=torch.ones(3), batch_size=(3,)), None, (3, 2)),
-        (partial(mocks.CountingBatchedEnv, max_steps=torch.ones(2, 3), batch_size=(2, 3)), None, (2, 3, 1)),
+        (
+            partial(mocks.CountingBatchedEnv, max_steps=torch.ones(2, 3), batch_size=(2, 3)),
+            None,
+            (2, 3, 1),
+        ),
         (lambda: SerialEnv(2, Counter), None, (2, 3)),
     ],
 )
@@ -146,7 +152,7 @@ def test_observations_with_names_of_the_batch_are_refused():
         adapt([env], None)
 
 
-# --- pairing ------------------------------------------------------------------------------------------
+# --- pairing --------------------------------------------------------------------------------------
 
 
 @given(
@@ -174,7 +180,10 @@ def test_any_flag_at_the_root_prevails_over_those_below():
         def __init__(self) -> None:
             super().__init__(3, False)
             self.done_spec = Composite(
-                {"over": Binary(1, dtype=torch.bool), ("agent", "done"): Binary(1, dtype=torch.bool)}
+                {
+                    "over": Binary(1, dtype=torch.bool),
+                    ("agent", "done"): Binary(1, dtype=torch.bool),
+                }
             )
 
         def _reset(self, tensordict: Any = None) -> Any:
@@ -184,7 +193,10 @@ def test_any_flag_at_the_root_prevails_over_those_below():
         def _step(self, tensordict: Any) -> Any:
             self._counter += 1
             return TensorDict(
-                {"over": torch.tensor([self._counter == 3]), ("agent", "done"): torch.ones(1, dtype=bool)}
+                {
+                    "over": torch.tensor([self._counter == 3]),
+                    ("agent", "done"): torch.ones(1, dtype=bool),
+                }
             )
 
     batch = collect(Over, None, frames_per_batch=7)
@@ -193,14 +205,18 @@ def test_any_flag_at_the_root_prevails_over_those_below():
 
 
 def test_rewards_of_several_agents_are_all_stored_and_their_sum_is_the_return():
-    with Collector(partial(mocks.MultiKeyCountingEnv, max_steps=1), Everything(), frames_per_batch=8) as collector:
+    with Collector(
+        partial(mocks.MultiKeyCountingEnv, max_steps=1), Everything(), frames_per_batch=8
+    ) as collector:
         batch = collector.rollout()
         episodes = collector.episodes
     after = batch["next"]
     parts = [after["reward"], after["nested_1", "gift"], after["nested_2", "reward"]]
     total = sum(part.reshape(8, -1).sum(-1) for part in parts)
     assert total[0] == 1 + 3 + 2 * 0.5
-    assert [record.episode_return for record in episodes] == [float(total[i : i + 2].sum()) for i in (0, 2, 4, 6)]
+    assert [record.episode_return for record in episodes] == [
+        float(total[i : i + 2].sum()) for i in (0, 2, 4, 6)
+    ]
 
 
 class Everything(TensorDictModuleBase):
@@ -216,10 +232,15 @@ class Everything(TensorDictModuleBase):
 
 def test_a_step_count_of_the_environment_and_a_limit_exclude_each_other():
     with pytest.raises(BadOption, match="step_count"):
-        Collector(TransformedEnv(Counter(3), StepCounter()), ones, frames_per_batch=5, max_frames_per_traj=2)
+        Collector(
+            TransformedEnv(Counter(3), StepCounter()),
+            ones,
+            frames_per_batch=5,
+            max_frames_per_traj=2,
+        )
 
 
-# --- objects ------------------------------------------------------------------------------------------
+# --- objects --------------------------------------------------------------------------------------
 
 
 class Echo(TensorDictModuleBase):
@@ -232,16 +253,23 @@ class Echo(TensorDictModuleBase):
         text = td["observation"]
         td.set("length", torch.tensor([len(t) for t in text] if td.ndim else len(text)))
         td.set("action", NonTensorStack.from_list(list(text)) if td.ndim else text)
-        td.set("note", NonTensorStack.from_list([f"saw {t}" for t in text]) if td.ndim else f"saw {text}")
+        td.set(
+            "note",
+            NonTensorStack.from_list([f"saw {t}" for t in text]) if td.ndim else f"saw {text}",
+        )
         return td
 
 
 @pytest.mark.parametrize("num_envs", [None, 2])
 def test_policies_read_and_write_text(num_envs):
-    batch = collect(mocks.Str2StrEnv, Echo(), num_envs=num_envs, batches=2, frames_per_batch=6, seed=0)
+    batch = collect(
+        mocks.Str2StrEnv, Echo(), num_envs=num_envs, batches=2, frames_per_batch=6, seed=0
+    )
     seen, said, noted = (batch[key] for key in ("observation", "action", "note"))
     rows = (
-        [seen, said, noted] if num_envs is None else [[x for row in part for x in row] for part in (seen, said, noted)]
+        [seen, said, noted]
+        if num_envs is None
+        else [[x for row in part for x in row] for part in (seen, said, noted)]
     )
     assert rows[0] == rows[1]
     assert [f"saw {text}" for text in rows[0]] == rows[2]
@@ -269,7 +297,11 @@ def test_rows_that_were_not_collected_are_zeros_of_some_shape():
 
 def cells_of(td: Any) -> list[Any]:
     """Observations, also where they differ from agent to agent."""
-    return [td["observation"]] if "observation" in set(td.keys()) else [part["lidar"] for part in td["lazy"].unbind(0)]
+    return (
+        [td["observation"]]
+        if "observation" in set(td.keys())
+        else [part["lidar"] for part in td["lazy"].unbind(0)]
+    )
 
 
 class ByRow(TensorDictModuleBase):
@@ -287,7 +319,9 @@ class ByRow(TensorDictModuleBase):
 
 @pytest.mark.parametrize("num_envs", [None, 2])
 def test_policies_read_observations_whose_shape_varies(num_envs):
-    batch = collect(partial(mocks.EnvWithDynamicSpec, 3), ByRow(), num_envs=num_envs, frames_per_batch=8)
+    batch = collect(
+        partial(mocks.EnvWithDynamicSpec, 3), ByRow(), num_envs=num_envs, frames_per_batch=8
+    )
     steps = batch["rows"].reshape(-1, batch.shape[-1]).tolist()
     assert steps == [[1, 2, 3, 1, 2, 3, 1, 2][: batch.shape[-1]]] * (num_envs or 1)
     cells = batch.reshape(-1).unbind(0)
@@ -297,7 +331,7 @@ def test_policies_read_observations_whose_shape_varies(num_envs):
         assert cell["next", "observation"].shape == (3, rows + 1, 2)
 
 
-# --- seeds and resets ---------------------------------------------------------------------------------
+# --- seeds and resets -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrap", [lambda env: env, lambda env: TransformedEnv(env, RewardSum())])
@@ -309,7 +343,10 @@ def test_each_environment_in_a_serial_environment_gets_its_own_seed(wrap):
 def test_each_environment_in_a_process_gets_its_own_seed():
     make = partial(ParallelEnv, 2, partial(GymEnv, "Pendulum-v1"), mp_start_method="fork")
     parallel = collect(make, None, frames_per_batch=12, seed=10)
-    assert_same(parallel, collect(lambda: GymEnv("Pendulum-v1"), None, num_envs=2, frames_per_batch=12, seed=10))
+    assert_same(
+        parallel,
+        collect(lambda: GymEnv("Pendulum-v1"), None, num_envs=2, frames_per_batch=12, seed=10),
+    )
 
 
 def test_closing_closes_what_is_open():
@@ -319,12 +356,14 @@ def test_closing_closes_what_is_open():
         assert env.is_closed
 
 
-# --- errors -------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def test_an_environment_that_raises_is_named_and_the_next_batch_begins_anew():
     broken = iter([{}, {"step": True}])
-    with Collector(lambda: Counter(**next(broken)), ones, num_envs=2, frames_per_batch=8) as collector:
+    with Collector(
+        lambda: Counter(**next(broken)), ones, num_envs=2, frames_per_batch=8
+    ) as collector:
         with pytest.raises(
             EnvError, match=r"Counter\[1\].step \(row 1 of the batch\) raised RuntimeError: no step"
         ) as e:
@@ -335,7 +374,9 @@ def test_an_environment_that_raises_is_named_and_the_next_batch_begins_anew():
 
 
 class Thirds(EnvBase):
-    """Observation ``t + 1/3`` in float64; what it knows of its past is what it is given: ``total``, in float64, too."""
+    """Observation ``t + 1/3`` in float64; what it knows of its past is what it is given: ``total``,
+    in float64, too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -347,14 +388,18 @@ class Thirds(EnvBase):
         self.given: list[Any] = []
 
     def _reset(self, tensordict: Any = None) -> Any:
-        return TensorDict({"observation": torch.full((2,), 1 / 3).double(), "total": torch.zeros(1).double()})
+        return TensorDict(
+            {"observation": torch.full((2,), 1 / 3).double(), "total": torch.zeros(1).double()}
+        )
 
     def _step(self, tensordict: Any) -> Any:
         self.given.append(tensordict["observation"])
         total = tensordict["total"] + 1 / 3
         done = total > 0.9
         obs = total.expand(2).clone()
-        return TensorDict({"observation": obs, "total": total, "reward": torch.ones(1), "done": done})
+        return TensorDict(
+            {"observation": obs, "total": total, "reward": torch.ones(1), "done": done}
+        )
 
     def _set_seed(self, seed: int | None) -> None:
         pass
@@ -377,7 +422,12 @@ def test_observations_are_stored_in_the_dtype_of_the_network_and_state_is_not():
 def test_mujoco_of_torchrl_with_a_float32_network(plain):
     make = partial(GymEnv, "HalfCheetah-v5", device="cpu")
     net = TensorDictModule(torch.nn.Linear(17, 6), ["observation"], ["action"])
-    batch = collect(make if plain else lambda: TransformedEnv(make(), StepCounter()), net, frames_per_batch=10, seed=0)
+    batch = collect(
+        make if plain else lambda: TransformedEnv(make(), StepCounter()),
+        net,
+        frames_per_batch=10,
+        seed=0,
+    )
     env = make()
     env.set_seed(0)
     seen = [env.reset()]
@@ -407,16 +457,28 @@ def test_the_compat_stores_what_the_environment_gives_as_torchrl_does():
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        ({"output": {"observation": torch.zeros(2, dtype=torch.int64)}}, r"observation is a tensor of shape \(2,\)"),
-        ({"output": {"observation": torch.zeros(3)}}, r"dtype torch.float32, but its spec says shape \(3,\)"),
-        ({"output": {"reward": torch.ones(1, dtype=torch.int64)}}, r"reward is a tensor of shape \(1,\) and dtype"),
+        (
+            {"output": {"observation": torch.zeros(2, dtype=torch.int64)}},
+            r"observation is a tensor of shape \(2,\)",
+        ),
+        (
+            {"output": {"observation": torch.zeros(3)}},
+            r"dtype torch.float32, but its spec says shape \(3,\)",
+        ),
+        (
+            {"output": {"reward": torch.ones(1, dtype=torch.int64)}},
+            r"reward is a tensor of shape \(1,\) and dtype",
+        ),
         ({"without": ["observation"]}, "observation is missing"),
         ({"output": {"truncated": torch.tensor([True])}}, "Cannot infer the value of terminated"),
         (
             {"output": {"terminated": torch.tensor([False]), "truncated": torch.tensor([True])}},
             "done must be terminated",
         ),
-        ({"output": {"done": torch.tensor([True]), "terminated": torch.tensor([False])}}, "done must be terminated"),
+        (
+            {"output": {"done": torch.tensor([True]), "terminated": torch.tensor([False])}},
+            "done must be terminated",
+        ),
     ],
 )
 def test_what_does_not_fit_the_specs_is_refused(broken, message):
@@ -431,7 +493,12 @@ def test_what_does_not_fit_the_specs_is_refused(broken, message):
         stats = collector.stats()
         assert (stats.executed, stats.discarded, stats.in_flight) == (2, {"bad_env_output": 1}, 1)
         collector._engine.groups[0].env.envs[0].broken.clear()
-        assert column(collector.rollout(), "observation") == [[1, 0, 0], [2, 0, 0], [2, 1, 0], [2, 2, 0]]
+        assert column(collector.rollout(), "observation") == [
+            [1, 0, 0],
+            [2, 0, 0],
+            [2, 1, 0],
+            [2, 2, 0],
+        ]
 
 
 def test_transforms_that_change_observations_between_steps_are_refused():
@@ -445,7 +512,7 @@ def test_transforms_that_change_observations_between_steps_are_refused():
         adapt([TransformedEnv(Counter(), Compose(Hook()))], None)
 
 
-# --- random actions -----------------------------------------------------------------------------------
+# --- random actions -------------------------------------------------------------------------------
 
 SPECS = {
     "one-hot": OneHot(3),
@@ -464,7 +531,9 @@ def with_actions(spec: Any, lead: tuple[int, ...] = ()) -> Any:
     class Acts(EnvBase):
         def __init__(self) -> None:
             super().__init__(batch_size=lead)
-            self.action_spec = Composite(agent=Composite(move=spec.expand(*lead, *spec.shape), shape=lead), shape=lead)
+            self.action_spec = Composite(
+                agent=Composite(move=spec.expand(*lead, *spec.shape), shape=lead), shape=lead
+            )
             self.observation_spec = Composite(observation=Unbounded((*lead, 1)), shape=lead)
             self.reward_spec = Unbounded((*lead, 1))
 
@@ -472,7 +541,9 @@ def with_actions(spec: Any, lead: tuple[int, ...] = ()) -> Any:
             return TensorDict({"observation": torch.zeros(*lead, 1)}, lead)
 
         def _step(self, tensordict: Any) -> Any:
-            return self._reset().update({"reward": torch.rand(*lead, 1), "done": torch.zeros(*lead, 1, dtype=bool)})
+            return self._reset().update(
+                {"reward": torch.rand(*lead, 1), "done": torch.zeros(*lead, 1, dtype=bool)}
+            )
 
         def _set_seed(self, seed: int | None) -> None:
             pass
@@ -526,7 +597,7 @@ def test_an_environment_that_draws_its_own_actions_leaves_those_of_a_policy_alon
     assert batch["action"][8:].all()
 
 
-# --- plain gymnasium inside ---------------------------------------------------------------------------
+# --- plain gymnasium inside -----------------------------------------------------------------------
 
 
 def inner_kind(env: Any) -> str:
@@ -542,7 +613,13 @@ def test_only_plain_gym_environments_are_stepped_through_their_inner_environment
     with_info = GymEnv("CartPole-v1").auto_register_info_dict()
     assert inner_kind(GymEnv("CartPole-v1")) == "PlainGym"
     assert inner_kind(GymWrapper(gymnasium.make("Pendulum-v1"))) == "PlainGym"
-    others = [Derived("CartPole-v1"), patched, with_info, GymEnv("CartPole-v1", frame_skip=2), GymEnv("FrozenLake-v1")]
+    others = [
+        Derived("CartPole-v1"),
+        patched,
+        with_info,
+        GymEnv("CartPole-v1", frame_skip=2),
+        GymEnv("FrozenLake-v1"),
+    ]
     assert [inner_kind(env) for env in others] == ["OneEnv"] * 5
 
 
@@ -604,7 +681,7 @@ def test_gym_environments_that_fail_are_named():
             assert_accounted(collector)
 
 
-# --- recurrent state ----------------------------------------------------------------------------------
+# --- recurrent state ------------------------------------------------------------------------------
 
 
 class Remembers(TensorDictModuleBase):
@@ -625,7 +702,10 @@ def test_a_primer_in_each_of_several_environments_gives_the_state_after_a_reset(
 
     batch = collect(make, Remembers(), num_envs=2, batches=2, frames_per_batch=8)
     assert batch["memory"][..., 0].tolist() == [[5, 6, 5, 6, 5, 6, 5, 6], [5, 6, 7, 5, 6, 7, 5, 6]]
-    assert batch["next", "memory"][..., 0].tolist() == [[6, 7, 6, 7, 6, 7, 6, 7], [6, 7, 8, 6, 7, 8, 6, 7]]
+    assert batch["next", "memory"][..., 0].tolist() == [
+        [6, 7, 6, 7, 6, 7, 6, 7],
+        [6, 7, 8, 6, 7, 8, 6, 7],
+    ]
     assert torch.equal(batch["action"].bool(), batch["is_init"])
     assert len([key for key in set(batch.keys()) if "init" in key]) == 1
 
@@ -655,7 +735,9 @@ def test_heads_refuse_one_hot_actions_and_say_what_to_do():
 
 RESUMED = {
     "plain": lambda: GymEnv("Pendulum-v1"),
-    "frames": lambda: TransformedEnv(GymEnv("Pendulum-v1"), CatFrames(3, dim=-1, in_keys=["observation"])),
+    "frames": lambda: TransformedEnv(
+        GymEnv("Pendulum-v1"), CatFrames(3, dim=-1, in_keys=["observation"])
+    ),
     "serial": lambda: SerialEnv(2, lambda: TransformedEnv(GymEnv("Pendulum-v1"), StepCounter(15))),
     "outside": lambda: TransformedEnv(
         SerialEnv(2, lambda: GymEnv("Pendulum-v1")), Compose(StepCounter(7), RewardSum())

@@ -15,7 +15,13 @@ import pytest
 import torch
 
 import muster
-from muster import Collector, DistributedCollector, Evaluator, MultiAsyncCollector, MultiSyncCollector
+from muster import (
+    Collector,
+    DistributedCollector,
+    Evaluator,
+    MultiAsyncCollector,
+    MultiSyncCollector,
+)
 from muster.errors import EnvError, PolicyError
 from muster.restore.crash_report import CrashReport
 from muster.testing import CountingEnv
@@ -76,7 +82,9 @@ def make(at: str = "", wrong: bool = False) -> Callable[[], Any]:
     return partial(Raises, at) if not wrong else partial(WrongObs, CountingEnv())
 
 
-def iterate(kind: Any = Collector, envs: Any = None, policy: Any = None, n: int = 2, **options: Any) -> None:
+def iterate(
+    kind: Any = Collector, envs: Any = None, policy: Any = None, n: int = 2, **options: Any
+) -> None:
     options = {"frames_per_batch": 8} | options
     if envs is None:
         envs = CountingEnv
@@ -101,10 +109,14 @@ def iterated_after_shutdown() -> None:
     next(batches)
 
 
-def with_collector(use: Callable[[Any], Any], kind: Any = Collector, envs: Any = None, **options: Any) -> None:
+def with_collector(
+    use: Callable[[Any], Any], kind: Any = Collector, envs: Any = None, **options: Any
+) -> None:
     options = {"frames_per_batch": 8} | options
     policy = options.pop("policy", torch.nn.Linear(2, 3))
-    with kind(envs or (CountingEnv if kind is Collector else [CountingEnv]), policy, **options) as collector:
+    with kind(
+        envs or (CountingEnv if kind is Collector else [CountingEnv]), policy, **options
+    ) as collector:
         use(collector)
 
 
@@ -112,7 +124,9 @@ def bad_weights() -> dict[str, torch.Tensor]:
     return {"weight": torch.zeros(5, 5), "bias": torch.zeros(3)}
 
 
-def torchrl(use: Callable[[Any], Any], envs: Any = CountingEnv, policy: Any = None, **options: Any) -> None:
+def torchrl(
+    use: Callable[[Any], Any], envs: Any = CountingEnv, policy: Any = None, **options: Any
+) -> None:
     compat = pytest.importorskip("muster.compat.torchrl")
     options = {"frames_per_batch": 8, "total_frames": 16} | options
     use(compat.Collector(envs, policy, **options))
@@ -124,10 +138,14 @@ def prt_rl(env: Any) -> None:
 
 
 def tianshou(env: Any) -> None:
-    compat, envs = (pytest.importorskip(name) for name in ("muster.compat.tianshou", "tianshou.env"))
+    compat, envs = (
+        pytest.importorskip(name) for name in ("muster.compat.tianshou", "tianshou.env")
+    )
     from tests.parity.tianshou_envs import POLICIES
 
-    with compat.Collector(POLICIES["none"](env.action_space), envs.DummyVectorEnv([lambda: env])) as collector:
+    with compat.Collector(
+        POLICIES["none"](env.action_space), envs.DummyVectorEnv([lambda: env])
+    ) as collector:
         collector.collect(n_step=8, reset_before_collect=True)
 
 
@@ -142,39 +160,61 @@ SERVED = {"kind": MultiSyncCollector, "inference": "server"}
 MISTAKES: dict[str, Callable[[], Any]] = {
     "unknown option": lambda: Collector(CountingEnv, frames_per_bach=8),
     "wrong type": lambda: Collector(CountingEnv, frames_per_batch="8"),
-    "contradiction": lambda: Collector(CountingEnv, frames_per_batch=8, split_trajs=True, trajs_per_batch=2),
-    "contradiction of workers": lambda: MultiSyncCollector([CountingEnv], frames_per_batch=8, max_policy_lag=1),
+    "contradiction": lambda: Collector(
+        CountingEnv, frames_per_batch=8, split_trajs=True, trajs_per_batch=2
+    ),
+    "contradiction of workers": lambda: MultiSyncCollector(
+        [CountingEnv], frames_per_batch=8, max_policy_lag=1
+    ),
     "too many arguments": lambda: Collector(CountingEnv, None, 8),
     "nothing to step": lambda: Collector(3, frames_per_batch=8),
     "no environments": lambda: Collector([], frames_per_batch=8),
     "unknown env id": lambda: Collector("CartPol-v1", frames_per_batch=8),
     "unknown env id in a worker": lambda: MultiSyncCollector(["CartPol-v1"], frames_per_batch=8),
-    "not picklable": lambda: MultiSyncCollector([partial(CountingEnv, threading.Lock())], frames_per_batch=8),
+    "not picklable": lambda: MultiSyncCollector(
+        [partial(CountingEnv, threading.Lock())], frames_per_batch=8
+    ),
     "factory raises": lambda: iterate(envs=make("make")),
     "factory raises in a worker": lambda: iterate(MultiSyncCollector, make("make")),
-    "factory raises in a thread": lambda: iterate(MultiSyncCollector, make("make"), backend="threads"),
+    "factory raises in a thread": lambda: iterate(
+        MultiSyncCollector, make("make"), backend="threads"
+    ),
     "reset raises": lambda: iterate(envs=make("reset")),
     "step raises": lambda: iterate(envs=make("step")),
     "step raises in a batch of environments": lambda: iterate(envs=make("step"), num_envs=2),
-    "step raises in collector.next": lambda: with_collector(lambda c: c.next(), envs=make("step"), policy=None),
-    "step raises in collect": lambda: with_collector(lambda c: c.collect(n_step=8), envs=make("step"), policy=None),
+    "step raises in collector.next": lambda: with_collector(
+        lambda c: c.next(), envs=make("step"), policy=None
+    ),
+    "step raises in collect": lambda: with_collector(
+        lambda c: c.collect(n_step=8), envs=make("step"), policy=None
+    ),
     "step raises in collect of episodes": lambda: with_collector(
         lambda c: c.collect(n_episode=2), envs=make("step"), policy=None
     ),
-    "step raises in rollout": lambda: with_collector(lambda c: c.rollout(), envs=make("step"), policy=None),
+    "step raises in rollout": lambda: with_collector(
+        lambda c: c.rollout(), envs=make("step"), policy=None
+    ),
     "wrong observation": lambda: iterate(envs=make(wrong=True)),
     "reset raises in a worker": lambda: iterate(MultiSyncCollector, make("reset")),
     "step raises in a worker": lambda: iterate(MultiSyncCollector, make("step")),
-    "step raises in one of several": lambda: iterate(MultiAsyncCollector, [make("step"), CountingEnv]),
+    "step raises in one of several": lambda: iterate(
+        MultiAsyncCollector, [make("step"), CountingEnv]
+    ),
     "step raises in a thread": lambda: iterate(MultiSyncCollector, make("step"), backend="threads"),
     "step raises with the server": lambda: iterate(envs=make("step"), **SERVED),
     "policy raises": lambda: iterate(policy=raising_policy),
     "policy raises in a worker": lambda: iterate(MultiSyncCollector, policy=raising_policy),
     "policy raises on the server": lambda: iterate(policy=raising_policy, **SERVED),
-    "policy factory raises": lambda: Collector(CountingEnv, policy_factory=raising, frames_per_batch=8),
-    "policy factory raises in a worker": lambda: iterate(MultiSyncCollector, policy_factory=raising),
+    "policy factory raises": lambda: Collector(
+        CountingEnv, policy_factory=raising, frames_per_batch=8
+    ),
+    "policy factory raises in a worker": lambda: iterate(
+        MultiSyncCollector, policy_factory=raising
+    ),
     "module of a wrong size": lambda: iterate(policy=torch.nn.Linear(5, 3)),
-    "head of a wrong size": lambda: iterate(policy=muster.policies.categorical(torch.nn.Linear(5, 3))),
+    "head of a wrong size": lambda: iterate(
+        policy=muster.policies.categorical(torch.nn.Linear(5, 3))
+    ),
     "policy of wrong shape": lambda: iterate(policy=wrong_shape),
     "policy of wrong shape in a worker": lambda: iterate(MultiSyncCollector, policy=wrong_shape),
     "postproc raises": lambda: iterate(postproc=raising),
@@ -193,7 +233,9 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "bad weights for workers": lambda: with_collector(
         lambda c: c.update_policy_weights_(bad_weights()), MultiSyncCollector
     ),
-    "unknown model": lambda: with_collector(lambda c: c.update_policy_weights_(None, model_id="critic")),
+    "unknown model": lambda: with_collector(
+        lambda c: c.update_policy_weights_(None, model_id="critic")
+    ),
     "wrong n_step": lambda: with_collector(lambda c: c.collect(n_step=0)),
     "no amount": lambda: with_collector(lambda c: c.collect()),
     "no bootstrap value": lambda: with_collector(lambda c: c.collect(n_step=8, bootstrap=True)),
@@ -201,7 +243,9 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     "seed": lambda: with_collector(lambda c: c.set_seed(-1)),
     "state of something else": lambda: with_collector(lambda c: c.load_state_dict({"a": 1})),
     "state from no file": lambda: with_collector(lambda c: c.load_state_dict("/nowhere/state")),
-    "no attribute in workers": lambda: with_collector(lambda c: c.getattr_env("nothing"), MultiSyncCollector),
+    "no attribute in workers": lambda: with_collector(
+        lambda c: c.getattr_env("nothing"), MultiSyncCollector
+    ),
     "evaluator": lambda: Evaluator(CountingEnv, episodes=0),
     "evaluator's environment": lambda: Evaluator(make("step"), None, episodes=2).evaluate(),
     "evaluator's policy": lambda: Evaluator(CountingEnv, raising_policy, episodes=2).evaluate(),
@@ -255,10 +299,14 @@ def test_the_environment_variable_keeps_all_frames(monkeypatch):
 def test_the_users_frames_and_the_cause_stay():
     with pytest.raises(EnvError) as caught:
         iterate(envs=make("step"))
-    frames = [Path(frame.filename).name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    frames = [
+        Path(frame.filename).name for frame in traceback.extract_tb(caught.value.__traceback__)
+    ]
     cause = traceback.extract_tb(caught.value.__cause__.__traceback__)
     assert frames == ["test_tracebacks.py", "test_tracebacks.py", "engine.py"]
-    assert [(Path(frame.filename).name, frame.name) for frame in cause] == [("test_tracebacks.py", "step")]
+    assert [(Path(frame.filename).name, frame.name) for frame in cause] == [
+        ("test_tracebacks.py", "step")
+    ]
 
 
 def test_a_bug_of_ours_keeps_all_frames(monkeypatch):
@@ -270,7 +318,10 @@ def test_interruptions_keep_all_frames():
     def interrupt(obs: Any) -> Any:
         raise KeyboardInterrupt
 
-    with Collector(CountingEnv, interrupt, frames_per_batch=8) as collector, pytest.raises(KeyboardInterrupt) as caught:
+    with (
+        Collector(CountingEnv, interrupt, frames_per_batch=8) as collector,
+        pytest.raises(KeyboardInterrupt) as caught,
+    ):
         collector.next()
     frames = traceback.extract_tb(caught.value.__traceback__)
     assert frames[-1].name == "interrupt"

@@ -27,7 +27,9 @@ class ByHand:
             self.episode[i] += bool(self.rewards[i])
             self.rewards[i] = []
 
-    def rollout(self, reward: Any, terminated: Any, truncated: Any) -> tuple[Any, Any, list[EpisodeRecord]]:
+    def rollout(
+        self, reward: Any, terminated: Any, truncated: Any
+    ) -> tuple[Any, Any, list[EpisodeRecord]]:
         ids, counts = np.zeros(reward.shape, int), np.zeros(reward.shape, int)
         records = []
         for t, i in np.ndindex(*reward.shape):
@@ -37,7 +39,9 @@ class ByHand:
             ends = bool(terminated[t, i]), bool(truncated[t, i])
             if any(ends):
                 length = len(self.rewards[i])
-                records.append(EpisodeRecord(ids[t, i], self.env_ids[i], sum(self.rewards[i]), length, *ends))
+                records.append(
+                    EpisodeRecord(ids[t, i], self.env_ids[i], sum(self.rewards[i]), length, *ends)
+                )
                 self.episode[i] += 1
                 self.rewards[i] = []
         return ids, counts, records
@@ -54,7 +58,9 @@ def histories(draw):
         kinds = np.array(draw(flags), int).reshape(T, B)
         rewards = draw(st.lists(st.integers(-5, 5), min_size=T * B, max_size=T * B))
         reset = draw(st.lists(st.integers(0, B - 1), unique=True))
-        rollouts.append((reset, np.array(rewards, np.float32).reshape(T, B), kinds & 1 > 0, kinds & 2 > 0))
+        rollouts.append(
+            (reset, np.array(rewards, np.float32).reshape(T, B), kinds & 1 > 0, kinds & 2 > 0)
+        )
     return B, draw(st.integers(0, 3)), rollouts
 
 
@@ -64,9 +70,14 @@ def test_clock_equals_counting_by_hand(times, history):
     """Also for so many environments that the clock goes through them row by row."""
     B, first, rollouts = history
     B *= times
-    rollouts = [(reset, *(np.tile(rows, times) for rows in columns)) for reset, *columns in rollouts]
+    rollouts = [
+        (reset, *(np.tile(rows, times) for rows in columns)) for reset, *columns in rollouts
+    ]
     env_ids = list(range(first, first + B))
-    clock, by_hand = TrajectoryClock(np.array(env_ids), first + B + 1), ByHand(env_ids, first + B + 1)
+    clock, by_hand = (
+        TrajectoryClock(np.array(env_ids), first + B + 1),
+        ByHand(env_ids, first + B + 1),
+    )
     for reset, reward, terminated, truncated in rollouts:
         clock.abandon(reset)
         by_hand.abandon(reset)
@@ -105,7 +116,10 @@ def test_returns_add_up_in_float64():
 @pytest.mark.parametrize("steps", [1, MOST_REWARDS, MOST_REWARDS + 1, 3 * MOST_REWARDS])
 def test_rewards_of_single_steps_are_those_at_the_time(steps):
     """They are added up later; the user may change the batch meanwhile."""
-    clock, rewards = TrajectoryClock(np.arange(2), 2), np.random.default_rng(0).normal(size=(steps, 2))
+    clock, rewards = (
+        TrajectoryClock(np.arange(2), 2),
+        np.random.default_rng(0).normal(size=(steps, 2)),
+    )
     expected, no_end, row = np.zeros(2), np.zeros((1, 2), bool), np.zeros((1, 2), np.float32)
     for reward in rewards:
         row[...] = reward
@@ -131,7 +145,14 @@ def test_abandoning_what_has_not_begun_keeps_its_id():
 def records(*ids: int) -> Episodes:
     n = len(ids)
     flags = np.zeros(n, bool)
-    return Episodes(np.array(ids, np.int64), np.array(ids, np.int64), np.full(n, 0.5), np.full(n, 3), ~flags, flags)
+    return Episodes(
+        np.array(ids, np.int64),
+        np.array(ids, np.int64),
+        np.full(n, 0.5),
+        np.full(n, 3),
+        ~flags,
+        flags,
+    )
 
 
 def test_episodes_are_a_sequence_of_records():
@@ -156,8 +177,12 @@ def test_a_return_that_is_not_finite_is_that_of_its_own_episode_only():
     reward = np.array([[np.inf, 1], [2, np.nan], [3, 4], [np.inf, 5]], np.float32)
     done = np.array([[1, 0], [0, 0], [1, 1], [1, 1]], bool)
     for _ in range(2):  # nor do they change what comes after these rows
-        found = [(e.env_id, e.episode_return, e.length) for e in clock.advance(reward, done, ~done, done)]
-        np.testing.assert_equal(found, [(0, np.inf, 1), (0, 5.0, 2), (1, np.nan, 3), (0, np.inf, 1), (1, 5.0, 1)])
+        found = [
+            (e.env_id, e.episode_return, e.length) for e in clock.advance(reward, done, ~done, done)
+        ]
+        np.testing.assert_equal(
+            found, [(0, np.inf, 1), (0, 5.0, 2), (1, np.nan, 3), (0, np.inf, 1), (1, 5.0, 1)]
+        )
 
 
 def test_a_state_of_other_environments_is_refused():

@@ -1,4 +1,6 @@
-"""Tuning: the grid, what is measured, that measuring changes nothing of the user's, and what the result makes."""
+"""Tuning: the grid, what is measured, that measuring changes nothing of the user's, and what the
+result makes.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,12 @@ from tests.tools import assert_same, counting, recorded
 BUSY, SLEEPING = Load(1.0), Load(0.01)
 
 
-# --- the grid --------------------------------------------------------------------------------------
+# --- the grid -------------------------------------------------------------------------------------
 
 
-def setups_of(load: Load = BUSY, cores: float = 2.0, totals: Any = (8,), **more: Any) -> list[Setup]:
+def setups_of(
+    load: Load = BUSY, cores: float = 2.0, totals: Any = (8,), **more: Any
+) -> list[Setup]:
     return grid(load, cores, totals, 2048, **{"groups": None, "policy": False, **more})
 
 
@@ -52,12 +56,18 @@ def test_the_grid_of_an_environment_that_computes() -> None:
 def test_more_workers_than_cores_and_threads_are_tried_where_environments_wait() -> None:
     found = {(s.workers, s.backend) for s in setups_of(SLEEPING, totals=(64,)) if s.workers}
     assert found == {(n, backend) for n in (2, 4, 64) for backend in ("processes", "threads")}
-    assert max(s.workers for s in setups_of(SLEEPING, totals=(16,))) == 16  # one environment in each
+    assert (
+        max(s.workers for s in setups_of(SLEEPING, totals=(16,))) == 16
+    )  # one environment in each
 
 
 def test_central_inference_is_tried_where_there_is_a_policy() -> None:
     alternating = CentralInference(alternating=True)
-    assert {s.inference for s in setups_of(policy=True) if s.workers} == {"worker", "server", alternating}
+    assert {s.inference for s in setups_of(policy=True) if s.workers} == {
+        "worker",
+        "server",
+        alternating,
+    }
     assert {s.inference for s in setups_of()} == {"worker"}
 
 
@@ -81,7 +91,7 @@ def test_vector_environments_are_not_cut() -> None:
     assert all(s.from_vector and "num_envs" not in s.options() for s in setups)
 
 
-# --- numbers of workers ----------------------------------------------------------------------------
+# --- numbers of workers ---------------------------------------------------------------------------
 
 
 def options(**keywords: Any) -> MultiOptions:
@@ -101,7 +111,13 @@ def options(**keywords: Any) -> MultiOptions:
         (Load(0.95), 4.0, None, {"num_envs": 8}, 4),
         (SLEEPING, 4.0, None, {"num_envs": 1}, 64),
         (SLEEPING, 4.0, None, {"num_envs": 1, "backend": "threads"}, 64),
-        (SLEEPING, 4.0, None, {"num_envs": 2, "frames_per_batch": 20}, 10),  # a step for every environment
+        (
+            SLEEPING,
+            4.0,
+            None,
+            {"num_envs": 2, "frames_per_batch": 20},
+            10,
+        ),  # a step for every environment
     ],
 )
 def test_as_many_workers_as_keep_the_cores_busy(
@@ -111,12 +127,17 @@ def test_as_many_workers_as_keep_the_cores_busy(
 
 
 def test_groups_that_fill_batches_of_their_own_need_no_share_of_one() -> None:
-    assert choose_workers(SLEEPING, options(frames_per_batch=20, num_envs=20), None, 2.0, alone=True) == 64
+    assert (
+        choose_workers(SLEEPING, options(frames_per_batch=20, num_envs=20), None, 2.0, alone=True)
+        == 64
+    )
 
 
 @pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
 def test_auto_makes_a_group_for_each_worker_of_a_function(cls: Any) -> None:
-    with cls(counting(), None, num_workers="auto", num_envs=2, frames_per_batch=64, total_frames=64) as collector:
+    with cls(
+        counting(), None, num_workers="auto", num_envs=2, frames_per_batch=64, total_frames=64
+    ) as collector:
         (batch,) = list(collector)
         workers = len(collector.stats().workers)
     assert 1 <= workers <= 32
@@ -127,7 +148,9 @@ def test_with_a_list_auto_changes_nothing_but_the_number_of_workers() -> None:
     batches = []
     for workers in ("auto", 1, 3):
         factories = [counting(n, noise=True) for n in (3, 4, 5)]
-        with MultiSyncCollector(factories, num_workers=workers, num_envs=2, frames_per_batch=60, seed=3) as collector:
+        with MultiSyncCollector(
+            factories, num_workers=workers, num_envs=2, frames_per_batch=60, seed=3
+        ) as collector:
             batches.append(collector.rollout().clone())
             assert len(collector.stats().workers) <= 3
     assert_same(batches[0], batches[1])
@@ -152,10 +175,12 @@ def test_other_words_than_auto_are_refused() -> None:
         options(num_workers="many")
 
 
-# --- measuring -------------------------------------------------------------------------------------
+# --- measuring ------------------------------------------------------------------------------------
 
 
-def measured(factory: Any = "CartPole-v1", policy: Any = None, seconds: float = 0.1, **keywords: Any) -> Load:
+def measured(
+    factory: Any = "CartPole-v1", policy: Any = None, seconds: float = 0.1, **keywords: Any
+) -> Load:
     wanted = {"frames_per_batch": 64, "num_envs": 1, **keywords}
     return measure(factory, policy, CollectorOptions(factory, **wanted), seconds)
 
@@ -186,7 +211,9 @@ def test_a_slow_environment_is_not_measured_for_a_whole_rollout() -> None:
 
 
 def test_a_vector_environment_is_measured_whole() -> None:
-    assert measured(lambda: gymnasium.make_vec("CartPole-v1", 6, "sync"), num_envs=None).env_batch == 6
+    assert (
+        measured(lambda: gymnasium.make_vec("CartPole-v1", 6, "sync"), num_envs=None).env_batch == 6
+    )
 
 
 def test_an_unbatched_policy_sees_no_batch() -> None:
@@ -207,7 +234,11 @@ def test_measuring_leaves_generators_and_policy_alone() -> None:
     before = [value.clone() for value in net.state_dict().values()]
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     auto_workers(Noisy, muster.policies.categorical(net), options(num_envs=2), alone=False)
-    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
+    assert (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        torch.get_rng_state().tolist(),
+    ) == states
     assert all(torch.equal(a, b) for a, b in zip(before, net.state_dict().values(), strict=True))
     assert [b.grad for b in net.parameters()] == [None] * 4
 
@@ -218,7 +249,9 @@ def test_lazy_layers_stay_lazy() -> None:
     assert isinstance(net[0].weight, nn.parameter.UninitializedParameter)
 
 
-@pytest.mark.parametrize("keywords", [{"reset_when_done": False}, {"max_frames_per_traj": 7}, {"compact_obs": True}])
+@pytest.mark.parametrize(
+    "keywords", [{"reset_when_done": False}, {"max_frames_per_traj": 7}, {"compact_obs": True}]
+)
 def test_options_of_rollouts_do_not_disturb_the_measurement(keywords: Any) -> None:
     class Stop:
         def collection_stopped(self) -> bool:
@@ -253,11 +286,16 @@ def test_keywords_of_the_first_entry_are_used() -> None:
         return CountingEnv(length)
 
     kwargs = [{"length": 3}, {"length": 4}]
-    measure([make, make], None, CollectorOptions(None, frames_per_batch=64, num_envs=1, create_env_kwargs=kwargs), 0.05)
+    measure(
+        [make, make],
+        None,
+        CollectorOptions(None, frames_per_batch=64, num_envs=1, create_env_kwargs=kwargs),
+        0.05,
+    )
     assert lengths == [3]
 
 
-# --- the machine -----------------------------------------------------------------------------------
+# --- the machine ----------------------------------------------------------------------------------
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:
@@ -283,13 +321,15 @@ def test_the_share_of_a_container_counts_not_the_cores_of_its_host(tmp_path: Pat
     assert usable_cores(tree(tmp_path / "unlimited", unlimited)) == cores
 
 
-# --- all of it -------------------------------------------------------------------------------------
+# --- all of it ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def tuning() -> Any:
     said: list[str] = []
-    found = muster.tune(counting(9), seconds=1.0, num_envs=[4, 8], frames_per_batch=64, say=said.append)
+    found = muster.tune(
+        counting(9), seconds=1.0, num_envs=[4, 8], frames_per_batch=64, say=said.append
+    )
     assert said[0] == "measuring how much the environment computes"
     assert len(said) == 2 + len(found.candidates)
     return found
@@ -311,7 +351,11 @@ def test_every_setup_is_timed_and_the_fastest_three_in_turns(tuning: muster.Tuni
 
 def test_the_constructor_call_makes_what_was_measured(tuning: muster.Tuning) -> None:
     collectors = {cls.__name__: cls for cls in (Collector, MultiSyncCollector, MultiAsyncCollector)}
-    for setup in (tuning.best.setup, tuning.candidates[-1].setup, Setup(num_envs=4, groups=1, T=16)):
+    for setup in (
+        tuning.best.setup,
+        tuning.candidates[-1].setup,
+        Setup(num_envs=4, groups=1, T=16),
+    ):
         found = with_best(tuning, setup)
         call = found.constructor_call("counting(9)", "None", more=", seed=1")
         with eval(call, {"counting": counting, **collectors}) as collector:
@@ -335,7 +379,12 @@ def with_best(tuning: muster.Tuning, setup: Setup) -> muster.Tuning:
         ),
         (
             Setup(
-                num_envs=8, groups=4, workers=2, T=4, inference=CentralInference(alternating=True), backend="threads"
+                num_envs=8,
+                groups=4,
+                workers=2,
+                T=4,
+                inference=CentralInference(alternating=True),
+                backend="threads",
             ),
             "MultiSyncCollector([f] * 4, p, num_workers=2, num_envs=8, frames_per_batch=128, "
             "backend='threads', inference=CentralInference(alternating=True))",

@@ -1,4 +1,6 @@
-"""Agents that take turns (PettingZoo's AEC): rows, rewards and episodes of each agent, and a policy for each."""
+"""Agents that take turns (PettingZoo's AEC): rows, rewards and episodes of each agent, and a policy
+for each.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,12 @@ AECEnv = pettingzoo.AECEnv
 
 
 class Quarrel(AECEnv):
-    """A random game. Each turn gives rewards to all agents; agents drop out, and the order of turns is random.
+    """A random game.
 
-    The observation of an agent is ``[its number, its turns, turns of all]``. All draws depend on the seed and the
-    number of resets only, not on actions.
+    Each turn gives rewards to all agents; agents drop out, and the order of turns is random.
+
+    The observation of an agent is ``[its number, its turns, turns of all]``. All draws depend on
+    the seed and the number of resets only, not on actions.
 
     Args:
         agents: number of agents.
@@ -38,7 +42,9 @@ class Quarrel(AECEnv):
 
     metadata = {"name": "quarrel_v0", "is_parallelizable": False}  # noqa: RUF012
 
-    def __init__(self, agents: int = 3, ends: float = 0.1, masks: str = "obs", fails_at: int = -1) -> None:
+    def __init__(
+        self, agents: int = 3, ends: float = 0.1, masks: str = "obs", fails_at: int = -1
+    ) -> None:
         super().__init__()
         self.possible_agents = [f"player_{i}" for i in range(agents)]
         self.agents, self.ends, self.masks, self.fails_at = [], ends, masks, fails_at
@@ -59,7 +65,9 @@ class Quarrel(AECEnv):
         return ((np.arange(4) + number + turns) % 3 > 0).astype(np.int8)
 
     def observe(self, agent: str) -> Any:
-        box = np.array([self.possible_agents.index(agent), self.turns[agent], self.turn], np.float32)
+        box = np.array(
+            [self.possible_agents.index(agent), self.turns[agent], self.turn], np.float32
+        )
         return {"observation": box, "action_mask": self.mask(agent)} if self.masks == "obs" else box
 
     def reset(self, seed: int | None = None, options: Any = None) -> None:
@@ -78,7 +86,9 @@ class Quarrel(AECEnv):
         self._note()
 
     def _note(self) -> None:
-        self.infos = {a: {"action_mask": self.mask(a)} if self.masks == "info" else {} for a in self.agents}
+        self.infos = {
+            a: {"action_mask": self.mask(a)} if self.masks == "info" else {} for a in self.agents
+        }
 
     def step(self, action: Any) -> None:
         agent = self.agent_selection
@@ -113,7 +123,9 @@ def quarrel(**options: Any) -> Any:
 
 
 def reference(env: Any, actions: Any, rows: int) -> list[dict[str, Any]]:
-    """Play with PettingZoo's own loop, and return the first complete turns in the order of their completion."""
+    """Play with PettingZoo's own loop, and return the first complete turns in the order of their
+    completion.
+    """
     done: list[dict[str, Any]] = []
     while len(done) < rows:
         waiting: dict[str, dict[str, Any]] = {}
@@ -121,7 +133,12 @@ def reference(env: Any, actions: Any, rows: int) -> list[dict[str, Any]]:
             observed, reward, terminated, truncated, _ = env.last()
             if agent in waiting:
                 row = waiting.pop(agent)
-                row |= {"reward": reward, "after": observed, "terminated": terminated, "truncated": truncated}
+                row |= {
+                    "reward": reward,
+                    "after": observed,
+                    "terminated": terminated,
+                    "truncated": truncated,
+                }
                 done.append(row)
             if terminated or truncated:
                 env.step(None)
@@ -149,12 +166,14 @@ def expected_rows(batch: Any, env: Quarrel, seed: int, rows: int) -> None:
     for part, name in ((batch, "observed"), (batch["next"], "after")):
         seen = [row[name] for row in made]
         if env.masks == "obs":
-            assert part["action_mask"].tolist() == [s["action_mask"].astype(bool).tolist() for s in seen]
+            assert part["action_mask"].tolist() == [
+                s["action_mask"].astype(bool).tolist() for s in seen
+            ]
             seen = [s["observation"] for s in seen]
         assert part["observation"].tolist() == [s.tolist() for s in seen]
 
 
-# --- rows ------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 
 @settings(max_examples=25, deadline=None)
@@ -189,7 +208,11 @@ def test_each_agent_has_its_own_episodes_and_records():
     with Collector(quarrel(), None, num_envs=2, frames_per_batch=200, seed=0) as collector:
         batch = collector.rollout()
         records = list(collector.episodes)
-    ids, agent, done = batch["collector", "traj_ids"], batch["collector", "agent"], batch["next", "done"][..., 0]
+    ids, agent, done = (
+        batch["collector", "traj_ids"],
+        batch["collector", "agent"],
+        batch["next", "done"][..., 0],
+    )
     found = []
     for number in ids.unique().tolist():
         here = ids == number
@@ -202,9 +225,20 @@ def test_each_agent_has_its_own_episodes_and_records():
             env, t = rows[-1].tolist()
             total = batch["next", "reward"][..., 0][here].sum().item()
             flags = [batch["next", flag][env, t, 0].item() for flag in ("terminated", "truncated")]
-            found.append((t, env, number, total, int(here.sum()), *flags, f"player_{agent[env, t]}"))
+            found.append(
+                (t, env, number, total, int(here.sum()), *flags, f"player_{agent[env, t]}")
+            )
     assert [
-        (r.env_id, r.traj_id, r.episode_return, r.length, r.terminated, r.truncated, r.info["agent"]) for r in records
+        (
+            r.env_id,
+            r.traj_id,
+            r.episode_return,
+            r.length,
+            r.terminated,
+            r.truncated,
+            r.info["agent"],
+        )
+        for r in records
     ] == [row[1:] for row in sorted(found)]
 
 
@@ -225,7 +259,12 @@ def test_data_do_not_depend_on_the_size_of_batches(sizes):
 
 def test_workers_give_the_same_as_this_process():
     head = policies.categorical(nn.Linear(3, 4))
-    options: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 80, "seed": 0, "max_frames_per_traj": 6}
+    options: dict[str, Any] = {
+        "num_envs": 2,
+        "frames_per_batch": 80,
+        "seed": 0,
+        "max_frames_per_traj": 6,
+    }
     with Collector([quarrel()] * 2, head, **options) as collector:
         expected = [collector.rollout().clone() for _ in range(2)]
         records = list(collector.episodes)
@@ -236,11 +275,13 @@ def test_workers_give_the_same_as_this_process():
         assert_accounted(collector)
 
 
-# --- ends and resets -------------------------------------------------------------------------------
+# --- ends and resets ------------------------------------------------------------------------------
 
 
 def test_the_limit_of_steps_counts_the_turns_of_an_agent_and_cuts_the_game():
-    batch = collect(quarrel(ends=0.0, agents=2), None, frames_per_batch=60, max_frames_per_traj=4, seed=0)
+    batch = collect(
+        quarrel(ends=0.0, agents=2), None, frames_per_batch=60, max_frames_per_traj=4, seed=0
+    )
     assert not batch["next", "terminated"].any()
     assert batch["step_count"].max() == 3
     lengths = [len(rows) for rows in _episodes(batch)]
@@ -264,7 +305,9 @@ def test_a_reset_by_the_user_truncates_the_open_turns():
         assert not first["next", "done"].any()
         ended = second["next", "truncated"][..., 0]
         assert ended.sum() in range(2, 7)  # one for each agent that has acted and waited
-        known = [[set(x["collector", "traj_ids"][b].tolist()) for x in (first, second)] for b in range(2)]
+        known = [
+            [set(x["collector", "traj_ids"][b].tolist()) for x in (first, second)] for b in range(2)
+        ]
         for b, (before, after) in enumerate(known):
             over = set(second["collector", "traj_ids"][b][ended[b]].tolist())
             assert over <= before | after
@@ -275,7 +318,9 @@ def test_a_reset_by_the_user_truncates_the_open_turns():
                 before = first["collector", "traj_ids"][b][first["collector", "agent"][b] == agent]
                 after = second["collector", "traj_ids"][b][second["collector", "agent"][b] == agent]
                 if len(before) and len(after):
-                    assert before.unique().tolist() == [after[0].item()], "open turns belong to the episode before"
+                    assert before.unique().tolist() == [after[0].item()], (
+                        "open turns belong to the episode before"
+                    )
         assert_accounted(collector)
 
 
@@ -288,7 +333,9 @@ def test_after_an_error_open_turns_are_dropped_and_new_episodes_begin():
     before = batch[:27]
     for rows in _episodes(before):
         assert rows["next", "done"][-1], "the error ends all episodes"
-    shared = set(before["collector", "traj_ids"].tolist()) & set(batch[27:]["collector", "traj_ids"].tolist())
+    shared = set(before["collector", "traj_ids"].tolist()) & set(
+        batch[27:]["collector", "traj_ids"].tolist()
+    )
     assert not shared
 
 
@@ -327,10 +374,12 @@ def test_games_that_cannot_be_restored_begin_anew():
         batch = other.rollout()
     assert not set(saved_ids) & set(batch["collector", "traj_ids"].unique().tolist())
     assert batch["collector", "resumed"][:, 0].all()
-    assert {rows["observation"][0, 1].item() for rows in _episodes(batch)} == {0}, "from each agent's first turn"
+    assert {rows["observation"][0, 1].item() for rows in _episodes(batch)} == {0}, (
+        "from each agent's first turn"
+    )
 
 
-# --- whole episodes --------------------------------------------------------------------------------
+# --- whole episodes -------------------------------------------------------------------------------
 
 
 def _check_whole(rows: Any) -> None:
@@ -381,7 +430,11 @@ def test_whole_episodes_are_the_same_from_batches_of_every_size():
     results = []
     for batches in ([whole], parts):
         store = WholeEpisodes(2, num_envs=2)
-        groups = [group.batch["collector", "traj_ids"].tolist() for batch in batches for group in push(store, batch)]
+        groups = [
+            group.batch["collector", "traj_ids"].tolist()
+            for batch in batches
+            for group in push(store, batch)
+        ]
         results.append(groups)
         for number, batch in enumerate(parts):  # what is saved in between changes nothing
             if number == 0:
@@ -394,7 +447,7 @@ def test_whole_episodes_are_the_same_from_batches_of_every_size():
     assert len(results[0]) > 5
 
 
-# --- a policy for each agent -----------------------------------------------------------------------
+# --- a policy for each agent ----------------------------------------------------------------------
 
 
 class Always(nn.Module):
@@ -444,9 +497,15 @@ def test_heads_functions_and_random_agents_play_together():
     assert torch.equal(scripted["action"], scripted["action_mask"].long().argmax(-1))
     free = batch[agent == 1]
     among = free["action_mask"].sum(-1)
-    rank = (free["action_mask"].cumsum(-1).gather(-1, free["action"].unsqueeze(-1))[:, 0] - 1)[among == 3]
-    assert torch.allclose(torch.bincount(rank, minlength=3) / len(rank), torch.full((3,), 1 / 3), atol=0.12)
-    mode = collect(quarrel(), made, num_envs=2, frames_per_batch=100, seed=0, exploration_type="mode")
+    rank = (free["action_mask"].cumsum(-1).gather(-1, free["action"].unsqueeze(-1))[:, 0] - 1)[
+        among == 3
+    ]
+    assert torch.allclose(
+        torch.bincount(rank, minlength=3) / len(rank), torch.full((3,), 1 / 3), atol=0.12
+    )
+    mode = collect(
+        quarrel(), made, num_envs=2, frames_per_batch=100, seed=0, exploration_type="mode"
+    )
     own = mode[mode["collector", "agent"] == 0]
     assert torch.equal(own["action"], head.mode(own.select("observation", "action_mask")))
     assert own["action_log_prob"].isfinite().all()
@@ -455,7 +514,12 @@ def test_heads_functions_and_random_agents_play_together():
 @pytest.mark.parametrize("where", ["here", "workers"])
 def test_policies_are_swapped_between_batches(where):
     made = {"player_0": Always(2), "others": Always(1)}
-    options: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 60, "seed": 0, "track_policy_version": True}
+    options: dict[str, Any] = {
+        "num_envs": 2,
+        "frames_per_batch": 60,
+        "seed": 0,
+        "track_policy_version": True,
+    }
     kind = {"here": Collector, "workers": MultiSyncCollector}[where]
     with kind([quarrel()], made, **options) as collector:
         _acted(collector.rollout(), 0, 2)
@@ -505,7 +569,7 @@ def test_a_dict_of_policies_needs_agents_that_take_turns():
         Collector("CartPole-v1", {"others": None}, frames_per_batch=8)
 
 
-# --- refusals --------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

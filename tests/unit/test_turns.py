@@ -48,7 +48,11 @@ class Actor(threading.Thread):
 @pytest.fixture(autouse=True)
 def users_streams() -> Iterator[None]:
     def now() -> tuple[Any, ...]:
-        return np.random.mtrand.get_bit_generator(), random.getstate(), torch.get_rng_state().tolist()
+        return (
+            np.random.mtrand.get_bit_generator(),
+            random.getstate(),
+            torch.get_rng_state().tolist(),
+        )
 
     before = now()
     yield

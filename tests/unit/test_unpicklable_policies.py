@@ -1,4 +1,6 @@
-"""Policies that cannot be pickled: the error names the part and ``policy_factory``, which then works everywhere."""
+"""Policies that cannot be pickled: the error names the part and ``policy_factory``, which then
+works everywhere.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ POLICIES: dict[str, tuple[Callable[[], Any], str]] = {
         r"attribute '_modules' -> item 'net' is a .*ParametrizedLinear, which cannot be pickled .RuntimeError",
     ),
     "spectral_norm": (
-        lambda: policies.categorical(nn.Sequential(parametrizations.spectral_norm(nn.Linear(2, 2)))),
+        lambda: policies.categorical(
+            nn.Sequential(parametrizations.spectral_norm(nn.Linear(2, 2)))
+        ),
         r"ParametrizedLinear, which cannot be pickled",
     ),
     "generator": (Drawing, r"attribute 'noise' is a generator, which cannot be pickled"),
@@ -81,17 +85,31 @@ SPACES: dict[str, Any] = {
 }
 OPTIONS: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 8}
 ENTRIES: dict[str, Callable[..., Any]] = {
-    "MultiSyncCollector": lambda **policy: MultiSyncCollector([counting()] * 2, **policy, **OPTIONS),
-    "threads": lambda **policy: MultiSyncCollector([counting()] * 2, backend="threads", **policy, **OPTIONS),
-    "auto": lambda **policy: MultiSyncCollector(counting(), num_workers="auto", **policy, **OPTIONS),
-    "server": lambda **policy: MultiSyncCollector([counting()] * 2, inference="server", **policy, **OPTIONS),
-    "MultiAsyncCollector": lambda **policy: MultiAsyncCollector([counting()] * 2, **policy, **OPTIONS),
+    "MultiSyncCollector": lambda **policy: MultiSyncCollector(
+        [counting()] * 2, **policy, **OPTIONS
+    ),
+    "threads": lambda **policy: MultiSyncCollector(
+        [counting()] * 2, backend="threads", **policy, **OPTIONS
+    ),
+    "auto": lambda **policy: MultiSyncCollector(
+        counting(), num_workers="auto", **policy, **OPTIONS
+    ),
+    "server": lambda **policy: MultiSyncCollector(
+        [counting()] * 2, inference="server", **policy, **OPTIONS
+    ),
+    "MultiAsyncCollector": lambda **policy: MultiAsyncCollector(
+        [counting()] * 2, **policy, **OPTIONS
+    ),
     "AsyncCollector": lambda **policy: AsyncCollector(counting(), **policy, **OPTIONS),
-    "DistributedCollector": lambda **policy: DistributedCollector([counting()], launcher="mp", **policy, **OPTIONS),
+    "DistributedCollector": lambda **policy: DistributedCollector(
+        [counting()], launcher="mp", **policy, **OPTIONS
+    ),
     "RPCCollector": lambda **policy: RPCCollector([counting()], launcher="mp", **policy, **OPTIONS),
     "serve": lambda **policy: muster.serve(**SPACES, **policy, frames_per_batch=8),
     "Evaluator": lambda **policy: Evaluator(counting(), num_workers=1, episodes=2, **policy),
-    "tune": lambda **policy: muster.tune(counting(), seconds=0.1, num_envs=2, frames_per_batch=8, **policy),
+    "tune": lambda **policy: muster.tune(
+        counting(), seconds=0.1, num_envs=2, frames_per_batch=8, **policy
+    ),
 }
 
 
@@ -146,7 +164,11 @@ def test_weights_arrive_in_a_policy_that_a_function_makes(name: str) -> None:
     with MultiSyncCollector([counting(9)], policy_factory=make, backend="threads", **OPTIONS) as c:
         for action in (0, 1, 0):
             chosen = 100 * torch.eye(2)[action]
-            modules = [cell.cell_contents for cell in c.policy.__closure__] if name == "function" else [c.policy]
+            modules = (
+                [cell.cell_contents for cell in c.policy.__closure__]
+                if name == "function"
+                else [c.policy]
+            )
             for tensor in (t for m in modules if isinstance(m, nn.Module) for t in m.parameters()):
                 tensor.data.copy_(chosen if tensor.shape == (2,) else torch.full_like(tensor, 1e-9))
             c.update_policy_weights_()
@@ -167,14 +189,16 @@ def test_a_policy_that_only_deepcopy_refuses_needs_no_function() -> None:
         assert evaluator.evaluate().mean > 0
 
 
-# --- copies in this process --------------------------------------------------------------------------
+# --- copies in this process -----------------------------------------------------------------------
 
 
 def test_the_background_acts_with_a_policy_of_its_own() -> None:
     buffer = Extends()
     with Collector(counting(9), Locked(), replay_buffer=buffer, **OPTIONS) as c:
         c.next()
-        with pytest.raises(BadOption, match="^policy: attribute 'lock' is a _thread.lock") as refused:
+        with pytest.raises(
+            BadOption, match="^policy: attribute 'lock' is a _thread.lock"
+        ) as refused:
             c.start()
         assert str(refused.value).endswith(REMEDY)
         assert not c.is_running()
@@ -188,19 +212,22 @@ def test_the_background_acts_with_a_policy_of_its_own() -> None:
         users.net.weight.data.zero_()
         users.net.bias.data.copy_(torch.tensor([-9.0, 9.0]))
         c.update_policy_weights_()
-        buffer.until_true(lambda: len(buffer.batches) > count and bool((buffer.batches[-1]["action"] == 1).all()))
+        buffer.until_true(
+            lambda: len(buffer.batches) > count and bool((buffer.batches[-1]["action"] == 1).all())
+        )
         assert users.training
         c.async_shutdown()
 
 
 def test_a_device_to_which_a_policy_cannot_be_copied() -> None:
     with pytest.raises(
-        BadOption, match=r"policy_device='meta': the policy is on cpu, and cannot be copied.*policy.to\("
+        BadOption,
+        match=r"policy_device='meta': the policy is on cpu, and cannot be copied.*policy.to\(",
     ):
         Collector(counting(9), Locked(), policy_device="meta", **OPTIONS)
 
 
-# --- other arguments ---------------------------------------------------------------------------------
+# --- other arguments ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Vector environments give the transitions of the same environments stepped one by one, in every autoreset mode."""
+"""Vector environments give the transitions of the same environments stepped one by one, in every
+autoreset mode.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, Vecto
 from muster import Collector
 from muster.errors import BadEnvOutput, BadOption, EnvError, UnsupportedEnv
 from muster.testing import ChainEnv, FaultyEnv, SpaceEnv
-from tests.tools import assert_accounted, assert_chain, assert_same, collect, column, counting, recorded
+from tests.tools import (
+    assert_accounted,
+    assert_chain,
+    assert_same,
+    collect,
+    column,
+    counting,
+    recorded,
+)
 
 MODES = list(AutoresetMode)
 KINDS = {"sync": SyncVectorEnv, "async": partial(AsyncVectorEnv, context="fork")}
@@ -30,7 +40,10 @@ class NestedEnv(ChainEnv):
         self.observation_space = spaces.Dict({"chain": self.observation_space, "parts": parts})
 
     def _nested(self, obs: Any) -> Any:
-        return {"chain": obs, "parts": (np.int64(obs[1] % 5), np.full(2, obs[2] / 2**31, np.float32))}
+        return {
+            "chain": obs,
+            "parts": (np.int64(obs[1] % 5), np.full(2, obs[2] / 2**31, np.float32)),
+        }
 
     def reset(self, **options: Any) -> Any:
         obs, info = super().reset(**options)
@@ -53,7 +66,7 @@ def only(part: str) -> type[NestedEnv]:
     return Part
 
 
-# --- Gymnasium's own -------------------------------------------------------------------------------
+# --- Gymnasium's own ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
@@ -75,7 +88,9 @@ def test_cut_episodes_are_reset_in_every_mode(mode):
     options = {"frames_per_batch": 90, "seed": 0, "batches": 2, "max_frames_per_traj": 3}
     alone = collect(ChainEnv, num_envs=3, **options)
     assert_chain(alone)
-    assert_same(collect(lambda: SyncVectorEnv([ChainEnv] * 3, autoreset_mode=mode), **options), alone)
+    assert_same(
+        collect(lambda: SyncVectorEnv([ChainEnv] * 3, autoreset_mode=mode), **options), alone
+    )
 
 
 def test_num_envs_cannot_multiply_a_vector_environment():
@@ -102,7 +117,12 @@ def test_resetting_some_seeds_and_resets_only_those(mode):
 
 
 def test_composite_actions_reach_vector_environments():
-    space = spaces.Dict({"a": spaces.Discrete(10), "b": spaces.Tuple((spaces.Box(-1, 1, (2,)), spaces.MultiBinary(2)))})
+    space = spaces.Dict(
+        {
+            "a": spaces.Discrete(10),
+            "b": spaces.Tuple((spaces.Box(-1, 1, (2,)), spaces.MultiBinary(2))),
+        }
+    )
     factory, made = recorded(lambda: SpaceEnv(spaces.Discrete(2), space))
     batch = collect(lambda: SyncVectorEnv([factory] * 2), frames_per_batch=6, validate="full")
     for b, env in enumerate(env for env in made if env.actions):
@@ -127,12 +147,14 @@ def test_forgetful_async_environments_are_refused():
         Collector(make, None, frames_per_batch=4)
 
 
-# --- ALE -------------------------------------------------------------------------------------------
+# --- ALE ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def pong():
-    """A factory of tiny Pong vector environments whose episodes are short, and of the same one by one."""
+    """A factory of tiny Pong vector environments whose episodes are short, and of the same one by
+    one.
+    """
     from ale_py.vector_env import AtariVectorEnv
 
     def make(num_envs: int = 2, mode: AutoresetMode = AutoresetMode.NEXT_STEP) -> Any:
@@ -159,12 +181,16 @@ def test_both_modes_of_atari_give_the_same_transitions(pong):
     assert first["next", "done"].sum() >= 4
     done = first["next", "done"][..., 0]
     going_on = ~done[:, :-1]
-    assert torch.equal(first["next", "observation"][:, :-1][going_on], first["observation"][:, 1:][going_on])
+    assert torch.equal(
+        first["next", "observation"][:, :-1][going_on], first["observation"][:, 1:][going_on]
+    )
     last = first["next", "observation"][:, :-1][done[:, :-1]]
-    assert not torch.equal(last, first["observation"][:, 1:][done[:, :-1]]), "the last observation, not the reset one"
+    assert not torch.equal(last, first["observation"][:, 1:][done[:, :-1]]), (
+        "the last observation, not the reset one"
+    )
 
 
-# --- third parties ---------------------------------------------------------------------------------
+# --- third parties --------------------------------------------------------------------------------
 
 
 class ThirdParty(VectorEnv[Any, Any, Any]):
@@ -194,7 +220,12 @@ class ThirdParty(VectorEnv[Any, Any, Any]):
         self.metadata = {} if mode is None else {"autoreset_mode": mode}
         self.single_observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
         self.single_action_space = spaces.Discrete(2)
-        self.heeds_mask, self.tells_final, self.reuse, self.nan = heeds_mask, tells_final, reuse, nan
+        self.heeds_mask, self.tells_final, self.reuse, self.nan = (
+            heeds_mask,
+            tells_final,
+            reuse,
+            nan,
+        )
         self.output, self.at, self.steps = output or {}, at, 0
         self.t = np.zeros(num_envs, np.int64)
         self.pending = np.zeros(num_envs, bool)
@@ -245,7 +276,8 @@ def test_a_third_partys_vector_environment(mode, reuse, nan):
 
 def test_a_mode_that_is_not_declared_is_not_guessed():
     with pytest.raises(
-        UnsupportedEnv, match=r"ThirdParty does not say how it resets: set metadata\['autoreset_mode'\]"
+        UnsupportedEnv,
+        match=r"ThirdParty does not say how it resets: set metadata\['autoreset_mode'\]",
     ):
         Collector(lambda: ThirdParty(None), None, frames_per_batch=4)
 
@@ -253,20 +285,28 @@ def test_a_mode_that_is_not_declared_is_not_guessed():
 @pytest.mark.parametrize("mode", [AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP], ids=str)
 @pytest.mark.parametrize("reuse", [False, True])
 def test_an_environment_that_resets_others_too_is_found_out(mode, reuse):
-    collector = Collector(lambda: ThirdParty(mode, heeds_mask=False, reuse=reuse), None, frames_per_batch=12)
+    collector = Collector(
+        lambda: ThirdParty(mode, heeds_mask=False, reuse=reuse), None, frames_per_batch=12
+    )
     with collector, pytest.raises(UnsupportedEnv, match="reset others too.*reset_mask"):
         collector.rollout()
 
 
 def vectorized(wrap: Any = lambda env: env, num_envs: int = 3, **options: Any) -> Any:
-    """A factory of what ``gymnasium.make_vec`` returns for CartPole by default, which ignores ``reset_mask``."""
+    """A factory of what ``gymnasium.make_vec`` returns for CartPole by default, which ignores
+    ``reset_mask``.
+    """
     return lambda: wrap(gymnasium.make_vec("CartPole-v1", num_envs, **options))
 
 
 def assert_cartpole(batch: Any, limit: int = 500) -> None:
     """Every row is a transition of the single environment, and rows follow each other."""
     single = gymnasium.make("CartPole-v1").unwrapped
-    before, after, done = batch["observation"], batch["next", "observation"], batch["next", "done"][..., 0]
+    before, after, done = (
+        batch["observation"],
+        batch["next", "observation"],
+        batch["next", "done"][..., 0],
+    )
     for b, t in np.ndindex(*batch.shape):
         single.reset()
         single.state = tuple(before[b, t].double().tolist())
@@ -289,7 +329,9 @@ def assert_cartpole(batch: Any, limit: int = 500) -> None:
     [
         lambda env: env,
         gymnasium.wrappers.vector.RecordEpisodeStatistics,
-        lambda env: gymnasium.wrappers.vector.ClipReward(gymnasium.wrappers.vector.RecordEpisodeStatistics(env), -1, 1),
+        lambda env: gymnasium.wrappers.vector.ClipReward(
+            gymnasium.wrappers.vector.RecordEpisodeStatistics(env), -1, 1
+        ),
     ],
     ids=["bare", "wrapped", "wrapped twice"],
 )
@@ -346,7 +388,9 @@ def test_reset_options_of_gymnasiums_vectorized_cartpole():
 
 
 def test_unknown_last_observations_are_flagged_and_not_guessed():
-    batch = collect(lambda: ThirdParty(AutoresetMode.SAME_STEP, tells_final=False), frames_per_batch=12)
+    batch = collect(
+        lambda: ThirdParty(AutoresetMode.SAME_STEP, tells_final=False), frames_per_batch=12
+    )
     assert column(batch, "collector", "next_obs_valid") == [
         [True, False, True, False, True, False],
         [True, True, False, True, True, False],
@@ -357,7 +401,7 @@ def test_unknown_last_observations_are_flagged_and_not_guessed():
     assert batch["observation"][..., 1].tolist() == [[0, 1, 0, 1, 0, 1], [0, 1, 2, 0, 1, 2]]
 
 
-# --- bad output ------------------------------------------------------------------------------------
+# --- bad output -----------------------------------------------------------------------------------
 
 ROWS = np.zeros((2, 2), np.float32)
 
@@ -365,7 +409,10 @@ ROWS = np.zeros((2, 2), np.float32)
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        ({0: np.zeros((2, 3), np.float32)}, r"observation is an array of shape \(2, 3\).*says shape \(2, 2\)"),
+        (
+            {0: np.zeros((2, 3), np.float32)},
+            r"observation is an array of shape \(2, 3\).*says shape \(2, 2\)",
+        ),
         ({0: np.full((2, 2), 1e39)}, r"array of dtype float64.*dtype float32"),
         ({0: np.zeros((2, 2), complex)}, r"array of dtype complex128.*dtype float32"),
         ({0: None}, "observation is NoneType"),
@@ -401,9 +448,15 @@ def test_bad_output_is_named_and_nothing_before_it_is_lost(output, message, at):
 @pytest.mark.parametrize(
     ("output", "warning"),
     [
-        ({0: np.array([[2.0, 1], [3, 1]])}, "ThirdParty: observation has dtype float64, but its space says float32"),
+        (
+            {0: np.array([[2.0, 1], [3, 1]])},
+            "ThirdParty: observation has dtype float64, but its space says float32",
+        ),
         ({0: np.array([[2, 1], [3, 1]])}, "ThirdParty: observation has dtype int64"),
-        ({1: np.array([[1.0], [1.0]])}, r"ThirdParty: rewards have shape \(2, 1\), expected \(2,\)"),
+        (
+            {1: np.array([[1.0], [1.0]])},
+            r"ThirdParty: rewards have shape \(2, 1\), expected \(2,\)",
+        ),
     ],
     ids=str,
 )
@@ -455,6 +508,9 @@ def test_final_observations_of_the_wrong_shape():
 
     collector = Collector(lambda: Wrong(AutoresetMode.SAME_STEP), None, frames_per_batch=12)
     with collector:
-        with pytest.raises(BadEnvOutput, match=r"ThirdParty|Wrong.*final_obs observation is an array of shape \(5,\)"):
+        with pytest.raises(
+            BadEnvOutput,
+            match=r"ThirdParty|Wrong.*final_obs observation is an array of shape \(5,\)",
+        ):
             collector.rollout()
         assert_accounted(collector)

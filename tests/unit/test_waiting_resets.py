@@ -1,4 +1,6 @@
-"""``reset_when_done=False``: an environment that has ended is left alone until the next batch, and reset meanwhile."""
+"""``reset_when_done=False``: an environment that has ended is left alone until the next batch, and
+reset meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ from hypothesis import strategies as st
 
 from muster import Collector, MultiSyncCollector
 from muster.errors import BadEnvOutput, EnvError, PolicyError, WorkerDied
-from muster.testing import ChainEnv, CountingEnv, Fault, FaultyEnv, OracleEnv, SpaceEnv, check_stream
+from muster.testing import (
+    ChainEnv,
+    CountingEnv,
+    Fault,
+    FaultyEnv,
+    OracleEnv,
+    SpaceEnv,
+    check_stream,
+)
 from tests.fakes import faults
 from tests.tools import assert_accounted, assert_same, column, counting, recorded
 
@@ -41,15 +51,19 @@ class Watcher:
         return torch.ones(obs.shape[:-1], dtype=torch.int64)
 
 
-# --- what is recorded -------------------------------------------------------------------------------
+# --- what is recorded -----------------------------------------------------------------------------
 
 
 def test_the_policy_sees_zeros_after_an_end_also_in_memory_that_was_used_before():
     watcher, (make, _) = Watcher(), lengths(2, 5)
-    with Collector(make, watcher, num_envs=2, frames_per_batch=10, return_same_td=True, **WAIT) as c:
+    with Collector(
+        make, watcher, num_envs=2, frames_per_batch=10, return_same_td=True, **WAIT
+    ) as c:
         for _ in range(3):
             c.rollout()
-    times = torch.stack(watcher.seen[-10:])[..., 1].tolist()  # of two batches, which have the same rows
+    times = torch.stack(watcher.seen[-10:])[
+        ..., 1
+    ].tolist()  # of two batches, which have the same rows
     assert times == [[0, 0], [1, 1], [0, 2], [0, 3], [0, 4]] * 2
     assert watcher.seen[-1].tolist() == [[0, 0], [5, 4]]
 
@@ -59,7 +73,12 @@ def test_every_kind_of_observation_can_wait(space):
     box = spaces.Box(1, 5, (2, 2), np.float32)
     observations = {
         "array": box,
-        "dict": spaces.Dict({"a": box, "b": spaces.Tuple((spaces.Discrete(3, start=1), spaces.Text(4, min_length=1)))}),
+        "dict": spaces.Dict(
+            {
+                "a": box,
+                "b": spaces.Tuple((spaces.Discrete(3, start=1), spaces.Text(4, min_length=1))),
+            }
+        ),
         "text": spaces.Text(4, min_length=1),
     }[space]
     seen: list[Any] = []
@@ -69,7 +88,9 @@ def test_every_kind_of_observation_can_wait(space):
         return torch.zeros(2, dtype=torch.int64)
 
     make, made = recorded(lambda i: SpaceEnv(observations, spaces.Discrete(2), (1, 3)[i]))
-    with Collector(make, policy, num_envs=2, frames_per_batch=8, validate="full", seed=1, **WAIT) as c:
+    with Collector(
+        make, policy, num_envs=2, frames_per_batch=8, validate="full", seed=1, **WAIT
+    ) as c:
         c.rollout(), c.rollout()
         assert c.stats().executed == 8
     assert [len(env.actions) for env in made] == [2, 6]
@@ -85,7 +106,7 @@ def test_every_kind_of_observation_can_wait(space):
         assert seen[-1][0] == last
 
 
-# --- errors -----------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def failing(at: int, **kind: Any) -> Any:
@@ -96,7 +117,9 @@ def failing(at: int, **kind: Any) -> Any:
 @pytest.mark.parametrize("batch", [0, 1])
 def test_after_an_error_the_batch_ends_where_it_was(batch):
     at, error = 4 + 6 * batch, faults_value_error
-    make, made = recorded(lambda i: FaultyEnv(at, error=error, length=20) if i == 2 else CountingEnv((2, 20)[i]))
+    make, made = recorded(
+        lambda i: FaultyEnv(at, error=error, length=20) if i == 2 else CountingEnv((2, 20)[i])
+    )
     with Collector(make, None, num_envs=3, frames_per_batch=18, seed=0, **WAIT) as c:
         for _ in range(batch):
             c.rollout()
@@ -105,7 +128,11 @@ def test_after_an_error_the_batch_ends_where_it_was(batch):
         assert_accounted(c)
         got = c.rollout()
         assert got["collector", "valid"].sum(-1).tolist() == [2, 4, 4]
-        assert column(got, "next", "truncated") == [[False] * 6, [False] * 3 + [True] * 3, [False] * 3 + [True] * 3]
+        assert column(got, "next", "truncated") == [
+            [False] * 6,
+            [False] * 3 + [True] * 3,
+            [False] * 3 + [True] * 3,
+        ]
         again = c.rollout()
         assert column(again, "next", "reward")[1] == [1, 2, 3, 4, 5, 6]
         assert_accounted(c)
@@ -140,11 +167,14 @@ def test_an_error_of_the_policy_leaves_those_alone_who_wait():
             with pytest.raises(PolicyError, match="as asked"):
                 c.rollout()
             assert_accounted(c)
-        assert column(c.rollout(), "next", "reward") == [[1, 2, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6, 7]]
+        assert column(c.rollout(), "next", "reward") == [
+            [1, 2, 0, 0, 0, 0, 0],
+            [1, 2, 3, 4, 5, 6, 7],
+        ]
         assert c.stats().executed == c.stats().frames == sum(env.executed for env in made) == 9
 
 
-# --- workers ----------------------------------------------------------------------------------------
+# --- workers --------------------------------------------------------------------------------------
 
 
 def between(c: Any, action: str, states: list[Any]) -> None:
@@ -167,9 +197,18 @@ def between(c: Any, action: str, states: list[Any]) -> None:
     actions=st.lists(st.sampled_from(["", "reset", "state", "load"]), max_size=4),
 )
 def test_workers_give_the_same_data_whenever_they_reset(ends, rows, backend, limit, actions):
-    options = {"num_envs": 2, "frames_per_batch": 6 * rows, "seed": 5, "max_frames_per_traj": limit, **WAIT}
+    options = {
+        "num_envs": 2,
+        "frames_per_batch": 6 * rows,
+        "seed": 5,
+        "max_frames_per_traj": limit,
+        **WAIT,
+    }
     runs = []
-    for cls, more in ((Collector, {}), (MultiSyncCollector, {"num_workers": 2, "backend": backend})):
+    for cls, more in (
+        (Collector, {}),
+        (MultiSyncCollector, {"num_workers": 2, "backend": backend}),
+    ):
         with cls([partial(ChainEnv, ends)] * 3, None, **options, **more) as c:
             states: list[Any] = []
             batches = [c.next().clone()]
@@ -235,7 +274,9 @@ def test_a_worker_that_is_killed_has_made_no_steps_with_those_who_waited(tmp_pat
         env.fault = Fault(faults.Signalled(signal.SIGKILL), at=at) if env.number == 2 else None
         return env
 
-    with MultiSyncCollector(make, None, num_workers=1, num_envs=3, frames_per_batch=24, seed=2, **WAIT) as c:
+    with MultiSyncCollector(
+        make, None, num_workers=1, num_envs=3, frames_per_batch=24, seed=2, **WAIT
+    ) as c:
         batches = []
         with pytest.raises(WorkerDied) as caught:
             while True:

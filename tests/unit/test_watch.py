@@ -56,7 +56,9 @@ def episodes(returns, lengths=None, infos=None):
     lengths = np.arange(1, n + 1) if lengths is None else np.array(lengths, np.int64)
     flags = np.zeros(n, bool)
     info = None if infos is None else np.array(infos, object)
-    return Episodes(np.arange(n), np.zeros(n, np.int64), np.array(returns, float), lengths, flags, flags, info)
+    return Episodes(
+        np.arange(n), np.zeros(n, np.int64), np.array(returns, float), lengths, flags, flags, info
+    )
 
 
 def stats():
@@ -70,7 +72,13 @@ STATS = stats()
 
 def line(frames=0, **changes):
     totals = EpisodeTotals(frames, 0.0, 6.0 * frames, 36.0 * frames, 3.0 * frames, 9.0 * frames)
-    return {"kind": "snapshot", "time": 1000.0 + frames, **snapshot(STATS, totals), "frames": frames, **changes}
+    return {
+        "kind": "snapshot",
+        "time": 1000.0 + frames,
+        **snapshot(STATS, totals),
+        "frames": frames,
+        **changes,
+    }
 
 
 def written(path, *entries):
@@ -82,7 +90,7 @@ def written(path, *entries):
 RUN = {"kind": "run", "time": 1000.0, "env": "CartPole-v1", "every_s": 1.0}
 
 
-# --- sums over episodes -------------------------------------------------------------------------------
+# --- sums over episodes ---------------------------------------------------------------------------
 
 
 @given(
@@ -107,7 +115,9 @@ def test_differences_of_totals_are_the_statistics_of_the_episodes_between(parts,
 
 def test_infinite_returns_are_left_out_and_successes_are_counted():
     infos = [{"success": True}, {"is_success": 0.0}, {}]
-    totals = EpisodeTotals().plus(episodes([5.0, math.inf, math.nan], infos=infos)).plus(episodes([7.0]))
+    totals = (
+        EpisodeTotals().plus(episodes([5.0, math.inf, math.nan], infos=infos)).plus(episodes([7.0]))
+    )
     assert totals.mean("return", EpisodeTotals())[:2] == (2, 6.0)
     assert totals.mean("length", EpisodeTotals())[:2] == (2, 1.0)
     assert totals.mean("success", EpisodeTotals())[:2] == (2, 0.5)
@@ -148,12 +158,22 @@ def test_a_curve_is_bounded_and_keeps_both_ends():
     assert curve.points[-1][1] is curve.totals
 
 
-# --- the file -----------------------------------------------------------------------------------------
+# --- the file -------------------------------------------------------------------------------------
 
 
 def test_a_file_that_is_too_large_loses_every_second_snapshot_only(tmp_path):
-    file, reader = SnapshotFile(tmp_path, {"env": "a"}, limit_bytes=20_000), SnapshotReader(tmp_path)
-    rows = [{"index": 0, **dict.fromkeys(("pid", "frames", "share", "frames_per_s", "restarts", "policy_lag"), 0)}]
+    file, reader = (
+        SnapshotFile(tmp_path, {"env": "a"}, limit_bytes=20_000),
+        SnapshotReader(tmp_path),
+    )
+    rows = [
+        {
+            "index": 0,
+            **dict.fromkeys(
+                ("pid", "frames", "share", "frames_per_s", "restarts", "policy_lag"), 0
+            ),
+        }
+    ]
     rows[0] |= dict.fromkeys(("state", "phase", "node", "lane"), "")
     replaced = []
     for number in range(200):
@@ -165,7 +185,10 @@ def test_a_file_that_is_too_large_loses_every_second_snapshot_only(tmp_path):
         replaced.append(again)
         if again:
             assert entries[0]["kind"] == "run"
-            assert [entry["frames"] for entry in entries if entry["kind"] == "snapshot"][-2:] == [number - 1, number]
+            assert [entry["frames"] for entry in entries if entry["kind"] == "snapshot"][-2:] == [
+                number - 1,
+                number,
+            ]
     file.append("end", error="")
     file.close()
     history = RunHistory.read(tmp_path)
@@ -188,7 +211,9 @@ def test_errors_are_bounded_too(tmp_path):
         file.append("error", id=number, text="x" * 2000)
     file.append(**line(1))
     file.close()
-    assert [error["id"] for error in RunHistory.read(tmp_path).errors] == list(range(2 * MOST_ERRORS, 3 * MOST_ERRORS))
+    assert [error["id"] for error in RunHistory.read(tmp_path).errors] == list(
+        range(2 * MOST_ERRORS, 3 * MOST_ERRORS)
+    )
 
 
 def test_a_full_disk_leaves_the_file_as_it_was(tmp_path):
@@ -236,7 +261,9 @@ def test_any_bytes_are_a_checked_entry_or_none(junk, at, length):
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    ),
     max_leaves=4,
 )
 
@@ -257,7 +284,10 @@ def test_an_entry_of_another_type_is_no_snapshot_or_can_be_drawn(name, value):
 def test_deep_nesting_and_nan_are_no_entries():
     assert parsed(b"[" * 100_000) is None
     assert parsed(json.dumps(line(1)).replace('"frames": 1', '"frames": NaN').encode()) is None
-    assert parsed(json.dumps(line(1, memory=7)).replace('"memory": 7', '"memory": 1e999').encode()) is None
+    assert (
+        parsed(json.dumps(line(1, memory=7)).replace('"memory": 7', '"memory": 1e999').encode())
+        is None
+    )
     assert parsed(b'{"kind": "run", "time": true}') is None
 
 
@@ -269,20 +299,32 @@ def test_a_directory_has_the_snapshots_of_one_run(tmp_path):
         SnapshotReader(tmp_path / "elsewhere")
 
 
-# --- the option ---------------------------------------------------------------------------------------
+# --- the option -----------------------------------------------------------------------------------
 
 
 def test_snapshots_have_the_counters_of_the_collector(tmp_path):
-    with Collector(ENV, None, num_envs=2, watch=Watch(tmp_path / "run", None), **OPTIONS) as collector:
+    with Collector(
+        ENV, None, num_envs=2, watch=Watch(tmp_path / "run", None), **OPTIONS
+    ) as collector:
         assert collector.watch_url is None
         collector.next()
-        between = wait_until(lambda: [s for s in RunHistory.read(tmp_path / "run").snapshots if s["frames"]])
-        assert (between[-1]["frames"], between[-1]["executed"], between[-1]["in_flight"]) == (12, 12, 0)
+        between = wait_until(
+            lambda: [s for s in RunHistory.read(tmp_path / "run").snapshots if s["frames"]]
+        )
+        assert (between[-1]["frames"], between[-1]["executed"], between[-1]["in_flight"]) == (
+            12,
+            12,
+            0,
+        )
         list(collector)
         before = collector.stats()
     history = RunHistory.read(tmp_path / "run")
     assert (history.about["collector"], history.about["env"]) == ("Collector", "CountingEnv")
-    assert (history.about["total_frames"], history.about["num_envs"], history.about["seed"]) == (36, 2, 0)
+    assert (history.about["total_frames"], history.about["num_envs"], history.about["seed"]) == (
+        36,
+        2,
+        0,
+    )
     for s in history.snapshots:
         assert s["executed"] == s["frames"] + sum(s["discarded"].values()) + s["in_flight"]
     newest = history.snapshots[-1]
@@ -315,7 +357,9 @@ def test_a_recording_and_its_snapshots_share_a_directory(tmp_path):
     assert len(list(load(tmp_path / "run"))) == 3
 
 
-def test_the_default_directory_is_new_and_a_dropped_collector_ends_its_page(tmp_path, monkeypatch, capfd):
+def test_the_default_directory_is_new_and_a_dropped_collector_ends_its_page(
+    tmp_path, monkeypatch, capfd
+):
     monkeypatch.chdir(tmp_path)
     collector = Collector(ENV, None, watch=True, **OPTIONS)
     url = collector.watch_url
@@ -339,9 +383,16 @@ class Faulty(CountingEnv):
 
 
 def test_an_error_of_an_environment_is_told_with_its_crash_report(tmp_path):
-    options = {"backend": "threads", "on_failure": "restart", "crash_dir": tmp_path / "crashes", "seed": 0}
+    options = {
+        "backend": "threads",
+        "on_failure": "restart",
+        "crash_dir": tmp_path / "crashes",
+        "seed": 0,
+    }
     watch = Watch(tmp_path / "run", None)
-    with MultiSyncCollector([ENV, Faulty], None, num_workers=2, frames_per_batch=32, watch=watch, **options) as made:
+    with MultiSyncCollector(
+        [ENV, Faulty], None, num_workers=2, frames_per_batch=32, watch=watch, **options
+    ) as made:
         for _ in range(4):
             made.next()
         discarded = dict(made.stats().discarded)
@@ -353,11 +404,19 @@ def test_an_error_of_an_environment_is_told_with_its_crash_report(tmp_path):
     assert "muster replay" not in error["text"], "the command is told once"
     assert [error["crash_report"]] == [str(path) for path in (tmp_path / "crashes").iterdir()]
     assert history.snapshots[-1]["discarded"] == discarded != {}
-    assert any(label.get_text() == "discarded: env_error" for label in plot_run(history).axes[4].get_yticklabels())
+    assert any(
+        label.get_text() == "discarded: env_error"
+        for label in plot_run(history).axes[4].get_yticklabels()
+    )
 
 
 def test_a_killed_worker_is_red_then_green(tmp_path):
-    options = {"on_failure": "restart", "watch": Watch(tmp_path, None), "frames_per_batch": 64, "seed": 0}
+    options = {
+        "on_failure": "restart",
+        "watch": Watch(tmp_path, None),
+        "frames_per_batch": 64,
+        "seed": 0,
+    }
     with MultiSyncCollector([ENV] * 2, None, num_workers=2, **options) as collector:
         collector.next()
         os.kill(collector.stats().workers[1].pid, signal.SIGKILL)
@@ -366,7 +425,12 @@ def test_a_killed_worker_is_red_then_green(tmp_path):
             collector.next()
             history = RunHistory.read(tmp_path)
             states = [s["workers"][1]["state"] for s in history.snapshots if len(s["workers"]) == 2]
-            return history.errors and states[-1] == "working" and "restarting" in states and (history, states)
+            return (
+                history.errors
+                and states[-1] == "working"
+                and "restarting" in states
+                and (history, states)
+            )
 
         history, states = wait_until(told)
     assert states[0] == "working"
@@ -375,7 +439,9 @@ def test_a_killed_worker_is_red_then_green(tmp_path):
     assert "SIGKILL" in error["text"]
     assert history.snapshots[-1]["restarts"] == 1
     assert {s["workers"][0]["state"] for s in history.snapshots if s["workers"]} == {"working"}
-    assert all(set(row["lane"]) <= set(".crspwqx-jDX") for s in history.snapshots for row in s["workers"])
+    assert all(
+        set(row["lane"]) <= set(".crspwqx-jDX") for s in history.snapshots for row in s["workers"]
+    )
 
 
 PARENT = """
@@ -392,7 +458,9 @@ with Collector(CountingEnv, None, frames_per_batch=8, watch=True, record=sys.arg
 
 def test_the_page_of_a_killed_run_exits_and_the_run_stays_viewable(tmp_path):
     command = [sys.executable, "-c", PARENT, str(tmp_path / "run")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
         port = int(parent.stdout.readline().rpartition(":")[2].strip("/\n"))
         assert wait_until(lambda: fetched(port, "/")).status == 200
         wait_until(lambda: RunHistory.read(tmp_path / "run").snapshots)
@@ -439,7 +507,10 @@ def test_a_page_that_cannot_be_started_leaves_nothing(tmp_path, lacks, monkeypat
     monkeypatch.setattr(watching.subprocess, "Popen", refuse)
     monkeypatch.setattr(threading.Thread, "start", refuse_thread)
     before = open_files()
-    with pytest.raises((BadOption, RuntimeError), match="the page cannot be started: Resource|can't start new thread"):
+    with pytest.raises(
+        (BadOption, RuntimeError),
+        match="the page cannot be started: Resource|can't start new thread",
+    ):
         Collector(ENV, None, watch=Watch(tmp_path), **OPTIONS)
     assert [process.poll() is not None for process in started] == [True] * (lacks == "threads")
     assert open_files() <= before
@@ -461,19 +532,24 @@ def test_an_address_in_use_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-# --- the server ---------------------------------------------------------------------------------------
+# --- the server -----------------------------------------------------------------------------------
 
 
 def fetched(port, path, **headers):
     """The answer; None if nothing listens."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
-        connection.request("GET", path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        connection.request(
+            "GET", path, headers={name.replace("_", "-"): value for name, value in headers.items()}
+        )
         answer = connection.getresponse()
         if answer.getheader("Content-Type") != "text/event-stream; charset=utf-8":
             answer.text = answer.read().decode()
         return answer
-    except (ConnectionError, http.client.HTTPException):  # the second one: it has exited in the middle of its answer
+    except (
+        ConnectionError,
+        http.client.HTTPException,
+    ):  # the second one: it has exited in the middle of its answer
         return None
 
 
@@ -520,7 +596,9 @@ def test_the_page_has_its_files_and_security_headers(tmp_path, serve):
         assert answer.text
         assert answer.getheader("Content-Security-Policy").startswith("default-src 'self';")
         assert answer.getheader("X-Content-Type-Options") == "nosniff"
-        assert "http://" not in answer.text.replace("http://www.w3.org/2000/svg", ""), "nothing from elsewhere"
+        assert "http://" not in answer.text.replace("http://www.w3.org/2000/svg", ""), (
+            "nothing from elsewhere"
+        )
         assert "https://" not in answer.text.replace("https://github.com/leeoniya/uPlot", "")
     for path in ("/../snapshots.py", "/watch.jsonl", "/page", "/etc/passwd"):
         assert fetched(port, path).status == 404
@@ -592,7 +670,10 @@ def test_viewers_have_places_and_one_too_many_is_told_so(tmp_path, serve, monkey
     assert [next(events(viewer)) for viewer in viewers] == [("restart", None)] * 2
     for _ in range(2):
         answer = fetched(port, "/")
-        assert (answer.status, answer.text) == (503, "2 viewers see this page already. Close one of them.\n")
+        assert (answer.status, answer.text) == (
+            503,
+            "2 viewers see this page already. Close one of them.\n",
+        )
     viewers[0].close()
     wait_until(lambda: fetched(port, "/").status == 200)
     viewers[1].close()
@@ -652,7 +733,9 @@ def test_viewers_get_the_last_entries_and_a_goodbye_when_a_collection_ends(tmp_p
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_viewers_are_told_that_the_process_of_a_run_has_exited(tmp_path, number):
     command = [sys.executable, "-c", PARENT, str(tmp_path / "run")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
         port = int(parent.stdout.readline().rpartition(":")[2].strip("/\n"))
         viewer = wait_until(lambda: fetched(port, "/events"))
         parent.send_signal(number)
@@ -729,7 +812,7 @@ def test_a_server_that_closes_says_goodbye_and_waits_for_no_viewer_long(tmp_path
     server.server_close()
 
 
-# --- pictures and the command line --------------------------------------------------------------------
+# --- pictures and the command line ----------------------------------------------------------------
 
 
 def test_plot_shows_returns_and_where_time_goes():

@@ -30,7 +30,9 @@ from tests.waits import wait_until
 
 
 class WalkEnv(gym.Env):
-    """The reward is the action times a number drawn at the reset; the episode ends at a drawn length."""
+    """The reward is the action times a number drawn at the reset; the episode ends at a drawn
+    length.
+    """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012
 
@@ -39,9 +41,15 @@ class WalkEnv(gym.Env):
         self.action_space = spaces.Discrete(5)
         self.render_mode, self.secret, self.size = render_mode, secret, size
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
-        self.scale, self.length, self.t = self.np_random.random(), int(self.np_random.integers(2, 9)), 0
+        self.scale, self.length, self.t = (
+            self.np_random.random(),
+            int(self.np_random.integers(2, 9)),
+            0,
+        )
         self.secret *= 2  # not part of the random state
         return np.array([self.scale, 0], np.float32), {}
 
@@ -91,7 +99,12 @@ CASES = {
     "long batches": {"num_envs": 3, "frames_per_batch": 300, "total_frames": 600},
     "one environment": {"frames_per_batch": 7, "total_frames": 210},
     "limit": {"num_envs": 2, "frames_per_batch": 10, "total_frames": 200, "max_frames_per_traj": 4},
-    "waiting": {"num_envs": 2, "frames_per_batch": 20, "total_frames": 400, "reset_when_done": False},
+    "waiting": {
+        "num_envs": 2,
+        "frames_per_batch": 20,
+        "total_frames": 400,
+        "reset_when_done": False,
+    },
 }
 
 
@@ -115,7 +128,9 @@ def test_the_best_and_worst_episodes_are_kept_and_give_their_returns_again(
 
 
 def test_episodes_of_worker_processes_are_kept(tmp_path: Any) -> None:
-    _, records = collected([WalkEnv] * 2, tmp_path, num_workers=2, frames_per_batch=40, total_frames=400)
+    _, records = collected(
+        [WalkEnv] * 2, tmp_path, num_workers=2, frames_per_batch=40, total_frames=400
+    )
     best = max(records, key=lambda record: record.episode_return)
     kept = loaded(tmp_path, "best")
     assert kept.episode == {name: getattr(best, name) for name in EPISODE}
@@ -124,7 +139,12 @@ def test_episodes_of_worker_processes_are_kept(tmp_path: Any) -> None:
 
 def test_seeds_resets_and_errors_in_between_are_repeated(tmp_path: Any) -> None:
     records: list[Any] = []
-    options = {"num_envs": 2, "frames_per_batch": 4, "seed": 3, "watch": Watch(tmp_path, None, films=True)}
+    options = {
+        "num_envs": 2,
+        "frames_per_batch": 4,
+        "seed": 3,
+        "watch": Watch(tmp_path, None, films=True),
+    }
     with Collector(WalkEnv, None, **options) as collector:
         batches = iter(collector)
         for n in range(90):
@@ -141,10 +161,14 @@ def test_seeds_resets_and_errors_in_between_are_repeated(tmp_path: Any) -> None:
     for which in ("best", "worst"):
         kept = loaded(tmp_path, which)
         assert repeated(kept) == pytest.approx(numbers(kept), rel=1e-9)
-        assert numbers(kept)[0] == {"best": max, "worst": min}[which](r.episode_return for r in records)
+        assert numbers(kept)[0] == {"best": max, "worst": min}[which](
+            r.episode_return for r in records
+        )
 
 
-def test_an_episode_that_a_loaded_state_has_begun_is_not_repeated_from_another_start(tmp_path: Any) -> None:
+def test_an_episode_that_a_loaded_state_has_begun_is_not_repeated_from_another_start(
+    tmp_path: Any,
+) -> None:
     options: dict[str, Any] = {"num_envs": 2, "frames_per_batch": 2, "seed": 3}
     with Collector(WalkEnv, None, **options) as begun:
         batches = iter(begun)
@@ -263,14 +287,18 @@ def served(run: Any, command: list[str] | None) -> Any:
 
 def answer(port: int, method: str, path: str, **headers: str) -> tuple[int, Any, bytes]:
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=200)) as connection:
-        connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        connection.request(
+            method, path, headers={name.replace("_", "-"): value for name, value in headers.items()}
+        )
         got = connection.getresponse()
         return got.status, got, got.read()
 
 
 def test_a_viewer_can_ask_for_the_film_of_an_episode_and_for_nothing_else(tmp_path: Any) -> None:
     pytest.importorskip("imageio_ffmpeg")
-    collected("CartPole-v1", tmp_path, frames_per_batch=50, total_frames=100)  # an id: no code in the file
+    collected(
+        "CartPole-v1", tmp_path, frames_per_batch=50, total_frames=100
+    )  # an id: no code in the file
     with served(tmp_path, film_command(trust=False)) as port:
         own = {"X_Muster_Watch": "1"}
         assert answer(port, "POST", "/films/best")[0] == 403, "a page elsewhere can send this"
@@ -285,7 +313,11 @@ def test_a_viewer_can_ask_for_the_film_of_an_episode_and_for_nothing_else(tmp_pa
         _, _, whole = answer(port, "GET", "/films/1.mp4")
         assert whole[4:8] == b"ftyp"
         status, got, part = answer(port, "GET", "/films/1.mp4", Range="bytes=4-7")
-        assert (status, part, got.getheader("Content-Range")) == (206, b"ftyp", f"bytes 4-7/{len(whole)}")
+        assert (status, part, got.getheader("Content-Range")) == (
+            206,
+            b"ftyp",
+            f"bytes 4-7/{len(whole)}",
+        )
         assert answer(port, "GET", "/films/1.mp4", Range="bytes=8-")[2] == whole[8:]
         assert answer(port, "GET", "/films/2.mp4")[0] == 404
         (tmp_path / EPISODES / "worst.episode").write_bytes(b"rubbish")
@@ -293,7 +325,9 @@ def test_a_viewer_can_ask_for_the_film_of_an_episode_and_for_nothing_else(tmp_pa
         assert answer(port, "GET", "/episodes/best.episode")[0] == 404
 
 
-def test_code_of_the_directory_runs_only_if_it_is_trusted_and_only_the_users_own(tmp_path: Any) -> None:
+def test_code_of_the_directory_runs_only_if_it_is_trusted_and_only_the_users_own(
+    tmp_path: Any,
+) -> None:
     pytest.importorskip("imageio_ffmpeg")
 
     def make(render_mode: str | None = None) -> WalkEnv:
@@ -316,7 +350,10 @@ def test_code_of_the_directory_runs_only_if_it_is_trusted_and_only_the_users_own
 
 
 def test_one_film_at_a_time_and_none_after_the_end(tmp_path: Any) -> None:
-    films = Films([sys.executable, "-c", "import sys; sys.stdin.read(); import signal; signal.pause()"], tmp_path)
+    films = Films(
+        [sys.executable, "-c", "import sys; sys.stdin.read(); import signal; signal.pause()"],
+        tmp_path,
+    )
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.append(films.make("best")))
     thread.start()
@@ -336,7 +373,9 @@ def test_a_small_file_keeps_the_newest_line_of_each_episode(tmp_path: Any) -> No
     with closing(file):
         for n in range(60):
             file.append("episode", which=WHICH[n % 3], length=n, **known)
-            file.append("snapshot", **{k: v for k, v in line(n).items() if k not in ("kind", "time")})
+            file.append(
+                "snapshot", **{k: v for k, v in line(n).items() if k not in ("kind", "time")}
+            )
         file.append("episode", which="other", length=1, **known)
     assert os.stat(tmp_path / NAME).st_size < 25_000
     assert {which: entry["length"] for which, entry in entries(tmp_path).items()} == {

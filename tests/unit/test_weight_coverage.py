@@ -1,4 +1,6 @@
-"""A publish brings everything that acts: whatever a policy consists of, and whichever part of it is given."""
+"""A publish brings everything that acts: whatever a policy consists of, and whichever part of it is
+given.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,8 @@ def of_closure(*, also: Any = None) -> Callable[[Any], Any]:
 
 def chain(first: Any, second: Any) -> TensorDictSequential:
     return TensorDictSequential(
-        TensorDictModule(first, ["observation"], ["hidden"]), TensorDictModule(second, ["hidden"], ["action"])
+        TensorDictModule(first, ["observation"], ["hidden"]),
+        TensorDictModule(second, ["hidden"], ["action"]),
     )
 
 
@@ -87,7 +90,9 @@ def case(name: str) -> Case:
     if isinstance(policy, Case):
         return policy
     bearer = weight_bearer(policy)
-    return Case(policy, [part for part in bearer.modules() if part is not bearer and tensors_in(part)])
+    return Case(
+        policy, [part for part in bearer.modules() if part is not bearer and tensors_in(part)]
+    )
 
 
 def hidden(made: Callable[[Any], Any]) -> Case:
@@ -97,7 +102,9 @@ def hidden(made: Callable[[Any], Any]) -> Case:
 
 
 CASES: dict[str, Callable[[], Any]] = {
-    "categorical": lambda: policies.categorical(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))),
+    "categorical": lambda: policies.categorical(
+        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    ),
     "gaussian": lambda: policies.gaussian(nn.Linear(3, 2)),
     "gaussian, a parameter of the user's": lambda: policies.gaussian(
         nn.Linear(3, 2), log_std=nn.Parameter(torch.ones(2))
@@ -106,7 +113,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "gaussian by state": lambda: policies.gaussian(nn.Linear(3, 4), log_std=None),
     "tanh_gaussian": lambda: policies.tanh_gaussian(nn.Linear(3, 4)),
     "deterministic": lambda: policies.deterministic(nn.Linear(3, 2)),
-    "RunningNorm": lambda: policies.categorical(nn.Sequential(policies.RunningNorm(3), nn.Linear(3, 2))),
+    "RunningNorm": lambda: policies.categorical(
+        nn.Sequential(policies.RunningNorm(3), nn.Linear(3, 2))
+    ),
     "BatchNorm": lambda: policies.gaussian(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))),
     "wrapper": Wrapper,
     "tied": Tied,
@@ -120,9 +129,15 @@ CASES: dict[str, Callable[[], Any]] = {
     "function": of_closure,
     "object": Agent,
     "partial": lambda: functools.partial(lambda agent, obs: agent(obs), Agent()),
-    "function in TensorDictModule": lambda: hidden(lambda f: TensorDictModule(f, ["observation"], ["action"])),
-    "function in per_agent": lambda: hidden(lambda f: policies.per_agent({"red": f, "others": Wrapper()})),
-    "function in a head": lambda: hidden(lambda f: policies.gaussian(f, log_std=nn.Parameter(torch.ones(2)))),
+    "function in TensorDictModule": lambda: hidden(
+        lambda f: TensorDictModule(f, ["observation"], ["action"])
+    ),
+    "function in per_agent": lambda: hidden(
+        lambda f: policies.per_agent({"red": f, "others": Wrapper()})
+    ),
+    "function in a head": lambda: hidden(
+        lambda f: policies.gaussian(f, log_std=nn.Parameter(torch.ones(2)))
+    ),
     "object in TensorDictModule": lambda: TensorDictModule(Agent(), ["observation"], ["action"]),
 }
 NAMES = list(CASES)
@@ -190,14 +205,18 @@ def snapshot(policy: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in tensors(policy).items()}
 
 
-# --- modules of the user's policy --------------------------------------------------------------------
+# --- modules of the user's policy -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_part_of_the_policy_stands_for_all_of_it(name: str, workers: Any) -> None:
     given = case(name)
     sent = workers(given.policy)
-    wholes = [None, given.policy, nn.ModuleDict({"agent": weight_bearer(given.policy), "critic": nn.Linear(9, 9)})]
+    wholes = [
+        None,
+        given.policy,
+        nn.ModuleDict({"agent": weight_bearer(given.policy), "critic": nn.Linear(9, 9)}),
+    ]
     assert given.parts
     for seed, source in enumerate([*wholes, *given.parts, *map(nn.Sequential, given.parts)], 1):
         train(given.policy, seed)
@@ -205,7 +224,9 @@ def test_every_part_of_the_policy_stands_for_all_of_it(name: str, workers: Any) 
         assert_equal(sent.take(), tensors(given.policy))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if isinstance(case(name).policy, nn.Module)])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if isinstance(case(name).policy, nn.Module)]
+)
 def test_so_it_does_where_a_copy_acts_in_this_process(name: str) -> None:
     """On another device, or in the background."""
     given = case(name)
@@ -238,7 +259,9 @@ def test_where_the_policy_itself_acts_all_of_it_is_checked(name: str) -> None:
 
 @pytest.mark.parametrize("acts_here", [True, False])
 def test_two_models_get_each_others_weights(acts_here: bool, workers: Any) -> None:
-    policy = policies.per_agent({"red": policies.gaussian(nn.Linear(3, 2)), "blue": policies.gaussian(nn.Linear(3, 2))})
+    policy = policies.per_agent(
+        {"red": policies.gaussian(nn.Linear(3, 2)), "blue": policies.gaussian(nn.Linear(3, 2))}
+    )
     train(policy)
     red, blue = snapshot(policy.red), snapshot(policy.blue)
     sent = None if acts_here else workers(policy)
@@ -249,7 +272,9 @@ def test_two_models_get_each_others_weights(acts_here: bool, workers: Any) -> No
     assert_equal(found, {**expected, **{f"blue.{name}": tensor for name, tensor in red.items()}})
 
 
-def test_a_part_of_a_model_stands_for_all_of_the_model_and_other_models_keep_theirs(workers: Any) -> None:
+def test_a_part_of_a_model_stands_for_all_of_the_model_and_other_models_keep_theirs(
+    workers: Any,
+) -> None:
     red, blue = policies.gaussian(nn.Linear(3, 2)), policies.gaussian(nn.Linear(3, 2))
     policy = policies.per_agent({"red": red, "blue": blue})
     sent = workers(policy)
@@ -257,7 +282,9 @@ def test_a_part_of_a_model_stands_for_all_of_the_model_and_other_models_keep_the
     train(policy)
     sent.weights.publish(red.net, model=red)
     now = tensors(policy)
-    assert_equal(sent.take(), {name: (now if name.startswith("red") else before)[name] for name in before})
+    assert_equal(
+        sent.take(), {name: (now if name.startswith("red") else before)[name] for name in before}
+    )
     sent.weights.publish(model=blue)
     assert_equal(sent.take(), now)
     train(policy, 2)
@@ -289,7 +316,11 @@ def test_weights_that_a_model_got_from_elsewhere_stay_until_all_is_published(wor
     sent.weights.publish(learner)
     assert_equal(sent.take(), tensors(policy))
     train(policy, 2)
-    for again in (None, policy, {name: tensor.clone() for name, tensor in policy.state_dict().items()}):
+    for again in (
+        None,
+        policy,
+        {name: tensor.clone() for name, tensor in policy.state_dict().items()},
+    ):
         sent.weights.publish(learner, model=opponent)
         sent.weights.publish(again)
         assert_equal(sent.take(), tensors(policy))
@@ -304,7 +335,7 @@ def test_weights_that_a_model_got_from_elsewhere_stay_until_all_is_published(wor
     assert_equal(sent.take(), tensors(policy))
 
 
-# --- weights from elsewhere --------------------------------------------------------------------------
+# --- weights from elsewhere -----------------------------------------------------------------------
 
 
 def nested(module: nn.Module) -> Any:
@@ -314,7 +345,10 @@ def nested(module: nn.Module) -> Any:
 FROM_ELSEWHERE: dict[str, Callable[[nn.Module], Any]] = {
     "copy": copy.deepcopy,
     "state_dict": lambda module: copy.deepcopy(module).state_dict(),
-    "named tensors": lambda module: {**dict(module.named_parameters()), **dict(module.named_buffers())},
+    "named tensors": lambda module: {
+        **dict(module.named_parameters()),
+        **dict(module.named_buffers()),
+    },
     "TensorDict": TensorDict.from_module,
     "nested dict": nested,
     "dict of modules": lambda module: {
@@ -324,14 +358,24 @@ FROM_ELSEWHERE: dict[str, Callable[[nn.Module], Any]] = {
     },
 }
 WHOLE = [
-    *("categorical", "gaussian", "gaussian by state", "tanh_gaussian", "deterministic", "RunningNorm", "BatchNorm"),
+    *(
+        "categorical",
+        "gaussian",
+        "gaussian by state",
+        "tanh_gaussian",
+        "deterministic",
+        "RunningNorm",
+        "BatchNorm",
+    ),
     *("wrapper", "tied", "TensorDictModule", "TensorDictSequential", "per_agent"),
 ]
 
 
 @pytest.mark.parametrize("form", FROM_ELSEWHERE)
 @pytest.mark.parametrize("name", WHOLE)
-def test_weights_of_the_whole_policy_are_taken_in_every_form(name: str, form: str, workers: Any) -> None:
+def test_weights_of_the_whole_policy_are_taken_in_every_form(
+    name: str, form: str, workers: Any
+) -> None:
     policy, other = case(name).policy, case(name).policy
     sent, here = workers(policy), PolicyWeights(policy)
     train(other)
@@ -343,11 +387,16 @@ def test_weights_of_the_whole_policy_are_taken_in_every_form(name: str, form: st
 
 @pytest.mark.parametrize("form", FROM_ELSEWHERE)
 @pytest.mark.parametrize("name", WHOLE)
-def test_weights_of_a_part_are_refused_with_the_names_that_are_missing(name: str, form: str, workers: Any) -> None:
+def test_weights_of_a_part_are_refused_with_the_names_that_are_missing(
+    name: str, form: str, workers: Any
+) -> None:
     given = case(name)
     policy = given.policy
     sent, here = workers(policy), PolicyWeights(policy)
-    everything = {name: place_of(tensor) for name, tensor in weight_bearer(policy).state_dict(keep_vars=True).items()}
+    everything = {
+        name: place_of(tensor)
+        for name, tensor in weight_bearer(policy).state_dict(keep_vars=True).items()
+    }
     train(policy)
     before, there = snapshot(policy), {name: tensor.clone() for name, tensor in sent.take().items()}
     refused = 0
@@ -361,7 +410,9 @@ def test_weights_of_a_part_are_refused_with_the_names_that_are_missing(name: str
             with pytest.raises(BadWeights, match=r"Nothing was changed\.$") as caught:
                 weights.publish(source)
             text = str(caught.value)
-            other = any(why in text for why in ("fit several parts", "named differently", "has shape"))
+            other = any(
+                why in text for why in ("fit several parts", "named differently", "has shape")
+            )
             assert other or f"missing {missing}" in text
             refused += f"missing {missing}" in text
     assert_equal(tensors(policy), before)
@@ -377,7 +428,9 @@ def test_weights_of_a_part_are_refused_with_the_names_that_are_missing(name: str
     )
 
 
-@pytest.mark.parametrize("name", ["gaussian", "wrapper", "TensorDictModule", "TensorDictSequential", "BatchNorm"])
+@pytest.mark.parametrize(
+    "name", ["gaussian", "wrapper", "TensorDictModule", "TensorDictSequential", "BatchNorm"]
+)
 def test_the_remedies_of_a_refusal_work(name: str, workers: Any) -> None:
     policy = case(name).policy
     sent = workers(policy)
@@ -385,16 +438,23 @@ def test_the_remedies_of_a_refusal_work(name: str, workers: Any) -> None:
     other = nn.Linear(net.in_features, net.out_features)
     with pytest.raises(BadWeights) as caught:
         sent.weights.publish(other)
-    (model_id,) = re.findall(r"publish only this part with model_id='policy\.?([^']*)'", str(caught.value))
+    (model_id,) = re.findall(
+        r"publish only this part with model_id='policy\.?([^']*)'", str(caught.value)
+    )
     assert resolve(policy, model_id) is net
     before = sent.take()
     sent.weights.publish(other, model=resolve(policy, model_id))
     after = sent.take()
     changed = {id(tensor) for tensor in net.state_dict(keep_vars=True).values()}
-    names = {name for name, tensor in policy.state_dict(keep_vars=True).items() if id(tensor) in changed}
+    names = {
+        name for name, tensor in policy.state_dict(keep_vars=True).items() if id(tensor) in changed
+    }
     assert all(torch.equal(after[name], before[name]) for name in before if name not in names)
     assert any(torch.equal(after[name], other.weight) for name in names)
-    assert "Call update_policy_weights_() to publish the policy that the collector was made with" in str(caught.value)
+    assert (
+        "Call update_policy_weights_() to publish the policy that the collector was made with"
+        in str(caught.value)
+    )
     train(policy)
     sent.weights.publish()
     assert_equal(sent.take(), tensors(policy))
@@ -402,7 +462,10 @@ def test_the_remedies_of_a_refusal_work(name: str, workers: Any) -> None:
 
 def test_a_module_that_shares_some_layers_with_the_policy_is_from_elsewhere(workers: Any) -> None:
     trunk = nn.Linear(3, 3)
-    policy, critic = policies.gaussian(nn.Sequential(trunk, nn.Linear(3, 2))), nn.Sequential(trunk, nn.Linear(3, 1))
+    policy, critic = (
+        policies.gaussian(nn.Sequential(trunk, nn.Linear(3, 2))),
+        nn.Sequential(trunk, nn.Linear(3, 1)),
+    )
     sent = workers(policy)
     train(policy)
     for weights in (sent.weights, PolicyWeights(policy)):
@@ -440,7 +503,9 @@ def test_functions_refuse_a_part_too(workers: Any) -> None:
     act = of_closure()
     net = weight_bearer(act)[0]
     sent = workers(act)
-    with pytest.raises(BadWeights, match=r"those of 0, which is only a part of the policy: missing \['1.0'\]"):
+    with pytest.raises(
+        BadWeights, match=r"those of 0, which is only a part of the policy: missing \['1.0'\]"
+    ):
         sent.weights.publish(copy.deepcopy(net))
     with pytest.raises(BadWeights, match="cannot take weights from function"):
         sent.weights.publish(lambda obs: obs)
@@ -461,7 +526,9 @@ def test_tied_weights_may_be_given_once_and_not_with_two_values(workers: Any) ->
     state = {name: tensor.clone() for name, tensor in other.state_dict().items()}
     sent.weights.publish(state)
     state["decode.weight"] += 1
-    with pytest.raises(BadWeights, match="decode.weight has another name in the policy, too .tied weights."):
+    with pytest.raises(
+        BadWeights, match="decode.weight has another name in the policy, too .tied weights."
+    ):
         sent.weights.publish(state)
     assert sent.weights.version == 2
 
@@ -480,21 +547,37 @@ def test_views_of_one_memory_are_different_weights() -> None:
         PolicyWeights(policy).publish({"all": torch.ones(4)})
 
 
-# --- dicts -------------------------------------------------------------------------------------------
+# --- dicts ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "given",
     [
         lambda m: nested(m),
-        lambda m: {"net": nested(m.net), **{n: t for n, t in m.state_dict().items() if "." not in n}},
+        lambda m: {
+            "net": nested(m.net),
+            **{n: t for n, t in m.state_dict().items() if "." not in n},
+        },
         lambda m: {"net": m.net, "scale": m.scale, "seen": m.seen},
         lambda m: {"net": TensorDict.from_module(m.net), "scale": m.scale, "seen": m.seen},
         lambda m: dict(TensorDict.from_module(m).data.items(True, True)),
-        lambda m: {("net", "weight"): m.net.weight, "net": {"bias": m.net.bias}, "scale": m.scale, "seen": m.seen},
+        lambda m: {
+            ("net", "weight"): m.net.weight,
+            "net": {"bias": m.net.bias},
+            "scale": m.scale,
+            "seen": m.seen,
+        },
         lambda m: {**m.state_dict(), "_extra_state": {"epoch": 3}, "net.nothing": None, "more": {}},
     ],
-    ids=["to_dict", "mixed", "modules", "TensorDicts", "tuples as keys", "halves", "extra state and None"],
+    ids=[
+        "to_dict",
+        "mixed",
+        "modules",
+        "TensorDicts",
+        "tuples as keys",
+        "halves",
+        "extra state and None",
+    ],
 )
 def test_dicts_may_be_nested(given: Callable[[Any], Any], workers: Any) -> None:
     other = Wrapper()
@@ -520,9 +603,15 @@ def test_weights_whose_name_ends_like_that_of_an_extra_state_are_weights() -> No
     [
         ({"net": {"weight": 1.0}}, r"cannot take weights from dict: its entry 'weight' is float"),
         ({"net": [torch.ones(1)]}, r"its entry 'net' is list"),
-        ({"net": {"weight": torch.ones(2, 3)}, "net.weight": torch.ones(2, 3)}, r"has \['net.weight'\] twice"),
+        (
+            {"net": {"weight": torch.ones(2, 3)}, "net.weight": torch.ones(2, 3)},
+            r"has \['net.weight'\] twice",
+        ),
         ({1: torch.ones(1), "1": torch.ones(1)}, r"has \['1'\] twice"),
-        ({"net": {"weight": torch.ones(2, 3)}}, r"missing \['net.bias', 'scale', 'seen'\], unknown nothing"),
+        (
+            {"net": {"weight": torch.ones(2, 3)}},
+            r"missing \['net.bias', 'scale', 'seen'\], unknown nothing",
+        ),
         ({"net": {}}, "missing .*net.bias"),
     ],
 )
@@ -531,7 +620,7 @@ def test_dicts_that_do_not_fit(given: Any, message: str) -> None:
         PolicyWeights(Wrapper()).publish(given)
 
 
-# --- values ------------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -581,7 +670,9 @@ def test_lazy_layers_have_nothing_to_give_and_nothing_to_take() -> None:
     policy, other = policies.categorical(nn.LazyLinear(2)), policies.categorical(nn.Linear(3, 2))
     here = PolicyWeights(policy)
     assert (here.publish(), here.publish(policy), here.publish(policy.net)) == (1, 2, 3)
-    with pytest.raises(BadWeights, match=r"weight net.weight is of a lazy layer.*Call the policy once"):
+    with pytest.raises(
+        BadWeights, match=r"weight net.weight is of a lazy layer.*Call the policy once"
+    ):
         here.publish(other)
     with pytest.raises(BadWeights, match="weight net.weight is of a lazy layer"):
         PolicyWeights(other).publish(copy.deepcopy(policy))
@@ -591,7 +682,9 @@ def test_lazy_layers_have_nothing_to_give_and_nothing_to_take() -> None:
     assert_equal(tensors(policy), tensors(other))
 
 
-@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm], ids=["weight_norm", "spectral_norm"])
+@pytest.mark.parametrize(
+    "norm", [nn.utils.weight_norm, nn.utils.spectral_norm], ids=["weight_norm", "spectral_norm"]
+)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_policies_that_deepcopy_cannot_copy(norm: Any, workers: Any) -> None:
     policy = policies.gaussian(nn.Sequential(norm(nn.Linear(3, 3)), norm(nn.Linear(3, 2))))
@@ -603,8 +696,12 @@ def test_policies_that_deepcopy_cannot_copy(norm: Any, workers: Any) -> None:
         PolicyWeights.of_workers(policy, 1)
     sent = workers(policy, only_weights=True)
     assert sent.weights.policy.state_dict().keys() == policy.state_dict().keys()
-    assert {*map(place_of, tensors_in(sent.weights.policy))}.isdisjoint(map(place_of, tensors_in(policy)))
-    assert [n for n, _ in sent.weights.policy.named_modules()] == [n for n, _ in policy.named_modules()]
+    assert {*map(place_of, tensors_in(sent.weights.policy))}.isdisjoint(
+        map(place_of, tensors_in(policy))
+    )
+    assert [n for n, _ in sent.weights.policy.named_modules()] == [
+        n for n, _ in policy.named_modules()
+    ]
     for source in (policy, policy.net[1], None):
         train(policy)
         sent.weights.publish(source)
@@ -620,7 +717,10 @@ def test_a_policy_that_makes_its_state_dict_in_its_own_way_has_to_be_copied() ->
             raise TypeError("not me")
 
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-            return {f"own.{name}": tensor for name, tensor in super().state_dict(*args, **kwargs).items()}
+            return {
+                f"own.{name}": tensor
+                for name, tensor in super().state_dict(*args, **kwargs).items()
+            }
 
     with pytest.raises(BadWeights, match="copy.deepcopy raised TypeError: not me"):
         PolicyWeights.of_workers(Own(3, 2), 1, only_weights=True)

@@ -1,4 +1,6 @@
-"""Publishing weights: what counts as weights, what fits, that it is all or nothing, and what workers get of it."""
+"""Publishing weights: what counts as weights, what fits, that it is all or nothing, and what
+workers get of it.
+"""
 
 from __future__ import annotations
 
@@ -80,9 +82,18 @@ def test_parameters_and_buffers_are_copied_in_place(form):
     [
         (lambda s: s.pop("2.bias"), r"missing \['2.bias'\], unknown nothing"),
         (lambda s: s.update(extra=torch.ones(1)), r"missing nothing, unknown \['extra'\]"),
-        (lambda s: s.update({"2.bias": torch.ones(2)}), r"2.bias has shape \(2,\).*expected \(1,\)"),
-        (lambda s: s.update({"2.bias": torch.ones(1).double()}), "2.bias .* torch.float64, expected .* torch.float32"),
-        (lambda s: s.update({"1.num_batches_tracked": torch.tensor(1.0)}), "num_batches_tracked .* torch.int64"),
+        (
+            lambda s: s.update({"2.bias": torch.ones(2)}),
+            r"2.bias has shape \(2,\).*expected \(1,\)",
+        ),
+        (
+            lambda s: s.update({"2.bias": torch.ones(1).double()}),
+            "2.bias .* torch.float64, expected .* torch.float32",
+        ),
+        (
+            lambda s: s.update({"1.num_batches_tracked": torch.tensor(1.0)}),
+            "num_batches_tracked .* torch.int64",
+        ),
         (lambda s: s["2.bias"].fill_(torch.nan), "2.bias is not finite"),
         (lambda s: s["1.running_var"].fill_(torch.inf), "1.running_var is not finite"),
     ],
@@ -98,7 +109,9 @@ def test_what_does_not_fit_changes_nothing(change, message):
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())
 
 
-@pytest.mark.parametrize("source", [3, "weights.pt", [torch.ones(1)], {"a": 1.0}, object()], ids=stable)
+@pytest.mark.parametrize(
+    "source", [3, "weights.pt", [torch.ones(1)], {"a": 1.0}, object()], ids=stable
+)
 def test_what_holds_no_weights(source):
     with pytest.raises(BadWeights, match="cannot take weights from"):
         PolicyWeights(net()).publish(source)
@@ -188,10 +201,16 @@ def test_a_model_of_the_original_is_the_same_part_of_the_copy():
 def test_a_compiled_module_has_the_names_of_the_module():
     module = filled(2.0)
     compiled = torch.compile(module)
-    assert named_weights(compiled).keys() == module.state_dict().keys() == named_tensors(compiled).keys()
+    assert (
+        named_weights(compiled).keys()
+        == module.state_dict().keys()
+        == named_tensors(compiled).keys()
+    )
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e5m2]
+)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_infinite_values_are_found_in_every_dtype(dtype, bad):
     policy = nn.Module()
@@ -210,10 +229,15 @@ def test_infinite_values_are_found_in_every_dtype(dtype, bad):
 def test_large_values_whose_sum_is_infinite_are_finite(dtype):
     policy = nn.Module()
     policy.register_buffer("w", torch.ones(300, dtype=dtype))
-    assert PolicyWeights(policy).publish({"w": torch.full((300,), torch.finfo(dtype).max, dtype=dtype)}) == 1
+    assert (
+        PolicyWeights(policy).publish(
+            {"w": torch.full((300,), torch.finfo(dtype).max, dtype=dtype)}
+        )
+        == 1
+    )
 
 
-# --- names on both sides ---------------------------------------------------------------------------
+# --- names on both sides --------------------------------------------------------------------------
 
 
 class Agent:
@@ -246,7 +270,9 @@ WITH_MODULES: dict[str, Any] = {
 def test_a_copy_of_a_function_has_the_same_names(kind):
     policy = WITH_MODULES[kind]()
     here, there = named_tensors(policy), named_tensors(cloudpickle.loads(cloudpickle.dumps(policy)))
-    assert [(name, t.shape) for name, t in here.items()] == [(name, t.shape) for name, t in there.items()]
+    assert [(name, t.shape) for name, t in here.items()] == [
+        (name, t.shape) for name, t in there.items()
+    ]
     assert [tuple(t.shape) for t in here.values()][:4] == [(3, 2), (3,), (1, 3), (1,)]
     assert len(here) == 6
     assert list(here)[:2] == ["0.weight", "0.bias"]
@@ -272,7 +298,7 @@ def test_lazy_layers_have_no_weights_yet():
         named_tensors(nn.Sequential(nn.LazyLinear(3)))
 
 
-# --- sent to workers -------------------------------------------------------------------------------
+# --- sent to workers ------------------------------------------------------------------------------
 
 
 class Worker:
@@ -372,7 +398,9 @@ def test_functions_that_hold_networks_are_updated(sent, kind):
     weights.publish()
     assert (worker.take(), worker.values) == (1, [2.0])
     first = modules_of(policy)[0]
-    weights.publish({name: torch.full_like(t, 3.0) for name, t in first.state_dict().items()}, model=first)
+    weights.publish(
+        {name: torch.full_like(t, 3.0) for name, t in first.state_dict().items()}, model=first
+    )
     assert (worker.take(), worker.values) == (2, [2.0, 3.0])
 
 
@@ -472,13 +500,18 @@ def test_updates_that_wait_are_at_most_one_for_each_worker(targets):
     with weights.acting():
         for version, workers in enumerate(targets, 1):
             weights.publish(constant(version), workers=workers)
-            expected = [version if workers is None or i in workers else old for i, old in enumerate(expected)]
+            expected = [
+                version if workers is None or i in workers else old
+                for i, old in enumerate(expected)
+            ]
             assert len(weights._updates) <= 4
     with weights.acting():
         workers = [Worker(weights, policy, i) for i in range(3)]
         assert [worker.take() for worker in workers] == expected
         assert [worker.values for worker in workers] == [[version] for version in expected]
-    assert {float(v) for t in weights.policy.state_dict().values() for v in t.unique()} == {len(targets)}
+    assert {float(v) for t in weights.policy.state_dict().values() for v in t.unique()} == {
+        len(targets)
+    }
     for worker in workers:
         worker.subscriber.close()
     weights.close()
@@ -486,7 +519,9 @@ def test_updates_that_wait_are_at_most_one_for_each_worker(targets):
 
 def test_counters_give_versions_of_their_own(sent):
     counter = SimpleNamespace(version="v0")
-    counter.increment_version = lambda: setattr(counter, "version", f"v{int(counter.version[1:]) + 1}")
+    counter.increment_version = lambda: setattr(
+        counter, "version", f"v{int(counter.version[1:]) + 1}"
+    )
     weights, worker = sent(constant(1.0), counter=counter)
     assert worker.take() == "v0"
     assert (weights.publish(), worker.take()) == ("v1", "v1")
@@ -523,7 +558,11 @@ def test_lazy_layers_get_the_weights_that_a_worker_made(sent):
     policy(torch.zeros(1, 4))
     worker = Worker(weights, policy)
     assert worker.take() == 1
-    assert (weights.publish(filled_like(policy, 6.0)), worker.take(), worker.values) == (2, 2, [6.0])
+    assert (weights.publish(filled_like(policy, 6.0)), worker.take(), worker.values) == (
+        2,
+        2,
+        [6.0],
+    )
     worker.subscriber.close()
 
 
@@ -546,7 +585,9 @@ def test_tied_lazy_layers_stay_tied():
 def test_a_policy_that_cannot_be_copied_is_refused():
     policy = net()
     policy.lock = threading.Lock()
-    with pytest.raises(BadWeights, match="cannot be copied for its workers: copy.deepcopy raised TypeError"):
+    with pytest.raises(
+        BadWeights, match="cannot be copied for its workers: copy.deepcopy raised TypeError"
+    ):
         PolicyWeights.of_workers(policy, 1)
 
 
@@ -589,7 +630,11 @@ def test_a_scheme_brings_all_of_the_policy_too(sent, form):
 
         def receive(self) -> None:
             model = Two(2.0, 3.0)
-            given = {"part": model.actor, "half": {"actor": {"weight": torch.ones(1)}}, "nested": nested(model)}
+            given = {
+                "part": model.actor,
+                "half": {"actor": {"weight": torch.ones(1)}},
+                "nested": nested(model),
+            }
             self.context.update_policy_weights_(given[form])
 
     class Parent:
@@ -676,7 +721,7 @@ def test_what_a_parent_sends_goes_on_to_the_workers(sent):
     receivers.close()
 
 
-# --- transports ------------------------------------------------------------------------------------
+# --- transports -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -707,18 +752,26 @@ def test_torchrls_schemes_are_known_by_name(name, expected):
     assert transport_for(type("Mine", (of_torchrl,), {})()) == expected
 
 
-@pytest.mark.parametrize("wrong", ["Shared", "pipe", 3, SharedMemory, object(), {"policy": NoSync()}], ids=stable)
+@pytest.mark.parametrize(
+    "wrong", ["Shared", "pipe", 3, SharedMemory, object(), {"policy": NoSync()}], ids=stable
+)
 def test_other_schemes_are_refused(wrong):
-    with pytest.raises(BadOption, match="is no way to send weights to workers on this machine: expected"):
+    with pytest.raises(
+        BadOption, match="is no way to send weights to workers on this machine: expected"
+    ):
         transport_for(wrong)
 
 
-# --- updaters --------------------------------------------------------------------------------------
+# --- updaters -------------------------------------------------------------------------------------
 
 
 def vanilla(policy: nn.Module, **options: Any) -> VanillaWeightUpdater:
-    with pytest.warns(DeprecationWarning, match="VanillaWeightUpdater is a WeightUpdaterBase, which is deprecated"):
-        return VanillaWeightUpdater(policy_weights=TensorDict.from_module(policy).lock_(), **options)
+    with pytest.warns(
+        DeprecationWarning, match="VanillaWeightUpdater is a WeightUpdaterBase, which is deprecated"
+    ):
+        return VanillaWeightUpdater(
+            policy_weights=TensorDict.from_module(policy).lock_(), **options
+        )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -736,7 +789,10 @@ def test_an_updater_of_a_head_takes_its_state_dict():
     for source in (other.state_dict(), other, TensorDict.from_module(other.net).data.to_dict()):
         nn.init.uniform_(other.net.weight)
         if isinstance(source, dict) and "weight" in source:
-            with pytest.raises(BadWeights, match=r"missing \['net.bias', 'net.weight'\], unknown \['bias', 'weight'\]"):
+            with pytest.raises(
+                BadWeights,
+                match=r"missing \['net.bias', 'net.weight'\], unknown \['bias', 'weight'\]",
+            ):
                 updater.push_weights(source)
             continue
         updater.push_weights(source)
@@ -785,7 +841,9 @@ class Noting(WeightUpdaterBase):
     def _skip_update(self, worker_id: Any) -> bool:
         return worker_id == 1
 
-    def _sync_weights_with_worker(self, *, worker_id: Any = "unnumbered", server_weights: Any) -> None:
+    def _sync_weights_with_worker(
+        self, *, worker_id: Any = "unnumbered", server_weights: Any
+    ) -> None:
         self.synced.append((worker_id, server_weights))
 
 
@@ -801,7 +859,14 @@ def test_a_subclass_is_asked_for_each_worker():
     updater()
     server = {"from": "server"}
     cpu = torch.device("cpu")
-    expected = [("unnumbered", given), (0, given), (cpu, given), (0, server), (2, server), (5, server)]
+    expected = [
+        ("unnumbered", given),
+        (0, given),
+        (cpu, given),
+        (0, server),
+        (2, server),
+        (5, server),
+    ]
     assert updater.synced == expected
     updater.synced.clear()
     updater.ids = None
@@ -846,7 +911,9 @@ LARGE = (200, 300)  # enough for threads
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64], ids=str
+    "dtype",
+    [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64],
+    ids=str,
 )
 def test_large_tensors_are_copied_as_they_are(dtype):
     source, into = (torch.rand(LARGE) * 5).to(dtype), torch.zeros(LARGE, dtype=dtype)

@@ -44,7 +44,9 @@ class Episode:
 
 
 class Stream:
-    """Batches as a collector would give them, and the episodes in them, written down one row at a time."""
+    """Batches as a collector would give them, and the episodes in them, written down one row at a
+    time.
+    """
 
     def __init__(self, lengths: list[list[int]], lead: tuple[int, ...]) -> None:
         self.lengths, self.lead, self.envs = lengths, lead, len(lengths)
@@ -59,9 +61,13 @@ class Stream:
                 episode.dropped = episode.dropped or "cut"
                 self.running[i] = None
 
-    def batch(self, T: int, holes: set[int] = frozenset(), versions: list[int] | None = None) -> TensorDict:
+    def batch(
+        self, T: int, holes: set[int] = frozenset(), versions: list[int] | None = None
+    ) -> TensorDict:
         """``T`` rows; those of ``holes`` (``env * T + t``) are of an interrupted rollout."""
-        columns: dict[str, Any] = {key: np.zeros((self.envs, T), int) for key in ("row", "id", "done", "version")}
+        columns: dict[str, Any] = {
+            key: np.zeros((self.envs, T), int) for key in ("row", "id", "done", "version")
+        }
         for i in range(self.envs):
             for t in range(T):
                 version = self.version if versions is None else versions[t]
@@ -69,7 +75,9 @@ class Stream:
                 if i * T + t in holes:
                     columns["id"][i, t] = INVALID
                     continue
-                columns["id"][i, t], columns["row"][i, t], columns["done"][i, t] = self._step(i, self.time + t, version)
+                columns["id"][i, t], columns["row"][i, t], columns["done"][i, t] = self._step(
+                    i, self.time + t, version
+                )
         self.time += T
         shape = (*self.lead, T)
         tensor = {key: torch.from_numpy(value).reshape(shape) for key, value in columns.items()}
@@ -102,7 +110,10 @@ class Stream:
             of_env = [[e for e in alive if e.env == i and e.is_complete] for i in range(self.envs)]
             share = n // self.envs
             groups = min(len(episodes) // share for episodes in of_env)
-            return [[e for env in of_env for e in env[g * share : (g + 1) * share]] for g in range(groups)]
+            return [
+                [e for env in of_env for e in env[g * share : (g + 1) * share]]
+                for g in range(groups)
+            ]
         if rule == "first_begun":
             order = sorted(alive, key=lambda e: (e.began, e.env))
             complete = [e.is_complete for e in order]
@@ -138,14 +149,20 @@ def rows_in(state: dict[str, Any]) -> int:
 
 @st.composite
 def histories(draw):
-    """Episode lengths, and what happens: batches of some length with holes, and resets between them."""
+    """Episode lengths, and what happens: batches of some length with holes, and resets between
+    them.
+    """
     lead = draw(st.sampled_from([(), (1,), (3,), (2, 2)]))
     envs = int(np.prod(lead))
     lengths = [draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)) for _ in range(envs)]
     events = []
     for _ in range(draw(st.integers(1, 8))):
         T = draw(st.integers(1, 6))
-        holes = draw(st.sets(st.integers(0, envs * T - 1), max_size=2)) if draw(st.booleans()) else set()
+        holes = (
+            draw(st.sets(st.integers(0, envs * T - 1), max_size=2))
+            if draw(st.booleans())
+            else set()
+        )
         reset = draw(st.sets(st.integers(0, envs - 1))) if draw(st.integers(0, 3)) == 0 else set()
         versions = sorted(draw(st.lists(st.integers(0, 2), min_size=T, max_size=T)))
         events.append((T, holes, sorted(reset), versions, draw(st.booleans())))
@@ -192,7 +209,9 @@ def test_on_policy_only_drops_episodes_of_several_policies(history, n):
     stream = Stream(lengths, lead)
     episodes, delivered = WholeEpisodes(n, num_envs=stream.envs, on_policy_only=True), []
     for T, holes, _, versions, resume in events:
-        delivered += [rows_of(group.batch) for group in push(episodes, stream.batch(T, holes, versions))]
+        delivered += [
+            rows_of(group.batch) for group in push(episodes, stream.batch(T, holes, versions))
+        ]
         for e in stream.episodes:
             e.dropped = "mixed_policy" if len(e.versions) > 1 else None
         if resume:
@@ -203,10 +222,12 @@ def test_on_policy_only_drops_episodes_of_several_policies(history, n):
     assert delivered == [[e.rows for e in group] for group in stream.due("first_begun", n)]
     mixed = sum(len(e.rows) for e in stream.episodes if e.dropped)
     assert episodes.dropped == Counter(mixed_policy=mixed)
-    assert stream.number == mixed + episodes.frames_held + sum(len(rows) for group in delivered for rows in group)
+    assert stream.number == mixed + episodes.frames_held + sum(
+        len(rows) for group in delivered for rows in group
+    )
 
 
-# --- batches of some of the environments -----------------------------------------------------------
+# --- batches of some of the environments ----------------------------------------------------------
 
 
 def part(batch: TensorDict, envs: list[int], time: slice) -> TensorDict:
@@ -218,11 +239,17 @@ def part(batch: TensorDict, envs: list[int], time: slice) -> TensorDict:
 
 @st.composite
 def interleavings(draw):
-    """A stream, and an order in which groups of its environments (in any order) give their next few rows."""
+    """A stream, and an order in which groups of its environments (in any order) give their next few
+    rows.
+    """
     envs, T = draw(st.integers(1, 5)), draw(st.integers(1, 30))
-    stream = Stream([draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)) for _ in range(envs)], (envs,))
+    stream = Stream(
+        [draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)) for _ in range(envs)], (envs,)
+    )
     holes = draw(st.sets(st.integers(0, envs * T - 1), max_size=4))
-    batch = stream.batch(T, holes, sorted(draw(st.lists(st.integers(0, 3), min_size=T, max_size=T))))
+    batch = stream.batch(
+        T, holes, sorted(draw(st.lists(st.integers(0, 3), min_size=T, max_size=T)))
+    )
     order = draw(st.permutations(range(envs)))
     cuts = [0, *sorted(draw(st.sets(st.integers(1, envs))) - {envs}), envs]
     groups = [order[a:b] for a, b in pairwise(cuts)]
@@ -235,7 +262,9 @@ def interleavings(draw):
     return stream, batch, events
 
 
-@given(interleavings(), st.sampled_from(["first_begun", "per_env"]), st.booleans(), st.integers(1, 3))
+@given(
+    interleavings(), st.sampled_from(["first_begun", "per_env"]), st.booleans(), st.integers(1, 3)
+)
 def test_groups_do_not_depend_on_the_speed_of_environments(history, rule, on_policy_only, share):
     stream, batch, events = history
     n = share * stream.envs if rule == "per_env" else share
@@ -259,27 +288,43 @@ def test_groups_do_not_depend_on_the_speed_of_environments(history, rule, on_pol
 def test_first_done_is_the_order_of_arrival(history, n):
     stream, batch, events = history
     ends = {e.rows[-1]: (e.ended, e.env) for e in stream.episodes if e.is_complete}
-    episodes, delivered, expected = WholeEpisodes(n, num_envs=stream.envs, rule="first_done"), [], []
+    episodes, delivered, expected = (
+        WholeEpisodes(n, num_envs=stream.envs, rule="first_done"),
+        [],
+        [],
+    )
     for envs, time, resume in events:
         rows = part(batch, envs, time)
         delivered += [e[-1] for group in push(episodes, rows, envs) for e in rows_of(group.batch)]
         expected += sorted(set(rows["row"].flatten().tolist()) & ends.keys(), key=ends.__getitem__)
         assert delivered == expected[: len(expected) // n * n]
         if resume:
-            state, episodes = episodes.state_dict(), WholeEpisodes(n, num_envs=stream.envs, rule="first_done")
+            state, episodes = (
+                episodes.state_dict(),
+                WholeEpisodes(n, num_envs=stream.envs, rule="first_done"),
+            )
             episodes.load_state_dict(state)
 
 
-def lengths_pushed(episodes: WholeEpisodes, batch: TensorDict, envs: list[int], time: slice) -> list[list[int]]:
-    return [[len(e) for e in rows_of(g.batch)] for g in push(episodes, part(batch, envs, time), envs)]
+def lengths_pushed(
+    episodes: WholeEpisodes, batch: TensorDict, envs: list[int], time: slice
+) -> list[list[int]]:
+    return [
+        [len(e) for e in rows_of(g.batch)] for g in push(episodes, part(batch, envs, time), envs)
+    ]
 
 
 def test_the_fair_rule_holds_what_a_slow_environment_may_come_before_and_no_more():
     batch, episodes = Stream([[2], [3]], (2,)).batch(12), WholeEpisodes(1, num_envs=2)
-    assert lengths_pushed(episodes, batch, [0], slice(0, 6)) == [[2]]  # began with environment 1, and is before it
+    assert lengths_pushed(episodes, batch, [0], slice(0, 6)) == [
+        [2]
+    ]  # began with environment 1, and is before it
     assert episodes.frames_held == 4
     assert lengths_pushed(episodes, batch, [1], slice(0, 2)) == []
-    assert lengths_pushed(episodes, batch, [1], slice(2, 3)) == [[3], [2]]  # the next of 1 begins at 3, that of 0 at 4
+    assert lengths_pushed(episodes, batch, [1], slice(2, 3)) == [
+        [3],
+        [2],
+    ]  # the next of 1 begins at 3, that of 0 at 4
     assert lengths_pushed(episodes, batch, [1], slice(3, 9)) == [[3], [2]]  # began at 3, 4
     assert episodes.frames_held == 3  # began at 6, where 0 is now
     assert lengths_pushed(episodes, batch, [0], slice(6, 7)) == []
@@ -288,7 +333,9 @@ def test_the_fair_rule_holds_what_a_slow_environment_may_come_before_and_no_more
 
 def test_environments_that_are_gone_are_not_waited_for():
     batch, episodes = Stream([[2], [3], [4]], (3,)).batch(12), WholeEpisodes(1, num_envs=3)
-    assert lengths_pushed(episodes, batch, [1, 2], slice(0, 6)) == []  # those of environment 0 come before them
+    assert (
+        lengths_pushed(episodes, batch, [1, 2], slice(0, 6)) == []
+    )  # those of environment 0 come before them
     push(episodes, part(batch, [0], slice(0, 1)), [0])
     assert episodes.retire([0]) == 1
     state, episodes = episodes.state_dict(), WholeEpisodes(1, num_envs=3)
@@ -305,14 +352,17 @@ def test_a_skipped_part_cuts_only_its_own_environments():
     push(episodes, part(batch, [0, 1], slice(0, 2)), [0, 1])
     episodes.skip(part(batch, [1], slice(2, 6)), [1])
     assert episodes.dropped == {"cut": 2}
-    assert lengths_pushed(episodes, batch, [0], slice(2, 9)) == [[4], [4]]  # 1 is at time 6, and 0 began at 0, 4, 8
+    assert lengths_pushed(episodes, batch, [0], slice(2, 9)) == [
+        [4],
+        [4],
+    ]  # 1 is at time 6, and 0 began at 0, 4, 8
     assert lengths_pushed(episodes, batch, [1], slice(6, 12)) == []
     assert episodes.dropped == {"cut": 4}
     assert episodes.frames_held == 1 + 4
     assert lengths_pushed(episodes, batch, [0], slice(9, 12)) == [[4], [4]]
 
 
-# --- groups taken by hand --------------------------------------------------------------------------
+# --- groups taken by hand -------------------------------------------------------------------------
 
 
 @given(histories(), st.sampled_from(["cat", "pad"]), st.data())
@@ -325,7 +375,10 @@ def test_groups_taken_by_hand_are_the_episodes_that_were_named(history, layout, 
         stream.reset(reset)
         episodes.flush(reset)
         assert push(episodes, stream.batch(T, holes)) == []
-        held = sorted((e for e in stream.episodes if e.is_complete and e not in gone), key=lambda e: (e.ended, e.env))
+        held = sorted(
+            (e for e in stream.episodes if e.is_complete and e not in gone),
+            key=lambda e: (e.ended, e.env),
+        )
         assert [number % stream.envs for number in episodes.held] == [e.env for e in held]
         named = dict(zip(episodes.held, held, strict=True))
         if data.draw(st.booleans(), "ask"):
@@ -335,7 +388,11 @@ def test_groups_taken_by_hand_are_the_episodes_that_were_named(history, layout, 
             assert found == [[e for e in new if e.ended == t] for t in times]
             assert episodes.new_ends() == []
             told += new
-        if chosen := data.draw(st.lists(st.sampled_from(episodes.held), unique=True), "take") if held else []:
+        if (
+            chosen := data.draw(st.lists(st.sampled_from(episodes.held), unique=True), "take")
+            if held
+            else []
+        ):
             group = episodes.take(chosen)
             assert rows_of(group.batch) == [named[number].rows for number in chosen]
             assert group.frames == sum(len(named[number].rows) for number in chosen)
@@ -363,8 +420,13 @@ def test_ends_of_parts_are_told_in_order_of_arrival(history):
     for envs, time, resume in events:
         rows = part(batch, envs, time)
         push(episodes, rows, envs)
-        ended = sorted((ends[row] for row in {*rows["row"].flatten().tolist()} & ends.keys()), key=lambda e: e.env)
-        expected += [[e.env for e in ended if e.ended == t] for t in sorted({e.ended for e in ended})]
+        ended = sorted(
+            (ends[row] for row in {*rows["row"].flatten().tolist()} & ends.keys()),
+            key=lambda e: e.env,
+        )
+        expected += [
+            [e.env for e in ended if e.ended == t] for t in sorted({e.ended for e in ended})
+        ]
         if resume:
             told += episodes.new_ends()
             state, episodes = episodes.state_dict(), WholeEpisodes(num_envs=stream.envs, rule=None)
@@ -378,7 +440,9 @@ def test_what_is_not_there_cannot_be_taken():
     push(episodes, stream.batch(4))
     assert episodes.held == [0, 4]  # number 1 is open
     for numbers in ([], [0, 0], [1], [4, 2]):
-        with pytest.raises(BadOption, match=r"take\(\[.*: expected different numbers of complete episodes"):
+        with pytest.raises(
+            BadOption, match=r"take\(\[.*: expected different numbers of complete episodes"
+        ):
             episodes.take(numbers)
     assert rows_of(episodes.take([4, 0]).batch) == [[3, 4], [1, 2]]
     with pytest.raises(BadOption, match=r"take\(\[0\]\)"):
@@ -388,11 +452,13 @@ def test_what_is_not_there_cannot_be_taken():
     assert episodes.dropped == {"surplus": 4}
 
 
-# --- bias ------------------------------------------------------------------------------------------
+# --- bias -----------------------------------------------------------------------------------------
 
 
 def mean_lengths(rule: str, groups: int) -> list[float]:
-    """Mean length of the episodes in each group; environment i has episodes of length i + 1, ten of them."""
+    """Mean length of the episodes in each group; environment i has episodes of length i + 1, ten of
+    them.
+    """
     stream, means = Stream([[i + 1] for i in range(10)], (10,)), []
     episodes = WholeEpisodes(10, num_envs=10, rule=rule)
     while len(means) < groups:
@@ -401,12 +467,14 @@ def mean_lengths(rule: str, groups: int) -> list[float]:
 
 
 def test_the_first_to_end_are_short_and_the_first_to_begin_are_not():
-    assert mean_lengths("first_begun", 1) == [5.5]  # the ten environments' first episodes: 1, 2, ... 10
+    assert mean_lengths("first_begun", 1) == [
+        5.5
+    ]  # the ten environments' first episodes: 1, 2, ... 10
     assert mean_lengths("first_done", 1) == [2.1]  # within five steps: 1 1 1 1 1, 2 2, 3, 4, 5
     assert mean_lengths("per_env", 3) == [5.5] * 3
 
 
-# --- with a collector ------------------------------------------------------------------------------
+# --- with a collector -----------------------------------------------------------------------------
 
 
 def test_groups_do_not_keep_batches_alive():
@@ -419,7 +487,7 @@ def test_groups_do_not_keep_batches_alive():
         assert episodes.frames_held == 0
 
 
-# --- what waits costs nothing ------------------------------------------------------------------------
+# --- what waits costs nothing ---------------------------------------------------------------------
 
 
 @contextmanager
@@ -447,10 +515,14 @@ def counted() -> Iterator[Counter[str]]:
 
 
 @pytest.mark.parametrize(
-    ("rule", "n", "groups"), [("first_done", 9, 10), ("first_begun", 9, 0), ("per_env", 10, 0), (None, None, 0)]
+    ("rule", "n", "groups"),
+    [("first_done", 9, 10), ("first_begun", 9, 0), ("per_env", 10, 0), (None, None, 0)],
 )
 def test_a_batch_costs_the_same_however_many_episodes_and_batches_wait(rule, n, groups):
-    stream, episodes = Stream([[10**6], *[[2]] * 9], (10,)), WholeEpisodes(n, num_envs=10, rule=rule)
+    stream, episodes = (
+        Stream([[10**6], *[[2]] * 9], (10,)),
+        WholeEpisodes(n, num_envs=10, rule=rule),
+    )
     costs = []
     for batch in (stream.batch(20) for _ in range(30)):
         with counted() as counts:
@@ -474,7 +546,7 @@ def test_what_is_taken_of_many_episodes_costs_the_same():
     assert len(episodes.held) == 50
 
 
-# --- details ---------------------------------------------------------------------------------------
+# --- details --------------------------------------------------------------------------------------
 
 
 def test_groups_do_not_share_memory():
@@ -519,7 +591,7 @@ def test_rows_of_delivered_episodes_are_freed_at_once():
     assert copies() == others
 
 
-# --- refused ---------------------------------------------------------------------------------------
+# --- refused --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -530,7 +602,10 @@ def test_rows_of_delivered_episodes_are_freed_at_once():
         ({"n": 2.0, "num_envs": 1}, "n=2.0"),
         ({"n": True, "num_envs": 1}, "n=True"),
         ({"n": 1, "num_envs": 0}, "num_envs=0"),
-        ({"n": 1, "num_envs": 1, "rule": "fast"}, "rule='fast'.*'first_begun' .*, 'per_env' .* or 'first_done'"),
+        (
+            {"n": 1, "num_envs": 1, "rule": "fast"},
+            "rule='fast'.*'first_begun' .*, 'per_env' .* or 'first_done'",
+        ),
         ({"n": 1, "num_envs": 1, "layout": "list"}, "layout='list'.*'cat' or 'pad'"),
         ({"n": 3, "num_envs": 2, "rule": "per_env"}, "3 is not a multiple of num_envs=2"),
     ],
@@ -547,7 +622,10 @@ def test_batches_that_do_not_fit_are_refused():
     with pytest.raises(BadOption, match="no agents.done.*done_key="):
         push(WholeEpisodes(1, num_envs=2, done_key=("agents", "done")), batch)
     with pytest.raises(BadOption, match="collector.policy_version.*track_policy_version=True"):
-        push(WholeEpisodes(1, num_envs=2, on_policy_only=True), batch.exclude(("collector", "policy_version")))
+        push(
+            WholeEpisodes(1, num_envs=2, on_policy_only=True),
+            batch.exclude(("collector", "policy_version")),
+        )
     with pytest.raises(BadOption, match=r"\[2, 4\] has 2 environments.*expected 1 .*envs=\[1\]"):
         push(WholeEpisodes(1, num_envs=3), batch, [1])
     for envs in ([0, 0], [0, 3], [-1, 0], [True, False], [[0], [1]], [0.0, 1.0]):
@@ -574,7 +652,9 @@ def test_the_state_of_other_environments_is_refused():
 
 
 def test_rows_of_changing_shapes_are_joined_but_not_saved():
-    ragged = LazyStackedTensorDict(*(TensorDict({"x": torch.ones(n)}) for n in (1, 2, 3, 4)), stack_dim=0)
+    ragged = LazyStackedTensorDict(
+        *(TensorDict({"x": torch.ones(n)}) for n in (1, 2, 3, 4)), stack_dim=0
+    )
     batch = Stream([[3]], ()).batch(4).set("ragged", ragged)
     episodes = WholeEpisodes(1, num_envs=1)
     (group,) = push(episodes, batch)

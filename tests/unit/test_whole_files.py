@@ -1,4 +1,6 @@
-"""Files appear whole or not at all, whoever else writes to the same path, and whatever becomes of the others."""
+"""Files appear whole or not at all, whoever else writes to the same path, and whatever becomes of
+the others.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def test_several_writers_of_one_path_never_fail_and_readers_see_one_of_their_fil
     path, failed = tmp_path / "state", forked.Value("i", 0)
     contents = [bytes([n]) * 200_000 for n in range(3)]
     start = forked.Process if kind == "processes" else threading.Thread
-    writers: list[Any] = [start(target=save_again_and_again, args=(path, c, 60, failed)) for c in contents]
+    writers: list[Any] = [
+        start(target=save_again_and_again, args=(path, c, 60, failed)) for c in contents
+    ]
     for writer in writers:
         writer.start()
     seen = set()
@@ -157,6 +161,15 @@ def test_what_another_program_writes_by_name_appears_whole(tmp_path):
 def test_json_is_read_or_refused_with_a_value_error():
     assert read_json(json.dumps({"a": [1, 2.5, None]}).encode()) == {"a": [1, 2.5, None]}
     deep = b"[" * 100_000 + b"]" * 100_000
-    for text in (b"", b"{", b"\xff", b"9" * 5000, deep, deep.decode(), b'{"a": ' * 100_000, "\ud800"):
+    for text in (
+        b"",
+        b"{",
+        b"\xff",
+        b"9" * 5000,
+        deep,
+        deep.decode(),
+        b'{"a": ' * 100_000,
+        "\ud800",
+    ):
         with pytest.raises(ValueError, match="."):
             read_json(text)

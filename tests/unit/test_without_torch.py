@@ -68,7 +68,11 @@ print(json.dumps([counted, whole == parts, draws == again, np.__version__]))
 
 def test_rollouts_and_snapshots_without_torch() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stderr
     counted, same, restored, _ = json.loads(done.stdout)

@@ -1,4 +1,6 @@
-"""``muster collect --backend``, ``muster node`` and ``muster cluster``: collecting with workers on other machines."""
+"""``muster collect --backend``, ``muster node`` and ``muster cluster``: collecting with workers on
+other machines.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,16 @@ if TYPE_CHECKING:
 Backend = Literal["ray", "torchrun", "manual", "mp"]
 JOIN_S = 600.0
 NO_TOKEN = (
-    "make a token, `openssl rand -hex 32 > token; chmod 600 token`, and set MUSTER_TOKEN_FILE to the path of that file "
-    "here, and of a copy where the others are."
+    "make a token, `openssl rand -hex 32 > token; chmod 600 token`, and set MUSTER_TOKEN_FILE to"
+    " the path of that file here, and of a copy where the others are."
 )
 
 
 @dataclass(frozen=True)
 class NodeCommand:
-    """Be a node of a collector with the same token (MUSTER_TOKEN_FILE): run what it sends, until it says goodbye."""
+    """Be a node of a collector with the same token (MUSTER_TOKEN_FILE): run what it sends, until it
+    says goodbye.
+    """
 
     address: Annotated[Positional[str], arg(metavar="HOST:PORT")]
     """Where muster collect --backend manual --bind HOST:PORT listens, or a DistributedCollector(launcher="manual")."""
@@ -48,34 +52,56 @@ class ClusterCommand:
 
 
 def node(command: NodeCommand) -> int:
-    """Run the command. Returns 0 after the collector's goodbye, 1 if it ended without one, or cannot be reached."""
+    """Run the command.
+
+    Returns 0 after the collector's goodbye, 1 if it ended without one, or cannot be reached.
+    """
     if command.number is not None and command.number < 0:
         raise BadOption(f"--number {command.number}: nodes are numbered from 0.")
     check_seconds(command, "wait")
-    return _serve(command.address, command.number, _token("A node needs the token of its collector"), command.wait)
+    return _serve(
+        command.address,
+        command.number,
+        _token("A node needs the token of its collector"),
+        command.wait,
+    )
 
 
 def is_node(command: Collect) -> bool:
-    """Whether this process is a rank of torchrun other than the first: a node. The first rank collects."""
+    """Whether this process is a rank of torchrun other than the first: a node.
+
+    The first rank collects.
+    """
     return command.backend == "torchrun" and (_rank() or 0) > 0
 
 
 def serve_rank(command: Collect) -> int:
-    """Run as that node. The first Ctrl-C or SIGTERM is ignored: the collector gets it too, and then stops the node."""
+    """Run as that node.
+
+    The first Ctrl-C or SIGTERM is ignored: the collector gets it too, and then stops the node.
+    """
     with StopSignals("the collector says goodbye first; again to stop at once."):
         return _serve(None, None, None, command.join_timeout)
 
 
 def check(command: Collect) -> None:
     """Raise ``BadOption`` for options that contradict each other."""
-    backend, nodes = command.backend, command.nodes
+    backend = command.backend
+    nodes = command.nodes
     if backend is None:
-        refuse_given(command, ("nodes", "min_nodes", "address", "bind", "join_timeout"), "nodes: add --backend")
+        refuse_given(
+            command,
+            ("nodes", "min_nodes", "address", "bind", "join_timeout"),
+            "nodes: add --backend",
+        )
         return
     if command.threads:
         raise BadOption("--threads: the workers of nodes are processes; leave it out.")
     if command.address is not None and backend != "ray":
-        raise BadOption("--address is about --backend ray: leave it out. (--bind HOST:PORT: where others listen.)")
+        raise BadOption(
+            "--address is about --backend ray: leave it out. (--bind HOST:PORT: where others"
+            " listen.)"
+        )
     if command.bind is not None and backend == "ray":
         raise BadOption("--bind: Ray knows its own addresses; leave it out.")
     check_seconds(command, "join_timeout")
@@ -84,11 +110,14 @@ def check(command: Collect) -> None:
     elif nodes is None or nodes < 1:
         raise BadOption(f"--backend {backend} needs --nodes N: how many there are, at least 1.")
     if command.min_nodes is not None and not command.asynchronous:
-        raise BadOption("--min-nodes: batches of all nodes need all of them; add --async, or leave it out.")
+        raise BadOption(
+            "--min-nodes: batches of all nodes need all of them; add --async, or leave it out."
+        )
     if backend == "manual":
         if not endpoint(command.bind)[1]:
             raise BadOption(
-                "--backend manual needs --bind HOST:PORT, so that nodes can be told: muster node HOST:PORT."
+                "--backend manual needs --bind HOST:PORT, so that nodes can be told: muster node"
+                " HOST:PORT."
             )
         _token("--backend manual needs a token, by which it knows its nodes")
 
@@ -96,13 +125,19 @@ def check(command: Collect) -> None:
 def _check_ranks(nodes: int | None) -> None:
     if _rank() is None:
         raise BadOption(
-            "--backend torchrun is for processes of torchrun; with two nodes: torchrun --nproc-per-node=3 -m muster "
-            "collect ..."
+            "--backend torchrun is for processes of torchrun; with two nodes: torchrun"
+            " --nproc-per-node=3 -m muster collect ..."
         )
     if (ranks := int(os.environ["WORLD_SIZE"])) < 2:
-        raise BadOption("torchrun has started one process: at least two are needed, of which the first collects.")
+        raise BadOption(
+            "torchrun has started one process: at least two are needed, of which the first"
+            " collects."
+        )
     if nodes is not None and nodes != ranks - 1:
-        raise BadOption(f"--nodes {nodes}, but torchrun has started {ranks} processes: {counted(ranks - 1, 'node')}.")
+        raise BadOption(
+            f"--nodes {nodes}, but torchrun has started {ranks} processes:"
+            f" {counted(ranks - 1, 'node')}."
+        )
 
 
 def nodes_of(command: Collect) -> int | None:
@@ -111,7 +146,9 @@ def nodes_of(command: Collect) -> int | None:
 
 
 def make_collector(command: Collect, policy: Any, options: dict[str, Any]) -> BaseCollector:
-    """Make the collector of ``--backend``; ``options["frames_per_batch"]`` is the size of a whole batch."""
+    """Make the collector of ``--backend``; ``options["frames_per_batch"]`` is the size of a whole
+    batch.
+    """
     from muster.collectors.clusters import DistributedCollector, RayCollector
 
     nodes, workers = nodes_of(command) or 1, command.workers or 1
@@ -135,8 +172,13 @@ def make_collector(command: Collect, policy: Any, options: dict[str, Any]) -> Ba
     host, port = endpoint(command.bind)
     if command.backend == "manual" and not command.quiet:
         at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        print(f"muster: waiting for {nodes} times `muster node {at}`, with the same token.", file=sys.stderr)
-    return DistributedCollector(envs, policy, launcher=command.backend, bind=host, tcp_port=port or None, **options)
+        print(
+            f"muster: waiting for {nodes} times `muster node {at}`, with the same token.",
+            file=sys.stderr,
+        )
+    return DistributedCollector(
+        envs, policy, launcher=command.backend, bind=host, tcp_port=port or None, **options
+    )
 
 
 def inference_of(command: Collect) -> Any:
@@ -147,11 +189,14 @@ def inference_of(command: Collect) -> Any:
 
 
 def endpoint(bind: str | None) -> tuple[str, int]:
-    """Parse ``HOST``, ``HOST:PORT`` or ``[HOST]:PORT`` into host and port (0: any); None is loopback."""
+    """Parse ``HOST``, ``HOST:PORT`` or ``[HOST]:PORT`` into host and port (0: any); None is
+    loopback.
+    """
     if bind is None:
         return "127.0.0.1", 0
     host, colon, port = bind.rpartition(":")
-    if not colon or port.endswith("]") or (":" in host and not host.startswith("[")):  # no port, or a bare IPv6 address
+    # no port, or a bare IPv6 address
+    if not colon or port.endswith("]") or (":" in host and not host.startswith("[")):
         return bind.strip("[]"), 0
     if not port.isdecimal() or not 0 < int(port) < 1 << 16 or not host:
         raise BadOption(f"--bind {bind}: expected HOST or HOST:PORT, with a port from 1 to 65535.")
@@ -178,7 +223,9 @@ def _rank() -> int | None:
 
 
 def _token(needed: str = "") -> bytes | None:
-    """Read the token; if there is none, return None, or raise ``BadOption`` that begins with ``needed``."""
+    """Read the token; if there is none, return None, or raise ``BadOption`` that begins with
+    ``needed``.
+    """
     from muster.cluster.rendezvous import read_token
 
     token = read_token(None)
@@ -188,7 +235,10 @@ def _token(needed: str = "") -> bytes | None:
 
 
 def cluster(_: ClusterCommand) -> int:
-    """Run the command: print what is installed and how to use it, by backend. Backends are not imported or started."""
+    """Run the command: print what is installed and how to use it, by backend.
+
+    Backends are not imported or started.
+    """
     ray, submitit = installed("ray"), installed("submitit")
     alone = "" if shutil.which("srun") else "; without SLURM, jobs are processes of this machine"
 
@@ -202,19 +252,29 @@ def cluster(_: ClusterCommand) -> int:
         ("", "muster node HOST:PORT"),
         (
             "ray",
-            f"Ray {ray}; engine: ray, or direct (in Python)" if ray else "not installed: pip install 'muster-rl[ray]'",
+            (
+                f"Ray {ray}; engine: ray, or direct (in Python)"
+                if ray
+                else "not installed: pip install 'muster-rl[ray]'"
+            ),
         ),
         ("", "muster collect ENV --frames N --backend ray --address auto --nodes 2" if ray else ""),
         (
             "slurm",
-            f"submitit {submitit}{alone}; engine: torch_distributed"
-            if submitit
-            else "not installed: pip install 'muster-rl[slurm]'",
+            (
+                f"submitit {submitit}{alone}; engine: torch_distributed"
+                if submitit
+                else "not installed: pip install 'muster-rl[slurm]'"
+            ),
         ),
         ("", 'DistributedCollector(envs, policy, launcher="submitit", ...)' if submitit else ""),
     ]
     try:
-        token = "found" if _token() else f"none, which is enough on one machine. For several, {NO_TOKEN}"
+        token = (
+            "found"
+            if _token()
+            else f"none, which is enough on one machine. For several, {NO_TOKEN}"
+        )
     except BadOption as error:
         token = str(error)
     for name, text in [*rows, ("token", token)]:

@@ -1,4 +1,6 @@
-"""``muster collect``: collects experience from one environment id, shows statistics, and records it."""
+"""``muster collect``: collects experience from one environment id, shows statistics, and records
+it.
+"""
 
 from __future__ import annotations
 
@@ -117,13 +119,20 @@ def collect(command: Collect) -> int:
         return run(command, collector, recorder, stop)
 
 
-def run(command: Any, collector: BaseCollector, recorder: Recorder | None, stop: StopSignals) -> int:
-    """Collect the ``frames`` of a command, or until a signal; print a summary, and return the exit code."""
+def run(
+    command: Any, collector: BaseCollector, recorder: Recorder | None, stop: StopSignals
+) -> int:
+    """Collect the ``frames`` of a command, or until a signal; print a summary, and return the exit
+    code.
+    """
     from muster.episodes.curve import EpisodeTotals
 
     episodes, recording_s, began_s = EpisodeTotals(), 0.0, time.perf_counter()
-    total, stats = command.frames, collector.stats
-    with progress("collect", total, quiet=command.quiet, lines=lambda: worker_lines(stats().workers)) as show:
+    total = command.frames
+    stats = collector.stats
+    with progress(
+        "collect", total, quiet=command.quiet, lines=lambda: worker_lines(stats().workers)
+    ) as show:
         for batch in collector:
             episodes = episodes.plus(collector.episodes)
             if recorder is not None:
@@ -161,8 +170,12 @@ def _check(command: Collect) -> int:
     if command.alternating and command.inference != "server":
         raise BadOption("--alternating needs --inference server. Add it, or remove --alternating.")
     check_numbers(command, workers=1, num_envs=1, seed=0)
-    workers, nodes = (1, 1) if command.asynchronous else (command.workers or 1, cluster.nodes_of(command) or 1)
-    return frames_per_batch(command.frames, command.num_envs, command.frames_per_batch, workers, nodes)
+    workers, nodes = (
+        (1, 1) if command.asynchronous else (command.workers or 1, cluster.nodes_of(command) or 1)
+    )
+    return frames_per_batch(
+        command.frames, command.num_envs, command.frames_per_batch, workers, nodes
+    )
 
 
 def _make_collector(command: Collect, policy: Any, frames: int) -> BaseCollector:
@@ -177,7 +190,9 @@ def _make_collector(command: Collect, policy: Any, frames: int) -> BaseCollector
         "obs_dtype": obs_dtype_of(command.obs_dtype),
     }
     if command.watch:
-        address: dict[str, Any] = {} if command.watch_address is None else {"address": command.watch_address}
+        address: dict[str, Any] = (
+            {} if command.watch_address is None else {"address": command.watch_address}
+        )
         options["watch"] = Watch(command.out, **address, announce=not command.quiet)
     if command.backend is not None:
         return cluster.make_collector(command, policy, options)
@@ -195,15 +210,18 @@ def _make_collector(command: Collect, policy: Any, frames: int) -> BaseCollector
 
 @contextmanager
 def _full_disk(recorder: Recorder) -> Iterator[None]:
-    """Replace the advice of ``BadRecording``, which is to repeat a call, by one for the command line."""
+    """Replace the advice of ``BadRecording``, which is to repeat a call, by one for the command
+    line.
+    """
     try:
         yield
     except BadRecording as error:
         if not isinstance(error.__cause__, OSError):
             raise
         raise BadRecording(
-            f"Could not record into {recorder.directory}: {error.__cause__.strerror}. The batches written before can "
-            f"be read with muster.load. Free some space, and collect again with another --out."
+            f"Could not record into {recorder.directory}: {error.__cause__.strerror}. The batches"
+            " written before can be read with muster.load. Free some space, and collect again with"
+            " another --out."
         ) from error
 
 
@@ -218,5 +236,11 @@ def _recorder(command: Collect, policy: str) -> Recorder:
         "envs": command.num_envs,
         "frames": command.frames,
     }
-    where = {"workers": command.workers, "backend": command.backend, "nodes": cluster.nodes_of(command)}
-    return Recorder(command.out, meta=meta | {name: value for name, value in where.items() if value is not None})
+    where = {
+        "workers": command.workers,
+        "backend": command.backend,
+        "nodes": cluster.nodes_of(command),
+    }
+    return Recorder(
+        command.out, meta=meta | {name: value for name, value in where.items() if value is not None}
+    )

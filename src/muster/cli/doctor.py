@@ -18,7 +18,16 @@ from muster.utils.cpus import allowed_cpus, usable_cores
 from muster.utils.private_names import numbers
 
 CORE = ("muster-rl", "torch", "tensordict", "numpy", "gymnasium", "safetensors", "rich", "tyro")
-SIMULATORS = ("ale-py", "mujoco", "mujoco-mjx", "dm-control", "gymnasium-robotics", "brax", "gymnax", "jax")
+SIMULATORS = (
+    "ale-py",
+    "mujoco",
+    "mujoco-mjx",
+    "dm-control",
+    "gymnasium-robotics",
+    "brax",
+    "gymnax",
+    "jax",
+)
 ENVIRONMENTS = ("envpool", "pettingzoo", "mpe2", "minigrid", "minatar", "minari", "pillow", "six")
 SYSTEMS = ("torchrl", "stable-baselines3", "tianshou", "ray", "submitit")
 SMALL_SHM_BYTES = 512 << 20  # the default of Docker is 64 MiB
@@ -31,7 +40,9 @@ Versions = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Doctor:
-    """Show what Muster finds on this machine; exit with 1 if versions are installed that do not work together."""
+    """Show what Muster finds on this machine; exit with 1 if versions are installed that do not
+    work together.
+    """
 
 
 def doctor(_: Doctor) -> int:
@@ -50,19 +61,25 @@ def doctor(_: Doctor) -> int:
         print(f"BAD   {what}\n      fix: {fix}")
     for note in notes(versions):
         print(f"note  {note}")
-    print("no known-bad combination" if not problems else f"{len(problems)} known-bad combination(s)")
+    print(
+        "no known-bad combination" if not problems else f"{len(problems)} known-bad combination(s)"
+    )
     return 1 if problems else 0
 
 
 def known_bad(versions: Versions) -> list[tuple[str, str]]:
-    """The combinations in ``versions`` (distribution name to version) that are known to fail, and their fixes."""
+    """The combinations in ``versions`` (distribution name to version) that are known to fail, and
+    their fixes.
+    """
     have = {name: numbers(version) for name, version in versions.items()}
     mujoco, torchrl = have.get("mujoco", ()), have.get("torchrl", ())
     rows = [
         (
             "dm-control" in have and mujoco >= (4,),
-            "dm-control {dm-control} with mujoco {mujoco}: AttributeError: 'MjModel' object has no attribute "
-            "'flex_vertedge'",
+            (
+                "dm-control {dm-control} with mujoco {mujoco}: AttributeError: 'MjModel' object has"
+                " no attribute 'flex_vertedge'"
+            ),
             "pip install 'mujoco<4'",
         ),
         (
@@ -72,8 +89,11 @@ def known_bad(versions: Versions) -> list[tuple[str, str]]:
         ),
         (
             "gymnasium-robotics" in have and bool(mujoco),
-            "gymnasium-robotics {gymnasium-robotics} with mujoco {mujoco}: Fetch, Hand and FrankaKitchen fail with "
-            "AssertionError at reset (with mujoco 3.17 and 4.0; mazes and Adroit work)",
+            (
+                "gymnasium-robotics {gymnasium-robotics} with mujoco {mujoco}: Fetch, Hand and"
+                " FrankaKitchen fail with AssertionError at reset (with mujoco 3.17 and 4.0; mazes"
+                " and Adroit work)"
+            ),
             "use the maze and Adroit environments only, or pip uninstall gymnasium-robotics",
         ),
         (
@@ -86,7 +106,11 @@ def known_bad(versions: Versions) -> list[tuple[str, str]]:
             "minari without pillow: No module named 'PIL' when it stores episodes",
             "pip install pillow",
         ),
-        ("gymnax" in have and "six" not in have, "gymnax without six: No module named 'six'", "pip install six"),
+        (
+            "gymnax" in have and "six" not in have,
+            "gymnax without six: No module named 'six'",
+            "pip install six",
+        ),
         (
             have.get("gymnasium", (1,)) < (1,),
             "gymnasium {gymnasium}: vector environments differ before 1.0",
@@ -103,13 +127,16 @@ def notes(versions: Versions) -> list[str]:
         found.append("pettingzoo.mpe has moved to a package of its own: pip install mpe2")
     if (shm := _shm_bytes()) is not None and shm < SMALL_SHM_BYTES:
         found.append(
-            f"/dev/shm has {_size(shm)}: Muster's workers do not use it, torch's DataLoader and Ray do; "
-            f"in Docker, run with --shm-size=4g"
+            f"/dev/shm has {_size(shm)}: Muster's workers do not use it, torch's DataLoader and Ray"
+            " do; in Docker, run with --shm-size=4g"
         )
     if (files := _open_files()) is not None and files < FEW_FILES:
         found.append(f"only {files} open files are allowed; raise it with: ulimit -n 4096")
     if usable_cores() <= 1:
-        found.append("one core: worker processes take turns on it; they gain where environments wait, not compute")
+        found.append(
+            "one core: worker processes take turns on it; they gain where environments wait, not"
+            " compute"
+        )
     return found
 
 
@@ -127,13 +154,21 @@ def machine() -> dict[str, str]:
 
 
 def workers(files: int | None) -> dict[str, str]:
-    """How worker processes are started, what they share, and how many the limit of open ``files`` allows."""
+    """How worker processes are started, what they share, and how many the limit of open ``files``
+    allows.
+    """
     if sys.platform == "win32":
         return {"workers": "threads only (backend='threads')"}
     linux = sys.platform == "linux"
-    most = "" if files is None else f"; open files for {max(0, files - FILES_OF_OTHERS) // FILES_OF_A_WORKER:,}"
+    most = (
+        ""
+        if files is None
+        else f"; open files for {max(0, files - FILES_OF_OTHERS) // FILES_OF_A_WORKER:,}"
+    )
     return {
-        "workers": ("from a fork server, in milliseconds" if linux else "spawned, in seconds") + most,
+        "workers": (
+            ("from a fork server, in milliseconds" if linux else "spawned, in seconds") + most
+        ),
         "shared": "anonymous memory (memfd)" if linux else "unlinked temporary files",
     }
 

@@ -83,11 +83,16 @@ def evaluate(command: Eval) -> int:
         from muster.utils.mp4 import check_ffmpeg
 
         check_ffmpeg()  # raises now, not at the end
-    with prepared(command, command.seed) as (policy, description), StopSignals(quiet=command.quiet) as stop:
+    with (
+        prepared(command, command.seed) as (policy, description),
+        StopSignals(quiet=command.quiet) as stop,
+    ):
         evaluation = _evaluate(command, policy, stop)
         files: list[Path] = []
         try:
-            files += (evaluation.video(which, command.out) for which in wanted if evaluation.records)
+            files += (
+                evaluation.video(which, command.out) for which in wanted if evaluation.records
+            )
         finally:  # also if a video fails
             if command.json:
                 about = {"policy": description, "videos": list(map(str, files))}
@@ -131,8 +136,8 @@ def _videos(command: Eval) -> list[str | int]:
     for word in words:
         if word not in KINDS and not (word.isdecimal() and int(word) < command.episodes):
             raise BadOption(
-                f"--video {command.video}: {word!r} is none of {', '.join(KINDS)}, and no number below "
-                f"{command.episodes}, the number of episodes."
+                f"--video {command.video}: {word!r} is none of {', '.join(KINDS)}, and no number"
+                f" below {command.episodes}, the number of episodes."
             )
     return [word if word in KINDS else int(word) for word in words]
 
@@ -145,20 +150,29 @@ def table(evaluation: Evaluation, policy: str, files: list[Path]) -> str:
     if done.records:
         returns = done.returns
         lines += [
-            f"return    {done.mean:,.2f} {plus_minus} {done.std:,.2f}   95% interval of the mean (Student's t): "
-            f"{low_high[0]:,.2f} to {low_high[1]:,.2f}",
-            f"          median {done.median:,.2f}   from {returns.min():,.2f} to {returns.max():,.2f}",
-            f"episodes  {len(done.records):,}   length {done.length_mean:,.1f}   "
-            f"terminated {sum(record.terminated for record in done.records):,}   seeds from {done.seed}",
+            (
+                f"return    {done.mean:,.2f} {plus_minus} {done.std:,.2f}   95% interval of the"
+                f" mean (Student's t): {low_high[0]:,.2f} to {low_high[1]:,.2f}"
+            ),
+            (
+                f"          median {done.median:,.2f}   from {returns.min():,.2f} to"
+                f" {returns.max():,.2f}"
+            ),
+            (
+                f"episodes  {len(done.records):,}   length {done.length_mean:,.1f}   terminated"
+                f" {sum(record.terminated for record in done.records):,}   seeds from {done.seed}"
+            ),
         ]
     else:
         lines.append("episodes  none ended")
     if not done.complete:
-        going = ", ".join(f"env {u.env_id}: {u.return_so_far:,.1f} in {u.steps:,}" for u in done.unfinished[:8])
+        going = ", ".join(
+            f"env {u.env_id}: {u.return_so_far:,.1f} in {u.steps:,}" for u in done.unfinished[:8]
+        )
         more = f", and {len(done.unfinished) - 8} more" if len(done.unfinished) > 8 else ""
         lines.append(
-            f"INCOMPLETE: stopped by {done.stopped_by}; still running: {going or 'none'}{more}. Long episodes are "
-            f"missing, so the mean is biased."
+            f"INCOMPLETE: stopped by {done.stopped_by}; still running: {going or 'none'}{more}."
+            " Long episodes are missing, so the mean is biased."
         )
     if done.biased:
         lines.append(f"BIASED: rule {done.rule} favours short episodes, so the mean is biased.")

@@ -1,4 +1,6 @@
-"""Entry point: parses the command line, runs a command, and prints errors; and the two commands that read a run."""
+"""Entry point: parses the command line, runs a command, and prints errors; and the two commands
+that read a run.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ from muster.utils.whole_files import write_whole
 
 @dataclass(frozen=True)
 class ExportCommand:
-    """Write the complete episodes of a recording as a Minari dataset, a LeRobot dataset or a Parquet file."""
+    """Write the complete episodes of a recording as a Minari dataset, a LeRobot dataset or a
+    Parquet file.
+    """
 
     run: Annotated[Path, Positional]
     """Directory of the recording."""
@@ -53,7 +57,10 @@ def export(command: ExportCommand) -> int:
 
     recording = load(command.run)
     if not isinstance(recording, Recording):
-        raise BadOption(f"{command.run} is a Minari dataset already; give the directory of a recording of Muster.")
+        raise BadOption(
+            f"{command.run} is a Minari dataset already; give the directory of a recording of"
+            " Muster."
+        )
     if command.to == "minari":
         done = recording.to_minari(command.out, env=command.env)
     elif command.to == "lerobot":
@@ -66,7 +73,9 @@ def export(command: ExportCommand) -> int:
 
 @dataclass(frozen=True)
 class WatchCommand:
-    """Show a running or finished collection on a web page, until Ctrl-C; or write its picture with --png."""
+    """Show a running or finished collection on a web page, until Ctrl-C; or write its picture with
+    --png.
+    """
 
     run: Annotated[Positional[Path], arg(metavar="RUN")]
     """Directory of a collection with watch=True or --watch."""
@@ -90,7 +99,9 @@ def watch(command: WatchCommand) -> int:
 
     page = PageAddress(command.address)
     try:
-        server = PageServer(command.run, page.socket, page.token, film=film_command(trust=command.trust))
+        server = PageServer(
+            command.run, page.socket, page.token, film=film_command(trust=command.trust)
+        )
     except BaseException:
         page.close()
         raise
@@ -154,9 +165,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (None: that of this process).
 
     Returns:
-        the exit code: 0; 1 if doctor found a problem, a replay failed or a node has lost its collector; 2 for a
-        ``MusterError``, with one message, or if stdout is on a full disk; 130 and 143 when stopped by Ctrl-C and
-        SIGTERM; 141 if stdout was closed.
+        the exit code: 0; 1 if doctor found a problem, a replay failed or a node has lost its
+            collector; 2 for a
+        ``MusterError``, with one message, or if stdout is on a full disk; 130 and 143 when stopped
+        by Ctrl-C and SIGTERM; 141 if stdout was closed.
 
     Raises:
         SystemExit: from the parser, for ``--help`` (0) and invalid arguments (2).
@@ -205,7 +217,12 @@ def _parse(arguments: Sequence[str]) -> Any:
     import tyro
 
     described: list[Any] = [
-        Annotated[kind, tyro.conf.subcommand(kind.__name__.lower().removesuffix("command"), description=kind.__doc__)]
+        Annotated[
+            kind,
+            tyro.conf.subcommand(
+                kind.__name__.lower().removesuffix("command"), description=kind.__doc__
+            ),
+        ]
         for kind in COMMANDS
     ]
     one_of: Any = functools.reduce(operator.or_, described)

@@ -42,19 +42,23 @@ def fresh(observation: Any, action: Any, seed: int) -> tuple[nn.Module, str]:
 
 
 def from_file(path: Path, observation: Any, action: Any) -> tuple[nn.Module, str]:
-    """Load a network's (or its head's) ``state_dict()`` from a safetensors file; return the head, and a description."""
+    """Load a network's (or its head's) ``state_dict()`` from a safetensors file; return the head,
+    and a description.
+    """
     ends = _widths(observation, action)
     tensors = _read(path)
     layers = {key.removeprefix("net."): value for key, value in tensors.items() if key != "log_std"}
     sizes = _sizes(path, layers)
     if (sizes[0], sizes[-1]) != ends:
         raise BadWeights(
-            f"{path} holds an MLP {_arrow(sizes)}, but the environment needs one from {ends[0]} inputs (observation "
-            f"{observation}) to {ends[1]} outputs (action {action})."
+            f"{path} holds an MLP {_arrow(sizes)}, but the environment needs one from {ends[0]}"
+            f" inputs (observation {observation}) to {ends[1]} outputs (action {action})."
         )
     head = _head(_mlp(observation, sizes), action)
     state = {f"net.{key}": value for key, value in layers.items()}
-    spread = {key: tensors.get(key, value) for key, value in head.state_dict().items() if key == "log_std"}
+    spread = {
+        key: tensors.get(key, value) for key, value in head.state_dict().items() if key == "log_std"
+    }
     if wrong := tensors.keys() - layers.keys() - {f"net.{key}" for key in layers} - spread.keys():
         raise BadWeights(f"{path} does not fit the MLP {_arrow(sizes)}: look at {sorted(wrong)}.")
     try:
@@ -66,7 +70,10 @@ def from_file(path: Path, observation: Any, action: Any) -> tuple[nn.Module, str
 
 
 def source(net: nn.Module) -> str:
-    """Return Python code that makes a network of ``fresh`` or ``from_file``. It needs ``nn`` and, maybe, ``Float``."""
+    """Return Python code that makes a network of ``fresh`` or ``from_file``.
+
+    It needs ``nn`` and, maybe, ``Float``.
+    """
     layers = {name: _source_of(layer) for name, layer in net.named_children()}
     if all(name.isdecimal() for name in layers):
         return f"nn.Sequential({', '.join(layers.values())})"
@@ -85,7 +92,9 @@ def _source_of(layer: nn.Module) -> str:
 
 
 def source_of_weights(path: Path, head: nn.Module) -> list[str]:
-    """Return the lines of Python that load a file of ``from_file`` into ``policy``, which is ``head(net)``."""
+    """Return the lines of Python that load a file of ``from_file`` into ``policy``, which is
+    ``head(net)``.
+    """
     names = _read(path).keys()
     lines = [f"weights = load_file({str(path)!r})"]
     if any(name.startswith("net.") for name in names):
@@ -99,7 +108,9 @@ def source_of_weights(path: Path, head: nn.Module) -> list[str]:
 def _widths(observation: Any, action: Any) -> tuple[int, int]:
     """The numbers of inputs and outputs of a network for these spaces."""
     if not isinstance(observation, spaces.Box):
-        raise UnsupportedSpace(f"The built-in MLP takes Box observations, and these are {observation}. {_INSTEAD}")
+        raise UnsupportedSpace(
+            f"The built-in MLP takes Box observations, and these are {observation}. {_INSTEAD}"
+        )
     inputs = math.prod(observation.shape)
     if isinstance(action, spaces.Discrete):
         return inputs, int(action.n)
@@ -108,12 +119,15 @@ def _widths(observation: Any, action: Any) -> tuple[int, int]:
     if isinstance(action, spaces.Box) and action.dtype.kind == "f":
         return inputs, math.prod(action.shape)
     raise UnsupportedSpace(
-        f"The built-in MLP gives Discrete, MultiDiscrete or float Box actions, not {action}. {_INSTEAD}"
+        f"The built-in MLP gives Discrete, MultiDiscrete or float Box actions, not {action}."
+        f" {_INSTEAD}"
     )
 
 
 def _mlp(observation: Any, sizes: list[int]) -> nn.Sequential:
-    """Make linear layers at 0, 2, 4, ... with tanh between them; preprocessing layers have names, not numbers."""
+    """Make linear layers at 0, 2, 4, ... with tanh between them; preprocessing layers have names,
+    not numbers.
+    """
     net = nn.Sequential()
     for i, (a, b) in enumerate(pairwise(sizes)):
         if i:
@@ -124,7 +138,14 @@ def _mlp(observation: Any, sizes: list[int]) -> nn.Sequential:
         prepare.append(("to_float32", Float()))
     if len(observation.shape) != 1:
         prepare.append(
-            ("flatten", nn.Flatten(-len(observation.shape)) if observation.shape else nn.Unflatten(-1, (-1, 1)))
+            (
+                "flatten",
+                (
+                    nn.Flatten(-len(observation.shape))
+                    if observation.shape
+                    else nn.Unflatten(-1, (-1, 1))
+                ),
+            )
         )
     if not prepare:
         return net
@@ -142,24 +163,37 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
         raise BadWeights(f"{path} is not a readable safetensors file: {error}") from error
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
-            raise BadWeights(f"{path}: {name} ({tensor.dtype}) has values that are not finite floating-point numbers.")
+            raise BadWeights(
+                f"{path}: {name} ({tensor.dtype}) has values that are not finite floating-point"
+                " numbers."
+            )
     return tensors
 
 
 def _sizes(path: Path, layers: dict[str, torch.Tensor]) -> list[int]:
-    """``[inputs, hidden, ..., outputs]`` from the shapes of ``0.weight``, ``0.bias``, ``2.weight``, ..."""
-    expected = "the state_dict() of nn.Sequential(Linear, Tanh, Linear, ...): 0.weight, 0.bias, 2.weight, ..."
+    """``[inputs, hidden, ..., outputs]`` from the shapes of ``0.weight``, ``0.bias``, ``2.weight``,
+    ...
+    """
+    expected = (
+        "the state_dict() of nn.Sequential(Linear, Tanh, Linear, ...): 0.weight, 0.bias,"
+        " 2.weight, ..."
+    )
     numbers = sorted({int(match.group(1)) for match in map(_LAYER.fullmatch, layers) if match})
     names = {f"{n}.{part}" for n in numbers for part in ("weight", "bias")}
     if not numbers or numbers != list(range(0, 2 * len(numbers), 2)) or names != set(layers):
         raise BadWeights(f"{path} has the keys {sorted(layers)}; expected {expected}.")
     sizes: list[int] = []
     for n in numbers:
-        weight, bias = layers[f"{n}.weight"], layers[f"{n}.bias"]
-        if weight.ndim != 2 or bias.shape != weight.shape[:1] or (sizes and sizes[-1] != weight.shape[1]):
+        weight = layers[f"{n}.weight"]
+        bias = layers[f"{n}.bias"]
+        if (
+            weight.ndim != 2
+            or bias.shape != weight.shape[:1]
+            or (sizes and sizes[-1] != weight.shape[1])
+        ):
             raise BadWeights(
-                f"{path}: layer {n} has weight {tuple(weight.shape)} and bias {tuple(bias.shape)}, which does not "
-                f"follow the layer before it."
+                f"{path}: layer {n} has weight {tuple(weight.shape)} and bias {tuple(bias.shape)},"
+                " which does not follow the layer before it."
             )
         sizes = [*(sizes or [weight.shape[1]]), weight.shape[0]]
     return sizes

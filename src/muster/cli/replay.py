@@ -66,24 +66,38 @@ def _play(player: Player, interactive: bool) -> int:
     crash_report, moves = player.crash_report, player.moves()
     last = moves.pop() if crash_report.phase in ("step", "reset") and moves else None
     console, silent = Console(stderr=True), not sys.stderr.isatty()
-    for done, move in enumerate(track(moves, "replay", console=console, transient=True, disable=silent)):
+    for done, move in enumerate(
+        track(moves, "replay", console=console, transient=True, disable=silent)
+    ):
         try:
             player.make(move)
         except BaseException as error:  # noqa: BLE001  (as below)
             what = "action" if move[0] == "step" else "reset"
-            return _failed(error, interactive, f"{what} {done + 1} of {len(moves)}, earlier than recorded")
+            return _failed(
+                error, interactive, f"{what} {done + 1} of {len(moves)}, earlier than recorded"
+            )
     _say(player.verdict())
     if last is None:
-        _say(f"All actions are played. What failed came after them, in the phase {crash_report.phase!r}.")
+        _say(
+            "All actions are played. What failed came after them, in the phase"
+            f" {crash_report.phase!r}."
+        )
         return 0
     doing = f"env.{last[0]}()" if last[0] == "reset" else f"env.step({player.action(last[1])!r})"
     if crash_report.kind in BY_DEATH:
-        _say(f"Now {doing}, in which the worker {'hung' if crash_report.kind == 'WorkerHung' else 'died'}.")
+        _say(
+            f"Now {doing}, in which the worker"
+            f" {'hung' if crash_report.kind == 'WorkerHung' else 'died'}."
+        )
     if sys.__stderr__ is not None and not faulthandler.is_enabled():
         faulthandler.enable(sys.__stderr__)
     try:
         if interactive and crash_report.kind in BY_DEATH:
-            _stop_before(lambda: player.make(last), player.env, None if last[0] == "reset" else player.action(last[1]))
+            _stop_before(
+                lambda: player.make(last),
+                player.env,
+                None if last[0] == "reset" else player.action(last[1]),
+            )
         else:
             player.make(last)
     except BaseException as error:  # noqa: BLE001  (an exception of the environment is the expected result)
@@ -95,18 +109,26 @@ def _play(player: Player, interactive: bool) -> int:
 
 
 def _stop_before(step: Callable[[], None], env: Any, action: Any) -> None:
-    """Stop under pdb with ``env`` and ``action`` as variables: c runs the step, s steps into it, q quits."""
+    """Stop under pdb with ``env`` and ``action`` as variables: c runs the step, s steps into it, q
+    quits.
+    """
     pdb.Pdb(nosigint=True).set_trace()  # so that Ctrl-C ends a hang
     step()
 
 
 def _failed(error: BaseException, interactive: bool, doing: str) -> int:
     """Print an error, and if ``interactive`` start pdb at its innermost frame, the environment's."""
-    original = error.__cause__ if isinstance(error, MusterError) and error.__cause__ is not None else error
+    original = (
+        error.__cause__ if isinstance(error, MusterError) and error.__cause__ is not None else error
+    )
     traceback.print_exception(type(original), original, original.__traceback__)
     if original is not error:
         _say(f"muster: {error}")
-    _say(f"Failed again in {doing}." if not isinstance(error, KeyboardInterrupt) else f"Interrupted in {doing}.")
+    _say(
+        f"Failed again in {doing}."
+        if not isinstance(error, KeyboardInterrupt)
+        else f"Interrupted in {doing}."
+    )
     frames: TracebackType | None = original.__traceback__
     if interactive and frames is not None:
         pdb.post_mortem(frames)
@@ -122,7 +144,8 @@ def _about(crash_report: CrashReport) -> str:
     rows = len(next(iter(crash_report.actions.values()), ()))
     first = crash_report.message.split("\n\n")[0]
     return (
-        f"{crash_report.name}, {who}, {crash_report.time}\n{crash_report.kind} in {crash_report.phase}: {first}\n"
+        f"{crash_report.name}, {who}, {crash_report.time}\n"
+        f"{crash_report.kind} in {crash_report.phase}: {first}\n"
         f"{rows:,} actions and {len(crash_report.resets):,} resets. {crash_report.caveat}"
     ).rstrip()
 
@@ -131,7 +154,11 @@ def _differences(crash_report: CrashReport) -> str:
     from muster.restore.crash_report import versions
 
     here = versions()
-    other = [f"{k} {v} (here {here.get(k, 'none')})" for k, v in crash_report.versions.items() if here.get(k) != v]
+    other = [
+        f"{k} {v} (here {here.get(k, 'none')})"
+        for k, v in crash_report.versions.items()
+        if here.get(k) != v
+    ]
     return f"Recorded with other versions: {', '.join(other)}." if other else ""
 
 

@@ -19,15 +19,20 @@ if TYPE_CHECKING:
     from muster.observing.stats import CollectorStats
 
 
-def summary(stats: CollectorStats, totals: EpisodeTotals, recording_s: float | None, elapsed_s: float = 0.0) -> str:
+def summary(
+    stats: CollectorStats, totals: EpisodeTotals, recording_s: float | None, elapsed_s: float = 0.0
+) -> str:
     """The last lines: episodes, speed, and shares of the time.
 
-    ``recording_s`` is the time spent writing (None: no recording), ``elapsed_s`` the time of the whole collection.
+    ``recording_s`` is the time spent writing (None: no recording), ``elapsed_s`` the time of the
+    whole collection.
     """
     plus_minus, _ = symbols()
     lines = [f"frames    {stats.frames:,} in {counted(stats.batches, 'batch')}"]
     if stats.discarded:
-        lines[0] += "; discarded " + ", ".join(f"{n:,} ({reason})" for reason, n in stats.discarded.items())
+        lines[0] += "; discarded " + ", ".join(
+            f"{n:,} ({reason})" for reason, n in stats.discarded.items()
+        )
     if n := totals.episodes:
         mean = totals.return_sum / n
         std = math.sqrt(max(0.0, totals.return_squares / n - mean**2))
@@ -38,16 +43,24 @@ def summary(stats: CollectorStats, totals: EpisodeTotals, recording_s: float | N
     else:
         lines.append("episodes  none ended")
     lines.append(f"speed     {short(stats.frames_per_s)} frames/s  (policy: {stats.policy_path})")
-    parts = {"env": stats.env_s, "policy": stats.policy_s, "copy": stats.copy_s, "rest": stats.rest_s}
+    parts = {
+        "env": stats.env_s,
+        "policy": stats.policy_s,
+        "copy": stats.copy_s,
+        "rest": stats.rest_s,
+    }
     here = {} if recording_s is None else {"record": recording_s}
     if stats.workers:
-        idle_s = elapsed_s * len(stats.workers) - sum(parts.values())  # time of lost workers counts as idle
+        # time of lost workers counts as idle
+        idle_s = elapsed_s * len(stats.workers) - sum(parts.values())
         here = {"waiting": stats.wait_s, **here}
         lines.append(f"workers   {len(stats.workers)}{_nodes(stats)}{troubles(stats)}")
         if stats.engine:
             lines.append(f"engine    {stats.engine}")
         lines.append("in them   " + _shares({**parts, "idle": max(0.0, idle_s)}))
-        lines.append("here      " + _shares({**here, "rest": max(0.0, elapsed_s - sum(here.values()))}))
+        lines.append(
+            "here      " + _shares({**here, "rest": max(0.0, elapsed_s - sum(here.values()))})
+        )
     else:
         lines.append("time      " + _shares({**parts, **here}))
     return "\n".join(lines)
@@ -56,7 +69,10 @@ def summary(stats: CollectorStats, totals: EpisodeTotals, recording_s: float | N
 def _shares(parts: Mapping[str, float]) -> str:
     _, block = symbols()
     total = sum(parts.values()) or 1.0
-    return "  ".join(f"{name} {s / total:.0%} {block * round(10 * s / total)}".rstrip() for name, s in parts.items())
+    return "  ".join(
+        f"{name} {s / total:.0%} {block * round(10 * s / total)}".rstrip()
+        for name, s in parts.items()
+    )
 
 
 def _nodes(stats: CollectorStats) -> str:
@@ -83,29 +99,38 @@ def symbols() -> tuple[str, str]:
 
 
 class StopSignals:
-    """Context in which Ctrl-C or SIGTERM sets ``received`` and, unless ``quiet``, prints ``say``, and ends nothing.
+    """Context in which Ctrl-C or SIGTERM sets ``received`` and, unless ``quiet``, prints ``say``,
+    and ends nothing.
 
-    The second signal raises KeyboardInterrupt. The third has its default effect, for code that does not return to the
-    interpreter.
+    The second signal raises KeyboardInterrupt. The third has its default effect, for code that does
+    not return to the interpreter.
     """
 
-    def __init__(self, say: str = "stopping after this batch; again to stop at once.", *, quiet: bool = False) -> None:
+    def __init__(
+        self, say: str = "stopping after this batch; again to stop at once.", *, quiet: bool = False
+    ) -> None:
         self.received: int | None = None
-        self._say, self._quiet = say, quiet
+        self._say = say
+        self._quiet = quiet
         self._old: dict[int, Any] = {}
 
     @property
     def exit_code(self) -> int:
-        """The exit code by the convention of shells: 128 + the number of the signal; 0 without a signal."""
+        """The exit code by the convention of shells: 128 + the number of the signal; 0 without a
+        signal.
+        """
         return 0 if self.received is None else 128 + self.received
 
     def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():  # other threads cannot set handlers
+        # other threads cannot set handlers
+        if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._old[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
 

@@ -22,14 +22,20 @@ _REFERENCE = re.compile(r"(.+\.py):(\w+)")
 
 
 @contextmanager
-def prepared(command: Any, seed: int, spaces: tuple[Any, Any] | None = None) -> Iterator[tuple[Any, str]]:
-    """Make the policy of a command, and shorten the command's errors. Yields the policy, and its description.
+def prepared(
+    command: Any, seed: int, spaces: tuple[Any, Any] | None = None
+) -> Iterator[tuple[Any, str]]:
+    """Make the policy of a command, and shorten the command's errors.
 
-    Names are checked before any import. Imports, if allowed, search the current directory, too. Only the first part of
-    errors and warnings about workers is printed, with the traceback only if the user's code may run.
+    Yields the policy, and its description.
+
+    Names are checked before any import. Imports, if allowed, search the current directory, too.
+    Only the first part of errors and warnings about workers is printed, with the traceback only if
+    the user's code may run.
 
     Args:
-        command: command with ``policy`` and ``allow_import``, and with ``env`` unless ``spaces`` are given.
+        command: command with ``policy`` and ``allow_import``, and with ``env`` unless ``spaces``
+            are given.
         seed: seed of new weights.
         spaces: spaces of observations and actions.
 
@@ -38,7 +44,8 @@ def prepared(command: Any, seed: int, spaces: tuple[Any, Any] | None = None) -> 
         BadOption: there is no such environment (the message names similar ones), or no such policy.
         EnvError: the environment cannot be made, and its spaces are needed.
     """
-    env, allow_import = "" if spaces else command.env, command.allow_import
+    env = "" if spaces else command.env
+    allow_import = command.allow_import
     if ":" in env and not allow_import:
         raise ImportRefused(
             f"{env}: gymnasium imports the module before the colon, and so runs the code in it. "
@@ -65,7 +72,9 @@ def prepared(command: Any, seed: int, spaces: tuple[Any, Any] | None = None) -> 
 
 @contextmanager
 def _printed_warnings(*, quiet: bool) -> Iterator[None]:
-    """Context in which only the first part of warnings is printed, or no warning and no log below errors."""
+    """Context in which only the first part of warnings is printed, or no warning and no log below
+    errors.
+    """
     log = logging.getLogger("muster")
     level = log.level
     with warnings.catch_warnings():
@@ -73,7 +82,9 @@ def _printed_warnings(*, quiet: bool) -> Iterator[None]:
             warnings.showwarning = lambda *_: None
             log.setLevel(logging.ERROR)
         else:
-            warnings.showwarning = lambda message, *_: print(f"muster: {_first_part(message)}", file=sys.stderr)
+            warnings.showwarning = lambda message, *_: print(
+                f"muster: {_first_part(message)}", file=sys.stderr
+            )
         try:
             yield
         finally:
@@ -106,7 +117,10 @@ def _first_part(error: object) -> str:
 
 
 def _check_policy(name: str, *, allow_import: bool) -> None:
-    """Raise for policies that are invalid by name, before any slow work. Imports then search this directory, too."""
+    """Raise for policies that are invalid by name, before any slow work.
+
+    Imports then search this directory, too.
+    """
     path = Path(name)
     if allow_import and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -116,17 +130,20 @@ def _check_policy(name: str, *, allow_import: bool) -> None:
     if reference and not allow_import:
         raise ImportRefused(
             f"--policy {name} runs the file {reference.group(1)}, and so all the code in it. "
-            f"If you trust it, add --allow-import."
+            "If you trust it, add --allow-import."
         )
     if path.suffix.lower() in PICKLES:
         raise ImportRefused(
-            f"--policy {name}: files of this kind hold pickles, and loading a pickle can run any code that its "
-            f"author put there, so Muster loads none. Where you trust it, convert it once: "
-            f"safetensors.torch.save_file(net.state_dict(), {path.stem + '.safetensors'!r}), and give that file."
+            f"--policy {name}: files of this kind hold pickles, and loading a pickle can run any"
+            " code that its author put there, so Muster loads none. Where you trust it, convert it"
+            f" once: safetensors.torch.save_file(net.state_dict(), {path.stem + '.safetensors'!r}),"
+            " and give that file."
         )
     file = Path(reference.group(1)) if reference else path
     if not reference and path.suffix != ".safetensors":
-        raise BadOption(f"--policy {name!r} is none of: random, mlp, FILE.safetensors, FILE.py:NAME.")
+        raise BadOption(
+            f"--policy {name!r} is none of: random, mlp, FILE.safetensors, FILE.py:NAME."
+        )
     if not file.is_file():
         raise BadOption(f"--policy {name}: there is no file {file}.")
 
@@ -147,8 +164,8 @@ def _find_env(env: str) -> None:
             hint += f" Importing {module!r} does not register it."
         elif isinstance(error, (gymnasium.error.NamespaceNotFound, gymnasium.error.NameNotFound)):
             hint += (
-                f" If a package or a module in this directory registers it, name that, too: PACKAGE:{name} "
-                f"--allow-import (ale_py for ALE)."
+                " If a package or a module in this directory registers it, name that, too:"
+                f" PACKAGE:{name} --allow-import (ale_py for ALE)."
             )
         raise BadOption(f"There is no environment {name!r}.{hint}") from error
 
@@ -159,7 +176,9 @@ def _import(module: str) -> None:
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0] and error.name != module:
             raise  # the module exists, but one of its imports does not
-        raise BadOption(f"There is no module {module!r} to import (searched where Python does, and here).") from error
+        raise BadOption(
+            f"There is no module {module!r} to import (searched where Python does, and here)."
+        ) from error
 
 
 def spaces_of(env: str) -> tuple[Any, Any]:

@@ -1,4 +1,6 @@
-"""``muster serve``: chooses actions for programs that connect, and records the steps that they make."""
+"""``muster serve``: chooses actions for programs that connect, and records the steps that they
+make.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,31 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from muster.cli.collect import run
-from muster.cli.options import AllowImport, Count, ObsDtype, Policy, check_numbers, check_seconds, frames_per_batch
+from muster.cli.options import (
+    AllowImport,
+    Count,
+    ObsDtype,
+    Policy,
+    check_numbers,
+    check_seconds,
+    frames_per_batch,
+)
 from muster.cli.report import StopSignals
 from muster.cli.request import obs_dtype_of, prepared
 from muster.errors import BadOption
 
 SPACE_FORMS = (
-    "discrete:N, multidiscrete:N,N,..., multibinary:N, or DTYPE:SHAPE[:LOW:HIGH] such as float32:4, uint8:84,84,3 or "
-    "float32:2:-1:1"
+    "discrete:N, multidiscrete:N,N,..., multibinary:N, or DTYPE:SHAPE[:LOW:HIGH] such as float32:4,"
+    " uint8:84,84,3 or float32:2:-1:1"
 )
 
 
 @dataclass(frozen=True)
 class Serve:
-    """Serve actions to programs that run their own loop, and record their steps with --out. See docs/serve.md."""
+    """Serve actions to programs that run their own loop, and record their steps with --out.
+
+    See docs/serve.md.
+    """
 
     policy: Positional[Policy]
     obs: Annotated[str, arg(metavar="SPACE", help=f"Space of observations: {SPACE_FORMS}.")]
@@ -87,15 +100,25 @@ def serve(command: Serve) -> int:
         if command.out is not None:
             from muster.recording import Recorder
 
-            told = {"obs": command.obs, "act": command.act, "seed": command.seed, "policy": description}
-            recorder = stack.enter_context(Recorder(command.out, meta={**told, "frames": command.frames}))
+            told = {
+                "obs": command.obs,
+                "act": command.act,
+                "seed": command.seed,
+                "policy": description,
+            }
+            recorder = stack.enter_context(
+                Recorder(command.out, meta={**told, "frames": command.frames})
+            )
         if not command.quiet:
             print(f"serving   {server.address}  (Ctrl-C ends it)", flush=True)
         return run(command, server, recorder, stop)
 
 
 def parse_space(option: str, text: str) -> Any:
-    """Return the Gymnasium space that a text of the form ``SPACE_FORMS`` names. Raises ``BadOption``."""
+    """Return the Gymnasium space that a text of the form ``SPACE_FORMS`` names.
+
+    Raises ``BadOption``.
+    """
     import numpy as np
     from gymnasium import spaces
 
@@ -119,5 +142,7 @@ def parse_space(option: str, text: str) -> Any:
                 low, high = number(parts[1]), number(parts[2])
             return spaces.Box(low, high, tuple(sizes), dtype.type)
     except (AssertionError, OverflowError, TypeError, ValueError) as error:
-        raise BadOption(f"{option} {text!r} is no space ({error}); expected {SPACE_FORMS}.") from None
+        raise BadOption(
+            f"{option} {text!r} is no space ({error}); expected {SPACE_FORMS}."
+        ) from None
     raise BadOption(f"{option} {text!r} is no space; expected {SPACE_FORMS}.")

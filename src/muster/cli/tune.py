@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 from tyro.conf import arg
 
-from muster.cli.options import NUM_ENVS, AllowImport, Count, Env, ObsDtype, Policy, check_numbers, check_seconds
+from muster.cli.options import (
+    NUM_ENVS,
+    AllowImport,
+    Count,
+    Env,
+    ObsDtype,
+    Policy,
+    check_numbers,
+    check_seconds,
+)
 from muster.cli.request import obs_dtype_of, prepared
 from muster.observing.progress import short
 
@@ -79,8 +88,12 @@ def tune(command: Tune) -> int:
 
 def program(command: Tune, found: Tuning) -> str:
     """A complete Python program that makes the best collector."""
-    dtype = {"policy": "", "env": ", obs_dtype='env'"}.get(command.obs_dtype, f", obs_dtype=torch.{command.obs_dtype}")
-    made = found.constructor_call(repr(command.env), "None" if command.policy == "random" else "policy", dtype)
+    dtype = {"policy": "", "env": ", obs_dtype='env'"}.get(
+        command.obs_dtype, f", obs_dtype=torch.{command.obs_dtype}"
+    )
+    made = found.constructor_call(
+        repr(command.env), "None" if command.policy == "random" else "policy", dtype
+    )
     lines = [f"from muster import {made.partition('(')[0]}"]
     if "torch." in dtype or command.policy == "mlp":
         lines.append("import torch")
@@ -99,7 +112,9 @@ def network(command: Tune) -> list[str]:
 
     spaces = spaces_of(command.env)
     fresh = command.policy == "mlp"
-    policy, _ = mlp.fresh(*spaces, seed=0) if fresh else mlp.from_file(Path(command.policy), *spaces)
+    policy, _ = (
+        mlp.fresh(*spaces, seed=0) if fresh else mlp.from_file(Path(command.policy), *spaces)
+    )
     layers = mlp.source(cast("nn.Module", policy.net))
     head = "categorical" if not hasattr(policy, "log_std") else "gaussian"
     lines = [f"from muster.policies import {head}"]
@@ -109,7 +124,12 @@ def network(command: Tune) -> list[str]:
         lines.append("from safetensors.torch import load_file")
     lines += ["from torch import nn", ""]
     if "Float()" in layers:
-        lines += ["class Float(nn.Module):", "    def forward(self, x):", "        return x.float()", ""]
+        lines += [
+            "class Float(nn.Module):",
+            "    def forward(self, x):",
+            "        return x.float()",
+            "",
+        ]
     if fresh:
         lines.append("torch.manual_seed(0)")
     lines += [f"net = {layers}", f"policy = {head}(net)"]
@@ -130,12 +150,19 @@ def _print_table(found: Tuning) -> None:
 
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("where it runs", "envs", "frames/s", ""):
-        table.add_column(name, no_wrap=True, justify="right" if name in ("envs", "frames/s") else "left")
+        table.add_column(
+            name, no_wrap=True, justify="right" if name in ("envs", "frames/s") else "left"
+        )
     for candidate in found.candidates[:MOST_ROWS]:
-        table.add_row(*_row(candidate, found.best), style="bold" if candidate == found.best else None)
+        table.add_row(
+            *_row(candidate, found.best), style="bold" if candidate == found.best else None
+        )
     console = Console(file=sys.stdout)
     console.print(table)
-    console.print("envs: groups x environments of each; finalist: median of several slices, in turns", soft_wrap=True)
+    console.print(
+        "envs: groups x environments of each; finalist: median of several slices, in turns",
+        soft_wrap=True,
+    )
     if (more := len(found.candidates) - MOST_ROWS) > 0:
         console.print(f"{more} slower setups are not shown")
     for reason in dict.fromkeys(c.refused for c in found.candidates if c.refused):
@@ -148,5 +175,13 @@ def _row(candidate: Candidate, best: Candidate) -> list[str]:
         setup.kind,
         f"{setup.groups} x {setup.num_envs}",
         "" if candidate.rate is None else short(candidate.rate),
-        "best" if candidate == best else "finalist" if candidate.final else "not possible" if candidate.refused else "",
+        (
+            "best"
+            if candidate == best
+            else "finalist"
+            if candidate.final
+            else "not possible"
+            if candidate.refused
+            else ""
+        ),
     ]

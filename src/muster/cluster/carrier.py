@@ -1,4 +1,7 @@
-"""A carrier: starts the nodes of a collector, and gives a link for each session. One class for each engine."""
+"""A carrier: starts the nodes of a collector, and gives a link for each session.
+
+One class for each engine.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ class Carrier(ABC):
     """Connects the nodes of a collector.
 
     Attributes:
-        engine: what carries messages and blocks, for ``stats()`` and messages to the user; see ``link.py``.
+        engine: what carries messages and blocks, for ``stats()`` and messages to the user; see
+            ``link.py``.
         name: the family of collectors whose ``weight_sync_schemes`` fit.
     """
 
@@ -29,7 +33,9 @@ class Carrier(ABC):
 
     @abstractmethod
     def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> Link:
-        """Start a node, and wait until it has joined. Each node is connected by a thread of its own.
+        """Start a node, and wait until it has joined.
+
+        Each node is connected by a thread of its own.
 
         Args:
             node: its number, from 0.

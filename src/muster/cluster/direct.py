@@ -1,4 +1,5 @@
-"""The engine "direct": starts the nodes of a collector, and waits until each has joined at the rendezvous.
+"""The engine "direct": starts the nodes of a collector, and waits until each has joined at the
+rendezvous.
 
 The connection through which a node has joined is the link of its session.
 """
@@ -27,7 +28,9 @@ class DirectCarrier(Carrier):
     engine = "direct"
     name = "torch.distributed"
 
-    def __init__(self, launcher: Launcher, rendezvous: Rendezvous, deadline_s: float = 15.0) -> None:
+    def __init__(
+        self, launcher: Launcher, rendezvous: Rendezvous, deadline_s: float = 15.0
+    ) -> None:
         self._launcher = launcher
         self.rendezvous = rendezvous
         self._started = StartedNodes()
@@ -40,7 +43,9 @@ class DirectCarrier(Carrier):
     def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> Link:
         return self._joined(node, epoch, within_s, given_up)
 
-    def _joined(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> SocketLink:
+    def _joined(
+        self, node: int, epoch: int, within_s: float, given_up: threading.Event
+    ) -> SocketLink:
         """Start a node, and wait until it has joined; see ``connect``."""
         if self._started.is_closed:
             raise LinkLost(f"Node {node} is not started: the collector is closed.")
@@ -64,13 +69,17 @@ class DirectCarrier(Carrier):
     def _end(self, node: int) -> None:
         self._started.end(node)
 
-    def _wait(self, node: int, epoch: int, deadline: float, within_s: float, given_up: threading.Event) -> SocketLink:
+    def _wait(
+        self, node: int, epoch: int, deadline: float, within_s: float, given_up: threading.Event
+    ) -> SocketLink:
         started = self._started.get(node)
         while (link := self.rendezvous.joined(node, epoch, JOIN_POLL_S)) is None:
             if given_up.is_set():
                 raise LinkLost(f"Node {node} was given up before it had joined.")
             if started is not None and (reason := started.ended()):
-                raise LinkLost(f"Node {node} has not joined: {reason}. {self._launcher.advice}".rstrip())
+                raise LinkLost(
+                    f"Node {node} has not joined: {reason}. {self._launcher.advice}".rstrip()
+                )
             if reason := self.rendezvous.stuck():
                 raise LinkLost(f"Node {node} has not joined: {reason}.")
             if time.monotonic() > deadline:

@@ -1,4 +1,6 @@
-"""The engine "torch_distributed": nodes that join as with "direct", whose large blocks go through process groups."""
+"""The engine "torch_distributed": nodes that join as with "direct", whose large blocks go through
+process groups.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from muster.cluster.rendezvous import Rendezvous
 
 
 class TorchCarrier(DirectCarrier):
-    """Nodes that join over a TCP connection each, and get process groups of torch.distributed for their session.
+    """Nodes that join over a TCP connection each, and get process groups of torch.distributed for
+    their session.
 
     Args:
         launcher, rendezvous, deadline_s: see ``DirectCarrier``.

@@ -1,4 +1,5 @@
-"""The engine "torch_distributed": a link whose large blocks go through process groups of torch.distributed.
+"""The engine "torch_distributed": a link whose large blocks go through process groups of
+torch.distributed.
 
 ::
 
@@ -7,26 +8,27 @@
        |-- process group "down" (gloo, nccl, ...): the block ------------>|  into the memory given to ``expect``
        |<- SocketLink, process group "up" --------------------------------|  the same
 
-Messages, small blocks (``LARGE``), joining and liveness stay on the connection through which the node has
-joined (``socket_link.py``). Every session has groups of its own, of two processes each, so that a lost node costs its
-own session only.
+Messages, small blocks (``LARGE``), joining and liveness stay on the connection through which the
+node has joined (``socket_link.py``). Every session has groups of its own, of two processes each, so
+that a lost node costs its own session only.
 
-What it guarantees: ``Link``. A block's number of bytes and tag are announced, authenticated, before the block. If they
-do not fit the memory that is expected, the link is lost before the group has received anything: gloo would end the
-process.
+What it guarantees: ``Link``. A block's number of bytes and tag are announced, authenticated, before
+the block. If they do not fit the memory that is expected, the link is lost before the group has
+received anything: gloo would end the process.
 
-What it costs: gloo copies blocks from the socket into their memory, and out of their memory into the socket, in threads
-of its own, without Python. The two ends agree with each other before and after a block, which costs 0.5 ms of CPU at
-each end, so that small blocks stay on the connection. Per node one thread of gloo and two more that sleep, a
-listening port and two connections at each end.
-With nccl and ucc blocks are copied through buffers on the device.
+What it costs: gloo copies blocks from the socket into their memory, and out of their memory into
+the socket, in threads of its own, without Python. The two ends agree with each other before and
+after a block, which costs 0.5 ms of CPU at each end, so that small blocks stay on the connection.
+Per node one thread of gloo and two more that sleep, a listening port and two connections at each
+end. With nccl and ucc blocks are copied through buffers on the device.
 
-What it trusts: processes that know the token, and the network. Only what is authenticated is unpickled. What comes
-through a group are numbers: they are never unpickled, and neither authenticated nor encrypted. gloo's ports are open at
-the address of the link's connection, at both ends, as long as the session. Both ends check that they have each other
-(``process_groups.py``). A stranger who connects to gloo's port at exactly the moment at which a node joins could be
-taken for it until then: the session is lost by that, or the process, since gloo aborts if bytes do not follow its
-protocol. Later connections to the port are ignored. Use a private network.
+What it trusts: processes that know the token, and the network. Only what is authenticated is
+unpickled. What comes through a group are numbers: they are never unpickled, and neither
+authenticated nor encrypted. gloo's ports are open at the address of the link's connection, at both
+ends, as long as the session. Both ends check that they have each other (``process_groups.py``). A
+stranger who connects to gloo's port at exactly the moment at which a node joins could be taken for
+it until then: the session is lost by that, or the process, since gloo aborts if bytes do not follow
+its protocol. Later connections to the port are ignored. Use a private network.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ from muster.memory.specs import Array
 
 LARGE = 4 << 20  # bytes; smaller blocks take longer through a group than on the connection
 END_S = 1.0  # at the end of the program, for threads that are in torch
-_ANNOUNCED = struct.Struct("<QQ")  # tag and bytes of the block that follows in the group; zeros: there is none
+# tag and bytes of the block that follows in the group; zeros: there is none
+_ANNOUNCED = struct.Struct("<QQ")
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,8 @@ class DistributedLink(Link):
     """One end. Its groups are made here, while the other end does the same.
 
     Args:
-        channel: the connection through which the node has joined, on which nothing was sent yet. Closed by ``close``,
-            or if this constructor fails.
+        channel: the connection through which the node has joined, on which nothing was sent yet.
+            Closed by ``close``, or if this constructor fails.
         main: whether this is the main process.
         groups: what the main process has decided.
 
@@ -81,7 +84,8 @@ class DistributedLink(Link):
     """
 
     def __init__(self, channel: SocketLink, groups: Groups, *, main: bool) -> None:
-        self._channel, self._large = channel, groups.large
+        self._channel = channel
+        self._large = groups.large
         self._ending = threading.Lock()
         self._ways: tuple[Way, Way] | None = None  # to the other end, and from it; None: closed
         deadline_s = channel.deadline_s
@@ -141,11 +145,15 @@ class DistributedLink(Link):
             raise
 
     def _abort(self) -> None:
-        """Close the groups, on a connection that is closed. On return no expected memory is written."""
+        """Close the groups, on a connection that is closed.
+
+        On return no expected memory is written.
+        """
         with self._ending:  # so that a second caller returns as late as the first
             for way in self._ways or ():
                 way.abort()
-            self._ways = None  # a thread that is in torch has a reference of its own until it returns
+            # a thread that is in torch has a reference of its own until it returns
+            self._ways = None
 
 
 _open: weakref.WeakSet[DistributedLink] = weakref.WeakSet()
@@ -154,7 +162,8 @@ _kept: list[Way] = []
 
 
 def _end_all() -> None:
-    """At the end of the program: threads leave torch, and do not enter it again to free what is torch's.
+    """At the end of the program: threads leave torch, and do not enter it again to free what is
+    torch's.
 
     Python unwinds a thread that asks for its lock in torch's code, which aborts the process.
     """
@@ -168,7 +177,9 @@ def _end_all() -> None:
 
 
 def _keep_in_fork() -> None:
-    """In a fork of this process: groups are never freed, since that waits for threads which a fork does not have."""
+    """In a fork of this process: groups are never freed, since that waits for threads which a fork
+    does not have.
+    """
     for way in list(_made):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(way))
     _open.clear()  # they are the parent's

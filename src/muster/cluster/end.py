@@ -1,7 +1,8 @@
-"""What both ends of a link do where an engine delivers whole messages with their blocks, one after another.
+"""What both ends of a link do where an engine delivers whole messages with their blocks, one after
+another.
 
-Such an engine has threads of its own. They put what has arrived into the inbox; the thread that receives takes it out,
-and copies blocks into the memory given to ``expect``.
+Such an engine has threads of its own. They put what has arrived into the inbox; the thread that
+receives takes it out, and copies blocks into the memory given to ``expect``.
 """
 
 from __future__ import annotations
@@ -113,7 +114,10 @@ class End(Link):
         self._finish()
 
     def _closed_there(self, last: int) -> None:
-        """The other end has closed the link, after so many messages. Called with ``_changed`` held."""
+        """The other end has closed the link, after so many messages.
+
+        Called with ``_changed`` held.
+        """
         self._last = last
         self._finish()
 
@@ -123,11 +127,17 @@ class End(Link):
         self._changed.notify_all()
 
     def _wait_for_message(self, deadline: float) -> None:
-        """Wait for a change, with ``_changed`` held. Raises LinkLost at the deadline, or if none can come."""
+        """Wait for a change, with ``_changed`` held.
+
+        Raises LinkLost at the deadline, or if none can come.
+        """
         self._wait(deadline, deadline, "said anything")
 
     def _wait(self, until: float, deadline: float, late: str) -> None:
-        """Wait for a change until then, with ``_changed`` held. Raises LinkLost if it is late, or cannot come."""
+        """Wait for a change until then, with ``_changed`` held.
+
+        Raises LinkLost if it is late, or cannot come.
+        """
         if not (self._cause or self._over) and time.monotonic() > deadline:
             self._shut(f"The other end has not {late} for {self._deadline_s:g} s.")
         if self._cause or self._over:
@@ -136,7 +146,10 @@ class End(Link):
             self._changed.wait(max(0.0, until - time.monotonic()) + 0.01)
 
     def _check_not_stopped(self) -> None:
-        """Close the link if the deadline is over: this process may have been stopped. ``_changed`` is held."""
+        """Close the link if the deadline is over: this process may have been stopped.
+
+        ``_changed`` is held.
+        """
         if time.monotonic() - self._heard > self._deadline_s:
             self._shut(f"The other end has not said anything for {self._deadline_s:g} s.")
 
@@ -153,7 +166,9 @@ class End(Link):
             elif memory.size == frame.size:
                 frame.write(memory)
         if memory.size != frame.size:
-            self._close(f"Block {frame.tag} has {frame.size} bytes where {memory.size} were expected.")
+            self._close(
+                f"Block {frame.tag} has {frame.size} bytes where {memory.size} were expected."
+            )
             raise LinkLost(self._cause)
         return Received(frame.message, frame.tag, memory)
 

@@ -34,12 +34,16 @@ def run_node(
     within_s: float = 600.0,
     patience_s: float = 600.0,
 ) -> bool:
-    """Run a node until the main process ends the collection or exits. After a lost link, the node joins again.
+    """Run a node until the main process ends the collection or exits.
+
+    After a lost link, the node joins again.
 
     Args:
-        address: "host:port" of the main process. None: the address that rank 0 of torchrun has published.
+        address: "host:port" of the main process. None: the address that rank 0 of torchrun has
+            published.
         node: number of this node. None: any free number (under torchrun: the rank less 1).
-        token: bytes, or the path of a file. None: the environment variable MUSTER_TOKEN_FILE or MUSTER_TOKEN.
+        token: bytes, or the path of a file. None: the environment variable MUSTER_TOKEN_FILE or
+            MUSTER_TOKEN.
         target: the function that serves a session, ``"module:function"``.
         within_s: seconds for the main process to listen.
         patience_s: seconds for which the main process may be unreachable later.
@@ -50,14 +54,18 @@ def run_node(
     Raises:
         WrongToken: this node has another token than the main process.
         LinkLost: the main process was unreachable for too long.
-        BadOption: the token or the address is missing, or the engine of the main process is refused here.
+        BadOption: the token or the address is missing, or the engine of the main process is refused
+            here.
     """
     secret = read_token(token)
     if address is None:
         address, number, secret = find_rendezvous(secret, within_s)
         node = number if node is None else node
     if secret is None:
-        raise BadOption("A node needs the token of its main process: token=, or MUSTER_TOKEN_FILE (a file's path).")
+        raise BadOption(
+            "A node needs the token of its main process: token=, or MUSTER_TOKEN_FILE (a file's"
+            " path)."
+        )
     serve: Callable[[Link, int], bool] = named(target)
     member = Member(address, secret, node, within_s=within_s, patience_s=patience_s)
     while (membership := member.join()) is not None:
@@ -76,7 +84,9 @@ def node_main(channel: Channel) -> None:
 
 @dataclass(frozen=True)
 class Membership:
-    """A session that the node has joined. The caller closes ``channel``, which goes to the main process.
+    """A session that the node has joined.
+
+    The caller closes ``channel``, which goes to the main process.
 
     Attributes:
         groups: of ``distributed_link.Groups``, if the engine has any.
@@ -98,7 +108,9 @@ def _over_groups(membership: Membership) -> contextlib.closing[DistributedLink]:
     from muster.cluster.distributed_link import DistributedLink, Groups
 
     assert membership.groups is not None
-    return contextlib.closing(DistributedLink(membership.channel, Groups(**membership.groups), main=False))
+    return contextlib.closing(
+        DistributedLink(membership.channel, Groups(**membership.groups), main=False)
+    )
 
 
 def _over_rpc(membership: Membership) -> contextlib.AbstractContextManager[Link]:
@@ -121,8 +133,8 @@ class Member:
         address, token: of the main process.
         node: number of this node; None: any free number.
         within_s: seconds for the main process to listen.
-        patience_s: seconds for which a main process that was reached once may be unreachable (a network that is cut).
-            If its machine refuses the connection, it has ended.
+        patience_s: seconds for which a main process that was reached once may be unreachable (a
+            network that is cut). If its machine refuses the connection, it has ended.
 
     Raises:
         BadOption: the address is not "host:port".
@@ -138,7 +150,9 @@ class Member:
         patience_s: float = 600.0,
     ) -> None:
         self._endpoint, self._token = host_and_port(address), token
-        self._node, self._within_s, self._patience_s = node, within_s, patience_s
+        self._node = node
+        self._within_s = within_s
+        self._patience_s = patience_s
         self._met = False
 
     def join(self) -> Membership | None:
@@ -170,21 +184,31 @@ class Member:
             except ConnectionRefusedError:
                 if self._met:
                     return None
-            except (LinkLost, OSError):  # it has just ended, the network was cut, or another program listens there
+            except (
+                LinkLost,
+                OSError,
+            ):  # it has just ended, the network was cut, or another program listens there
                 pass
             limit = self._patience_s if self._met else self._within_s
             if time.monotonic() - reached > limit:
                 host, port = self._endpoint
-                raise LinkLost(f"The main process at {host}:{port} could not be reached for {limit:g} s.")
+                raise LinkLost(
+                    f"The main process at {host}:{port} could not be reached for {limit:g} s."
+                )
             pause.wait(POLL_S)
 
     def _ask(self, channel: SocketLink) -> Membership | None:
         say(channel, node=self._node)
         told = hear(channel)
         if self._node is not None and self._node >= told["count"]:
-            raise BadOption(f"node={self._node}: the main process expects {told['count']} nodes, numbered from 0.")
+            raise BadOption(
+                f"node={self._node}: the main process expects {told['count']} nodes, numbered"
+                " from 0."
+            )
         if told["node"] is None:
             return None
         say(channel, accepted=True)
         channel.deadline_s = told["deadline_s"]
-        return Membership(told["node"], told["epoch"], told["deadline_s"], channel, told["engine"], told["groups"])
+        return Membership(
+            told["node"], told["epoch"], told["deadline_s"], channel, told["engine"], told["groups"]
+        )

@@ -1,4 +1,6 @@
-"""Launchers start the process of a node; or the node is started from outside (torchrun, SLURM, by hand)."""
+"""Launchers start the process of a node; or the node is started from outside (torchrun, SLURM, by
+hand).
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ class Started(Protocol):
 
 
 class StartedNodes:
-    """What a carrier has started, by number of the node. Threads of several nodes use it at the same time."""
+    """What a carrier has started, by number of the node.
+
+    Threads of several nodes use it at the same time.
+    """
 
     def __init__(self) -> None:
         self._started: dict[int, Started] = {}
@@ -84,19 +89,21 @@ class Launcher:
 
     name = "manual"
     advice = (
-        "Nodes are not started by this launcher: call muster.cluster.joining.run_node(address) on their machines, "
-        "with the same token."
+        "Nodes are not started by this launcher: call muster.cluster.joining.run_node(address) on"
+        " their machines, with the same token."
     )
 
     def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> Started | None:
-        """Start the process of a node, which then calls ``run_node``. The process of an earlier epoch has been ended.
+        """Start the process of a node, which then calls ``run_node``.
+
+        The process of an earlier epoch has been ended.
 
         Args:
             node: number of the node.
             epoch: of the session. The node need not know it: the rendezvous tells it.
-            rendezvous: has the address, and the token, which must not become visible to other users of the machine:
-                hand it over through a pipe or a file that only this user can read (``rendezvous.write_token``), not
-                as an argument or in the environment.
+            rendezvous: has the address, and the token, which must not become visible to other users
+                of the machine: hand it over through a pipe or a file that only this user can read
+                (``rendezvous.write_token``), not as an argument or in the environment.
 
         Returns:
             None: nothing was started; the node is started elsewhere.
@@ -118,8 +125,11 @@ class MpLauncher(Launcher):
     name = "mp"
     advice = "See its standard error."
 
-    def __init__(self, target: str = AGENT, entry: str = "muster.cluster.joining:node_main") -> None:
-        self._target, self._entry = target, entry
+    def __init__(
+        self, target: str = AGENT, entry: str = "muster.cluster.joining:node_main"
+    ) -> None:
+        self._target = target
+        self._entry = entry
 
     def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> Started:
         told = (rendezvous.address, node, rendezvous.token, self._target)
@@ -168,8 +178,8 @@ def check_backend(backend: str) -> None:
     """Raise BadOption unless the backend is supported."""
     if backend in ("nccl", "ucc", "mpi"):
         raise BadOption(
-            f"backend={backend!r} has not run with Muster on devices yet, so it is refused: use backend='gloo', which "
-            f"carries data through the hosts' memory"
+            f"backend={backend!r} has not run with Muster on devices yet, so it is refused: use"
+            " backend='gloo', which carries data through the hosts' memory"
         )
     if backend != "gloo":
         raise BadOption(f"backend={backend!r} is unknown: expected 'gloo'")
@@ -178,7 +188,9 @@ def check_backend(backend: str) -> None:
 def launcher_for(
     given: Any, *, slurm_kwargs: Mapping[str, Any] | None, bind: str, token: Any, workers: int
 ) -> Launcher:
-    """The launcher for a name, or the given one, for nodes with so many workers each. See ``DistributedOptions``.
+    """The launcher for a name, or the given one, for nodes with so many workers each.
+
+    See ``DistributedOptions``.
 
     Raises:
         BadOption: an option is wrong or missing.
@@ -194,19 +206,23 @@ def launcher_for(
     if given == "manual":
         if read_token(token) is None:
             raise BadOption(
-                "launcher='manual' needs a token that the nodes can know, too: token=, or the path of a file with mode "
-                "0600 in MUSTER_TOKEN_FILE, here and on every node"
+                "launcher='manual' needs a token that the nodes can know, too: token=, or the path"
+                " of a file with mode 0600 in MUSTER_TOKEN_FILE, here and on every node"
             )
         return Launcher()
     if given in ("submitit", "submitit_delayed"):
         from muster.cluster.submitit import SubmititLauncher
         from muster.cluster.submitit_delayed import DelayedLauncher
 
-        wanted = {"slurm_cpus_per_task": workers, **(slurm_kwargs or {})}  # SLURM's own default is one
+        # SLURM's own default is one
+        wanted = {"slurm_cpus_per_task": workers, **(slurm_kwargs or {})}
         jobs = DelayedLauncher() if given == "submitit_delayed" else SubmititLauncher(wanted)
         jobs.check(bind)
         return jobs
     if not isinstance(given, str) and hasattr(given, "start"):
         launcher: Launcher = given
         return launcher
-    raise BadOption(f"launcher={given!r}: expected one of {', '.join(NAMES)}, or a Launcher (muster.cluster.launchers)")
+    raise BadOption(
+        f"launcher={given!r}: expected one of {', '.join(NAMES)}, or a Launcher"
+        " (muster.cluster.launchers)"
+    )

@@ -1,4 +1,5 @@
-"""A link: messages and blocks of bytes between the main process and a node; the contract of all engines.
+"""A link: messages and blocks of bytes between the main process and a node; the contract of all
+engines.
 
 ::
 
@@ -8,20 +9,24 @@
 
     node_main.serve(link, 2)                 # in the node, with the other end
 
-A link is one *session* of one node. When it is lost, the node is started again with the next epoch. Nothing that was
-sent in an earlier session is received in a later one.
+A link is one *session* of one node. When it is lost, the node is started again with the next epoch.
+Nothing that was sent in an earlier session is received in a later one.
 
-An engine is a ``Carrier``, which starts nodes and gives a link for each session, and the two ends of that link:
+An engine is a ``Carrier``, which starts nodes and gives a link for each session, and the two ends
+of that link:
 
-===================  ===================================================  ===========================================
-engine               what carries messages and blocks                     files
-===================  ===================================================  ===========================================
-"ray"                calls of an actor, and Ray's object store            ``ray_link.py``, ``ray_nodes.py``
-"torch_distributed"  large blocks: process groups of torch.distributed;   ``distributed_link.py``,
-                     the rest as with "direct"                            ``process_groups.py``, ``distributed.py``
-"rpc"                calls of torch RPC                                   ``rpc_link.py``, ``rpc_nodes.py``
-"direct"             one TCP connection per node, with a token of ours    ``socket_link.py``, ``direct.py``
-===================  ===================================================  ===========================================
+===================  ===================================================
+=========================================== engine               what carries messages and blocks
+files ===================  ===================================================
+=========================================== "ray"                calls of an actor, and Ray's object
+store            ``ray_link.py``, ``ray_nodes.py`` "torch_distributed"  large blocks: process groups
+of torch.distributed;   ``distributed_link.py``,
+                     the rest as with "direct"                            ``process_groups.py``,
+                     ``distributed.py``
+"rpc"                calls of torch RPC                                   ``rpc_link.py``,
+``rpc_nodes.py`` "direct"             one TCP connection per node, with a token of ours
+``socket_link.py``, ``direct.py`` ===================
+===================================================  ===========================================
 
 ``tests/contract/test_links.py`` holds all engines to what is said here.
 """
@@ -34,7 +39,8 @@ from typing import Any
 
 from muster.memory.specs import Array
 
-AGENT = "muster.cluster.node_main:serve"  # the function that a node runs; it returns True after a goodbye
+# the function that a node runs; it returns True after a goodbye
+AGENT = "muster.cluster.node_main:serve"
 SLOWEST = 10e6  # bytes per second; a slower block counts as lost
 
 
@@ -65,7 +71,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Received:
-    """A message and its block, if it has one. The block is in the memory given to ``expect``, else in new memory."""
+    """A message and its block, if it has one.
+
+    The block is in the memory given to ``expect``, else in new memory.
+    """
 
     message: bytes
     tag: int = 0
@@ -73,7 +82,9 @@ class Received:
 
 
 class Link(ABC):
-    """One end of a session. One thread sends, while another receives: an engine may need both to go on.
+    """One end of a session.
+
+    One thread sends, while another receives: an engine may need both to go on.
 
     Any thread may call ``expect`` and ``close``.
     """
@@ -86,28 +97,33 @@ class Link(ABC):
             tag: a number that no other block of this session has; greater than 0 with a block.
 
         Raises:
-            LinkLost: the link is closed or lost, or the other end has not read for the link's deadline.
+            LinkLost: the link is closed or lost, or the other end has not read for the link's
+                deadline.
         """
 
     @abstractmethod
     def expect(self, tag: int, memory: Array) -> None:
         """Receive the block with this tag in ``memory`` (uint8, exactly as long as the block).
 
-        Nothing else may write there until the block has been received or the link is closed. Does nothing after that.
+        Nothing else may write there until the block has been received or the link is closed. Does
+        nothing after that.
         """
 
     @abstractmethod
     def receive(self) -> Received:
-        """Wait for the next message. Messages and blocks arrive in the order in which they were sent.
+        """Wait for the next message.
+
+        Messages and blocks arrive in the order in which they were sent.
 
         Raises:
-            LinkLost: the other end has closed the link or exited, or nothing has arrived for the link's deadline. (Both
-                ends send a message every second.)
+            LinkLost: the other end has closed the link or exited, or nothing has arrived for the
+                link's deadline. (Both ends send a message every second.)
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End the session: on both ends, a thread that waits in ``send`` or ``receive`` gets ``LinkLost``.
+        """End the session: on both ends, a thread that waits in ``send`` or ``receive`` gets
+        ``LinkLost``.
 
         No expected memory is written after this returns. May be called again, from any thread.
         """

@@ -1,4 +1,5 @@
-"""The messages between the main process and a node: ``Tell`` to a node, ``Told`` from it, and the records in them.
+"""The messages between the main process and a node: ``Tell`` to a node, ``Told`` from it, and the
+records in them.
 
 A block that belongs to a message is memory: the policy, weights, or lanes.
 """
@@ -15,10 +16,11 @@ from muster.workers.counters import NodeCounts
 from muster.workers.failures import SentError
 from muster.workers.messages import Answer, GroupInfo, RolloutRequest, RolloutResult, WorkerStatus
 
-WEIGHTS = 1 << 62  # tag of the first weights of a session; the next ones have the next, so that nodes can expect them
+# tag of the first weights of a session; the next ones have the next, so that nodes can expect them
+WEIGHTS = 1 << 62
 
 
-# --- to a node -------------------------------------------------------------------------------------
+# --- to a node ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,10 @@ class NodeSetup:
     Attributes:
         config: of the node's worker pool, without the policy.
         path: ``sys.path`` of the main process, for unpickling.
-        policy_digest: SHA-256 of the policy, which is sent as a block; blocks are not authenticated.
-        buffer: pickled handle of a replay buffer that the node writes into; None: lanes are sent to the main process.
+        policy_digest: SHA-256 of the policy, which is sent as a block; blocks are not
+            authenticated.
+        buffer: pickled handle of a replay buffer that the node writes into; None: lanes are sent to
+            the main process.
         layout: of batches in the buffer.
     """
 
@@ -57,7 +61,7 @@ class LaneRun:
     tag: int
 
 
-# --- from a node -----------------------------------------------------------------------------------
+# --- from a node ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,8 @@ class Told:
         workers: in the order of the node's workers.
         dropped: groups whose worker was dropped.
         infos: the workers have made their groups.
-        results: those of a ``LaneRun``, with its lanes as a block; or one that belongs to no request.
+        results: those of a ``LaneRun``, with its lanes as a block; or one that belongs to no
+            request.
         answer: to a ``Tell``.
         failure: the node cannot go on in this session.
     """

@@ -38,14 +38,17 @@ from muster.workers.supervision import Supervisor
 
 
 def serve(link: Link, node: int) -> bool:
-    """Follow the messages of the main process until the session ends. Called in the node, in any thread.
+    """Follow the messages of the main process until the session ends.
+
+    Called in the node, in any thread.
 
     Args:
         link: the node's end of the link; closed by this function.
         node: number of the node.
 
     Returns:
-        True after a goodbye. False if the link was lost: the node can join again. All workers are ended.
+        True after a goodbye. False if the link was lost: the node can join again. All workers are
+            ended.
     """
     return NodeMain(link, node).run()
 
@@ -81,10 +84,12 @@ class NodeMain:
         self._pool: WorkerPool | None = None
         self._sink: Sink | None = None
         self._layouts: dict[int, Layout] = {}  # by group
-        self._slots: dict[tuple[int, int], Slot] = {}  # by offset in the main process, and first lane there
+        # by offset in the main process, and first lane there
+        self._slots: dict[tuple[int, int], Slot] = {}
         self._jobs: dict[int, _RunAtWork] = {}  # by request
         self._thread, self._attended = threading.get_ident(), time.monotonic()
-        self._deadline_s: float | None = None  # of this thread, between two calls of ``attends``; None: no limit
+        # of this thread, between two calls of ``attends``; None: no limit
+        self._deadline_s: float | None = None
         self._end = Session("muster-node-main", lambda _: link, self._beat, self._wake_up.ring)
 
     def run(self) -> bool:
@@ -108,7 +113,9 @@ class NodeMain:
         self._end.put(lambda: self._said(block, tag, **report))
 
     def _beat(self) -> Outgoing:
-        """Return a heartbeat, called by the thread that sends; or the failure that the node's own thread hangs."""
+        """Return a heartbeat, called by the thread that sends; or the failure that the node's own
+        thread hangs.
+        """
         seconds, deadline = time.monotonic() - self._attended, self._deadline_s
         if deadline is None or seconds <= deadline:
             return self._said()
@@ -129,7 +136,7 @@ class NodeMain:
             self._tell_results()
             self.say(answer=Answer(number, value))
 
-    # --- Caller: used while the pool waits for workers ---------------------------------------------------
+    # --- Caller: used while the pool waits for workers --------------------------------------------
 
     def fileno(self) -> int:
         return self._wake_up.fileno()
@@ -171,7 +178,7 @@ class NodeMain:
             self.say(failure=send_error(error))
             self._wake_up.wait(BEAT_S)
 
-    # --- called by the main process -----------------------------------------------------------------
+    # --- called by the main process ---------------------------------------------------------------
 
     def bye(self) -> None:
         """End the session and the node."""
@@ -193,21 +200,27 @@ class NodeMain:
         self._setup = replace(setup, config=replace(setup.config, policy=policy, node=self._node))
         sys.path.extend(entry for entry in setup.path if entry not in sys.path)
         self._weights.workers = setup.config.count
-        # The longest of what this thread waits for without looking at its workers: a policy that is made, or is called
-        # by the inference server, and a replay buffer.
+        # The longest of what this thread waits for without looking at its workers: a policy that is
+        # made, or is called by the inference server, and a replay buffer.
         longest = [setup.config.timeout(phase) for phase in ("construct", "policy", "call")]
         self._deadline_s = None if None in longest else max(longest)  # type: ignore[type-var]
 
     def take_weights(self, manifest: Manifest, block: Any, tag: int) -> None:
-        """Publish weights to the workers. If the policy has weights, the first ones arrive before ``start``."""
+        """Publish weights to the workers.
+
+        If the policy has weights, the first ones arrive before ``start``.
+        """
         self._weights.receive(manifest, block, tag)
 
     def start(self) -> None:
         """Start the workers, and send a description of the groups that they have made."""
-        config, weights = self._setup.config, self._weights.publisher
+        config = self._setup.config
+        weights = self._weights.publisher
         ticket = None if weights is None else weights.ticket
         with installed(config.registered):
-            supervisor = Supervisor(config, ticket, self._made, light=not has_fork_server(), caller=self)
+            supervisor = Supervisor(
+                config, ticket, self._made, light=not has_fork_server(), caller=self
+            )
         self._supervisor = supervisor
         if self._setup.buffer is not None:
             self._sink = Sink(self._setup.buffer, self._setup.layout)
@@ -229,7 +242,9 @@ class NodeMain:
         assert self._pool is not None
         answers = self._pool.call(request)
         if isinstance(request, LayOut):
-            layouts = {number: layout for of_worker in answers for number, layout in of_worker.items()}
+            layouts = {
+                number: layout for of_worker in answers for number, layout in of_worker.items()
+            }
             if layouts != self._layouts:
                 self._layouts = layouts
                 self._slots.clear()
@@ -283,14 +298,17 @@ class NodeMain:
     def _lanes(self, job: _RunAtWork) -> Block | None:
         if self._sink is not None:
             return None
-        lanes, size = [request.lane - job.part.first for request in job.part.requests], job.slot.layout.lane_bytes
+        lanes = [request.lane - job.part.first for request in job.part.requests]
+        size = job.slot.layout.lane_bytes
         return Block(job.slot.block[min(lanes) * size : (max(lanes) + 1) * size], job.slot)
 
     def _told(self, **report: Any) -> Told:
         supervisor = self._supervisor
         if supervisor is None:
             return Told(self._host, **report)
-        counters, groups, server = supervisor.counters, supervisor.config.groups, supervisor.server
+        counters = supervisor.counters
+        groups = supervisor.config.groups
+        server = supervisor.server
         return Told(
             self._host,
             {number: counters[number].counts() for number in groups} if counters else {},
@@ -302,17 +320,21 @@ class NodeMain:
 
 
 class NodeWeights:
-    """The weights of a node's workers, in shared memory. Later versions are received directly there.
+    """The weights of a node's workers, in shared memory.
+
+    Later versions are received directly there.
 
     Attributes:
         workers: of all nodes.
-        publisher: to the workers; None: there are no weights yet, because the policy has lazy layers.
+        publisher: to the workers; None: there are no weights yet, because the policy has lazy
+            layers.
     """
 
     workers = 0
 
     def __init__(self, link: Link, made: ExitStack) -> None:
-        self._link, self._made = link, made
+        self._link = link
+        self._made = made
         self.publisher: Publisher | None = None
 
     def receive(self, manifest: Manifest, block: Any, tag: int) -> None:
@@ -325,7 +347,9 @@ class NodeWeights:
         else:
             received = Buffer(block, manifest)
             if publisher is None:
-                publisher = SharedMemory().publisher(received.tensors, self.workers, received.version)
+                publisher = SharedMemory().publisher(
+                    received.tensors, self.workers, received.version
+                )
                 self.publisher = publisher
                 self._made.callback(publisher.close)
             else:
@@ -338,7 +362,8 @@ class Sink:
     """The replay buffer that a node writes into.
 
     Args:
-        pickled: with ``write(TensorDict)``, which is done with the memory when it returns, and its ``buffer``.
+        pickled: with ``write(TensorDict)``, which is done with the memory when it returns, and its
+            ``buffer``.
         order: of the batches' dimensions.
     """
 
@@ -356,6 +381,7 @@ class Sink:
             self._sink.write(self._view.tensordict(torch.from_numpy(slot.block), slot))
         except Exception as raised:
             raise WorkerError(
-                f"the replay buffer that this node writes into, a {type(self._sink.buffer).__name__}, raised "
-                f"{described(raised)}. The rollout is not in it, and counts as discarded"
+                "the replay buffer that this node writes into, a"
+                f" {type(self._sink.buffer).__name__}, raised {described(raised)}. The rollout is"
+                " not in it, and counts as discarded"
             ) from raised

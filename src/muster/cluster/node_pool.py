@@ -45,7 +45,8 @@ class NodePool(Watcher):
 
     def __init__(self, nodes: Nodes, config: PoolConfig, layout: DimOrder, *, apart: bool) -> None:
         super().__init__(config, elastic=nodes.enough is not None)
-        self.nodes, self.wake_up = nodes, nodes.wake_up
+        self.nodes = nodes
+        self.wake_up = nodes.wake_up
         self.crash_directory = CrashDirectory(config.crash_dir)
         policy = Block(np.frombuffer(config.policy, np.uint8))
         digest = hashlib.sha256(config.policy).digest()
@@ -54,14 +55,18 @@ class NodePool(Watcher):
         for number in range(nodes.count):
             if (part := _part(config, nodes.of_leaf, number)) is not None:
                 setup = NodeSetup(part, tuple(sys.path), digest, buffer, layout)
-                self.proxies.append(NodeProxy(number, setup, policy, self, apart=apart or buffer is not None))
+                self.proxies.append(
+                    NodeProxy(number, setup, policy, self, apart=apart or buffer is not None)
+                )
         self.handles = self.proxies
         self._of_node = {proxy.index: proxy for proxy in self.proxies}
 
-    # --- as ``Supervisor`` --------------------------------------------------------------------------
+    # --- as ``Supervisor`` ------------------------------------------------------------------------
 
     def built(self) -> list[GroupInfo]:
-        """The groups of all nodes; for nodes that are not there yet (``min_nodes``), what they are expected to be."""
+        """The groups of all nodes; for nodes that are not there yet (``min_nodes``), what they are
+        expected to be.
+        """
         if self.elastic:
             self._wait_for_enough()
         else:
@@ -70,7 +75,10 @@ class NodePool(Watcher):
         known: dict[int, GroupInfo] = {}
         for proxy in self.proxies:
             known |= zip(proxy.groups, proxy.infos or (), strict=False)
-        first, factories = next(iter(known.values())), [factory for w in self.config.workers for factory in w.factories]
+        first, factories = (
+            next(iter(known.values())),
+            [factory for w in self.config.workers for factory in w.factories],
+        )
         numbered = list(zip(self.config.groups, factories, strict=True))
         alike = {factory: known[number] for number, factory in numbered if number in known}
         return [known.get(number) or alike.get(factory, first) for number, factory in numbered]
@@ -124,7 +132,11 @@ class NodePool(Watcher):
         absent = [proxy for proxy in self.proxies if proxy.infos is None]
         joining = [proxy.index for proxy in absent if proxy.phase == "join"]
         building = [proxy.index for proxy in absent if proxy.phase != "join"]
-        found = [f"{listed('node', joining)} to join at {self.nodes.carrier.address}"] if joining else []
+        found = (
+            [f"{listed('node', joining)} to join at {self.nodes.carrier.address}"]
+            if joining
+            else []
+        )
         found += [f"{listed('node', building)} to construct environments"] if building else []
         lack = (self.nodes.enough or len(self.proxies)) - len(self.proxies) + len(absent)
         return (f"{lack} of " if 0 < lack < len(absent) else "") + " and ".join(found)
@@ -152,13 +164,20 @@ class NodePool(Watcher):
                     self._welcome(proxy)
                 elif not proxy.session.inbox:
                     self._lose(proxy)
-                if any(result.error is None and not result.lost for result in proxy.under_way.results):
+                if any(
+                    result.error is None and not result.lost for result in proxy.under_way.results
+                ):
                     proxy.record.fruitless = 0
         self._begin_stranded()
 
     def _welcome(self, proxy: NodeProxy) -> None:
         """Use a node that has joined late, if it has as many environments as were expected."""
-        if not (self.elastic and proxy.state is WorkerState.JOINING and proxy.infos is not None and proxy.place):
+        if not (
+            self.elastic
+            and proxy.state is WorkerState.JOINING
+            and proxy.infos is not None
+            and proxy.place
+        ):
             return
         for number, info in zip(proxy.groups, proxy.infos, strict=True):
             counts = self.counters[number]
@@ -171,12 +190,17 @@ class NodePool(Watcher):
         self.lost.append(news(proxy.groups[0]))
 
     def _lose(self, proxy: NodeProxy) -> None:
-        """Handle a lost node: its requests go to its successor, to other nodes, or back to the schedule."""
+        """Handle a lost node: its requests go to its successor, to other nodes, or back to the
+        schedule.
+        """
         error = proxy.lose("")
         self._pass_on(proxy, error)
 
     def _may_restart(self, proxy: NodeProxy) -> bool:
-        """See ``Watcher``. If no node is left, one that did not join in time is an error: it was waited for."""
+        """See ``Watcher``.
+
+        If no node is left, one that did not join in time is an error: it was waited for.
+        """
         if proxy.late and self.counters and all(other.absent for other in self.proxies):
             return False
         return super()._may_restart(proxy)
@@ -192,8 +216,8 @@ class NodeServers:
         """Does nothing: servers on nodes do not use the user's random streams."""
 
     def ask(self, method: str, *args: Any, group: int | None = None) -> Any:
-        """The answer of the server for a group. None: asks all servers, absent ones when they join, and returns the
-        first answer.
+        """The answer of the server for a group. None: asks all servers, absent ones when they join,
+        and returns the first answer.
         """
         if group is not None:
             proxy = next(proxy for proxy in self._proxies if group in proxy.groups)
@@ -204,7 +228,9 @@ class NodeServers:
     def stats(self) -> InferenceStats:
         """The sum over all nodes."""
         told = [proxy.told.inference for proxy in self._proxies if proxy.told.inference is not None]
-        return InferenceStats(sum(s.calls for s in told), sum(s.rows for s in told), sum(s.busy_s for s in told))
+        return InferenceStats(
+            sum(s.calls for s in told), sum(s.rows for s in told), sum(s.busy_s for s in told)
+        )
 
 
 def _part(config: PoolConfig, of_leaf: Sequence[int], node: int) -> PoolConfig | None:

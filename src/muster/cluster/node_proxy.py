@@ -39,7 +39,8 @@ class NodeProxy(Proxy):
     Args:
         setup: the first message of every session.
         policy: pickled, for all nodes.
-        apart: every rollout is sent back by itself, because a batch must not wait for other rollouts of the node.
+        apart: every rollout is sent back by itself, because a batch must not wait for other
+            rollouts of the node.
 
     Attributes:
         setup: with the generations of the workers in the next session.
@@ -47,9 +48,14 @@ class NodeProxy(Proxy):
         told: the state of the node at its last message.
     """
 
-    def __init__(self, index: int, setup: NodeSetup, policy: Block, pool: NodePool, *, apart: bool) -> None:
+    def __init__(
+        self, index: int, setup: NodeSetup, policy: Block, pool: NodePool, *, apart: bool
+    ) -> None:
         super().__init__(index, setup.config.groups, pool)
-        self.setup, self._policy, self._pool, self._apart = setup, policy, pool, apart
+        self.setup = setup
+        self._policy = policy
+        self._pool = pool
+        self._apart = apart
         self.error: Exception | None = None
         self.told = Told()
         self._host = ""  # where it has joined last
@@ -81,7 +87,13 @@ class NodeProxy(Proxy):
             known, told = self.told.workers, WorkerStatus(0, "working", "join", worker.generation)
             told = known[place] if known else told
             state = told.state if self.alive else "dead"
-            state = "dropped" if counters[worker.groups[0]].dropped else "joining" if self.absent else state
+            state = (
+                "dropped"
+                if counters[worker.groups[0]].dropped
+                else "joining"
+                if self.absent
+                else state
+            )
             phase = "join" if self.absent else told.phase if self.alive else state
             status = replace(told, state=state, phase=phase)
             found.append(stats_of(worker.index, worker.groups, counters, status, self.name))
@@ -90,7 +102,10 @@ class NodeProxy(Proxy):
     # --- its sessions -----------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start a session. The node gets its place, and the requests that its predecessor had not completed."""
+        """Start a session.
+
+        The node gets its place, and the requests that its predecessor had not completed.
+        """
         self._owner.check()
         self._check_next(WorkerState.JOINING)
         self.session = self._pool.nodes.session(self.index)
@@ -135,17 +150,24 @@ class NodeProxy(Proxy):
         while self.alive and self.session.inbox:
             said, _, _ = self.session.inbox.popleft()
             if isinstance(said, Exception):
-                self.session.lose(f"it said something that cannot be understood ({type(said).__name__}: {said})")
+                self.session.lose(
+                    f"it said something that cannot be understood ({type(said).__name__}: {said})"
+                )
                 return
             self._take_note(said)
 
     def lose(self, why: str) -> Exception:
-        """Handle the end of the session: count the steps of its open requests. Returns the error."""
+        """Handle the end of the session: count the steps of its open requests.
+
+        Returns the error.
+        """
         self.session.lose(why)
         self.cause = error = self.error or node_lost(
             self.where(), phase=self.phase, why=f"node {self.index}: {self.session.lost}"
         )
-        self.state = WorkerState.DEAD if self._state is not WorkerState.CLOSING else WorkerState.CLOSED
+        self.state = (
+            WorkerState.DEAD if self._state is not WorkerState.CLOSING else WorkerState.CLOSED
+        )
         requested = dict.fromkeys(self.groups, 0)
         for request in self.under_way.requests() if self._is_there else ():
             lane = self.under_way.outstanding[request.number].lane
@@ -167,7 +189,9 @@ class NodeProxy(Proxy):
         return self._worker()[1].phase if self.told.workers else "construct"
 
     def _worker(self) -> tuple[int, Any]:
-        """The worker with the oldest request, or the first worker: its place on the node, and its state."""
+        """The worker with the oldest request, or the first worker: its place on the node, and its
+        state.
+        """
         requests = self.under_way.requests()
         group = requests[0].group if requests else self.groups[0]
         workers = self.setup.config.workers
@@ -179,15 +203,23 @@ class NodeProxy(Proxy):
         place, told = self._worker()
         worker = self.setup.config.workers[place]
         restarts = worker.generation if told is None else told.restarts
-        return Where(worker.index, None if told is None else told.pid or None, restarts, node=self.name)
+        return Where(
+            worker.index, None if told is None else told.pid or None, restarts, node=self.name
+        )
 
     def _prepare_successor(self) -> None:
         """Give its workers the next generation."""
         config = self.setup.config
-        restarts = [told.restarts for told in self.told.workers] or [w.generation for w in config.workers]
-        workers = [replace(w, generation=n + 1) for w, n in zip(config.workers, restarts, strict=True)]
+        restarts = [told.restarts for told in self.told.workers] or [
+            w.generation for w in config.workers
+        ]
+        workers = [
+            replace(w, generation=n + 1) for w, n in zip(config.workers, restarts, strict=True)
+        ]
         registered = config.registered and with_later_ids(config.registered)
-        self.setup = replace(self.setup, config=replace(config, workers=workers, registered=registered))
+        self.setup = replace(
+            self.setup, config=replace(config, workers=workers, registered=registered)
+        )
 
     # --- Proxy -----------------------------------------------------------------------------------
 
@@ -204,7 +236,10 @@ class NodeProxy(Proxy):
         self._held = []
 
     def release(self) -> None:
-        """Send all requests since ``hold`` as one message. Lanes will be received in their slots."""
+        """Send all requests since ``hold`` as one message.
+
+        Lanes will be received in their slots.
+        """
         held, self._held = self._held, None
         if not held or self.reviving:
             return
@@ -214,9 +249,11 @@ class NodeProxy(Proxy):
         parts: list[LaneRun] = []
         expects: dict[int, Array] = {}
         for slot, run in self._runs(held):
-            lanes, first = len(self.groups), run[0].lane - (run[0].group - self.groups[0])
+            lanes = len(self.groups)
+            first = run[0].lane - (run[0].group - self.groups[0])
             if self._apart or slot.layout.lanes < lanes:
-                lanes, first = 1, run[0].lane
+                lanes = 1
+                first = run[0].lane
             part = LaneRun(run, slot.offset, first, lanes, next(self._tags))
             if self.setup.buffer is None:
                 begin, end = (n * slot.layout.lane_bytes for n in (run[0].lane, run[-1].lane + 1))
@@ -264,7 +301,8 @@ class NodeProxy(Proxy):
         self.session.post(Tell(NodeMain.close, number=CLOSED))
 
     def _wait_for_close(self) -> None:
-        config, is_closing = self.setup.config, self._state is WorkerState.CLOSING
+        config = self.setup.config
+        is_closing = self._state is WorkerState.CLOSING
         seconds = config.timeout("close")
         deadline = None if seconds is None else self._closing_since + seconds + CLOSE_S
         while is_closing and self._answer is None and not self.session.lost:
@@ -283,7 +321,9 @@ class NodeProxy(Proxy):
         self.session.post(message)
 
     def _runs(self, requests: Sequence[RolloutRequest]) -> list[tuple[Slot, list[RolloutRequest]]]:
-        """Groups requests whose lanes lie side by side in a slot, so that they are sent back as one block."""
+        """Groups requests whose lanes lie side by side in a slot, so that they are sent back as one
+        block.
+        """
         of_slot: defaultdict[int, list[RolloutRequest]] = defaultdict(list)
         slots: dict[int, Slot] = {}
         for request in requests:
@@ -300,11 +340,14 @@ class NodeProxy(Proxy):
                 run.append(request)
         return runs
 
-    # --- messages of the node -------------------------------------------------------------------------
+    # --- messages of the node ---------------------------------------------------------------------
 
     def _take_note(self, told: Told) -> None:
-        counters, before = self._pool.counters, self.told.counts
-        self.told, self._host, self._is_there = told, told.host, True
+        counters = self._pool.counters
+        before = self.told.counts
+        self.told = told
+        self._host = told.host
+        self._is_there = True
         if counters:
             for number, counts in told.counts.items():
                 counters[number].add_counts(counts, before.get(number, NodeCounts()))

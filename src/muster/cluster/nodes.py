@@ -1,6 +1,7 @@
 """The nodes of a collector: their sessions and their weights.
 
-There is one copy of the weights per publish, which is sent to every node. A node's workers share it in shared memory.
+There is one copy of the weights per publish, which is sent to every node. A node's workers share it
+in shared memory.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ _SCHEMES = {  # by ``Carrier.name``
 
 
 class Nodes:
-    """All nodes of a collector, over all their sessions. Implements ``Transport``: its "workers" are the nodes.
+    """All nodes of a collector, over all their sessions.
+
+    Implements ``Transport``: its "workers" are the nodes.
 
     Args:
         carrier: closed by ``close``, or when this constructor fails.
@@ -47,7 +50,8 @@ class Nodes:
         join_s: seconds for a node to join; None: no limit.
 
     Attributes:
-        buffer: a replay buffer into which nodes write directly; None: the main process receives the batches.
+        buffer: a replay buffer into which nodes write directly; None: the main process receives the
+            batches.
         enough: number of nodes with which collecting begins; None: all.
         newest: weights with their manifest, by node.
         once: nodes keep their first weights.
@@ -59,7 +63,9 @@ class Nodes:
     once = False
 
     def __init__(self, carrier: Carrier, of_leaf: Sequence[int], join_s: float | None) -> None:
-        self.carrier, self.of_leaf, self.count = carrier, list(of_leaf), max(of_leaf) + 1
+        self.carrier = carrier
+        self.of_leaf = list(of_leaf)
+        self.count = max(of_leaf) + 1
         try:
             self.wake_up = WakeUp()
         except OSError:  # no descriptor is left
@@ -75,7 +81,9 @@ class Nodes:
         """Start a session with a node."""
         connect = partial(self.carrier.connect, node, next(self._epochs[node]), self.join_s)
         ring = partial(self.wake_up.ring, node)
-        session = Session(f"muster-node-{node}", connect, lambda: Outgoing(Tell(NodeMain.beat)), ring)
+        session = Session(
+            f"muster-node-{node}", connect, lambda: Outgoing(Tell(NodeMain.beat)), ring
+        )
         self._sessions[node] = session
         return session
 
@@ -106,7 +114,8 @@ class Nodes:
     def end_sessions(self, *, bye: bool = False) -> None:
         """End all nodes, or only their sessions (``bye=False``): nodes then wait for the next one."""
         ending = [
-            threading.Thread(target=_end, args=(session, bye), daemon=True) for session in self._sessions.values()
+            threading.Thread(target=_end, args=(session, bye), daemon=True)
+            for session in self._sessions.values()
         ]
         for thread in ending:
             try:
@@ -136,15 +145,17 @@ def _end(session: Session, bye: bool) -> None:
 
 
 class NodesPublisher:
-    """Implements ``Publisher``. A buffer is reused when its ``Block`` was sent to all nodes: new memory costs several
-    times as much as the copy into it.
+    """Implements ``Publisher``. A buffer is reused when its ``Block`` was sent to all nodes: new
+    memory costs several times as much as the copy into it.
     """
 
     def __init__(self, nodes: Nodes, weights: Weights) -> None:
         self._nodes, self._manifest = nodes, Manifest.of(weights)
         self._free: deque[Buffer] = deque(maxlen=KEPT)
 
-    def publish(self, weights: Weights, version: int | str, workers: Collection[int] | None = None) -> None:
+    def publish(
+        self, weights: Weights, version: int | str, workers: Collection[int] | None = None
+    ) -> None:
         receiving = chosen(workers, self._nodes.count)
         try:
             buffer = self._free.pop()
@@ -178,6 +189,6 @@ def nodes_transport(nodes: Nodes, given: Any) -> Nodes:
     if nodes.once or not set(fitting).isdisjoint(names):
         return nodes
     raise BadOption(
-        f"{given!r} is no way to send weights to nodes that {name} connects: leave weight_sync_schemes out, or give "
-        f"{' or '.join(fitting)}, which mean the same, or 'none'"
+        f"{given!r} is no way to send weights to nodes that {name} connects: leave"
+        f" weight_sync_schemes out, or give {' or '.join(fitting)}, which mean the same, or 'none'"
     )

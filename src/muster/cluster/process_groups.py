@@ -1,18 +1,21 @@
 """Process groups of torch.distributed between two processes: one for each direction of a link.
 
-The groups are objects of Muster's own. The default group (``init_process_group``) is neither used nor made, so that the
-program may have one, before or later. Both ends exchange the groups' addresses over their authenticated connection
-(``LinkStore``): no store listens at a port. Then each direction carries a number that only a process with the session's
-key can make, so that a process that has taken a group's connection is found before the first block.
+The groups are objects of Muster's own. The default group (``init_process_group``) is neither used
+nor made, so that the program may have one, before or later. Both ends exchange the groups'
+addresses over their authenticated connection (``LinkStore``): no store listens at a port. Then each
+direction carries a number that only a process with the session's key can make, so that a process
+that has taken a group's connection is found before the first block.
 
 gloo, on which most of this file depends (measured with torch 2.13):
 
-- A call that waits cannot be ended from Python, and a wait with a deadline closes the group when the deadline passes.
-- When the other process ends, or the group is closed, gloo raises an error in waits for transfers that have not begun,
-  but not in the wait for the transfer that is under way, which lasts until its deadline. So nothing waits for a block:
-  the receiver waits for the mark that follows the block, the sender for the receiver's acknowledgement.
-- ``abort`` waits one millisecond for a number that never comes. On return the connection is closed, and gloo neither
-  reads nor writes memory that was given to it.
+- A call that waits cannot be ended from Python, and a wait with a deadline closes the group when
+  the deadline passes.
+- When the other process ends, or the group is closed, gloo raises an error in waits for transfers
+  that have not begun, but not in the wait for the transfer that is under way, which lasts until its
+  deadline. So nothing waits for a block: the receiver waits for the mark that follows the block,
+  the sender for the receiver's acknowledgement.
+- ``abort`` waits one millisecond for a number that never comes. On return the connection is closed,
+  and gloo neither reads nor writes memory that was given to it.
 """
 
 from __future__ import annotations
@@ -42,21 +45,27 @@ from muster.utils.texts import first_line
 
 BACKENDS = ("gloo", "nccl", "ucc", "mpi")
 SET_UP_S = 30.0  # for the other end to import torch and to connect
-BLOCK, ACKNOWLEDGEMENT, MARK, NEVER = range(4)  # tags of gloo's transfers; nothing is sent with the last one
+# tags of gloo's transfers; nothing is sent with the last one
+BLOCK, ACKNOWLEDGEMENT, MARK, NEVER = range(4)
 AT_ONCE_S = 5.0  # for a transfer that has ended at the other end
-SHORTEST_POLL_S, LONGEST_POLL_S = 1e-4, 5e-3
+SHORTEST_POLL_S = 1e-4
+LONGEST_POLL_S = 5e-3
 _c10d: Any = torch.distributed
-_Store: Any = getattr(torch.distributed, "Store", object)  # some builds of torch have no process groups
+# some builds of torch have no process groups
+_Store: Any = getattr(torch.distributed, "Store", object)
 
 
 def check_backend(backend: str) -> None:
     """Raise BadOption unless process groups with this backend can be made in this process."""
     if backend not in BACKENDS:
-        raise BadOption(f"backend={backend!r} is unknown: expected one of {', '.join(map(repr, BACKENDS))}")
+        raise BadOption(
+            f"backend={backend!r} is unknown: expected one of {', '.join(map(repr, BACKENDS))}"
+        )
     if reason := _unavailable(backend):
         raise BadOption(
-            f"backend={backend!r} is not available: {reason}. Take backend='gloo', which carries data through the "
-            f"hosts' memory, or transport='direct', which does without torch.distributed."
+            f"backend={backend!r} is not available: {reason}. Take backend='gloo', which carries"
+            " data through the hosts' memory, or transport='direct', which does without"
+            " torch.distributed."
         )
 
 
@@ -72,12 +81,16 @@ def _unavailable(backend: str) -> str:
     if backend == "nccl" and not torch.cuda.is_available():
         return f"{torch_here}: ProcessGroupNCCL is only supported with GPUs, no GPUs found!"
     if backend == "mpi":
-        return "mpirun fixes MPI's ranks when it starts them, so that a node can neither join later nor come back"
+        return (
+            "mpirun fixes MPI's ranks when it starts them, so that a node can neither join later"
+            " nor come back"
+        )
     return ""
 
 
 class LinkStore(_Store):  # type: ignore[misc]
-    """The store of a pair of groups: exchanges keys over an authenticated connection, while the groups are made.
+    """The store of a pair of groups: exchanges keys over an authenticated connection, while the
+    groups are made.
 
     Afterwards (``end``) it has the keys that it has, for backends that look at them later.
     """
@@ -123,7 +136,10 @@ class LinkStore(_Store):  # type: ignore[misc]
 
 
 class Way(ABC):
-    """One direction between two ends. One thread sends or receives; any thread may call ``abort``."""
+    """One direction between two ends.
+
+    One thread sends or receives; any thread may call ``abort``.
+    """
 
     @abstractmethod
     def send(self, array: Array, within_s: float) -> None:
@@ -140,7 +156,10 @@ class Way(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Close the way. When this returns, memory that was given to it is not used any more. May be called again."""
+        """Close the way.
+
+        When this returns, memory that was given to it is not used any more. May be called again.
+        """
 
 
 class GlooWay(Way):
@@ -164,8 +183,9 @@ class GlooWay(Way):
         self.group: Any = group
         self._peer = 1 - rank
         self._one = torch.zeros(1, dtype=torch.uint8)
-        # The transfers of the newest block: gloo uses an acknowledgement until it is sent. Nor are they freed with the
-        # frames of a thread, which may be when the program ends (``distributed_link._end_all``).
+        # The transfers of the newest block: gloo uses an acknowledgement until it is sent. Nor are
+        # they freed with the frames of a thread, which may be when the program ends
+        # (``distributed_link._end_all``).
         self._works: list[Any] = []
 
     def send(self, array: Array, within_s: float) -> None:
@@ -190,15 +210,18 @@ class GlooWay(Way):
             self._works.append(self.group.send([self._one], self._peer, ACKNOWLEDGEMENT))
 
     def abort(self) -> None:
-        with contextlib.suppress(RuntimeError):  # that the deadline has passed, or that the group was closed before
-            self.group.recv([torch.empty_like(self._one)], self._peer, NEVER).wait(timedelta(milliseconds=1))
+        # that the deadline has passed, or that the group was closed before
+        with contextlib.suppress(RuntimeError):
+            self.group.recv([torch.empty_like(self._one)], self._peer, NEVER).wait(
+                timedelta(milliseconds=1)
+            )
 
 
 class BufferedWay(Way):
     """A direction over a backend whose works can be asked whether they are complete: nccl, ucc.
 
-    A block is copied into a buffer on the device, broadcast in the group of two, and copied out of the other end's
-    buffer. Memory of the caller is never given to the backend.
+    A block is copied into a buffer on the device, broadcast in the group of two, and copied out of
+    the other end's buffer. Memory of the caller is never given to the backend.
 
     Args:
         group: of two processes.
@@ -207,7 +230,9 @@ class BufferedWay(Way):
     """
 
     def __init__(self, group: Any, root: int, device: torch.device) -> None:
-        self.group, self._root, self._device = group, root, device
+        self.group = group
+        self._root = root
+        self._device = device
         self._over = threading.Event()
         self._writing = threading.Lock()  # held while the caller's memory is used
 
@@ -246,7 +271,9 @@ class BufferedWay(Way):
 
 
 def two_ways(channel: SocketLink, backend: str, *, main: bool) -> tuple[Way, Way]:
-    """Make the ways to the other end of a connection, and from it. Both ends call this at the same time.
+    """Make the ways to the other end of a connection, and from it.
+
+    Both ends call this at the same time.
 
     Nothing else may use the connection meanwhile. Its deadline is set to ``SET_UP_S``.
 
@@ -270,15 +297,17 @@ def two_ways(channel: SocketLink, backend: str, *, main: bool) -> tuple[Way, Way
         with contextlib.suppress(LinkLost):
             say(channel, failed=reason)
         raise LinkLost(
-            f"torch.distributed ({backend}) has not connected {host} with the other end: {reason} Each end "
-            f"listens at a free port of the address of its connection, and firewalls have to let these through. "
-            f"(transport='direct' needs only the port at which nodes join.)"
+            f"torch.distributed ({backend}) has not connected {host} with the other end: {reason}"
+            " Each end listens at a free port of the address of its connection, and firewalls have"
+            " to let these through. (transport='direct' needs only the port at which nodes join.)"
         ) from error
     return (made[0], made[1]) if main else (made[1], made[0])
 
 
 def _maker(host: str, backend: str, rank: int) -> Callable[[Any, int], Way]:
-    """Return a function that makes the way from the process of rank ``root``; it takes a store and ``root``."""
+    """Return a function that makes the way from the process of rank ``root``; it takes a store and
+    ``root``.
+    """
     check_backend(backend)
     timeout = timedelta(seconds=SET_UP_S)
     if backend == "gloo":
@@ -286,16 +315,24 @@ def _maker(host: str, backend: str, rank: int) -> Callable[[Any, int], Way]:
         return lambda store, root: GlooWay(store, rank, device)
     if backend == "nccl":
         gpu = torch.device("cuda", torch.cuda.current_device())
-        return lambda store, root: BufferedWay(_c10d.ProcessGroupNCCL(store, rank, 2, timeout), root, gpu)
+        return lambda store, root: BufferedWay(
+            _c10d.ProcessGroupNCCL(store, rank, 2, timeout), root, gpu
+        )
     cpu = torch.device("cpu")
-    return lambda store, root: BufferedWay(_c10d.ProcessGroupUCC(store, rank, 2, timeout), root, cpu)
+    return lambda store, root: BufferedWay(
+        _c10d.ProcessGroupUCC(store, rank, 2, timeout), root, cpu
+    )
 
 
 def _device(host: str) -> Any:
-    """Gloo's thread and port at an address; None: gloo makes them, at the address of the host's name."""
+    """Gloo's thread and port at an address; None: gloo makes them, at the address of the host's
+    name.
+    """
     gloo = _c10d.ProcessGroupGloo
     names = ("_devices", "_threads", "_timeout")
-    if usable("torch", (gloo, ("_Options", "create_device"))) and usable("torch", (gloo._Options, names)):
+    if usable("torch", (gloo, ("_Options", "create_device"))) and usable(
+        "torch", (gloo._Options, names)
+    ):
         return gloo.create_device(hostname=host)
     return None
 
@@ -313,7 +350,9 @@ def _prove(channel: SocketLink, way: Way, root: int, *, sends: bool) -> None:
 
 
 def tensor_over(array: Array) -> torch.Tensor:
-    """A tensor over the memory of an array, which may be read-only: a tensor that is sent is not written."""
+    """A tensor over the memory of an array, which may be read-only: a tensor that is sent is not
+    written.
+    """
     if array.flags.writeable:
         return torch.from_numpy(array)
     with warnings.catch_warnings():

@@ -37,24 +37,27 @@ STEP_S = 1.0
 class RayBuffer:
     """A handle to a buffer in a Ray actor: any object with ``extend`` or ``add``.
 
-    The handle has the public methods and attributes of the buffer. A call returns when the buffer has executed it, and
-    raises the buffer's errors. Tensors travel through Ray's object store. The buffer gets read-only views of the store,
-    without a copy; a storage that keeps references keeps the memory there. Results are copied once, and belong to the
-    caller.
+    The handle has the public methods and attributes of the buffer. A call returns when the buffer
+    has executed it, and raises the buffer's errors. Tensors travel through Ray's object store. The
+    buffer gets read-only views of the store, without a copy; a storage that keeps references keeps
+    the memory there. Results are copied once, and belong to the caller.
 
-    The handle can be pickled to any process that is connected to the cluster. The buffer ends with ``close``, or with
-    the process that made it.
+    The handle can be pickled to any process that is connected to the cluster. The buffer ends with
+    ``close``, or with the process that made it.
 
     Args:
-        buffer: function that makes the buffer in the actor, or a buffer, which is pickled to the actor.
+        buffer: function that makes the buffer in the actor, or a buffer, which is pickled to the
+            actor.
         ray_init_config: keyword arguments of ``ray.init``, if Ray does not run in this process yet.
         timeout_s: timeout of each call and of the start, in seconds.
         remote_config: options of the Ray actor, such as ``num_cpus`` (default 0) or ``memory``.
 
     Raises:
-        BadOption: Ray is not installed, ``buffer`` is no buffer or cannot be pickled, or Ray refuses an option.
-            From ``extend``: a TorchRL buffer stores batches of another shape; nothing was written.
-        WorkerDied: the buffer could not be made in the actor, or (from any method) the actor has ended.
+        BadOption: Ray is not installed, ``buffer`` is no buffer or cannot be pickled, or Ray
+            refuses an option. From ``extend``: a TorchRL buffer stores batches of another shape;
+            nothing was written.
+        WorkerDied: the buffer could not be made in the actor, or (from any method) the actor has
+            ended.
         CollectorTimeout: no answer within ``timeout_s``.
     """
 
@@ -70,11 +73,12 @@ class RayBuffer:
             from muster.cluster.ray_runtime import Lease, actor_class, first_line, search_path
         if not callable(buffer) and not _is_buffer(buffer):
             raise BadOption(
-                f"RayBuffer got a {type(buffer).__name__}: expected a function that makes a buffer, or an object with "
-                f"extend(batch) or add(transition)"
+                f"RayBuffer got a {type(buffer).__name__}: expected a function that makes a buffer,"
+                " or an object with extend(batch) or add(transition)"
             )
         made = dumps(buffer, "buffer")
-        self._timeout_s, self._closed = timeout_s, False
+        self._timeout_s = timeout_s
+        self._closed = False
         self._lease: Lease | None = Lease(ray_init_config)
         self._connection: RayConnection | None = None  # of this process, with the first call
         try:
@@ -82,7 +86,9 @@ class RayBuffer:
             try:
                 cls = cls.options(**{"num_cpus": 0, **(remote_config or {})})
             except (ValueError, TypeError) as error:
-                raise BadOption(f"RayBuffer: {first_line(error)} Options of Ray actors are expected") from error
+                raise BadOption(
+                    f"RayBuffer: {first_line(error)} Options of Ray actors are expected"
+                ) from error
             self._actor = cls.remote(search_path(), made)
             self._look("__class__")  # waits until the buffer is made
         except BaseException:
@@ -109,7 +115,9 @@ class RayBuffer:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
-            raise AttributeError(f"RayBuffer has no attribute {name!r}; private ones of the buffer are not reached")
+            raise AttributeError(
+                f"RayBuffer has no attribute {name!r}; private ones of the buffer are not reached"
+            )
         is_method, value = self._look(name)
         return partial(self._call, name) if is_method else value
 
@@ -121,7 +129,8 @@ class RayBuffer:
             from ray import exceptions
 
             self._closed = True
-            with contextlib.suppress(exceptions.RayError, ValueError, RuntimeError):  # it has ended with its connection
+            # it has ended with its connection
+            with contextlib.suppress(exceptions.RayError, ValueError, RuntimeError):
                 if self._connection is not None:
                     self._connection.check()
                     ray.kill(self._actor, no_restart=True)
@@ -149,30 +158,35 @@ class RayBuffer:
             while not arrived(answer, min(STEP_S, self._timeout_s)):
                 if time.monotonic() > deadline:
                     raise CollectorTimeout(
-                        f"the replay buffer (a Ray actor) has not answered {what} within {self._timeout_s:g} s; is it "
-                        f"waiting for a machine with the resources it asks for? timeout_s= lets it take longer"
+                        f"the replay buffer (a Ray actor) has not answered {what} within"
+                        f" {self._timeout_s:g} s; is it waiting for a machine with the resources it"
+                        " asks for? timeout_s= lets it take longer"
                     )
             return _unpack(*ray.get(answer))
         except exceptions.RayTaskError as error:
             raise error.cause from error
         except (exceptions.RayError, RuntimeError) as error:  # the latter: Ray was shut down
-            raise WorkerDied(f"the replay buffer (a Ray actor) cannot be reached: {first_line(error)}") from error
+            raise WorkerDied(
+                f"the replay buffer (a Ray actor) cannot be reached: {first_line(error)}"
+            ) from error
 
 
 class BufferActor:
     """The object in the actor: it makes the buffer and executes calls."""
 
     def __init__(self, made: bytes) -> None:
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # views of Ray's store
+        # views of Ray's store
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         buffer = loads(made, "buffer")
         self._buffer = buffer if _is_buffer(buffer) else buffer()
         if not _is_buffer(self._buffer):
             raise BadOption(
-                f"the function given to RayBuffer made a {type(self._buffer).__name__}: expected an object with "
-                f"extend(batch) or add(transition)"
+                f"the function given to RayBuffer made a {type(self._buffer).__name__}: expected an"
+                " object with extend(batch) or add(transition)"
             )
 
-        self._stored: StoredItems | None = None  # made for the first batch, since it initialises a lazy buffer
+        # made for the first batch, since it initialises a lazy buffer
+        self._stored: StoredItems | None = None
 
     def call(self, name: str, payload: bytes, arrays: Sequence[Array]) -> tuple[bytes, list[Array]]:
         args, kwargs = _unpack(payload, arrays, copy=False)
@@ -194,18 +208,21 @@ class BufferActor:
 
 
 def for_nodes(buffer: Any) -> Any:
-    """Return the object that nodes write into: a ``RayBuffer`` itself, or the client of TorchRL's ``RayReplayBuffer``.
+    """Return the object that nodes write into: a ``RayBuffer`` itself, or the client of TorchRL's
+    ``RayReplayBuffer``.
 
     Raises:
         BadOption: only this process can reach the buffer.
     """
     if isinstance(buffer, RayBuffer):
         return buffer
-    if getattr(buffer, "service_backend", None) == "ray" and callable(getattr(buffer, "client", None)):
+    if getattr(buffer, "service_backend", None) == "ray" and callable(
+        getattr(buffer, "client", None)
+    ):
         return buffer.client()
     raise BadOption(
-        f"replay_buffer is a {type(buffer).__name__}, which nodes cannot write into: expected a muster.RayBuffer "
-        f"(RayBuffer(make_buffer)) or TorchRL's RayReplayBuffer"
+        f"replay_buffer is a {type(buffer).__name__}, which nodes cannot write into: expected a"
+        " muster.RayBuffer (RayBuffer(make_buffer)) or TorchRL's RayReplayBuffer"
     )
 
 
@@ -214,7 +231,7 @@ def _is_buffer(thing: Any) -> bool:
     return has_method and not isinstance(thing, type)
 
 
-# --- tensors as arrays ------------------------------------------------------------------------------
+# --- tensors as arrays ----------------------------------------------------------------------------
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -222,7 +239,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.Tensor and _is_ordinary(obj):
-            memory = obj.contiguous().view(-1).view(torch.uint8).numpy() if obj.numel() else np.empty(0, np.uint8)
+            memory = (
+                obj.contiguous().view(-1).view(torch.uint8).numpy()
+                if obj.numel()
+                else np.empty(0, np.uint8)
+            )
             return _tensor, (memory, obj.dtype, tuple(obj.shape))
         return super().reducer_override(obj)
 
@@ -239,7 +260,9 @@ def _tensor(memory: Array, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.
 
 
 def _pack(thing: Any) -> tuple[bytes, list[Array]]:
-    """Return a pickle, and the memory of all tensors and arrays in it, which Ray copies into its store."""
+    """Return a pickle, and the memory of all tensors and arrays in it, which Ray copies into its
+    store.
+    """
     file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(thing)
     return file.getvalue(), [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers]

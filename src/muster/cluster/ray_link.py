@@ -1,4 +1,5 @@
-"""The engine "ray": a link whose messages are calls of an actor, and whose blocks are in Ray's object store.
+"""The engine "ray": a link whose messages are calls of an actor, and whose blocks are in Ray's
+object store.
 
 ::
 
@@ -6,19 +7,22 @@
        |-- call: exchange(message) ------------------------>|  received in the order of sending
        |<------------------ result: messages, a block ------|  as soon as the node has something to send
 
-A call carries a message to the node, and returns with the node's next messages. So a request and its result cost one
-call, and a node without anything to send costs none: at least one call is open all the time. Large blocks to nodes are
-put into the store once for all nodes, and fetched by the machines of the nodes. Large blocks from nodes are results of
-calls, and are copied once, from the store of this machine into the memory given to ``expect``.
+A call carries a message to the node, and returns with the node's next messages. So a request and
+its result cost one call, and a node without anything to send costs none: at least one call is open
+all the time. Large blocks to nodes are put into the store once for all nodes, and fetched by the
+machines of the nodes. Large blocks from nodes are results of calls, and are copied once, from the
+store of this machine into the memory given to ``expect``.
 
-What it guarantees: ``Link``. Ray may execute calls in another order than they were made in, so messages and calls are
-numbered. Both ends count what the other end has received, and wait where it does not read.
+What it guarantees: ``Link``. Ray may execute calls in another order than they were made in, so
+messages and calls are numbered. Both ends count what the other end has received, and wait where it
+does not read.
 
-What it costs: per rollout of a node one call of the main process, which for small batches is what a call of Ray costs.
-Two copies of a large block, into the store and out of it, and one more between the stores of two machines.
+What it costs: per rollout of a node one call of the main process, which for small batches is what a
+call of Ray costs. Two copies of a large block, into the store and out of it, and one more between
+the stores of two machines.
 
-What it trusts: Ray. A process that can connect to the cluster can call the actor, and run code in it. Ray's token and
-TLS settings say which can (docs/engines.md). Muster listens at no port.
+What it trusts: Ray. A process that can connect to the cluster can call the actor, and run code in
+it. Ray's token and TLS settings say which can (docs/engines.md). Muster listens at no port.
 """
 
 from __future__ import annotations
@@ -43,16 +47,19 @@ from muster.cluster.ray_runtime import RayConnection, first_line
 from muster.memory.specs import Array
 from muster.utils.attributes import named
 
-SMALL = 1 << 16  # bytes of a block that travels in the message; Ray stores what has more than 100 kB
+# bytes of a block that travels in the message; Ray stores what has more than 100 kB
+SMALL = 1 << 16
 OPEN = 4  # calls that wait for messages of the node
 THREADS = OPEN + 4  # of the actor: one serves, others receive
 
 POLL_S = 0.25  # seconds after which a thread that waits for Ray looks whether the link is closed
 
 PUSH, EXCHANGE, PULL, END = range(4)  # what a call of the actor is for, see ``NodeEnd.handle``
-_CALL = struct.Struct("<BQQ")  # what it is for; its number, if it returns messages; number of its message
+# what it is for; its number, if it returns messages; number of its message
+_CALL = struct.Struct("<BQQ")
 _UP = struct.Struct("<Q?")  # messages read; whether the node has closed
-_FRAME = struct.Struct("<QQQ?")  # bytes of the message, tag and bytes of its block, whether the block follows
+# bytes of the message, tag and bytes of its block, whether the block follows
+_FRAME = struct.Struct("<QQQ?")
 
 
 @dataclass(eq=False)
@@ -81,7 +88,10 @@ class RayFrame(Frame):
 
 
 def unpacked(packed: bytes, start: int, large: Array | None) -> list[RayFrame]:
-    """The frames from ``start`` on. ``large`` is the block of the one frame whose block does not follow."""
+    """The frames from ``start`` on.
+
+    ``large`` is the block of the one frame whose block does not follow.
+    """
     frames = []
     while start < len(packed):
         length, tag, size, follows = _FRAME.unpack_from(packed, start)
@@ -101,8 +111,9 @@ def unpacked(packed: bytes, start: int, large: Array | None) -> list[RayFrame]:
 class StoredBlocks:
     """Large blocks in Ray's store: each is put there once, for all links.
 
-    A block is freed after its ``Block`` and the next one. Where the store still has an older one, it writes a new block
-    of the same size where another one was, which takes a sixth of the time of memory that was not used before.
+    A block is freed after its ``Block`` and the next one. Where the store still has an older one,
+    it writes a new block of the same size where another one was, which takes a sixth of the time of
+    memory that was not used before.
     """
 
     def __init__(self) -> None:
@@ -122,7 +133,8 @@ class StoredBlocks:
 class MainEnd(End):
     """The end of the main process.
 
-    Calls return in the order in which they were made, so that the receiving thread waits for the oldest one.
+    Calls return in the order in which they were made, so that the receiving thread waits for the
+    oldest one.
 
     Args:
         handle: the method ``handle`` of an actor with an ``ActorMain``.
@@ -148,7 +160,8 @@ class MainEnd(End):
         self._connection = RayConnection()
         self._explain: Callable[[LinkLost], LinkLost] | None = explain
         self._sent = 0
-        self._unread: deque[int] = deque()  # bytes of the blocks of messages that the node has not read
+        # bytes of the blocks of messages that the node has not read
+        self._unread: deque[int] = deque()
         self._calls = 0  # that return with messages of the node
         self._open: deque[Future[Any]] = deque()  # the results of those that have not returned
         self._begin(PULL)
@@ -188,7 +201,8 @@ class MainEnd(End):
                 return
         packed = _CALL.pack(PUSH, 0, number) + frame.packed()
         with self._of_ray():
-            self._tell.remote(packed, *([] if ref is None else [ref]))  # the block is freed when the call has ended
+            # the block is freed when the call has ended
+            self._tell.remote(packed, *([] if ref is None else [ref]))
 
     def _stored(self, block: Block) -> Any:
         """A reference to a block in Ray's store."""
@@ -198,7 +212,9 @@ class MainEnd(End):
     def _begin(self, what: int, number: int = 0, packed: bytes = b"") -> None:
         """Begin a call that returns with messages of the node. Called by one thread at a time."""
         with self._of_ray():
-            self._open.append(self._call.remote(_CALL.pack(what, self._calls, number) + packed).future())
+            self._open.append(
+                self._call.remote(_CALL.pack(what, self._calls, number) + packed).future()
+            )
             self._calls += 1
 
     @contextlib.contextmanager
@@ -222,8 +238,8 @@ class MainEnd(End):
     def _return(self) -> None:
         """Wait until the oldest call has returned, and take its messages; or return after a while.
 
-        The thread waits in Python. One that is in ``ray.get`` while the user calls ``ray.shutdown`` and ``ray.init``
-        makes Ray abort the process.
+        The thread waits in Python. One that is in ``ray.get`` while the user calls ``ray.shutdown``
+        and ``ray.init`` makes Ray abort the process.
         """
         deadline = self._heard + self._deadline_s
         with self._changed:
@@ -254,7 +270,9 @@ class MainEnd(End):
             self._changed.notify_all()
 
     def _look_at_ray(self) -> None:
-        """Lose the link if this process has left Ray, which completes no call any more; with ``_changed`` held."""
+        """Lose the link if this process has left Ray, which completes no call any more; with
+        ``_changed`` held.
+        """
         try:
             self._connection.check()
         except RuntimeError as error:
@@ -270,7 +288,10 @@ class MainEnd(End):
 
 
 class NodeEnd(End):
-    """The end of the node. Calls of the main process, each in a thread of its own, are executed by ``handle``."""
+    """The end of the node.
+
+    Calls of the main process, each in a thread of its own, are executed by ``handle``.
+    """
 
     def __init__(self, deadline_s: float) -> None:
         super().__init__(deadline_s)
@@ -310,10 +331,11 @@ class NodeEnd(End):
             self._outbox.remove(frame)
             raise
 
-    # --- called by the main process -----------------------------------------------------------------
+    # --- called by the main process ---------------------------------------------------------------
 
     def handle(self, packed: bytes, large: Array | None = None) -> Any:
-        """Receive the message in a call, and return the next messages of the node if the call waits for them.
+        """Receive the message in a call, and return the next messages of the node if the call waits
+        for them.
 
         Args:
             packed: what the call is for, its number, and its message.
@@ -348,7 +370,8 @@ class NodeEnd(End):
             self._changed.notify_all()
         if taken and taken[-1].is_large:
             large = taken[-1].block
-            taken[-1].block = None  # Ray has the only reference to it, so that its end can be noticed
+            # Ray has the only reference to it, so that its end can be noticed
+            taken[-1].block = None
             return packed, large
         return packed
 

@@ -1,8 +1,9 @@
 """Nodes as Ray actors: Ray finds a machine for each, and starts it there.
 
-With the engine "ray", the actor is the node, and calls of it are the link (``ray_link.py``). With the engine "direct",
-the actor joins like any other node (``joining.py``), and its link is its connection to this process. It gets the token
-as an argument, through Ray: a process that can read it can run code in the cluster anyway.
+With the engine "ray", the actor is the node, and calls of it are the link (``ray_link.py``). With
+the engine "direct", the actor joins like any other node (``joining.py``), and its link is its
+connection to this process. It gets the token as an argument, through Ray: a process that can read
+it can run code in the cluster anyway.
 """
 
 from __future__ import annotations
@@ -51,10 +52,12 @@ WHY_S = 1.0  # for Ray to report the end of an actor whose connection has ended
 
 
 class RayCarrier(Carrier):
-    """Nodes as actors of a Ray cluster, one per node and session; see ``RayCollector`` for the options.
+    """Nodes as actors of a Ray cluster, one per node and session; see ``RayCollector`` for the
+    options.
 
-    Ray is started or joined here (see ``ray_runtime.Lease``) and left by ``close``, unless the user did it before.
-    Nodes are spread over the machines (``scheduling_strategy="SPREAD"``), unless ``remote_configs`` say otherwise.
+    Ray is started or joined here (see ``ray_runtime.Lease``) and left by ``close``, unless the user
+    did it before. Nodes are spread over the machines (``scheduling_strategy="SPREAD"``), unless
+    ``remote_configs`` say otherwise.
 
     Args:
         deadline_s: seconds without a message after which a link is lost.
@@ -73,7 +76,9 @@ class RayCarrier(Carrier):
         deadline_s: float = 15.0,
         target: str = AGENT,
     ) -> None:
-        self._places = ActorPlaces(_per_node(remote_configs, count), ray_init_config, "ray_link:ActorMain", THREADS)
+        self._places = ActorPlaces(
+            _per_node(remote_configs, count), ray_init_config, "ray_link:ActorMain", THREADS
+        )
         self._target = target
         self._deadline_s = deadline_s
         self._blocks = StoredBlocks()
@@ -90,7 +95,9 @@ class RayCarrier(Carrier):
         self._started.add(node, actor)
         try:
             self._wait(actor, node, deadline, within_s, given_up)
-            return MainEnd(actor.actor.handle, self._blocks, self._deadline_s, actor.ended, actor.lost)
+            return MainEnd(
+                actor.actor.handle, self._blocks, self._deadline_s, actor.ended, actor.lost
+            )
         except BaseException:
             self._started.end(node)
             raise
@@ -100,7 +107,14 @@ class RayCarrier(Carrier):
             self._started.end(node)
         self._places.close()
 
-    def _wait(self, actor: NodeActor, node: int, deadline: float, within_s: float, given_up: threading.Event) -> None:
+    def _wait(
+        self,
+        actor: NodeActor,
+        node: int,
+        deadline: float,
+        within_s: float,
+        given_up: threading.Event,
+    ) -> None:
         """Wait until the actor runs."""
         while True:
             if reason := actor.ended(JOIN_POLL_S):
@@ -111,12 +125,15 @@ class RayCarrier(Carrier):
                 raise LinkLost(f"Node {node} was given up before it had joined.")
             if time.monotonic() > deadline:
                 raise NotJoined(
-                    f"Node {node} has not joined {self.address} within {within_s:g} s. Its {actor} is {actor.state}."
+                    f"Node {node} has not joined {self.address} within {within_s:g} s. Its {actor}"
+                    f" is {actor.state}."
                 )
 
 
 class RayDirectCarrier(DirectCarrier):
-    """Nodes as actors of a Ray cluster, as ``RayCarrier``, which join at the address that this process has there."""
+    """Nodes as actors of a Ray cluster, as ``RayCarrier``, which join at the address that this
+    process has there.
+    """
 
     name = "ray"
 
@@ -132,13 +149,17 @@ class RayDirectCarrier(DirectCarrier):
         launcher = RayLauncher(_per_node(remote_configs, count), ray_init_config, target)
         try:
             address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-            rendezvous = Rendezvous(count, bind=address, token=secrets.token_hex(TOKEN_BYTES).encode())
+            rendezvous = Rendezvous(
+                count, bind=address, token=secrets.token_hex(TOKEN_BYTES).encode()
+            )
             super().__init__(launcher, rendezvous, deadline_s)
         except BaseException:
             launcher.close()
             raise
 
-    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> SocketLink:
+    def connect(
+        self, node: int, epoch: int, within_s: float, given_up: threading.Event
+    ) -> SocketLink:
         link = self._joined(node, epoch, within_s, given_up)
         actor = self._started.get(node)
         if isinstance(actor, NodeActor):  # else it was ended meanwhile
@@ -154,13 +175,18 @@ class RayLauncher(Launcher):
     advice = ""
 
     def __init__(
-        self, configs: Sequence[dict[str, Any] | None], ray_init_config: Mapping[str, Any] | None, target: str
+        self,
+        configs: Sequence[dict[str, Any] | None],
+        ray_init_config: Mapping[str, Any] | None,
+        target: str,
     ) -> None:
         self.places = ActorPlaces(configs, ray_init_config, "ray_nodes:JoiningActor")
         self._target = target
 
     def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> NodeActor:
-        return NodeActor(self.places, node, (self._target,), (rendezvous.address, node, rendezvous.token))
+        return NodeActor(
+            self.places, node, (self._target,), (rendezvous.address, node, rendezvous.token)
+        )
 
     def close(self) -> None:
         self.places.close()
@@ -214,9 +240,13 @@ class ActorPlaces:
         config = self.configs[node]
         if dead:
             config = config | {
-                "label_selector": {NODE_LABEL: f"!in({','.join(dead)})"} | config.get("label_selector", {})
+                "label_selector": (
+                    {NODE_LABEL: f"!in({','.join(dead)})"} | config.get("label_selector", {})
+                )
             }
-        return self._class.options(max_concurrency=self._threads, **config).remote(search_path(), *args)
+        return self._class.options(max_concurrency=self._threads, **config).remote(
+            search_path(), *args
+        )
 
     def close(self) -> None:
         """Leave Ray. May be called again."""
@@ -234,9 +264,13 @@ class NodeActor:
         actor: Ray's handle of it.
     """
 
-    def __init__(self, places: ActorPlaces, node: int, args: Sequence[Any], serving: Sequence[Any]) -> None:
-        self._places, self._node = places, node
-        self._args, self._serving_args = args, serving
+    def __init__(
+        self, places: ActorPlaces, node: int, args: Sequence[Any], serving: Sequence[Any]
+    ) -> None:
+        self._places = places
+        self._node = node
+        self._args = args
+        self._serving_args = serving
         self._where = ""
         self._begin()
 
@@ -247,7 +281,9 @@ class NodeActor:
             self._hello = self.actor.where.remote()
             self._serving = call(self.actor, "serve", *self._serving_args)
         except LOST as error:
-            raise LinkLost(f"Node {self._node} could not be started: {first_line(error)}") from error
+            raise LinkLost(
+                f"Node {self._node} could not be started: {first_line(error)}"
+            ) from error
 
     def __str__(self) -> str:
         return "Ray actor"
@@ -307,20 +343,23 @@ def _lack(config: Mapping[str, Any]) -> str:
     """The resources that a node requests, and those of the cluster."""
     wanted = {name: value for name, value in config.items() if name != "scheduling_strategy"}
     machines = [
-        f"{one['NodeManagerAddress']} has " + ", ".join(f"{n} {v:g}" for n, v in _plain(one["Resources"]).items())
+        f"{one['NodeManagerAddress']} has "
+        + ", ".join(f"{n} {v:g}" for n, v in _plain(one["Resources"]).items())
         for one in ray.nodes()  # type: ignore[no-untyped-call]
         if one["Alive"]
     ]
     free = _plain(ray.available_resources())  # type: ignore[no-untyped-call]
     return (
-        f"not started: it asks for {wanted}; of the machines {'; '.join(machines)}; free in all: {free}. Add a "
-        f"machine, or ask for less with remote_configs"
+        f"not started: it asks for {wanted}; of the machines {'; '.join(machines)}; free in all:"
+        f" {free}. Add a machine, or ask for less with remote_configs"
     )
 
 
 def _plain(resources: Mapping[str, float]) -> dict[str, float]:
     """Without the resources that only name machines."""
-    return {name: round(value, 3) for name, value in resources.items() if not name.startswith("node:")}
+    return {
+        name: round(value, 3) for name, value in resources.items() if not name.startswith("node:")
+    }
 
 
 def _per_node(
@@ -332,7 +371,8 @@ def _per_node(
         return [dict(configs)] * count
     if len(configs) != count:
         raise BadOption(
-            f"remote_configs has {len(configs)} entries for {count} nodes: give one each, or one dict for all"
+            f"remote_configs has {len(configs)} entries for {count} nodes: give one each, or one"
+            " dict for all"
         )
     return [dict(config) for config in configs]
 
@@ -343,5 +383,7 @@ def _complete(config: dict[str, Any] | None) -> dict[str, Any]:
         if ray.cluster_resources().get("GPU", 0) > 0:  # type: ignore[no-untyped-call]
             config["num_gpus"] = DEFAULT_GPUS
     if ours := OURS & config.keys():
-        raise BadOption(f"remote_configs has {', '.join(sorted(ours))}, which Muster sets itself: leave it out")
+        raise BadOption(
+            f"remote_configs has {', '.join(sorted(ours))}, which Muster sets itself: leave it out"
+        )
     return {"scheduling_strategy": "SPREAD"} | config

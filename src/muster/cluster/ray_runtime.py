@@ -25,8 +25,10 @@ except ImportError:
     ray_constants = services = None  # type: ignore[assignment]
 
 LOOPBACK = "127.0.0.1"
-LOST = (exceptions.RayError, ValueError, RuntimeError)  # the latter two: of a Ray that was shut down
-DETAILS = ("class_name", "actor_id", "namespace", "name", "repr", "pid", "ip", "node_id")  # in Ray's messages
+# the latter two: of a Ray that was shut down
+LOST = (exceptions.RayError, ValueError, RuntimeError)
+# in Ray's messages
+DETAILS = ("class_name", "actor_id", "namespace", "name", "repr", "pid", "ip", "node_id")
 
 
 @dataclass
@@ -38,16 +40,21 @@ class _RunningRay:
 
 
 class Lease:
-    """A reference to Ray. The first lease starts or joins Ray unless it runs already; closing the last one leaves it.
+    """A reference to Ray.
 
-    If the user has started or joined Ray, it is used unchanged, and still runs after all leases are closed. A Ray that
-    is started here listens on loopback only and has no dashboard, unless ``config`` sets them.
+    The first lease starts or joins Ray unless it runs already; closing the last one leaves it.
+
+    If the user has started or joined Ray, it is used unchanged, and still runs after all leases are
+    closed. A Ray that is started here listens on loopback only and has no dashboard, unless
+    ``config`` sets them.
 
     Args:
-        config: keyword arguments of ``ray.init``. None: join the Ray that runs on this machine, or else start one.
+        config: keyword arguments of ``ray.init``. None: join the Ray that runs on this machine, or
+            else start one.
 
     Raises:
-        BadOption: ``ray.init`` refuses ``config``, or the cluster does not exist or has a different token.
+        BadOption: ``ray.init`` refuses ``config``, or the cluster does not exist or has a different
+            token.
     """
 
     _lock = threading.Lock()
@@ -73,7 +80,8 @@ class Lease:
                 return
             self._held = False
             self._mine.holders -= 1
-            if self._mine.holders == 0 and Lease._run is self._mine:  # else the user has shut Ray down since
+            # else the user has shut Ray down since
+            if self._mine.holders == 0 and Lease._run is self._mine:
                 Lease._run = None
                 if self._mine.ours:
                     ray.shutdown()
@@ -81,7 +89,10 @@ class Lease:
 
 def _refuse_clients(address: Any, *, running: bool) -> None:
     """Raise BadOption for a Ray client, which has no object store."""
-    found, said = "", None if running or address not in (None, "auto") else os.environ.get("RAY_ADDRESS")
+    found, said = (
+        "",
+        (None if running or address not in (None, "auto") else os.environ.get("RAY_ADDRESS")),
+    )
     if isinstance(address, str) and address.startswith("ray://"):
         found = f"ray_init_config has address={address!r}, a Ray client"
     elif said is not None and said.startswith("ray://"):
@@ -90,13 +101,16 @@ def _refuse_clients(address: Any, *, running: bool) -> None:
         found = "this process is connected to a Ray cluster as a client (ray.init('ray://...'))"
     if found:
         raise BadOption(
-            f"{found}: all batches would pass through its proxy. Run this on a machine of the cluster "
-            f"(`ray start --address=...` makes it one) with address='auto'"
+            f"{found}: all batches would pass through its proxy. Run this on a machine of the"
+            " cluster (`ray start --address=...` makes it one) with address='auto'"
         )
 
 
 def _init(config: dict[str, Any]) -> None:
-    """Call ``ray.init``. A new cluster listens on loopback only, unless ``config`` has ``_node_ip_address``."""
+    """Call ``ray.init``.
+
+    A new cluster listens on loopback only, unless ``config`` has ``_node_ip_address``.
+    """
     address = config.get("address")
     existing = None
     try:
@@ -108,7 +122,9 @@ def _init(config: dict[str, Any]) -> None:
         if existing is not None and at is None:
             said, existing = existing, None
             if address is not None or "RAY_ADDRESS" in os.environ:
-                raise ConnectionError(f"nothing listens at {said}, where a Ray cluster was said to be.")
+                raise ConnectionError(
+                    f"nothing listens at {said}, where a Ray cluster was said to be."
+                )
             config["address"] = "local"  # the address of a cluster that has ended
         if existing is None:
             config.setdefault("include_dashboard", False)
@@ -120,17 +136,30 @@ def _init(config: dict[str, Any]) -> None:
             ray.init(**config)
     except (ValueError, RuntimeError, TypeError, ConnectionError, exceptions.RayError) as error:
         what = f"ray.init(**{config!r})" if config else "ray.init()"
-        raise BadOption(f"{what} failed: {first_line(error)} {_advice(error, existing)}".rstrip()) from error
+        raise BadOption(
+            f"{what} failed: {first_line(error)} {_advice(error, existing)}".rstrip()
+        ) from error
 
 
 def _can_stay_on_loopback() -> bool:
-    """Return whether this Ray has the private names needed to find a cluster, or to start one on loopback only."""
-    owners = (services, ("canonicalize_bootstrap_address",)), (ray_constants, ("ENABLE_RAY_CLUSTER",))
+    """Return whether this Ray has the private names needed to find a cluster, or to start one on
+    loopback only.
+    """
+    owners = (
+        (services, ("canonicalize_bootstrap_address",)),
+        (
+            ray_constants,
+            ("ENABLE_RAY_CLUSTER",),
+        ),
+    )
     return usable("ray", *owners)
 
 
 def _join(config: dict[str, Any]) -> None:
-    """Join a running cluster with Ray's public names. Raises RuntimeError if one would have to be started."""
+    """Join a running cluster with Ray's public names.
+
+    Raises RuntimeError if one would have to be started.
+    """
     address = config.get("address")
     try:
         if address == "local":
@@ -140,9 +169,9 @@ def _join(config: dict[str, Any]) -> None:
         if address not in (None, "local"):
             raise
         raise RuntimeError(
-            f"Muster starts a cluster on loopback only, which takes private names that Ray {ray.__version__} does not "
-            f"have, or {VARIABLE}=never forbids. Call ray.init() before you make the collector: a Ray that runs in "
-            f"this process is used as it is."
+            "Muster starts a cluster on loopback only, which takes private names that Ray"
+            f" {ray.__version__} does not have, or {VARIABLE}=never forbids. Call ray.init() before"
+            " you make the collector: a Ray that runs in this process is used as it is."
         ) from error
 
 
@@ -150,9 +179,10 @@ def _advice(error: BaseException, existing: str | None) -> str:
     refused = isinstance(error, exceptions.AuthenticationError)
     if refused or (isinstance(error, ConnectionError) and existing is not None):
         return (
-            "If a cluster runs there, this process' token is not the cluster's: take it from a machine of the cluster "
-            "(`ray get-auth-token`), and set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file "
-            "with it, before Ray is imported. `ray start --head` starts a cluster."
+            "If a cluster runs there, this process' token is not the cluster's: take it from a"
+            " machine of the cluster (`ray get-auth-token`), and set RAY_AUTH_MODE=token and"
+            " RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file with it, before Ray is imported."
+            " `ray start --head` starts a cluster."
         )
     if isinstance(error, ConnectionError):
         return "Start one with `ray start --head`, or leave `address` out of ray_init_config."
@@ -162,7 +192,9 @@ def _advice(error: BaseException, existing: str | None) -> str:
 
 
 def _where(existing: str) -> str | None:
-    """Return the host at which the cluster is reachable: Ray has replaced 127.0.0.1 by this machine's address."""
+    """Return the host at which the cluster is reachable: Ray has replaced 127.0.0.1 by this
+    machine's address.
+    """
     host, _, port = existing.rpartition(":")
     return next((one for one in (host, LOOPBACK) if listens(one, int(port))), None)
 
@@ -178,7 +210,9 @@ def listens(host: str, port: int) -> bool:
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Keep Ray from replacing 127.0.0.1 by this machine's address, so that it does not listen on all interfaces."""
+    """Keep Ray from replacing 127.0.0.1 by this machine's address, so that it does not listen on
+    all interfaces.
+    """
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False  # the default on macOS and Windows
     try:
@@ -187,7 +221,7 @@ def _on_loopback() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = before
 
 
-# --- calls ------------------------------------------------------------------------------------------
+# --- calls ----------------------------------------------------------------------------------------
 
 
 class RayConnection:
@@ -205,8 +239,8 @@ class RayConnection:
     def check(self) -> None:
         """Raise RuntimeError if the connection has ended.
 
-        Otherwise a call of an actor, ``ray.put`` and ``ray.get`` would start Ray again, or wait for objects that a new
-        connection does not know.
+        Otherwise a call of an actor, ``ray.put`` and ``ray.get`` would start Ray again, or wait for
+        objects that a new connection does not know.
         """
         if not ray.is_initialized() or self._current() != self._number:
             raise RuntimeError("Ray was shut down in this process")
@@ -225,18 +259,21 @@ def arrived(ref: Any, within_s: float) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Return Ray's message as one line with a full stop, without tables, tracebacks and general advice."""
+    """Return Ray's message as one line with a full stop, without tables, tracebacks and general
+    advice.
+    """
     if isinstance(error, exceptions.RayTaskError):
         return f"{type(error.cause).__name__}: {error.cause}".split("\n")[0].rstrip(".") + "."
     lines = [line.strip() for line in re.sub(r"\x1b\[\d*m", "", str(error)).splitlines()]
     lines = [line for line in lines if line and line.split(":")[0] not in DETAILS]
-    if any(line.startswith('File "') for line in lines):  # the last line of a traceback has the error
+    # the last line of a traceback has the error
+    if any(line.startswith('File "') for line in lines):
         del lines[:-1]
     text = " ".join(lines[:2]).split(" Some common causes")[0]
     return (text or type(error).__name__).rstrip(".") + "."
 
 
-# --- actors -----------------------------------------------------------------------------------------
+# --- actors ---------------------------------------------------------------------------------------
 
 
 def search_path() -> list[str]:
@@ -245,10 +282,12 @@ def search_path() -> list[str]:
 
 
 def actor_class(target: str) -> Any:
-    """Return a Ray actor class around ``"module:class"``, which need not be importable where Ray's processes start.
+    """Return a Ray actor class around ``"module:class"``, which need not be importable where Ray's
+    processes start.
 
     Args:
-        target: class to wrap. ``remote`` takes ``search_path()``, and then the arguments of this class.
+        target: class to wrap. ``remote`` takes ``search_path()``, and then the arguments of this
+            class.
     """
 
     class MusterActor:  # a local class: it is pickled with its code
@@ -270,12 +309,15 @@ def actor_class(target: str) -> Any:
         def call(self, name: str, *args: Any) -> Any:
             return getattr(self._object, name)(*args)
 
-        def handle(self, packed: bytes, *large: Any) -> Any:  # each argument that Ray sends takes 15 us
+        # each argument that Ray sends takes 15 us
+        def handle(self, packed: bytes, *large: Any) -> Any:
             return self._object.handle(packed, *large)
 
     return ray.remote(MusterActor)
 
 
 def call(actor: Any, name: str, *args: Any) -> Any:
-    """Call a method of the object in an actor of ``actor_class``; returns a reference to the result."""
+    """Call a method of the object in an actor of ``actor_class``; returns a reference to the
+    result.
+    """
     return actor.call.remote(name, *args)

@@ -1,9 +1,11 @@
-"""The port at which nodes join the main process, with a token, and with the epoch in which each node may join.
+"""The port at which nodes join the main process, with a token, and with the epoch in which each
+node may join.
 
-Both ends of every connection prove that they know the token (``Link``) before either acts on a message of the
-other. So an offer to a node comes from a process that knows the token, belongs to this connection alone, and cannot be
-repeated in another one. The connection then is the link of the session. A process that reaches the port without the
-token can delay nodes that join, by more connections than ``STRANGERS`` in every ``KEEPS_S``, and nothing else.
+Both ends of every connection prove that they know the token (``Link``) before either acts on a
+message of the other. So an offer to a node comes from a process that knows the token, belongs to
+this connection alone, and cannot be repeated in another one. The connection then is the link of the
+session. A process that reaches the port without the token can delay nodes that join, by more
+connections than ``STRANGERS`` in every ``KEEPS_S``, and nothing else.
 
 ::
 
@@ -40,12 +42,14 @@ from muster.utils.strangers import Strangers
 TOKEN_BYTES = 32
 SHORTEST_TOKEN = 16  # bytes
 LONGEST_TOKEN = 4096
-TOKEN_FILE, TOKEN = "MUSTER_TOKEN_FILE", "MUSTER_TOKEN"
+TOKEN_FILE = "MUSTER_TOKEN_FILE"
+TOKEN = "MUSTER_TOKEN"
 ANSWER_S = 5.0  # for an answer of the other end
 PAUSE_S = 1.0  # after which a node without an offer is told so
 POLL_S = 0.1
 STUCK_S = 5.0  # after which a node that cannot be accepted counts as lost
-ACCEPT_MS = 1000  # after which the thread checks for closing, on systems where closing does not wake it
+# after which the thread checks for closing, on systems where closing does not wake it
+ACCEPT_MS = 1000
 BACKLOG = 512
 HIGHEST_PORT = 65535
 STRANGERS = 128  # connections at a time that have not yet proved that they know the token
@@ -59,8 +63,8 @@ class Rendezvous:
         count: of nodes.
         bind: address (or name) of this machine at which it listens.
         tcp_port: port at which it listens; 0: a free one.
-        token: the secret that nodes must know. None: the contents of the file MUSTER_TOKEN_FILE, or MUSTER_TOKEN, else
-            a random one, if ``bind`` is loopback.
+        token: the secret that nodes must know. None: the contents of the file MUSTER_TOKEN_FILE, or
+            MUSTER_TOKEN, else a random one, if ``bind`` is loopback.
 
     Attributes:
         address: "host:port".
@@ -68,12 +72,12 @@ class Rendezvous:
         token: the secret.
         deadline_s: of the links of sessions, at both ends; set by the carrier.
         engine: of the carrier, which sets it.
-        groups: of the sessions' process groups, see ``distributed_link.Groups``; None: they have none. Set by the
-            carrier.
+        groups: of the sessions' process groups, see ``distributed_link.Groups``; None: they have
+            none. Set by the carrier.
 
     Raises:
-        BadOption: the port does not exist or is taken, ``bind`` is not an address of this machine, or other machines
-            can reach it and there is no token.
+        BadOption: the port does not exist or is taken, ``bind`` is not an address of this machine,
+            or other machines can reach it and there is no token.
     """
 
     deadline_s = ANSWER_S
@@ -89,22 +93,30 @@ class Rendezvous:
         token: bytes | str | os.PathLike[str] | None = None,
     ) -> None:
         if integer("tcp_port", tcp_port, 0) > HIGHEST_PORT:
-            raise BadOption(f"tcp_port={tcp_port}: expected at most {HIGHEST_PORT}; 0 takes a free one.")
+            raise BadOption(
+                f"tcp_port={tcp_port}: expected at most {HIGHEST_PORT}; 0 takes a free one."
+            )
         self.count, self.host = count, _resolved(bind)
         given = read_token(token)
         if given is None and not is_loopback(self.host):
             raise BadOption(
-                f"bind={bind!r} can be reached from other machines, so that nodes need a token: pass token=, or the "
-                f"path of a file with mode 0600 in {TOKEN_FILE}, here and on every node. (bind='127.0.0.1' needs none.)"
+                f"bind={bind!r} can be reached from other machines, so that nodes need a token:"
+                f" pass token=, or the path of a file with mode 0600 in {TOKEN_FILE}, here and on"
+                " every node. (bind='127.0.0.1' needs none.)"
             )
         self.token = given or secrets.token_hex(TOKEN_BYTES).encode()
         self._open: dict[int, int] = {}  # by node, the epoch in which it may join
-        self._offered: set[tuple[int, int] | None] = set()  # offers that a node has not accepted yet
-        self._joined: dict[tuple[int, int], SocketLink] = {}  # by node and epoch, until ``joined`` takes it
+        # offers that a node has not accepted yet
+        self._offered: set[tuple[int, int] | None] = set()
+        # by node and epoch, until ``joined`` takes it
+        self._joined: dict[tuple[int, int], SocketLink] = {}
         self._connections: set[socket.socket] = set()  # that no node has accepted
-        self._strangers = Strangers(KEEPS_S)  # those of them that have not proved that they know the token
-        self._refused, self._last_refused = 0, ""
-        self._failing: tuple[float, OSError] | None = None  # since when no connection can be accepted, and why
+        # those of them that have not proved that they know the token
+        self._strangers = Strangers(KEEPS_S)
+        self._refused = 0
+        self._last_refused = ""
+        # since when no connection can be accepted, and why
+        self._failing: tuple[float, OSError] | None = None
         self._closed = False
         self._changed = threading.Condition()
         self._listener = _listen(self.host, tcp_port)
@@ -131,7 +143,9 @@ class Rendezvous:
             channel.close()
 
     def joined(self, node: int, epoch: int, within_s: float) -> SocketLink | None:
-        """The link to a node that has joined, which the caller closes; None: it has not joined in this time."""
+        """The link to a node that has joined, which the caller closes; None: it has not joined in
+        this time.
+        """
         with self._changed:
             self._changed.wait_for(lambda: (node, epoch) in self._joined or self._closed, within_s)
             return self._joined.pop((node, epoch), None)
@@ -149,10 +163,16 @@ class Rendezvous:
             if self._failing is None or time.monotonic() - self._failing[0] < STUCK_S:
                 return ""
             why = self._failing[1].strerror
-        return f"connections to {self.address} cannot be accepted ({why}). Close files, or raise the limit (ulimit -n)"
+        return (
+            f"connections to {self.address} cannot be accepted ({why}). Close files, or raise the"
+            " limit (ulimit -n)"
+        )
 
     def close(self) -> None:
-        """Stop listening, and close the links of sessions that have not begun. May be called again."""
+        """Stop listening, and close the links of sessions that have not begun.
+
+        May be called again.
+        """
         with self._changed:
             if self._closed:
                 return
@@ -195,9 +215,14 @@ class Rendezvous:
                 self._connections.add(connection)
             arguments = (connection, f"from {who[0]}:{who[1]}")
             try:
-                threading.Thread(target=self._attend, args=arguments, name="muster-joining", daemon=True).start()
+                threading.Thread(
+                    target=self._attend, args=arguments, name="muster-joining", daemon=True
+                ).start()
             except RuntimeError as error:  # the system allows no more threads: the peer tries again
-                self._failing = self._failing or (time.monotonic(), OSError(errno.EAGAIN, str(error)))
+                self._failing = self._failing or (
+                    time.monotonic(),
+                    OSError(errno.EAGAIN, str(error)),
+                )
                 self._forget(connection)
                 connection.close()
             else:
@@ -259,7 +284,9 @@ class Rendezvous:
                     self._changed.notify_all()
 
     def _claim(self, wanted: int | None) -> tuple[int, int] | None:
-        """A node that may join and is not offered to another connection, with its epoch; None: there is none."""
+        """A node that may join and is not offered to another connection, with its epoch; None:
+        there is none.
+        """
 
         def find() -> tuple[int, int] | None:
             free = sorted(item for item in self._open.items() if item not in self._offered)
@@ -288,13 +315,15 @@ def read_token(given: bytes | str | os.PathLike[str] | None) -> bytes | None:
     """The secret, without white space around it.
 
     Args:
-        given: bytes, or the path of a file. None: MUSTER_TOKEN_FILE or MUSTER_TOKEN of the environment.
+        given: bytes, or the path of a file. None: MUSTER_TOKEN_FILE or MUSTER_TOKEN of the
+            environment.
 
     Returns:
         None if it is not given and not in the environment.
 
     Raises:
-        BadOption: the file is missing or other users may read it, or the secret is too short or too long.
+        BadOption: the file is missing or other users may read it, or the secret is too short or too
+            long.
     """
     if given is None:
         if path := os.environ.get(TOKEN_FILE):
@@ -306,7 +335,8 @@ def read_token(given: bytes | str | os.PathLike[str] | None) -> bytes | None:
     token = given.strip() if isinstance(given, bytes) else _read_secret(Path(given))
     if not SHORTEST_TOKEN <= len(token) <= LONGEST_TOKEN:
         raise BadOption(
-            f"The token has {len(token)} bytes; {SHORTEST_TOKEN} to {LONGEST_TOKEN} are needed: `openssl rand -hex 32`."
+            f"The token has {len(token)} bytes; {SHORTEST_TOKEN} to {LONGEST_TOKEN} are needed:"
+            " `openssl rand -hex 32`."
         )
     return token
 
@@ -321,14 +351,17 @@ def _read_secret(path: Path) -> bytes:
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            text = file.read(LONGEST_TOKEN + 1).strip() if stat.S_ISREG(mode) else b""  # a pipe may have no end
+            # a pipe may have no end
+            text = file.read(LONGEST_TOKEN + 1).strip() if stat.S_ISREG(mode) else b""
     except OSError as error:
         raise BadOption(
-            f"The token file {path} cannot be read: {error.strerror}. (A token itself is given as bytes.)"
+            f"The token file {path} cannot be read: {error.strerror}. (A token itself is given as"
+            " bytes.)"
         ) from error
     if stat.S_IMODE(mode) & 0o077:
         raise BadOption(
-            f"The token file {path} has mode {stat.S_IMODE(mode):04o}, so that others may read it: `chmod 600 {path}`."
+            f"The token file {path} has mode {stat.S_IMODE(mode):04o}, so that others may read it:"
+            f" `chmod 600 {path}`."
         )
     return text
 
@@ -338,9 +371,14 @@ def _resolved(bind: str) -> str:
     try:
         host = str(socket.getaddrinfo(bind, 0, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
-        raise BadOption(f"bind={bind!r} is no address, nor a name that has one: {error.strerror}.") from error
+        raise BadOption(
+            f"bind={bind!r} is no address, nor a name that has one: {error.strerror}."
+        ) from error
     if ip_address(host.partition("%")[0]).is_unspecified:
-        raise BadOption(f"bind={bind!r} is not one address; name the one that nodes can reach (`ip -brief address`).")
+        raise BadOption(
+            f"bind={bind!r} is not one address; name the one that nodes can reach (`ip -brief"
+            " address`)."
+        )
     return host
 
 
@@ -350,8 +388,9 @@ def _listen(bind: str, port: int) -> socket.socket:
         listener = socket.create_server((bind, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise BadOption(
-            f"Nodes cannot meet at {bind}:{port}: {error.strerror or error}. `ss -ltnp 'sport = :{port}'` shows who "
-            "has the port; tcp_port=0 takes a free one, and bind= must be an address of this machine."
+            f"Nodes cannot meet at {bind}:{port}: {error.strerror or error}. `ss -ltnp 'sport ="
+            f" :{port}'` shows who has the port; tcp_port=0 takes a free one, and bind= must be an"
+            " address of this machine."
         ) from error
     listener.setblocking(False)
     return listener

@@ -1,8 +1,11 @@
-"""The agent of torch RPC: through it, this process calls others and is called by them. A process has one.
+"""The agent of torch RPC: through it, this process calls others and is called by them.
 
-The group of our agents is a star: the main process knows its nodes, and a node knows the main process. Addresses travel
-over the authenticated connection through which a node joins, so that no store has to be reached. A node that was lost
-and joins again keeps its name and gets another number, by which RPC addresses it: calls for the lost one fail.
+A process has one.
+
+The group of our agents is a star: the main process knows its nodes, and a node knows the main
+process. Addresses travel over the authenticated connection through which a node joins, so that no
+store has to be reached. A node that was lost and joins again keeps its name and gets another
+number, by which RPC addresses it: calls for the lost one fail.
 """
 
 from __future__ import annotations
@@ -31,13 +34,19 @@ from muster.utils.addresses import is_loopback
 from muster.utils.private_names import usable
 from muster.utils.texts import first_line
 
-DEFAULTS: Mapping[str, Any] = {  # of TensorPipe; its own ones keep a processor busy, and listen at 17 ports
+# of TensorPipe; its own ones keep a processor busy, and listen at 17 ports
+DEFAULTS: Mapping[str, Any] = {
     "num_worker_threads": 4,
     "_transports": ["uv"],
     "_channels": ["cma", "basic"],
 }
 PRIVATE = (  # of torch.distributed.rpc
-    *("_cleanup_python_rpc_handler", "_destroy_rref_context", "_get_current_rpc_agent", "_is_current_rpc_agent_set"),
+    *(
+        "_cleanup_python_rpc_handler",
+        "_destroy_rref_context",
+        "_get_current_rpc_agent",
+        "_is_current_rpc_agent_set",
+    ),
     *("_reset_current_rpc_agent", "_set_and_start_rpc_agent"),
 )
 core: Any = rpc  # for its private names
@@ -46,7 +55,8 @@ SHUTDOWN_S = 5.0  # for functions that others have called here
 INTERFACE = "TP_SOCKET_IFNAME"  # read by TensorPipe
 _SIOCGIFADDR = 0x8915  # the IPv4 address of an interface, on Linux
 
-Maps = Mapping[str, Mapping[str, str]]  # by the name of the other agent: its device for each device of this one
+# by the name of the other agent: its device for each device of this one
+Maps = Mapping[str, Mapping[str, str]]
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,10 @@ class Settings:
     maps: Maps = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"bind={self.host!r}, tensorpipe_options={dict(self.options)} and device maps {dict(self.maps)}"
+        return (
+            f"bind={self.host!r}, tensorpipe_options={dict(self.options)} and device maps"
+            f" {dict(self.maps)}"
+        )
 
 
 class OwnAgent:
@@ -79,7 +92,8 @@ class OwnAgent:
         address: where it listens, in TensorPipe's words.
 
     Raises:
-        BadOption: TensorPipe refuses the settings, or would listen at another address than ``host``.
+        BadOption: TensorPipe refuses the settings, or would listen at another address than
+            ``host``.
     """
 
     def __init__(self, name: str, number: int, settings: Settings) -> None:
@@ -118,10 +132,15 @@ class OwnAgent:
     def _check_address(self) -> None:
         host = self.address.rpartition("/")[2].rpartition(":")[0].strip("[]")
         wanted = self.settings.host
-        if "uv" in self.address and host != wanted and not (is_loopback(host) and is_loopback(wanted)):
+        if (
+            "uv" in self.address
+            and host != wanted
+            and not (is_loopback(host) and is_loopback(wanted))
+        ):
             raise BadOption(
-                f"torch RPC listens at {host}, not at {wanted}: it takes the first address of an interface, and the "
-                f"same interface for as long as the process runs. Give bind={host!r}, or start a new process"
+                f"torch RPC listens at {host}, not at {wanted}: it takes the first address of an"
+                " interface, and the same interface for as long as the process runs. Give"
+                f" bind={host!r}, or start a new process"
             )
 
     @property
@@ -151,7 +170,9 @@ class OwnAgent:
     def dismiss(self, member: WorkerInfo) -> None:
         """Let an agent leave the group."""
         with self._members:
-            if member.id != self.info.id and member.id in {known.id for known in self._agent.get_worker_infos()}:
+            if member.id != self.info.id and member.id in {
+                known.id for known in self._agent.get_worker_infos()
+            }:
                 self._reverse.pop(member.name, None)
                 self._change(member, joins=False)
 
@@ -162,14 +183,18 @@ class OwnAgent:
         """Raises LinkLost if all are used."""
         number = next(self.numbers)
         if number > HIGHEST_NUMBER:
-            raise LinkLost(f"torch RPC has only {HIGHEST_NUMBER} numbers for nodes that join. Start a new process.")
+            raise LinkLost(
+                f"torch RPC has only {HIGHEST_NUMBER} numbers for nodes that join. Start a new"
+                " process."
+            )
         return number
 
     def close(self) -> None:
         """Stop listening. The process can have another agent afterwards.
 
-        Functions that other processes have called here may go on for ``SHUTDOWN_S``. If they take longer, the agent is
-        never freed, because that would wait for them, even when the process ends.
+        Functions that other processes have called here may go on for ``SHUTDOWN_S``. If they take
+        longer, the agent is never freed, because that would wait for them, even when the process
+        ends.
         """
         if _shut_down(self._agent):
             core._destroy_rref_context(True)
@@ -196,7 +221,8 @@ _users = 0
 
 
 class AgentLease:
-    """The use of Muster's agent in this process, which is made for the first user and ends with the last.
+    """The use of Muster's agent in this process, which is made for the first user and ends with the
+    last.
 
     Args:
         joins: if there is an agent, use it, whatever its settings are.
@@ -211,16 +237,17 @@ class AgentLease:
             if _shared is None:
                 if users_agent() is not None:
                     raise BadOption(
-                        "this process has an RPC agent of its own (init_rpc), and torch allows one: make it after the "
-                        "collector's, or run the node in another process"
+                        "this process has an RPC agent of its own (init_rpc), and torch allows one:"
+                        " make it after the collector's, or run the node in another process"
                     )
                 _shared = OwnAgent(name, number, settings)
                 _at_exit()
             elif settings != _shared.settings and not joins:
                 raise BadOption(
-                    f"another RPCCollector of this process has an RPC agent with {_shared.settings}, this one wants "
-                    f"{settings}, and a process has one agent: shut that collector down, or give both the same options "
-                    f"(without visible_devices of GPUs)"
+                    "another RPCCollector of this process has an RPC agent with"
+                    f" {_shared.settings}, this one wants {settings}, and a process has one agent:"
+                    " shut that collector down, or give both the same options (without"
+                    " visible_devices of GPUs)"
                 )
             self.agent = _shared
             _users += 1
@@ -240,11 +267,19 @@ class AgentLease:
 
 
 def check_torch() -> None:
-    """Raise BadOption if this PyTorch was not checked: RPC has no public names for what is needed here."""
-    if not usable("torch", (rpc, PRIVATE), (TensorPipeAgent, ("_update_group_membership",)), (autograd, ("_init",))):
+    """Raise BadOption if this PyTorch was not checked: RPC has no public names for what is needed
+    here.
+    """
+    if not usable(
+        "torch",
+        (rpc, PRIVATE),
+        (TensorPipeAgent, ("_update_group_membership",)),
+        (autograd, ("_init",)),
+    ):
         raise BadOption(
-            f"transport='rpc' needs private names of torch that were not checked with this version "
-            f"({torch.__version__}), or must not be used (MUSTER_PRIVATE_NAMES): pass transport='direct'"
+            "transport='rpc' needs private names of torch that were not checked with this version"
+            f" ({torch.__version__}), or must not be used (MUSTER_PRIVATE_NAMES): pass"
+            " transport='direct'"
         )
 
 
@@ -339,6 +374,6 @@ def _interface(host: str) -> str | None:
                 if socket.inet_ntoa(found[20:24]) == host:
                     return name
     raise BadOption(
-        f"{host} is not the first IPv4 address of an interface of this machine, and torch RPC listens at no other: see "
-        f"`ip -4 -brief address`"
+        f"{host} is not the first IPv4 address of an interface of this machine, and torch RPC"
+        " listens at no other: see `ip -4 -brief address`"
     )

@@ -1,4 +1,5 @@
-"""The engine "rpc": a link whose messages are calls of torch RPC, and whose blocks are tensors in these calls.
+"""The engine "rpc": a link whose messages are calls of torch RPC, and whose blocks are tensors in
+these calls.
 
 ::
 
@@ -8,19 +9,20 @@
        |<-------- deliver(number, message, tensors) |
        |-- None ----------------------------------->|
 
-Both ends do the same. A call returns when its message was read, so that the number and size of open calls say what the
-other end has not read. TensorPipe sends tensors out of their own memory, and receives them in new memory, from where
-they are copied to where they are expected.
+Both ends do the same. A call returns when its message was read, so that the number and size of open
+calls say what the other end has not read. TensorPipe sends tensors out of their own memory, and
+receives them in new memory, from where they are copied to where they are expected.
 
-What it guarantees: ``Link``. RPC executes calls with threads in any order, so messages are numbered. Every call names
-its session, so that no call reaches another one. A call that fails loses the link; an end that hears nothing makes a
-call every second, which fails if the other process has ended.
+What it guarantees: ``Link``. RPC executes calls with threads in any order, so messages are
+numbered. Every call names its session, so that no call reaches another one. A call that fails loses
+the link; an end that hears nothing makes a call every second, which fails if the other process has
+ended.
 
-What it costs: two calls per rollout of a node, and one copy of a block, besides the memory that TensorPipe takes for
-it.
+What it costs: two calls per rollout of a node, and one copy of a block, besides the memory that
+TensorPipe takes for it.
 
-What it trusts: every process that can connect to the agent of this process or of a node, because torch RPC calls any
-function for it, without authentication and encryption (docs/engines.md).
+What it trusts: every process that can connect to the agent of this process or of a node, because
+torch RPC calls any function for it, without authentication and encryption (docs/engines.md).
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ from muster.memory.specs import Array
 from muster.utils.texts import first_line
 
 SMALL = 1 << 16  # bytes of a block that is pickled with its message
-PART = 8 << 20  # bytes of a tensor: malloc uses the memory of such tensors again, which takes a third of the CPU time
+# bytes of a tensor: malloc uses the memory of such tensors again, which takes a third of the CPU
+# time
+PART = 8 << 20
 PROBE_S = 1.0  # seconds without a message after which an end looks whether the other process runs
 GONE = -1  # instead of a number of messages: there is no such session
 
@@ -94,7 +98,8 @@ class RpcEnd(End):
         self._peer = peer
         self._there: Key = session, not main
         self._sent = 0  # messages
-        self._unread: dict[int, int] = {}  # bytes of the blocks of messages that the other end has not read, by number
+        # bytes of the blocks of messages that the other end has not read, by number
+        self._unread: dict[int, int] = {}
         self._probed = 0.0  # when ``receive`` has called the other end last
         self._open = 0  # other calls that have not returned
         _ends[session, main] = self
@@ -112,13 +117,20 @@ class RpcEnd(End):
             number, self._sent = self._sent, self._sent + 1
             self._unread[number] = size
         self._call(
-            deliver, (number, message, tag, small, *large), 2 * allowed_s, lambda: self._unread.pop(number), block
+            deliver,
+            (number, message, tag, small, *large),
+            2 * allowed_s,
+            lambda: self._unread.pop(number),
+            block,
         )
         if large:
             self._wait_until_read(number, deadline)
 
     def check(self, within_s: float, failure: str) -> None:
-        """Call the other end. Raises LinkLost, with the text ``failure``, if it does not answer in this time."""
+        """Call the other end.
+
+        Raises LinkLost, with the text ``failure``, if it does not answer in this time.
+        """
         self._call(ask, (), within_s)
         with self._changed:
             self._changed.wait_for(lambda: self._over or not self._open, 2 * within_s)
@@ -126,7 +138,9 @@ class RpcEnd(End):
                 raise LinkLost(f"{failure}: {self._over or 'it is late'}")
 
     def flush(self, within_s: float) -> None:
-        """Wait until the other end has read everything and knows that this end is closed, or is lost."""
+        """Wait until the other end has read everything and knows that this end is closed, or is
+        lost.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._over or not (self._unread or self._open), within_s)
 
@@ -177,7 +191,9 @@ class RpcEnd(End):
             with self._changed:
                 self._open += 1
         try:
-            rpc.rpc_async(self._peer, function, (self._there, *args), timeout=timeout_s).add_done_callback(returned)
+            rpc.rpc_async(
+                self._peer, function, (self._there, *args), timeout=timeout_s
+            ).add_done_callback(returned)
         except Exception as error:  # noqa: BLE001 (the agent was shut down)
             ended(None, first_line(error))
 
@@ -207,7 +223,7 @@ class RpcEnd(End):
             frame.answer.set_result(self._sent)  # type: ignore[attr-defined]
         self._call(end, (self._sent,), self._deadline_s)
 
-    # --- called by the other process -----------------------------------------------------------------
+    # --- called by the other process --------------------------------------------------------------
 
     def delivered(self, number: int, frame: RpcFrame) -> None:
         """Take a message that has arrived."""
@@ -229,11 +245,14 @@ class RpcEnd(End):
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def deliver(key: Key, number: int, message: bytes, tag: int, small: bytes | None, *large: torch.Tensor) -> Future[Any]:
+def deliver(
+    key: Key, number: int, message: bytes, tag: int, small: bytes | None, *large: torch.Tensor
+) -> Future[Any]:
     """Take a message of the other end.
 
     Returns:
-        None when it was read; or the number of messages after which this end has closed the link, or ``GONE``.
+        None when it was read; or the number of messages after which this end has closed the link,
+        or ``GONE``.
     """
     answer: Future[Any] = Future()
     found = _ends.get(key)

@@ -1,15 +1,16 @@
-"""Carriers of the engine "rpc": nodes that join with an agent of Muster's, or workers of the user's agent.
+"""Carriers of the engine "rpc": nodes that join with an agent of Muster's, or workers of the user's
+agent.
 
-With Muster's own agents, nodes are started and join at the rendezvous as with the engine "direct". Over the
-authenticated connection both ends say where their agents listen, and then close it::
+With Muster's own agents, nodes are started and join at the rendezvous as with the engine "direct".
+Over the authenticated connection both ends say where their agents listen, and then close it::
 
     main -> node   {"session", "main", "node", "trust_network", "options", "device"}
     node -> main   {"agent"}, or {"refused": why}
     main -> node   {"reached": true}   the main process has called the node
     node -> main   {"reached": true}, or {"refused": why}
 
-With the user's agent (``init_rpc``), its other workers are the nodes: a call starts a thread in them. No token is
-needed, since RPC runs any function there anyway.
+With the user's agent (``init_rpc``), its other workers are the nodes: a call starts a thread in
+them. No token is needed, since RPC runs any function there anyway.
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ class RpcCarrier(DirectCarrier):
     Args:
         launcher: starts the nodes; closed by ``close``.
         rendezvous: where they join; closed by ``close``. The agent listens at its address, too.
-        devices: of each node, such as "cuda:1", for tensors that calls carry to and from this process' current GPU;
-            None: calls carry tensors in the hosts' memory.
-        options: of ``TensorPipeRpcBackendOptions``, for the agents of this process and of all nodes.
+        devices: of each node, such as "cuda:1", for tensors that calls carry to and from this
+            process' current GPU; None: calls carry tensors in the hosts' memory.
+        options: of ``TensorPipeRpcBackendOptions``, for the agents of this process and of all
+            nodes.
         trust_network: agents may listen at addresses that other machines can reach.
         deadline_s: seconds without a message after which a link is lost.
     """
@@ -74,14 +76,17 @@ class RpcCarrier(DirectCarrier):
     ) -> None:
         super().__init__(launcher, rendezvous, deadline_s)
         rendezvous.engine = self.engine
-        self._options, self._trust = dict(options or {}), trust_network
+        self._options = dict(options or {})
+        self._trust = trust_network
         self._name = f"muster-{secrets.token_hex(4)}"
         self._number = next(_carriers)
         self._members: dict[int, WorkerInfo] = {}
         self._members_lock = threading.Lock()
         self._maps = self._device_maps(devices or ())
         try:
-            self._lease = AgentLease(self._name, 0, Settings(rendezvous.host, self._options, self._maps))
+            self._lease = AgentLease(
+                self._name, 0, Settings(rendezvous.host, self._options, self._maps)
+            )
         except BaseException:
             super().close()
             raise
@@ -151,8 +156,8 @@ class RpcCarrier(DirectCarrier):
 class UsersCarrier(Carrier):
     """Nodes that are threads in the other workers of the user's RPC agent, in turn.
 
-    A node that was lost goes on in its worker, or in the next one if that does not answer: torch RPC has no way back
-    for a worker that has ended.
+    A node that was lost goes on in its worker, or in the next one if that does not answer: torch
+    RPC has no way back for a worker that has ended.
 
     Args:
         deadline_s: seconds without a message after which a link is lost.
@@ -164,15 +169,17 @@ class UsersCarrier(Carrier):
 
     def __init__(self, *, deadline_s: float = 15.0, target: str = AGENT) -> None:
         self._agent = users_agent()
-        self._deadline_s, self._target = deadline_s, target
+        self._deadline_s = deadline_s
+        self._target = target
         self._closed = False
         own = self._agent.get_worker_info()
         others = [info for info in self._agent.get_worker_infos() if info.id != own.id]
         self._others = sorted(others, key=lambda info: info.id)
         if not others:
             raise BadOption(
-                f"The RPC agent of this process, {own.name!r}, has no other workers, which would be the nodes. Start "
-                f"some (init_rpc with a world_size of at least 2), or leave init_rpc out, and Muster makes an agent"
+                f"The RPC agent of this process, {own.name!r}, has no other workers, which would be"
+                " the nodes. Start some (init_rpc with a world_size of at least 2), or leave"
+                " init_rpc out, and Muster makes an agent"
             )
 
     @property
@@ -192,22 +199,26 @@ class UsersCarrier(Carrier):
                     break
         late = NotJoined if time.monotonic() > deadline else LinkLost
         raise late(
-            f"Node {node} has not joined {self.address}: {'; '.join(failures)}. A worker that has ended cannot come "
-            f"back: torch RPC has no way back for its name. Start the program again, or leave init_rpc out: Muster's "
-            f"own agents let nodes join again"
+            f"Node {node} has not joined {self.address}: {'; '.join(failures)}. A worker that has"
+            " ended cannot come back: torch RPC has no way back for its name. Start the program"
+            " again, or leave init_rpc out: Muster's own agents let nodes join again"
         )
 
     def close(self) -> None:
         """Links are closed before, which ends the nodes."""
         self._closed = True
 
-    def _start(self, worker: WorkerInfo, node: int, within_s: float, given_up: threading.Event) -> RpcEnd:
+    def _start(
+        self, worker: WorkerInfo, node: int, within_s: float, given_up: threading.Event
+    ) -> RpcEnd:
         session = secrets.token_hex(8)
         link = RpcEnd(worker, session, main=True, deadline_s=self._deadline_s)
         try:
             own = self._agent.get_worker_info().name
             args = (own, session, node, self._deadline_s, self._target)
-            started = rpc.rpc_async(worker, start, args, timeout=min(max(within_s, 0.01), LONGEST_S))
+            started = rpc.rpc_async(
+                worker, start, args, timeout=min(max(within_s, 0.01), LONGEST_S)
+            )
             while not started.done():
                 if given_up.wait(JOIN_POLL_S) or self._closed:
                     raise LinkLost("it was given up before it had joined")
@@ -222,7 +233,9 @@ class UsersCarrier(Carrier):
 
 
 def start(main: str, session: str, node: int, deadline_s: float, target: str) -> str:
-    """Start a node in a thread of this process. Called by the main process, through the user's agent.
+    """Start a node in a thread of this process.
+
+    Called by the main process, through the user's agent.
 
     Returns:
         Why it was not started, or "".
@@ -244,7 +257,8 @@ def _serve(function: Callable[[Link, int], bool], link: RpcEnd, node: int) -> No
 
 @contextlib.contextmanager
 def joined(membership: Membership) -> Iterator[Link]:
-    """A context with the node's end of a session, and with an agent in this process, which ends with it.
+    """A context with the node's end of a session, and with an agent in this process, which ends
+    with it.
 
     Raises:
         BadOption: this process must not have such an agent.
@@ -269,7 +283,9 @@ def joined(membership: Membership) -> Iterator[Link]:
         say(channel, agent=agent.card)
         hear(channel)
         try:
-            link.check(CALL_S, f"the agent of the main process at {told['main'][2]} does not answer")
+            link.check(
+                CALL_S, f"the agent of the main process at {told['main'][2]} does not answer"
+            )
         except LinkLost as lost:
             say(channel, refused=str(lost))
             raise
@@ -282,14 +298,17 @@ def _lease(told: Mapping[str, Any], host: str) -> AgentLease:
     """The agent of a node, at this address of its machine."""
     if not (is_loopback(host) or told["trust_network"]):
         raise BadOption(
-            f"the node would open a port at {host} through which any process can run code in it. The main process "
-            f"allows that with RPCCollector(trust_network=True)"
+            f"the node would open a port at {host} through which any process can run code in it."
+            " The main process allows that with RPCCollector(trust_network=True)"
         )
     maps = {}
     if told["device"] is not None:
         there, here = told["device"]
         if torch.device(here).index >= torch.cuda.device_count():
-            raise BadOption(f"visible_devices names {here}, but this machine has {torch.cuda.device_count()} GPUs")
+            raise BadOption(
+                f"visible_devices names {here}, but this machine has {torch.cuda.device_count()}"
+                " GPUs"
+            )
         maps = {told["main"][0]: {here: there}}
     name, number = told["node"]
     return AgentLease(name, number, Settings(host, told["options"], maps), joins=True)

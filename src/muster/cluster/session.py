@@ -17,13 +17,22 @@ END_S = 5.0  # for a thread whose link is closed
 
 
 class Outgoing:
-    """A message to send, which is pickled now. ``expects`` is the memory in which blocks will be received, by tag."""
+    """A message to send, which is pickled now.
+
+    ``expects`` is the memory in which blocks will be received, by tag.
+    """
 
     def __init__(
-        self, message: Any, block: Block | None = None, tag: int = 0, expects: Mapping[int, Array] | None = None
+        self,
+        message: Any,
+        block: Block | None = None,
+        tag: int = 0,
+        expects: Mapping[int, Array] | None = None,
     ) -> None:
         self.message = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        self.block, self.tag, self.expects = block, tag, expects or {}
+        self.block = block
+        self.tag = tag
+        self.expects = expects or {}
 
 
 class Session:
@@ -31,7 +40,8 @@ class Session:
 
     Args:
         name: of the threads.
-        connect: returns the link; called by the thread that sends, with an event that is set when the session is lost.
+        connect: returns the link; called by the thread that sends, with an event that is set when
+            the session is lost.
         beat: returns the heartbeat, which is sent when the outbox is empty.
         ring: called when a message has arrived, or the link is lost.
 
@@ -51,15 +61,20 @@ class Session:
         beat: Callable[[], Outgoing],
         ring: Callable[[], None],
     ) -> None:
-        self._connect, self._beat, self._ring = connect, beat, ring
+        self._connect = connect
+        self._beat = beat
+        self._ring = ring
         self.inbox: deque[tuple[Any, Array | None, int]] = deque()
-        self.lost, self.late = "", False
+        self.lost = ""
+        self.late = False
         self._link: Link | None = None
         self._given_up = threading.Event()
         self._outbox: queue.SimpleQueue[Callable[[], Outgoing | None] | None] = queue.SimpleQueue()
         self._putting, self._losing = threading.Lock(), threading.Lock()
         self._sender = threading.Thread(target=self._send, name=f"{name}-sends", daemon=True)
-        self._receiver = threading.Thread(target=self._receive, name=f"{name}-receives", daemon=True)
+        self._receiver = threading.Thread(
+            target=self._receive, name=f"{name}-receives", daemon=True
+        )
         self._sender.start()
 
     @property
@@ -67,19 +82,28 @@ class Session:
         return self._link is not None and not self.lost
 
     def post(
-        self, message: Any, block: Block | None = None, tag: int = 0, expects: Mapping[int, Array] | None = None
+        self,
+        message: Any,
+        block: Block | None = None,
+        tag: int = 0,
+        expects: Mapping[int, Array] | None = None,
     ) -> None:
         """Put a message into the outbox; see ``Outgoing``. Raises the error of pickling it."""
         self.put(lambda: Outgoing(message, block, tag, expects))
 
     def put(self, make: Callable[[], Outgoing]) -> None:
-        """Put a message into the outbox. It is made at once; no heartbeat is made at the same time."""
+        """Put a message into the outbox.
+
+        It is made at once; no heartbeat is made at the same time.
+        """
         with self._putting:
             made = make()
             self._outbox.put(lambda: made)
 
     def put_later(self, make: Callable[[], Outgoing | None]) -> None:
-        """Put a message into the outbox that is made when it is its turn; None: there is nothing to send."""
+        """Put a message into the outbox that is made when it is its turn; None: there is nothing to
+        send.
+        """
         if not self.lost:
             self._outbox.put(make)
 
@@ -98,7 +122,8 @@ class Session:
 
         Args:
             why: the reason for ``lost``.
-            is_answered: wait until the other end has closed the link, so that it can read everything.
+            is_answered: wait until the other end has closed the link, so that it can read
+                everything.
         """
         self._outbox.put(None)
         self._sender.join(END_S)
@@ -162,4 +187,8 @@ class Session:
 
 
 def _text(error: BaseException) -> str:
-    return str(error) or "the link was closed" if isinstance(error, LinkLost) else f"{type(error).__name__}: {error}"
+    return (
+        str(error) or "the link was closed"
+        if isinstance(error, LinkLost)
+        else f"{type(error).__name__}: {error}"
+    )

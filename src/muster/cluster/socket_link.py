@@ -1,21 +1,25 @@
-"""The engine "direct": a link over one TCP connection, which both ends have authenticated with a token.
+"""The engine "direct": a link over one TCP connection, which both ends have authenticated with a
+token.
 
-A message is sent as a header (its length, a tag, the length of its block), the message, and the block. Blocks are sent
-from their own memory, and received in the memory given to ``expect``. Before anything else::
+A message is sent as a header (its length, a tag, the length of its block), the message, and the
+block. Blocks are sent from their own memory, and received in the memory given to ``expect``. Before
+anything else::
 
     main -> node, node -> main   a magic word and a random number of 32 bytes, both at once
     main -> node, node -> main   HMAC(key, "proof", who); key = HMAC(token, "session", both numbers)
     afterwards                   HMAC(key, "message", who, sequence number, tag, length of the block, message), message
 
-All HMACs are HMAC-SHA256. ``receive`` returns a message, which may be unpickled, only after its HMAC was compared. A
-message of another session, of the other direction, out of order, or with a block of another tag or length is refused.
+All HMACs are HMAC-SHA256. ``receive`` returns a message, which may be unpickled, only after its
+HMAC was compared. A message of another session, of the other direction, out of order, or with a
+block of another tag or length is refused.
 
-The contents of blocks are not authenticated, since that would cost more than sending them. They are numbers, and are
-never unpickled. Nothing is encrypted. A process that can change packets between the machines can thus change
-observations, rewards and weights: use a private network.
+The contents of blocks are not authenticated, since that would cost more than sending them. They are
+numbers, and are never unpickled. Nothing is encrypted. A process that can change packets between
+the machines can thus change observations, rewards and weights: use a private network.
 
-What it guarantees: ``Link``. What it costs: one copy of a block, from the socket into the memory given to ``expect``; a
-block for several nodes is sent once to each. What it trusts: processes that know the token, and the network.
+What it guarantees: ``Link``. What it costs: one copy of a block, from the socket into the memory
+given to ``expect``; a block for several nodes is sent once to each. What it trusts: processes that
+know the token, and the network.
 """
 
 from __future__ import annotations
@@ -43,16 +47,20 @@ NONCE_BYTES = 32
 MAC_BYTES = 32
 _HEADER = struct.Struct("<QQQ")
 _PLACE = struct.Struct("<QQQ")  # sequence number, tag, length of the block
-_MAIN, _NODE = b"main", b"node"
+_MAIN = b"main"
+_NODE = b"node"
 
 
 class SocketLink(Link):
-    """One end, after both ends have proved that they know the token. One thread sends, another receives.
+    """One end, after both ends have proved that they know the token.
+
+    One thread sends, another receives.
 
     Any thread may call ``expect`` and ``close``.
 
     Args:
-        connection: a new connection, without any message sent. Closed by ``close``, or if this constructor fails.
+        connection: a new connection, without any message sent. Closed by ``close``, or if this
+            constructor fails.
         token: the secret.
         main: whether this is the main process.
         deadline_s: seconds without a message after which the link is lost.
@@ -66,8 +74,11 @@ class SocketLink(Link):
         LinkLost: the other end has exited, or speaks another protocol.
     """
 
-    def __init__(self, connection: socket.socket, token: bytes, *, main: bool, deadline_s: float) -> None:
-        self._socket, self.deadline_s = connection, deadline_s
+    def __init__(
+        self, connection: socket.socket, token: bytes, *, main: bool, deadline_s: float
+    ) -> None:
+        self._socket = connection
+        self.deadline_s = deadline_s
         self.explain: Callable[[LinkLost], LinkLost] | None = None
         connection.setblocking(False)
         with contextlib.suppress(OSError):  # it is no TCP connection
@@ -109,7 +120,8 @@ class SocketLink(Link):
         return self._users > 0
 
     def claim(self, tag: int, size: int) -> Array | None:
-        """The memory that is expected for a block which arrives in another way; None: there is none.
+        """The memory that is expected for a block which arrives in another way; None: there is
+        none.
 
         Raises:
             LinkLost: it has not so many bytes.
@@ -126,13 +138,17 @@ class SocketLink(Link):
 
     def receive(self) -> Received:
         got = self._read()
-        mac, message = got.message[:MAC_BYTES], got.message[MAC_BYTES:]
+        mac = got.message[:MAC_BYTES]
+        message = got.message[MAC_BYTES:]
         size = 0 if got.block is None else got.block.size
-        if not hmac.compare_digest(mac, self._mac(self._other, self._received, got.tag, size, message)):
+        if not hmac.compare_digest(
+            mac, self._mac(self._other, self._received, got.tag, size, message)
+        ):
             self.close()
             raise LinkLost(
-                f"Message {self._received} of the {self._other.decode()} does not carry the signature of this session: "
-                f"it was changed, repeated or made up on its way. The link is closed."
+                f"Message {self._received} of the {self._other.decode()} does not carry the"
+                " signature of this session: it was changed, repeated or made up on its way. The"
+                " link is closed."
             )
         self._received += 1
         return Received(message, got.tag, got.block)
@@ -141,21 +157,26 @@ class SocketLink(Link):
         self.explain = None
         self._close("The link was closed here.")
 
-    # --- the token ----------------------------------------------------------------------------------
+    # --- the token --------------------------------------------------------------------------------
 
     def _shake_hands(self, token: bytes) -> bytes:
-        """Prove to the other end that this end knows the token, and check its proof; the key of the session."""
+        """Prove to the other end that this end knows the token, and check its proof; the key of the
+        session.
+        """
         nonce = secrets.token_bytes(NONCE_BYTES)
         self._write(MAGIC + nonce)
         theirs = self._read_exactly(len(MAGIC) + NONCE_BYTES)
         if not theirs.startswith(MAGIC):
             raise LinkLost(
-                f"The {self._other.decode()} speaks another version of this protocol: {theirs[: len(MAGIC)]!r}."
+                f"The {self._other.decode()} speaks another version of this protocol:"
+                f" {theirs[: len(MAGIC)]!r}."
             )
         nonces = nonce, theirs[len(MAGIC) :]
         key = _hmac(token, b"session", *(nonces if self._own == _MAIN else reversed(nonces)))
         self._write(_hmac(key, b"proof", self._own))
-        if not hmac.compare_digest(self._read_exactly(MAC_BYTES), _hmac(key, b"proof", self._other)):
+        if not hmac.compare_digest(
+            self._read_exactly(MAC_BYTES), _hmac(key, b"proof", self._other)
+        ):
             raise WrongToken(
                 "The other end does not know the token of this main process."
                 if self._own == _MAIN
@@ -166,13 +187,16 @@ class SocketLink(Link):
     def _read_exactly(self, length: int) -> bytes:
         got = self._read()
         if got.block is not None or len(got.message) != length:
-            raise LinkLost(f"The {self._other.decode()} sent {len(got.message)} bytes where {length} were expected.")
+            raise LinkLost(
+                f"The {self._other.decode()} sent {len(got.message)} bytes where {length} were"
+                " expected."
+            )
         return got.message
 
     def _mac(self, who: bytes, number: int, tag: int, size: int, message: bytes) -> bytes:
         return _hmac(self._key, b"message", who, _PLACE.pack(number, tag, size), message)
 
-    # --- the connection -----------------------------------------------------------------------------
+    # --- the connection ---------------------------------------------------------------------------
 
     def _write(self, message: bytes, array: Array | None = None, tag: int = 0) -> None:
         array = np.empty(0, np.uint8) if array is None else array
@@ -195,7 +219,9 @@ class SocketLink(Link):
             self._fill(header, time.monotonic() + self.deadline_s)
             length, tag, size = _HEADER.unpack_from(header.data)
             if max(length, size) > self._longest or (size and self._longest == LONGEST):
-                raise LinkLost(f"The other end announced a message of {length} and a block of {size} bytes.")
+                raise LinkLost(
+                    f"The other end announced a message of {length} and a block of {size} bytes."
+                )
             deadline = time.monotonic() + self.allowed_s(length + size)
             message = self._filled(length, deadline).tobytes()
             if not tag:
@@ -208,7 +234,9 @@ class SocketLink(Link):
             return Received(message, tag, block)
 
     def _filled(self, size: int, deadline: float) -> Array:
-        """Read into new memory, allocated part by part: the size that was announced is not authenticated."""
+        """Read into new memory, allocated part by part: the size that was announced is not
+        authenticated.
+        """
         parts = [np.empty(0, np.uint8)] * (size == 0)
         while size:
             parts.append(np.empty(min(size, PART), np.uint8))
@@ -250,14 +278,17 @@ class SocketLink(Link):
                 return
             self._cause = cause
             self._expected.clear()
-            with contextlib.suppress(OSError):  # wakes the waiting threads; the last one closes the socket
+            # wakes the waiting threads; the last one closes the socket
+            with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
             if not self._users:
                 self._socket.close()
 
     @contextlib.contextmanager
     def used(self, late: str) -> Iterator[None]:
-        """A context for a thread that sends or receives. Errors close the link, and are raised as ``LinkLost``.
+        """A context for a thread that sends or receives.
+
+        Errors close the link, and are raised as ``LinkLost``.
 
         Args:
             late: what the other end has not done in time, if it is a TimeoutError.
@@ -274,7 +305,11 @@ class SocketLink(Link):
             self._close(str(error))
         except OSError as error:
             gone = isinstance(error, ConnectionError)
-            self._close("The other end is gone." if gone else f"The connection is lost: {error.strerror or error}.")
+            self._close(
+                "The other end is gone."
+                if gone
+                else f"The connection is lost: {error.strerror or error}."
+            )
         finally:
             with self._lock:
                 self._users -= 1

@@ -1,7 +1,9 @@
-"""Nodes as SLURM jobs (``launcher="submitit"``), or as processes of this machine where there is no SLURM.
+"""Nodes as SLURM jobs (``launcher="submitit"``), or as processes of this machine where there is no
+SLURM.
 
-Only this user can read the jobs' folder. Jobs get the path of a file with the token, not the token: the files that
-submitit pickles, the output of ``scontrol`` and the environment of a job contain no secret.
+Only this user can read the jobs' folder. Jobs get the path of a file with the token, not the token:
+the files that submitit pickles, the output of ``scontrol`` and the environment of a job contain no
+secret.
 """
 
 from __future__ import annotations
@@ -46,21 +48,26 @@ ENDED = {
 }
 GONE = "unknown to SLURM by now"
 COMMAND_S = 60.0  # for squeue, scancel, sinfo
-POLL_S, SLOWEST_POLL_S = 2.0, 30.0  # between two calls of squeue for all jobs of a launcher
+# between two calls of squeue for all jobs of a launcher
+POLL_S = 2.0
+SLOWEST_POLL_S = 30.0
 END_S = 5.0
-TAIL_BYTES, TAIL_LINES = 4096, 15
+TAIL_BYTES = 4096
+TAIL_LINES = 15
 
 
 class SubmititLauncher(Launcher):
     """One job per node and epoch, with one task.
 
     Args:
-        slurm_kwargs: of ``submitit.AutoExecutor.update_parameters``, over ``DEFAULT_SLURM_CONF``: "timeout_min",
-            "slurm_partition", "slurm_cpus_per_task" (SLURM's default is 1: ask for as many as the node has workers),
-            "slurm_gpus_per_node", "slurm_mem", ... SLURM does not requeue the jobs: a lost node gets a new job.
-        folder: for the jobs' files and logs, on a file system that all hosts share. Each run has a folder of its own
-            in it. None: "muster-jobs" in the current directory.
-        cluster: "slurm", "local" (processes of this machine), or None: SLURM where ``srun`` is installed.
+        slurm_kwargs: of ``submitit.AutoExecutor.update_parameters``, over ``DEFAULT_SLURM_CONF``:
+            "timeout_min", "slurm_partition", "slurm_cpus_per_task" (SLURM's default is 1: ask for
+            as many as the node has workers), "slurm_gpus_per_node", "slurm_mem", ... SLURM does not
+            requeue the jobs: a lost node gets a new job.
+        folder: for the jobs' files and logs, on a file system that all hosts share. Each run has a
+            folder of its own in it. None: "muster-jobs" in the current directory.
+        cluster: "slurm", "local" (processes of this machine), or None: SLURM where ``srun`` is
+            installed.
         target: the function that a node runs, ``"module:function"``.
 
     Raises:
@@ -117,9 +124,14 @@ class SubmititLauncher(Launcher):
 
 
 class Jobs:
-    """Submits jobs with the same parameters, with files in a folder of ``private_folder``. Threads may share it."""
+    """Submits jobs with the same parameters, with files in a folder of ``private_folder``.
 
-    def __init__(self, parameters: dict[str, Any] | None, folder: Path, cluster: str | None) -> None:
+    Threads may share it.
+    """
+
+    def __init__(
+        self, parameters: dict[str, Any] | None, folder: Path, cluster: str | None
+    ) -> None:
         self.folder = folder
         self.parameters = _complete(parameters)
         self._executor = _executor(self.parameters, folder, cluster)
@@ -159,15 +171,26 @@ class Jobs:
         return Job(job, self._queue, secret)
 
     def hosts(self) -> list[str]:
-        """The hosts on which SLURM may start these jobs; empty for local processes, or if SLURM does not answer."""
+        """The hosts on which SLURM may start these jobs; empty for local processes, or if SLURM
+        does not answer.
+        """
         if self.cluster != "slurm":
             return []
         options = {"slurm_partition": "--partition=", "slurm_nodelist": "--nodes="}
-        limits = [option + self.parameters[name] for name, option in options.items() if self.parameters.get(name)]
+        limits = [
+            option + self.parameters[name]
+            for name, option in options.items()
+            if self.parameters.get(name)
+        ]
         done = _command("sinfo", "--noheader", "--Node", "--format=%n %P", *limits)
-        rows = [] if done is None or done.returncode else [line.split() for line in done.stdout.splitlines()]
+        rows = (
+            []
+            if done is None or done.returncode
+            else [line.split() for line in done.stdout.splitlines()]
+        )
         named = bool(self.parameters.get("slurm_partition"))
-        return sorted({host for host, partition in rows if named or partition.endswith("*")})  # *: the default one
+        # *: the default one
+        return sorted({host for host, partition in rows if named or partition.endswith("*")})
 
 
 class Job:
@@ -175,7 +198,9 @@ class Job:
 
     def __init__(self, job: Any, queue: Queue, secret: Path | None) -> None:
         self.job_id: str = job.job_id
-        self._job, self._queue, self._secret = job, queue, secret
+        self._job = job
+        self._queue = queue
+        self._secret = secret
 
     @property
     def state(self) -> str:
@@ -187,7 +212,11 @@ class Job:
 
     def ended(self) -> str | None:
         state = self.state
-        return f"its {self} has ended: {state}; {_tail(self._job.paths.stderr)}" if _is_final(state) else None
+        return (
+            f"its {self} has ended: {state}; {_tail(self._job.paths.stderr)}"
+            if _is_final(state)
+            else None
+        )
 
     def end(self) -> None:
         self._queue.cancel(self.job_id)
@@ -195,7 +224,10 @@ class Job:
             self._secret.unlink(missing_ok=True)
 
     def has_result(self) -> bool:
-        """Whether its function has returned or raised. True before SLURM reports that the job has ended."""
+        """Whether its function has returned or raised.
+
+        True before SLURM reports that the job has ended.
+        """
         return bool(self._job.paths.result_pickle.exists())
 
     def result(self) -> Any:
@@ -212,8 +244,11 @@ class Job:
 class LocalJob(Process):
     """A job as a process of this machine, where there is no SLURM; as ``Job`` otherwise."""
 
-    def __init__(self, folder: Path, name: str, call: tuple[Callable[..., Any], Any], secret: Path | None) -> None:
-        self._secret, self._outcome = secret, b""
+    def __init__(
+        self, folder: Path, name: str, call: tuple[Callable[..., Any], Any], secret: Path | None
+    ) -> None:
+        self._secret = secret
+        self._outcome = b""
         log = folder / f"{name}-{secrets.token_hex(4)}_log"
         self._errors = log.with_suffix(".err")
         super().__init__("muster.cluster.submitit:local_job", name, (dumps(call, name), log))
@@ -263,7 +298,8 @@ def local_job(channel: Channel) -> None:
 
 
 class Queue:
-    """The states of jobs: one ``squeue`` for all of them, less often the longer ago the last job was submitted.
+    """The states of jobs: one ``squeue`` for all of them, less often the longer ago the last job
+    was submitted.
 
     Threads call SLURM, because a controller that is busy or unreachable takes minutes to answer.
     """
@@ -287,7 +323,9 @@ class Queue:
             is_due = not _is_final(self._states[job]) and now >= self._asked + pause
             if is_due and not self._asking.is_alive():
                 jobs = [job for job, state in self._states.items() if not _is_final(state)]
-                self._asking = threading.Thread(target=self._ask, args=(jobs,), name="muster-squeue", daemon=True)
+                self._asking = threading.Thread(
+                    target=self._ask, args=(jobs,), name="muster-squeue", daemon=True
+                )
                 self._asking.start()
             return self._states[job]
 
@@ -296,19 +334,26 @@ class Queue:
         with self._lock:
             is_silent = self._cancelling.is_alive()
             command = ("scancel", "--quiet", job)
-            self._cancelling = threading.Thread(target=_command, args=command, name="muster-scancel", daemon=True)
+            self._cancelling = threading.Thread(
+                target=_command, args=command, name="muster-scancel", daemon=True
+            )
             self._cancelling.start()
             self._cancelling.join(0.0 if is_silent else END_S)
 
     def _ask(self, jobs: list[str]) -> None:
         """Call ``squeue``; ``sacct`` needs a database that small clusters lack."""
-        done = _command("squeue", "--noheader", "--states=all", "--format=%i|%T|%r", f"--jobs={','.join(jobs)}")
+        done = _command(
+            "squeue", "--noheader", "--states=all", "--format=%i|%T|%r", f"--jobs={','.join(jobs)}"
+        )
         with self._lock:
             self._asked = time.monotonic()
             if done is None or (done.returncode and "Invalid job id" not in done.stderr):
                 return  # SLURM's controller does not answer: keep the known states
             rows = [line.strip().split("|", 2) for line in done.stdout.splitlines()]
-            states = {job: state if reason == "None" else f"{state} ({reason})" for job, state, reason in rows}
+            states = {
+                job: state if reason == "None" else f"{state} ({reason})"
+                for job, state, reason in rows
+            }
             self._states.update({job: states.get(job, GONE) for job in jobs})
 
 
@@ -325,10 +370,11 @@ def node_job(address: str, node: int, token: str, target: str) -> bool:
 
 
 def die_when_told() -> None:
-    """In a node's job: end at SIGTERM, which submitit ignores; otherwise the job would run until SLURM's SIGKILL.
+    """In a node's job: end at SIGTERM, which submitit ignores; otherwise the job would run until
+    SLURM's SIGKILL.
 
-    The signal that submitit requests before the time limit is of no use to a node. It is ignored, so that it does not
-    end the node's workers, which get it too.
+    The signal that submitit requests before the time limit is of no use to a node. It is ignored,
+    so that it does not end the node's workers, which get it too.
     """
     from submitit import JobEnvironment
 
@@ -342,23 +388,32 @@ def private_folder(parent: str | os.PathLike[str] | None) -> Path:
         where = Path(FOLDER if parent is None else parent).expanduser().absolute()
         where.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = where.stat()
-        if found.st_uid != os.getuid() or (found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX):
+        if found.st_uid != os.getuid() or (
+            found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
+        ):
             raise BadOption(
-                f"folder={str(where)!r}: others can write there, and so put other files in the place of those that "
-                f"jobs run: `chmod go-w {where}`, or give a folder of your own."
+                f"folder={str(where)!r}: others can write there, and so put other files in the"
+                f" place of those that jobs run: `chmod go-w {where}`, or give a folder of your"
+                " own."
             )
         return Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=where))
     except OSError as error:
-        raise BadOption(f"folder={str(parent)!r}: the files of jobs cannot be written there: {error}.") from error
+        raise BadOption(
+            f"folder={str(parent)!r}: the files of jobs cannot be written there: {error}."
+        ) from error
 
 
 def _complete(parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """The parameters with defaults. Raises BadOption for parameters with which a job has several tasks."""
+    """The parameters with defaults.
+
+    Raises BadOption for parameters with which a job has several tasks.
+    """
     complete = {**DEFAULT_SLURM_CONF, **(parameters or {})}
     for name in ("nodes", "tasks_per_node", "slurm_nodes", "slurm_ntasks_per_node"):
         if complete.get(name, 1) != 1:
             raise BadOption(
-                f"slurm_kwargs: {name}={complete[name]}, but every node is a job with one task; leave it out."
+                f"slurm_kwargs: {name}={complete[name]}, but every node is a job with one task;"
+                " leave it out."
             )
     more = complete.get("slurm_additional_parameters") or {}
     if "requeue" not in more:
@@ -372,12 +427,16 @@ def _executor(parameters: dict[str, Any], folder: Path, cluster: str | None) -> 
     try:
         import submitit
     except ModuleNotFoundError as error:
-        raise BadOption("launcher='submitit' needs submitit: `pip install muster-rl[slurm]`.") from error
+        raise BadOption(
+            "launcher='submitit' needs submitit: `pip install muster-rl[slurm]`."
+        ) from error
     try:
         executor = submitit.AutoExecutor(folder, cluster=cluster)
         executor.update_parameters(**parameters)
     except (RuntimeError, NameError, ValueError, TypeError, AssertionError) as error:
-        raise BadOption(f"submitit refuses slurm_kwargs={parameters} with cluster={cluster!r}: {error}") from error
+        raise BadOption(
+            f"submitit refuses slurm_kwargs={parameters} with cluster={cluster!r}: {error}"
+        ) from error
     if cluster is None and executor.cluster == "local":
         warnings.warn(
             "There is no SLURM here (no `srun`), so that nodes are processes of this machine; "
@@ -394,16 +453,18 @@ def check_host(host: str, launcher: str, hosts: list[str]) -> None:
     if others and is_loopback(host):
         some = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
         raise BadOption(
-            f"launcher={launcher!r}: SLURM starts jobs on other hosts too ({some}), which cannot reach "
-            f"{host}: pass bind=<address of this host>, and a token in a file with mode 0600 (token=, or "
-            "MUSTER_TOKEN_FILE)."
+            f"launcher={launcher!r}: SLURM starts jobs on other hosts too ({some}), which cannot"
+            f" reach {host}: pass bind=<address of this host>, and a token in a file with mode 0600"
+            " (token=, or MUSTER_TOKEN_FILE)."
         )
 
 
 def _command(*command: str) -> subprocess.CompletedProcess[str] | None:
     """Run a command; None if it failed to start or did not end in time."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_S)
+        return subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMMAND_S
+        )
     return None
 
 
@@ -421,4 +482,10 @@ def _tail(path: Path) -> str:
         lines = []
     if not lines:
         return f"it wrote nothing to its standard error ({path})"
-    return "\n".join(["its standard error ends with", *(f"  | {line}" for line in lines[-TAIL_LINES:]), f"({path})"])
+    return "\n".join(
+        [
+            "its standard error ends with",
+            *(f"  | {line}" for line in lines[-TAIL_LINES:]),
+            f"({path})",
+        ]
+    )

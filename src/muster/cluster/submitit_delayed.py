@@ -1,4 +1,5 @@
-"""The main program and its nodes as SLURM jobs that a login node submits (``launcher="submitit_delayed"``).
+"""The main program and its nodes as SLURM jobs that a login node submits
+(``launcher="submitit_delayed"``).
 
 ::
 
@@ -6,7 +7,8 @@
     main job:    DistributedCollector(launcher="submitit_delayed")  ->  writes its address into the jobs' folder
     node jobs:   wait for the address, then join
 
-The folder has mode 0700, and must be on a file system that all hosts share. It also contains a file with the token.
+The folder has mode 0700, and must be on a file system that all hosts share. It also contains a file
+with the token.
 """
 
 from __future__ import annotations
@@ -24,20 +26,32 @@ from typing import Any, TypeVar
 from muster.cluster.launchers import Launcher
 from muster.cluster.link import AGENT, LinkLost
 from muster.cluster.rendezvous import TOKEN_BYTES, TOKEN_FILE, Rendezvous, write_token
-from muster.cluster.submitit import Job, Jobs, LocalJob, check_host, die_when_told, node_job, private_folder
+from muster.cluster.submitit import (
+    Job,
+    Jobs,
+    LocalJob,
+    check_host,
+    die_when_told,
+    node_job,
+    private_folder,
+)
 from muster.errors import BadOption, MusterError
 from muster.utils.whole_files import write_whole
 
 EXCHANGE = "MUSTER_EXCHANGE"  # the folder, in the environment of the main job
 FRAMEWORKS = ("distributed", "rpc")
 POLL_S = 0.5
-ADDRESS, HOSTS = "address", "hosts"  # files in the folder
+# files in the folder
+ADDRESS = "address"
+HOSTS = "hosts"
 
 _R = TypeVar("_R")
 
 
 class DelayedLauncher(Launcher):
-    """Starts nothing: the nodes' jobs have been submitted before. Writes the address into a file for them.
+    """Starts nothing: the nodes' jobs have been submitted before.
+
+    Writes the address into a file for them.
 
     Args:
         target: the function that a node runs, ``"module:function"``.
@@ -53,8 +67,9 @@ class DelayedLauncher(Launcher):
         folder = os.environ.get(EXCHANGE)
         if not folder:
             raise BadOption(
-                "launcher='submitit_delayed' works in the main job of a @submitit_delayed_launcher(num_jobs=...) only "
-                f"({EXCHANGE} is not set); launcher='submitit' submits the nodes' jobs from here."
+                "launcher='submitit_delayed' works in the main job of a"
+                f" @submitit_delayed_launcher(num_jobs=...) only ({EXCHANGE} is not set);"
+                " launcher='submitit' submits the nodes' jobs from here."
             )
         self._folder, self._target = Path(folder), target
         self._lock = threading.Lock()
@@ -95,7 +110,8 @@ def submitit_delayed_launcher(
 ) -> Callable[[Callable[..., _R]], Callable[..., _R]]:
     """Decorate a main program that makes a collector with ``launcher="submitit_delayed"``.
 
-    Calling it submits a job that runs it and ``num_jobs`` jobs for its nodes, waits for its result, and ends the nodes.
+    Calling it submits a job that runs it and ``num_jobs`` jobs for its nodes, waits for its result,
+    and ends the nodes.
 
     Args:
         num_jobs: nodes; as many as the collector has.
@@ -109,13 +125,16 @@ def submitit_delayed_launcher(
         restarts: how often the job of a node is submitted again after it has failed.
 
     Raises:
-        BadOption: an option is wrong (at once), or submitit is missing (when the program is called).
+        BadOption: an option is wrong (at once), or submitit is missing (when the program is
+            called).
         MusterError: the main job failed; with its traceback.
     """
     if framework not in FRAMEWORKS:
         raise BadOption(f"framework={framework!r} is unknown; there are {FRAMEWORKS}.")
     if num_jobs < 1 or restarts < 0:
-        raise BadOption(f"num_jobs={num_jobs} should be at least 1, and restarts={restarts} at least 0.")
+        raise BadOption(
+            f"num_jobs={num_jobs} should be at least 1, and restarts={restarts} at least 0."
+        )
 
     def decorate(main: Callable[..., _R]) -> Callable[..., _R]:
         @functools.wraps(main)
@@ -132,7 +151,10 @@ def submitit_delayed_launcher(
 
 
 def _run(folder: Path, mains: Jobs, nodes: Jobs, left: list[int], call: tuple[Any, ...]) -> Any:
-    """Call a decorated program, on the login node. ``left`` is the number of restarts left for each node's job."""
+    """Call a decorated program, on the login node.
+
+    ``left`` is the number of restarts left for each node's job.
+    """
     token, job, started = folder / "token", None, list[Job | LocalJob]()
     write_token(token, secrets.token_hex(TOKEN_BYTES).encode())
 
@@ -143,7 +165,9 @@ def _run(folder: Path, mains: Jobs, nodes: Jobs, left: list[int], call: tuple[An
         write_whole(folder / HOSTS, [json.dumps(nodes.hosts()).encode()], mode=0o600)
         job = mains.submit("muster-main", main_job, str(folder), *call)
         for node in range(len(left)):
-            started.append(submit(node, {"slurm_dependency": f"after:{job.job_id}", **nodes.parameters}))
+            started.append(
+                submit(node, {"slurm_dependency": f"after:{job.job_id}", **nodes.parameters})
+            )
         pause = threading.Event()
         while not job.has_result() and job.ended() is None:
             for node, each in enumerate(started):
@@ -171,7 +195,10 @@ def main_job(folder: str, main: Callable[..., Any], args: Any, kwargs: Any) -> A
 
 
 def delayed_node_job(folder: str, node: int) -> None:
-    """The function of a node's job. It waits for the address until it is ended, at the latest with the main job."""
+    """The function of a node's job.
+
+    It waits for the address until it is ended, at the latest with the main job.
+    """
     die_when_told()
     here, pause = Path(folder), threading.Event()
     while not (here / ADDRESS).exists():

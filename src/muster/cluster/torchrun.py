@@ -1,8 +1,8 @@
 """``launcher="torchrun"``: ranks that torchrun has started find the collector in rank 0.
 
-Rank 0 writes the address of its rendezvous into torchrun's store, signed with the token, because every process that
-reaches that store can write there. On one machine the token itself is in a file that only this user can read, at a path
-that all ranks know. The store does not contain it.
+Rank 0 writes the address of its rendezvous into torchrun's store, signed with the token, because
+every process that reaches that store can write there. On one machine the token itself is in a file
+that only this user can read, at a path that all ranks know. The store does not contain it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _c10d: Any = torch.distributed
 
 
 class TorchrunLauncher(Launcher):
-    """Rank 0 of ``torchrun`` is the main process, rank r > 0 is node r - 1 and calls ``run_node()``.
+    """Rank 0 of ``torchrun`` is the main process, rank r > 0 is node r - 1 and calls
+    ``run_node()``.
 
     Raises:
         BadOption: this is not rank 0 under torchrun.
@@ -51,7 +52,8 @@ class TorchrunLauncher(Launcher):
     def __init__(self) -> None:
         if torchrun_rank() != 0:
             raise BadOption(
-                f"launcher='torchrun' in rank {torchrun_rank()}: the collector lives in rank 0, the others are nodes."
+                f"launcher='torchrun' in rank {torchrun_rank()}: the collector lives in rank 0, the"
+                " others are nodes."
             )
         self._key = _next_key()
         self._lock = threading.Lock()
@@ -59,11 +61,12 @@ class TorchrunLauncher(Launcher):
         self._token: Path | None = None
 
     def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> None:
-        nodes, ranks = rendezvous.count, int(os.environ["WORLD_SIZE"])
+        nodes = rendezvous.count
+        ranks = int(os.environ["WORLD_SIZE"])
         if ranks != nodes + 1:
             raise BadOption(
-                f"torchrun has started {ranks} ranks, but {nodes} nodes were asked for: start {nodes + 1}, of which "
-                "rank 0 is the main process."
+                f"torchrun has started {ranks} ranks, but {nodes} nodes were asked for: start"
+                f" {nodes + 1}, of which rank 0 is the main process."
             )
         with self._lock:
             if self._store is None:
@@ -81,7 +84,8 @@ class TorchrunLauncher(Launcher):
 
 
 def find_rendezvous(token: bytes | None, within_s: float) -> tuple[str, int, bytes]:
-    """The address of rank 0's rendezvous, the number of this node, and the token, for a rank above 0.
+    """The address of rank 0's rendezvous, the number of this node, and the token, for a rank above
+    0.
 
     Args:
         token: of this node. None: the token that rank 0 has left for this user on this machine.
@@ -94,10 +98,13 @@ def find_rendezvous(token: bytes | None, within_s: float) -> tuple[str, int, byt
     rank = torchrun_rank()
     if rank is None:
         raise BadOption(
-            "A node needs the address of its main process, 'host:port': only under torchrun it can be found."
+            "A node needs the address of its main process, 'host:port': only under torchrun it can"
+            " be found."
         )
     if rank == 0:
-        raise BadOption("run_node() in rank 0, which is the main process: make the collector there.")
+        raise BadOption(
+            "run_node() in rank 0, which is the main process: make the collector there."
+        )
     key, pause = _next_key(), threading.Event()
     store = _store()
     deadline, refused = time.monotonic() + within_s, ""
@@ -108,25 +115,33 @@ def find_rendezvous(token: bytes | None, within_s: float) -> tuple[str, int, byt
             if found and address:
                 return address, rank - 1, found
             refused = (
-                " Something else has written an address, which is not signed with this node's token."
+                " Something else has written an address, which is not signed with this node's"
+                " token."
                 if found
                 else " Nodes on other machines than rank 0 need its token: MUSTER_TOKEN_FILE."
             )
         pause.wait(POLL_S)
-    raise LinkLost(f"Rank 0 has not opened a collector with launcher='torchrun' within {within_s:g} s.{refused}")
+    raise LinkLost(
+        f"Rank 0 has not opened a collector with launcher='torchrun' within {within_s:g}"
+        f" s.{refused}"
+    )
 
 
 def torchrun_rank() -> int | None:
     """The rank of this process; None: torchrun has not started it."""
-    has_all = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    has_all = all(
+        name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    )
     return int(os.environ["RANK"]) if has_all else None
 
 
 def _next_key() -> str:
-    """The key of the next collector of this process: nodes serve the collectors of rank 0 in their order. Ranks that
-    torchrun has restarted use other keys.
+    """The key of the next collector of this process: nodes serve the collectors of rank 0 in their
+    order. Ranks that torchrun has restarted use other keys.
     """
-    run = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")]
+    run = [
+        os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    ]
     return "/".join(["muster", "rendezvous", *run, str(next(_collectors))])
 
 
@@ -154,11 +169,15 @@ def _left_token(key: str) -> bytes | None:
 def _token_path(key: str) -> Path:
     """The file in which rank 0 leaves the token for ranks on its machine."""
     place = [os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], key]
-    return _own_folder() / ("torchrun-" + hashlib.sha256(json.dumps(place).encode()).hexdigest()[:32])
+    return _own_folder() / (
+        "torchrun-" + hashlib.sha256(json.dumps(place).encode()).hexdigest()[:32]
+    )
 
 
 def _own_folder() -> Path:
-    """A folder that only this user can read, the same for all of this user's processes on this machine."""
+    """A folder that only this user can read, the same for all of this user's processes on this
+    machine.
+    """
     above = os.environ.get("XDG_RUNTIME_DIR", "")
     if not (os.path.isdir(above) and os.stat(above).st_uid == os.getuid()):
         above = tempfile.gettempdir()
@@ -168,17 +187,20 @@ def _own_folder() -> Path:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise BadOption(
-            f"{folder} should be a folder that only this user can read: remove it, or set TMPDIR to another place for "
-            "all ranks, or give the token (MUSTER_TOKEN_FILE)."
+            f"{folder} should be a folder that only this user can read: remove it, or set TMPDIR to"
+            " another place for all ranks, or give the token (MUSTER_TOKEN_FILE)."
         )
     return folder
 
 
 def _store() -> TCPStore:
     """A connection to the store of torchrun (or of the user's ``init_process_group``)."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     timeout = timedelta(seconds=ANSWER_S)
-    store: TCPStore = _c10d.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    store: TCPStore = _c10d.TCPStore(
+        host, port, is_master=False, wait_for_workers=False, timeout=timeout
+    )
     return store
 
 

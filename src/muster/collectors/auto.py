@@ -1,4 +1,6 @@
-"""``num_workers="auto"``: the number of workers that keeps the cores busy, measured for about a second."""
+"""``num_workers="auto"``: the number of workers that keeps the cores busy, measured for about a
+second.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,14 @@ ROWS = 32  # rows of each measured rollout
 MOST_WORKERS = 64
 WAITING = 0.5  # environments with a smaller CPU share count as waiting
 MEASURED = (  # options that change how long a step takes
-    *("device", "policy_device", "env_device", "exploration_type", "trust_policy", "compile_policy"),
+    *(
+        "device",
+        "policy_device",
+        "env_device",
+        "exploration_type",
+        "trust_policy",
+        "compile_policy",
+    ),
     *("cudagraph_policy", "max_frames_per_traj", "obs_dtype", "validate", "traj_done_key", "info"),
     *("prev_action_reward", "timeouts", "execution"),
 )
@@ -33,9 +42,11 @@ class Load:
     """Measured use of a core by one worker.
 
     Attributes:
-        cpu_share: CPU time divided by wall time of rollouts, in (0, 1]. A small share: the environment waits for
-            a simulator, a network or a timer, and leaves its core to other workers.
-        env_batch: number of environments that one entry of ``create_env_fn`` makes, e.g. a vector environment.
+        cpu_share: CPU time divided by wall time of rollouts, in (0, 1]. A small share: the
+            environment waits for a simulator, a network or a timer, and leaves its core to other
+            workers.
+        env_batch: number of environments that one entry of ``create_env_fn`` makes, e.g. a vector
+            environment.
     """
 
     cpu_share: float
@@ -47,16 +58,24 @@ class Load:
 
 
 def auto_workers(create_env_fn: Any, policy: Any, options: PoolOptions, *, alone: bool) -> int:
-    """Return the number of workers that keeps the cores of this machine busy, from a measurement of the first group."""
+    """Return the number of workers that keeps the cores of this machine busy, from a measurement of
+    the first group.
+    """
     load = measure(create_env_fn, policy, options, SECONDS)
     groups = len(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else None
     return choose_workers(load, options, groups, usable_cores(), alone=alone)
 
 
-def choose_workers(load: Load, options: PoolOptions, groups: int | None, cores: float, *, alone: bool) -> int:
-    """Return the number of workers for a measured load. ``groups``: their number; None: as many as workers."""
+def choose_workers(
+    load: Load, options: PoolOptions, groups: int | None, cores: float, *, alone: bool
+) -> int:
+    """Return the number of workers for a measured load.
+
+    ``groups``: their number; None: as many as workers.
+    """
     B = load.env_batch if load.env_batch > 1 else options.num_envs or 1
-    most = groups or (MOST_WORKERS if alone else max(1, options.frames // B))  # at least one step for each environment
+    # at least one step for each environment
+    most = groups or (MOST_WORKERS if alone else max(1, options.frames // B))
     return min(most, busy_workers(load, 1.0 if options.in_threads else cores))
 
 
@@ -68,7 +87,8 @@ def busy_workers(load: Load, cores: float) -> int:
 def measure(create_env_fn: Any, policy: Any, options: CollectorOptions, seconds: float) -> Load:
     """Measure rollouts of the first group, or of one environment of it, for about ``seconds``.
 
-    The environments are made for it and closed. It acts with a copy of the policy, and changes no random stream.
+    The environments are made for it and closed. It acts with a copy of the policy, and changes no
+    random stream.
     """
     factories, end = factories_of(create_env_fn), 0.0
     kwargs = keywords_of(options.create_env_kwargs, len(factories))[0]
@@ -78,7 +98,10 @@ def measure(create_env_fn: Any, policy: Any, options: CollectorOptions, seconds:
     over = SimpleNamespace(collection_stopped=lambda: time.perf_counter() >= end)
     factory = options.policy_factory
     copied = loads(dumps(policy, "policy", MAKE_POLICY), "policy") if factory is None else factory()
-    with GroupRng(0).as_global(), Collector(factories[0], copied, interruptor=over, **given) as collector:
+    with (
+        GroupRng(0).as_global(),
+        Collector(factories[0], copied, interruptor=over, **given) as collector,
+    ):
         env_batch = collector._engine.num_envs
 
         def run(seconds: float) -> None:
@@ -96,6 +119,8 @@ def measure(create_env_fn: Any, policy: Any, options: CollectorOptions, seconds:
 
 
 def _queued_s() -> float:
-    """Return the seconds for which this thread has waited for a core that other programs used; 0 if this is unknown."""
+    """Return the seconds for which this thread has waited for a core that other programs used; 0 if
+    this is unknown.
+    """
     text = read(Path("/proc/thread-self/schedstat")).split()
     return int(text[1]) * 1e-9 if len(text) > 1 else 0.0

@@ -16,10 +16,11 @@ PATIENCE = 600.0  # timeout in seconds of a caller that waits for the end of a b
 
 
 class Background:
-    """Calls ``step``, which collects a batch, in a thread until it returns False, raises, or ``stop`` is called.
+    """Calls ``step``, which collects a batch, in a thread until it returns False, raises, or
+    ``stop`` is called.
 
-    At the end of the program the thread ends after its current batch, or in the middle of a longer one; see
-    ``muster.utils.exits``.
+    At the end of the program the thread ends after its current batch, or in the middle of a longer
+    one; see ``muster.utils.exits``.
 
     Attributes:
         error: exception raised by ``step``, until it is raised in another thread.
@@ -27,7 +28,8 @@ class Background:
     """
 
     def __init__(self, step: Callable[[], bool], name: str, groups: Sequence[Group] = ()) -> None:
-        self._step, self._stopping = step, False
+        self._step = step
+        self._stopping = False
         self.owner = Owner("collector", "background thread")
         self._changed = threading.Condition()
         self._busy = False  # a batch is being collected
@@ -48,7 +50,10 @@ class Background:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Wait until the current batch is complete; no batch is collected inside this context. May be nested."""
+        """Wait until the current batch is complete; no batch is collected inside this context.
+
+        May be nested.
+        """
         if self.here():
             yield
             return
@@ -59,8 +64,8 @@ class Background:
                 idle = self._changed.wait_for(lambda: not self._busy, PATIENCE)
             if not idle:
                 raise CollectorTimeout(
-                    f"the thread {self._thread.name} has been in the middle of one batch for {PATIENCE:.0f} s: an "
-                    f"environment or policy may hang"
+                    f"the thread {self._thread.name} has been in the middle of one batch for"
+                    f" {PATIENCE:.0f} s: an environment or policy may hang"
                 )
             yield
         finally:
@@ -69,13 +74,17 @@ class Background:
                 self._changed.notify_all()
 
     def stop(self, timeout: float | None) -> None:
-        """End the thread after the current batch. ``CollectorTimeout`` if this takes longer; it still ends then."""
+        """End the thread after the current batch.
+
+        ``CollectorTimeout`` if this takes longer; it still ends then.
+        """
         self._begin_to_stop()
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise CollectorTimeout(
-                f"the thread {self._thread.name} is still in the middle of a batch after {timeout} s. An environment "
-                f"or policy may hang; call async_shutdown again with a longer timeout, or none to wait."
+                f"the thread {self._thread.name} is still in the middle of a batch after {timeout}"
+                " s. An environment or policy may hang; call async_shutdown again with a longer"
+                " timeout, or none to wait."
             )
 
     def _begin_to_stop(self) -> None:
@@ -84,7 +93,9 @@ class Background:
             self._changed.notify_all()
 
     def _end_with_program(self) -> None:
-        """Wait for the current batch, for a moment: its workers and environments are ended after this."""
+        """Wait for the current batch, for a moment: its workers and environments are ended after
+        this.
+        """
         self._begin_to_stop()
         self._thread.join(GRACE_S)
 
@@ -102,13 +113,16 @@ class Background:
 
     def _warn(self) -> None:
         """Warn a user who only reads the buffer, and so calls no method that would raise the error."""
-        if self._stopping or not threading.main_thread().is_alive():  # ``stop`` raises it, or the program is exiting
+        # ``stop`` raises it, or the program is exiting
+        if self._stopping or not threading.main_thread().is_alive():
             return
-        with suppress(Warning):  # filters may turn it into an exception; ``error`` is set in any case
+        # filters may turn it into an exception; ``error`` is set in any case
+        with suppress(Warning):
             warnings.warn(
-                f"The background thread {self._thread.name} stopped collecting, because of {self.ended_by}\n"
-                f"The replay buffer gets no more data. The next call of a method of the collector raises this error; "
-                f"after that, start() goes on, and shutdown() ends.",
+                f"The background thread {self._thread.name} stopped collecting, because of"
+                f" {self.ended_by}\nThe replay buffer gets no more data. The next call of a method"
+                " of the collector raises this error; after that, start() goes on, and shutdown()"
+                " ends.",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -49,7 +49,9 @@ class NoReplayBuffer(BadOption, RuntimeError):
 
 
 class BaseCollector(CollectMethods, WeightMethods, ABC):
-    """Base of all collectors. Subclasses choose where environments run and how rollouts become batches.
+    """Base of all collectors.
+
+    Subclasses choose where environments run and how rollouts become batches.
 
     Attributes:
         options: options with all defaults filled in.
@@ -86,7 +88,9 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         return self.iterator()
 
     def iterator(self) -> Iterator[Any]:
-        """Return an iterator over batches until ``total_frames``. After a ``break``, the next iterator continues there.
+        """Return an iterator over batches until ``total_frames``.
+
+        After a ``break``, the next iterator continues there.
 
         Yields None for batches written to a replay buffer.
 
@@ -97,10 +101,13 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         self._check_open()
         self._check_amount()
         live = self._iterator() if self._iterator is not None else None
-        if self.is_running() or (live is not None and inspect.getgeneratorstate(live) != inspect.GEN_CLOSED):
+        if self.is_running() or (
+            live is not None and inspect.getgeneratorstate(live) != inspect.GEN_CLOSED
+        ):
             raise CollectorBusy(
-                "this collector is being iterated already. Use one `for` loop at a time; drop the first iterator "
-                "(`del it`) to begin another, or end the background thread with `async_shutdown()`."
+                "this collector is being iterated already. Use one `for` loop at a time; drop the"
+                " first iterator (`del it`) to begin another, or end the background thread with"
+                " `async_shutdown()`."
             )
         after = self._observers.wrote if self._observers.need_batches else None
         batches = self._engine.iterate(self._check_open, self._before_batch, after)
@@ -112,7 +119,9 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         return next(self.iterator(), None)
 
     def rollout(self) -> TensorDict:
-        """Collect an extra batch without postproc and buffer; it does not count towards ``total_frames``."""
+        """Collect an extra batch without postproc and buffer; it does not count towards
+        ``total_frames``.
+        """
         self._check_amount()
         with self._exclusively():
             return self._on_demand.rollout()
@@ -134,8 +143,8 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
 
         Args:
             index: numbers of environments, or a bool array over all of them; None: all.
-            **kwargs: arguments of the environments' own reset, used once (Gymnasium: ``options={...}``). Seeds are
-                set by ``set_seed``.
+            **kwargs: arguments of the environments' own reset, used once (Gymnasium:
+                ``options={...}``). Seeds are set by ``set_seed``.
 
         Raises:
             BadOption: a seed, or an environment that does not exist. Nothing was done.
@@ -145,7 +154,8 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
             self._engine.reset(index, kwargs)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed all environments and Muster's own draws, and reset all environments before the next batch.
+        """Seed all environments and Muster's own draws, and reset all environments before the next
+        batch.
 
         Args:
             seed: seed of environment 0; environment i gets ``seed + i``.
@@ -160,22 +170,26 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
     # --- in the background ------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Collect in a background thread, into the replay buffer, until ``total_frames`` or ``async_shutdown``.
+        """Collect in a background thread, into the replay buffer, until ``total_frames`` or
+        ``async_shutdown``.
 
-        The thread acts with a copy of the policy, so training does not change weights in the middle of a batch:
-        ``update_policy_weights_()`` copies new ones for the next. Environments and policies that draw from the
-        process's global generators then share these with your thread.
+        The thread acts with a copy of the policy, so training does not change weights in the middle
+        of a batch: ``update_policy_weights_()`` copies new ones for the next. Environments and
+        policies that draw from the process's global generators then share these with your thread.
 
-        An error ends the thread. A ``RuntimeWarning`` reports it at once, ``stats().ended_by`` shows it, and the next
-        method that collects or changes something raises it once, at the latest ``shutdown()``. ``is_running()``,
-        ``stats()`` and the properties never raise it. After that ``start()`` continues.
+        An error ends the thread. A ``RuntimeWarning`` reports it at once, ``stats().ended_by``
+        shows it, and the next method that collects or changes something raises it once, at the
+        latest ``shutdown()``. ``is_running()``, ``stats()`` and the properties never raise it.
+        After that ``start()`` continues.
 
         Raises:
             BadOption: there is no replay buffer. The error is a ``RuntimeError``, too.
         """
         self._check_open()
         if self.options.replay_buffer is None:
-            raise NoReplayBuffer("start() collects into a replay buffer, and none was given: pass replay_buffer=")
+            raise NoReplayBuffer(
+                "start() collects into a replay buffer, and none was given: pass replay_buffer="
+            )
         if self.is_running():
             return
         self._go_into_background()
@@ -188,11 +202,16 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         return self._background is not None and self._background.is_running()
 
     def pause(self) -> AbstractContextManager[None]:
-        """Return a context in which the background thread does not collect. Entering waits for the end of its batch."""
+        """Return a context in which the background thread does not collect.
+
+        Entering waits for the end of its batch.
+        """
         return self._exclusively()
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """End the background thread after its current batch, and shut down. Raises the error of the thread.
+        """End the background thread after its current batch, and shut down.
+
+        Raises the error of the thread.
 
         Raises:
             CollectorTimeout: the thread did not end within ``timeout`` seconds; nothing was closed.
@@ -204,12 +223,17 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
     # --- observing --------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        names = ", ".join(sorted({counts.info.name for counts in self._engine.source.pool.counters}))
+        names = ", ".join(
+            sorted({counts.info.name for counts in self._engine.source.pool.counters})
+        )
         state = "closed" if self._closed else f"{self._engine.frames:,} frames"
         per_batch = self.options.frames_per_batch
-        return f"{type(self).__name__}({names} x {self._engine.num_envs}, frames_per_batch={per_batch}, {state})"
+        return (
+            f"{type(self).__name__}({names} x {self._engine.num_envs},"
+            f" frames_per_batch={per_batch}, {state})"
+        )
 
-    # --- models and attributes by name -------------------------------------------------------------
+    # --- models and attributes by name ------------------------------------------------------------
 
     @property
     def env(self) -> Any:
@@ -225,11 +249,14 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
             BadOption: it was not set. The error is a ``RuntimeError``, too.
         """
         if self.options.worker_idx is None:
-            raise NoWorkerIndex("worker_idx was not set: pass worker_idx= when this collector is one of several")
+            raise NoWorkerIndex(
+                "worker_idx was not set: pass worker_idx= when this collector is one of several"
+            )
         return self.options.worker_idx
 
     def get_model(self, model_id: str) -> Any:
-        """Return a model by id: "policy", a part of it ("policy.module[0]", "actor") or of the environment ("env...").
+        """Return a model by id: "policy", a part of it ("policy.module[0]", "actor") or of the
+        environment ("env...").
 
         Raises:
             BadOption: the model does not exist.
@@ -243,7 +270,9 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
             raise BadOption(f"model_id={model_id!r} is not known here: {error}") from error
 
     def getattr_env(self, attr: str) -> Any:
-        """Return an attribute of the environment, or a list of them if there are several environments."""
+        """Return an attribute of the environment, or a list of them if there are several
+        environments.
+        """
         self._raise_from_background()
         env = self.env
         return [getattr(one, attr) for one in env] if isinstance(env, list) else getattr(env, attr)
@@ -261,7 +290,8 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         return getattr(self.options.replay_buffer, attr)
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a function by its path from this collector, such as ``"policy.module[0].reset_parameters"``.
+        """Call a function by its path from this collector, such as
+        ``"policy.module[0].reset_parameters"``.
 
         Only attributes and subscripts with a literal are followed; nothing is evaluated.
 
@@ -271,21 +301,29 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         self._raise_from_background()
         found = resolve(self, attr_path)
         if not callable(found):
-            raise BadOption(f"cascade_execute({attr_path!r}): that is {type(found).__name__}, which cannot be called")
+            raise BadOption(
+                f"cascade_execute({attr_path!r}): that is {type(found).__name__}, which cannot be"
+                " called"
+            )
         return found(*args, **kwargs)
 
-    # --- special batches, profiling -----------------------------------------------------------------
+    # --- special batches, profiling ---------------------------------------------------------------
 
     def final_observations(self) -> TensorDict:
-        """Return the observations of the last batch that ``compact_obs`` omits and none of its rows contains, ``[n]``.
+        """Return the observations of the last batch that ``compact_obs`` omits and none of its rows
+        contains, ``[n]``.
 
-        ``env`` and ``row`` are their places: the last step of every episode that ended, and the batch's last row.
+        ``env`` and ``row`` are their places: the last step of every episode that ended, and the
+        batch's last row.
         """
         self._raise_from_background()
         return final_observations(self._engine.finals)
 
     def fake_tensordict(self) -> TensorDict:
-        """Return zeros of the shape of a batch. Nothing is collected; the policy is called once to find its outputs."""
+        """Return zeros of the shape of a batch.
+
+        Nothing is collected; the policy is called once to find its outputs.
+        """
         with self._exclusively():
             return self._engine.blank()
 
@@ -310,31 +348,37 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
     # --- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything needed to continue exactly from here, as plain data for ``muster.save_state``.
+        """Return everything needed to continue exactly from here, as plain data for
+        ``muster.save_state``.
 
-        Contains ``policy_state_dict`` and ``env_state_dict`` (one entry per environment object) and Muster's own state.
-        The report of ``load_state_dict`` lists what was restored.
+        Contains ``policy_state_dict`` and ``env_state_dict`` (one entry per environment object) and
+        Muster's own state. The report of ``load_state_dict`` lists what was restored.
         """
         with self._exclusively():
             return resume.state_of(self)
 
-    def load_state_dict(self, state_dict: Any, *, trust: bool = False, strict: bool = True) -> resume.ResumeReport:
-        """Restore the state from ``state_dict()``, also in another process, and continue from there.
+    def load_state_dict(
+        self, state_dict: Any, *, trust: bool = False, strict: bool = True
+    ) -> resume.ResumeReport:
+        """Restore the state from ``state_dict()``, also in another process, and continue from
+        there.
 
         Args:
-            state_dict: the state, or the path of a file written by ``muster.save_state`` or ``autosave``. The collector
-                must have been made in the same way.
-            trust: unpickle environments. Use it only for states that you have written: a pickle can run any code.
-            strict: False: weights of the policy that the state does not have keep their values, and weights that the
-                policy does not have are ignored; the report names both.
+            state_dict: the state, or the path of a file written by ``muster.save_state`` or
+                ``autosave``. The collector must have been made in the same way.
+            trust: unpickle environments. Use it only for states that you have written: a pickle can
+                run any code.
+            strict: False: weights of the policy that the state does not have keep their values, and
+                weights that the policy does not have are ignored; the report names both.
 
         Returns:
-            a report of what was restored. Environments that were not restored start new episodes, whose first row has
-            ``("collector", "resumed")`` set.
+            a report of what was restored. Environments that were not restored start new episodes,
+            whose first row has ``("collector", "resumed")`` set.
 
         Raises:
             BadCheckpoint: the state is damaged, or from a different collector. Nothing was changed.
-            BadRecording: ``record=`` has batches already, and some of them could come again. Nothing was changed.
+            BadRecording: ``record=`` has batches already, and some of them could come again.
+                Nothing was changed.
         """
         with self._exclusively():
             if self._engine.pipeline.recorder is not None:
@@ -343,7 +387,9 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
 
     # --- the end ----------------------------------------------------------------------------------
 
-    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+    def shutdown(
+        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
+    ) -> None:
         """Close the environments. Batches and ``stats()`` stay valid. May be called again.
 
         If the disk was full, a repeated call writes what ``record=`` could not.
@@ -351,7 +397,8 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         Args:
             timeout: seconds to wait for the current batch of the background thread; None: no limit.
             close_env: False: leave the environments open.
-            raise_on_error: False: ignore errors of the environments' ``close`` and of the background thread.
+            raise_on_error: False: ignore errors of the environments' ``close`` and of the
+                background thread.
 
         Raises:
             CollectorTimeout: the background thread did not end in time; nothing was closed.
@@ -379,7 +426,10 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is not None:
             self._observers.error = described(error)
@@ -390,7 +440,8 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
     def _set_up(self) -> None:
         options = self.options
         self._on_demand = OnDemand(self._engine)
-        self._groups, self.timeline = self._engine.groups, self._engine.timeline
+        self._groups = self._engine.groups
+        self.timeline = self._engine.timeline
         self._fit_heads()
         self._receivers = Receivers(self._weights, self, options.worker_idx)
         if options.weight_recv_schemes:
@@ -423,7 +474,10 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         """Prepare for collecting in a background thread."""
 
     def _exclusively(self) -> AbstractContextManager[None]:
-        """Return a context in which the background thread does not collect. Raises if the collector is closed."""
+        """Return a context in which the background thread does not collect.
+
+        Raises if the collector is closed.
+        """
         self._check_open()
         return trimmed if self._background is None else self._while_paused(self._background)
 
@@ -441,7 +495,11 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
 
     def _raise_from_background(self) -> None:
         """Raise the background thread's error in the user's thread, once."""
-        if self._background is not None and not self._background.here() and self._background.error is not None:
+        if (
+            self._background is not None
+            and not self._background.here()
+            and self._background.error is not None
+        ):
             error, self._background.error = self._background.error, None
             raise error
 
@@ -467,10 +525,15 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
 
     def _check_amount(self) -> None:
         if not self.options.frames_per_batch:
-            raise BadOption("frames_per_batch is not set: pass it to the constructor, or call collect(n_step=...)")
+            raise BadOption(
+                "frames_per_batch is not set: pass it to the constructor, or call"
+                " collect(n_step=...)"
+            )
 
     def _is_forked(self) -> bool:
-        """Return whether this is a fork of the process that has the workers or the background thread."""
+        """Return whether this is a fork of the process that has the workers or the background
+        thread.
+        """
         return not all(owner.is_here() for owner in self._owners())
 
     def _owners(self) -> list[Owner]:

@@ -40,11 +40,20 @@ class BatchViews:
     """
 
     def __init__(
-        self, options: CollectorOptions, *, stacked: bool, cat_dim: int | None = None, hidden: bool = False
+        self,
+        options: CollectorOptions,
+        *,
+        stacked: bool,
+        cat_dim: int | None = None,
+        hidden: bool = False,
     ) -> None:
-        self._options, self._stacked, self._cat_dim, self.shows_hidden = options, stacked, cat_dim, hidden
+        self._options = options
+        self._stacked = stacked
+        self._cat_dim = cat_dim
+        self.shows_hidden = hidden
         self._storing = options.devices["storing_device"]
-        self._views: dict[int, BatchView] = {}  # by the id of their layouts, which the views keep alive
+        # by the id of their layouts, which the views keep alive
+        self._views: dict[int, BatchView] = {}
         # Lent slots whose batch was not returned yet, by id. Their memory keeps the slots alive.
         self._prepared: dict[int, tuple[Any, TensorDict | None]] = {}
         self._same: _SameBatch | None = None
@@ -60,11 +69,12 @@ class BatchViews:
     def batch(self, filled: FilledSlot) -> TensorDict:
         """Return the batch in filled slots.
 
-        If the batch cannot be made (no memory for a copy, for instance), call this again, or ``give_up``.
+        If the batch cannot be made (no memory for a copy, for instance), call this again, or
+        ``give_up``.
         """
         if self._cat_dim is not None:
             return self._concatenated(filled, self._cat_dim)
-        (ring, slot) = filled.slots[0]
+        ring, slot = filled.slots[0]
         view = self._view_of(ring.layout)
         if self._same is not None and self._same.slot.layout is slot.layout:
             return self._same.refreshed(view)
@@ -72,7 +82,8 @@ class BatchViews:
         memory, made = self._lent(ring, slot, view)
         if made is None:
             if self._storing is not None and self._storing != memory.device:
-                memory = memory.to(self._storing)  # one transfer for all columns; the slot is free afterwards
+                # one transfer for all columns; the slot is free afterwards
+                memory = memory.to(self._storing)
             made = view.tensordict(memory, slot)
         del self._prepared[id(slot)]
         if self._options.return_same_td:
@@ -81,14 +92,19 @@ class BatchViews:
 
     def prepare(self, ring: SlotRing, slot: Slot) -> None:
         """Make the batch of a slot while the slot is being filled, if that is possible."""
-        late = ring.layout.object_columns or self._storing is not None or self._options.return_same_td
+        late = (
+            ring.layout.object_columns or self._storing is not None or self._options.return_same_td
+        )
         if not late and self._cat_dim is None and id(slot) not in self._prepared:
             state, memory = slot.state, ring.lend(slot)
             slot.state = state
             self._prepared[id(slot)] = memory, self._view_of(ring.layout).tensordict(memory, slot)
 
     def drop(self, slot: Slot) -> bool:
-        """Forget a slot that will never be full. Return whether it was prepared: it then returns to its ring."""
+        """Forget a slot that will never be full.
+
+        Return whether it was prepared: it then returns to its ring.
+        """
         return self._prepared.pop(id(slot), None) is not None
 
     def give_up(self, filled: FilledSlot) -> None:
@@ -104,7 +120,11 @@ class BatchViews:
             view = self._view_of(ring.layout)
             part = view.tensordict(self._lent(ring, slot, None)[0], slot)
             over_time = dim % part.ndim == view.time_dim
-            parts.append(part[(slice(None),) * view.time_dim + (slice(0, result.rows),)] if over_time else part)
+            parts.append(
+                part[(slice(None),) * view.time_dim + (slice(0, result.rows),)]
+                if over_time
+                else part
+            )
         batch: TensorDict = torch.cat(parts, dim)
         batch.names = parts[0].names
         batch = batch if self._storing is None else batch.to(self._storing)
@@ -112,8 +132,11 @@ class BatchViews:
             self.drop(slot)
         return batch
 
-    def _lent(self, ring: SlotRing, slot: Slot, view: BatchView | None) -> tuple[Any, TensorDict | None]:
-        """Return a full slot's memory and its prepared batch, if any; it stays lent until its batch is complete.
+    def _lent(
+        self, ring: SlotRing, slot: Slot, view: BatchView | None
+    ) -> tuple[Any, TensorDict | None]:
+        """Return a full slot's memory and its prepared batch, if any; it stays lent until its batch
+        is complete.
 
         Args:
             view: the memory may be that of parts, for this view. None: it is one tensor.
@@ -121,7 +144,12 @@ class BatchViews:
         lent = self._prepared.get(id(slot))
         if lent is not None:
             slot.state = SlotState.LENT
-        elif view is None or not ring.lends_parts or self._storing is not None or self._options.return_same_td:
+        elif (
+            view is None
+            or not ring.lends_parts
+            or self._storing is not None
+            or self._options.return_same_td
+        ):
             lent = ring.lend(slot), None
         else:
             view.arrange(slot)
@@ -130,7 +158,9 @@ class BatchViews:
         return lent
 
     def blank(self, layout: Layout, device: torch.device | None) -> TensorDict:
-        """Return a batch of zeros in its own memory, on the storing device, else on ``device``, else on the CPU."""
+        """Return a batch of zeros in its own memory, on the storing device, else on ``device``,
+        else on the CPU.
+        """
         slot = Slot(layout)
         memory = torch.from_numpy(slot.block).to(self._storing or device or "cpu")
         return self._view_of(layout).tensordict(memory, slot)
@@ -141,15 +171,17 @@ class BatchViews:
         self._views.clear()
 
     def hidden_keys(self, layout: Layout) -> list[Key]:
-        return [column.key for column in layout.columns if column.hidden] if self.shows_hidden else []
+        return (
+            [column.key for column in layout.columns if column.hidden] if self.shows_hidden else []
+        )
 
     def _view_of(self, layout: Layout) -> BatchView:
         if id(layout) not in self._views:
             ragged = [column.key for column in layout.columns if column.ragged]
             if ragged and self._options.return_same_td:
                 raise BadOption(
-                    f"return_same_td=True needs fixed shapes, and those of {ragged} change. Leave it out, or pad the "
-                    f"observations in the environment."
+                    f"return_same_td=True needs fixed shapes, and those of {ragged} change. Leave"
+                    " it out, or pad the observations in the environment."
                 )
             if len(self._views) >= VIEWS:
                 self._views.clear()
@@ -164,7 +196,8 @@ class BatchViews:
 
 
 class _SameBatch:
-    """The batch of ``return_same_td``: one TensorDict over a slot that is filled in place again and again.
+    """The batch of ``return_same_td``: one TensorDict over a slot that is filled in place again and
+    again.
 
     Args:
         slot: the slot.
@@ -173,7 +206,9 @@ class _SameBatch:
     """
 
     def __init__(self, slot: Slot, memory: torch.Tensor, batch: TensorDict) -> None:
-        self.slot, self._memory, self._batch = slot, memory, batch
+        self.slot = slot
+        self._memory = memory
+        self._batch = batch
         self._names = list(batch.names)
         self._tensors: dict[Any, torch.Tensor] = {}
         for key in batch.keys(True, True):
@@ -184,8 +219,8 @@ class _SameBatch:
     def refreshed(self, view: BatchView) -> TensorDict:
         """Return the TensorDict as it was made, with the present values of the slot.
 
-        Columns that were added or replaced since (``collect`` adds some, a postproc or the user others) are those of an
-        earlier batch.
+        Columns that were added or replaced since (``collect`` adds some, a postproc or the user
+        others) are those of an earlier batch.
         """
         batch = self._batch
         if self._memory.device.type != "cpu":
@@ -208,8 +243,8 @@ def final_observations(finals: Sequence[tuple[Array, Sequence[Final]]]) -> Tenso
         finals: last observations of each group, with the global numbers of its environments.
 
     Returns:
-        the observations, ``env`` (global number) and ``row`` (time step in the batch): of the last step of every
-        episode that ended in the batch, and of the batch's last row.
+        the observations, ``env`` (global number) and ``row`` (time step in the batch): of the last
+        step of every episode that ended in the batch, and of the batch's last row.
     """
     from tensordict import TensorDict
 
@@ -219,14 +254,22 @@ def final_observations(finals: Sequence[tuple[Array, Sequence[Final]]]) -> Tenso
     for env_ids, of_group in finals:
         for final in of_group:
             leaves: dict[Any, Any] = {
-                key: stacked_objects(copied_cells(leaf)) if leaf.dtype == OBJECT else torch.from_numpy(leaf)
+                key: (
+                    stacked_objects(copied_cells(leaf))
+                    if leaf.dtype == OBJECT
+                    else torch.from_numpy(leaf)
+                )
                 for key, leaf in final.leaves.items()
                 if len(final.envs)
             }
             leaves["env"] = torch.from_numpy(env_ids[list(final.envs)])
             leaves["row"] = torch.full_like(leaves["env"], final.t)
             parts.append(leaves)
-    stacked = [TensorDict(leaves, batch_size=[len(leaves["env"])]) for leaves in parts if len(leaves["env"])]
+    stacked = [
+        TensorDict(leaves, batch_size=[len(leaves["env"])])
+        for leaves in parts
+        if len(leaves["env"])
+    ]
     if not stacked:
         return TensorDict({}, batch_size=[0])
     joined: TensorDict = torch.cat(stacked)

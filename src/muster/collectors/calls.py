@@ -1,6 +1,7 @@
 """The calls of a collector that collect on demand, and what an error leaves of them.
 
-A call collects rollouts until it is complete. After an error or Ctrl-C it keeps what it has, and ``run`` continues.
+A call collects rollouts until it is complete. After an error or Ctrl-C it keeps what it has, and
+``run`` continues.
 """
 
 from __future__ import annotations
@@ -101,14 +102,18 @@ class CollectCall(UserCall):
 
     def __init__(self, engine: Engine, arguments: CollectArguments) -> None:
         self.arguments = arguments
-        self._engine, self._source, self._options = engine, engine.source, engine.options
+        self._engine = engine
+        self._source = engine.source
+        self._options = engine.options
 
     @abstractmethod
     def run(self) -> CallResult:
         """Collect what is missing, and return the result."""
 
     def _collect(self, limit: int | None, **others: Any) -> CollectedRollout:
-        return self._engine.collect(limit, acting="random" if self.arguments.random else None, **others)
+        return self._engine.collect(
+            limit, acting="random" if self.arguments.random else None, **others
+        )
 
     def _rows(self, rows: int) -> int | None:
         """Return the time steps of one of several rollouts; None: as many as in a batch."""
@@ -120,12 +125,15 @@ class CollectCall(UserCall):
 
 
 class StepsCall(CollectCall):
-    """``collect(n_step=)``: one rollout of all groups, or as many rollouts of first-ready groups as necessary."""
+    """``collect(n_step=)``: one rollout of all groups, or as many rollouts of first-ready groups as
+    necessary.
+    """
 
     def __init__(self, engine: Engine, arguments: CollectArguments) -> None:
         super().__init__(engine, arguments)
         self._parts: list[Part] = []
-        self._rollout: CollectedRollout | None = None  # the next part, still without values of next observations
+        # the next part, still without values of next observations
+        self._rollout: CollectedRollout | None = None
 
     @property
     def frames(self) -> int:
@@ -154,7 +162,8 @@ class StepsCall(CollectCall):
             self._engine.discard("interrupted", part.frames)
         if self._rollout is not None:
             self._engine.lose(self._rollout.batch, self._rollout.env_ids, self._rollout.frames)
-        self._parts, self._rollout = [], None
+        self._parts = []
+        self._rollout = None
 
     @property
     def can_be_saved(self) -> bool:
@@ -193,8 +202,14 @@ class StepsCall(CollectCall):
         return self._collect(n, rows=-(-n // max(len(self._living()), 1)), bootstrap=bootstrap)
 
     def _finish_part(self, rollout: CollectedRollout) -> None:
-        """Make a part of the rollout. If the policy fails to return values, the next call repeats this."""
-        engine, batch, hidden, n = self._engine, rollout.batch, rollout.hidden, self.arguments.n_step or 0
+        """Make a part of the rollout.
+
+        If the policy fails to return values, the next call repeats this.
+        """
+        engine = self._engine
+        batch = rollout.batch
+        hidden = rollout.hidden
+        n = self.arguments.n_step or 0
         if not self._source.overlaps and n < batch.numel() and VALID not in batch.keys(True):
             batch.set(VALID, self._valid(batch, n))
         last = None
@@ -246,7 +261,11 @@ class Choice:
         """Show ended episodes to the rule, time step by time step."""
         for step in steps:
             self._shown.append(list(step))
-            numbers = {self._place[n % self._num_envs]: n for n in step if n % self._num_envs in self._place}
+            numbers = {
+                self._place[n % self._num_envs]: n
+                for n in step
+                if n % self._num_envs in self._place
+            }
             if not self.rule.complete:
                 self.numbers += [numbers[place] for place in self.rule.ended(sorted(numbers))]
 
@@ -256,7 +275,9 @@ class Choice:
 
 
 class EpisodesCall(CollectCall):
-    """``collect(n_episode=)``: rollouts until the rule is complete. Their rows are kept in the store.
+    """``collect(n_episode=)``: rollouts until the rule is complete.
+
+    Their rows are kept in the store.
 
     Args:
         store: keeps the rows, also of episodes for later calls.
@@ -274,7 +295,9 @@ class EpisodesCall(CollectCall):
         stored: Callable[[], None],
     ) -> None:
         super().__init__(engine, arguments)
-        self._store, self._keep, self._stored = store, keep, stored
+        self._store = store
+        self._keep = keep
+        self._stored = stored
         self._unkept: CollectedRollout | None = None  # not yet in the store
         self._group: EpisodeGroup | None = None  # the complete result
         self._choice = self._new_choice()
@@ -297,10 +320,13 @@ class EpisodesCall(CollectCall):
         return self._group is not None
 
     def run(self) -> CallResult:
-        engine, store = self._engine, self._store
+        engine = self._engine
+        store = self._store
         while self._unkept is not None or not self._choice.rule.complete:
             if self._unkept is None:
-                self._unkept = self._collect(None, closes=False, rows=self._rows(ROWS), rule=self._rule_of)
+                self._unkept = self._collect(
+                    None, closes=False, rows=self._rows(ROWS), rule=self._rule_of
+                )
             self._store_rollout(self._unkept)
             store.check_ends("collect(n_episode=...)", resets=False)
         if self._group is None:
@@ -327,7 +353,9 @@ class EpisodesCall(CollectCall):
 
     @property
     def can_be_saved(self) -> bool:
-        return self._group is None and self._unkept is None and self.arguments.state_dict() is not None
+        return (
+            self._group is None and self._unkept is None and self.arguments.state_dict() is not None
+        )
 
     def settle(self) -> None:
         """Put a collected rollout into the store, if an error has prevented that."""
@@ -345,10 +373,15 @@ class EpisodesCall(CollectCall):
 
     def _new_choice(self) -> Choice:
         arguments = self.arguments
-        return Choice(arguments.rule or RULE, arguments.n_episode or 0, self._living(), self._store.num_envs)
+        return Choice(
+            arguments.rule or RULE, arguments.n_episode or 0, self._living(), self._store.num_envs
+        )
 
     def _store_rollout(self, rollout: CollectedRollout) -> None:
-        """Put the rollout into the store, and show what has ended to the rule. After an error, repeat this."""
+        """Put the rollout into the store, and show what has ended to the rule.
+
+        After an error, repeat this.
+        """
         self._store.add(rollout.batch, rollout.env_ids)
         self._unkept = None
         self._engine.pipeline.skip(rollout.batch, rollout.env_ids)
@@ -361,14 +394,21 @@ class EpisodesCall(CollectCall):
             self._store.new_ends()
 
     def _rule_of(self, group: int) -> Rule | None:
-        """Return a rule by which a group knows by itself which episodes are needed; None: it cannot know."""
-        rule, counters = self._choice.rule, self._source.pool.counters
+        """Return a rule by which a group knows by itself which episodes are needed; None: it cannot
+        know.
+        """
+        rule = self._choice.rule
+        counters = self._source.pool.counters
         if AGENT in counters[group].info.observation_specs:
             return None
         if len(counters) == 1:
             own = copy.deepcopy(rule)
             return NobodyLetGo(own) if self._keep else own
-        if isinstance(rule, PerEnv) and not self._keep and not any(counts.dropped for counts in counters):
+        if (
+            isinstance(rule, PerEnv)
+            and not self._keep
+            and not any(counts.dropped for counts in counters)
+        ):
             return rule.part(counters[group].env_ids.tolist())
         return None
 
@@ -378,9 +418,11 @@ class ExtraBatch(UserCall):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._parts: list[TensorDict] = []  # the batch, or with ``extend_buffer=False`` its time steps
+        # the batch, or with ``extend_buffer=False`` its time steps
+        self._parts: list[TensorDict] = []
         self._hidden: list[Key] = []
-        self._env_ids: Array | None = None  # of a batch that the pipeline has not recorded as delivered elsewhere
+        # of a batch that the pipeline has not recorded as delivered elsewhere
+        self._env_ids: Array | None = None
         self._frames = 0
 
     @property
@@ -389,7 +431,8 @@ class ExtraBatch(UserCall):
 
     def run(self) -> TensorDict:
         """Collect what is missing, and return the batch."""
-        engine, limit = self._engine, self._engine.options.frames
+        engine = self._engine
+        limit = self._engine.options.frames
         if engine.options.extend_buffer:
             if not self._parts:
                 rollout = engine.collect(limit)
@@ -410,7 +453,9 @@ class ExtraBatch(UserCall):
             self._engine.lose(self._parts[0], self._env_ids, self._frames)
         else:
             self._engine.discard("interrupted", self._frames)
-        self._parts, self._frames, self._env_ids = [], 0, None
+        self._parts = []
+        self._frames = 0
+        self._env_ids = None
         self._engine.give_up_batch()
 
     @property
@@ -445,7 +490,9 @@ def _joined(parts: Sequence[Part]) -> TensorDict:
     equalize(batches)
     whole: TensorDict
     if len({batch.shape for batch in batches}) == 1 and first.ndim > 1:
-        whole = torch.cat(batches, next(dim for dim, name in enumerate(first.names) if name != "time"))
+        whole = torch.cat(
+            batches, next(dim for dim, name in enumerate(first.names) if name != "time")
+        )
         whole.names = first.names
     else:
         whole = torch.cat([time_last(batch).reshape(-1) for batch in batches])
@@ -453,17 +500,26 @@ def _joined(parts: Sequence[Part]) -> TensorDict:
     return whole
 
 
-def add_next_values(batch: TensorDict, results: Sequence[RolloutResult], pool: WorkerPool) -> torch.Tensor:
-    """Add ``("next", "state_value")`` to a rollout: the policy's values of next observations, 0 in all other rows.
+def add_next_values(
+    batch: TensorDict, results: Sequence[RolloutResult], pool: WorkerPool
+) -> torch.Tensor:
+    """Add ``("next", "state_value")`` to a rollout: the policy's values of next observations, 0 in
+    all other rows.
 
     Returns:
         the values after the last rows, ``[*lead, 1]``; 0 where an episode has terminated there.
     """
-    groups = [(pool.counters[result.group].info.num_envs, result.group, result.values) for result in results]
+    groups = [
+        (pool.counters[result.group].info.num_envs, result.group, result.values)
+        for result in results
+    ]
     num_envs, time_dim = sum(B for B, *_ in groups), batch.names.index("time")
     T = batch.shape[time_dim]
     if batch.numel() != num_envs * T:
-        raise BadOption("bootstrap: the batch is concatenated over time, and its last rows are not last: leave cat out")
+        raise BadOption(
+            "bootstrap: the batch is concatenated over time, and its last rows are not last: leave"
+            " cat out"
+        )
     values, last = np.zeros((num_envs, T), np.float32), np.zeros(num_envs, np.float32)
     first = 0
     for B, number, made in groups:

@@ -32,19 +32,25 @@ class ClusterOptions(PoolOptions, ABC):
 
     Attributes:
         create_env_fn: a list with one entry per node; see ``muster.Collector`` for entries.
-        frames_per_batch: number of environment steps in a batch of one node; see ``muster.Collector``.
-        sync: True: a batch has the rollouts of all nodes, ``frames_per_batch`` times their number. False: a batch has
-            the rollouts of one node, the first that is ready.
-        collector_class: "single": a node has one worker. "sync": the workers of a node share its batches. "async": each
-            worker fills its own batches. Or the corresponding collector class. A value for all nodes, or a list.
-        collector_kwargs: options of the workers, such as ``inference``: a dict for all nodes, or a list with one dict
-            per node. Dicts in a list may differ only in ``create_env_kwargs``.
-        num_workers_per_collector: number of workers of each node: a number for all nodes, or a list.
-        update_after_each_batch: before each batch, publish the policy's weights to the nodes of the previous batch.
-        max_weight_update_interval: before each batch, publish the policy's weights to nodes that have contributed to
-            more than this number of batches since the last such publish. -1: never.
-        min_nodes: number of nodes with which collection starts, for ``sync=False``. Other nodes are used as soon as
-            they join, and take over the rollouts of lost nodes. None: wait for all nodes.
+        frames_per_batch: number of environment steps in a batch of one node; see
+            ``muster.Collector``.
+        sync: True: a batch has the rollouts of all nodes, ``frames_per_batch`` times their number.
+            False: a batch has the rollouts of one node, the first that is ready.
+        collector_class: "single": a node has one worker. "sync": the workers of a node share its
+            batches. "async": each worker fills its own batches. Or the corresponding collector
+            class. A value for all nodes, or a list.
+        collector_kwargs: options of the workers, such as ``inference``: a dict for all nodes, or a
+            list with one dict per node. Dicts in a list may differ only in ``create_env_kwargs``.
+        num_workers_per_collector: number of workers of each node: a number for all nodes, or a
+            list.
+        update_after_each_batch: before each batch, publish the policy's weights to the nodes of the
+            previous batch.
+        max_weight_update_interval: before each batch, publish the policy's weights to nodes that
+            have contributed to more than this number of batches since the last such publish. -1:
+            never.
+        min_nodes: number of nodes with which collection starts, for ``sync=False``. Other nodes are
+            used as soon as they join, and take over the rollouts of lost nodes. None: wait for all
+            nodes.
     """
 
     sync: bool = False
@@ -58,11 +64,14 @@ class ClusterOptions(PoolOptions, ABC):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.update_after_each_batch and self.max_weight_update_interval > -1:
-            raise BadOption("update_after_each_batch and max_weight_update_interval both say when to publish: give one")
+            raise BadOption(
+                "update_after_each_batch and max_weight_update_interval both say when to publish:"
+                " give one"
+            )
         if self.min_nodes is not None and self.sync:
             raise BadOption(
-                f"min_nodes={self.min_nodes} with sync=True: a synchronous batch has the rollouts of all nodes, so all "
-                f"have to be there. Leave min_nodes out, or take sync=False."
+                f"min_nodes={self.min_nodes} with sync=True: a synchronous batch has the rollouts"
+                " of all nodes, so all have to be there. Leave min_nodes out, or take sync=False."
             )
 
     @property
@@ -72,41 +81,52 @@ class ClusterOptions(PoolOptions, ABC):
 
     @abstractmethod
     def carrier(self, nodes: int, workers: int, deadline_s: float) -> Carrier:
-        """Return the carrier for ``nodes`` with at most ``workers`` workers each; ``deadline_s``: deadline of links."""
+        """Return the carrier for ``nodes`` with at most ``workers`` workers each; ``deadline_s``:
+        deadline of links.
+        """
 
 
 def over_nodes(options: ClusterOptions) -> tuple[ClusterOptions, list[int], list[list[int]]]:
-    """Return the options for all workers together, the node of each worker, and the workers that share batches.
+    """Return the options for all workers together, the node of each worker, and the workers that
+    share batches.
 
     Raises:
         BadOption: an option is wrong.
     """
     factories = _factories(options.create_env_fn, options.num_nodes)
-    kinds = [_kind(given) for given in spread("collector_class", options.collector_class, len(factories))]
+    kinds = [
+        _kind(given) for given in spread("collector_class", options.collector_class, len(factories))
+    ]
     workers = spread("num_workers_per_collector", options.num_workers_per_collector, len(factories))
     workers = [integer("num_workers_per_collector", count) for count in workers]
     for count, kind in zip(workers, kinds, strict=True):
         if kind == "single" and count > 1:
             raise BadOption(
-                f"num_workers_per_collector={count} needs a collector_class with workers: 'sync' or 'async' "
-                f"(MultiSyncCollector, MultiAsyncCollector), not 'single'"
+                f"num_workers_per_collector={count} needs a collector_class with workers: 'sync' or"
+                " 'async' (MultiSyncCollector, MultiAsyncCollector), not 'single'"
             )
     if (options.min_nodes or 1) > len(factories):
-        raise BadOption(f"min_nodes={options.min_nodes}, but there are {len(factories)} nodes: expected at most that")
+        raise BadOption(
+            f"min_nodes={options.min_nodes}, but there are {len(factories)} nodes: expected at most"
+            " that"
+        )
     of_leaf = [node for node, count in enumerate(workers) for _ in range(count)]
     shared: list[list[int]] = []
     for node, kind in enumerate(kinds):
         leaves = [leaf for leaf, place in enumerate(of_leaf) if place == node]
         shared += [leaves] if kind == "sync" else [[leaf] for leaf in leaves]
     options = replace(options, **_node_keywords(options.collector_kwargs, len(factories)))
-    kwargs, frames = options.create_env_kwargs, options.frames_per_batch
+    kwargs = options.create_env_kwargs
+    frames = options.frames_per_batch
     if isinstance(kwargs, (list, tuple)):
         by_node = spread("create_env_kwargs", kwargs, len(factories))
         kwargs = [by_node[node] for node in of_leaf]
     if options.sync and frames is not None:
         frames *= len(factories)
     envs = [factories[node] for node in of_leaf]
-    options = replace(options, create_env_fn=envs, create_env_kwargs=kwargs, frames_per_batch=frames)
+    options = replace(
+        options, create_env_fn=envs, create_env_kwargs=kwargs, frames_per_batch=frames
+    )
     return options, of_leaf, shared
 
 
@@ -118,24 +138,32 @@ def _factories(create_env_fn: Any, num_nodes: int | None) -> list[Any]:
     factories = factories * num_nodes if len(factories) == 1 else factories
     if len(factories) != num_nodes:
         raise BadOption(
-            f"num_collectors={num_nodes}, but create_env_fn has {len(factories)} entries: one for each node"
+            f"num_collectors={num_nodes}, but create_env_fn has {len(factories)} entries: one for"
+            " each node"
         )
     return factories
 
 
 def _node_keywords(collector_kwargs: Any, count: int) -> dict[str, Any]:
-    """Return the options in ``collector_kwargs`` for all workers; if it is a list, so is ``create_env_kwargs``."""
+    """Return the options in ``collector_kwargs`` for all workers; if it is a list, so is
+    ``create_env_kwargs``.
+    """
     every = [dict(given or {}) for given in spread("collector_kwargs", collector_kwargs, count)]
     shared = dict(every[0])
     check_names(signature(PoolOptions), shared)
-    if isinstance(collector_kwargs, (list, tuple)) and any("create_env_kwargs" in given for given in every):
+    if isinstance(collector_kwargs, (list, tuple)) and any(
+        "create_env_kwargs" in given for given in every
+    ):
         shared["create_env_kwargs"] = [given.pop("create_env_kwargs", None) for given in every]
     for number, other in enumerate(every):
-        if differing := sorted(key for key in {*every[0], *other} if not _equal(every[0].get(key), other.get(key))):
+        if differing := sorted(
+            key for key in {*every[0], *other} if not _equal(every[0].get(key), other.get(key))
+        ):
             raise BadOption(
-                f"collector_kwargs[{number}] differs from collector_kwargs[0] in {', '.join(differing)}: all workers "
-                f"share their options, and only create_env_kwargs can differ. Give the same to all nodes, or let "
-                f"create_env_fn (an entry for each node) make the difference."
+                f"collector_kwargs[{number}] differs from collector_kwargs[0] in"
+                f" {', '.join(differing)}: all workers share their options, and only"
+                " create_env_kwargs can differ. Give the same to all nodes, or let create_env_fn"
+                " (an entry for each node) make the difference."
             )
     return shared
 
@@ -153,7 +181,10 @@ def spread(name: str, given: Any, count: int) -> list[Any]:
     if not isinstance(given, (list, tuple)):
         return [given] * count
     if len(given) != count:
-        raise BadOption(f"{name} has {len(given)} entries for {count} nodes: expected one for all, or one for each")
+        raise BadOption(
+            f"{name} has {len(given)} entries for {count} nodes: expected one for all, or one for"
+            " each"
+        )
     return list(given)
 
 
@@ -166,6 +197,6 @@ def _kind(given: Any) -> str:
             if cls.__name__ in _OF_CLASS:
                 return _OF_CLASS[cls.__name__]
     raise BadOption(
-        f"collector_class={given!r}: expected 'single', 'sync' or 'async', or Collector, MultiSyncCollector or "
-        f"MultiAsyncCollector"
+        f"collector_class={given!r}: expected 'single', 'sync' or 'async', or Collector,"
+        " MultiSyncCollector or MultiAsyncCollector"
     )

@@ -40,15 +40,22 @@ class ClusterCollector(MultiCollector):
     def __init__(self, options: ClusterOptions) -> None:
         options, self._of_leaf, self._shared = over_nodes(options)
         self._alone = not options.sync
-        self._since = [0] * (self._of_leaf[-1] + 1)  # batches since ``_before_batch`` last published, by node
+        # batches since ``_before_batch`` last published, by node
+        self._since = [0] * (self._of_leaf[-1] + 1)
         self._longest = 0 if options.update_after_each_batch else options.max_weight_update_interval
         BaseCollector.__init__(self, options)
 
     def _make_nodes(self, made: ExitStack) -> Nodes:
-        heartbeat, join_s = (timeout_of(self.options.timeouts, phase) for phase in ("heartbeat", "join"))
+        heartbeat, join_s = (
+            timeout_of(self.options.timeouts, phase) for phase in ("heartbeat", "join")
+        )
         if heartbeat is None:
-            raise BadOption("timeouts['heartbeat'] is None: a node that is gone would be waited for for ever")
-        carrier = self.options.carrier(len(self._since), max(Counter(self._of_leaf).values()), heartbeat)
+            raise BadOption(
+                "timeouts['heartbeat'] is None: a node that is gone would be waited for for ever"
+            )
+        carrier = self.options.carrier(
+            len(self._since), max(Counter(self._of_leaf).values()), heartbeat
+        )
         nodes = Nodes(carrier, self._of_leaf, join_s)
         nodes.buffer, nodes.enough = self._buffer_of_nodes(), self.options.min_nodes
         made.callback(nodes.close)
@@ -58,7 +65,9 @@ class ClusterCollector(MultiCollector):
         return self._shared if self._alone else super()._bundles()
 
     def _buffer_of_nodes(self) -> ReplaySink | None:
-        """Return a sink through which nodes write into the replay buffer; None: batches pass through this process."""
+        """Return a sink through which nodes write into the replay buffer; None: batches pass
+        through this process.
+        """
         return None
 
     def _connect(self, made: ExitStack) -> Engine:
@@ -91,14 +100,17 @@ class JoiningOptions(ClusterOptions):
     """Checked options of collectors whose nodes join at an address of this process.
 
     Attributes:
-        launcher: how nodes are started. "mp": as processes of this machine. "submitit": as SLURM jobs.
-            "submitit_delayed": as jobs of ``submitit_delayed_launcher``. "torchrun": by torchrun; all other ranks call
-            ``run_node()``. "manual": by you, with ``muster node``. Or a ``Launcher`` (``muster.cluster.launchers``).
+        launcher: how nodes are started. "mp": as processes of this machine. "submitit": as SLURM
+            jobs. "submitit_delayed": as jobs of ``submitit_delayed_launcher``. "torchrun": by
+            torchrun; all other ranks call ``run_node()``. "manual": by you, with ``muster node``.
+            Or a ``Launcher`` (``muster.cluster.launchers``).
         slurm_kwargs: parameters of the SLURM jobs, for ``launcher="submitit"``.
         tcp_port: port on which this process listens for nodes. None: any free port.
-        bind: address on which this process listens for nodes. Addresses other than loopback need a token.
-        token: secret that nodes must know: bytes, or the path of a file with mode 0600. None: the token from the
-            environment variable MUSTER_TOKEN_FILE or MUSTER_TOKEN, or else a random one.
+        bind: address on which this process listens for nodes. Addresses other than loopback need a
+            token.
+        token: secret that nodes must know: bytes, or the path of a file with mode 0600. None: the
+            token from the environment variable MUSTER_TOKEN_FILE or MUSTER_TOKEN, or else a random
+            one.
     """
 
     backend: str = "gloo"
@@ -114,9 +126,15 @@ class JoiningOptions(ClusterOptions):
         from muster.cluster.rendezvous import Rendezvous
 
         launcher = launcher_for(
-            self.launcher, slurm_kwargs=self.slurm_kwargs, bind=self.bind, token=self.token, workers=workers
+            self.launcher,
+            slurm_kwargs=self.slurm_kwargs,
+            bind=self.bind,
+            token=self.token,
+            workers=workers,
         )
-        return launcher, Rendezvous(nodes, bind=self.bind, tcp_port=self.tcp_port or 0, token=self.token)
+        return launcher, Rendezvous(
+            nodes, bind=self.bind, tcp_port=self.tcp_port or 0, token=self.token
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +142,12 @@ class DistributedOptions(JoiningOptions):
     """Checked options of ``DistributedCollector``.
 
     Attributes:
-        transport: what carries rollouts, weights and policies. "torch_distributed": process groups of
-            torch.distributed, which belong to Muster; the default group is neither used nor made. "direct": the TCP
-            connection through which a node has joined.
-        backend: of the process groups. "gloo": through the hosts' memory. "nccl", "ucc": through buffers on the current
-            GPU, or of UCC, of each process. A backend that this PyTorch does not have is refused, and so is "mpi",
-            whose ranks are fixed by mpirun.
+        transport: what carries rollouts, weights and policies. "torch_distributed": process groups
+            of torch.distributed, which belong to Muster; the default group is neither used nor
+            made. "direct": the TCP connection through which a node has joined.
+        backend: of the process groups. "gloo": through the hosts' memory. "nccl", "ucc": through
+            buffers on the current GPU, or of UCC, of each process. A backend that this PyTorch does
+            not have is refused, and so is "mpi", whose ranks are fixed by mpirun.
     """
 
     transport: Literal["torch_distributed", "direct"] = "torch_distributed"
@@ -172,15 +190,18 @@ class RPCOptions(JoiningOptions):
     """Checked options of ``RPCCollector``.
 
     Attributes:
-        transport: what carries requests, rollouts and weights. "rpc": torch RPC. "direct": Muster's own connections, as
-            with ``DistributedCollector``.
-        visible_devices: one device per node: the number of a GPU, "cuda:1", "cpu" or None. Where this process has a
-            GPU, calls carry tensors between its current one and that of the node. Batches go through the hosts' memory.
-        backend: "gloo", as in TorchRL, where a process group goes with RPC. None is made here; others are refused.
-        tensorpipe_options: keyword arguments of ``torch.distributed.rpc.TensorPipeRpcBackendOptions``, for the agents
-            of this process and of all nodes. If you have called ``init_rpc``, your agent has its own.
-        trust_network: let torch RPC listen at a ``bind`` that other machines can reach. Every process that reaches it
-            can run code in this process and in the nodes.
+        transport: what carries requests, rollouts and weights. "rpc": torch RPC. "direct": Muster's
+            own connections, as with ``DistributedCollector``.
+        visible_devices: one device per node: the number of a GPU, "cuda:1", "cpu" or None. Where
+            this process has a GPU, calls carry tensors between its current one and that of the
+            node. Batches go through the hosts' memory.
+        backend: "gloo", as in TorchRL, where a process group goes with RPC. None is made here;
+            others are refused.
+        tensorpipe_options: keyword arguments of
+            ``torch.distributed.rpc.TensorPipeRpcBackendOptions``, for the agents of this process
+            and of all nodes. If you have called ``init_rpc``, your agent has its own.
+        trust_network: let torch RPC listen at a ``bind`` that other machines can reach. Every
+            process that reaches it can run code in this process and in the nodes.
     """
 
     transport: Literal["rpc", "direct"] = "rpc"
@@ -199,7 +220,9 @@ class RPCOptions(JoiningOptions):
         if self.transport == "direct":
             return DirectCarrier(*self.joining(nodes, workers), deadline_s)
         if not (torch.distributed.is_available() and rpc.is_available()):
-            raise BadOption("transport='rpc': this PyTorch was built without RPC. Pass transport='direct'")
+            raise BadOption(
+                "transport='rpc': this PyTorch was built without RPC. Pass transport='direct'"
+            )
         from muster.cluster.rpc_agent import check_torch, users_agent
         from muster.cluster.rpc_nodes import RpcCarrier, UsersCarrier
 
@@ -218,16 +241,18 @@ class RPCOptions(JoiningOptions):
 
 @accept_remote_rref_udf_invocation
 class RPCCollector(ClusterCollector):
-    """Collects on nodes with torch RPC, through Muster's agents, or your agent if you have called ``init_rpc``.
+    """Collects on nodes with torch RPC, through Muster's agents, or your agent if you have called
+    ``init_rpc``.
 
-    With your agent, its other workers are the nodes, in turn; ``launcher``, ``bind``, ``tcp_port`` and ``token`` are
-    not used. Otherwise nodes join as those of ``DistributedCollector``.
+    With your agent, its other workers are the nodes, in turn; ``launcher``, ``bind``, ``tcp_port``
+    and ``token`` are not used. Otherwise nodes join as those of ``DistributedCollector``.
 
-    Other workers of an RPC group can call its methods with a reference to it, as they can with TorchRL's:
-    ``rpc.rpc_sync(reference.owner(), RPCCollector.next, args=(reference,))``.
+    Other workers of an RPC group can call its methods with a reference to it, as they can with
+    TorchRL's: ``rpc.rpc_sync(reference.owner(), RPCCollector.next, args=(reference,))``.
 
     Raises:
-        BadOption: an option is wrong, or other machines could run code in this process (see ``trust_network``).
+        BadOption: an option is wrong, or other machines could run code in this process (see
+            ``trust_network``).
         WorkerDied: a node did not join, or was lost.
     """
 
@@ -239,24 +264,36 @@ class RPCCollector(ClusterCollector):
 def _check_trust(bind: str, trust_network: bool) -> None:
     if not (trust_network or is_loopback(bind)):
         raise BadOption(
-            f"bind={bind!r} can be reached from other machines, and torch RPC runs any function for every process that "
-            f"reaches it, without a token. On a network where you trust all, pass trust_network=True; otherwise use "
-            f"DistributedCollector or RayCollector, which authenticate, or transport='direct'"
+            f"bind={bind!r} can be reached from other machines, and torch RPC runs any function for"
+            " every process that reaches it, without a token. On a network where you trust all,"
+            " pass trust_network=True; otherwise use DistributedCollector or RayCollector, which"
+            " authenticate, or transport='direct'"
         )
 
 
 def _checked_devices(devices: Sequence[Any] | None, count: int) -> list[str | None]:
     """Return the GPU of each node, such as "cuda:1"; None: it has none."""
     if devices is not None and len(devices) != count:
-        raise BadOption(f"visible_devices has {len(devices)} devices for {count} nodes: name one for each")
+        raise BadOption(
+            f"visible_devices has {len(devices)} devices for {count} nodes: name one for each"
+        )
     checked: list[str | None] = []
     for device in devices or ():
         try:
-            one = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cpu")
+            one = (
+                torch.device("cuda", device)
+                if isinstance(device, int)
+                else torch.device(device or "cpu")
+            )
         except (RuntimeError, TypeError) as error:
-            raise BadOption(f"visible_devices has {device!r}, which is no device: {error}") from error
+            raise BadOption(
+                f"visible_devices has {device!r}, which is no device: {error}"
+            ) from error
         if one.type not in ("cpu", "cuda"):
-            raise BadOption(f"visible_devices has {device!r}: expected 'cpu', 'cuda:0', ... or the number of a GPU")
+            raise BadOption(
+                f"visible_devices has {device!r}: expected 'cpu', 'cuda:0', ... or the number of"
+                " a GPU"
+            )
         checked.append(f"cuda:{one.index or 0}" if one.type == "cuda" else None)
     return checked
 
@@ -273,7 +310,9 @@ def _check_tensorpipe(options: dict[str, Any]) -> None:
         return  # the class does not exist in this PyTorch
     known = signature(rpc.TensorPipeRpcBackendOptions).parameters.keys() - instead.keys()
     if unknown := sorted(options.keys() - known):
-        raise BadOption(f"tensorpipe_options has {', '.join(unknown)}: expected {', '.join(sorted(known))}")
+        raise BadOption(
+            f"tensorpipe_options has {', '.join(unknown)}: expected {', '.join(sorted(known))}"
+        )
     try:
         rpc.TensorPipeRpcBackendOptions(**options)
     except TypeError as error:  # its message is a page long
@@ -287,17 +326,21 @@ class RayOptions(ClusterOptions):
     """Checked options of ``RayCollector``.
 
     Attributes:
-        create_env_fn: a list with one entry per actor, or one entry for all; see ``muster.Collector`` for entries.
+        create_env_fn: a list with one entry per actor, or one entry for all; see
+            ``muster.Collector`` for entries.
         num_collectors: number of actors. None: one per entry of ``create_env_fn``.
-        transport: what carries requests, rollouts and weights. "ray": calls of the actors, and Ray's object store; no
-            port besides Ray's is used. "direct": one TCP connection of each actor to this process, with a random token,
-            unencrypted; small batches take less of this process' time.
-        ray_init_config: arguments of ``ray.init``, if Ray is not initialized. ``{"address": "auto"}`` joins a cluster.
-        remote_configs: options of the Ray actors: a dict for all, or a list with one dict per actor. None: one CPU and
-            2 GiB of memory, and 0.2 of a GPU if the cluster has any.
-        replay_buffer: see ``muster.Collector``. Actors write directly into a ``RayBuffer`` or TorchRL's
-            ``RayReplayBuffer``. With ``trajs_per_batch``, ``split_trajs``, ``postproc``, ``extend_buffer=False`` or a
-            hook on batches or episodes, the batches pass through this process.
+        transport: what carries requests, rollouts and weights. "ray": calls of the actors, and
+            Ray's object store; no port besides Ray's is used. "direct": one TCP connection of each
+            actor to this process, with a random token, unencrypted; small batches take less of this
+            process' time.
+        ray_init_config: arguments of ``ray.init``, if Ray is not initialized. ``{"address":
+            "auto"}`` joins a cluster.
+        remote_configs: options of the Ray actors: a dict for all, or a list with one dict per
+            actor. None: one CPU and 2 GiB of memory, and 0.2 of a GPU if the cluster has any.
+        replay_buffer: see ``muster.Collector``. Actors write directly into a ``RayBuffer`` or
+            TorchRL's ``RayReplayBuffer``. With ``trajs_per_batch``, ``split_trajs``, ``postproc``,
+            ``extend_buffer=False`` or a hook on batches or episodes, the batches pass through this
+            process.
     """
 
     num_collectors: int | None = None
@@ -315,9 +358,12 @@ class RayOptions(ClusterOptions):
 
         carriers: dict[str, type[Carrier]] = {"ray": RayCarrier, "direct": RayDirectCarrier}
         check_transport(self.transport, *carriers)
-        config, remote = self.ray_init_config, self.remote_configs
+        config = self.ray_init_config
+        remote = self.remote_configs
         make: Any = carriers[self.transport]
-        carrier: Carrier = make(nodes, ray_init_config=config, remote_configs=remote, deadline_s=deadline_s)
+        carrier: Carrier = make(
+            nodes, ray_init_config=config, remote_configs=remote, deadline_s=deadline_s
+        )
         return carrier
 
 
@@ -339,7 +385,13 @@ class RayCollector(ClusterCollector):
         options = self.options
         names = {cls.__name__ for cls in type(options.replay_buffer).__mro__}
         looks = (
-            *(options.trajs_per_batch, options.split_trajs, options.postproc, options.on_batch, options.record),
+            *(
+                options.trajs_per_batch,
+                options.split_trajs,
+                options.postproc,
+                options.on_batch,
+                options.record,
+            ),
             *(options.on_episode_done, options.post_collect_hook, not options.extend_buffer),
         )
         if names.isdisjoint(("RayBuffer", "RayReplayBuffer")) or any(looks):

@@ -62,7 +62,9 @@ class CollectArguments:
             self.n_episode = integer("n_episode", self.n_episode, of="collect")
         if (self.n_step is None) == (self.n_episode is None):
             given = "both" if self.n_step is not None else "neither"
-            raise BadOption(f"collect takes n_step= or n_episode=, exactly one of them; {given} came")
+            raise BadOption(
+                f"collect takes n_step= or n_episode=, exactly one of them; {given} came"
+            )
         for name in ("random", "no_grad", "reset_before_collect"):
             if not isinstance(getattr(self, name), (bool, np.bool_)):
                 raise BadOption(f"collect({name}={getattr(self, name)!r}): expected True or False")
@@ -73,30 +75,47 @@ class CollectArguments:
         if self.render is not None:
             check_pause(self.render)
         if self.bootstrap not in (True, False, "truncations"):
-            raise BadOption(f"collect(bootstrap={self.bootstrap!r}): expected True, False or 'truncations'")
+            raise BadOption(
+                f"collect(bootstrap={self.bootstrap!r}): expected True, False or 'truncations'"
+            )
         if self.n_step is not None and (self.rule or self.surplus):
-            raise BadOption("collect: rule and surplus are about episodes: give n_episode, or leave them out")
+            raise BadOption(
+                "collect: rule and surplus are about episodes: give n_episode, or leave them out"
+            )
         if self.n_episode is not None and self.bootstrap:
-            raise BadOption("collect(n_episode=...) has whole episodes only: bootstrap is for n_step")
+            raise BadOption(
+                "collect(n_episode=...) has whole episodes only: bootstrap is for n_step"
+            )
         if self.bootstrap and self.random:
-            raise BadOption("collect(random=True) asks no policy, so there are no values: leave bootstrap out")
+            raise BadOption(
+                "collect(random=True) asks no policy, so there are no values: leave bootstrap out"
+            )
         check_reset_kwargs(self.reset_kwargs)
         if self.reset_kwargs and not (self.reset_before_collect or self.n_episode):
             raise BadOption(
-                "collect: reset_kwargs are for the resets before collecting: give reset_before_collect=True"
+                "collect: reset_kwargs are for the resets before collecting: give"
+                " reset_before_collect=True"
             )
 
     @property
     def special(self) -> bool:
-        """Whether rollouts started ahead for this call are of no use to other calls, and the reverse."""
+        """Whether rollouts started ahead for this call are of no use to other calls, and the
+        reverse.
+        """
         return bool(
-            self.random or self.reset_before_collect or not self.no_grad or self.render is not None or self.values
+            self.random
+            or self.reset_before_collect
+            or not self.no_grad
+            or self.render is not None
+            or self.values
         )
 
     @property
     def values(self) -> Bootstrap | None:
         """Return which next observations need values."""
-        return "truncations" if self.bootstrap == "truncations" else "last" if self.bootstrap else None
+        return (
+            "truncations" if self.bootstrap == "truncations" else "last" if self.bootstrap else None
+        )
 
     def is_like(self, other: CollectArguments) -> bool:
         """Return whether a call with these arguments continues one with the others."""
@@ -107,7 +126,9 @@ class CollectArguments:
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the arguments as plain data; None: ``reset_kwargs`` are none."""
-        state = asdict(self) | {"reset_kwargs": None if self.reset_kwargs is None else dict(self.reset_kwargs)}
+        state = asdict(self) | {
+            "reset_kwargs": None if self.reset_kwargs is None else dict(self.reset_kwargs)
+        }
         try:
             json.dumps(state)
         except (TypeError, ValueError):

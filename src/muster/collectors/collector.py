@@ -30,18 +30,21 @@ class Collector(BaseCollector):
                 loss = learn(batch)
                 collector.update_policy_weights_()
 
-    A batch has TorchRL's keys: ``observation`` (or the environment's own keys), ``action``, the policy's extras,
-    ``done``, ``terminated``, ``truncated``, ``("next", ...)`` of these and ``reward``, and
-    ``("collector", "traj_ids")``. Its shape is ``[num_envs, T]``, or ``[T]`` without ``num_envs``; if ``create_env_fn``
-    is a list, the number of groups comes first. It is a view of Muster's memory, which is not reused while you hold
-    any tensor of it. ``batch.reshape(-1)`` copies. Save or send ``batch.clone()``: ``torch.save``, ``pickle`` and
+    A batch has TorchRL's keys: ``observation`` (or the environment's own keys), ``action``, the
+    policy's extras, ``done``, ``terminated``, ``truncated``, ``("next", ...)`` of these and
+    ``reward``, and ``("collector", "traj_ids")``. Its shape is ``[num_envs, T]``, or ``[T]``
+    without ``num_envs``; if ``create_env_fn`` is a list, the number of groups comes first. It is a
+    view of Muster's memory, which is not reused while you hold any tensor of it.
+    ``batch.reshape(-1)`` copies. Save or send ``batch.clone()``: ``torch.save``, ``pickle`` and
     queues take the whole memory of a view, which for several groups is many times the batch.
 
-    After an error in an environment or policy, the next iteration continues with the rows collected so far.
+    After an error in an environment or policy, the next iteration continues with the rows collected
+    so far.
 
     Raises:
         BadOption, UnknownOption: an option is wrong. No environment was made.
-        UnsupportedEnv, UnsupportedSpace, EnvError: making the environments failed. All were closed again.
+        UnsupportedEnv, UnsupportedSpace, EnvError: making the environments failed. All were closed
+            again.
     """
 
     @takes(CollectorOptions)
@@ -77,7 +80,9 @@ class Collector(BaseCollector):
             self._engine.policy = build_policy(own, options, group, self._policy_device)
 
     def _copied(self) -> torch.nn.Module:
-        """A copy of the policy: as Python copies it, as ``policy_factory`` makes it, or as workers get it."""
+        """A copy of the policy: as Python copies it, as ``policy_factory`` makes it, or as workers
+        get it.
+        """
         factory = self.options.policy_factory
         copied: torch.nn.Module | None = None
         with suppress(Exception):  # of the user's code

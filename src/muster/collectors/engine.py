@@ -65,7 +65,8 @@ class CollectedRollout(NamedTuple):
 
 @dataclasses.dataclass
 class SteppedBatch:
-    """A batch of ``extend_buffer=False`` under way: each time step is written to the buffer before the next.
+    """A batch of ``extend_buffer=False`` under way: each time step is written to the buffer before
+    the next.
 
     Attributes:
         steps: number of collected time steps.
@@ -159,16 +160,23 @@ class Engine:
         cat_dim: int | None = None,
         local: Worker | None = None,
     ) -> None:
-        self.options, self.source, self.weights, self.local = options, source, weights, local
+        self.options = options
+        self.source = source
+        self.weights = weights
+        self.local = local
         self.num_envs = source.pool.num_envs
         self.rows = options.rows_per_batch(source.sharing)
         self.joins_time = joins_time(options, cat_dim, source.pool.counters[0].info.batch_shape)
         with_infos = options.info is not False
-        self.recount = Recount(self.num_envs, source.pool.counters[0].info.reward_key, with_infos=with_infos)
+        self.recount = Recount(
+            self.num_envs, source.pool.counters[0].info.reward_key, with_infos=with_infos
+        )
         self.pipeline = Pipeline(options, self.num_envs, self.recount)
         self._holders: list[FrameHolder] = [self.pipeline]
         self._is_direct = self.pipeline.is_direct and options.post_collect_hook is None
-        self.views = BatchViews(options, stacked=stacked, cat_dim=cat_dim, hidden=self.pipeline.needs_flags)
+        self.views = BatchViews(
+            options, stacked=stacked, cat_dim=cat_dim, hidden=self.pipeline.needs_flags
+        )
         if local is None:
             source.ahead = self.views
         self.timeline = Timeline()
@@ -190,7 +198,8 @@ class Engine:
         self.is_closed = False
         self.hidden: list[Key] = []
         self._stepped = SteppedBatch()
-        self._unmade: tuple[object, FilledSlot] | None = None  # the request and slots of a batch that is not made yet
+        # the request and slots of a batch that is not made yet
+        self._unmade: tuple[object, FilledSlot] | None = None
 
     @property
     def place(self) -> Place:
@@ -214,7 +223,10 @@ class Engine:
         self.local.policies["policy"] = policy
 
     def iterate(
-        self, check_open: Callable[[], None], before: Callable[[], None], after: Callable[[], None] | None
+        self,
+        check_open: Callable[[], None],
+        before: Callable[[], None],
+        after: Callable[[], None] | None,
     ) -> Generator[Any, None, None]:
         """Yield batches until ``total_frames``.
 
@@ -223,7 +235,8 @@ class Engine:
             before: called before collecting, when the user is done with the previous batch.
             after: called after collecting.
         """
-        total, pipeline = self.options.total_frames, self.pipeline
+        total = self.options.total_frames
+        pipeline = self.pipeline
         while total < 0 or self.counted < total or not pipeline.is_empty:
             with trimmed:
                 check_open()
@@ -237,8 +250,11 @@ class Engine:
             # In no ``with`` or ``try``: code that closes the generator could lose an interrupt.
             if pipeline.ready:
                 self.shown_episodes = pipeline.ready[0].episodes
-                yield pipeline.take()  # the pipeline has no reference to it while the next one is collected
-        checkpoint()  # a Ctrl-C that came while the last batch was used; after the loop the program may have no handler
+                # the pipeline has no reference to it while the next one is collected
+                yield pipeline.take()
+        # a Ctrl-C that came while the last batch was used; after the loop the program may have no
+        # handler
+        checkpoint()
 
     def put_batch(self) -> None:
         """Collect a batch, and put it through the hooks into the pipeline."""
@@ -262,7 +278,9 @@ class Engine:
                     with allowed():
                         self.options.post_collect_hook(batch)
             finally:
-                self.pipeline.put(batch, hidden, self.env_ids, frames=frames, episodes=self.episodes)
+                self.pipeline.put(
+                    batch, hidden, self.env_ids, frames=frames, episodes=self.episodes
+                )
 
     def hold_frames(self, holder: FrameHolder) -> None:
         """Count the frames of this object as not delivered yet."""
@@ -300,7 +318,9 @@ class Engine:
         if self.local is None:
             self._retire_dropped()
         if self.source.preempts:
-            self._cut_short += sum(filled.layout.T - result.rows for result in filled.results) * filled.layout.B
+            self._cut_short += (
+                sum(filled.layout.T - result.rows for result in filled.results) * filled.layout.B
+            )
         overlaps = self.source.overlaps and self._ended_at  # the workers continued meanwhile
         since, self._ended_at = self._ended_at if overlaps else began, time.perf_counter_ns()
         self._elapsed += self._ended_at - since
@@ -311,11 +331,15 @@ class Engine:
             timeline.add("collect", began, self._ended_at, OWN_TRACK)
         self.hidden = self.views.hidden_keys(filled.layout) if self.views.shows_hidden else []
         frames = self.frames - before
-        return CollectedRollout(batch, self.hidden, frames, self.episodes, self.env_ids, self.results)
+        return CollectedRollout(
+            batch, self.hidden, frames, self.episodes, self.env_ids, self.results
+        )
 
     def _note(self, results: list[RolloutResult]) -> None:
         """Count the rollouts of a batch, and the episodes that ended in them."""
-        counters, most, episodes = self.source.pool.counters, 0, []
+        counters = self.source.pool.counters
+        most = 0
+        episodes = []
         groups = [result.group for result in results]
         for result in results:
             self.frames += result.frames
@@ -327,7 +351,8 @@ class Engine:
         if groups != self.contributors:
             self.contributors = groups
             self.env_ids = np.concatenate([counters[number].env_ids for number in groups])
-        self.results, self.episodes = results, NO_EPISODES
+        self.results = results
+        self.episodes = NO_EPISODES
         if episodes:
             self.episodes = join_episodes(episodes)
             self.window.add(self.episodes)
@@ -341,7 +366,10 @@ class Engine:
         return [(counters[result.group].env_ids, result.finals) for result in self.results]
 
     def layout(self) -> Layout:
-        """Return the layout of rollouts of the policy. A policy that was never called is called once for it."""
+        """Return the layout of rollouts of the policy.
+
+        A policy that was never called is called once for it.
+        """
         with self.weights.acting() as version:
             return self.source.layout("policy", version)
 
@@ -359,7 +387,9 @@ class Engine:
         chosen = given.tolist()
         for i in chosen:
             if type(i) is not int or not 0 <= i < self.num_envs:
-                raise BadOption(f"reset(index={index}): environments are numbered 0 to {self.num_envs - 1}")
+                raise BadOption(
+                    f"reset(index={index}): environments are numbered 0 to {self.num_envs - 1}"
+                )
         which: dict[int, list[int]] = {}
         for number, counts in enumerate(self.source.pool.counters):
             first = int(counts.env_ids[0])
@@ -385,8 +415,12 @@ class Engine:
         self.source.pool.counters[0].discarded[reason] += frames
         self.frames -= frames
 
-    def lose(self, batch: TensorDict, env_ids: Array, frames: int, reason: str = "interrupted") -> None:
-        """Discard a collected batch that the pipeline does not have: its episodes will not be complete."""
+    def lose(
+        self, batch: TensorDict, env_ids: Array, frames: int, reason: str = "interrupted"
+    ) -> None:
+        """Discard a collected batch that the pipeline does not have: its episodes will not be
+        complete.
+        """
         self.pipeline.skip(batch, env_ids)
         self.discard(reason, frames)
 
@@ -515,7 +549,10 @@ class Engine:
             return self.source.state_dict(version)
 
     def _next(self, request: CollectRequest) -> tuple[FilledSlot, TensorDict]:
-        """Collect the next slots, and return them and their batch. If making it fails, an equal request tries again."""
+        """Collect the next slots, and return them and their batch.
+
+        If making it fails, an equal request tries again.
+        """
         like = request.limit, request.rows, request.closes, request.bootstrap
         if self._unmade is not None and self._unmade[0] != like:
             self.source.pool.counters[0].discarded["interrupted"] += self._give_up_unmade()
@@ -524,7 +561,8 @@ class Engine:
             self.weights.catch_up()
             self._unmade = like, self.source.collect(request)
         elif self._unmade is None:
-            request.version = self.weights.hold()  # the same for all groups, whatever is published meanwhile
+            # the same for all groups, whatever is published meanwhile
+            request.version = self.weights.hold()
             try:
                 self._unmade = like, self.source.collect(request, self.views.reused)
             finally:
@@ -551,7 +589,9 @@ class Engine:
                     holder.retire(counts.env_ids.tolist())
 
     def _rate(self, frames: int, in_rollouts: float) -> float:
-        """Return frames per second: of collecting time, or of the rollouts alone if they run in this thread."""
+        """Return frames per second: of collecting time, or of the rollouts alone if they run in
+        this thread.
+        """
         seconds = in_rollouts if self.local is not None else self._elapsed / 1e9
         return frames / seconds if seconds else 0.0
 
@@ -562,13 +602,17 @@ class Engine:
         return self.acting
 
     def _batches_left(self) -> int | None:
-        """Return the number of batches up to ``total_frames``, at least 1 since one is requested; None: no limit."""
+        """Return the number of batches up to ``total_frames``, at least 1 since one is requested;
+        None: no limit.
+        """
         left = self.options.total_frames - self.counted
         return None if self.options.total_frames < 0 else max(1, left // self.options.frames)
 
     @postponed()
     def _put_stepped(self, limit: int) -> None:
-        """``extend_buffer=False``: collect each time step as a rollout, and write it to the buffer before the next."""
+        """``extend_buffer=False``: collect each time step as a rollout, and write it to the buffer
+        before the next.
+        """
         batch = self._stepped
         self._write_step(batch)  # one that the buffer has refused
         while (rollout := self.collect_step(batch.steps, limit)) is not None:
@@ -591,7 +635,9 @@ class Engine:
         batch.frames_unwritten = 0
 
     def collect_step(self, number: int, limit: int) -> CollectedRollout | None:
-        """Collect time step ``number`` of a batch of ``limit`` frames as a rollout; None after the last one."""
+        """Collect time step ``number`` of a batch of ``limit`` frames as a rollout; None after the
+        last one.
+        """
         begin = number * self.num_envs
         if begin >= limit:
             return None

@@ -20,7 +20,13 @@ from muster.collectors.base import BaseCollector
 from muster.collectors.contradictions import check_cat, check_multi
 from muster.collectors.engine import Engine
 from muster.collectors.multi_options import CentralInference, MultiOptions, PoolOptions, Restart
-from muster.collectors.setup import factories_of, keywords_of, marks_valid, origins_of, worker_options
+from muster.collectors.setup import (
+    factories_of,
+    keywords_of,
+    marks_valid,
+    origins_of,
+    worker_options,
+)
 from muster.collectors.signatures import takes
 from muster.envs.build import is_environment
 from muster.errors import BadOption
@@ -64,11 +70,16 @@ class MultiCollector(BaseCollector):
     def _connect(self, made: ExitStack) -> Engine:
         options = self.options
         check_multi(options, alone=self._alone)
-        envs, wanted = options.create_env_fn, options.num_workers
+        envs = options.create_env_fn
+        wanted = options.num_workers
         self._factories, count = count_workers(envs, None if wanted == "auto" else wanted)
-        policy = self.policy = options.policy if options.policy_factory is None else options.policy_factory()
+        policy = self.policy = (
+            options.policy if options.policy_factory is None else options.policy_factory()
+        )
         if wanted == "auto":
-            self._factories, count = count_workers(envs, auto_workers(envs, policy, options, alone=self._alone))
+            self._factories, count = count_workers(
+                envs, auto_workers(envs, policy, options, alone=self._alone)
+            )
         transport = one_transport(options.weight_sync_schemes)
         acting = 1 if options.server is not None and policy is not None else count
         self._nodes = nodes = self._make_nodes(made)
@@ -76,12 +87,21 @@ class MultiCollector(BaseCollector):
             transport, acting = nodes_transport(nodes, transport), nodes.count
         warn_of_noise(acting_modules(policy), options.execution.policy_mode)
         self._sent = self._pickled_policy()  # first: its errors say which part cannot be sent
-        self._weights = PolicyWeights.of_workers(policy, acting, transport, options.version_counter, only_weights=True)
+        self._weights = PolicyWeights.of_workers(
+            policy, acting, transport, options.version_counter, only_weights=True
+        )
         made.callback(self._weights.close)
         for name in options.weight_sync_schemes or ():
             self._part(name)  # raises for an unknown part of the policy
-        if isinstance(affinity := options.cpu_affinity, Sequence) and affinity != "auto" and len(affinity) != count:
-            raise BadOption(f"cpu_affinity has CPUs for {len(affinity)} workers, and there are {count}: give all")
+        if (
+            isinstance(affinity := options.cpu_affinity, Sequence)
+            and affinity != "auto"
+            and len(affinity) != count
+        ):
+            raise BadOption(
+                f"cpu_affinity has CPUs for {len(affinity)} workers, and there are {count}:"
+                " give all"
+            )
         if self._weights.lazy:
             self._materialise(count)
             self._sent = self._pickled_policy()
@@ -101,7 +121,9 @@ class MultiCollector(BaseCollector):
             made.callback(arena.close)
         cat_dim = None if self._alone else options.cat_dim
         stacked = cat_dim is None and not self._alone
-        return Engine(options, self._schedule(pool, arena), self._weights, stacked=stacked, cat_dim=cat_dim)
+        return Engine(
+            options, self._schedule(pool, arena), self._weights, stacked=stacked, cat_dim=cat_dim
+        )
 
     @property
     def env(self) -> Any:
@@ -111,17 +133,21 @@ class MultiCollector(BaseCollector):
             BadOption: always.
         """
         raise BadOption(
-            "the environments of this collector live in its workers: ask getattr_env(name) for their attributes, or "
-            "cascade_execute(path, ...) to call something there"
+            "the environments of this collector live in its workers: ask getattr_env(name) for"
+            " their attributes, or cascade_execute(path, ...) to call something there"
         )
 
     def getattr_env(self, attr: str) -> Any:
-        """Return an attribute of every environment, in the order of ``create_env_fn``. It must be picklable."""
+        """Return an attribute of every environment, in the order of ``create_env_fn``.
+
+        It must be picklable.
+        """
         found = self._ask(Call(env_attributes, (attr,)))
         return [value for of_worker in found for value in of_worker]
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a function by its path, such as ``"policy.reset_noise"`` or ``"env.render"``, in every worker.
+        """Call a function by its path, such as ``"policy.reset_noise"`` or ``"env.render"``, in
+        every worker.
 
         In a worker with several environments, ``env`` is a list: ``"env[0].render"``.
 
@@ -173,7 +199,9 @@ class MultiCollector(BaseCollector):
         return workers, infos
 
     def _materialise(self, count: int) -> None:
-        """Initialise lazy layers: a call in one worker determines the weights; all workers then start with these."""
+        """Initialise lazy layers: a call in one worker determines the weights; all workers then
+        start with these.
+        """
         with ExitStack() as made:
             probe, (info,) = self._start(self._config([[0]], count), None, made)
             made.callback(probe.end)
@@ -184,7 +212,8 @@ class MultiCollector(BaseCollector):
         self._weights.materialise(weights)
 
     def _schedule(self, pool: WorkerPool, arena: Arena) -> Sync | FirstReady:
-        options, infos = self.options, [counts.info for counts in pool.counters]
+        options = self.options
+        infos = [counts.info for counts in pool.counters]
         one_slot = options.cat_dim is None and not self._alone
         parts = [list(range(len(infos)))] if one_slot else self._bundles()
         limit = cast(int, options.slot_memory_limit) // len(parts)
@@ -194,15 +223,26 @@ class MultiCollector(BaseCollector):
             for part in parts:
                 for number in part:
                     T[number] = options.rows_per_batch(sum(infos[other].num_envs for other in part))
-            weights, max_lag = self._weights, options.max_policy_lag
-            return FirstReady(pool, bundles, T, max_lag=max_lag, publishes=lambda: weights.publishes, lead=self._lead)
+            weights = self._weights
+            max_lag = options.max_policy_lag
+            return FirstReady(
+                pool,
+                bundles,
+                T,
+                max_lag=max_lag,
+                publishes=lambda: weights.publishes,
+                lead=self._lead,
+            )
         rows = options.rows_per_batch(pool.num_envs) if options.extend_buffer else 1
         streams = GlobalStreams() if options.in_threads else None
-        return Sync(pool, bundles, [rows] * len(infos), enough=options.enough(len(infos)), streams=streams)
+        return Sync(
+            pool, bundles, [rows] * len(infos), enough=options.enough(len(infos)), streams=streams
+        )
 
     def _place(self, infos: Sequence[GroupInfo]) -> WorkerPlace:
         """Return the places of all groups."""
-        options, sizes = self.options, [info.num_envs for info in infos]
+        options = self.options
+        sizes = [info.num_envs for info in infos]
         sharing = [sum(sizes)]
         if self._alone:
             sharing = [sum(sizes[number] for number in part) for part in self._bundles()]
@@ -212,17 +252,28 @@ class MultiCollector(BaseCollector):
         return WorkerPlace(firsts, sum(sizes), masks, options.seed)
 
     def _config(self, parts: Sequence[Sequence[int]], count: int) -> PoolConfig:
-        """Return the config of a worker pool with these groups. Values for processes are pickled."""
-        options, threads = self.options, self.options.in_threads
+        """Return the config of a worker pool with these groups.
+
+        Values for processes are pickled.
+        """
+        options = self.options
+        threads = self.options.in_threads
         served = options.server is not None and self.policy is not None  # else actions are random
         served &= not self._weights.lazy
         told = worker_options(options, self.policy, shared_frames=not self._alone)
         if threads or (served and self._nodes is None):
-            users = {id(module) for root in acting_modules(self.policy) for module in root.modules()}
+            users = {
+                id(module) for root in acting_modules(self.policy) for module in root.modules()
+            }
             told = dataclasses.replace(told, users_modules=frozenset(users))
         in_worker = None if threads else options.num_sub_threads
-        told = dataclasses.replace(told, rollout=dataclasses.replace(told.rollout, num_threads=in_worker))
-        factories, kwargs = self._factories, list(keywords_of(options.create_env_kwargs, len(self._factories)))
+        told = dataclasses.replace(
+            told, rollout=dataclasses.replace(told.rollout, num_threads=in_worker)
+        )
+        factories, kwargs = (
+            self._factories,
+            list(keywords_of(options.create_env_kwargs, len(self._factories))),
+        )
         origins: list[Any] = list(origins_of(factories, options))
         given = dumps if not threads else lambda value, what, remedy: value
         if not threads:
@@ -233,7 +284,9 @@ class MultiCollector(BaseCollector):
             once = {id(factories[i]): dumps(factories[i], f"create_env_fn[{i}]") for i in indices}
             factories = [once[id(factory)] for factory in factories]
         turns = Turns() if threads and not self._alone else None
-        options_of_worker = given(_without_torch(told) if served else told, "the options", MAKE_OPTION)
+        options_of_worker = given(
+            _without_torch(told) if served else told, "the options", MAKE_OPTION
+        )
         workers = [
             WorkerConfig(
                 index,
@@ -252,7 +305,9 @@ class MultiCollector(BaseCollector):
             for index, groups in enumerate(parts)
         ]
         if self._nodes is not None:
-            origins = [dumps(origin, f"create_env_fn[{number}]") for number, origin in enumerate(origins)]
+            origins = [
+                dumps(origin, f"create_env_fn[{number}]") for number, origin in enumerate(origins)
+            ]
         return PoolConfig(
             workers,
             self._sent,
@@ -272,10 +327,15 @@ class MultiCollector(BaseCollector):
     def _pickled_policy(self) -> bytes:
         """The policy, or the function that makes it, for workers and nodes."""
         factory = self.options.policy_factory
-        return dumps(self.policy, "policy", MAKE_POLICY) if factory is None else dumps(factory, "policy_factory")
+        return (
+            dumps(self.policy, "policy", MAKE_POLICY)
+            if factory is None
+            else dumps(factory, "policy_factory")
+        )
 
     def _server_config(self, server: CentralInference, told: WorkerOptions) -> ServerConfig:
-        options, away = self.options, self._nodes is not None
+        options = self.options
+        away = self._nodes is not None
         wait = 0.0 if self._alone and server.max_wait_s is None else server.max_wait_s
         return ServerConfig(
             dumps(told, "the options", MAKE_OPTION) if away else told,
@@ -296,8 +356,8 @@ def count_workers(create_env_fn: Any, num_workers: int | None) -> tuple[list[Any
     for number, factory in enumerate(factories):
         if is_environment(factory):
             raise BadOption(
-                f"create_env_fn[{number}] is an environment, which lives in this process: give an id, or a function "
-                f"that makes one, for workers to call"
+                f"create_env_fn[{number}] is an environment, which lives in this process: give an"
+                " id, or a function that makes one, for workers to call"
             )
     return factories, min(num_workers or len(factories), len(factories))
 
@@ -316,7 +376,8 @@ def _without_torch(told: WorkerOptions) -> WorkerOptions:
 
 
 class MultiSyncCollector(MultiCollector):
-    """Collects batches of exactly ``frames_per_batch`` steps in workers that all act with the same weights.
+    """Collects batches of exactly ``frames_per_batch`` steps in workers that all act with the same
+    weights.
 
     ::
 
@@ -325,9 +386,10 @@ class MultiSyncCollector(MultiCollector):
                 loss = learn(batch)
                 collector.update_policy_weights_()
 
-    Workers act with copies of the policy; ``update_policy_weights_()`` sends them the optimizer's changes. They are
-    idle while you train. The data equals that of ``Collector`` with the same ``create_env_fn``, options and seed.
-    Save or send ``batch.clone()``: ``torch.save``, ``pickle`` and queues take all columns for each column of a view.
+    Workers act with copies of the policy; ``update_policy_weights_()`` sends them the optimizer's
+    changes. They are idle while you train. The data equals that of ``Collector`` with the same
+    ``create_env_fn``, options and seed. Save or send ``batch.clone()``: ``torch.save``, ``pickle``
+    and queues take all columns for each column of a view.
 
     Raises:
         BadOption, UnknownOption: an option is wrong. No worker was started.
@@ -339,7 +401,8 @@ class MultiSyncCollector(MultiCollector):
 
 
 class MultiAsyncCollector(MultiCollector):
-    """Collects batches of ``frames_per_batch`` steps, each from one group, as they are ready, also while you train.
+    """Collects batches of ``frames_per_batch`` steps, each from one group, as they are ready, also
+    while you train.
 
     ::
 
@@ -348,9 +411,10 @@ class MultiAsyncCollector(MultiCollector):
                 replay_buffer.extend(batch)
                 ...
 
-    Every group is at most two rollouts ahead; then its worker sleeps. A rollout acts with the newest weights at its
-    start, so weights in a batch can be several publications old: ``stats().policy_lag`` counts them, ``max_policy_lag``
-    limits them. Changes by ``reset()`` and ``set_seed()`` take effect after the rollouts that have been started.
+    Every group is at most two rollouts ahead; then its worker sleeps. A rollout acts with the
+    newest weights at its start, so weights in a batch can be several publications old:
+    ``stats().policy_lag`` counts them, ``max_policy_lag`` limits them. Changes by ``reset()`` and
+    ``set_seed()`` take effect after the rollouts that have been started.
     """
 
     _alone = True
@@ -359,11 +423,18 @@ class MultiAsyncCollector(MultiCollector):
 class AsyncCollector(MultiAsyncCollector):
     """``MultiAsyncCollector`` with one worker, which collects while you train.
 
-    With ``replay_buffer=`` and ``start()`` it fills the buffer until ``async_shutdown()``, except during ``pause()``.
+    With ``replay_buffer=`` and ``start()`` it fills the buffer until ``async_shutdown()``, except
+    during ``pause()``.
     """
 
     def _connect(self, made: ExitStack) -> Engine:
         envs = self.options.create_env_fn
-        if (isinstance(envs, (list, tuple)) and len(envs) > 1) or self.options.num_workers not in (None, 1):
-            raise BadOption("AsyncCollector has one worker: give it one id or function, or use MultiAsyncCollector")
+        if (isinstance(envs, (list, tuple)) and len(envs) > 1) or self.options.num_workers not in (
+            None,
+            1,
+        ):
+            raise BadOption(
+                "AsyncCollector has one worker: give it one id or function, or use"
+                " MultiAsyncCollector"
+            )
         return super()._connect(made)

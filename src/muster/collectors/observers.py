@@ -32,26 +32,43 @@ class Observers:
         self._log = None if options.logger is None else CollectionLog(options.logger)
         self._progress: CollectionProgress | None = None
         if options.progress:
-            self._progress = CollectionProgress(options.total_frames, engine.source.pool.worker_stats)
+            self._progress = CollectionProgress(
+                options.total_frames, engine.source.pool.worker_stats
+            )
             weakref.finalize(collector, self._progress.close)
         self.watched: WatchedRun | None = None
         self.error = ""
         if (watch := options.watching) is not None:
-            pool, recorder = engine.source.pool, engine.pipeline.recorder
-            beside = Path("runs", time.strftime("%Y%m%d-%H%M%S")) if recorder is None else recorder.directory
+            pool = engine.source.pool
+            recorder = engine.pipeline.recorder
+            beside = (
+                Path("runs", time.strftime("%Y%m%d-%H%M%S"))
+                if recorder is None
+                else recorder.directory
+            )
             names = ", ".join(sorted({counts.info.name for counts in pool.counters}))
-            known = {name: getattr(options, name) for name in ("frames_per_batch", "total_frames", "seed")}
+            known = {
+                name: getattr(options, name)
+                for name in ("frames_per_batch", "total_frames", "seed")
+            }
             if watch.films is False or (watch.films is None and engine.local is not None):
                 kept = KeptEpisodes(NO_FILMS)
             else:
                 kept = KeptEpisodes(NODES) if pool.notes is None else pool.notes.keep_episodes()
             self.watched = WatchedRun(
                 watch.directory or _unused(beside, recorded=recorder is not None),
-                {"collector": type(collector).__name__, "env": names, "num_envs": pool.num_envs, **known}
+                {
+                    "collector": type(collector).__name__,
+                    "env": names,
+                    "num_envs": pool.num_envs,
+                    **known,
+                }
                 | {"no_film": kept.missing},
                 engine.stats(),
                 workers=pool.worker_stats,
-                causes=lambda: {handle.index: getattr(handle, "cause", None) for handle in pool.handles},
+                causes=lambda: {
+                    handle.index: getattr(handle, "cause", None) for handle in pool.handles
+                },
                 address=watch.address,
                 save_episodes=kept.save,
                 film=film_command(trust=True),  # of files that this process writes
@@ -59,7 +76,8 @@ class Observers:
             weakref.finalize(collector, self.watched.close)
             if watch.address is not None and watch.announce:
                 later = f"muster watch {self.watched.directory}"
-                print(f"watch     {self.watched.url}  (afterwards: {later})", file=sys.stderr, flush=True)  # noqa: T201
+                address = f"watch     {self.watched.url}  (afterwards: {later})"
+                print(address, file=sys.stderr, flush=True)  # noqa: T201
 
     @property
     def need_batches(self) -> bool:
@@ -93,7 +111,8 @@ class Observers:
 
 def _unused(directory: Path, *, recorded: bool) -> Path:
     """Return the directory, or the first one with a number at its end that does not exist."""
-    number, found = 1, directory
+    number = 1
+    found = directory
     while not recorded and found.exists():
         number += 1
         found = directory.with_name(f"{directory.name}-{number}")

@@ -7,7 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from muster.collectors.calls import CallResult, CollectCall, EpisodesCall, ExtraBatch, StepsCall, UserCall
+from muster.collectors.calls import (
+    CallResult,
+    CollectCall,
+    EpisodesCall,
+    ExtraBatch,
+    StepsCall,
+    UserCall,
+)
 from muster.collectors.collect_arguments import CollectArguments, Collected
 from muster.collectors.contradictions import NEEDS_ENVS
 from muster.collectors.engine import Engine
@@ -37,7 +44,9 @@ class WaitingResult:
     """
 
     def __init__(self, item: PipelineItem, stats: CollectStats, *, whole: bool) -> None:
-        self.item, self.stats, self.whole = item, stats, whole
+        self.item = item
+        self.stats = stats
+        self.whole = whole
 
 
 class OnDemand:
@@ -45,11 +54,11 @@ class OnDemand:
 
     The life of a call:
 
-    1. It begins, or continues a call with the same arguments that an error has interrupted. One with other arguments is
-       given up: what it had collected is discarded.
+    1. It begins, or continues a call with the same arguments that an error has interrupted. One
+       with other arguments is given up: what it had collected is discarded.
     2. It collects until it is complete (``call``).
-    3. Its result passes through the stages of the pipeline (``result``). If one of them fails, the next call of
-       ``collect``, whatever its arguments, continues there.
+    3. Its result passes through the stages of the pipeline (``result``). If one of them fails, the
+       next call of ``collect``, whatever its arguments, continues there.
     4. The caller sets ``result`` to None when the user has it.
 
     Attributes:
@@ -59,16 +68,19 @@ class OnDemand:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._options, self._source = engine, engine.options, engine.source
+        self._engine = engine
+        self._options = engine.options
+        self._source = engine.source
         self.batch: TensorDict | None = None
         self.call: UserCall | None = None
         self.result: WaitingResult | None = None
-        self._kept: WholeEpisodes | None = None  # episodes of ``collect(n_episode=...)``, after its first call
+        # episodes of ``collect(n_episode=...)``, after its first call
+        self._kept: WholeEpisodes | None = None
         self._random = False  # these have random actions
         self._seen = -1  # number of the engine's last rollout among them
         engine.hold_frames(self)
 
-    # --- of the engine's counters -------------------------------------------------------------------
+    # --- of the engine's counters -----------------------------------------------------------------
 
     @property
     def frames_held(self) -> int:
@@ -97,7 +109,7 @@ class OnDemand:
         if self._kept is not None:
             self._kept.flush(envs)
 
-    # --- calls --------------------------------------------------------------------------------------
+    # --- calls ------------------------------------------------------------------------------------
 
     def collect(self, arguments: CollectArguments) -> Collected:
         """See ``BaseCollector.collect_batch``."""
@@ -129,7 +141,9 @@ class OnDemand:
         self.call = None
 
     def state_dict(self) -> tuple[dict[str, Any], list[str]]:
-        """Return the calls under way and the kept episodes as plain data, and a sentence on what cannot be saved."""
+        """Return the calls under way and the kept episodes as plain data, and a sentence on what
+        cannot be saved.
+        """
         if isinstance(self.call, EpisodesCall):
             self.call.settle()
         call = None
@@ -171,8 +185,12 @@ class OnDemand:
             self.call = ExtraBatch.from_state(self._engine, call)
         result = state["result"]
         if result is not None:
-            item = self._engine.pipeline.resumed(result["item"], self._engine.place, whole=result["whole"])
-            self.result = WaitingResult(item, stats_of_state(result["stats"]), whole=result["whole"])
+            item = self._engine.pipeline.resumed(
+                result["item"], self._engine.place, whole=result["whole"]
+            )
+            self.result = WaitingResult(
+                item, stats_of_state(result["stats"]), whole=result["whole"]
+            )
 
     # --- parts ------------------------------------------------------------------------------------
 
@@ -226,7 +244,8 @@ class OnDemand:
     def _begin(self, arguments: CollectArguments) -> CollectCall:
         """Begin a call. Discards the remains of earlier ones, unless this one keeps them."""
         self.give_up_call()
-        engine, kwargs = self._engine, dict(arguments.reset_kwargs or {})
+        engine = self._engine
+        kwargs = dict(arguments.reset_kwargs or {})
         gone = arguments.special and self._give_up_ahead()
         if arguments.n_episode is not None:
             gone = self._prepare_store(arguments) or gone
@@ -246,7 +265,9 @@ class OnDemand:
             store.clear("policy_changed")
         elif arguments.special or not keep:
             store.clear("surplus")
-        goes_on = keep and self._goes_on and arguments.random == self._random and not arguments.special
+        goes_on = (
+            keep and self._goes_on and arguments.random == self._random and not arguments.special
+        )
         self._random = arguments.random
         if not goes_on:
             store.flush()
@@ -255,14 +276,20 @@ class OnDemand:
 
     def _episodes_call(self, arguments: CollectArguments) -> EpisodesCall:
         return EpisodesCall(
-            self._engine, arguments, self._store(), keep=self._keeps(arguments), stored=self._note_stored
+            self._engine,
+            arguments,
+            self._store(),
+            keep=self._keeps(arguments),
+            stored=self._note_stored,
         )
 
     def _note_stored(self) -> None:
         self._seen = self._engine.rollouts
 
     def _give_up_ahead(self) -> bool:
-        """Discard rollouts that first-ready workers have started for other calls; return whether there were any."""
+        """Discard rollouts that first-ready workers have started for other calls; return whether
+        there were any.
+        """
         if not self._source.ahead_of_user:
             return False
         self._source.abandon("surplus")
@@ -273,7 +300,12 @@ class OnDemand:
         """Reset environments in the middle of an episode."""
         pool = self._engine.source.pool
         parts = [part for part in pool.call(Call(running)) if part]
-        ids = [int(pool.counters[n].env_ids[i]) for part in parts for n, which in part.items() for i in which]
+        ids = [
+            int(pool.counters[n].env_ids[i])
+            for part in parts
+            for n, which in part.items()
+            for i in which
+        ]
         try:
             self._engine.reset(ids, {})
         except UnsupportedEnv:  # some environments cannot be reset alone
@@ -284,41 +316,56 @@ class OnDemand:
 
     @property
     def _goes_on(self) -> bool:
-        """Whether no rollout was collected since the last one in the store, or after it for the same call."""
+        """Whether no rollout was collected since the last one in the store, or after it for the
+        same call.
+        """
         call = self.call
         unkept = isinstance(call, EpisodesCall) and call.has_unkept
         return self._seen == self._engine.rollouts - unkept
 
     def _store(self) -> WholeEpisodes:
-        engine, options = self._engine, self._options
+        engine = self._engine
+        options = self._options
         if self._kept is None:
-            engine.views.show_hidden()  # flags that the environment does not have mark the ends of episodes
+            # flags that the environment does not have mark the ends of episodes
+            engine.views.show_hidden()
             self._kept = WholeEpisodes(
                 num_envs=engine.num_envs,
                 layout=options.traj_format or "cat",
                 rule=None,
-                on_policy_only=options.trajectories is not None and options.trajectories.on_policy_only,
+                on_policy_only=options.trajectories is not None
+                and options.trajectories.on_policy_only,
                 done_key=ENDED if options.traj_done_key is None else TRAJ_DONE,
             )
         return self._kept
 
     def _check(self, arguments: CollectArguments) -> None:
-        options, info = self._options, self._engine.source.pool.counters[0].info
+        options = self._options
+        info = self._engine.source.pool.counters[0].info
         if arguments.bootstrap:
             columns = self._engine.layout().columns
-            check_bootstrap(columns, tuple(carried_specs(info)), reset_when_done=options.reset_when_done)
+            check_bootstrap(
+                columns, tuple(carried_specs(info)), reset_when_done=options.reset_when_done
+            )
         if options.trajs_per_batch and arguments.n_step:
             raise BadOption(
-                "trajs_per_batch makes batches of episodes, and n_step of steps: use collect(n_episode=...)"
+                "trajs_per_batch makes batches of episodes, and n_step of steps: use"
+                " collect(n_episode=...)"
             )
         if options.compact_obs and (arguments.n_episode or arguments.bootstrap):
-            raise BadOption("compact_obs leaves out next observations, which n_episode and bootstrap need")
+            raise BadOption(
+                "compact_obs leaves out next observations, which n_episode and bootstrap need"
+            )
         if arguments.n_episode and not options.reset_when_done:
-            raise BadOption("reset_when_done=False has one episode of each environment in a batch: use n_step")
+            raise BadOption(
+                "reset_when_done=False has one episode of each environment in a batch: use n_step"
+            )
         if arguments.n_episode and self._engine.joins_time:
             raise BadOption(f"collect(n_episode=...) {NEEDS_ENVS}")
         if arguments.n_episode and options.return_same_td:
-            raise BadOption("return_same_td: episodes are put together in new memory every time; leave it out")
+            raise BadOption(
+                "return_same_td: episodes are put together in new memory every time; leave it out"
+            )
 
     @contextmanager
     def _mode(self, arguments: CollectArguments) -> Iterator[None]:

@@ -1,4 +1,6 @@
-"""The stages between a collected batch and the user: whole episodes, splitting, hooks, postproc, replay buffer."""
+"""The stages between a collected batch and the user: whole episodes, splitting, hooks, postproc,
+replay buffer.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,12 @@ KEPT = "The batch is kept: the next call goes on with it."
 
 
 class PipelineItem:
-    """An item that passes through stages. After an error or Ctrl-C it continues with the stage that failed.
+    """An item that passes through stages.
 
-    Ctrl-C takes effect in the user's functions. Writing to a recording or a buffer is completed first.
+    After an error or Ctrl-C it continues with the stage that failed.
+
+    Ctrl-C takes effect in the user's functions. Writing to a recording or a buffer is completed
+    first.
 
     Args:
         made: the item before the first stage; None: its rows are in the buffer already.
@@ -42,7 +47,9 @@ class PipelineItem:
         episodes: records of the episodes that ended in it.
     """
 
-    def __init__(self, made: TensorDict | None, stages: Iterable[Stage], frames: int, episodes: Episodes) -> None:
+    def __init__(
+        self, made: TensorDict | None, stages: Iterable[Stage], frames: int, episodes: Episodes
+    ) -> None:
         self.frames = frames
         self.episodes = episodes
         self._made = made
@@ -59,9 +66,11 @@ class PipelineItem:
         return self._item
 
     def state_dict(self, added: Callable[[Any], int]) -> dict[str, Any]:
-        """Return the item as it is after the last complete stage, as plain data that shares no memory with it.
+        """Return the item as it is after the last complete stage, as plain data that shares no
+        memory with it.
 
-        If a postproc has made something else than a TensorDict of it, the state is that of before the first stage.
+        If a postproc has made something else than a TensorDict of it, the state is that of before
+        the first stage.
 
         Args:
             added: see ``ReplaySink.added``.
@@ -93,8 +102,8 @@ class _Put(NamedTuple):
 class Pipeline:
     """Turns collected batches into the items that iteration yields.
 
-    After an error of a user's function the item is kept, and the next call continues with this function.
-    If joining or splitting episodes fails, the batch is kept, and ``go_on`` tries again.
+    After an error of a user's function the item is kept, and the next call continues with this
+    function. If joining or splitting episodes fails, the batch is kept, and ``go_on`` tries again.
 
     Args:
         num_envs: number of environments over all groups.
@@ -112,8 +121,11 @@ class Pipeline:
         is_direct: batches are yielded as they were collected.
     """
 
-    def __init__(self, options: CollectorOptions, num_envs: int, recount: Recount, *, pad_id: int = -1) -> None:
-        self._options, self._pad_id = options, pad_id
+    def __init__(
+        self, options: CollectorOptions, num_envs: int, recount: Recount, *, pad_id: int = -1
+    ) -> None:
+        self._options = options
+        self._pad_id = pad_id
         done_key = ENDED if options.traj_done_key is None else TRAJ_DONE
         self.episodes = (
             WholeEpisodes(
@@ -140,8 +152,14 @@ class Pipeline:
         self._put: deque[_Put] = deque()  # batches that were not processed yet
         self._unsorted = False  # there may be complete groups of episodes
         self._hidden: Sequence[Key] = ()  # keys of the last batch
-        self.needs_flags = bool(options.trajs_per_batch or options.split_trajs or options.on_episode_done)
-        buffered = options.replay_buffer is not None or options.on_batch is not None or options.postproc is not None
+        self.needs_flags = bool(
+            options.trajs_per_batch or options.split_trajs or options.on_episode_done
+        )
+        buffered = (
+            options.replay_buffer is not None
+            or options.on_batch is not None
+            or options.postproc is not None
+        )
         self.is_direct = not (self.needs_flags or buffered or self.recorder is not None)
 
     @property
@@ -151,8 +169,12 @@ class Pipeline:
 
     @property
     def frames_held(self) -> int:
-        """Number of frames in ``ready``, in episodes that are kept, and in batches that were not processed yet."""
-        waiting = sum(put.frames for put in self._put) + (self.episodes.frames_held if self.episodes else 0)
+        """Number of frames in ``ready``, in episodes that are kept, and in batches that were not
+        processed yet.
+        """
+        waiting = sum(put.frames for put in self._put) + (
+            self.episodes.frames_held if self.episodes else 0
+        )
         return self.frames_ready + waiting
 
     @property
@@ -179,14 +201,17 @@ class Pipeline:
         frames: int = 0,
         episodes: Episodes = NO_EPISODES,
     ) -> None:
-        """Process a batch of ``frames`` steps, of ``envs`` (None: all). The results are appended to ``ready``.
+        """Process a batch of ``frames`` steps, of ``envs`` (None: all).
+
+        The results are appended to ``ready``.
 
         Args:
             hidden: keys to remove.
             episodes: records of the episodes that ended in it.
 
         Raises:
-            BadOption: no episode of an environment ends; see ``WholeEpisodes.check_ends``. The batch was processed.
+            BadOption: no episode of an environment ends; see ``WholeEpisodes.check_ends``. The
+                batch was processed.
         """
         self._put.append(_Put(batch, hidden, envs, frames, episodes))
         self.go_on()
@@ -199,28 +224,41 @@ class Pipeline:
                 self.episodes.add(batch, envs)
                 self._unsorted = True
             else:
-                item = split_trajectories(batch, pad_id=self._pad_id) if self._options.split_trajs else batch
+                item = (
+                    split_trajectories(batch, pad_id=self._pad_id)
+                    if self._options.split_trajs
+                    else batch
+                )
                 self._make_ready(item, self.watching(batch, envs, self._hidden), frames, ended)
             self._put.popleft()
         if self._unsorted:
             assert self.episodes is not None
             for group in self.episodes.groups():
-                self._make_ready(group.batch, self.showing, group.frames, self._recount.of(group.batch))
+                self._make_ready(
+                    group.batch, self.showing, group.frames, self._recount.of(group.batch)
+                )
             self._unsorted = False
             self.episodes.check_ends("trajs_per_batch", resets=self._options.reset_at_each_iter)
 
-    def _make_ready(self, item: TensorDict, first: Sequence[Stage], frames: int, episodes: Episodes) -> None:
+    def _make_ready(
+        self, item: TensorDict, first: Sequence[Stage], frames: int, episodes: Episodes
+    ) -> None:
         shown = item.exclude(*self._hidden) if self._hidden else item
         self.ready.append(self.begin(shown, first, frames, episodes))
 
     def take(self) -> Any:
-        """Remove and return the next ready item, after all stages; None if it was written to a buffer."""
+        """Remove and return the next ready item, after all stages; None if it was written to a
+        buffer.
+        """
         item = self.ready[0].go_on()
         self.ready.pop(0)
         return None if self.sink is not None else item
 
-    def begin(self, item: TensorDict, first: Sequence[Stage], frames: int, episodes: Episodes) -> PipelineItem:
-        """Make an item that passes through postproc, ``on_batch``, the recorder and the replay buffer.
+    def begin(
+        self, item: TensorDict, first: Sequence[Stage], frames: int, episodes: Episodes
+    ) -> PipelineItem:
+        """Make an item that passes through postproc, ``on_batch``, the recorder and the replay
+        buffer.
 
         Args:
             first: earlier stages, from ``watching`` or ``showing``.
@@ -244,8 +282,13 @@ class Pipeline:
         """Return the state of an item, for ``resumed``."""
         return item.state_dict(self._added)
 
-    def watching(self, batch: TensorDict, envs: Envs = None, hidden: Sequence[Key] = ()) -> list[Stage]:
-        """Record rows that are delivered as they are. Return the stage that shows their ended episodes to the hook."""
+    def watching(
+        self, batch: TensorDict, envs: Envs = None, hidden: Sequence[Key] = ()
+    ) -> list[Stage]:
+        """Record rows that are delivered as they are.
+
+        Return the stage that shows their ended episodes to the hook.
+        """
         if (hook := self.episode_hook) is None:
             return []
         episodes = hook.watch(batch, envs, hidden)
@@ -253,7 +296,9 @@ class Pipeline:
 
     @property
     def showing(self) -> list[Stage]:
-        """The stage that shows the episodes of an item of whole episodes to the hook, and adds its columns."""
+        """The stage that shows the episodes of an item of whole episodes to the hook, and adds its
+        columns.
+        """
         return [] if self.episode_hook is None else [self.episode_hook.whole]
 
     def close(self) -> None:
@@ -262,7 +307,9 @@ class Pipeline:
             self.recorder.close()
 
     def skip(self, batch: TensorDict, envs: Envs = None) -> None:
-        """Record a batch that is delivered elsewhere: episodes with rows in it will not be complete."""
+        """Record a batch that is delivered elsewhere: episodes with rows in it will not be
+        complete.
+        """
         for each in (self.episodes, self.episode_hook):
             if each is not None:
                 each.skip(batch, envs)
@@ -271,7 +318,10 @@ class Pipeline:
         """Return everything collected and not yielded, as plain data that shares no memory with it."""
         self.go_on()
         ready = [self.state_of(item) for item in self.ready]
-        return {"episodes": None if self.episodes is None else self.episodes.state_dict(), "ready": ready}
+        return {
+            "episodes": None if self.episodes is None else self.episodes.state_dict(),
+            "ready": ready,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], place: Place) -> None:
         """Restore ``state_dict()``. ``on_episode_done`` is called for later episodes only."""
@@ -279,7 +329,8 @@ class Pipeline:
             self.episodes.load_state_dict(state["episodes"], place)
         if self.episode_hook is not None:
             self.episode_hook.begin_anew()
-        self.ready, self._unsorted = [], False
+        self.ready = []
+        self._unsorted = False
         self._put.clear()
         for saved in state["ready"]:
             self.ready.append(self.resumed(saved, place, whole=self.episodes is not None))
@@ -327,6 +378,10 @@ def _recorder(options: CollectorOptions) -> Recorder | None:
         return options.record
     given = options.create_env_fn
     envs = list(given) if isinstance(given, (list, tuple)) else [given]
-    known: dict[str, Any] = {"env": envs[0] if isinstance(envs[0], str) and envs.count(envs[0]) == len(envs) else None}
+    known: dict[str, Any] = {
+        "env": envs[0] if isinstance(envs[0], str) and envs.count(envs[0]) == len(envs) else None
+    }
     known["seed"] = options.seed
-    return Recorder(options.record, meta={name: value for name, value in known.items() if value is not None})
+    return Recorder(
+        options.record, meta={name: value for name, value in known.items() if value is not None}
+    )

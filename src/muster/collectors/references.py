@@ -1,4 +1,5 @@
-"""Methods that torch RPC can call with a reference (``RRef``) in place of the object, under TorchRL's names.
+"""Methods that torch RPC can call with a reference (``RRef``) in place of the object, under
+TorchRL's names.
 
 ::
 
@@ -20,19 +21,23 @@ _REFERENCE: Any = getattr(rpc, "PyRRef", ())  # a PyTorch without RPC has none
 
 
 def accept_remote_rref_invocation(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a method so that it can be called with a reference to an object of this process in place of it."""
+    """Decorate a method so that it can be called with a reference to an object of this process in
+    place of it.
+    """
 
     @functools.wraps(method)
     def invoked(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self, _REFERENCE):
-            return getattr(self.local_value(), method.__name__)(*args, **kwargs)  # that of a subclass
+            # that of a subclass
+            return getattr(self.local_value(), method.__name__)(*args, **kwargs)
         return method(self, *args, **kwargs)
 
     return invoked
 
 
 def accept_remote_rref_udf_invocation(decorated: Class) -> Class:
-    """Class decorator that applies ``accept_remote_rref_invocation`` to all public methods, inherited ones included.
+    """Class decorator that applies ``accept_remote_rref_invocation`` to all public methods,
+    inherited ones included.
 
     Other processes find each method by the name of the decorated class.
     """
@@ -41,6 +46,9 @@ def accept_remote_rref_udf_invocation(decorated: Class) -> Class:
         if name.startswith("_") or not inspect.isfunction(method):
             continue
         invoked = accept_remote_rref_invocation(method)
-        invoked.__module__, invoked.__qualname__ = decorated.__module__, f"{decorated.__qualname__}.{name}"
+        invoked.__module__, invoked.__qualname__ = (
+            decorated.__module__,
+            f"{decorated.__qualname__}.{name}",
+        )
         setattr(decorated, name, invoked)
     return decorated

@@ -20,8 +20,9 @@ class ReplaySink:
 
     The buffer's errors are raised unchanged, except where the shape of the batch is their cause.
 
-    Batches are views of lent memory. A buffer that copies (``LazyTensorStorage``, ``LazyMemmapStorage``) releases it
-    at once; a buffer that keeps references (a list) releases it when it drops them.
+    Batches are views of lent memory. A buffer that copies (``LazyTensorStorage``,
+    ``LazyMemmapStorage``) releases it at once; a buffer that keeps references (a list) releases it
+    when it drops them.
 
     Args:
         buffer: object with ``extend(batch)`` or ``add(transition)``.
@@ -34,29 +35,41 @@ class ReplaySink:
     def __init__(self, buffer: Any, *, extend: bool = True) -> None:
         methods = [name for name in ("extend", "add") if callable(getattr(buffer, name, None))]
         if isinstance(buffer, type) or not methods:
-            what = f"the class {buffer.__name__}" if isinstance(buffer, type) else f"a {type(buffer).__name__}"
-            raise BadOption(f"replay_buffer is {what}: expected an object with extend(batch) or add(transition)")
+            what = (
+                f"the class {buffer.__name__}"
+                if isinstance(buffer, type)
+                else f"a {type(buffer).__name__}"
+            )
+            raise BadOption(
+                f"replay_buffer is {what}: expected an object with extend(batch) or add(transition)"
+            )
         if not extend and "add" not in methods:
-            raise BadOption(f"extend_buffer=False needs replay_buffer.add, which {type(buffer).__name__} has not")
+            raise BadOption(
+                f"extend_buffer=False needs replay_buffer.add, which {type(buffer).__name__}"
+                " has not"
+            )
         self.buffer = buffer
         self._extends = extend and "extend" in methods
         self._stored: StoredItems | None = None
-        self._left: tuple[TensorDict, deque[TensorDict]] | None = None  # a batch, and its transitions still to be added
+        # a batch, and its transitions still to be added
+        self._left: tuple[TensorDict, deque[TensorDict]] | None = None
         self._added = 0  # number of its other transitions
 
     def write(self, batch: TensorDict) -> None:
         """Write ``[*lead, T]``.
 
-        The ``extend`` of a TorchRL buffer gets one item per transition, ``[transitions]``: environment by environment,
-        each in order of time, without blank rows. A storage with ``ndim=2`` gets ``[environments, T]``. Padded
-        trajectories (``traj_format="pad"``, ``split_trajs``) stay one item each. The ``extend`` of any other
-        buffer gets the batch unchanged.
+        The ``extend`` of a TorchRL buffer gets one item per transition, ``[transitions]``:
+        environment by environment, each in order of time, without blank rows. A storage with
+        ``ndim=2`` gets ``[environments, T]``. Padded trajectories (``traj_format="pad"``,
+        ``split_trajs``) stay one item each. The ``extend`` of any other buffer gets the batch
+        unchanged.
 
-        ``add`` gets one transition at a time (a copy, shape ``[]``), in the same order. After an error of ``add``,
-        writing the same batch again continues with the transition that failed.
+        ``add`` gets one transition at a time (a copy, shape ``[]``), in the same order. After an
+        error of ``add``, writing the same batch again continues with the transition that failed.
 
         Raises:
-            BadOption: the batch has another shape than a TorchRL buffer stores. Nothing was written.
+            BadOption: the batch has another shape than a TorchRL buffer stores. Nothing was
+                written.
         """
         if self._extends:
             self._extend(batch)
@@ -71,11 +84,15 @@ class ReplaySink:
         self._left = None
 
     def added(self, batch: Any) -> int:
-        """Return the number of transitions of this batch that were added before an error of ``add``."""
+        """Return the number of transitions of this batch that were added before an error of
+        ``add``.
+        """
         return self._added if self._left is not None and self._left[0] is batch else 0
 
     def continue_with(self, batch: TensorDict, added: int) -> None:
-        """Let ``write`` add only those transitions of this batch that come after the first ``added``."""
+        """Let ``write`` add only those transitions of this batch that come after the first
+        ``added``.
+        """
         ordered = time_last(batch)
         rows = np.flatnonzero(written(ordered))[added:]
         self._left = batch, deque(take(ordered, rows).unbind(0) if len(rows) else ())

@@ -26,7 +26,15 @@ if TYPE_CHECKING:
 
 FORMAT = 7
 STATE_FILE = "collector.safetensors"
-MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, AssertionError)
+MALFORMED = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    AssertionError,
+)
 CUT_SHORT = "The state was saved after an error, in the middle of a batch."
 
 
@@ -50,16 +58,22 @@ class ResumeReport:
         return not self.not_restored and not self.notes
 
     def __str__(self) -> str:
-        lines = [f"{len(self.restored)} environments restored exactly, {len(self.not_restored)} begin new episodes"]
+        lines = [
+            f"{len(self.restored)} environments restored exactly, {len(self.not_restored)} begin"
+            " new episodes"
+        ]
         lines += [f"  environment {i}: {why}" for i, why in self.not_restored.items()]
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 
 def state_of(collector: BaseCollector) -> dict[str, Any]:
     """Return the state of a collector between two batches."""
-    policy, engine = collector.policy, collector._engine
+    policy = collector.policy
+    engine = collector._engine
     source = engine.source_state()  # first: workers finish their rollouts here
-    frames = sum(result["frames"] for rollout in source["rollouts"] for result in rollout["results"])
+    frames = sum(
+        result["frames"] for rollout in source["rollouts"] for result in rollout["results"]
+    )
     # Before the counters: both may join parts that could not be joined yet.
     pipeline = engine.pipeline.state_dict()
     on_demand, notes = collector._on_demand.state_dict()
@@ -72,7 +86,11 @@ def state_of(collector: BaseCollector) -> dict[str, Any]:
     counters["frames"] -= unsaved
     return {
         "format": FORMAT,
-        "policy_state_dict": copy.deepcopy(dict(acting.state_dict())) if isinstance(acting, torch.nn.Module) else None,
+        "policy_state_dict": (
+            copy.deepcopy(dict(acting.state_dict()))
+            if isinstance(acting, torch.nn.Module)
+            else None
+        ),
         "policy_is_module": isinstance(policy, torch.nn.Module) or policy is None,
         "env_state_dict": [state["envs"] for state in states],
         "groups": [state["group"] for state in states],
@@ -88,7 +106,10 @@ def state_of(collector: BaseCollector) -> dict[str, Any]:
 
 
 def load(collector: BaseCollector, state: Any, *, trust: bool, strict: bool = True) -> ResumeReport:
-    """Load a state into a collector that was made in the same way. See ``BaseCollector.load_state_dict``."""
+    """Load a state into a collector that was made in the same way.
+
+    See ``BaseCollector.load_state_dict``.
+    """
     if isinstance(state, (str, os.PathLike)):
         path = Path(state)
         state = checkpoint.load(path / STATE_FILE if path.is_dir() else path)
@@ -97,29 +118,35 @@ def load(collector: BaseCollector, state: Any, *, trust: bool, strict: bool = Tr
     except MusterError:
         raise
     except MALFORMED as error:
-        raise BadCheckpoint(f"the state is malformed ({described(error)}). Nothing was changed.") from error
+        raise BadCheckpoint(
+            f"the state is malformed ({described(error)}). Nothing was changed."
+        ) from error
     try:
         with postponed():  # loaded or not, and not by half
             return _load(collector, state, trust, notes)
     except MALFORMED as error:
-        if isinstance(error, MusterError) and not isinstance(error, BadCheckpoint):  # e.g. of an environment's reset
+        # e.g. of an environment's reset
+        if isinstance(error, MusterError) and not isinstance(error, BadCheckpoint):
             raise
         collector.shutdown(raise_on_error=False)
         raise BadCheckpoint(
-            f"the state is malformed ({described(error)}): something other than Muster has written it. A part was "
-            f"loaded, so this collector is shut down: make another."
+            f"the state is malformed ({described(error)}): something other than Muster has written"
+            " it. A part was loaded, so this collector is shut down: make another."
         ) from error
 
 
 def _load(collector: BaseCollector, state: Any, trust: bool, notes: list[str]) -> ResumeReport:
-    engine, pool = collector._engine, collector._engine.source.pool
+    engine = collector._engine
+    pool = collector._engine.source.pool
     notes = [*notes, *(str(note) for note in state["notes"])]
     engine.source.abandon("loaded")
     engine.load_state_dict(state["engine"])
     with collector._weights.in_mode():  # restoring a group may call the policy
         failed = _load_groups(engine, state, trust)
-    if state["policy_state_dict"] is not None:  # after the groups, whose loading may call the policy
-        collector._weights.policy.load_state_dict(state["policy_state_dict"], strict=False)  # ``_check`` has compared
+    # after the groups, whose loading may call the policy
+    if state["policy_state_dict"] is not None:
+        # ``_check`` has compared
+        collector._weights.policy.load_state_dict(state["policy_state_dict"], strict=False)
     elif not state["policy_is_module"]:
         notes.append("the policy is no module: whatever it keeps is not restored")
     restored = [int(i) for counts in pool.counters for i in counts.env_ids if int(i) not in failed]
@@ -133,17 +160,24 @@ def _load(collector: BaseCollector, state: Any, trust: bool, notes: list[str]) -
         engine.pipeline.episodes.flush(failed)
     collector._on_demand.flush(list(failed))
     if state["in_flight"]:
-        notes.append(f"{state['in_flight']} steps of a batch that an error had cut short are not restored")
+        notes.append(
+            f"{state['in_flight']} steps of a batch that an error had cut short are not restored"
+        )
         pool.counters[0].discarded["not_saved"] += state["in_flight"]
     return ResumeReport(tuple(restored), failed, tuple(notes))
 
 
 def _load_groups(engine: Engine, state: dict[str, Any], trust: bool) -> dict[int, str]:
-    """Load the groups' state. Return the environments that start new episodes, by global number, with the reason."""
+    """Load the groups' state.
+
+    Return the environments that start new episodes, by global number, with the reason.
+    """
     pool = engine.source.pool
     groups = {
         number: {"group": group, "envs": envs}
-        for number, (group, envs) in enumerate(zip(state["groups"], state["env_state_dict"], strict=True))
+        for number, (group, envs) in enumerate(
+            zip(state["groups"], state["env_state_dict"], strict=True)
+        )
     }
     failed: dict[int, str] = {}
     for of_worker in pool.call(LoadState(groups, CUT_SHORT if state["in_flight"] else None, trust)):
@@ -158,7 +192,10 @@ def _load_groups(engine: Engine, state: dict[str, Any], trust: bool) -> dict[int
 
 
 def autosave(collector: BaseCollector, folder: str | os.PathLike[str]) -> None:
-    """Write a collector's state to a folder, which is created if it does not exist. Raises ``FileError``."""
+    """Write a collector's state to a folder, which is created if it does not exist.
+
+    Raises ``FileError``.
+    """
     make_folder(folder)
     checkpoint.save(Path(folder) / STATE_FILE, state_of(collector))
 
@@ -176,35 +213,43 @@ def _fingerprint(collector: BaseCollector) -> dict[str, Any]:
 
 
 def _check(collector: BaseCollector, state: Any, strict: bool) -> list[str]:
-    """Raise if the state does not fit, before anything is changed; return sentences on weights that differ."""
+    """Raise if the state does not fit, before anything is changed; return sentences on weights that
+    differ.
+    """
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise BadCheckpoint(
-            f"this is no state of a collector: expected what state_dict() returned or muster.save_state() wrote, "
-            f"got {type(state).__name__}"
+            "this is no state of a collector: expected what state_dict() returned or"
+            f" muster.save_state() wrote, got {type(state).__name__}"
         )
     here = _fingerprint(collector)
     for name, value in here.items():
         if state["options"][name] != value:
             raise BadCheckpoint(
-                f"the state was saved by a collector with {name} {state['options'][name]}, this one has {value}. "
-                f"Make the collector in the same way. Nothing was changed."
+                f"the state was saved by a collector with {name} {state['options'][name]}, this one"
+                f" has {value}. Make the collector in the same way. Nothing was changed."
             )
     source = collector._engine.source
     if not source.can_load(state["source"]):
         raise BadCheckpoint(
-            f"the state has {len(state['source']['rollouts'])} rollouts that were collected and not delivered yet, and "
-            f"{type(collector).__name__} cannot deliver them. Make the collector in the same way. Nothing was changed."
+            f"the state has {len(state['source']['rollouts'])} rollouts that were collected and not"
+            f" delivered yet, and {type(collector).__name__} cannot deliver them. Make the"
+            " collector in the same way. Nothing was changed."
         )
     return _check_policy(_acting(collector), state["policy_state_dict"], strict)
 
 
 def _acting(collector: BaseCollector) -> Any:
     """Return the object whose weights are in the state, if it is a module."""
-    return collector._weights.policy if isinstance(collector.policy, torch.nn.Module) else collector.policy
+    return (
+        collector._weights.policy
+        if isinstance(collector.policy, torch.nn.Module)
+        else collector.policy
+    )
 
 
 def _check_policy(policy: Any, weights: dict[str, Any] | None, strict: bool) -> list[str]:
-    """Raise before any change: a module's ``load_state_dict`` copies matching weights before it raises for others.
+    """Raise before any change: a module's ``load_state_dict`` copies matching weights before it
+    raises for others.
 
     Returns:
         sentences on weights that only the state or only the policy has, if not ``strict``.
@@ -212,8 +257,8 @@ def _check_policy(policy: Any, weights: dict[str, Any] | None, strict: bool) -> 
     if (weights is not None) != isinstance(policy, torch.nn.Module):
         has = ("no weights", "the weights of a policy")
         raise BadCheckpoint(
-            f"the state has {has[weights is not None]}, and this collector's policy is {type(policy).__name__}. "
-            f"Nothing was changed."
+            f"the state has {has[weights is not None]}, and this collector's policy is"
+            f" {type(policy).__name__}. Nothing was changed."
         )
     if weights is None:
         return []
@@ -222,16 +267,16 @@ def _check_policy(policy: Any, weights: dict[str, Any] | None, strict: bool) -> 
     unknown = sorted(weights.keys() - own.keys())
     if strict and (missing or unknown):
         raise BadWeights(
-            f"the state's weights do not fit: missing {missing}, unknown {unknown}. Nothing was changed. Pass "
-            f"strict=False to load those that both have."
+            f"the state's weights do not fit: missing {missing}, unknown {unknown}. Nothing was"
+            " changed. Pass strict=False to load those that both have."
         )
     for name, here in own.items():
         if name not in weights:
             continue
         if torch.is_tensor(here) and not is_lazy(here) and here.shape != weights[name].shape:
             raise BadWeights(
-                f"weight {name} has shape {tuple(weights[name].shape)} in the state, and {tuple(here.shape)} in the "
-                f"policy. Nothing was changed."
+                f"weight {name} has shape {tuple(weights[name].shape)} in the state, and"
+                f" {tuple(here.shape)} in the policy. Nothing was changed."
             )
     notes = []
     if missing:

@@ -1,4 +1,6 @@
-"""``muster.serve``: programs that connect, send observations and get actions; their steps arrive as batches."""
+"""``muster.serve``: programs that connect, send observations and get actions; their steps arrive as
+batches.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,50 @@ from muster.workers.requests import Request, Reset, Seed
 
 CLIENT_TIMEOUTS: dict[str, float | None] = {"step": 60.0, "reset": None}
 PASSED_ON = (
-    *("policy_factory", "trust_policy", "compile_policy", "frames_per_batch", "total_frames", "max_frames_per_traj"),
-    *("set_truncated", "postproc", "split_trajs", "trajs_per_batch", "traj_format", "compact_obs", "obs_dtype"),
-    *("replay_buffer", "pre_collect_hook", "post_collect_hook", "on_step", "on_episode_done", "on_batch", "record"),
-    *("track_policy_version", "update_at_each_batch", "device", "storing_device", "policy_device", "exploration_type"),
-    *("seed", "layout", "validate", "execution", "num_threads", "prev_action_reward", "inference", "logger"),
+    *(
+        "policy_factory",
+        "trust_policy",
+        "compile_policy",
+        "frames_per_batch",
+        "total_frames",
+        "max_frames_per_traj",
+    ),
+    *(
+        "set_truncated",
+        "postproc",
+        "split_trajs",
+        "trajs_per_batch",
+        "traj_format",
+        "compact_obs",
+        "obs_dtype",
+    ),
+    *(
+        "replay_buffer",
+        "pre_collect_hook",
+        "post_collect_hook",
+        "on_step",
+        "on_episode_done",
+        "on_batch",
+        "record",
+    ),
+    *(
+        "track_policy_version",
+        "update_at_each_batch",
+        "device",
+        "storing_device",
+        "policy_device",
+        "exploration_type",
+    ),
+    *(
+        "seed",
+        "layout",
+        "validate",
+        "execution",
+        "num_threads",
+        "prev_action_reward",
+        "inference",
+        "logger",
+    ),
     *("progress", "watch", "slot_memory_limit"),
 )
 
@@ -32,11 +73,13 @@ PASSED_ON = (
 class PolicyServer(MultiCollector):
     """A collector whose environments are played by clients. Made by ``muster.serve``.
 
-    Each batch has ``frames_per_batch`` steps of one client, whichever has made them first; a slow client does not delay
-    others. Environments live in the clients: methods that reset, inspect or save environments raise ``BadOption``.
+    Each batch has ``frames_per_batch`` steps of one client, whichever has made them first; a slow
+    client does not delay others. Environments live in the clients: methods that reset, inspect or
+    save environments raise ``BadOption``.
     """
 
-    _alone, _is_set_up = True, False
+    _alone = True
+    _is_set_up = False
 
     def __init__(self, clients: Clients, policy: Any, **options: Any) -> None:
         self._clients = clients
@@ -55,26 +98,36 @@ class PolicyServer(MultiCollector):
 
     @property
     def lost(self) -> Counter[str]:
-        """Number of clients whose connection has ended, by reason: "closed", "timeout", "bad_message", ..."""
+        """Number of clients whose connection has ended, by reason: "closed", "timeout",
+        "bad_message", ...
+        """
         return Counter(self._clients.lost)
 
     def reset(self, index: Any = None, **kwargs: Any) -> None:
         """Not available. Raises ``BadOption``."""
-        raise self._refusal("reset", "clients decide when an episode ends; max_frames_per_traj= limits it")
+        raise self._refusal(
+            "reset", "clients decide when an episode ends; max_frames_per_traj= limits it"
+        )
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Not available after construction. Raises ``BadOption``."""
         if self._is_set_up:
-            raise self._refusal("set_seed", "pass seed= to muster.serve; seeds of clients are their own")
+            raise self._refusal(
+                "set_seed", "pass seed= to muster.serve; seeds of clients are their own"
+            )
         return super().set_seed(seed, static_seed)
 
     def state_dict(self) -> dict[str, Any]:
         """Not available. Raises ``BadOption``."""
-        raise self._refusal("state_dict", "the state of a client cannot be saved; save that of the policy")
+        raise self._refusal(
+            "state_dict", "the state of a client cannot be saved; save that of the policy"
+        )
 
     def load_state_dict(self, state_dict: Any, *, trust: bool = False, strict: bool = True) -> Any:
         """Not available. Raises ``BadOption``."""
-        raise self._refusal("load_state_dict", "the state of a client cannot be restored; load that of the policy")
+        raise self._refusal(
+            "load_state_dict", "the state of a client cannot be restored; load that of the policy"
+        )
 
     def _ask(self, request: Request) -> Any:
         raise self._refusal("this method", "environments are clients, which Muster cannot ask")
@@ -84,11 +137,13 @@ class PolicyServer(MultiCollector):
 
     def _set_up(self) -> None:
         super()._set_up()
-        weakref.finalize(self, self._clients.close)  # for servers that are dropped without shutdown()
+        # for servers that are dropped without shutdown()
+        weakref.finalize(self, self._clients.close)
         source = self._engine.source
         assert isinstance(source, FirstReady)
         source.idle_groups = True
-        with self._clients.without_clients():  # else each environment waits here, until all of them have a client
+        # else each environment waits here, until all of them have a client
+        with self._clients.without_clients():
             self._engine.weights.catch_up()
             source.lay_out_all("policy")
         source.pool.call(Reset({number: [0] for number in range(source.pool.num_envs)}))
@@ -112,7 +167,8 @@ def serve(
     timeouts: Mapping[str, float | None] | None = None,
     **options: Any,
 ) -> PolicyServer:
-    """Serve actions to programs that run their own loop (a game, a robot), and collect the steps that they make.
+    """Serve actions to programs that run their own loop (a game, a robot), and collect the steps
+    that they make.
 
     ::
 
@@ -121,20 +177,23 @@ def serve(
             for batch in server:  # TensorDict [256], with the keys and counters of every collector
                 ...
 
-    A client plays one episode after another. If it is lost in an episode (its connection ends, it is too slow, or
-    breaks the protocol), the episode is truncated: its last row has ``truncated`` True, the last known observation as
-    ``next/observation``, the reward 0, and ``collector/next_obs_valid`` False, since the result of its action is
-    unknown. A client that connects afterwards plays in its place.
+    A client plays one episode after another. If it is lost in an episode (its connection ends, it
+    is too slow, or breaks the protocol), the episode is truncated: its last row has ``truncated``
+    True, the last known observation as ``next/observation``, the reward 0, and
+    ``collector/next_obs_valid`` False, since the result of its action is unknown. A client that
+    connects afterwards plays in its place.
 
     Args:
         policy: see ``Collector``. None: uniformly random actions.
-        observation_space, action_space: Gymnasium spaces of all clients, with parts of fixed shapes.
-        address: ``host:port`` at which clients connect; port 0 is any free port. Nothing is encrypted.
-        token: secret that clients send, of at least 16 characters beyond loopback. None: the environment variable
-            ``MUSTER_SERVE_TOKEN``; on loopback, no token.
+        observation_space, action_space: Gymnasium spaces of all clients, with parts of fixed
+            shapes.
+        address: ``host:port`` at which clients connect; port 0 is any free port. Nothing is
+            encrypted.
+        token: secret that clients send, of at least 16 characters beyond loopback. None: the
+            environment variable ``MUSTER_SERVE_TOKEN``; on loopback, no token.
         max_clients: maximum number of clients at the same time. Another one is refused.
-        timeouts: seconds that a client may take for a "step" (default 60), and between two episodes for a "reset"
-            (None: no limit). Other phases are those of ``MultiAsyncCollector``.
+        timeouts: seconds that a client may take for a "step" (default 60), and between two episodes
+            for a "reset" (None: no limit). Other phases are those of ``MultiAsyncCollector``.
 
     Returns:
         a collector, which listens until ``shutdown()``.
@@ -147,7 +206,8 @@ def serve(
     check_timeouts(given)
     if extra := sorted(options.keys() - set(PASSED_ON)):
         raise BadOption(
-            f"muster.serve has no option {extra[0]!r}: environments are clients, and decide that themselves."
+            f"muster.serve has no option {extra[0]!r}: environments are clients, and decide that"
+            " themselves."
         )
     clients = Clients(
         observation_space,

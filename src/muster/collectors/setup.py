@@ -29,12 +29,18 @@ if TYPE_CHECKING:
 
 
 def make_groups(
-    create_env_fn: Any, options: CollectorOptions, policy: Any, policy_device: torch.device | None, made: ExitStack
+    create_env_fn: Any,
+    options: CollectorOptions,
+    policy: Any,
+    policy_device: torch.device | None,
+    made: ExitStack,
 ) -> list[Group]:
     """Make a group for each entry of ``create_env_fn``; ``made`` closes them after an error."""
     factories = factories_of(create_env_fn)
     told = worker_options(options, policy)
-    built = build_envs(factories, keywords_of(options.create_env_kwargs, len(factories)), told, made)
+    built = build_envs(
+        factories, keywords_of(options.create_env_kwargs, len(factories)), told, made
+    )
     total = sum(b.env.num_envs for b in built)
     rollout = dataclasses.replace(told.rollout, marks_valid=marks_valid(options, total))
     groups: list[Group] = []
@@ -51,20 +57,30 @@ def in_this_thread(
 ) -> tuple[Sync, Worker]:
     """Make a worker in this thread, and its schedule, which fills one slot at a time."""
     told = worker_options(options, policy)
-    policies = {name: build_policy(p, told, groups[0], device) for name, p in (("policy", policy), ("random", None))}
+    policies = {
+        name: build_policy(p, told, groups[0], device)
+        for name, p in (("policy", policy), ("random", None))
+    }
     worker = Worker(groups, policies, policy, device=device, index=options.worker_idx or 0)
     infos = [describe(group.env, group.batch_shape) for group in groups]
     pool = WorkerPool([LocalWorker(worker)], infos, local=worker)
     rows = options.rows_per_batch(pool.num_envs) if options.extend_buffer else 1
     memory = _memory(options, groups[0].env.device)
-    bundle = Bundle(range(len(groups)), limit_bytes=cast(int, options.slot_memory_limit), memory=memory)
+    bundle = Bundle(
+        range(len(groups)), limit_bytes=cast(int, options.slot_memory_limit), memory=memory
+    )
     return Sync(pool, [bundle], [rows] * len(groups)), worker
 
 
-def log_rollouts(pool: WorkerPool, worker: Worker, create_env_fn: Any, options: CollectorOptions) -> None:
+def log_rollouts(
+    pool: WorkerPool, worker: Worker, create_env_fn: Any, options: CollectorOptions
+) -> None:
     """Keep the actions of a worker in this thread, from which ``watch`` repeats episodes."""
     notes = CrashNotes(
-        range(len(worker.groups)), origins_of(create_env_fn, options), pool.counters, options.max_frames_per_traj
+        range(len(worker.groups)),
+        origins_of(create_env_fn, options),
+        pool.counters,
+        options.max_frames_per_traj,
     )
     pool.notes, pool.log = notes, LocalLog(notes, worker.groups)
     worker.after_rollout = pool.log.add
@@ -73,8 +89,14 @@ def log_rollouts(pool: WorkerPool, worker: Worker, create_env_fn: Any, options: 
 def origins_of(create_env_fn: Any, options: CollectorOptions) -> list[EnvFactory]:
     """Return the ``EnvFactory`` of each group."""
     factories = factories_of(create_env_fn)
-    kwargs, device = keywords_of(options.create_env_kwargs, len(factories)), options.devices["env_device"]
-    return [EnvFactory(made, options.num_envs, given, device) for made, given in zip(factories, kwargs, strict=True)]
+    kwargs, device = (
+        keywords_of(options.create_env_kwargs, len(factories)),
+        options.devices["env_device"],
+    )
+    return [
+        EnvFactory(made, options.num_envs, given, device)
+        for made, given in zip(factories, kwargs, strict=True)
+    ]
 
 
 def factories_of(create_env_fn: Any) -> list[Any]:
@@ -91,23 +113,30 @@ def worker_options(options: CollectorOptions, policy: Any, **others: Any) -> Wor
     rollout = {f.name: given[f.name] for f in dataclasses.fields(RolloutOptions) if f.name in given}
     given |= {"rollout": RolloutOptions(**rollout), "shared_frames": True}
     given |= {"obs_dtype": observed_dtype(options.obs_dtype, policy)} | others
-    return WorkerOptions(**{f.name: given[f.name] for f in dataclasses.fields(WorkerOptions) if f.name in given})
+    return WorkerOptions(
+        **{f.name: given[f.name] for f in dataclasses.fields(WorkerOptions) if f.name in given}
+    )
 
 
 def marks_valid(options: CollectorOptions, sharing: int) -> bool:
-    """Return whether batches need ``collector/valid``. Warns if ``sharing`` environments cannot share them equally."""
+    """Return whether batches need ``collector/valid``.
+
+    Warns if ``sharing`` environments cannot share them equally.
+    """
     surplus = options.frames % sharing
     if surplus and options.trajs_per_batch:
         raise BadOption(
-            f"frames_per_batch={options.frames_per_batch} cannot be shared equally by {sharing} environments, and the "
-            f"episodes of trajs_per_batch would have holes where batches end. Use a multiple of {sharing}."
+            f"frames_per_batch={options.frames_per_batch} cannot be shared equally by {sharing}"
+            " environments, and the episodes of trajs_per_batch would have holes where batches"
+            f" end. Use a multiple of {sharing}."
         )
     if surplus and options.extend_buffer:
         rows = options.rows_per_batch(sharing)
         warnings.warn(
-            f"frames_per_batch={options.frames_per_batch} cannot be shared equally by {sharing} environments: batches "
-            f"have {rows} time steps and {rows * sharing} cells, of which collector/valid marks "
-            f"{options.frames_per_batch}. A multiple of {sharing} avoids this.",
+            f"frames_per_batch={options.frames_per_batch} cannot be shared equally by {sharing}"
+            f" environments: batches have {rows} time steps and {rows * sharing} cells, of which"
+            f" collector/valid marks {options.frames_per_batch}. A multiple of {sharing} avoids"
+            " this.",
             stacklevel=4,
         )
     return bool(surplus) or options.interruptor is not None or not options.reset_when_done
@@ -119,7 +148,8 @@ def keywords_of(kwargs: Any, count: int) -> Sequence[Mapping[str, Any] | None]:
         return [kwargs] * count
     if not isinstance(kwargs, (list, tuple)) or len(kwargs) != count:
         raise BadOption(
-            f"create_env_kwargs: expected a dict, or a list of {count} dicts, one for each entry of create_env_fn"
+            f"create_env_kwargs: expected a dict, or a list of {count} dicts, one for each entry of"
+            " create_env_fn"
         )
     return list(kwargs)
 

@@ -19,14 +19,16 @@ Options = TypeVar("Options")
 Function = TypeVar("Function", bound=Callable[..., Any])
 Result = TypeVar("Result")
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
-OF_TORCHRL = ("local_init_rb", "no_cuda_sync", "use_buffers")  # arguments that would have no effect here
+# arguments that would have no effect here
+OF_TORCHRL = ("local_init_rb", "no_cuda_sync", "use_buffers")
 _SELF = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def takes(
     options: Callable[P, Options],
 ) -> Callable[[Callable[[Any, Options], Result]], Callable[Concatenate[Any, P], Result]]:
-    """Decorate a method that takes checked options, so that it takes the fields of the dataclass instead.
+    """Decorate a method that takes checked options, so that it takes the fields of the dataclass
+    instead.
 
     ``help()``, ``inspect.signature`` and type checkers show these fields as its parameters.
     """
@@ -42,7 +44,8 @@ def takes(
                 else:
                     return method(self, given)
                 check_names(shown, kwargs)
-                shown.bind(self, *args, **kwargs)  # raises an error that does not mention the dataclass
+                # raises an error that does not mention the dataclass
+                shown.bind(self, *args, **kwargs)
                 raise problem
 
         functools.update_wrapper(made, method)
@@ -55,8 +58,11 @@ def takes(
     return decorate
 
 
-def passes_on(*options: Callable[..., Any], names: Sequence[str] | None = None) -> Callable[[Function], Function]:
-    """Decorate a function that passes on its ``**options``, so that its signature and help show fields of dataclasses.
+def passes_on(
+    *options: Callable[..., Any], names: Sequence[str] | None = None
+) -> Callable[[Function], Function]:
+    """Decorate a function that passes on its ``**options``, so that its signature and help show
+    fields of dataclasses.
 
     Args:
         names: names of the fields. None: all.
@@ -67,7 +73,9 @@ def passes_on(*options: Callable[..., Any], names: Sequence[str] | None = None) 
     def decorate(function: Function) -> Function:
         own = inspect.signature(function)
         before = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        shown = own.replace(parameters=[*before, *(p for p in more if p.name not in own.parameters)])
+        shown = own.replace(
+            parameters=[*before, *(p for p in more if p.name not in own.parameters)]
+        )
 
         def checked(*args: Any, **kwargs: Any) -> Any:
             with trimmed:
@@ -78,7 +86,9 @@ def passes_on(*options: Callable[..., Any], names: Sequence[str] | None = None) 
         checked.__signature__ = shown  # type: ignore[attr-defined]
         passed = {p.name for p in more} - own.parameters.keys()
         entries = {names: entry for each in options for names, entry in documented(each).items()}
-        meanings = [entry for names, entry in entries.items() if not passed.isdisjoint(names.split(", "))]
+        meanings = [
+            entry for names, entry in entries.items() if not passed.isdisjoint(names.split(", "))
+        ]
         if meanings:
             own_text = inspect.cleandoc(function.__doc__ or "")
             checked.__doc__ = "\n".join([own_text, "", "Args passed on:", *meanings])
@@ -88,10 +98,18 @@ def passes_on(*options: Callable[..., Any], names: Sequence[str] | None = None) 
 
 
 def parameters(options: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters of the dataclass, with resolved types and with default values in place of factories."""
+    """Return the parameters of the dataclass, with resolved types and with default values in place
+    of factories.
+    """
     hints = get_type_hints(options)
-    found = [p.replace(annotation=hints[p.name]) for p in inspect.signature(options).parameters.values()]
-    made = {f.name: f.default_factory for f in dataclasses.fields(cast(Any, options)) if callable(f.default_factory)}
+    found = [
+        p.replace(annotation=hints[p.name]) for p in inspect.signature(options).parameters.values()
+    ]
+    made = {
+        f.name: f.default_factory
+        for f in dataclasses.fields(cast(Any, options))
+        if callable(f.default_factory)
+    }
     return [p.replace(default=made[p.name]()) if p.name in made else p for p in found]
 
 
@@ -110,12 +128,14 @@ def check_names(signature: inspect.Signature, given: Iterable[str]) -> None:
     for name in given:
         if name in OF_TORCHRL and name not in known:
             raise UnknownOption(
-                f"unknown option {name!r}: it has no effect in Muster, so leave it out. Only the collectors of "
-                f"muster.compat.torchrl accept it."
+                f"unknown option {name!r}: it has no effect in Muster, so leave it out. Only the"
+                " collectors of muster.compat.torchrl accept it."
             )
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known options are {', '.join(known)}."
+            hint = (
+                f"did you mean {near[0]!r}?" if near else f"known options are {', '.join(known)}."
+            )
             raise UnknownOption(f"unknown option {name!r}; {hint}")
 
 
@@ -123,7 +143,9 @@ def documented(options: Any) -> dict[str, str]:
     """Return the entries under ``Attributes:`` of a dataclass and its bases, by name (or names)."""
     found: dict[str, str] = {}
     for cls in reversed([cls for cls in options.__mro__ if dataclasses.is_dataclass(cls)]):
-        text = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+        text = (
+            inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+        )
         for entry in re.findall(r"^    \w.*(?:\n     .*)*", text, re.MULTILINE):
             found[entry.partition(":")[0].strip()] = entry
     return found

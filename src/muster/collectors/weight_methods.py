@@ -39,26 +39,28 @@ class WeightMethods:
     ) -> None:
         """Publish new weights for the next batch. May be called from any thread.
 
-        Without arguments it publishes the policy that the collector was made with, all its parameters and buffers: this
-        is what you need after an optimizer step. A module that is a part of this policy stands for all of it. Weights
-        from elsewhere (a copy, a ``state_dict``, a TensorDict) must cover all of it, or name their part with
-        ``model_id``. Buffers that are not in the ``state_dict`` are never published.
+        Without arguments it publishes the policy that the collector was made with, all its
+        parameters and buffers: this is what you need after an optimizer step. A module that is a
+        part of this policy stands for all of it. Weights from elsewhere (a copy, a ``state_dict``,
+        a TensorDict) must cover all of it, or name their part with ``model_id``. Buffers that are
+        not in the ``state_dict`` are never published.
 
         Args:
-            policy_or_weights: the policy, a part of it, a copy of the policy, a TensorDict, or a dict of tensors, which
-                may be nested. None: the policy that the collector was made with.
+            policy_or_weights: the policy, a part of it, a copy of the policy, a TensorDict, or a
+                dict of tensors, which may be nested. None: the policy that the collector was made
+                with.
             weights, policy: the same as keywords. Only one of the three may be used.
-            worker_ids: the workers that get the weights; the others keep theirs. A number, or the ``torch.device`` of
-                the workers' policies, or a list of these. None: all. Passed on to the ``weight_updater``, if there is
-                one.
-            model_id: the model that the weights are for, see ``get_model``; other models keep theirs. None: "policy".
-                Weights from elsewhere that a model was given stay in workers until the whole policy is published
-                without arguments, or the model itself.
+            worker_ids: the workers that get the weights; the others keep theirs. A number, or the
+                ``torch.device`` of the workers' policies, or a list of these. None: all. Passed on
+                to the ``weight_updater``, if there is one.
+            model_id: the model that the weights are for, see ``get_model``; other models keep
+                theirs. None: "policy". Weights from elsewhere that a model was given stay in
+                workers until the whole policy is published without arguments, or the model itself.
             weights_dict: weights by model id, published together as one version.
 
         Raises:
-            BadWeights: the weights do not fit, are those of a part only (the message names the others), or are not
-                finite. Nothing was changed.
+            BadWeights: the weights do not fit, are those of a part only (the message names the
+                others), or are not finite. Nothing was changed.
             BadOption: contradicting arguments, an unknown model, or no such worker.
             TypeError: ``worker_ids`` without workers or a ``weight_updater``.
         """
@@ -66,29 +68,39 @@ class WeightMethods:
         self._check_open()
         if worker_ids is not None and self._updater is None and self._weights.workers is None:
             raise TypeError(
-                "worker_ids were given, but this collector has no workers and no weight_updater: leave them out"
+                "worker_ids were given, but this collector has no workers and no weight_updater:"
+                " leave them out"
             )
         if weights_dict is not None and (given is not None or model_id is not None):
             raise BadOption("weights_dict has the weights of all models: give nothing else with it")
         if self._updater is not None:
             if weights_dict is not None or model_id not in (None, "policy"):
-                raise BadOption("the weight_updater knows one policy: leave model_id and weights_dict out")
+                raise BadOption(
+                    "the weight_updater knows one policy: leave model_id and weights_dict out"
+                )
             self._updater.push_weights(given, worker_ids)
-            given, weights_dict = None, {}  # its changes are in the policy
+            # its changes are in the policy
+            given = None
+            weights_dict = {}
         parts = {model_id or "policy": given} if weights_dict is None else weights_dict
         with trimmed:
             sources = [(source, self._part(name)) for name, source in parts.items()]
             if self._weights.workers is None:
                 self._weights.publish_all(sources)
             else:
-                self._weights.publish_all(sources or [(None, None)], workers=self._workers_of(worker_ids))
+                self._weights.publish_all(
+                    sources or [(None, None)], workers=self._workers_of(worker_ids)
+                )
 
-    def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
-        """Use the weights that the registered schemes have received, or, without schemes, the given weights.
+    def receive_weights(
+        self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None
+    ) -> None:
+        """Use the weights that the registered schemes have received, or, without schemes, the given
+        weights.
 
         Args:
-            policy_or_weights, weights, policy: see ``update_policy_weights_``. None: those of the policy that the
-                collector was made with.
+            policy_or_weights, weights, policy: see ``update_policy_weights_``. None: those of the
+                policy that the collector was made with.
 
         Raises:
             BadOption: weights were given although schemes are registered, or twice.
@@ -99,7 +111,10 @@ class WeightMethods:
         if not self._receivers.schemes:
             self._weights.publish(given)
         elif given is not None:
-            raise BadOption("this collector receives its weights through schemes: call receive_weights() without any")
+            raise BadOption(
+                "this collector receives its weights through schemes: call receive_weights()"
+                " without any"
+            )
         else:
             self._receivers.receive()
 
@@ -109,8 +124,9 @@ class WeightMethods:
         """Receive weights from a parent collector.
 
         Args:
-            weight_recv_schemes: TorchRL's ``WeightSyncScheme``, or an object with its receiving methods, by model id. A
-                scheme may receive in a thread of its own; the next batch uses its weights.
+            weight_recv_schemes: TorchRL's ``WeightSyncScheme``, or an object with its receiving
+                methods, by model id. A scheme may receive in a thread of its own; the next batch
+                uses its weights.
             synchronize_weights: wait for the parent's first weights.
         """
         self._check_open()
@@ -124,7 +140,9 @@ class WeightMethods:
 
     @property
     def _receiver_schemes(self) -> dict[str, Any]:
-        """The receiving schemes under the name used by TorchRL's senders through ``cascade_execute``."""
+        """The receiving schemes under the name used by TorchRL's senders through
+        ``cascade_execute``.
+        """
         return self._receivers.schemes
 
     @property
@@ -142,7 +160,9 @@ class WeightMethods:
         self._weights.publish_all([])
 
     def _workers_of(self, worker_ids: Any) -> list[int] | None:
-        """The numbers of workers that were given by number and by the device of their policies; None: all."""
+        """The numbers of workers that were given by number and by the device of their policies;
+        None: all.
+        """
         if worker_ids is None:
             return None
         several = isinstance(worker_ids, Collection) and not isinstance(worker_ids, str)
@@ -153,14 +173,19 @@ class WeightMethods:
             elif isinstance(worker, Integral) and not isinstance(worker, bool):
                 numbers.append(int(worker))
             else:
-                raise BadOption(f"worker_ids has {worker!r}: expected numbers of workers, or devices")
+                raise BadOption(
+                    f"worker_ids has {worker!r}: expected numbers of workers, or devices"
+                )
         return list(dict.fromkeys(numbers))
 
     def _workers_on(self, device: torch.device) -> range:
         """The workers whose policies are on a device: all, or none."""
         acts_on = self.options.devices["policy_device"]
         if acts_on is None:
-            first = next(iter(tensors_in(self.policy) if isinstance(self.policy, torch.nn.Module) else ()), None)
+            first = next(
+                iter(tensors_in(self.policy) if isinstance(self.policy, torch.nn.Module) else ()),
+                None,
+            )
             acts_on = torch.device("cpu") if first is None else first.device
         if device.type != acts_on.type or device.index not in (None, acts_on.index or 0):
             raise BadOption(f"worker_ids={device!r}: the policies of all workers are on {acts_on}")
@@ -169,7 +194,9 @@ class WeightMethods:
     def _part(self, model_id: str) -> torch.nn.Module | None:
         model = None if model_id == "policy" else self.get_model(model_id)
         if model is not None and not isinstance(model, torch.nn.Module):
-            raise BadOption(f"model_id={model_id!r} is {type(model).__name__}, which has no weights")
+            raise BadOption(
+                f"model_id={model_id!r} is {type(model).__name__}, which has no weights"
+            )
         return model
 
     if TYPE_CHECKING:
@@ -182,5 +209,8 @@ class WeightMethods:
 def _the_one(*sources: Any) -> Any:
     given = [source for source in sources if source is not None]
     if len(given) > 1:
-        raise BadOption("the weights are given more than once: pass them as the argument, as weights= or as policy=")
+        raise BadOption(
+            "the weights are given more than once: pass them as the argument, as weights= or as"
+            " policy="
+        )
     return given[0] if given else None

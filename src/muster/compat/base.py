@@ -1,4 +1,6 @@
-"""What the compat layers stand on: the environments of another system as one group, stepped by Muster's loop."""
+"""What the compat layers stand on: the environments of another system as one group, stepped by
+Muster's loop.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,16 @@ LANES_KEPT = 4  # for as many different numbers of rows
 
 
 def borrowed(**options: Any) -> RolloutOptions:
-    """``RolloutOptions`` for programs that seed generators and set threads themselves, and may need gradients."""
+    """``RolloutOptions`` for programs that seed generators and set threads themselves, and may need
+    gradients.
+    """
     return RolloutOptions(own_rng=False, num_threads=None, inference_mode=False, **options)
 
 
 class GroupRunner:
-    """A group of all environments of a collector, stepped some rows at a time. ``group.reset`` begins new episodes.
+    """A group of all environments of a collector, stepped some rows at a time.
+
+    ``group.reset`` begins new episodes.
 
     ``env_ids`` and ``total_envs`` say which environments these are; by default, all.
     """
@@ -54,7 +60,8 @@ class GroupRunner:
     def lane(self, policy: Policy, rows: int) -> Lane:
         """Memory for so many rows; the same once more for the same policy and number."""
         if policy is not self._policy:
-            self._policy, self._lanes = policy, {}
+            self._policy = policy
+            self._lanes = {}
         if rows not in self._lanes:
             if len(self._lanes) >= LANES_KEPT:
                 self._lanes.pop(next(iter(self._lanes)))
@@ -70,7 +77,8 @@ class GroupRunner:
         rule: Rule | None = None,
         watch: Callable[[Lane, int], object] | None = None,
     ) -> None:
-        """Fill a lane from its first row on until the rule has what it wants; ``done_steps`` says how far.
+        """Fill a lane from its first row on until the rule has what it wants; ``done_steps`` says
+        how far.
 
         ``watch`` is called after every step with the lane and its row, which is complete.
         """

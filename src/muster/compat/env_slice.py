@@ -1,4 +1,6 @@
-"""The environments of one worker of a vector environment, and the shared memory for what they return."""
+"""The environments of one worker of a vector environment, and the shared memory for what they
+return.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,17 @@ if TYPE_CHECKING:
     from muster.workers.main import WorkerMain
 
 LINE = 64  # bytes of a cache line
-HALVES = 2  # a step writes one half of the observations, and the last observations stay in the other
+# a step writes one half of the observations, and the last observations stay in the other
+HALVES = 2
 
 Infos = list[tuple[int, dict[str, Any]]]  # of environments, by their number; one can have two
-PackedInfos = list[tuple[int, bytes]]  # the same, pickled at once: the environment may change them in its next call
+# the same, pickled at once: the environment may change them in its next call
+PackedInfos = list[tuple[int, bytes]]
 
 
 class VectorRows:
-    """Rewards, flags and observations of all environments, and the calls of their workers, in shared memory.
+    """Rewards, flags and observations of all environments, and the calls of their workers, in
+    shared memory.
 
     Args:
         space: observation space of one environment.
@@ -49,14 +54,21 @@ class VectorRows:
     Attributes:
         rewards, terminated, truncated: arrays ``[N]``.
         exchanges: memory for the calls of each worker.
-        obs: observations ``[N, ...]`` in the structure of ``space``, for each half. None: not ``shared``, or a part of
-            the space has Python objects as values, which travel as pickles.
+        obs: observations ``[N, ...]`` in the structure of ``space``, for each half. None: not
+            ``shared``, or a part of the space has Python objects as values, which travel as
+            pickles.
     """
 
     def __init__(
-        self, space: spaces.Space[Any], num_envs: int, workers: int, shared: bool = True, block: Array | None = None
+        self,
+        space: spaces.Space[Any],
+        num_envs: int,
+        workers: int,
+        shared: bool = True,
+        block: Array | None = None,
     ) -> None:
-        self._block, self.nbytes = block, 0
+        self._block = block
+        self.nbytes = 0
         self.rewards = self._array((num_envs,), np.float64)
         self.terminated = self._array((num_envs,), np.bool_)
         self.truncated = self._array((num_envs,), np.bool_)
@@ -64,7 +76,9 @@ class VectorRows:
         self.exchanges = [] if block is None else [Exchange(each) for each in exchanges]
         self.obs: list[Any] | None = None
         if shared and _has_arrays(space):
-            self.obs = [create_empty_array(space, n=num_envs, fn=self._array) for _ in range(HALVES)]
+            self.obs = [
+                create_empty_array(space, n=num_envs, fn=self._array) for _ in range(HALVES)
+            ]
 
     def _array(self, shape: tuple[int, ...], dtype: Any) -> Array:
         dtype = np.dtype(dtype)
@@ -77,12 +91,16 @@ class VectorRows:
 
 
 def _has_arrays(space: spaces.Space[Any]) -> bool:
-    """Return whether the values of a space are arrays of one shape and dtype, or dicts and tuples of such arrays."""
+    """Return whether the values of a space are arrays of one shape and dtype, or dicts and tuples
+    of such arrays.
+    """
     if isinstance(space, spaces.Dict):
         return all(map(_has_arrays, space.spaces.values()))
     if isinstance(space, spaces.Tuple):
         return all(map(_has_arrays, space.spaces))
-    return isinstance(space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary))
+    return isinstance(
+        space, (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+    )
 
 
 def part_of(tree: Any, begin: int, end: int) -> Any:
@@ -144,7 +162,10 @@ def serve(main: WorkerMain, number: int) -> bytes | None:
         number: number of the answer.
     """
     envs: Any = main.built[0].env
-    calls, cells, exchange, mailbox = 0, main.progress.cells, envs.exchange, main.mailbox
+    calls = 0
+    cells = main.progress.cells
+    exchange = envs.exchange
+    mailbox = main.mailbox
     assert mailbox is not None
     try:
         while (call := exchange.call()) is not None:
@@ -169,10 +190,13 @@ def open_rows(main: WorkerMain, *args: Any) -> None:
 
 
 class EnvSlice(EnvBatch):
-    """The environments ``first``, ``first + 1``, ... of a vector environment. They are stepped one after another.
+    """The environments ``first``, ``first + 1``, ... of a vector environment.
 
-    Each environment has global random streams of its own (``random``, NumPy's and torch's), which its seed determines:
-    what it draws depends neither on the other environments nor on the number of workers.
+    They are stepped one after another.
+
+    Each environment has global random streams of its own (``random``, NumPy's and torch's), which
+    its seed determines: what it draws depends neither on the other environments nor on the number
+    of workers.
 
     Args:
         env_fns: functions that make the environments.
@@ -183,9 +207,17 @@ class EnvSlice(EnvBatch):
     observation_specs = action_specs = {}  # noqa: RUF012 (no rollout is made)
 
     def __init__(
-        self, env_fns: Sequence[Callable[[], Any]], first: int, mode: AutoresetMode, *, replaces: bool
+        self,
+        env_fns: Sequence[Callable[[], Any]],
+        first: int,
+        mode: AutoresetMode,
+        *,
+        replaces: bool,
     ) -> None:
-        self._env_fns, self._first, self._mode, self._replaces = env_fns, first, mode, replaces
+        self._env_fns = env_fns
+        self._first = first
+        self._mode = mode
+        self._replaces = replaces
         self.num_envs = len(env_fns)
         self.batch_shape = (self.num_envs,)
         self._streams = [GroupRng(None) for _ in env_fns]
@@ -213,7 +245,10 @@ class EnvSlice(EnvBatch):
 
     def description(self) -> list[tuple[Any, Any, Any, Any]]:
         """Return the observation space, action space, metadata and render mode of each environment."""
-        return [(env.observation_space, env.action_space, env.metadata, env.render_mode) for env in self.envs]
+        return [
+            (env.observation_space, env.action_space, env.metadata, env.render_mode)
+            for env in self.envs
+        ]
 
     def open(
         self,
@@ -239,15 +274,22 @@ class EnvSlice(EnvBatch):
             seeds: seeds of the next reset, unless that has its own; None: no seed.
             attributes: attributes that the user has set, by environment of the worker; pickled.
         """
-        if hasattr(os, "SCHED_OTHER"):  # the caller waits: run at once, other than below an inference server
+        # the caller waits: run at once, other than below an inference server
+        if hasattr(os, "SCHED_OTHER"):
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         nbytes = VectorRows(space, num_envs, workers, shared).nbytes
         rows = VectorRows(space, num_envs, workers, shared, main.arena.view(offset, nbytes))
-        begin, end = self._first, self._first + self.num_envs
-        self._space, self._cells, self.exchange = space, main.progress.cells, rows.exchanges[main.config.index]
-        self._rewards, self._terminated = rows.rewards[begin:end], rows.terminated[begin:end]
+        begin = self._first
+        end = self._first + self.num_envs
+        self._space = space
+        self._cells = main.progress.cells
+        self.exchange = rows.exchanges[main.config.index]
+        self._rewards = rows.rewards[begin:end]
+        self._terminated = rows.terminated[begin:end]
         self._truncated = rows.truncated[begin:end]
-        self._halves = None if rows.obs is None else [part_of(half, begin, end) for half in rows.obs]
+        self._halves = (
+            None if rows.obs is None else [part_of(half, begin, end) for half in rows.obs]
+        )
         if last is not None:
             self._obs = list(last)
         self._next_seeds = list(seeds)
@@ -261,10 +303,12 @@ class EnvSlice(EnvBatch):
         """Step all environments, and write what they return.
 
         Returns:
-            pickle of the infos that are not empty, and of observations if they are not in shared memory; None: neither.
+            pickle of the infos that are not empty, and of observations if they are not in shared
+            memory; None: neither.
         """
         infos: PackedInfos = []
-        cells, mode = self._cells, self._mode
+        cells = self._cells
+        mode = self._mode
         cells[PHASE] = Phase.STEP
         for i, action in enumerate(actions):
             cells[ACTING] = cells[STEPPING] = i
@@ -276,7 +320,11 @@ class EnvSlice(EnvBatch):
             self._draw_from(i)
             try:
                 obs, reward, terminated, truncated, info = self.envs[i].step(action)
-                self._rewards[i], self._terminated[i], self._truncated[i] = reward, terminated, truncated
+                self._rewards[i], self._terminated[i], self._truncated[i] = (
+                    reward,
+                    terminated,
+                    truncated,
+                )
             except Exception as error:  # noqa: BLE001 (raised, unless the environment is replaced)
                 self._replace(i, "step", error, infos)
                 self._truncate(i, infos)
@@ -293,7 +341,9 @@ class EnvSlice(EnvBatch):
         return self._write(half, infos)
 
     def truncate(self, half: int) -> bytes | None:
-        """Truncate all episodes, whose environments were lost with the predecessor, instead of a step."""
+        """Truncate all episodes, whose environments were lost with the predecessor, instead of a
+        step.
+        """
         infos: PackedInfos = []
         for i in range(self.num_envs):
             self._truncate(i, infos)
@@ -332,7 +382,9 @@ class EnvSlice(EnvBatch):
         return result
 
     def _keep(self, i: int, method: str, obs: Any) -> None:
-        """Copy an observation, whose memory the environment may use again, and others of this worker may share."""
+        """Copy an observation, whose memory the environment may use again, and others of this
+        worker may share.
+        """
         try:
             self._obs[i] = copied(obs)
         except TypeError as error:
@@ -357,17 +409,21 @@ class EnvSlice(EnvBatch):
         return packed((infos, None)) if infos else None
 
     def _draw_from(self, i: int, seed: Any = None) -> None:
-        """Make the streams of an environment the global ones; with a ``seed``, from their beginning."""
+        """Make the streams of an environment the global ones; with a ``seed``, from their
+        beginning.
+        """
         has_torch = "torch" in sys.modules  # an environment may import it at any time
         if self._drawing == i and seed is None and has_torch == self._has_torch:
             return
         if self._drawing is not None and self._replaced_streams is not None:
             self._streams[self._drawing].remove(self._replaced_streams)
             self._drawing = None
-        if isinstance(seed, (int, np.integer)) and seed >= 0:  # others are refused by the environment
+        # others are refused by the environment
+        if isinstance(seed, (int, np.integer)) and seed >= 0:
             self._streams[i] = GroupRng(int(seed))
         self._replaced_streams = self._streams[i].install()
-        self._drawing, self._has_torch = i, has_torch
+        self._drawing = i
+        self._has_torch = has_torch
 
     # --- failures ---------------------------------------------------------------------------------
 
@@ -388,7 +444,10 @@ class EnvSlice(EnvBatch):
 
     def _error(self, i: int, method: str, error: Exception) -> EnvError:
         name = type(self.envs[i]).__name__
-        return EnvError(f"environment {self._first + i} ({name}): {method} raised {described(error)}", env_index=i)
+        return EnvError(
+            f"environment {self._first + i} ({name}): {method} raised {described(error)}",
+            env_index=i,
+        )
 
     def _made(self, i: int) -> Any:
         name = f"env_fns[{self._first + i}]"
@@ -397,12 +456,15 @@ class EnvSlice(EnvBatch):
             env = self._env_fns[i]()
         except Exception as error:
             raise EnvError(
-                f"environment {self._first + i}: {name} raised {described(error)}{advice_for(error)}", env_index=i
+                f"environment {self._first + i}: {name} raised"
+                f" {described(error)}{advice_for(error)}",
+                env_index=i,
             ) from error
         if coroutines.takes(env):
             raise UnsupportedEnv(
-                f"{name} returned {type(env).__name__}, whose methods are coroutine functions. Vector environments "
-                f"step their environments one after another: use a collector, or define reset and step without async."
+                f"{name} returned {type(env).__name__}, whose methods are coroutine functions."
+                " Vector environments step their environments one after another: use a collector,"
+                " or define reset and step without async."
             )
         return env
 

@@ -1,4 +1,6 @@
-"""Environments in worker processes, which the caller resets and steps together: the parts of a vector environment."""
+"""Environments in worker processes, which the caller resets and steps together: the parts of a
+vector environment.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ MAX_RESTARTS = 10  # of a worker within a minute, as for collectors
 SliceCall = tuple[Callable[..., Any], Sequence[Any]]  # a method of ``EnvSlice``, and its arguments
 PROTOCOL = pickle.HIGHEST_PROTOCOL
 _PLAIN = (EnvSlice.step, EnvSlice.truncate)  # without functions and objects of the user
-_OPTIONS = WorkerOptions(1, True, None, None, None, "random", False, None, False, False, RolloutOptions())
+_OPTIONS = WorkerOptions(
+    1, True, None, None, None, "random", False, None, False, False, RolloutOptions()
+)
 
 
 class EnvsClosed(CollectorClosed, ClosedEnvironmentError):
@@ -61,8 +65,8 @@ class CallPending(BadOption, AlreadyPendingCallError):
 
     def __init__(self, call: str, pending: AsyncState) -> None:
         message = (
-            f"Calling `{call}` while waiting for a pending call to `{pending.value}` to complete. Call "
-            f"{pending.value}_wait() first."
+            f"Calling `{call}` while waiting for a pending call to `{pending.value}` to complete."
+            f" Call {pending.value}_wait() first."
         )
         AlreadyPendingCallError.__init__(self, message, pending.value)
 
@@ -73,8 +77,8 @@ class NoCallPending(BadOption, NoAsyncCallError):
     def __init__(self, awaited: AsyncState) -> None:
         name = awaited.value
         message = (
-            f"Calling `{name}_wait` without any prior call to `{name}_async`. There are no results without a {name}: "
-            f"call {name}_async(...) first."
+            f"Calling `{name}_wait` without any prior call to `{name}_async`. There are no results"
+            f" without a {name}: call {name}_async(...) first."
         )
         NoAsyncCallError.__init__(self, message, name)
 
@@ -112,7 +116,9 @@ class VectorWorkers:
         timeouts: Mapping[str, float | None] | None,
         start_method: Literal["forkserver", "spawn"] | None,
     ) -> None:
-        config, self._parts = _config(env_fns, mode, num_workers, on_failure, timeouts or {}, start_method)
+        config, self._parts = _config(
+            env_fns, mode, num_workers, on_failure, timeouts or {}, start_method
+        )
         self.num_envs = len(env_fns)
         self.infos: Infos = []
         self.state = AsyncState.DEFAULT
@@ -120,7 +126,8 @@ class VectorWorkers:
         self._called: list[int] = []  # the environments that a function was sent to
         self._is_complete = False  # the reset that was sent is one of all environments
         self._half = 0  # half of ``rows.obs`` with the latest observations
-        self._objects: list[Any] = [None] * self.num_envs  # the latest observations, if not in ``rows``
+        # the latest observations, if not in ``rows``
+        self._objects: list[Any] = [None] * self.num_envs
         self.failure: BaseException | None = None
         self._closed = False
         self._owner = Owner("vector environment", "workers")
@@ -141,7 +148,8 @@ class VectorWorkers:
             firsts = {n: part.start for n, part in enumerate(self._parts)}
             pool = self._workers.pool(infos, WorkerPlace(firsts, self.num_envs, False, None))
             self._made.callback(pool.close)
-            self._opened: list[int | None] = [None] * len(self._handles)  # ``starts`` when it got the shared memory
+            # ``starts`` when it got the shared memory
+            self._opened: list[int | None] = [None] * len(self._handles)
             self.rows: Any = None
             answers = self._all(dict.fromkeys(range(len(self._parts)), (EnvSlice.description, ())))
             self.described = [each for n in sorted(answers) for each in answers[n]]
@@ -150,8 +158,11 @@ class VectorWorkers:
             raise
 
     def open(self, space: spaces.Space[Any], *, shared: bool = True) -> None:
-        """Make the shared memory, for observations in this space; not for the observations unless ``shared``."""
-        self._space, self._shared = space, shared
+        """Make the shared memory, for observations in this space; not for the observations unless
+        ``shared``.
+        """
+        self._space = space
+        self._shared = shared
         self._batched = batch_space(space, self.num_envs)
         memory = space, self.num_envs, len(self._parts), shared
         nbytes = VectorRows(*memory).nbytes
@@ -162,7 +173,10 @@ class VectorWorkers:
 
     @property
     def observations(self) -> Any:
-        """The latest observations of all environments. The step after the next one overwrites them."""
+        """The latest observations of all environments.
+
+        The step after the next one overwrites them.
+        """
         if self.rows.obs is not None:
             return self.rows.obs[self._half]
         empty: Any = create_empty_array(self._space, n=self.num_envs)
@@ -228,7 +242,10 @@ class VectorWorkers:
         self._lost.clear()
 
     def drop(self) -> None:
-        """Wait for the results of the call that was sent, if there is one, and discard them. Raises no error of it."""
+        """Wait for the results of the call that was sent, if there is one, and discard them.
+
+        Raises no error of it.
+        """
         if self.state is not AsyncState.DEFAULT:
             with suppress(MusterError):
                 self._receive(self.state, None)
@@ -247,13 +264,17 @@ class VectorWorkers:
                 self._objects[self._parts[n].start : self._parts[n].stop] = obs
             for _, info in infos:
                 if "muster" in info and not self._handles[n].record.may_restart(MAX_RESTARTS):
-                    self.failure = EnvError(f"{info['muster']['error']}\n\nIt was replaced too often.")
+                    self.failure = EnvError(
+                        f"{info['muster']['error']}\n\nIt was replaced too often."
+                    )
                     raise self.failure
 
     # --- calls ------------------------------------------------------------------------------------
 
     def each(self, function: Callable[[Any], Any], which: Iterable[int] | None = None) -> list[Any]:
-        """Return the results of a function that is called with each environment, or with those of these numbers."""
+        """Return the results of a function that is called with each environment, or with those of
+        these numbers.
+        """
         self.send_each(function, which)
         return self.receive_each()
 
@@ -284,7 +305,10 @@ class VectorWorkers:
         return [results[i] for i in self._called]
 
     def set_attribute(self, name: str, values: Mapping[int, Any]) -> None:
-        """Set an attribute of environments, by number. The environments of a restarted worker get it, too."""
+        """Set an attribute of environments, by number.
+
+        The environments of a restarted worker get it, too.
+        """
         self.check_idle("set_attr")
         for i, value in values.items():
             self._attributes.setdefault(i, {})[name] = value
@@ -298,7 +322,8 @@ class VectorWorkers:
         """Close the environments and end the workers, by force if necessary. May be called again.
 
         Args:
-            timeout: seconds to wait for the call that was sent, if there is one. None: the deadline for closing.
+            timeout: seconds to wait for the call that was sent, if there is one. None: the deadline
+                for closing.
             terminate: kill the workers at once, without closing the environments.
         """
         if self._closed or not self._owner.is_here():
@@ -327,7 +352,9 @@ class VectorWorkers:
         self._made.close()
 
     def check_idle(self, call: str) -> None:
-        """Raise an error if this call is not possible now: this is closed, or another call is under way."""
+        """Raise an error if this call is not possible now: this is closed, or another call is under
+        way.
+        """
         self.check_open()
         if self.state is not AsyncState.DEFAULT:
             raise CallPending(call, self.state)
@@ -339,12 +366,18 @@ class VectorWorkers:
 
     def _refusal(self) -> str:
         kind = type(self.failure).__name__
-        return f"After {kind} in the last call the environments are not at the same step: call reset()."
+        return (
+            f"After {kind} in the last call the environments are not at the same step: call"
+            " reset()."
+        )
 
     # --- messages ---------------------------------------------------------------------------------
 
     def _send(self, state: AsyncState, calls: dict[int, SliceCall]) -> None:
-        """Send a call to each worker. After an error in a step or reset, all environments have to be reset."""
+        """Send a call to each worker.
+
+        After an error in a step or reset, all environments have to be reset.
+        """
         self._calls = calls
         try:
             for n, call in calls.items():
@@ -376,7 +409,11 @@ class VectorWorkers:
             self.failure = error
 
     def _late(self, state: AsyncState, timeout: float | None) -> str:
-        remedy = "Its results are discarded." if state is AsyncState.WAITING_CALL else "Call reset() to go on."
+        remedy = (
+            "Its results are discarded."
+            if state is AsyncState.WAITING_CALL
+            else "Call reset() to go on."
+        )
         return f"The call to `{state.value}_wait` has timed out after {timeout} second(s). {remedy}"
 
     def _post(self, n: int, call: SliceCall) -> None:
@@ -384,8 +421,13 @@ class VectorWorkers:
         method, args = call
         if method is EnvSlice.step and n in self._lost:
             method, args = EnvSlice.truncate, args[:1]
-        sent = pickle.dumps((method, args), PROTOCOL) if method in _PLAIN else dumps((method, args), "the arguments")
-        handle, mailbox = self._handles[n], self._mailbox
+        sent = (
+            pickle.dumps((method, args), PROTOCOL)
+            if method in _PLAIN
+            else dumps((method, args), "the arguments")
+        )
+        handle = self._handles[n]
+        mailbox = self._mailbox
         if self._serving[n] and not mailbox.question(n):
             self._wait()  # for a call whose result was not taken, because of Ctrl-C or an error
             if not mailbox.question(n):
@@ -424,7 +466,8 @@ class VectorWorkers:
 
     def _wait(self, deadline: float | None = None) -> None:
         """Wait until all workers that serve calls in shared memory have a result, or are lost."""
-        group, look = range(len(self._parts)), self._mailbox.look
+        group = range(len(self._parts))
+        look = self._mailbox.look
 
         def ready() -> bool:
             asking, at_work = look(group)
@@ -451,7 +494,10 @@ class VectorWorkers:
         return self._results(calls)
 
     def _results(self, calls: Mapping[int, Any], deadline: float | None = None) -> dict[int, Any]:
-        """Return the results of calls, by worker. The successor of a lost worker gets its call again."""
+        """Return the results of calls, by worker.
+
+        The successor of a lost worker gets its call again.
+        """
         results = {}
         for n, call in calls.items():
             try:
@@ -468,7 +514,8 @@ class VectorWorkers:
         return results
 
     def _ensure(self, n: int) -> None:
-        """Give a worker that was started the shared memory, and a successor what its predecessor knew.
+        """Give a worker that was started the shared memory, and a successor what its predecessor
+        knew.
 
         Starts a lost worker if its supervisor does not.
         """
@@ -487,7 +534,8 @@ class VectorWorkers:
                 handle.answer()
 
     def _send_rows(self, n: int, is_successor: bool, number: int) -> None:
-        part, generation = self._parts[n], self._handles[n].config.generation
+        part = self._parts[n]
+        generation = self._handles[n].config.generation
         seeds: list[int | None] = [None] * len(part)
         last = None
         if is_successor:
@@ -497,7 +545,10 @@ class VectorWorkers:
                 None if seed is None else seeds_of(seed, [i], generation)[0]
                 for i, seed in zip(part, given, strict=True)
             ]
-        attributes = dumps({i - part.start: self._attributes[i] for i in part if i in self._attributes}, "attributes")
+        attributes = dumps(
+            {i - part.start: self._attributes[i] for i in part if i in self._attributes},
+            "attributes",
+        )
         memory = self._space, self.num_envs, len(self._parts), self._shared, self._offset
         self._handles[n].send(Tell(open_rows, (*memory, last, seeds, attributes), number))
 
@@ -509,12 +560,17 @@ class VectorWorkers:
         if (index := getattr(error, "env_index", None)) is None:
             return
         error.env_id = part.start + index
-        remedy = "Call reset() to go on; with on_failure='restart', a failure truncates the episode instead."
+        remedy = (
+            "Call reset() to go on; with on_failure='restart', a failure truncates the episode"
+            " instead."
+        )
         error.args = (f"{error}\n\nThe environment is number {error.env_id}. {remedy}",)
 
 
 def method_of(context: str) -> Literal["forkserver", "spawn"] | None:
-    """Return Muster's start method for one of ``multiprocessing``; None, as the system allows, for "fork"."""
+    """Return Muster's start method for one of ``multiprocessing``; None, as the system allows, for
+    "fork".
+    """
     known: dict[str, Literal["forkserver", "spawn"] | None] = {
         "forkserver": "forkserver",
         "spawn": "spawn",
@@ -530,11 +586,16 @@ class _TimeIsUp(Exception):
 
 
 class _Caller(Mailbox):
-    """The caller of a vector environment, in the place of an ``InferenceServer``: it answers the workers' questions."""
+    """The caller of a vector environment, in the place of an ``InferenceServer``: it answers the
+    workers' questions.
+    """
 
     def __init__(self, workers: int) -> None:
         super().__init__(workers, [range(workers)])
-        self.mailbox, self.actor, self.held, self.waits = self, self, nullcontext, self.question
+        self.mailbox = self
+        self.actor = self
+        self.held = nullcontext
+        self.waits = self.question
 
     def open(self, *_: object) -> None:
         """Do nothing: there is no policy."""
@@ -565,14 +626,23 @@ def _config(
         raise BadOption(f"on_failure={on_failure!r}: expected 'raise' or 'restart'.")
     check_timeouts(timeouts)
     count = min(
-        len(env_fns), max(1, int(usable_cores())) if num_workers is None else integer("num_workers", num_workers)
+        len(env_fns),
+        max(1, int(usable_cores())) if num_workers is None else integer("num_workers", num_workers),
     )
-    parts = [range(part[0], part[-1] + 1) for part in np.array_split(np.arange(len(env_fns)), count)]
-    replaces, make = on_failure == "restart", cast(Any, EnvSlice)  # without the methods for rollouts
-    factories = [partial(make, env_fns[part.start : part.stop], part.start, mode, replaces=replaces) for part in parts]
+    parts = [
+        range(part[0], part[-1] + 1) for part in np.array_split(np.arange(len(env_fns)), count)
+    ]
+    # without the methods for rollouts
+    replaces, make = on_failure == "restart", cast(Any, EnvSlice)
+    factories = [
+        partial(make, env_fns[part.start : part.stop], part.start, mode, replaces=replaces)
+        for part in parts
+    ]
     kwargs, options = dumps([None], "no arguments"), dumps(_OPTIONS, "the options")
     workers = [
-        WorkerConfig(n, [n], [dumps(factory, "env_fns")], kwargs, b"", False, options, served_by=count)
+        WorkerConfig(
+            n, [n], [dumps(factory, "env_fns")], kwargs, b"", False, options, served_by=count
+        )
         for n, factory in enumerate(factories)
     ]
     origins = [EnvFactory(factory) for factory in factories]

@@ -25,9 +25,10 @@ else:
     from muster.utils import lazy_torch as torch
 
 ACCEPTED = (
-    "an env id, an environment (gymnasium.Env or VectorEnv, TorchRL EnvBase, PettingZoo ParallelEnv, "
-    "dm_env.Environment, SB3 VecEnv, EnvPool, a batch of torch or JAX environments, an object whose reset and step are "
-    "coroutine functions; see docs/environments.md), or a function that returns one"
+    "an env id, an environment (gymnasium.Env or VectorEnv, TorchRL EnvBase, PettingZoo"
+    " ParallelEnv, dm_env.Environment, SB3 VecEnv, EnvPool, a batch of torch or JAX environments,"
+    " an object whose reset and step are coroutine functions; see docs/environments.md), or a"
+    " function that returns one"
 )
 
 Adapt = Callable[[list[Any], "torch.device | None"], EnvBatch]
@@ -47,7 +48,8 @@ def build_env(
     kwargs: Mapping[str, Any] | None = None,
     device: torch.device | None = None,
 ) -> BuiltEnv:
-    """Make the env batch of one group, with ``num_envs`` environments of an id or factory (None: one, unbatched).
+    """Make the env batch of one group, with ``num_envs`` environments of an id or factory (None:
+    one, unbatched).
 
     Raises:
         UnsupportedEnv: no adapter supports the environment.
@@ -59,17 +61,19 @@ def build_env(
     if _adapter(source) is not None:
         if num_envs is not None and num_envs != getattr(source, "num_envs", 1):
             raise BadOption(
-                f"num_envs={num_envs} was given with one environment object, which cannot be multiplied: "
-                f"pass an env id or a function that makes one."
+                f"num_envs={num_envs} was given with one environment object, which cannot be"
+                " multiplied: pass an env id or a function that makes one."
             )
         if kwargs:
             raise BadOption(
-                f"create_env_kwargs {sorted(kwargs)} were given with an environment object, which exists already: "
-                f"pass a function that makes one."
+                f"create_env_kwargs {sorted(kwargs)} were given with an environment object, which"
+                " exists already: pass a function that makes one."
             )
         return _wrap([source], num_envs, type(source).__name__, device)
     if not callable(source):
-        raise UnsupportedEnv(f"create_env_fn is of type {type(source).__name__}, expected {ACCEPTED}")
+        raise UnsupportedEnv(
+            f"create_env_fn is of type {type(source).__name__}, expected {ACCEPTED}"
+        )
     factory = (lambda: source(**kwargs)) if kwargs else source
     return _make(factory, num_envs, name_of(source), device)
 
@@ -84,7 +88,9 @@ def is_single(env: Any) -> bool:
     return _adapter(env) is _stacked
 
 
-def _make(factory: Callable[[], Any], num_envs: int | None, name: str, device: torch.device | None) -> BuiltEnv:
+def _make(
+    factory: Callable[[], Any], num_envs: int | None, name: str, device: torch.device | None
+) -> BuiltEnv:
     envs: list[Any] = []
     try:
         for i in range(num_envs or 1):
@@ -93,7 +99,9 @@ def _make(factory: Callable[[], Any], num_envs: int | None, name: str, device: t
             except EnvError:  # complete
                 raise
             except Exception as error:
-                failed = EnvError(f"making env {i} from {name} raised {described(error)}{advice_for(error)}")
+                failed = EnvError(
+                    f"making env {i} from {name} raised {described(error)}{advice_for(error)}"
+                )
                 failed.phase = "construct"
                 raise failed from error
         return _wrap(envs, num_envs, name, device)
@@ -104,16 +112,20 @@ def _make(factory: Callable[[], Any], num_envs: int | None, name: str, device: t
 
 
 def advice_for(error: Exception) -> str:
-    """Return what to do about an error of making an environment, if its id is not registered; else nothing."""
+    """Return what to do about an error of making an environment, if its id is not registered; else
+    nothing.
+    """
     if not isinstance(error, (gymnasium.error.NameNotFound, gymnasium.error.NamespaceNotFound)):
         return ""
     return (
-        " Register it, or import the package that registers it, in the main program before the environments are made; "
-        "or name the package with the id, as in 'ale_py:ALE/Pong-v5'."
+        " Register it, or import the package that registers it, in the main program before the"
+        " environments are made; or name the package with the id, as in 'ale_py:ALE/Pong-v5'."
     )
 
 
-def _wrap(envs: list[Any], num_envs: int | None, name: str, device: torch.device | None) -> BuiltEnv:
+def _wrap(
+    envs: list[Any], num_envs: int | None, name: str, device: torch.device | None
+) -> BuiltEnv:
     adapters = [_adapter(env) for env in envs]
     adapt = adapters[0]
     for env, found in zip(envs, adapters, strict=True):
@@ -145,8 +157,8 @@ def _own(envs: list[Any], device: torch.device | None) -> EnvBatch:
 
 def _adapter(env: Any) -> Adapt | None:
     for package, module in _THIRD_PARTY.items():
-        # First, since the classes of some are derived from gymnasium's, but behave differently. A package that was
-        # not imported has no objects.
+        # First, since the classes of some are derived from gymnasium's, but behave differently. A
+        # package that was not imported has no objects.
         if package in sys.modules and (home := import_module(module)).takes(env):
             adapt: Adapt = home.adapt
             return adapt
@@ -159,9 +171,11 @@ def _adapter(env: Any) -> Adapt | None:
     return _stacked if isinstance(env, gymnasium.Env) else None
 
 
-# Modules with takes(obj) -> bool and adapt(envs, device) -> EnvBatch, by the package that defines the objects.
+# Modules with takes(obj) -> bool and adapt(envs, device) -> EnvBatch, by the package that defines
+# the objects.
 _THIRD_PARTY: dict[str, str] = {
-    "envpool": "muster.envs.envpool",  # first, since its pools are also gymnasium or dm_env environments
+    # first, since its pools are also gymnasium or dm_env environments
+    "envpool": "muster.envs.envpool",
     "stable_baselines3": "muster.envs.sb3",
     "dm_env": "muster.envs.dm_env",
     "torchrl": "muster.envs.torchrl",
@@ -171,14 +185,15 @@ _THIRD_PARTY: dict[str, str] = {
 }
 
 
-# --- a seed for every episode -----------------------------------------------------------------------
+# --- a seed for every episode ---------------------------------------------------------------------
 
 
 class EpisodeSeeds(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """After ``reset(seed=s)``, resets without a seed use ``s + stride``, ``s + 2 * stride`` and so on.
+    """After ``reset(seed=s)``, resets without a seed use ``s + stride``, ``s + 2 * stride`` and so
+    on.
 
-    An episode then depends neither on earlier episodes nor on the number of environments, and can be repeated without
-    the others.
+    An episode then depends neither on earlier episodes nor on the number of environments, and can
+    be repeated without the others.
     """
 
     seeds_episodes = True
@@ -188,7 +203,9 @@ class EpisodeSeeds(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._stride, self._next = stride, None  # type: int, int | None
         self.step = env.step  # type: ignore[method-assign]  # avoids a call
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         seed = self._next if seed is None else seed
         self._next = None if seed is None else seed + self._stride
         return self.env.reset(seed=seed, options=options)
@@ -200,7 +217,9 @@ class EpisodeSeeds(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 @dataclass(frozen=True)
 class SeedingFactory:
-    """Makes environments from ``source``, with ``EpisodeSeeds`` around single Gymnasium environments."""
+    """Makes environments from ``source``, with ``EpisodeSeeds`` around single Gymnasium
+    environments.
+    """
 
     source: Any
     stride: int

@@ -1,4 +1,6 @@
-"""Resets by mask for Gymnasium's vectorized CartPole, which ``gymnasium.make_vec("CartPole-v1", n)`` returns."""
+"""Resets by mask for Gymnasium's vectorized CartPole, which ``gymnasium.make_vec("CartPole-v1",
+n)`` returns.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,22 @@ from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.envs.classic_control.utils import maybe_parse_reset_bounds
 from gymnasium.vector import VectorEnv, VectorWrapper
 
-USED = ("state", "steps", "prev_done", "low", "high")  # attributes that ``MaskedCartPole`` reads and writes
+# attributes that ``MaskedCartPole`` reads and writes
+USED = ("state", "steps", "prev_done", "low", "high")
 
 
 class MaskedCartPole(VectorWrapper[Any, Any, Any, Any, Any]):
     """``CartPoleVectorEnv`` whose ``reset`` respects ``options["reset_mask"]``.
 
-    The environment itself ignores the mask: its step after the end of an episode is the reset. A reset by mask does
-    what that step does, with the same generator, and no such step follows.
+    The environment itself ignores the mask: its step after the end of an episode is the reset. A
+    reset by mask does what that step does, with the same generator, and no such step follows.
     """
 
     env: CartPoleVectorEnv
 
-    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: Any = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         given = dict(options or {})
         mask = given.pop("reset_mask", None)
         base = self.env
@@ -33,17 +38,24 @@ class MaskedCartPole(VectorWrapper[Any, Any, Any, Any, Any]):
             VectorEnv.reset(base, seed=seed)
         if given:
             base.low, base.high = maybe_parse_reset_bounds(given, -0.05, 0.05)
-        base.state[:, mask] = base.np_random.uniform(base.low, base.high, (len(base.state), int(np.sum(mask))))
+        base.state[:, mask] = base.np_random.uniform(
+            base.low, base.high, (len(base.state), int(np.sum(mask)))
+        )
         base.steps[mask] = 0
         base.prev_done[mask] = False
         return base.state.T.astype(np.float32), {}
 
 
 def with_masks(env: VectorEnv[Any, Any, Any]) -> VectorEnv[Any, Any, Any]:
-    """Return ``env`` with ``MaskedCartPole`` inside of all its wrappers, if there is a ``CartPoleVectorEnv`` inside."""
+    """Return ``env`` with ``MaskedCartPole`` inside of all its wrappers, if there is a
+    ``CartPoleVectorEnv`` inside.
+    """
     base = env.unwrapped
     own = isinstance(base, CartPoleVectorEnv) and all(hasattr(base, name) for name in USED)
-    if not own or (type(base).reset, type(base).step) != (CartPoleVectorEnv.reset, CartPoleVectorEnv.step):
+    if not own or (type(base).reset, type(base).step) != (
+        CartPoleVectorEnv.reset,
+        CartPoleVectorEnv.step,
+    ):
         return env
     if env is base:
         return MaskedCartPole(env)

@@ -1,6 +1,7 @@
 """Checks of returned values against the spaces: shape and dtype always, bounds by option.
 
-Values of another dtype than that of the space are cast if it can hold them; ``Casts`` decides that for all adapters.
+Values of another dtype than that of the space are cast if it can hold them; ``Casts`` decides that
+for all adapters.
 """
 
 from __future__ import annotations
@@ -11,7 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from muster.errors import BadEnvOutput, BadOption, EnvError, UnsupportedEnv, UnsupportedSpace, described, shown
+from muster.errors import (
+    BadEnvOutput,
+    BadOption,
+    EnvError,
+    UnsupportedEnv,
+    UnsupportedSpace,
+    described,
+    shown,
+)
 from muster.keys import dotted
 from muster.memory.objects import copied
 from muster.memory.specs import OBJECT, Array, ArraySpec, Specs
@@ -21,28 +30,38 @@ FIX = "Fix the environment, or correct its space with a gymnasium wrapper."
 
 
 def the_only(envs: Sequence[Any]) -> Any:
-    """Return the only environment object, which is a batch itself; ``BadOption`` if there are several."""
+    """Return the only environment object, which is a batch itself; ``BadOption`` if there are
+    several.
+    """
     if len(envs) > 1:
         raise BadOption(
-            f"num_envs={len(envs)} was given, but {type(envs[0]).__name__} is a batch of environments already: say how "
-            f"many where it is made, or pass a list of factories for several groups."
+            f"num_envs={len(envs)} was given, but {type(envs[0]).__name__} is a batch of"
+            " environments already: say how many where it is made, or pass a list of factories for"
+            " several groups."
         )
     return envs[0]
 
 
 def env_name(env: Any) -> str:
     """Return the name for messages: the env id, or the class."""
-    return getattr(getattr(env, "spec", None), "id", None) or type(getattr(env, "unwrapped", env)).__name__
+    return (
+        getattr(getattr(env, "spec", None), "id", None)
+        or type(getattr(env, "unwrapped", env)).__name__
+    )
 
 
 def check_distinct(envs: Sequence[Any], name: str) -> None:
     """Raise ``UnsupportedEnv`` if an environment object occurs twice."""
     if len({id(env) for env in envs}) < len(envs):
-        raise UnsupportedEnv(f"{name}: the factory returned the same object twice; return a new env per call")
+        raise UnsupportedEnv(
+            f"{name}: the factory returned the same object twice; return a new env per call"
+        )
 
 
 def check_arrays(name: str, *specs: Specs) -> None:
-    """Raise ``UnsupportedSpace`` if a leaf is not an array; for adapters that cannot store Python objects."""
+    """Raise ``UnsupportedSpace`` if a leaf is not an array; for adapters that cannot store Python
+    objects.
+    """
     for key, spec in (item for part in specs for item in part.items()):
         if not spec.is_tensor:
             raise UnsupportedSpace(f"{name}: {dotted(key)} has a space whose values are no arrays")
@@ -55,8 +74,12 @@ def close_all(closes: Sequence[Callable[[], Any]]) -> None:
             stack.callback(close)
 
 
-def call(env: Any, method: str, who: str, *args: Any, index: int | None = None, **kwargs: Any) -> Any:
-    """Call a method of the user's environment and return its result; an error becomes an ``EnvError`` of ``who``."""
+def call(
+    env: Any, method: str, who: str, *args: Any, index: int | None = None, **kwargs: Any
+) -> Any:
+    """Call a method of the user's environment and return its result; an error becomes an
+    ``EnvError`` of ``who``.
+    """
     try:
         return getattr(env, method)(*args, **kwargs)
     except Exception as error:
@@ -66,15 +89,21 @@ def call(env: Any, method: str, who: str, *args: Any, index: int | None = None, 
 
 
 def is_explained(error: BaseException, env: Any) -> bool:
-    """Return whether ``error`` is from an adapter of Muster that checks values itself; it is then raised unchanged."""
+    """Return whether ``error`` is from an adapter of Muster that checks values itself; it is then
+    raised unchanged.
+    """
     ours = type(env).__module__.startswith("muster.envs.")
     return ours and issubclass(type(error), (BadEnvOutput, UnsupportedEnv))
 
 
 def reset_pair(got: Any, who: str) -> tuple[Any, Any]:
-    """Return observation and info from the result of ``reset``; raise ``BadEnvOutput`` if it is not such a pair."""
+    """Return observation and info from the result of ``reset``; raise ``BadEnvOutput`` if it is not
+    such a pair.
+    """
     if not isinstance(got, tuple) or len(got) != 2 or not isinstance(got[1], Mapping):
-        raise BadEnvOutput(f"{who}.reset returned {type(got).__name__}, expected (observation, info). {FIX}")
+        raise BadEnvOutput(
+            f"{who}.reset returned {type(got).__name__}, expected (observation, info). {FIX}"
+        )
     return got
 
 
@@ -83,8 +112,8 @@ def step_values(got: Any, who: str) -> tuple[Any, Any, Any, Any, Any]:
     if not isinstance(got, tuple) or len(got) != 5:
         size = f" of {len(got)}" if isinstance(got, tuple) else ""
         raise BadEnvOutput(
-            f"{who} returned {type(got).__name__}{size}, expected (observation, reward, terminated, truncated, info). "
-            f"{FIX}"
+            f"{who} returned {type(got).__name__}{size}, expected (observation, reward, terminated,"
+            f" truncated, info). {FIX}"
         )
     return got
 
@@ -100,7 +129,11 @@ def leaf_problem(value: Any, spec: ArraySpec) -> str | None:
     if isinstance(value, np.ndarray):
         if value.shape != spec.shape:
             return f"an array of shape {value.shape} and dtype {value.dtype}"
-        return None if value.dtype == spec.dtype else f"an array of dtype {value.dtype} (shape {value.shape})"
+        return (
+            None
+            if value.dtype == spec.dtype
+            else f"an array of dtype {value.dtype} (shape {value.shape})"
+        )
     if spec.shape == () and isinstance(value, (int, float, np.generic)):
         kind = "iub" if spec.dtype.kind in "iub" else "iubf"
         if np.asarray(value).dtype.kind in kind:
@@ -117,7 +150,9 @@ def stored_copy(value: Any, what: str) -> Any:
 
 
 def kept_info(info: Any) -> Any:
-    """Return infos, or options, with copies of their dicts, lists and arrays: environments may change them later."""
+    """Return infos, or options, with copies of their dicts, lists and arrays: environments may
+    change them later.
+    """
     if isinstance(info, dict):
         return {name: kept_info(value) for name, value in info.items()}
     if isinstance(info, np.ndarray):
@@ -126,37 +161,56 @@ def kept_info(info: Any) -> Any:
 
 
 def as_flag(value: Any, name: str, who: str) -> bool:
-    """Convert True, False, 0, 1, or a zero-dimensional array of those to a bool; else raise ``BadEnvOutput``."""
-    if isinstance(value, (bool, np.bool_)) or (isinstance(value, (int, np.integer)) and value in (0, 1)):
+    """Convert True, False, 0, 1, or a zero-dimensional array of those to a bool; else raise
+    ``BadEnvOutput``.
+    """
+    if isinstance(value, (bool, np.bool_)) or (
+        isinstance(value, (int, np.integer)) and value in (0, 1)
+    ):
         return bool(value)
-    if isinstance(value, np.ndarray) and value.shape == () and value.dtype.kind in "biu" and value in (0, 1):
+    if (
+        isinstance(value, np.ndarray)
+        and value.shape == ()
+        and value.dtype.kind in "biu"
+        and value in (0, 1)
+    ):
         return bool(value)
     raise BadEnvOutput(f"{who}: {name} is {described_value(value)}, expected a bool. {FIX}")
 
 
 def reward_problem(value: Any) -> str | None:
-    """Describe the problem of a reward; None: no problem. Finiteness is checked once per rollout."""
-    scalar = isinstance(value, (bool, int, float, np.generic)) or (isinstance(value, np.ndarray) and value.shape == ())
+    """Describe the problem of a reward; None: no problem.
+
+    Finiteness is checked once per rollout.
+    """
+    scalar = isinstance(value, (bool, int, float, np.generic)) or (
+        isinstance(value, np.ndarray) and value.shape == ()
+    )
     if scalar and np.asarray(value).dtype.kind in NUMBERS:
         return None
     return f"reward is {described_value(value)}, expected a number"
 
 
 class Casts:
-    """Decides about values of another dtype than that of their space, and about rewards of shape ``(1,)``.
+    """Decides about values of another dtype than that of their space, and about rewards of shape
+    ``(1,)``.
 
-    They are cast (then ``any`` is True) if the space's dtype can hold their values: floats and integers as a wider or
-    narrower float of the same range, whole numbers as integers. One warning per cause. ``refused``: cast nothing.
+    They are cast (then ``any`` is True) if the space's dtype can hold their values: floats and
+    integers as a wider or narrower float of the same range, whole numbers as integers. One warning
+    per cause. ``refused``: cast nothing.
     """
 
     def __init__(self, name: str) -> None:
-        self.refused, self.any = False, False
+        self.refused = False
+        self.any = False
         self._name = name
         self._texts: set[str] = set()
         self._new: list[str] = []
 
     def problem(self, value: Any, spec: ArraySpec, what: str) -> str | None:
-        """Describe the problem of the leaf ``what``, as the end of "it is ..."; None if it can be assigned to a row."""
+        """Describe the problem of the leaf ``what``, as the end of "it is ..."; None if it can be
+        assigned to a row.
+        """
         problem = leaf_problem(value, spec)
         if problem is None or not _keeps_values(value, spec):
             return problem
@@ -203,11 +257,17 @@ def number(value: Any) -> Any:
 
 
 def _keeps_values(value: Any, spec: ArraySpec) -> bool:
-    """Return whether ``value`` can be assigned to an array of ``spec`` with no loss but digits of floats."""
+    """Return whether ``value`` can be assigned to an array of ``spec`` with no loss but digits of
+    floats.
+    """
     if not isinstance(value, (np.ndarray, np.generic, int, float)):
         return False
     array = np.asarray(value)
-    if array.shape != spec.shape or array.dtype.kind not in NUMBERS or spec.dtype.kind not in NUMBERS:
+    if (
+        array.shape != spec.shape
+        or array.dtype.kind not in NUMBERS
+        or spec.dtype.kind not in NUMBERS
+    ):
         return False
     if spec.dtype.kind == "f":
         try:
@@ -221,10 +281,13 @@ def _keeps_values(value: Any, spec: ArraySpec) -> bool:
 
 
 def values_problem(array: Array, spec: ArraySpec) -> tuple[tuple[int, ...], str] | None:
-    """Return the first index at which ``array`` (``[..., *shape]``) is out of bounds of ``spec``, and the reason."""
+    """Return the first index at which ``array`` (``[..., *shape]``) is out of bounds of ``spec``,
+    and the reason.
+    """
     if spec.dtype == OBJECT:
         return None
-    if array.dtype.kind == "f" and 0 in np.isfinite(array).tobytes():  # like ``all``, six times as fast if small
+    # like ``all``, six times as fast if small
+    if array.dtype.kind == "f" and 0 in np.isfinite(array).tobytes():
         return _first(~np.isfinite(array), array, "not finite")
     if spec.low is not None and 1 in (array < spec.low).tobytes():
         return _first(array < spec.low, array, f"below the space's low {_bound(spec.low)}")

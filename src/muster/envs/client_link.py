@@ -1,8 +1,10 @@
-"""The messages between a policy server and its clients, programs in any language that ask for actions.
+"""The messages between a policy server and its clients, programs in any language that ask for
+actions.
 
-A message is two unsigned 32-bit integers (little-endian), the sizes of its two parts; then a JSON object (UTF-8) with
-a ``type``; then the values of an observation or action: the bytes of its leaves one after another, in the order, shapes
-and dtypes that ``welcome`` lists, little-endian and in C order. docs/serve.md has all messages.
+A message is two unsigned 32-bit integers (little-endian), the sizes of its two parts; then a JSON
+object (UTF-8) with a ``type``; then the values of an observation or action: the bytes of its leaves
+one after another, in the order, shapes and dtypes that ``welcome`` lists, little-endian and in C
+order. docs/serve.md has all messages.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class ClientLost(Exception):
     """A client broke the protocol, was too slow, or has closed its connection.
 
     Attributes:
-        reason: "closed", "timeout", "bad_message", "bad_token", "bad_protocol", "bad_spaces" or "full".
+        reason: "closed", "timeout", "bad_message", "bad_token", "bad_protocol", "bad_spaces" or
+            "full".
     """
 
     def __init__(self, reason: str, text: str = "") -> None:
@@ -65,10 +68,14 @@ class WireFormat:
             {"key": dotted(key), "dtype": spec.dtype.name, "shape": list(spec.shape)}
             for key, spec in codec.specs.items()
         ]
-        self._leaves: list[tuple[str, Any, int, int]] = []  # name, spec, and its place among the bytes
+        # name, spec, and its place among the bytes
+        self._leaves: list[tuple[str, Any, int, int]] = []
         self.nbytes = 0
         for key, spec in codec.specs.items():
-            begin, self.nbytes = self.nbytes, self.nbytes + spec.dtype.itemsize * int(np.prod(spec.shape))
+            begin, self.nbytes = (
+                self.nbytes,
+                self.nbytes + spec.dtype.itemsize * int(np.prod(spec.shape)),
+            )
             keeps_bounds = check_bounds or spec.dtype.kind in "iu"
             checked = spec if keeps_bounds else replace(spec, low=None, high=None)
             self._leaves.append((dotted(key), checked, begin, self.nbytes))
@@ -76,7 +83,10 @@ class WireFormat:
     def encode(self, value: Any) -> bytes:
         leaves = [value] if self._codec.single else self._codec.flatten(value)
         told = zip(leaves, self._leaves, strict=True)
-        return b"".join(np.asarray(leaf, spec.dtype.newbyteorder("<")).tobytes() for leaf, (_, spec, _, _) in told)
+        return b"".join(
+            np.asarray(leaf, spec.dtype.newbyteorder("<")).tobytes()
+            for leaf, (_, spec, _, _) in told
+        )
 
     def decode(self, values: bytes | bytearray) -> Any:
         """Return the value. Raises ``ClientLost`` if it is not in the space."""
@@ -104,7 +114,9 @@ class Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
-    def receive(self, sizes: Mapping[str, int], within_s: float | None) -> tuple[dict[str, Any], bytearray]:
+    def receive(
+        self, sizes: Mapping[str, int], within_s: float | None
+    ) -> tuple[dict[str, Any], bytearray]:
         """Return the next message: its JSON object, and its values.
 
         Args:
@@ -119,8 +131,8 @@ class Connection:
         if size > MOST_TEXT or nbytes > max(sizes.values()):
             raise ClientLost(
                 "bad_message",
-                f"a message has {size} bytes of JSON and {nbytes} of values. Expected at most {MOST_TEXT} and "
-                f"{max(sizes.values())}, both little-endian 32-bit integers",
+                f"a message has {size} bytes of JSON and {nbytes} of values. Expected at most"
+                f" {MOST_TEXT} and {max(sizes.values())}, both little-endian 32-bit integers",
             )
         text = self._take(size, deadline)
         try:
@@ -129,12 +141,18 @@ class Connection:
             raise ClientLost("bad_message", f"the text of a message is no JSON: {error}") from None
         kind = about.get("type") if isinstance(about, dict) else None
         if not isinstance(kind, str) or kind not in sizes:
-            raise ClientLost("bad_message", f"a message has the type {kind!r:.60}, expected {' or '.join(sizes)}")
+            raise ClientLost(
+                "bad_message", f"a message has the type {kind!r:.60}, expected {' or '.join(sizes)}"
+            )
         if nbytes != sizes[kind]:
-            raise ClientLost("bad_message", f"{kind} has {nbytes} bytes of values, expected {sizes[kind]}")
+            raise ClientLost(
+                "bad_message", f"{kind} has {nbytes} bytes of values, expected {sizes[kind]}"
+            )
         return about, self._take(nbytes, deadline)
 
-    def send(self, about: Mapping[str, Any], values: bytes = b"", within_s: float | None = None) -> None:
+    def send(
+        self, about: Mapping[str, Any], values: bytes = b"", within_s: float | None = None
+    ) -> None:
         """Send a message. Raises ``ClientLost``."""
         text = json.dumps(about).encode()
         with self._sending:
@@ -142,7 +160,9 @@ class Connection:
                 self._socket.settimeout(within_s)
                 self._socket.sendall(SIZES.pack(len(text), len(values)) + text + values)
             except TimeoutError:
-                raise ClientLost("timeout", f"the client has not read a message within {within_s:g} s") from None
+                raise ClientLost(
+                    "timeout", f"the client has not read a message within {within_s:g} s"
+                ) from None
             except (OSError, ValueError) as error:
                 raise ClientLost("closed", str(error)) from None
 
@@ -150,9 +170,12 @@ class Connection:
         """Send the reason, and close the connection. Waits a moment for the client to read it."""
         with suppress(ClientLost, OSError):
             if lost.reason != "closed":
-                self.send({"type": "error", "error": lost.reason, "message": str(lost)}, within_s=DRAIN_S)
+                self.send(
+                    {"type": "error", "error": lost.reason, "message": str(lost)}, within_s=DRAIN_S
+                )
                 self._socket.shutdown(socket.SHUT_WR)
-                deadline = time.monotonic() + DRAIN_S  # closed with unread bytes, the client's end would be reset
+                # closed with unread bytes, the client's end would be reset
+                deadline = time.monotonic() + DRAIN_S
                 while (left := deadline - time.monotonic()) > 0:
                     self._socket.settimeout(left)
                     if not self._socket.recv(1 << 16):
@@ -160,12 +183,18 @@ class Connection:
         self._socket.close()
 
     def close(self, within_s: float = DRAIN_S) -> None:
-        """Tell the client that the server closes, and end the connection. Wakes the thread that waits for it."""
+        """Tell the client that the server closes, and end the connection.
+
+        Wakes the thread that waits for it.
+        """
         text = b'{"type": "close"}'
         with suppress(OSError):
-            if self._sending.acquire(timeout=max(0.0, within_s)):  # held for longer if the client does not read
+            # held for longer if the client does not read
+            if self._sending.acquire(timeout=max(0.0, within_s)):
                 try:
-                    self._socket.send(SIZES.pack(len(text), 0) + text, getattr(socket, "MSG_DONTWAIT", 0))
+                    self._socket.send(
+                        SIZES.pack(len(text), 0) + text, getattr(socket, "MSG_DONTWAIT", 0)
+                    )
                 finally:
                     self._sending.release()
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -180,7 +209,9 @@ class Connection:
                 self._socket.settimeout(left)
                 piece = self._socket.recv(max(4096, count - len(received)))
             except TimeoutError:
-                raise ClientLost("timeout", "no complete message arrived within the deadline") from None
+                raise ClientLost(
+                    "timeout", "no complete message arrived within the deadline"
+                ) from None
             except (OSError, ValueError) as error:
                 raise ClientLost("closed", str(error)) from None
             if not piece:

@@ -1,4 +1,6 @@
-"""Environments that are played by clients: other programs, which connect, send observations, and get actions."""
+"""Environments that are played by clients: other programs, which connect, send observations, and
+get actions.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from muster.envs.client_link import DRAIN_S, LARGEST_REWARD, PROTOCOL, ClientLost, Connection, WireFormat
+from muster.envs.client_link import (
+    DRAIN_S,
+    LARGEST_REWARD,
+    PROTOCOL,
+    ClientLost,
+    Connection,
+    WireFormat,
+)
 from muster.envs.spaces import action_codec, observation_codec
 from muster.envs.stacked import StackedEnvs
 from muster.errors import BadOption, CollectorClosed
@@ -38,15 +47,18 @@ class Clients:
     Args:
         observation_space, action_space: spaces of all clients.
         address: ``host:port``; port 0 is any free port.
-        token: secret that clients send; None: the environment variable ``MUSTER_SERVE_TOKEN``, or none on loopback.
+        token: secret that clients send; None: the environment variable ``MUSTER_SERVE_TOKEN``, or
+            none on loopback.
         count: maximum number of clients at the same time; ``make_env`` makes as many environments.
-        timeouts: seconds that a client may take for a "step", and between episodes for a "reset"; None: no limit.
+        timeouts: seconds that a client may take for a "step", and between episodes for a "reset";
+            None: no limit.
         check_bounds: refuse observations out of the bounds of their space.
 
     Attributes:
         address: where it listens.
         lost: number of clients whose connection has ended, by reason.
-        laying_out: a reset returns zeros without a client, for the policy's first call, whose action is not used.
+        laying_out: a reset returns zeros without a client, for the policy's first call, whose
+            action is not used.
 
     Raises:
         BadOption: the address is not available, or the token is missing or too short.
@@ -64,16 +76,21 @@ class Clients:
         timeouts: Mapping[str, float | None],
         check_bounds: bool,
     ) -> None:
-        self.observation_space, self.action_space = observation_space, action_space
-        self.observations = WireFormat(observation_codec(observation_space), "observation", check_bounds=check_bounds)
+        self.observation_space = observation_space
+        self.action_space = action_space
+        self.observations = WireFormat(
+            observation_codec(observation_space), "observation", check_bounds=check_bounds
+        )
         self.actions = WireFormat(action_codec(action_space), "action")
-        self.count, self.timeouts = count, timeouts
+        self.count = count
+        self.timeouts = timeouts
         self.lost: Counter[str] = Counter()
         self.laying_out = self.closed = False
         self._changed = threading.Condition()
         self._connected: list[Connection | None] = [None] * count  # by environment
         self._welcomed: set[Connection] = set()
-        self._strangers, self._waiting = Strangers(), 0  # number of admitted clients without a place
+        # number of admitted clients without a place
+        self._strangers, self._waiting = Strangers(), 0
         host, _ = host_and_port(address)
         self._token = _checked_token(token, host)
         self._listener = listening(address, "address")
@@ -93,7 +110,10 @@ class Clients:
         return sum(connection is not None for connection in self._connected)
 
     def make_env(self, number: int) -> ClientEnvs:
-        """Make the environment with this number. A client gets the free environment with the lowest number."""
+        """Make the environment with this number.
+
+        A client gets the free environment with the lowest number.
+        """
         self.drop(number)  # that of an environment whose worker was restarted
         return ClientEnvs(self, number)
 
@@ -137,10 +157,15 @@ class Clients:
     def check_open(self) -> None:
         """Raise ``CollectorClosed`` after ``close``."""
         if self.closed:
-            raise CollectorClosed("the policy server was closed while its environments waited for clients")
+            raise CollectorClosed(
+                "the policy server was closed while its environments waited for clients"
+            )
 
     def close(self) -> None:
-        """End all connections, and wake all environments that wait for a client. May be called again."""
+        """End all connections, and wake all environments that wait for a client.
+
+        May be called again.
+        """
         with self._changed:
             self.closed = True
             self._changed.notify_all()
@@ -166,7 +191,9 @@ class Clients:
                 continue
             self._strangers.add(sock)
             try:
-                threading.Thread(target=self._welcome, args=(sock,), name="muster-handshake", daemon=True).start()
+                threading.Thread(
+                    target=self._welcome, args=(sock,), name="muster-handshake", daemon=True
+                ).start()
             except RuntimeError:  # the system allows no more threads
                 self._strangers.remove(sock)
                 sock.close()
@@ -194,22 +221,30 @@ class Clients:
             raise ClientLost("bad_token", "the token of the message hello is missing or wrong")
         if hello.get("protocol") != PROTOCOL:
             raise ClientLost(
-                "bad_protocol", f"the client has the protocol {hello.get('protocol')!r:.60}, expected {PROTOCOL}"
+                "bad_protocol",
+                f"the client has the protocol {hello.get('protocol')!r:.60}, expected {PROTOCOL}",
             )
         for name, wire in (("observation", self.observations), ("action", self.actions)):
             if hello.get(name, wire.description) != wire.description:
-                raise ClientLost("bad_spaces", f"{name} of the server is {wire.description}, which the client has not")
+                raise ClientLost(
+                    "bad_spaces",
+                    f"{name} of the server is {wire.description}, which the client has not",
+                )
 
     def _admit(self, connection: Connection) -> None:
         with self._changed:  # a client that was replaced by this one may not be missed yet
             self._waiting += 1
             within_s = HANDSHAKE_S if self._waiting <= MOST_WAITING else 0.0
-            has_room = self._changed.wait_for(lambda: None in self._connected or self.closed, within_s)
+            has_room = self._changed.wait_for(
+                lambda: None in self._connected or self.closed, within_s
+            )
             self._waiting -= 1
             if self.closed:
                 raise ClientLost("closed")
             if not has_room:
-                raise ClientLost("full", f"{self.connected} clients are connected, which is the maximum")
+                raise ClientLost(
+                    "full", f"{self.connected} clients are connected, which is the maximum"
+                )
             self._connected[self._connected.index(None)] = connection
         told = {"observation": self.observations.description, "action": self.actions.description}
         connection.send({"type": "welcome", "protocol": PROTOCOL, **told}, within_s=HANDSHAKE_S)
@@ -219,28 +254,40 @@ class Clients:
 
 
 class ClientEnv:
-    """The environment that a client plays: has what ``StackedEnvs`` uses of a Gymnasium environment.
+    """The environment that a client plays: has what ``StackedEnvs`` uses of a Gymnasium
+    environment.
 
-    A client that is lost in an episode truncates it: the step returns the last known observation and the reward 0.
-    The next reset waits for the next episode of another client.
+    A client that is lost in an episode truncates it: the step returns the last known observation
+    and the reward 0. The next reset waits for the next episode of another client.
 
     Attributes:
         cut: the last step was such a truncation.
     """
 
     def __init__(self, clients: Clients, number: int) -> None:
-        self.observation_space, self.action_space = clients.observation_space, clients.action_space
-        self.unwrapped, self.cut, self._number = self, False, number
+        self.observation_space = clients.observation_space
+        self.action_space = clients.action_space
+        self.unwrapped = self
+        self.cut = False
+        self._number = number
         self._clients, self._connection = clients, None  # type: Clients, Connection | None
         self._playing = False
-        self._first: Any = None  # observation of an episode that the client has begun, and ``reset`` has not returned
+        # observation of an episode that the client has begun, and ``reset`` has not returned
+        self._first: Any = None
         self._last: Any = None
-        self._expected = {"reset": clients.observations.nbytes, "step": clients.observations.nbytes, "close": 0}
+        self._expected = {
+            "reset": clients.observations.nbytes,
+            "step": clients.observations.nbytes,
+            "close": 0,
+        }
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         clients = self._clients
         if clients.laying_out:
-            return _allowing_all(clients.observations.decode(bytes(clients.observations.nbytes))), {}
+            return (
+                _allowing_all(clients.observations.decode(bytes(clients.observations.nbytes))),
+                {},
+            )
         if self._playing:
             self._end_episode()
         while self._first is None:
@@ -260,10 +307,13 @@ class ClientEnv:
         return self._last, {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        clients, self.cut = self._clients, False
+        clients = self._clients
+        self.cut = False
         assert self._connection is not None, "step before reset"
         try:
-            self._connection.send({"type": "action"}, clients.actions.encode(action), clients.timeouts["step"])
+            self._connection.send(
+                {"type": "action"}, clients.actions.encode(action), clients.timeouts["step"]
+            )
             kind, obs, reward, terminated, truncated = self._receive("step")
         except ClientLost as lost:
             clients.check_open()
@@ -272,14 +322,16 @@ class ClientEnv:
         if kind == "reset":  # the client has given its episode up
             self._first = obs
             return self._truncation()
-        self._last, self._playing = obs, not (terminated or truncated)
+        self._last = obs
+        self._playing = not (terminated or truncated)
         return obs, reward, terminated, truncated, {}
 
     def close(self) -> None:
         self._clients.drop(self._number)
 
     def _truncation(self) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self._playing, self.cut = False, True
+        self._playing = False
+        self.cut = True
         return self._last, 0.0, False, True, {}
 
     def _end_episode(self) -> None:
@@ -292,7 +344,9 @@ class ClientEnv:
             self._lose(lost)
 
     def _receive(self, phase: str) -> tuple[str, Any, float, bool, bool]:
-        """Return the next message of the client: its type, the observation, and the results of a step."""
+        """Return the next message of the client: its type, the observation, and the results of a
+        step.
+        """
         assert self._connection is not None
         about, values = self._connection.receive(self._expected, self._clients.timeouts[phase])
         if about["type"] == "close":
@@ -305,7 +359,9 @@ class ClientEnv:
         if type(reward) not in (int, float) or not -LARGEST_REWARD <= reward <= LARGEST_REWARD:
             raise ClientLost("bad_message", f"reward is {reward!r:.60}, expected a finite number")
         if not all(isinstance(flag, bool) for flag in flags):
-            raise ClientLost("bad_message", f"terminated and truncated are {flags!r:.60}, expected true or false")
+            raise ClientLost(
+                "bad_message", f"terminated and truncated are {flags!r:.60}, expected true or false"
+            )
         return "step", obs, float(reward), flags[0], flags[1]
 
     def _lose(self, lost: ClientLost) -> None:
@@ -315,17 +371,30 @@ class ClientEnv:
 
 
 def _allowing_all(blank: Any) -> Any:
-    """Return a blank observation with ones in its action mask, since a policy cannot act where nothing is allowed."""
+    """Return a blank observation with ones in its action mask, since a policy cannot act where
+    nothing is allowed.
+    """
 
     def ones(mask: Any) -> Any:
-        return {name: ones(part) for name, part in mask.items()} if isinstance(mask, Mapping) else np.ones_like(mask)
+        return (
+            {name: ones(part) for name, part in mask.items()}
+            if isinstance(mask, Mapping)
+            else np.ones_like(mask)
+        )
 
     (name,) = ACTION_MASK
-    return {**blank, name: ones(blank[name])} if isinstance(blank, Mapping) and name in blank else blank
+    return (
+        {**blank, name: ones(blank[name])}
+        if isinstance(blank, Mapping) and name in blank
+        else blank
+    )
 
 
 class ClientEnvs(StackedEnvs):
-    """Implements ``EnvBatch`` for the environment of one client. Marks steps whose result is unknown."""
+    """Implements ``EnvBatch`` for the environment of one client.
+
+    Marks steps whose result is unknown.
+    """
 
     def __init__(self, clients: Clients, number: int) -> None:
         self._env = ClientEnv(clients, number)
@@ -350,7 +419,8 @@ def _checked_token(given: str | None, host: str) -> str:
         raise BadOption(f"token: expected a text, got {type(token).__name__}")
     if not is_loopback(host) and len(token) < SHORTEST_TOKEN:
         raise BadOption(
-            f"Other machines can reach {host}, so clients need a token of at least {SHORTEST_TOKEN} characters: pass "
-            f"token=, or set {TOKEN_VARIABLE}, here and for every client. (127.0.0.1 needs none.)"
+            f"Other machines can reach {host}, so clients need a token of at least {SHORTEST_TOKEN}"
+            f" characters: pass token=, or set {TOKEN_VARIABLE}, here and for every client."
+            " (127.0.0.1 needs none.)"
         )
     return token

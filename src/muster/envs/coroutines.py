@@ -1,4 +1,6 @@
-"""B environments whose ``reset`` and ``step`` are coroutines, as one env batch: all are awaited at the same time."""
+"""B environments whose ``reset`` and ``step`` are coroutines, as one env batch: all are awaited at
+the same time.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ SPACES = ("observation_space", "action_space")
 
 
 def takes(env: Any) -> bool:
-    """Return whether ``env`` is an environment with a coroutine function, or a Gymnasium wrapper around one."""
+    """Return whether ``env`` is an environment with a coroutine function, or a Gymnasium wrapper
+    around one.
+    """
     if isinstance(env, type):
         return False
     wrapped = isinstance(env, gymnasium.Wrapper) and takes(env.env)
@@ -32,16 +36,18 @@ def takes(env: Any) -> bool:
 
 
 class CoroutineEnvs(WrappedEnvs):
-    """Implements ``EnvBatch`` for B environments whose ``reset`` and ``step`` are coroutine functions.
+    """Implements ``EnvBatch`` for B environments whose ``reset`` and ``step`` are coroutine
+    functions.
 
-    A step sends all actions, waits for all environments, and writes their results like ``StackedEnvs``, which also
-    checks them.
+    A step sends all actions, waits for all environments, and writes their results like
+    ``StackedEnvs``, which also checks them.
 
     Attributes:
         coroutines: runs the coroutines; its ``timeouts`` are set after construction.
 
     Raises:
-        UnsupportedEnv: an environment lacks a method or space, or only some of its methods are coroutine functions.
+        UnsupportedEnv: an environment lacks a method or space, or only some of its methods are
+            coroutine functions.
     """
 
     def __init__(self, envs: Sequence[Any]) -> None:
@@ -52,10 +58,18 @@ class CoroutineEnvs(WrappedEnvs):
         super().__init__(StackedEnvs(awaited))  # type: ignore[arg-type]  # they have all that it uses
         self.__dict__.update(awaited=awaited, coroutines=CoroutineRunner())
 
-    def reset(self, arrays: Mapping[Key, Array], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def reset(
+        self,
+        arrays: Mapping[Key, Array],
+        row: int,
+        which: Sequence[int],
+        seeds: Sequence[int] | None,
+    ) -> None:
         options = self.reset_options or {}
         calls = [
-            self.awaited[i].begin("reset", seed=None if seeds is None else seeds[n], **checks.kept_info(options))
+            self.awaited[i].begin(
+                "reset", seed=None if seeds is None else seeds[n], **checks.kept_info(options)
+            )
             for n, i in enumerate(which)
         ]
         self._run(calls, "reset")
@@ -71,7 +85,9 @@ class CoroutineEnvs(WrappedEnvs):
 
         def step(t: int) -> Sequence[int] | None:
             skipped = frozenset(self.bypassed)
-            calls = [awaited[i].begin("step", a) for i, a in enumerate(actions(t)) if i not in skipped]
+            calls = [
+                awaited[i].begin("step", a) for i, a in enumerate(actions(t)) if i not in skipped
+            ]
             try:
                 self._run(calls, "step")
                 return write(t)
@@ -87,7 +103,11 @@ class CoroutineEnvs(WrappedEnvs):
         return [awaited.env for awaited in self.awaited]
 
     def close(self) -> None:
-        closes = [CoroutineCall(partial(_close, each.env)) for each in self.awaited if hasattr(each.env, "close")]
+        closes = [
+            CoroutineCall(partial(_close, each.env))
+            for each in self.awaited
+            if hasattr(each.env, "close")
+        ]
         try:
             if closes:
                 self.coroutines.run(closes, "close")
@@ -101,19 +121,33 @@ class CoroutineEnvs(WrappedEnvs):
 
 
 class AwaitedEnv:
-    """One environment: ``reset`` and ``step`` return what the coroutine begun last has returned, or raise its error."""
+    """One environment: ``reset`` and ``step`` return what the coroutine begun last has returned, or
+    raise its error.
+    """
 
     def __init__(self, env: Any) -> None:
-        self.env, self.unwrapped, self.spec = env, getattr(env, "unwrapped", env), getattr(env, "spec", None)
-        self.observation_space, self.action_space = env.observation_space, env.action_space
+        self.env, self.unwrapped, self.spec = (
+            env,
+            getattr(env, "unwrapped", env),
+            getattr(env, "spec", None),
+        )
+        self.observation_space = env.observation_space
+        self.action_space = env.action_space
         self._call = CoroutineCall(env.reset)
 
     def begin(self, method: str, *args: Any, **kwargs: Any) -> CoroutineCall:
-        """Return a call of a method, for a ``CoroutineRunner``. It has an error already if the last one still runs."""
-        last, self._call = self._call, CoroutineCall(partial(getattr(self.env, method), *args, **kwargs))
+        """Return a call of a method, for a ``CoroutineRunner``.
+
+        It has an error already if the last one still runs.
+        """
+        last, self._call = (
+            self._call,
+            CoroutineCall(partial(getattr(self.env, method), *args, **kwargs)),
+        )
         if last.is_running:
             self._call.error = RuntimeError(
-                "its last call was cancelled, and still runs. Do not catch asyncio.CancelledError, or raise it again"
+                "its last call was cancelled, and still runs. Do not catch asyncio.CancelledError,"
+                " or raise it again"
             )
             self._call.task = last.task
         return self._call
@@ -135,22 +169,26 @@ def _check(env: Any) -> None:
     name = type(env).__name__
     if isinstance(env, VectorEnv):
         raise UnsupportedEnv(
-            f"{name} is a batch of environments whose methods are coroutine functions. Return a single environment, "
-            f"and pass num_envs: Muster awaits all of them at the same time."
+            f"{name} is a batch of environments whose methods are coroutine functions. Return a"
+            " single environment, and pass num_envs: Muster awaits all of them at the same time."
         )
     if missing := [attribute for attribute in (*METHODS, *SPACES) if not hasattr(env, attribute)]:
-        raise UnsupportedEnv(f"{name} has no {' and no '.join(missing)}, expected {', '.join((*METHODS, *SPACES))}")
+        raise UnsupportedEnv(
+            f"{name} has no {' and no '.join(missing)}, expected {', '.join((*METHODS, *SPACES))}"
+        )
     plain = [method for method in METHODS if not is_coroutine_function(getattr(env, method))]
     if plain and isinstance(env, gymnasium.Wrapper):
         raise UnsupportedEnv(
-            f"{name} calls reset and step of {type(env.unwrapped).__name__}, which are coroutine functions, without "
-            f"awaiting them: Gymnasium's wrappers are for synchronous environments. Remove the wrapper (for a time "
-            f"limit, pass max_frames_per_traj), or define its reset and step with async def."
+            f"{name} calls reset and step of {type(env.unwrapped).__name__}, which are coroutine"
+            " functions, without awaiting them: Gymnasium's wrappers are for synchronous"
+            " environments. Remove the wrapper (for a time limit, pass max_frames_per_traj), or"
+            " define its reset and step with async def."
         )
     if plain:
         other = METHODS[plain[0] == METHODS[0]]
         raise UnsupportedEnv(
-            f"{name}.{other} is a coroutine function, but {name}.{plain[0]} is not. Define both with async def."
+            f"{name}.{other} is a coroutine function, but {name}.{plain[0]} is not. Define both"
+            " with async def."
         )
 
 

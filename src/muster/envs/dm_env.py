@@ -1,4 +1,5 @@
-"""``dm_env.Environment`` as a ``gymnasium.Env``: time steps become transitions, specs become spaces.
+"""``dm_env.Environment`` as a ``gymnasium.Env``: time steps become transitions, specs become
+spaces.
 
 This module does not import ``dm_env``: it recognizes specs by their attributes.
 """
@@ -21,7 +22,9 @@ from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv, UnsupportedSp
 from muster.memory.specs import Array
 from muster.protocols import EnvBatch
 
-FIRST, LAST = 0, 2  # dm_env.StepType
+# dm_env.StepType
+FIRST = 0
+LAST = 2
 
 
 def takes(obj: Any) -> bool:
@@ -31,7 +34,9 @@ def takes(obj: Any) -> bool:
 
 
 def adapt(envs: list[Any], device: Any) -> EnvBatch:
-    """Return the env batch of B ``dm_env`` environments, stepped one after another; ``device`` has no effect."""
+    """Return the env batch of B ``dm_env`` environments, stepped one after another; ``device`` has
+    no effect.
+    """
     check_distinct(envs, type(envs[0]).__name__)
     return StackedEnvs([DmEnv(env) for env in envs])
 
@@ -42,14 +47,15 @@ class DmEnv(gymnasium.Env[Any, Any]):
         env = DmEnv(suite.load("cartpole", "swingup"))
         env.observation_space  # Dict('position': Box(-inf, inf, (3,), float64), 'velocity': ...)
 
-    A ``LAST`` step with discount 0 is ``terminated``, with any other discount ``truncated``. Discounts are available
-    as ``info["discount"]`` only. Spaces have the dtypes of the specs, float64 included, except ``DiscreteArray``
-    (Discrete, int64) and bool (MultiBinary, int8). Actions are passed in the dtype, lists and tuples of the spec.
+    A ``LAST`` step with discount 0 is ``terminated``, with any other discount ``truncated``.
+    Discounts are available as ``info["discount"]`` only. Spaces have the dtypes of the specs,
+    float64 included, except ``DiscreteArray`` (Discrete, int64) and bool (MultiBinary, int8).
+    Actions are passed in the dtype, lists and tuples of the spec.
 
-    dm_env has no seeds. ``reset(seed=s)`` calls ``env.seed(s)`` if that method exists. Otherwise it reseeds, in place,
-    the NumPy generators ``env.random_state`` (dm_control's composer), ``env.task.random`` (its suite) and ``env._rng``
-    (bsuite). If there are none, it warns once, and the environment remains unseeded: its factory determines its
-    randomness, if any.
+    dm_env has no seeds. ``reset(seed=s)`` calls ``env.seed(s)`` if that method exists. Otherwise it
+    reseeds, in place, the NumPy generators ``env.random_state`` (dm_control's composer),
+    ``env.task.random`` (its suite) and ``env._rng`` (bsuite). If there are none, it warns once, and
+    the environment remains unseeded: its factory determines its randomness, if any.
 
     Args:
         env: environment, owned (and closed) by this object.
@@ -66,8 +72,9 @@ class DmEnv(gymnasium.Env[Any, Any]):
             spec = getattr(env, f"{kind}_spec")()
             if getattr(spec, "shape", None) != ():
                 raise UnsupportedEnv(
-                    f"{self._name}.{kind}_spec() is {spec}, expected one number per step (shape ()). Wrap it in a "
-                    f"dm_env.Environment that adds them up, or that is the environment of one agent."
+                    f"{self._name}.{kind}_spec() is {spec}, expected one number per step (shape"
+                    " ()). Wrap it in a dm_env.Environment that adds them up, or that is the"
+                    " environment of one agent."
                 )
         self._action_spec = env.action_spec()
         self.action_space = _space(self._action_spec, f"{self._name}.action_spec()")
@@ -75,34 +82,51 @@ class DmEnv(gymnasium.Env[Any, Any]):
         self._codec = observation_codec(self.observation_space)
         self._warned = False
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         if options:
-            raise BadOption(f"{self._name}.reset() takes no options, but {sorted(options)} were given. Leave them out.")
+            raise BadOption(
+                f"{self._name}.reset() takes no options, but {sorted(options)} were given. Leave"
+                " them out."
+            )
         super().reset(seed=seed)
         if seed is not None and not _reseed(self.env, seed) and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self._name} has no random generator that Muster finds, so seed {seed} had no effect. If it is "
-                f"random, seed it where it is made, or give it a method seed(seed).",
+                f"{self._name} has no random generator that Muster finds, so seed {seed} had no"
+                " effect. If it is random, seed it where it is made, or give it a method"
+                " seed(seed).",
                 stacklevel=2,
             )
         got = self.env.reset()
         if got.step_type != FIRST:
-            raise BadEnvOutput(f"{self._name}.reset() returned step_type {got.step_type!r}, expected FIRST")
+            raise BadEnvOutput(
+                f"{self._name}.reset() returned step_type {got.step_type!r}, expected FIRST"
+            )
         return self._observe(got.observation), {}
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         got = self.env.step(_as_spec(self._action_spec, action))
         if got.step_type == FIRST:
             raise BadEnvOutput(
-                f"{self._name}.step() began a new episode (step_type FIRST) although the last one had not ended: "
-                f"it must return LAST first"
+                f"{self._name}.step() began a new episode (step_type FIRST) although the last one"
+                " had not ended: it must return LAST first"
             )
-        last, discount = bool(got.step_type == LAST), got.discount
+        last = bool(got.step_type == LAST)
+        discount = got.discount
         if last and (discount is None or np.ndim(discount) != 0):
-            raise BadEnvOutput(f"{self._name}.step() returned LAST with discount {discount!r}, expected a number")
+            raise BadEnvOutput(
+                f"{self._name}.step() returned LAST with discount {discount!r}, expected a number"
+            )
         terminated = bool(last and discount == 0)
-        return self._observe(got.observation), got.reward, terminated, last and not terminated, {"discount": discount}
+        return (
+            self._observe(got.observation),
+            got.reward,
+            terminated,
+            last and not terminated,
+            {"discount": discount},
+        )
 
     def close(self) -> None:
         self.env.close()
@@ -110,7 +134,9 @@ class DmEnv(gymnasium.Env[Any, Any]):
     def _observe(self, value: Any) -> Any:
         """Return the observation in the dtypes of its space, where that is lossless."""
         leaves = self._codec.flatten(value)
-        return self._codec.build([_cast(v, s.dtype) for v, s in zip(leaves, self._codec.specs.values(), strict=True)])
+        return self._codec.build(
+            [_cast(v, s.dtype) for v, s in zip(leaves, self._codec.specs.values(), strict=True)]
+        )
 
 
 def _space(spec: Any, where: str) -> spaces.Space[Any]:
@@ -120,14 +146,20 @@ def _space(spec: Any, where: str) -> spaces.Space[Any]:
         return spaces.Tuple([_space(part, f"{where}[{i}]") for i, part in enumerate(spec)])
     dtype = getattr(spec, "dtype", None)
     if dtype is None or dtype.kind not in "biuf":
-        raise UnsupportedSpace(f"{where} is {spec!r}, expected arrays of numbers or bools; wrap the environment")
+        raise UnsupportedSpace(
+            f"{where} is {spec!r}, expected arrays of numbers or bools; wrap the environment"
+        )
     if hasattr(spec, "num_values"):
         return spaces.Discrete(int(spec.num_values))
     if dtype.kind == "b":
         return spaces.MultiBinary(spec.shape)
-    low, high = (-np.inf, np.inf) if dtype.kind == "f" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    low, high = (
+        (-np.inf, np.inf) if dtype.kind == "f" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    )
     low, high = getattr(spec, "minimum", low), getattr(spec, "maximum", high)
-    return spaces.Box(np.full(spec.shape, low, dtype), np.full(spec.shape, high, dtype), dtype=dtype.type)
+    return spaces.Box(
+        np.full(spec.shape, low, dtype), np.full(spec.shape, high, dtype), dtype=dtype.type
+    )
 
 
 def _as_spec(spec: Any, action: Any) -> Any:
@@ -136,14 +168,22 @@ def _as_spec(spec: Any, action: Any) -> Any:
     if isinstance(spec, (list, tuple)):
         parts = [_as_spec(part, value) for part, value in zip(spec, action, strict=True)]
         return type(spec)(*parts) if hasattr(spec, "_fields") else type(spec)(parts)
-    return np.asarray(action, spec.dtype)[()]  # for shape () a scalar, which is hashable and an index
+    # for shape () a scalar, which is hashable and an index
+    return np.asarray(action, spec.dtype)[()]
 
 
 def _cast(value: Any, dtype: np.dtype[Any]) -> Array:
-    """Convert ``value`` to an array, of ``dtype`` if that is lossless; else ``StackedEnvs`` reports the problem."""
+    """Convert ``value`` to an array, of ``dtype`` if that is lossless; else ``StackedEnvs`` reports
+    the problem.
+    """
     array = np.asarray(value)
-    scalar = not isinstance(value, np.ndarray) and array.ndim == 0  # the dtype of a Python number is arbitrary
-    return array.astype(dtype) if np.can_cast(array.dtype, dtype, "same_kind" if scalar else "safe") else array
+    # the dtype of a Python number is arbitrary
+    scalar = not isinstance(value, np.ndarray) and array.ndim == 0
+    return (
+        array.astype(dtype)
+        if np.can_cast(array.dtype, dtype, "same_kind" if scalar else "safe")
+        else array
+    )
 
 
 def _reseed(env: Any, seed: int) -> bool:
@@ -153,7 +193,11 @@ def _reseed(env: Any, seed: int) -> bool:
         return True
     found = False
     task = getattr(env, "task", None)
-    for rng in (getattr(env, "random_state", None), getattr(task, "random", None), getattr(env, "_rng", None)):
+    for rng in (
+        getattr(env, "random_state", None),
+        getattr(task, "random", None),
+        getattr(env, "_rng", None),
+    ):
         if isinstance(rng, np.random.RandomState):
             rng.seed(seed % 2**32)
             found = True

@@ -1,4 +1,5 @@
-"""EnvPool as a ``gymnasium.vector.VectorEnv`` that leaves resets to the caller; asynchronous: ``envpool_async``.
+"""EnvPool as a ``gymnasium.vector.VectorEnv`` that leaves resets to the caller; asynchronous:
+``envpool_async``.
 
 This module does not import ``envpool``: it recognizes pools by their common base class.
 """
@@ -20,14 +21,24 @@ from muster.protocols import EnvBatch
 
 
 def takes(obj: Any) -> bool:
-    """Return whether ``obj`` is an EnvPool. Test this first: pools are also gymnasium or dm_env environments."""
-    return any(f"{cls.__module__}.{cls.__name__}" == "envpool.python.envpool.EnvPoolMixin" for cls in type(obj).__mro__)
+    """Return whether ``obj`` is an EnvPool.
+
+    Test this first: pools are also gymnasium or dm_env environments.
+    """
+    return any(
+        f"{cls.__module__}.{cls.__name__}" == "envpool.python.envpool.EnvPoolMixin"
+        for cls in type(obj).__mro__
+    )
 
 
 def adapt(envs: list[Any], device: Any) -> EnvBatch:
     """Return the env batch of one EnvPool; ``device`` has no effect."""
     pool = PoolInfo(the_only(envs))
-    return AsyncPoolEnvs(pool) if pool.batch_size < pool.num_envs else VectorEnvBatch(EnvPoolVectorEnv(pool.pool))
+    return (
+        AsyncPoolEnvs(pool)
+        if pool.batch_size < pool.num_envs
+        else VectorEnvBatch(EnvPoolVectorEnv(pool.pool))
+    )
 
 
 class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
@@ -35,18 +46,21 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
 
         env = EnvPoolVectorEnv(envpool.make_gymnasium("Pong-v5", num_envs=64, seed=0))
 
-    EnvPool resets an environment in the step after the end of its episode; that step is no transition. Muster resets
-    it by mask right after the end, which starts the same new episode without such a step. Rows are in the order of the
-    environments. Observations have the dtypes of their spaces (EnvPool returns int32 for Discrete, bool for
-    MultiBinary). If the bounds are C++'s smallest positive and largest number, the space is unbounded. Later calls do
-    not change returned arrays.
+    EnvPool resets an environment in the step after the end of its episode; that step is no
+    transition. Muster resets it by mask right after the end, which starts the same new episode
+    without such a step. Rows are in the order of the environments. Observations have the dtypes of
+    their spaces (EnvPool returns int32 for Discrete, bool for MultiBinary). If the bounds are C++'s
+    smallest positive and largest number, the space is unbounded. Later calls do not change returned
+    arrays.
 
-    **Seeds** are fixed when a pool is made: environment i has ``seed + i``. ``reset(seed=s)`` cannot change that, and
-    warns once, unless ``s`` is the seed of this pool and this is the first reset. So pass the seed twice:
-    ``Collector(lambda: envpool.make_gymnasium(..., seed=3), policy, seed=3, ...)``.
+    **Seeds** are fixed when a pool is made: environment i has ``seed + i``. ``reset(seed=s)``
+    cannot change that, and warns once, unless ``s`` is the seed of this pool and this is the first
+    reset. So pass the seed twice: ``Collector(lambda: envpool.make_gymnasium(..., seed=3), policy,
+    seed=3, ...)``.
 
-    An episode that ends with step ``max_episode_steps`` is truncated; EnvPool does not report whether it also
-    terminated. With Atari's ``episodic_life``, a reset within a life continues the same game.
+    An episode that ends with step ``max_episode_steps`` is truncated; EnvPool does not report
+    whether it also terminated. With Atari's ``episodic_life``, a reset within a life continues the
+    same game.
 
     Args:
         pool: pool, owned (and closed) by this object.
@@ -62,32 +76,43 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
         self.num_envs = about.num_envs
         if about.batch_size != self.num_envs:
             raise UnsupportedEnv(
-                f"{about.name} is asynchronous: it steps batch_size={about.batch_size} of num_envs={self.num_envs} at "
-                f"a time, which a gymnasium.vector.VectorEnv cannot do. Give a collector the pool itself, or a "
-                f"function that makes it; or leave batch_size out."
+                f"{about.name} is asynchronous: it steps batch_size={about.batch_size} of"
+                f" num_envs={self.num_envs} at a time, which a gymnasium.vector.VectorEnv cannot"
+                " do. Give a collector the pool itself, or a function that makes it; or leave"
+                " batch_size out."
             )
         self.metadata = {**(pool.metadata or {}), "autoreset_mode": AutoresetMode.DISABLED}
-        self.single_observation_space, self.single_action_space = about.observation_space, about.action_space
+        self.single_observation_space = about.observation_space
+        self.single_action_space = about.action_space
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         self._all = np.arange(self.num_envs)
-        self._newest: list[Array] = []  # observations, [B, *shape] per leaf; none before the first reset
+        # observations, [B, *shape] per leaf; none before the first reset
+        self._newest: list[Array] = []
 
-    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Start new episodes in the environments of ``options["reset_mask"]`` (``[B]`` bool, default all).
+    def reset(
+        self, *, seed: Any = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """Start new episodes in the environments of ``options["reset_mask"]`` (``[B]`` bool,
+        default all).
 
         Returns:
-            the newest observation of each environment, and EnvPool's info, with rows for reset environments only.
+            the newest observation of each environment, and EnvPool's info, with rows for reset
+            environments only.
         """
         given = dict(options or {})
         mask = given.pop("reset_mask", None)
         if given:
-            raise BadOption(f"EnvPool's reset knows the option reset_mask only, not {sorted(given)}; leave them out")
+            raise BadOption(
+                f"EnvPool's reset knows the option reset_mask only, not {sorted(given)}; leave"
+                " them out"
+            )
         if seed is not None:
             self._about.check_seed(seed, running=bool(self._newest))
         whole = mask is None or not self._newest
         rows = self._all if whole else np.flatnonzero(mask)
-        newest = [] if whole else [leaf.copy() for leaf in self._newest]  # the caller has the old arrays
+        # the caller has the old arrays
+        newest = [] if whole else [leaf.copy() for leaf in self._newest]
         obs, info = self.pool.reset(rows.astype(np.int32))
         (leaves,) = self._in_order(rows, info, self._about.leaves(obs))
         if not whole:
@@ -117,7 +142,9 @@ class EnvPoolVectorEnv(VectorEnv[Any, Any, Any]):
             return list(groups)
         order = np.argsort(ids)
         if not np.array_equal(ids[order], rows):
-            raise BadEnvOutput(f"{type(self.pool).__name__} returned the environments {ids}, expected {rows}")
+            raise BadEnvOutput(
+                f"{type(self.pool).__name__} returned the environments {ids}, expected {rows}"
+            )
         return [[array[order] for array in group] for group in groups]
 
 

@@ -1,9 +1,11 @@
-"""An asynchronous EnvPool (``batch_size < num_envs``) as an env batch: rows are filled by the environments ready first.
+"""An asynchronous EnvPool (``batch_size < num_envs``) as an env batch: rows are filled by the
+environments ready first.
 
-A step of the pool sends ``batch_size`` actions, and returns the results of the ``batch_size`` environments that are
-ready first. So environments are at different rows at any time. Those ahead of others write into rows that are kept
-here until all environments have completed them, and are then copied into the lane, one row after another: the lane
-holds the same rows as that of a synchronous pool.
+A step of the pool sends ``batch_size`` actions, and returns the results of the ``batch_size``
+environments that are ready first. So environments are at different rows at any time. Those ahead of
+others write into rows that are kept here until all environments have completed them, and are then
+copied into the lane, one row after another: the lane holds the same rows as that of a synchronous
+pool.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ from muster.protocols import Act, EnvBatch, Step
 from muster.rng import GroupRng
 from muster.utils.interrupts import postponed
 
-BUFFER_BYTES = 1 << 20  # maximum size of the rows in which ready environments act; policies prepare for them at once
-LEAST_WINDOW = 8  # rows that environments may be ahead of the slowest; at least those of one rollout
+# maximum size of the rows in which ready environments act; policies prepare for them at once
+BUFFER_BYTES = 1 << 20
+# rows that environments may be ahead of the slowest; at least those of one rollout
+LEAST_WINDOW = 8
 RESULTS = REWARD, next_of(TERMINATED), next_of(TRUNCATED)
 
 
@@ -39,7 +43,8 @@ class PoolInfo:
     """The sizes, spaces and seeds of an EnvPool.
 
     Attributes:
-        batch_size: number of environments that the pool steps at a time; ``num_envs`` if it is synchronous.
+        batch_size: number of environments that the pool steps at a time; ``num_envs`` if it is
+            synchronous.
         observation_space, action_space: those of one environment.
         codec: codec of the observations.
 
@@ -52,22 +57,31 @@ class PoolInfo:
         self.num_envs = int(config["num_envs"])
         self.batch_size = int(config["batch_size"] or self.num_envs)
         if not isinstance(pool, gymnasium.Env):
-            raise UnsupportedEnv(f"{self.name} is not of type 'gymnasium': make it with envpool.make_gymnasium(...)")
+            raise UnsupportedEnv(
+                f"{self.name} is not of type 'gymnasium': make it with envpool.make_gymnasium(...)"
+            )
         if config.get("max_num_players", 1) > 1:
             raise UnsupportedEnv(
-                f"{self.name} has up to {config['max_num_players']} players, whose rows come and go; Muster takes "
-                f"pools of one player. Multi-agent environments can be given as PettingZoo ParallelEnv."
+                f"{self.name} has up to {config['max_num_players']} players, whose rows come and"
+                " go; Muster takes pools of one player. Multi-agent environments can be given as"
+                " PettingZoo ParallelEnv."
             )
         self.observation_space = _unbounded(pool.observation_space)
         self.action_space = _unbounded(pool.action_space)
         self.codec = observation_codec(self.observation_space)
-        self._seeds = list(config.get("env_seed") or ()) or [config["seed"] + i for i in range(self.num_envs)]
+        self._seeds = list(config.get("env_seed") or ()) or [
+            config["seed"] + i for i in range(self.num_envs)
+        ]
         self._warned = False
 
     def leaves(self, obs: Any) -> list[Array]:
-        """Return the leaves of an observation, in the dtypes of their spaces where that is lossless."""
+        """Return the leaves of an observation, in the dtypes of their spaces where that is
+        lossless.
+        """
         pairs = zip(self.codec.flatten(obs), self.codec.specs.values(), strict=True)
-        return [v.astype(s.dtype, copy=False) if np.can_cast(v.dtype, s.dtype) else v for v, s in pairs]
+        return [
+            v.astype(s.dtype, copy=False) if np.can_cast(v.dtype, s.dtype) else v for v, s in pairs
+        ]
 
     def check_seed(self, seed: Any, *, running: bool) -> None:
         """Warn once if environments of this pool cannot have this seed, or list of seeds.
@@ -80,15 +94,17 @@ class PoolInfo:
             return
         self._warned = True
         warnings.warn(
-            f"EnvPool cannot be seeded after it was made: this one was made with the seeds {self._seeds[:3]}..., "
-            f"and goes on with them although {seeds[:3]}... were asked for. Pass the seed to envpool.make_gymnasium "
-            f"too, and make a new pool to restart.",
+            "EnvPool cannot be seeded after it was made: this one was made with the seeds"
+            f" {self._seeds[:3]}..., and goes on with them although {seeds[:3]}... were asked for."
+            " Pass the seed to envpool.make_gymnasium too, and make a new pool to restart.",
             stacklevel=3,
         )
 
 
 def _unbounded(space: Any) -> Any:
-    """Remove the bounds that mean unbounded in EnvPool: low is ``numeric_limits<float>::min()``, which is above 0."""
+    """Remove the bounds that mean unbounded in EnvPool: low is ``numeric_limits<float>::min()``,
+    which is above 0.
+    """
     if isinstance(space, spaces.Dict):
         return spaces.Dict({key: _unbounded(part) for key, part in space.spaces.items()})
     if not isinstance(space, spaces.Box) or space.dtype.kind != "f":
@@ -102,25 +118,32 @@ def _unbounded(space: Any) -> Any:
 class AsyncPoolEnvs(EnvBatch):
     """Implements ``EnvBatch`` for an asynchronous EnvPool; owns (and closes) it.
 
-    Every row has one step of each environment. The policy acts for the ``ready_envs``. Where an episode ends,
-    EnvPool resets the environment in its next step; the policy acts in that step, too, and the action is not used.
+    Every row has one step of each environment. The policy acts for the ``ready_envs``. Where an
+    episode ends, EnvPool resets the environment in its next step; the policy acts in that step,
+    too, and the action is not used.
 
     Attributes:
         ready_envs: the environments that the next call of the policy acts for, ``[batch_size]``.
     """
 
     def __init__(self, info: PoolInfo) -> None:
-        self._info, self.name, self.num_envs = info, info.name, info.num_envs
+        self._info = info
+        self.name = info.name
+        self.num_envs = info.num_envs
         self.batch_shape = (info.num_envs,)
         self._actions = action_codec(info.action_space)
-        self.observation_specs, self.action_specs = info.codec.specs, self._actions.specs
+        self.observation_specs = info.codec.specs
+        self.action_specs = self._actions.specs
         self.action_masks = action_masks(self.observation_specs, self.action_specs)
         self.casts: Casts = Casts(self.name)
         self.ready_envs: Array = np.arange(info.batch_size)
         self._rows = RowsAhead(info.num_envs)
-        self._running = np.zeros(info.num_envs, bool)  # those whose result the pool has not returned
-        self._finished: set[int] = set()  # environments that the last step ended, and ``reset`` has not shown yet
-        self._begun = self._shows = False  # the pool was reset; the next step also writes the observations before it
+        # those whose result the pool has not returned
+        self._running = np.zeros(info.num_envs, bool)
+        # environments that the last step ended, and ``reset`` has not shown yet
+        self._finished: set[int] = set()
+        # the pool was reset; the next step also writes the observations before it
+        self._begun = self._shows = False
         self._ahead = 0  # number of steps that are in no row of a lane yet
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
@@ -128,18 +151,32 @@ class AsyncPoolEnvs(EnvBatch):
 
     def check_partial_reset(self) -> None:
         raise UnsupportedEnv(
-            f"{self.name} is asynchronous, and EnvPool resets single environments only at the ends of their episodes. "
-            f"Leave batch_size out, or reset all environments."
+            f"{self.name} is asynchronous, and EnvPool resets single environments only at the ends"
+            " of their episodes. Leave batch_size out, or reset all environments."
         )
 
-    def reset(self, arrays: Mapping[Key, Array], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
-        if seeds is None and not self.reset_options and self._finished and self._finished.issuperset(which):
+    def reset(
+        self,
+        arrays: Mapping[Key, Array],
+        row: int,
+        which: Sequence[int],
+        seeds: Sequence[int] | None,
+    ) -> None:
+        if (
+            seeds is None
+            and not self.reset_options
+            and self._finished
+            and self._finished.issuperset(which)
+        ):
             self._finished.difference_update(which)
             for key in self.observation_specs:
                 arrays[key][row, which] = self._rows.first(key)[which]
             return
         if self.reset_options:
-            raise BadOption(f"{self.name}.reset takes no options, not {sorted(self.reset_options)}; leave them out")
+            raise BadOption(
+                f"{self.name}.reset takes no options, not {sorted(self.reset_options)}; leave"
+                " them out"
+            )
         if len(which) < self.num_envs:
             self.check_partial_reset()
         if seeds is not None:
@@ -150,18 +187,24 @@ class AsyncPoolEnvs(EnvBatch):
 
     def start(self, lane: Lane) -> Step:
         raise UnsupportedEnv(
-            f"{self.name} is asynchronous (batch_size={len(self.ready_envs)} of num_envs={self.num_envs}), and this "
-            f"caller steps all environments at the same time. Leave batch_size out."
+            f"{self.name} is asynchronous (batch_size={len(self.ready_envs)} of"
+            f" num_envs={self.num_envs}), and this caller steps all environments at the same time."
+            " Leave batch_size out."
         )
 
-    def start_ready(self, lane: Lane, prepare: Callable[[Lane], Act], written: Collection[Key]) -> Step:
-        arrays, rows = lane.arrays, self._rows
-        ready: ReadyRows = lane.cache.get(self) or ReadyRows(lane, len(self.ready_envs), {*self.action_specs, *written})
+    def start_ready(
+        self, lane: Lane, prepare: Callable[[Lane], Act], written: Collection[Key]
+    ) -> Step:
+        arrays = lane.arrays
+        rows = self._rows
+        ready: ReadyRows = lane.cache.get(self) or ReadyRows(
+            lane, len(self.ready_envs), {*self.action_specs, *written}
+        )
         lane.cache[self] = ready
         if not rows.hold(ready.kept, self.observation_specs) and self._ahead:
             raise BadOption(
-                f"{self.name}: the policy writes other columns than before, and {self._ahead} steps made ahead have no "
-                f"values in them. Call collector.reset() first."
+                f"{self.name}: the policy writes other columns than before, and {self._ahead} steps"
+                " made ahead have no values in them. Call collector.reset() first."
             )
         ready.begin(prepare, arrays[POLICY_VERSION][lane.done_steps, 0] if ready.stamps else None)
         carried = [(c.key, arrays[c.key]) for c in ready.kept if c.carry]
@@ -207,16 +250,19 @@ class AsyncPoolEnvs(EnvBatch):
     def _advance(self, ready: ReadyRows, window: int) -> None:
         """Act for the ready environments, and wait for the next ones.
 
-        Environments that are more than ``window`` rows ahead wait for the others, as far as the pool allows: it has to
-        run ``batch_size`` environments to return any.
+        Environments that are more than ``window`` rows ahead wait for the others, as far as the
+        pool allows: it has to run ``batch_size`` environments to return any.
         """
-        rows, ids = self._rows, self.ready_envs
+        rows = self._rows
+        ids = self.ready_envs
         near: Any = rows.steps[ids] <= window
         if near.all():
             near = slice(None)
         else:
             least = len(ids) - int(np.count_nonzero(self._running))
-            near = np.argsort(rows.steps[ids], kind="stable")[: max(least, int(np.count_nonzero(near)))]
+            near = np.argsort(rows.steps[ids], kind="stable")[
+                : max(least, int(np.count_nonzero(near)))
+            ]
         actions = ready.act(rows, ids, self.action_specs) if len(ids[near]) else []
         try:
             if actions:
@@ -234,9 +280,11 @@ class AsyncPoolEnvs(EnvBatch):
 
     def _receive(self) -> None:
         """Wait for the environments that are ready first, and store their results."""
-        rows, over = self._rows, self._rows.over
+        rows = self._rows
+        over = self._rows.over
         ids, leaves, results = self._results()
-        begun, stepped = over[ids], ids
+        begun = over[ids]
+        stepped = ids
         if begun.any():
             over[ids] = False
             stepped, results = ids[~begun], [column[~begun] for column in results]
@@ -253,7 +301,9 @@ class AsyncPoolEnvs(EnvBatch):
         for key, state in rows.states.items():
             rows.flat[key][cells] = state[ids]
             rows.flat[key][cells[begun]] = key == IS_INIT
-        for i, cell in zip(stepped[ended].tolist(), rows.cells(stepped[ended]).tolist(), strict=True):
+        for i, cell in zip(
+            stepped[ended].tolist(), rows.cells(stepped[ended]).tolist(), strict=True
+        ):
             rows.last[i].append([rows.flat[key][cell].copy() for key in self.observation_specs])
         if (idle := np.flatnonzero(~self._running)).size > ids.size:
             ids = idle[np.argsort(rows.steps[idle], kind="stable")[: ids.size]]
@@ -265,26 +315,35 @@ class AsyncPoolEnvs(EnvBatch):
             got = checks.call(self._info.pool, "recv", self.name)
             obs, *columns, info = checks.step_values(got, f"{self.name}.recv")
             ids = np.asarray(info["env_id"]).astype(np.int64)
-            known = len(ids) == len(self.ready_envs) and ids.min() >= 0 and ids.max() < self.num_envs
+            known = (
+                len(ids) == len(self.ready_envs) and ids.min() >= 0 and ids.max() < self.num_envs
+            )
             if not known or not self._running[ids].all():
                 raise BadEnvOutput(
-                    f"{self.name}.recv returned the environments {ids}, expected {len(self.ready_envs)} of "
-                    f"{np.flatnonzero(self._running)}"
+                    f"{self.name}.recv returned the environments {ids}, expected"
+                    f" {len(self.ready_envs)} of {np.flatnonzero(self._running)}"
                 )
             self._running[ids] = False
         results = [np.asarray(column) for column in columns]
         if [column.shape for column in results] != [ids.shape] * 3:
-            raise BadEnvOutput(f"{self.name}.recv: rewards and flags have other shapes than {ids.shape}. {FIX}")
+            raise BadEnvOutput(
+                f"{self.name}.recv: rewards and flags have other shapes than {ids.shape}. {FIX}"
+            )
         leaves = self._info.leaves(obs)
         for leaf, (key, spec) in zip(leaves, self._info.codec.specs.items(), strict=True):
-            self.casts.check(leaf, ArraySpec((len(ids), *spec.shape), spec.dtype), dotted(key), f"{self.name}.recv")
+            self.casts.check(
+                leaf,
+                ArraySpec((len(ids), *spec.shape), spec.dtype),
+                dotted(key),
+                f"{self.name}.recv",
+            )
         return ids, leaves, results
 
     def _restart(self) -> None:
         """Reset all environments, and wait for those that are ready first.
 
-        Before, the pool must return all results. It returns ``batch_size`` at a time: if fewer are left, some
-        environments make one more step.
+        Before, the pool must return all results. It returns ``batch_size`` at a time: if fewer are
+        left, some environments make one more step.
         """
         while left := int(np.count_nonzero(self._running)):
             if again := max(0, len(self.ready_envs) - left):
@@ -295,7 +354,9 @@ class AsyncPoolEnvs(EnvBatch):
             self._rows.over[ids] = terminated | truncated
         self.drop_open()
         self._rows.clear(self.observation_specs)
-        self._finished, self._shows, self._begun = set(), True, True
+        self._finished = set()
+        self._shows = True
+        self._begun = True
         with postponed():
             checks.call(self._info.pool, "async_reset", self.name)
             self._running[:] = True
@@ -303,12 +364,14 @@ class AsyncPoolEnvs(EnvBatch):
 
 
 class RowsAhead:
-    """Rows of environments that are at different steps: a ring of time steps, from the first that is not complete.
+    """Rows of environments that are at different steps: a ring of time steps, from the first that
+    is not complete.
 
     Attributes:
         flat: by column, ``[size * num_envs, *shape]``; see ``cells``.
         size: number of rows in memory.
-        states: recurrent states after the last step of each environment, ``[num_envs, *shape]`` by column.
+        states: recurrent states after the last step of each environment, ``[num_envs, *shape]`` by
+            column.
         steps: number of rows that each environment has completed, ``[num_envs]``.
         over: environments whose episode has ended, and whose next one has no observation yet.
         last: last observations of the ended episodes of each environment, oldest first.
@@ -319,7 +382,8 @@ class RowsAhead:
         self.last: list[deque[list[Array]]] = [deque() for _ in range(num_envs)]
         self.flat: dict[Key, Array] = {}
         self.states: dict[Key, Array] = {}
-        self._first, self.size = 0, 4
+        self._first = 0
+        self.size = 4
 
     @property
     def behind(self) -> bool:
@@ -351,7 +415,8 @@ class RowsAhead:
             self._first, self.size = 0, 2 * self.size
 
     def hold(self, columns: Sequence[Column], observed: Collection[Key]) -> bool:
-        """Allocate memory for columns; those that are carried and not ``observed`` are recurrent states.
+        """Allocate memory for columns; those that are carried and not ``observed`` are recurrent
+        states.
 
         Returns: whether all columns had memory before.
         """
@@ -395,17 +460,24 @@ class ReadyRows:
         self._row, self._version = self._T, None  # type: int, Any
         self._inputs = [(c.key, self._lane.arrays[c.key]) for c in columns if c.carry]
         self._outputs = [(c.key, self._lane.arrays[c.key]) for c in columns if not c.carry]
-        self._states = [(key, rows) for key, rows in self._inputs if key in written and key != IS_INIT]
+        self._states = [
+            (key, rows) for key, rows in self._inputs if key in written and key != IS_INIT
+        ]
         others = {*RESULTS, POLICY_VERSION} - {c.key for c in columns}
         self.kept = [*columns, *(c for c in lane.layout.columns if c.key in others)]
         self.stamps = POLICY_VERSION in others and any(c.key == POLICY_VERSION for c in self.kept)
 
     def begin(self, prepare: Callable[[Lane], Act], version: Any) -> None:
         """Start a rollout of a policy that ``prepare`` prepares for a lane."""
-        self._prepare, self._version, self._row = prepare, version, self._T
+        self._prepare = prepare
+        self._version = version
+        self._row = self._T
 
     def act(self, rows: RowsAhead, ids: Array, actions: Collection[Key]) -> list[Array]:
-        """Act for the environments ``ids``, in their current rows. Return copies of the leaves of the actions."""
+        """Act for the environments ``ids``, in their current rows.
+
+        Return copies of the leaves of the actions.
+        """
         if self._row == self._T:
             self._lane.acts_from = self._lane.done_steps = 0
             self._act, self._row = self._prepare(self._lane), 0

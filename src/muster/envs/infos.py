@@ -19,18 +19,23 @@ from muster.memory.specs import OBJECT, Array, ArraySpec
 from muster.protocols import ALL, EnvBatch
 
 Seen = dict[Key, "ArraySpec | NotStored"]  # by path of names
-Cells = list[tuple["InfoField", Array, Array]]  # with values ``[rows, B, *shape]``, and flags of present values
+# with values ``[rows, B, *shape]``, and flags of present values
+Cells = list[tuple["InfoField", Array, Array]]
 
 OF_ADAPTERS = {"final_obs", "final_info", "final_observation", "terminal_observation"}
 FLAG, FLOAT, INTEGER = (ArraySpec((), np.dtype(kind)) for kind in (bool, np.float64, np.int64))
-# Fields of ``RecordEpisodeStatistics`` and SB3's ``Monitor``, which add them at the end of an episode only.
+# Fields of ``RecordEpisodeStatistics`` and SB3's ``Monitor``, which add them at the end of an
+# episode only.
 STATISTICS: Seen = {("episode", "r"): FLOAT, ("episode", "l"): INTEGER, ("episode", "t"): FLOAT}
 FITTING = {"b": "b", "i": "iub", "u": "iub", "f": "iubf"}  # kinds of values by the kind of a column
 
 
 @dataclass(frozen=True)
 class NotStored:
-    """Why a field that was seen has no column: the end of "it ...". ``changes``: an error also for ``info=True``."""
+    """Why a field that was seen has no column: the end of "it ...".
+
+    ``changes``: an error also for ``info=True``.
+    """
 
     why: str
     changes: bool = False
@@ -40,46 +45,66 @@ NO_VALUE = NotStored("is no number, array or text")
 
 
 def wanted_infos(info: Any) -> dict[Key, Any]:
-    """Return the spaces in the option ``info`` by path (None: use the seen spec; path (): all), or raise BadOption."""
+    """Return the spaces in the option ``info`` by path (None: use the seen spec; path (): all), or
+    raise BadOption.
+    """
     if isinstance(info, bool):
         return {(): None} if info else {}
     wanted: dict[Key, Any] = {}
     try:
-        for name, space in info.items() if isinstance(info, Mapping) else ((name, None) for name in info):
+        for name, space in (
+            info.items() if isinstance(info, Mapping) else ((name, None) for name in info)
+        ):
             wanted |= _opened((name,) if isinstance(name, str) else tuple(name), space)
     except TypeError:
         wanted = {}
     names = [name for path in wanted for name in path or [""]]
-    if isinstance(info, str) or not names or not all(isinstance(name, str) and name[:1] not in "_" for name in names):
+    if (
+        isinstance(info, str)
+        or not names
+        or not all(isinstance(name, str) and name[:1] not in "_" for name in names)
+    ):
         raise BadOption(
-            f"info={info!r}: expected True, a list of names such as ['success', ('episode', 'r')], or a dict of "
-            f"Gymnasium spaces by name; names do not begin with '_'"
+            f"info={info!r}: expected True, a list of names such as ['success', ('episode', 'r')],"
+            " or a dict of Gymnasium spaces by name; names do not begin with '_'"
         )
     for path, space in wanted.items():
         if space is not None and not (isinstance(space, spaces.Text) or leaf_spec(space).is_tensor):
-            raise BadOption(f"info: {_shown(path)} has the space {space}: expected numbers, arrays, text, or Dict")
+            raise BadOption(
+                f"info: {_shown(path)} has the space {space}: expected numbers, arrays, text, or"
+                " Dict"
+            )
     return wanted
 
 
 def _opened(path: Key, space: Any) -> dict[Key, Any]:
     if not isinstance(space, spaces.Dict):
         return {path: space}
-    return {leaf: part for name, inner in space.spaces.items() for leaf, part in _opened((*path, name), inner).items()}
+    return {
+        leaf: part
+        for name, inner in space.spaces.items()
+        for leaf, part in _opened((*path, name), inner).items()
+    }
 
 
 def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
-    """Wrap ``env`` so that it also writes its infos; ``look`` returns specs, for infos without a space.
+    """Wrap ``env`` so that it also writes its infos; ``look`` returns specs, for infos without a
+    space.
 
     Raises:
         BadOption: ``env`` has no infos, or an info without a space was not seen.
     """
     if env.keeps_infos is None:
         raise BadOption(
-            f"info: Muster reads infos of Gymnasium, EnvPool, PettingZoo, dm_env and Stable-Baselines3. {env.name} "
-            f"returns none (TorchRL), steps on a device, or its agents take turns. Remove the option"
+            "info: Muster reads infos of Gymnasium, EnvPool, PettingZoo, dm_env and"
+            f" Stable-Baselines3. {env.name} returns none (TorchRL), steps on a device, or its"
+            " agents take turns. Remove the option"
         )
     if taken := [key for key in env.observation_specs if key[0] == INFO]:
-        raise BadOption(f"info: {env.name} has the observation {taken[0]} already. Rename it, or remove the option")
+        raise BadOption(
+            f"info: {env.name} has the observation {taken[0]} already. Rename it, or remove the"
+            " option"
+        )
     env.keeps_infos = True
     wanted = wanted_infos(info)
     specs = {path: leaf_spec(space) for path, space in wanted.items() if space is not None}
@@ -91,32 +116,42 @@ def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
         for leaf, spec in within.items():
             if isinstance(spec, NotStored) and (spec.changes or (path and not found)):
                 raise BadOption(
-                    f"info: {env.name}: {_shown(leaf)} {spec.why}. Leave it out, let the environment always return a "
-                    f"number, array or text, or give the space of its values: info={{{_shown(leaf)}: spaces.Box(...)}}"
+                    f"info: {env.name}: {_shown(leaf)} {spec.why}. Leave it out, let the"
+                    " environment always return a number, array or text, or give the space of its"
+                    f" values: info={{{_shown(leaf)}: spaces.Box(...)}}"
                 )
         if not found:
             raise BadOption(
-                f"info: {env.name}: no number, array or text {_shown(path) if path else 'at all'} was in the infos of "
-                f"a reset and a random step. Give the spaces of what comes later, as in "
-                f"info={{{_shown(path or ('success',))}: spaces.Discrete(2)}}, or remove it"
+                f"info: {env.name}: no number, array or text {_shown(path) if path else 'at all'}"
+                " was in the infos of a reset and a random step. Give the spaces of what comes"
+                f" later, as in info={{{_shown(path or ('success',))}: spaces.Discrete(2)}}, or"
+                " remove it"
             )
         specs |= found
     for path, spec in seen.items() if () in wanted else ():
         if isinstance(spec, NotStored):
             _warn_of(env, path, f"it {spec.why}")
     if nested := [path for path in specs for i in range(1, len(path)) if path[:i] in specs]:
-        raise BadOption(f"info: {env.name}: {nested[0][:-1]} is a dict, and also a value. Name one of them only")
+        raise BadOption(
+            f"info: {env.name}: {nested[0][:-1]} is a dict, and also a value. Name one of them only"
+        )
     fields = [InfoField(path, specs[path]) for path in sorted(specs)]
     return cast(EnvBatch, _WithInfos(env, fields, watched=() in wanted))
 
 
 def look_at(env: EnvBatch, seen: Seen) -> None:
-    """Add what ``env.new_infos`` shows to ``seen``. Raises ``BadEnvOutput`` if there are no dicts of infos."""
+    """Add what ``env.new_infos`` shows to ``seen``.
+
+    Raises ``BadEnvOutput`` if there are no dicts of infos.
+    """
     found: list[tuple[Key, ArraySpec | NotStored]] = []
     for told, _ in env.new_infos:
         if not isinstance(told, Mapping):
             for i in range(env.num_envs):
-                found += [(path, _spec_of(value)) for path, (value, _) in _leaves(_info_of(env, told, i)).items()]
+                found += [
+                    (path, _spec_of(value))
+                    for path, (value, _) in _leaves(_info_of(env, told, i)).items()
+                ]
             continue
         for path, (column, mask) in _leaves(told, many=True).items():
             rows = _rows_of(column, mask, env.num_envs)
@@ -124,7 +159,10 @@ def look_at(env: EnvBatch, seen: Seen) -> None:
                 found.append((path, NotStored(rows)))
             else:
                 values, there = rows
-                found += [(path, _spec_of(value)) for value in (values if there is True else values[there])[:1]]
+                found += [
+                    (path, _spec_of(value))
+                    for value in (values if there is True else values[there])[:1]
+                ]
     for path, spec in found:
         seen[path] = _joined(seen[path], spec) if path in seen else spec
 
@@ -139,21 +177,26 @@ def _joined(before: ArraySpec | NotStored, spec: ArraySpec | NotStored) -> Array
 
 
 def _info_of(env: Any, told: Any, i: int) -> dict[Any, Any]:
-    """Return the info of environment ``i`` in a list of infos, ``{}`` for None; ``BadEnvOutput`` if it is no dict."""
+    """Return the info of environment ``i`` in a list of infos, ``{}`` for None; ``BadEnvOutput`` if
+    it is no dict.
+    """
     is_list = isinstance(told, (list, tuple)) or (isinstance(told, np.ndarray) and told.ndim > 0)
     if not is_list or len(told) != env.num_envs:
         raise BadEnvOutput(
-            f"{env.name} returned the infos {described_value(told)}, expected a dict of arrays, or a list with a dict "
-            f"for each of {env.num_envs} environments"
+            f"{env.name} returned the infos {described_value(told)}, expected a dict of arrays, or"
+            f" a list with a dict for each of {env.num_envs} environments"
         )
     info = {} if told[i] is None else told[i]
     if not isinstance(info, dict):
-        raise BadEnvOutput(f"{env.name}[{i}] returned the info {described_value(info)}, expected a dict")
+        raise BadEnvOutput(
+            f"{env.name}[{i}] returned the info {described_value(info)}, expected a dict"
+        )
     return info
 
 
 def _rows_of(column: Any, mask: Any, num_envs: int) -> tuple[Array, Array | Literal[True]] | str:
-    """Return the values ``[B, ...]`` of a batch's field and the mask of environments that have one (True: all).
+    """Return the values ``[B, ...]`` of a batch's field and the mask of environments that have one
+    (True: all).
 
     If they are not such arrays, return the problem, as the end of "it ...".
     """
@@ -167,14 +210,19 @@ def _rows_of(column: Any, mask: Any, num_envs: int) -> tuple[Array, Array | Lite
         return values, True
     flags = np.asarray(mask)
     if flags.shape != (num_envs,) or flags.dtype.kind != "b":
-        return f"has the mask {described_value(mask)}, expected a bool for each of {num_envs} environments"
+        return (
+            f"has the mask {described_value(mask)}, expected a bool for each of {num_envs}"
+            " environments"
+        )
     return values, flags
 
 
 def _leaves(
     info: Mapping[Any, Any], path: Key = (), mask: Any = True, *, many: bool = False
 ) -> dict[Key, tuple[Any, Any]]:
-    """Return values and True by path; if ``many``, values ``[B, ...]`` and masks of environments that have them."""
+    """Return values and True by path; if ``many``, values ``[B, ...]`` and masks of environments
+    that have them.
+    """
     found: dict[Key, tuple[Any, Any]] = {}
     for name, value in info.items():
         if value is None or not isinstance(name, str) or name[:1] in "_" or name in OF_ADAPTERS:
@@ -222,23 +270,33 @@ class InfoField:
             array = np.asarray(value)
         except (TypeError, ValueError, RuntimeError):  # rows of different lengths, for instance
             return False
-        fits = array.shape == (*lead, *self.spec.shape) and array.dtype.kind in FITTING[self.spec.dtype.kind]
+        fits = (
+            array.shape == (*lead, *self.spec.shape)
+            and array.dtype.kind in FITTING[self.spec.dtype.kind]
+        )
         if fits and isinstance(value, (bool, int, float, np.generic)):
             self.fitting.add(type(value))
         return fits
 
 
 class _WithInfos(WrappedEnvs):
-    """Writes infos. ``watched``: warn of infos that are not in ``fields``. ``begun``: infos of resets within a step."""
+    """Writes infos.
+
+    ``watched``: warn of infos that are not in ``fields``. ``begun``: infos of resets within a step.
+    """
 
     def __init__(self, inner: EnvBatch, fields: Sequence[InfoField], *, watched: bool) -> None:
         super().__init__(inner)
         specs = {key: spec for each in fields for key, spec in each.stored().items()}
         known = {each.path for each in fields} if watched else None
         masks = inner.action_masks or action_masks(specs, inner.action_specs, (INFO,))
-        self.__dict__.update(info_specs=specs, action_masks=masks, _fields=fields, _known=known, begun={})
+        self.__dict__.update(
+            info_specs=specs, action_masks=masks, _fields=fields, _known=known, begun={}
+        )
 
-    def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def reset(
+        self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None
+    ) -> None:
         self.inner.reset(arrays, row, which, seeds)
         cells, waiting = self._cells(arrays), list(which)
         for told, some in self.inner.new_infos:
@@ -252,24 +310,33 @@ class _WithInfos(WrappedEnvs):
         cells = lane.cache.get(self)
         if cells is None:
             cells = lane.cache[self] = self._cells(lane.arrays)
-        inner, arrays = self.inner, lane.arrays
+        inner = self.inner
+        arrays = lane.arrays
 
         def note(t: int) -> None:
             for number, (told, some) in enumerate(inner.new_infos):
-                for key in self.info_specs if number else ():  # the row has the infos of the reset, the first pair
-                    self.begun.setdefault(key, np.zeros_like(arrays[key][0]))[some] = arrays[key][t + 1, some]
+                # the row has the infos of the reset, the first pair
+                for key in self.info_specs if number else ():
+                    self.begun.setdefault(key, np.zeros_like(arrays[key][0]))[some] = arrays[key][
+                        t + 1, some
+                    ]
                 self._put(cells, t + 1, some, told)
 
         return note
 
     def snapshot(self) -> dict[str, Any]:
-        first = {key: array.tolist() if array.dtype == OBJECT else array.copy() for key, array in self.begun.items()}
+        first = {
+            key: array.tolist() if array.dtype == OBJECT else array.copy()
+            for key, array in self.begun.items()
+        }
         return {**self.inner.snapshot(), **({"first_infos": first} if first else {})}
 
     def restore(self, state: dict[str, Any]) -> None:
         rest = dict(state)
         first = rest.pop("first_infos", {})
-        self.__dict__["begun"] = {key: np.array(rows, self.info_specs[key].dtype) for key, rows in first.items()}
+        self.__dict__["begun"] = {
+            key: np.array(rows, self.info_specs[key].dtype) for key, rows in first.items()
+        }
         self.inner.restore(rest)
 
     def _cells(self, arrays: Mapping[Key, Array]) -> Cells:
@@ -281,7 +348,9 @@ class _WithInfos(WrappedEnvs):
             leaves = _leaves(told, many=True)
             self._warn_of_unknown(leaves)
             for each, values, flags in cells:
-                self._put_many(each, values[row], flags[row], some, *leaves.get(each.path, (None, True)))
+                self._put_many(
+                    each, values[row], flags[row], some, *leaves.get(each.path, (None, True))
+                )
             return
         for i in range(self.num_envs) if some is ALL else some:
             info = _info_of(self, told, i)
@@ -301,7 +370,9 @@ class _WithInfos(WrappedEnvs):
             raise self._misfit(each, value, i)
         values[i], flags[i] = value, True
 
-    def _put_many(self, each: InfoField, values: Array, flags: Array, some: Any, column: Any, mask: Any) -> None:
+    def _put_many(
+        self, each: InfoField, values: Array, flags: Array, some: Any, column: Any, mask: Any
+    ) -> None:
         """Write one field of a row from an array, ``[B, *shape]``."""
         if column is None:
             values[some], flags[some] = each.blank, False
@@ -309,12 +380,15 @@ class _WithInfos(WrappedEnvs):
         rows = _rows_of(column, mask, self.num_envs)
         if isinstance(rows, str):
             raise EnvError(
-                f"{self.name}: info {_shown(each.path)} {rows}. Let the environment return arrays, or do not ask for it"
+                f"{self.name}: info {_shown(each.path)} {rows}. Let the environment return arrays,"
+                " or do not ask for it"
             )
         column, mask = rows
         if column.dtype.kind in "OU":
             for i in range(self.num_envs) if some is ALL else some:
-                self._put_one(each, values, flags, i, column[i] if mask is True or mask[i] else None)
+                self._put_one(
+                    each, values, flags, i, column[i] if mask is True or mask[i] else None
+                )
             return
         if not each.fits(column, (self.num_envs,)):
             raise self._misfit(each, column, None)
@@ -333,9 +407,10 @@ class _WithInfos(WrappedEnvs):
     def _misfit(self, each: InfoField, value: Any, i: int | None) -> EnvError:
         name, expected = _shown(each.path), each.spec if each.spec.is_tensor else "text"
         return EnvError(
-            f"{self.name}{'' if i is None else f'[{i}]'}: info {name} is {described_value(value)}, expected "
-            f"{expected}, as in its space or when it was first seen. Let the environment always return the same shape "
-            f"and kind, or give a space that holds all its values: info={{{name}: spaces.Box(...)}}",
+            f"{self.name}{'' if i is None else f'[{i}]'}: info {name} is {described_value(value)},"
+            f" expected {expected}, as in its space or when it was first seen. Let the environment"
+            " always return the same shape and kind, or give a space that holds all its values:"
+            f" info={{{name}: spaces.Box(...)}}",
             env_index=i,
         )
 
@@ -345,5 +420,8 @@ def _shown(path: Key) -> str:
 
 
 def _warn_of(env: Any, path: Key, why: str) -> None:
-    text = f"info {_shown(path)} is ignored: {why}. To store it, give its space: info={{{_shown(path)}: ...}}."
+    text = (
+        f"info {_shown(path)} is ignored: {why}. To store it, give its space:"
+        f" info={{{_shown(path)}: ...}}."
+    )
     env.casts.warn(f"{env.name}: {text}")

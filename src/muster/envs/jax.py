@@ -1,12 +1,13 @@
-"""Batches of JAX environments: compiled as one function, on JAX's device, with rows passed by DLPack.
+"""Batches of JAX environments: compiled as one function, on JAX's device, with rows passed by
+DLPack.
 
 ::
 
     env = muster.envs.jax.JaxEnvs(gymnax_or_brax_env, num_envs=1024)
     with Collector(env, policy, frames_per_batch=65_536) as collector: ...
 
-``Collector(lambda: gymnax_or_brax_env, num_envs=1024, ...)`` does the same. Muster treats a ``JaxEnvs`` as a batch of
-environments on tensors; see ``muster.envs.torch_batch``.
+``Collector(lambda: gymnax_or_brax_env, num_envs=1024, ...)`` does the same. Muster treats a
+``JaxEnvs`` as a batch of environments on tensors; see ``muster.envs.torch_batch``.
 """
 
 from __future__ import annotations
@@ -30,17 +31,22 @@ from muster.errors import UnsupportedEnv, UnsupportedSpace
 from muster.protocols import EnvBatch
 
 Reset = Callable[[Any], tuple[Any, Any]]  # key -> obs, state
-Advance = Callable[[Any, Any, Any], tuple[Any, ...]]  # key, state, action -> obs, state, reward, terminated, truncated
+# key, state, action -> obs, state, reward, terminated, truncated
+Advance = Callable[[Any, Any, Any], tuple[Any, ...]]
 NO_LIMIT = 2**31 - 1
 
 
 def takes(obj: Any) -> bool:
-    """Return whether ``obj`` is a ``JaxEnvs``, or an environment with the API of gymnax, brax or Playground."""
+    """Return whether ``obj`` is a ``JaxEnvs``, or an environment with the API of gymnax, brax or
+    Playground.
+    """
     return isinstance(obj, JaxEnvs) or _is_gymnax(obj) or _is_brax(obj)
 
 
 def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
-    """Return the env batch of a ``JaxEnvs``, or of ``len(envs)`` copies of the first environment (all are alike)."""
+    """Return the env batch of a ``JaxEnvs``, or of ``len(envs)`` copies of the first environment
+    (all are alike).
+    """
     if not isinstance(envs[0], JaxEnvs):
         batch = TorchEnvs(JaxEnvs(envs[0], len(envs)), device)
         batch.batch_shape = None
@@ -49,11 +55,13 @@ def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
 
 
 class JaxEnvs:
-    """B copies of a JAX environment that step together, on tensors; finished ones are reset in the same step.
+    """B copies of a JAX environment that step together, on tensors; finished ones are reset in the
+    same step.
 
-    Environment i has a key of its own, so its episodes do not depend on B. gymnax: uses ``step_env`` and
-    ``reset_env``; an episode that ends only because of ``params.max_steps_in_episode`` is truncated. brax and
-    Playground: ``info["truncation"]`` marks truncated episodes. The environment must not reset itself.
+    Environment i has a key of its own, so its episodes do not depend on B. gymnax: uses
+    ``step_env`` and ``reset_env``; an episode that ends only because of
+    ``params.max_steps_in_episode`` is truncated. brax and Playground: ``info["truncation"]`` marks
+    truncated episodes. The environment must not reset itself.
 
     Args:
         env: the environment, not vectorised.
@@ -81,18 +89,23 @@ class JaxEnvs:
             one_reset, one_step, self.single_action_space = _brax(env)
         else:
             raise UnsupportedEnv(
-                f"{type(env).__name__} is no JAX environment as Muster knows them: expected gymnax's reset_env, "
-                f"step_env, default_params and action_space, or brax's reset, step, observation_size and action_size"
+                f"{type(env).__name__} is no JAX environment as Muster knows them: expected"
+                " gymnax's reset_env, step_env, default_params and action_space, or brax's reset,"
+                " step, observation_size and action_size"
             )
         self._home = jax.devices()[0] if device is None else device
         on_cpu = self._home.platform == "cpu"
-        self.device = torch.device("cpu") if on_cpu else torch.device("cuda", self._home.local_hardware_id or 0)
+        self.device = (
+            torch.device("cpu")
+            if on_cpu
+            else torch.device("cuda", self._home.local_hardware_id or 0)
+        )
         with jax.default_device(self._home):
             obs, state = jax.eval_shape(one_reset, jax.random.PRNGKey(0))
         if any(str(key).endswith(RESETTING) for key in getattr(state, "info", ())):
             raise UnsupportedEnv(
-                f"{self.spec.id} resets itself, which hides the last observations: pass it without AutoResetWrapper "
-                f"(brax.envs.create(..., auto_reset=False))"
+                f"{self.spec.id} resets itself, which hides the last observations: pass it without"
+                " AutoResetWrapper (brax.envs.create(..., auto_reset=False))"
             )
         self.single_observation_space = _space_of(obs)
         self._begin, self._begin_some, self._advance = _compiled(one_reset, one_step)
@@ -100,11 +113,14 @@ class JaxEnvs:
         self._obs: Any = None
         self.state: Any = None
 
-    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: Any = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         """Start new episodes.
 
         Args:
-            seed: an int s gives environment i the key of ``s + i``; a list has a seed for each. None: keep the keys.
+            seed: an int s gives environment i the key of ``s + i``; a list has a seed for each.
+                None: keep the keys.
             options: ``reset_mask`` (bool ``[B]``): environments to reset; default all.
         """
         mask = (options or {}).get("reset_mask")
@@ -118,17 +134,25 @@ class JaxEnvs:
                 self._obs, self.state, self._keys = self._begin_some(now, _to_jax(mask))
         return _to_torch(self._obs), {}
 
-    def step(self, action: Any) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
+    def step(
+        self, action: Any
+    ) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
         """Step all environments; ``info["final_obs"]`` has the observations before resets."""
         with jax.default_device(self._home):
-            (self._obs, self.state, self._keys), last = self._advance(self.state, self._keys, _to_jax(action))
+            (self._obs, self.state, self._keys), last = self._advance(
+                self.state, self._keys, _to_jax(action)
+            )
         final, *columns = (_to_torch(part) for part in last)
         reward, terminated, truncated = columns
         return _to_torch(self._obs), reward, terminated, truncated, {"final_obs": final}
 
     def get_state(self) -> dict[str, Any]:
         """Return copies of all arrays as NumPy arrays, for exact resume."""
-        return {"leaves": [np.array(leaf) for leaf in jax.tree.leaves((self._obs, self.state, self._keys))]}
+        return {
+            "leaves": [
+                np.array(leaf) for leaf in jax.tree.leaves((self._obs, self.state, self._keys))
+            ]
+        }
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore the result of ``get_state``."""
@@ -150,7 +174,9 @@ class JaxEnvs:
 
 
 def _compiled(reset: Reset, step: Advance) -> tuple[Any, Any, Any]:
-    """Compile ``begin(keys)``, ``begin_some(now, mask)`` and ``advance(state, keys, action)`` for all environments."""
+    """Compile ``begin(keys)``, ``begin_some(now, mask)`` and ``advance(state, keys, action)`` for
+    all environments.
+    """
 
     def begin(key: Any) -> Any:
         key, for_reset = jax.random.split(key)
@@ -170,7 +196,9 @@ def _compiled(reset: Reset, step: Advance) -> tuple[Any, Any, Any]:
 
 
 def _select(where: Any, new: Any, old: Any) -> Any:
-    """Select ``new`` or ``old``, in the dtypes of ``old``; a reset may return others (Python numbers, for instance)."""
+    """Select ``new`` or ``old``, in the dtypes of ``old``; a reset may return others (Python
+    numbers, for instance).
+    """
     return jax.tree.map(lambda a, b: jnp.where(where, a, b).astype(jnp.asarray(b).dtype), new, old)
 
 
@@ -231,17 +259,24 @@ def _action_space(space: Any) -> spaces.Space[Any]:
         return spaces.Discrete(int(space.n))
     if not (hasattr(space, "low") and hasattr(space, "high")):
         raise UnsupportedSpace(f"{space} is neither Discrete nor Box")
-    low, high = (np.broadcast_to(np.asarray(bound, np.float32), space.shape) for bound in (space.low, space.high))
+    low, high = (
+        np.broadcast_to(np.asarray(bound, np.float32), space.shape)
+        for bound in (space.low, space.high)
+    )
     return spaces.Box(low, high)
 
 
 def _space_of(obs: Any) -> spaces.Space[Any]:
-    """Return the widest space for these shapes and dtypes: observations leave the bounds of gymnax's own spaces."""
+    """Return the widest space for these shapes and dtypes: observations leave the bounds of
+    gymnax's own spaces.
+    """
     if isinstance(obs, Mapping):
         return spaces.Dict({str(key): _space_of(part) for key, part in obs.items()})
     dtype = getattr(obs, "dtype", None)
     if dtype is None or np.dtype(dtype).kind not in "biuf":
-        raise UnsupportedSpace(f"observations are {type(obs).__name__} {dtype or ''}, expected arrays or dicts of them")
+        raise UnsupportedSpace(
+            f"observations are {type(obs).__name__} {dtype or ''}, expected arrays or dicts of them"
+        )
     dtype = np.dtype(dtype)
     if dtype.kind == "f":
         return spaces.Box(-np.inf, np.inf, obs.shape, dtype.type)

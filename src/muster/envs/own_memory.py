@@ -1,4 +1,6 @@
-"""Copies of the last observations of episodes, for vector environments that keep them over a reset without one."""
+"""Copies of the last observations of episodes, for vector environments that keep them over a reset
+without one.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from muster.memory.objects import copied
 class OwnMemory(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Returns copies of the last observation and info of an episode.
 
-    With ``SAME_STEP``, Gymnasium's ``SyncVectorEnv`` and SB3's ``DummyVecEnv`` keep them while they reset the
-    environment. An environment that uses its memory again would write its first observation into them.
+    With ``SAME_STEP``, Gymnasium's ``SyncVectorEnv`` and SB3's ``DummyVecEnv`` keep them while they
+    reset the environment. An environment that uses its memory again would write its first
+    observation into them.
     """
 
     def step(self, action: Any) -> tuple[Any, Any, Any, Any, Any]:

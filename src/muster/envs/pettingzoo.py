@@ -1,10 +1,11 @@
 """``pettingzoo.ParallelEnv`` as an env batch: agents in groups, with a mask for absent agents.
 
-AEC environments whose agents can act at the same time (``metadata["is_parallelizable"]``) are run in parallel; those
-whose agents take turns are in ``envs/turns.py``.
+AEC environments whose agents can act at the same time (``metadata["is_parallelizable"]``) are run
+in parallel; those whose agents take turns are in ``envs/turns.py``.
 
-Keys are TorchRL's (``PettingZooWrapper(use_mask=True, done_on_any=False)``). Agents ``name_0``, ``name_1``, ... with
-equal spaces form the group ``name``; any other agent is a group by itself. For a group of k agents::
+Keys are TorchRL's (``PettingZooWrapper(use_mask=True, done_on_any=False)``). Agents ``name_0``,
+``name_1``, ... with equal spaces form the group ``name``; any other agent is a group by itself. For
+a group of k agents::
 
     (group, "observation")                        [k, *shape]; below it the keys of a Dict space
     (group, "action")                             [k, *shape]
@@ -14,7 +15,8 @@ equal spaces form the group ``name``; any other agent is a group by itself. For 
     (group, "action_mask")                        [k, *shape], from Dict observations or infos; True for absent agents
     "state"                                       the global state, if the environment has a ``state_space``
 
-An agent's last observation is in the row after its last step. Agents without an observation have zeros.
+An agent's last observation is in the row after its last step. Agents without an observation have
+zeros.
 """
 
 from __future__ import annotations
@@ -53,44 +55,61 @@ def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
     """Return the env batch of B environments of the same kind; ``device`` has no effect."""
     if any(isinstance(env, AECEnv) and not _is_parallelizable(env) for env in envs):
         return TurnEnvs(envs)
-    return ParallelEnvs([env if isinstance(env, ParallelEnv) else aec_to_parallel(env) for env in envs])
+    return ParallelEnvs(
+        [env if isinstance(env, ParallelEnv) else aec_to_parallel(env) for env in envs]
+    )
 
 
 class Team(AgentSpaces):
     """One group of agents."""
 
-    def __init__(self, who: str, env: Any, name: str, agents: list[str], infos: Mapping[str, Any]) -> None:
+    def __init__(
+        self, who: str, env: Any, name: str, agents: list[str], infos: Mapping[str, Any]
+    ) -> None:
         if name in RESERVED | {"state"}:
-            raise UnsupportedEnv(f"{who} has agents called {name!r}, which a batch needs for itself; rename them")
+            raise UnsupportedEnv(
+                f"{who} has agents called {name!r}, which a batch needs for itself; rename them"
+            )
         super().__init__(f"{who}: {name}", env, agents, infos, (name,))
-        self.name, self.agents = name, agents
+        self.name = name
+        self.agents = agents
         self.keys: dict[str, Key] = {
-            key: (name, key) for key in ("reward", "mask", "action_mask", *(key[0] for key in FLAGS))
+            key: (name, key)
+            for key in ("reward", "mask", "action_mask", *(key[0] for key in FLAGS))
         }
 
 
 class ParallelEnvs(EnvBatch):
-    """Implements ``EnvBatch`` for B parallel environments with the same agents and spaces; owns (and closes) them.
+    """Implements ``EnvBatch`` for B parallel environments with the same agents and spaces; owns
+    (and closes) them.
 
-    An episode ends when no agent is left; it is terminated if all agents were, else truncated. Episode records sum the
-    rewards of all agents. Random actions respect action masks. The constructor resets environment 0 to see its infos.
+    An episode ends when no agent is left; it is terminated if all agents were, else truncated.
+    Episode records sum the rewards of all agents. Random actions respect action masks. The
+    constructor resets environment 0 to see its infos.
     """
 
     reward_key = TEAM_REWARD
 
     def __init__(self, envs: Sequence[Any]) -> None:
-        self.envs, self.num_envs = list(envs), len(envs)
+        self.envs = list(envs)
+        self.num_envs = len(envs)
         env = self.envs[0]
         self.name = name_of_game(self.envs)
         for b, other in enumerate(self.envs[1:], 1):
             if _spaces(other) != _spaces(env):
-                raise UnsupportedEnv(f"{self.name}: environment {b} has other agents or spaces than environment 0")
+                raise UnsupportedEnv(
+                    f"{self.name}: environment {b} has other agents or spaces than environment 0"
+                )
         _, infos = self._reset(0)
-        self.teams = [Team(self.name, env, name, agents, infos) for name, agents in _group(env).items()]
+        self.teams = [
+            Team(self.name, env, name, agents, infos) for name, agents in _group(env).items()
+        ]
         self._actions = SpaceCodec(
             spaces.Dict(
                 {
-                    team.name: spaces.Dict({"action": batch_space(team.action.space, len(team.agents))})
+                    team.name: spaces.Dict(
+                        {"action": batch_space(team.action.space, len(team.agents))}
+                    )
                     for team in self.teams
                 }
             ),
@@ -101,12 +120,16 @@ class ParallelEnvs(EnvBatch):
         self.casts: Casts = Casts(self.name)
         self._state = SpaceCodec(state, ("state",)) if isinstance(state, spaces.Space) else None
         self.observation_specs = self._observation_specs()
-        self.step_specs = {team.keys["reward"]: ArraySpec((len(team.agents), 1), FLOAT) for team in self.teams}
+        self.step_specs = {
+            team.keys["reward"]: ArraySpec((len(team.agents), 1), FLOAT) for team in self.teams
+        }
         checks.check_arrays(self.name, self.observation_specs, self.action_specs)
         self._acting: list[list[str]] = [[] for _ in envs]
         self._left: list[dict[str, tuple[bool, bool]]] = [{} for _ in envs]  # terminated, truncated
         self.action_masks = {
-            (team.name, "action"): team.keys["action_mask"] for team in self.teams if team.mask_shape is not None
+            (team.name, "action"): team.keys["action_mask"]
+            for team in self.teams
+            if team.mask_shape is not None
         }
         self.keeps_infos = False
         self._told: list[Any] = [None] * self.num_envs  # infos by agent
@@ -117,7 +140,13 @@ class ParallelEnvs(EnvBatch):
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         return self._actions.sample(rng, shape)
 
-    def reset(self, arrays: Mapping[Key, Array], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def reset(
+        self,
+        arrays: Mapping[Key, Array],
+        row: int,
+        which: Sequence[int],
+        seeds: Sequence[int] | None,
+    ) -> None:
         options, self.reset_options = self.reset_options or {}, None
         for n, b in enumerate(which):
             seed = None if seeds is None else int(seeds[n])
@@ -163,7 +192,10 @@ class ParallelEnvs(EnvBatch):
         return {"acting": [list(names) for names in self._acting], "left": [*map(dict, self._left)]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._acting, self._left = [list(names) for names in state["acting"]], [*map(dict, state["left"])]
+        self._acting, self._left = (
+            [list(names) for names in state["acting"]],
+            [*map(dict, state["left"])],
+        )
 
     def close(self) -> None:
         checks.close_all([env.close for env in self.envs])
@@ -172,7 +204,8 @@ class ParallelEnvs(EnvBatch):
 
     def _action(self, arrays: Mapping[Key, Array], t: int, b: int) -> dict[str, Any]:
         """Return the action of each acting agent: copies, which the environment may keep."""
-        actions, acting = {}, set(self._acting[b])
+        actions = {}
+        acting = set(self._acting[b])
         for team in self.teams:
             leaves = [arrays[key][t, b] for key in team.action.specs]
             for i, agent in enumerate(team.agents):
@@ -191,12 +224,18 @@ class ParallelEnvs(EnvBatch):
                 total += float(checks.number(value))
         return total
 
-    def _write(self, arrays: Mapping[Key, Array], row: int, b: int, obs: Any, infos: Any, method: str) -> None:
-        """Write row ``row`` of environment ``b``: observations, flags and masks of all agents, and the state."""
+    def _write(
+        self, arrays: Mapping[Key, Array], row: int, b: int, obs: Any, infos: Any, method: str
+    ) -> None:
+        """Write row ``row`` of environment ``b``: observations, flags and masks of all agents, and
+        the state.
+        """
         acting = set(self._acting[b])
         for team in self.teams:
             targets = [arrays[key][row, b] for key in team.observation.specs]
-            ended, cut, done, mask = (arrays[team.keys[k]][row, b] for k in ("terminated", "truncated", "done", "mask"))
+            ended, cut, done, mask = (
+                arrays[team.keys[k]][row, b] for k in ("terminated", "truncated", "done", "mask")
+            )
             for i, agent in enumerate(team.agents):
                 here = agent in acting
                 mask[i] = here
@@ -204,7 +243,9 @@ class ParallelEnvs(EnvBatch):
                 done[i] = not here
                 seen = obs.get(agent)
                 if seen is None and here:
-                    raise BadEnvOutput(f"{self.name}[{b}].{method} returned no observation of {agent}. {FIX}")
+                    raise BadEnvOutput(
+                        f"{self.name}[{b}].{method} returned no observation of {agent}. {FIX}"
+                    )
                 leaves, legal = [0] * len(targets), True  # type: list[Any], Any
                 if seen is not None:
                     who = f"{self.name}[{b}].{method}: {agent}"
@@ -222,27 +263,46 @@ class ParallelEnvs(EnvBatch):
     # --- the environment's side -------------------------------------------------------------------
 
     def _checked(self, got: Any, b: int) -> tuple[Any, Any, dict[str, bool], dict[str, bool], Any]:
-        if not isinstance(got, tuple) or len(got) != 5 or not all(isinstance(part, Mapping) for part in got):
-            raise BadEnvOutput(f"{self.name}[{b}].step returned {type(got).__name__}, expected five dicts. {FIX}")
+        if (
+            not isinstance(got, tuple)
+            or len(got) != 5
+            or not all(isinstance(part, Mapping) for part in got)
+        ):
+            raise BadEnvOutput(
+                f"{self.name}[{b}].step returned {type(got).__name__}, expected five dicts. {FIX}"
+            )
         obs, reward, ended, cut, infos = got
         who = f"{self.name}[{b}].step"
         for name, part in (("reward", reward), ("termination", ended), ("truncation", cut)):
             if missing := [agent for agent in self._acting[b] if agent not in part]:
                 raise BadEnvOutput(f"{who} returned no {name} of {missing}, which acted. {FIX}")
-        ended = {agent: checks.as_flag(flag, f"termination of {agent}", who) for agent, flag in ended.items()}
-        cut = {agent: checks.as_flag(flag, f"truncation of {agent}", who) for agent, flag in cut.items()}
+        ended = {
+            agent: checks.as_flag(flag, f"termination of {agent}", who)
+            for agent, flag in ended.items()
+        }
+        cut = {
+            agent: checks.as_flag(flag, f"truncation of {agent}", who)
+            for agent, flag in cut.items()
+        }
         here = self.envs[b].agents
         for agent in self._acting[b]:
             if agent not in here and not (ended[agent] or cut[agent]):
-                raise BadEnvOutput(f"{who}: {agent} is gone, but neither terminated nor truncated. {FIX}")
+                raise BadEnvOutput(
+                    f"{who}: {agent} is gone, but neither terminated nor truncated. {FIX}"
+                )
             if agent not in obs and not ended[agent]:
-                raise BadEnvOutput(f"{who} returned no observation of {agent}, which goes on or was truncated. {FIX}")
+                raise BadEnvOutput(
+                    f"{who} returned no observation of {agent}, which goes on or was truncated."
+                    f" {FIX}"
+                )
         return obs, reward, ended, cut, infos
 
     def _reset(self, b: int, **given: Any) -> tuple[Any, Any]:
         obs, infos = checks.reset_pair(self._call(b, "reset", **given), f"{self.name}[{b}]")
         if not isinstance(obs, Mapping):
-            raise BadEnvOutput(f"{self.name}[{b}].reset returned {type(obs).__name__}, expected two dicts. {FIX}")
+            raise BadEnvOutput(
+                f"{self.name}[{b}].reset returned {type(obs).__name__}, expected two dicts. {FIX}"
+            )
         return obs, infos
 
     def _call(self, b: int, method: str, *args: Any, **given: Any) -> Any:
@@ -262,20 +322,27 @@ class ParallelEnvs(EnvBatch):
 
 
 def _group(env: Any) -> dict[str, list[str]]:
-    """Return agents by group: those named ``name_<number>`` with equal spaces together, others alone."""
+    """Return agents by group: those named ``name_<number>`` with equal spaces together, others
+    alone.
+    """
     agents, groups = [str(agent) for agent in env.possible_agents], dict[str, list[str]]()
     for agent in agents:
         name, _, number = agent.rpartition("_")
         together = name and number.isdigit() and name not in agents
         if together and name in groups:
             first = groups[name][0]
-            together = all(space(agent) == space(first) for space in (env.observation_space, env.action_space))
+            together = all(
+                space(agent) == space(first) for space in (env.observation_space, env.action_space)
+            )
         groups.setdefault(name if together else agent, []).append(agent)
     return groups
 
 
 def _spaces(env: Any) -> list[Any]:
-    return [(agent, env.observation_space(agent), env.action_space(agent)) for agent in env.possible_agents]
+    return [
+        (agent, env.observation_space(agent), env.action_space(agent))
+        for agent in env.possible_agents
+    ]
 
 
 def _is_parallelizable(env: Any) -> bool:

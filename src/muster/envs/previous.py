@@ -14,14 +14,17 @@ from muster.memory.slots import Lane
 from muster.memory.specs import ArraySpec, Specs
 from muster.protocols import EnvBatch
 
-PREV_ACTION, PREV_REWARD = "prev_action", ("prev_reward",)
+PREV_ACTION = "prev_action"
+PREV_REWARD = ("prev_reward",)
 
 
 def with_previous(env: EnvBatch, dtype: np.dtype[Any] | None = None) -> EnvBatch:
-    """Add the observations ``prev_action`` (shaped as the action; parts have keys like ``("prev_action", "left")``)
-    and ``prev_reward`` (``[B]``) to ``env``. Both are zero at the start of an agent's episode.
+    """Add the observations ``prev_action`` (shaped as the action; parts have keys like
+    ``("prev_action", "left")``) and ``prev_reward`` (``[B]``) to ``env``. Both are zero at the
+    start of an agent's episode.
 
-    ``dtype`` is the dtype for floats. Raises ``BadOption`` for environments that do not support these observations.
+    ``dtype`` is the dtype for floats. Raises ``BadOption`` for environments that do not support
+    these observations.
     """
     problem = _problem(env)
     if problem:
@@ -37,13 +40,18 @@ class _WithPrevious(WrappedEnvs):
         super().__init__(inner)
         own = self.__dict__
         own["repeats"] = {_previous(key): key for key in inner.action_specs} | {PREV_REWARD: REWARD}
-        added = {_previous(key): ArraySpec(spec.shape, spec.dtype) for key, spec in inner.action_specs.items()}
+        added = {
+            _previous(key): ArraySpec(spec.shape, spec.dtype)
+            for key, spec in inner.action_specs.items()
+        }
         added[PREV_REWARD] = ArraySpec((), inner.reward_dtype)
         if dtype is not None:
             added = {key: spec.stored_as(dtype) for key, spec in added.items()}
         own["observation_specs"] = {**inner.observation_specs, **added}
 
-    def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def reset(
+        self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None
+    ) -> None:
         self.inner.reset(arrays, row, which, seeds)
         self.restart_agent(arrays, row, which)
 
@@ -65,7 +73,9 @@ class _WithPrevious(WrappedEnvs):
 
 
 def _previous(key: Key) -> Key:
-    """Return ``("prev_action", "left")`` for ``("action", "left")``; keeps the name of an agent before ``action``."""
+    """Return ``("prev_action", "left")`` for ``("action", "left")``; keeps the name of an agent
+    before ``action``.
+    """
     if "action" not in key:
         return (PREV_ACTION, *key)
     return tuple(PREV_ACTION if part == "action" else part for part in key)
@@ -78,6 +88,10 @@ def _problem(env: EnvBatch) -> str:
     if env.reward_key != REWARD:
         return "has a reward for each agent, and no one that could be shown: leave it out"
     if env.writes_next:
-        return "resets itself on a device, where Muster does not see in time what begins: leave it out"
-    objects = [dotted(key) for key, spec in env.action_specs.items() if not spec.is_tensor or spec.ragged]
+        return (
+            "resets itself on a device, where Muster does not see in time what begins: leave it out"
+        )
+    objects = [
+        dotted(key) for key, spec in env.action_specs.items() if not spec.is_tensor or spec.ragged
+    ]
     return f"has actions that are no arrays ({', '.join(objects)}): leave it out" if objects else ""

@@ -42,9 +42,10 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
         env = Sb3VectorEnv(VecNormalize(DummyVecEnv([make] * 8)))
         obs, reward, terminated, truncated, info = env.step(actions)  # info["final_obs"][i] if i is done
 
-    SB3 has one flag: ``done`` is ``truncated`` if ``TimeLimit.truncated`` is set in the info, else ``terminated``. SB3
-    does not set it if an episode also terminated. Last observations are SB3's ``terminal_observation``, normalized
-    and stacked by its wrappers. Returned arrays are those of SB3, not copies.
+    SB3 has one flag: ``done`` is ``truncated`` if ``TimeLimit.truncated`` is set in the info, else
+    ``terminated``. SB3 does not set it if an episode also terminated. Last observations are SB3's
+    ``terminal_observation``, normalized and stacked by its wrappers. Returned arrays are those of
+    SB3, not copies.
 
     Args:
         env: environments, owned (and closed) by this object.
@@ -70,17 +71,20 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
         if _name(type(base)) == "dummy_vec_env.DummyVecEnv":
             with_own_memory(base)
 
-    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: Any = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         """Start new episodes.
 
         Args:
-            seed: an int s seeds environment i with ``s + i``; a list has one seed per environment (None: the
-                environment is not reseeded).
-            options: ``reset_mask``, ``[B]`` bool: environments to reset; only their rows of the returned observations
-                are valid. Other options are passed to the environments.
+            seed: an int s seeds environment i with ``s + i``; a list has one seed per environment
+                (None: the environment is not reseeded).
+            options: ``reset_mask``, ``[B]`` bool: environments to reset; only their rows of the
+                returned observations are valid. Other options are passed to the environments.
 
         Raises:
-            UnsupportedEnv: ``reset_mask`` or a list of seeds is given, and one of the classes is not SB3's own.
+            UnsupportedEnv: ``reset_mask`` or a list of seeds is given, and one of the classes is
+                not SB3's own.
         """
         given = dict(options or {})
         mask = given.pop("reset_mask", None)
@@ -90,9 +94,16 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
             if given:
                 self.env.set_options(given)
             return self.env.reset(), {"infos": self._reset_infos()}
-        seeds = [None if seed is None else seed + i for i in range(self.num_envs)] if np.ndim(seed) == 0 else list(seed)
+        seeds = (
+            [None if seed is None else seed + i for i in range(self.num_envs)]
+            if np.ndim(seed) == 0
+            else list(seed)
+        )
         if len(seeds) != self.num_envs:
-            raise BadOption(f"reset() got {len(seeds)} seeds for {self.num_envs} environments; give one for each")
+            raise BadOption(
+                f"reset() got {len(seeds)} seeds for {self.num_envs} environments; give one for"
+                " each"
+            )
         rows = np.flatnonzero(np.ones(self.num_envs, bool) if mask is None else mask)
         return self._reset_rows(rows, seeds, {"options": given} if given else {})
 
@@ -107,7 +118,10 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
         final = np.empty(self.num_envs, object)
         for i in np.flatnonzero(done):
             final[i] = infos[i].get("terminal_observation")
-        told = [first if over else info for info, first, over in zip(infos, self._reset_infos(), done, strict=True)]
+        told = [
+            first if over else info
+            for info, first, over in zip(infos, self._reset_infos(), done, strict=True)
+        ]
         ends = {"final_obs": final, "_final_obs": done, "final_info": infos, "infos": told}
         return obs, reward, done & ~cut, cut, ends
 
@@ -118,17 +132,24 @@ class Sb3VectorEnv(VectorEnv[Any, Any, Any]):
         """Return the infos of the last reset of each environment, which SB3 keeps."""
         return list(getattr(_layers(self.env)[-1], "reset_infos", [{}] * self.num_envs))
 
-    def _reset_rows(self, rows: Array, seeds: list[Any], extra: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Reset the environments ``rows``, one by one, and their state in each wrapper; SB3 has no method for this."""
+    def _reset_rows(
+        self, rows: Array, seeds: list[Any], extra: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Reset the environments ``rows``, one by one, and their state in each wrapper; SB3 has no
+        method for this.
+        """
         if self._strange is not None:
             raise UnsupportedEnv(
-                f"{type(self.env).__name__}: environments {rows.tolist()} are to be reset alone (max_frames_per_traj, "
-                f"reset(index)), but a VecEnv resets all at once, and Muster does not know what "
-                f"{type(self._strange).__name__} keeps between steps. Let the environments end their episodes "
-                f"themselves (gymnasium.wrappers.TimeLimit), or wrap the single environments instead of the VecEnv."
+                f"{type(self.env).__name__}: environments {rows.tolist()} are to be reset alone"
+                " (max_frames_per_traj, reset(index)), but a VecEnv resets all at once, and Muster"
+                f" does not know what {type(self._strange).__name__} keeps between steps. Let the"
+                " environments end their episodes themselves (gymnasium.wrappers.TimeLimit), or"
+                " wrap the single environments instead of the VecEnv."
             )
         *wrappers, base = _layers(self.env)
-        pairs = [base.env_method("reset", indices=[i], seed=seeds[i], **extra)[0] for i in rows.tolist()]
+        pairs = [
+            base.env_method("reset", indices=[i], seed=seeds[i], **extra)[0] for i in rows.tolist()
+        ]
         first = [obs for obs, _ in pairs]
         told: list[Any] = [None] * self.num_envs
         for i, (_, info) in zip(rows.tolist(), pairs, strict=True):
@@ -160,20 +181,27 @@ def _layers(env: Any) -> list[Any]:
 
 
 def _observation_space(env: Any) -> Any:
-    """Return the space of the observations; ``VecNormalize`` declares the dtype and bounds of its inputs instead."""
+    """Return the space of the observations; ``VecNormalize`` declares the dtype and bounds of its
+    inputs instead.
+    """
     for layer in _layers(env):
         if _name(type(layer)) == "vec_normalize.VecNormalize" and layer.norm_obs:
-            space, clip = layer.observation_space, float(layer.clip_obs)
+            space = layer.observation_space
+            clip = float(layer.clip_obs)
             if not isinstance(space, spaces.Dict):
                 return spaces.Box(-clip, clip, space.shape, np.float32)
-            boxes = {key: spaces.Box(-clip, clip, space[key].shape, np.float32) for key in layer.norm_obs_keys}
+            boxes = {
+                key: spaces.Box(-clip, clip, space[key].shape, np.float32)
+                for key in layer.norm_obs_keys
+            }
             return spaces.Dict({**space.spaces, **boxes})
         if RESET_ROWS.get(_name(type(layer))) not in (_keep, _recount):
             break
     return env.observation_space
 
 
-# Process the first observations ``obs`` (leaves [len(rows), *shape]) of environments ``rows`` as the wrapper does.
+# Process the first observations ``obs`` (leaves [len(rows), *shape]) of environments ``rows`` as
+# the wrapper does.
 
 
 def _keep(wrapper: Any, obs: Any, rows: Array) -> Any:
@@ -188,7 +216,8 @@ def _recount(wrapper: Any, obs: Any, rows: Array) -> Any:
 
 def _normalize(wrapper: Any, obs: Any, rows: Array) -> Any:
     wrapper.returns[rows] = 0
-    if wrapper.training and wrapper.norm_obs:  # first observations update the statistics, as in its own reset
+    # first observations update the statistics, as in its own reset
+    if wrapper.training and wrapper.norm_obs:
         many = isinstance(wrapper.obs_rms, dict)
         for key, statistics in wrapper.obs_rms.items() if many else [(None, wrapper.obs_rms)]:
             statistics.update(obs[key] if many else obs)
@@ -218,6 +247,8 @@ RESET_ROWS: dict[str, Callable[[Any, Any, Array], Any]] = {
     "vec_monitor.VecMonitor": _recount,
     "vec_normalize.VecNormalize": _normalize,
     "vec_frame_stack.VecFrameStack": _stack,
-    "vec_transpose.VecTransposeImage": lambda wrapper, obs, rows: wrapper.transpose_observations(obs),
+    "vec_transpose.VecTransposeImage": lambda wrapper, obs, rows: wrapper.transpose_observations(
+        obs
+    ),
     "vec_extract_dict_obs.VecExtractDictObs": lambda wrapper, obs, rows: obs[wrapper.key],
 }

@@ -21,8 +21,9 @@ Leaves = list[Any]
 class SpaceCodec:
     """Splits the values of one space into leaves, and builds values from leaves.
 
-    Nested Dict and Tuple spaces are split at all levels. A space without a fixed shape (Text, Sequence, Graph, OneOf,
-    custom spaces) becomes one object leaf. ``root`` is the key of a space that is neither Dict nor Tuple.
+    Nested Dict and Tuple spaces are split at all levels. A space without a fixed shape (Text,
+    Sequence, Graph, OneOf, custom spaces) becomes one object leaf. ``root`` is the key of a space
+    that is neither Dict nor Tuple.
 
     Attributes:
         specs: specs of the leaves by key, in the order of ``flatten`` and ``build``.
@@ -35,11 +36,15 @@ class SpaceCodec:
         self._spaces: list[spaces.Space[Any]] = []
         self._flatten: Callable[[Any, Leaves], None] = self._open(space, root)
         if not self.specs:
-            raise UnsupportedSpace(f"{space} has no part that could be stored; give it at least one")
+            raise UnsupportedSpace(
+                f"{space} has no part that could be stored; give it at least one"
+            )
         self.single = not isinstance(space, (spaces.Dict, spaces.Tuple))
 
     def flatten(self, value: Any, who: str = "") -> Leaves:
-        """Return the leaves of ``value``, returned by ``who``; checks only number and keys (``BadEnvOutput``)."""
+        """Return the leaves of ``value``, returned by ``who``; checks only number and keys
+        (``BadEnvOutput``).
+        """
         leaves: Leaves = []
         try:
             self._flatten(value, leaves)
@@ -52,9 +57,14 @@ class SpaceCodec:
         return _build(self.space, source)
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
-        """Draw uniform values (if unbounded: like ``Box.sample``), ``[*shape, *leaf shape]`` per leaf."""
+        """Draw uniform values (if unbounded: like ``Box.sample``), ``[*shape, *leaf shape]`` per
+        leaf.
+        """
         leaves = zip(self.specs.items(), self._spaces, strict=True)
-        return {key: _sample(space, spec, rng.stream(i), shape) for i, ((key, spec), space) in enumerate(leaves)}
+        return {
+            key: _sample(space, spec, rng.stream(i), shape)
+            for i, ((key, spec), space) in enumerate(leaves)
+        }
 
     def _open(self, space: spaces.Space[Any], path: Key) -> Callable[[Any, Leaves], None]:
         if isinstance(space, spaces.Dict):
@@ -64,7 +74,9 @@ class SpaceCodec:
             items = [self._open(s, (*path, str(i))) for i, s in enumerate(space.spaces)]
             return lambda value, out: _flatten_tuple(items, path, value, out)
         if path in self.specs:
-            raise UnsupportedSpace(f"two parts of {space} share the key {dotted(path)!r}; rename one of them")
+            raise UnsupportedSpace(
+                f"two parts of {space} share the key {dotted(path)!r}; rename one of them"
+            )
         self.specs[path] = leaf_spec(space)
         self._spaces.append(space)
         return lambda value, out: out.append(value)
@@ -78,25 +90,33 @@ def observation_codec(space: spaces.Space[Any]) -> SpaceCodec:
     if taken:
         raise UnsupportedSpace(
             f"the observation space has the keys {taken}, which a batch needs for itself. "
-            f"Rename them with gymnasium.wrappers.TransformObservation."
+            "Rename them with gymnasium.wrappers.TransformObservation."
         )
     return SpaceCodec(space, ())
 
 
 def action_codec(space: spaces.Space[Any]) -> SpaceCodec:
-    """Return the codec of actions, with the key ``action``, or ``("action", name)`` for a Dict or Tuple space."""
+    """Return the codec of actions, with the key ``action``, or ``("action", name)`` for a Dict or
+    Tuple space.
+    """
     return SpaceCodec(space, ACTION)
 
 
 def action_masks(observed: Specs, actions: Specs, root: Key = ()) -> dict[Key, Key]:
-    """Return the key of the action mask by key of the action, of the leaves called ``action_mask`` (below ``root``).
+    """Return the key of the action mask by key of the action, of the leaves called ``action_mask``
+    (below ``root``).
 
-    The mask ``("action_mask", *name)`` is that of the action ``("action", *name)``. A mask ``("action_mask",)`` of an
-    action with several parts is that of its only discrete part. A mask of no action is returned as one of the first
-    action. ``policies.sampling.check_masks`` raises if an action cannot have the mask.
+    The mask ``("action_mask", *name)`` is that of the action ``("action", *name)``. A mask
+    ``("action_mask",)`` of an action with several parts is that of its only discrete part. A mask
+    of no action is returned as one of the first action. ``policies.sampling.check_masks`` raises if
+    an action cannot have the mask.
     """
     n = len(root)
-    masks = [key for key in observed if key[: n + 1] == (*root, *ACTION_MASK) and not key[-1].startswith("_")]
+    masks = [
+        key
+        for key in observed
+        if key[: n + 1] == (*root, *ACTION_MASK) and not key[-1].startswith("_")
+    ]
     found = {action: key for key in masks if (action := (*ACTION, *key[n + 1 :])) in actions}
     discrete = [action for action, spec in actions.items() if spec.is_discrete]
     for key in masks:
@@ -111,32 +131,54 @@ def leaf_spec(space: spaces.Space[Any]) -> ArraySpec:
         return ArraySpec(space.shape, space.dtype, space.low, space.high)
     if isinstance(space, spaces.Discrete):
         dtype = np.dtype(space.dtype)
-        return ArraySpec((), dtype, np.asarray(space.start, dtype), np.asarray(space.start + space.n - 1, dtype))
+        return ArraySpec(
+            (), dtype, np.asarray(space.start, dtype), np.asarray(space.start + space.n - 1, dtype)
+        )
     if isinstance(space, spaces.MultiDiscrete):
         dtype = np.dtype(space.dtype)
-        return ArraySpec(space.shape, dtype, space.start.astype(dtype), (space.start + space.nvec - 1).astype(dtype))
+        return ArraySpec(
+            space.shape,
+            dtype,
+            space.start.astype(dtype),
+            (space.start + space.nvec - 1).astype(dtype),
+        )
     if isinstance(space, spaces.MultiBinary):
         dtype = np.dtype(space.dtype)
-        return ArraySpec(space.shape, dtype, np.zeros(space.shape, dtype), np.ones(space.shape, dtype))
+        return ArraySpec(
+            space.shape, dtype, np.zeros(space.shape, dtype), np.ones(space.shape, dtype)
+        )
     if not isinstance(space, spaces.Space):
         raise UnsupportedSpace(f"expected a gymnasium.Space, got {type(space).__name__}: {space!r}")
     return ArraySpec((), OBJECT)
 
 
-def _flatten_dict(parts: Mapping[str, Callable[[Any, Leaves], None]], path: Key, value: Any, out: Leaves) -> None:
+def _flatten_dict(
+    parts: Mapping[str, Callable[[Any, Leaves], None]], path: Key, value: Any, out: Leaves
+) -> None:
     name = dotted(path) or "observation"
     if not isinstance(value, Mapping):
-        raise BadEnvOutput(f"{name}: expected a dict with the keys {sorted(parts)}, got {type(value).__name__}")
+        raise BadEnvOutput(
+            f"{name}: expected a dict with the keys {sorted(parts)}, got {type(value).__name__}"
+        )
     if value.keys() != parts.keys():
-        missing, extra = sorted(parts.keys() - value.keys()), sorted(map(str, value.keys() - parts.keys()))
-        raise BadEnvOutput(f"{name}: expected the keys {sorted(parts)}, missing {missing}, unknown {extra}")
+        missing, extra = (
+            sorted(parts.keys() - value.keys()),
+            sorted(map(str, value.keys() - parts.keys())),
+        )
+        raise BadEnvOutput(
+            f"{name}: expected the keys {sorted(parts)}, missing {missing}, unknown {extra}"
+        )
     for key, part in parts.items():
         part(value[key], out)
 
 
-def _flatten_tuple(items: Sequence[Callable[[Any, Leaves], None]], path: Key, value: Any, out: Leaves) -> None:
+def _flatten_tuple(
+    items: Sequence[Callable[[Any, Leaves], None]], path: Key, value: Any, out: Leaves
+) -> None:
     if not isinstance(value, (tuple, list)) or len(value) != len(items):
-        got = f"{type(value).__name__}" + (f" of {len(value)}" if isinstance(value, (tuple, list)) else "")
+        got = f"{type(value).__name__}" + (
+            f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
+        )
         raise BadEnvOutput(f"{dotted(path)}: expected a tuple of {len(items)}, got {got}")
     for item, part in zip(value, items, strict=True):
         part(item, out)
@@ -150,7 +192,9 @@ def _build(space: spaces.Space[Any], leaves: Any) -> Any:
     return next(leaves)
 
 
-def _sample(space: spaces.Space[Any], spec: ArraySpec, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+def _sample(
+    space: spaces.Space[Any], spec: ArraySpec, rng: np.random.Generator, shape: tuple[int, ...]
+) -> Array:
     if spec.is_tensor:
         return draw(spec, rng, shape)
     out = np.empty(shape, OBJECT)
@@ -161,36 +205,49 @@ def _sample(space: spaces.Space[Any], spec: ArraySpec, rng: np.random.Generator,
 
 
 def draw(spec: ArraySpec, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """Draw uniform values of a bounded leaf, ``[*shape, *leaf shape]``; like ``Box.sample`` for infinite bounds."""
+    """Draw uniform values of a bounded leaf, ``[*shape, *leaf shape]``; like ``Box.sample`` for
+    infinite bounds.
+    """
     size = (*shape, *spec.shape)
     if spec.dtype.kind not in "iub":
         return _sample_box(spec, rng, size).astype(spec.dtype)
     low, high, choices = _whole_numbers(spec)
     if choices is None:
         return rng.integers(low, high, size, dtype=low.dtype.type, endpoint=True).astype(spec.dtype)
-    drawn = (rng.random(size) * choices).astype(low.dtype)  # ``integers`` takes ten times as long for small sizes
+    # ``integers`` takes ten times as long for small sizes
+    drawn = (rng.random(size) * choices).astype(low.dtype)
     drawn += low
     return drawn.astype(spec.dtype, copy=False)
 
 
 @lru_cache(maxsize=64)
 def _whole_numbers(spec: ArraySpec) -> tuple[Array, Array, Array | None]:
-    """Return the bounds of integers, and their number; None: too many to draw them evenly from a float."""
+    """Return the bounds of integers, and their number; None: too many to draw them evenly from a
+    float.
+    """
     assert spec.low is not None and spec.high is not None
     wide: Any = np.uint64 if spec.dtype == np.uint64 else np.int64  # narrower: several per word
     choices = spec.high.astype(np.float64) - spec.low.astype(np.float64) + 1.0
-    return spec.low.astype(wide), spec.high.astype(wide), choices if np.all(choices <= 1 << 31) else None
+    return (
+        spec.low.astype(wide),
+        spec.high.astype(wide),
+        choices if np.all(choices <= 1 << 31) else None,
+    )
 
 
 def _sample_box(spec: ArraySpec, rng: np.random.Generator, size: tuple[int, ...]) -> Array:
-    """Draw like ``Box.sample``: uniform with two bounds, shifted exponential with one, normal without bounds."""
+    """Draw like ``Box.sample``: uniform with two bounds, shifted exponential with one, normal
+    without bounds.
+    """
     low, high = np.asarray(spec.low, np.float64), np.asarray(spec.high, np.float64)
     below, above = np.isfinite(low), np.isfinite(high)
     if below.all() and above.all():
-        too_wide = 0.5 * high - 0.5 * low > 0.5 * np.finfo(np.float64).max  # high - low would overflow
+        # high - low would overflow
+        too_wide = 0.5 * high - 0.5 * low > 0.5 * np.finfo(np.float64).max
         scale = np.where(too_wide, 0.5, 1.0)
         return np.asarray(rng.uniform(scale * low, scale * high, size)) / scale
-    u, v = np.moveaxis(rng.random((*size, 2)), -1, 0)  # two per entry of any kind: see GroupRng.stream
+    # two per entry of any kind: see GroupRng.stream
+    u, v = np.moveaxis(rng.random((*size, 2)), -1, 0)
     tail = -np.log1p(-u)
     normal = np.sqrt(2 * tail) * np.cos(2 * np.pi * v)  # Box and Muller
     low0, high0 = np.where(below, low, 0.0), np.where(above, high, 0.0)

@@ -27,7 +27,9 @@ BLANK = object()  # instead of the observation of a bypassed environment
 
 
 class StackedEnvs(EnvBatch):
-    """Implements ``EnvBatch`` for B ``gymnasium.Env`` with equal spaces: owns them, steps them one after another."""
+    """Implements ``EnvBatch`` for B ``gymnasium.Env`` with equal spaces: owns them, steps them one
+    after another.
+    """
 
     def __init__(self, envs: Sequence[gymnasium.Env[Any, Any]]) -> None:
         self.envs = list(envs)
@@ -39,12 +41,14 @@ class StackedEnvs(EnvBatch):
             for kind in ("observation_space", "action_space"):
                 if getattr(env, kind) != getattr(first, kind):
                     raise UnsupportedEnv(
-                        f"{self.name}: environments of one group need equal spaces, but {kind} of env {i} is "
-                        f"{getattr(env, kind)} and that of env 0 is {getattr(first, kind)}"
+                        f"{self.name}: environments of one group need equal spaces, but {kind} of"
+                        f" env {i} is {getattr(env, kind)} and that of env 0 is"
+                        f" {getattr(first, kind)}"
                     )
         self.observations: SpaceCodec = observation_codec(first.observation_space)
         self.actions: SpaceCodec = action_codec(first.action_space)
-        self.observation_specs, self.action_specs = self.observations.specs, self.actions.specs
+        self.observation_specs = self.observations.specs
+        self.action_specs = self.actions.specs
         self.action_masks = action_masks(self.observation_specs, self.action_specs)
         self.casts: Casts = Casts(self.name)
         (key, spec), *_ = self.observation_specs.items()
@@ -62,12 +66,17 @@ class StackedEnvs(EnvBatch):
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         return self.actions.sample(rng, shape)
 
-    def reset(self, arrays: Arrays, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def reset(
+        self, arrays: Arrays, row: int, which: Sequence[int], seeds: Sequence[int] | None
+    ) -> None:
         plain, key, shape, dtype = self._plain
         options, self.reset_options = self.reset_options or {}, None
         for n, i in enumerate(which):
-            who, seed = f"{self.name}[{i}]", None if seeds is None else seeds[n]
-            got = checks.call(self.envs[i], "reset", who, index=i, seed=seed, **checks.kept_info(options))
+            who = f"{self.name}[{i}]"
+            seed = None if seeds is None else seeds[n]
+            got = checks.call(
+                self.envs[i], "reset", who, index=i, seed=seed, **checks.kept_info(options)
+            )
             obs, info = checks.reset_pair(got, who)
             if self.keeps_infos:
                 self._told[i] = checks.kept_info(info)
@@ -98,9 +107,17 @@ class StackedEnvs(EnvBatch):
 
     def _make_step(self, lane: Lane) -> Step:
         self._fill_steps()  # inner objects of environments may have been replaced
-        (obs_spec,), (act_spec,) = (list(specs.values())[:1] for specs in (self.observation_specs, self.action_specs))
+        (obs_spec,), (act_spec,) = (
+            list(specs.values())[:1] for specs in (self.observation_specs, self.action_specs)
+        )
         vector = self._plain[0] and len(obs_spec.shape) == 1 and obs_spec.dtype == self._plain[3]
-        if vector and self.actions.single and act_spec.dtype == np.int64 and not act_spec.shape and not self.casts.any:
+        if (
+            vector
+            and self.actions.single
+            and act_spec.dtype == np.int64
+            and not act_spec.shape
+            and not self.casts.any
+        ):
             return self._make_plain_step(lane, obs_spec.shape[0])
         return self._make_general_step(lane)
 
@@ -110,7 +127,9 @@ class StackedEnvs(EnvBatch):
         B, record = self.num_envs, self._flag_recorder(lane)
         rewards: Any = _flat(lane.arrays[REWARD])
 
-        def step(t: int, b: int = 0, finished: list[int] | None = None, first: Any = ...) -> Sequence[int] | None:
+        def step(
+            t: int, b: int = 0, finished: list[int] | None = None, first: Any = ...
+        ) -> Sequence[int] | None:
             nonlocal rewards
             k = t * B + b  # index of the transition; its next observation is at k + B
             got: Any = ...  # nothing yet
@@ -136,14 +155,18 @@ class StackedEnvs(EnvBatch):
         return step
 
     def _make_plain_step(self, lane: Lane, width: int) -> Step:
-        """Make the step for vector observations and integer actions, without a call or object per transition.
+        """Make the step for vector observations and integer actions, without a call or object per
+        transition.
 
         A memoryview rejects other dtypes and shapes, and returns plain ints, the fastest index for
         environments. Once a cast is necessary, the general step is used instead.
         """
-        steps, B = self._steps, self.num_envs
-        ((obs_key,), (act_key,)) = self.observation_specs, self.action_specs
-        observations, actions, rewards = (_flat(lane.arrays[key]) for key in (obs_key, act_key, REWARD))
+        steps = self._steps
+        B = self.num_envs
+        (obs_key,), (act_key,) = self.observation_specs, self.action_specs
+        observations, actions, rewards = (
+            _flat(lane.arrays[key]) for key in (obs_key, act_key, REWARD)
+        )
         record = self._flag_recorder(lane)
         instead: list[RowStep] = []
 
@@ -174,7 +197,9 @@ class StackedEnvs(EnvBatch):
         return step
 
     def _fill_steps(self) -> None:
-        """Set the functions that step the environments; in place, since steps of lanes refer to the list."""
+        """Set the functions that step the environments; in place, since steps of lanes refer to the
+        list.
+        """
         spec = next(iter(self.observations.specs.values()))
         array = self.observations.single and spec.is_tensor and spec.shape
         blank: Any = (np.zeros(spec.shape, spec.dtype) if array else BLANK, 0.0, False, False, {})
@@ -185,17 +210,29 @@ class StackedEnvs(EnvBatch):
                 self._told[i] = None
         if (key := self._lives_key) is not None:
             steps = [
-                _counting_lives(step, f"{self.name}[{i}]", key, i, self.lives_lost) for i, step in enumerate(steps)
+                _counting_lives(step, f"{self.name}[{i}]", key, i, self.lives_lost)
+                for i, step in enumerate(steps)
             ]
-        self._steps[:] = [(lambda _: blank) if i in self._bypassed else step for i, step in enumerate(steps)]
+        self._steps[:] = [
+            (lambda _: blank) if i in self._bypassed else step for i, step in enumerate(steps)
+        ]
 
     def _observation_writer(self, lane: Lane) -> Callable[[int, Any], None]:
-        """Return ``put(k, obs)``, which writes an observation into entry ``k`` of the ``(T + 1) * B``."""
-        arrays = {key: lane.arrays[key].reshape(-1, *spec.shape) for key, spec in self.observation_specs.items()}
+        """Return ``put(k, obs)``, which writes an observation into entry ``k`` of the ``(T + 1) *
+        B``.
+        """
+        arrays = {
+            key: lane.arrays[key].reshape(-1, *spec.shape)
+            for key, spec in self.observation_specs.items()
+        }
         ((key, spec),) = list(self.observations.specs.items())[:1]
         if not (self.observations.single and spec.is_tensor and spec.shape):
-            return lambda k, obs: self._blank(arrays, k) if obs is BLANK else self._write(arrays, (k,), obs, "step")
-        cells, shape, dtype = arrays[key], spec.shape, spec.dtype
+            return lambda k, obs: (
+                self._blank(arrays, k) if obs is BLANK else self._write(arrays, (k,), obs, "step")
+            )
+        cells = arrays[key]
+        shape = spec.shape
+        dtype = spec.dtype
 
         def put(k: int, obs: Any) -> None:
             if obs.shape != shape or obs.dtype != dtype:
@@ -223,7 +260,9 @@ class StackedEnvs(EnvBatch):
             raise BadEnvOutput(f"{self.name}[{at[-1]}].{method}: {error}. {FIX}") from None
 
     def action_rows(self, lane: Lane) -> Callable[[int], Sequence[Any]]:
-        """Return ``actions(t)``, which copies the actions of row t: environments may keep or change them."""
+        """Return ``actions(t)``, which copies the actions of row t: environments may keep or change
+        them.
+        """
         keys, specs = list(self.action_specs), list(self.action_specs.values())
         if self.actions.single:
             rows = lane.arrays[keys[0]]
@@ -232,7 +271,9 @@ class StackedEnvs(EnvBatch):
             if specs[0].is_tensor:
                 return lambda t: rows[t].copy()
             return lambda t: copied_cells(rows[t])  # type: ignore[return-value]
-        copiers: list[Callable[[Any], Array]] = [np.ndarray.copy if spec.is_tensor else copied_cells for spec in specs]
+        copiers: list[Callable[[Any], Array]] = [
+            np.ndarray.copy if spec.is_tensor else copied_cells for spec in specs
+        ]
         columns = [lane.arrays[key] for key in keys]
 
         def composite(t: int) -> list[Any]:
@@ -242,9 +283,12 @@ class StackedEnvs(EnvBatch):
         return composite
 
     def _flag_recorder(self, lane: Lane) -> FlagRecorder:
-        terminated_rows, truncated_rows = lane.arrays[TERMINATED], lane.arrays[TRUNCATED]
+        terminated_rows = lane.arrays[TERMINATED]
+        truncated_rows = lane.arrays[TRUNCATED]
 
-        def record(t: int, b: int, terminated: Any, truncated: Any, finished: list[int] | None) -> list[int] | None:
+        def record(
+            t: int, b: int, terminated: Any, truncated: Any, finished: list[int] | None
+        ) -> list[int] | None:
             ended = checks.as_flag(terminated, "terminated", self.name)
             cut = checks.as_flag(truncated, "truncated", self.name)
             if not (ended or cut):
@@ -257,10 +301,13 @@ class StackedEnvs(EnvBatch):
 
         return record
 
-    def _explain(self, error: BaseException, got: Any, t: int, b: int, *, again: bool = False) -> None:
+    def _explain(
+        self, error: BaseException, got: Any, t: int, b: int, *, again: bool = False
+    ) -> None:
         """Raise an error that explains the failure in env ``b`` at row ``t``.
 
-        Return without an error if the returned values can be cast, and that was not tried yet (``again``).
+        Return without an error if the returned values can be cast, and that was not tried yet
+        (``again``).
         """
         self.executed_in_row = b + (got is not ...) - sum(i < b for i in self._bypassed)
         if not issubclass(type(error), Exception):  # Ctrl-C
@@ -273,7 +320,10 @@ class StackedEnvs(EnvBatch):
         if type(got) is _Refused:
             raise got.error from None
         checks.step_values(got, who)
-        scratch = {k: np.empty((self.num_envs, *s.shape), s.dtype) for k, s in self.observation_specs.items()}
+        scratch = {
+            k: np.empty((self.num_envs, *s.shape), s.dtype)
+            for k, s in self.observation_specs.items()
+        }
         self._write(scratch, (b,), got[0], f"step (row {t} of the batch)")
         problem = self.casts.reward_problem(got[1])
         if problem:
@@ -281,7 +331,9 @@ class StackedEnvs(EnvBatch):
         checks.as_flag(got[2], "terminated", who), checks.as_flag(got[3], "truncated", who)
         if again or not self.casts.any:
             returned = shown(lambda: repr(got))
-            raise BadEnvOutput(f"{who} returned {returned}, which could not be stored: {text_of(error)}") from error
+            raise BadEnvOutput(
+                f"{who} returned {returned}, which could not be stored: {text_of(error)}"
+            ) from error
         self.executed_in_row = 0
 
 
@@ -304,8 +356,12 @@ def _keeping_info(step: Callable[[Any], Any], i: int, told: list[Any]) -> Callab
     return keeping
 
 
-def _counting_lives(step: Callable[[Any], Any], who: str, key: str, i: int, lost: set[int]) -> Callable[[Any], Any]:
-    """Return a ``step`` that keeps ``i`` in ``lost`` if the environment continues after the agent's episode ended."""
+def _counting_lives(
+    step: Callable[[Any], Any], who: str, key: str, i: int, lost: set[int]
+) -> Callable[[Any], Any]:
+    """Return a ``step`` that keeps ``i`` in ``lost`` if the environment continues after the agent's
+    episode ended.
+    """
 
     def counting(action: Any) -> Any:
         got = step(action)
@@ -313,10 +369,14 @@ def _counting_lives(step: Callable[[Any], Any], who: str, key: str, i: int, lost
             return got  # the caller reports the problem
         obs, reward, terminated, truncated, info = got
         if not isinstance(info, dict):
-            problem = f"{who}.step returned an info that is {type(info).__name__}, expected a dict. {FIX}"
+            problem = (
+                f"{who}.step returned an info that is {type(info).__name__}, expected a dict. {FIX}"
+            )
             return _Refused(BadEnvOutput(problem))
         try:
-            ended = checks.as_flag(terminated, "terminated", who) or checks.as_flag(truncated, "truncated", who)
+            ended = checks.as_flag(terminated, "terminated", who) or checks.as_flag(
+                truncated, "truncated", who
+            )
             over = checks.as_flag(info.get(key, ended), f"info[{key!r}]", who)
         except BadEnvOutput as error:
             return _Refused(error)

@@ -1,8 +1,10 @@
-"""B environments that step together on tensors, as Isaac Lab, ManiSkill and other simulators on a GPU do.
+"""B environments that step together on tensors, as Isaac Lab, ManiSkill and other simulators on a
+GPU do.
 
-Required are ``num_envs``, ``device``, Gymnasium spaces (``single_observation_space``, or batched ones),
-``reset(seed=...) -> (obs, info)`` and ``step(action) -> (obs, reward, terminated, truncated, info)`` on tensors.
-The host never waits for flags of the device: each operation runs for all environments, and a mask selects results.
+Required are ``num_envs``, ``device``, Gymnasium spaces (``single_observation_space``, or batched
+ones), ``reset(seed=...) -> (obs, info)`` and ``step(action) -> (obs, reward, terminated, truncated,
+info)`` on tensors. The host never waits for flags of the device: each operation runs for all
+environments, and a mask selects results.
 """
 
 from __future__ import annotations
@@ -32,23 +34,34 @@ from muster.rng import GroupRng
 
 Leaves = list[torch.Tensor]
 Draw = Callable[[torch.Generator], torch.Tensor]
-FINAL = ("final_obs", "final_observation")  # keys of the true last observations, newest convention first
-MANI_SKILL, ISAAC_LAB = "mani_skill", ("isaaclab", "omni.isaac.lab")
+# keys of the true last observations, newest convention first
+FINAL = ("final_obs", "final_observation")
+MANI_SKILL = "mani_skill"
+ISAAC_LAB = ("isaaclab", "omni.isaac.lab")
 DO_ONE = (
-    "let reset() take mask= (bool [num_envs]) or options={'reset_mask': mask} with metadata['autoreset_mode'] set, "
-    "or pass the innermost environment if a wrapper hides this"
+    "let reset() take mask= (bool [num_envs]) or options={'reset_mask': mask} with"
+    " metadata['autoreset_mode'] set, or pass the innermost environment if a wrapper hides this"
 )
 
 
 def takes(obj: Any) -> bool:
-    """Return whether ``obj`` is a batch of environments on tensors; it may be a ``gymnasium.Env`` or ``VectorEnv``."""
-    if isinstance(obj, type) or any(cls.__module__.startswith("torchrl.") for cls in type(obj).__mro__):
-        return False  # a class, or a TorchRL wrapper, which has all attributes of the wrapped environment
+    """Return whether ``obj`` is a batch of environments on tensors; it may be a ``gymnasium.Env``
+    or ``VectorEnv``.
+    """
+    if isinstance(obj, type) or any(
+        cls.__module__.startswith("torchrl.") for cls in type(obj).__mro__
+    ):
+        # a class, or a TorchRL wrapper, which has all attributes of the wrapped environment
+        return False
     base = getattr(obj, "unwrapped", obj)
     device = getattr(obj, "device", getattr(base, "device", None))
     number = getattr(obj, "num_envs", getattr(base, "num_envs", None))
     space = getattr(base, "single_action_space", getattr(obj, "action_space", None))
-    return isinstance(device, (torch.device, str)) and isinstance(number, int) and isinstance(space, spaces.Space)
+    return (
+        isinstance(device, (torch.device, str))
+        and isinstance(number, int)
+        and isinstance(space, spaces.Space)
+    )
 
 
 def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
@@ -57,11 +70,14 @@ def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
 
 
 class TorchEnvs(EnvBatch):
-    """Implements ``EnvBatch`` for a batch of environments on tensors; owns (and closes) it. Rows are on ``device``.
+    """Implements ``EnvBatch`` for a batch of environments on tensors; owns (and closes) it.
 
-    ``SAME_STEP`` environments reset themselves, and return the true last observations as ``info["final_obs"]`` or
-    ``info["final_observation"]``, batched; if they do not, ``collector/next_obs_valid`` is False. ``DISABLED``
-    environments are reset by mask at every step. Isaac Lab's ``cfg.compute_final_obs`` is set to True.
+    Rows are on ``device``.
+
+    ``SAME_STEP`` environments reset themselves, and return the true last observations as
+    ``info["final_obs"]`` or ``info["final_observation"]``, batched; if they do not,
+    ``collector/next_obs_valid`` is False. ``DISABLED`` environments are reset by mask at every
+    step. Isaac Lab's ``cfg.compute_final_obs`` is set to True.
     """
 
     writes_next = True
@@ -75,29 +91,39 @@ class TorchEnvs(EnvBatch):
         self.num_envs = int(getattr(env, "num_envs", getattr(base, "num_envs", 0)))
         self.batch_shape: tuple[int, ...] | None = (self.num_envs,)
         self.name = checks.env_name(env)
-        self.observations: SpaceCodec = observation_codec(_single_space(env, "observation_space", self.num_envs))
+        self.observations: SpaceCodec = observation_codec(
+            _single_space(env, "observation_space", self.num_envs)
+        )
         self.actions: SpaceCodec = action_codec(_single_space(env, "action_space", self.num_envs))
-        self.observation_specs, self.action_specs = self.observations.specs, self.actions.specs
+        self.observation_specs = self.observations.specs
+        self.action_specs = self.actions.specs
         self.action_masks = action_masks(self.observation_specs, self.action_specs)
         self.casts: Casts = Casts(self.name)
         checks.check_arrays(self.name, self.observation_specs, self.action_specs)
         specs = self.observation_specs.items()
-        self._expected = [(key, (self.num_envs, *spec.shape), torch_dtype(spec.dtype)) for key, spec in specs]
+        self._expected = [
+            (key, (self.num_envs, *spec.shape), torch_dtype(spec.dtype)) for key, spec in specs
+        ]
         self._self_resetting = self._mode() is AutoresetMode.SAME_STEP
         self._how = _partial_reset(env)
         exact = bool(getattr(base, "muster_exact", False))
         # Only with this convention can an environment ignore the mask without an error.
-        self._mask_untried = self._how is not None and self._how.option == "reset_mask" and not exact
+        self._mask_untried = (
+            self._how is not None and self._how.option == "reset_mask" and not exact
+        )
         cfg = getattr(base, "cfg", None)
         gives_final = exact or _is_from(env, MANI_SKILL)
         if _is_from(env, *ISAAC_LAB) and cfg is not None and hasattr(cfg, "compute_final_obs"):
             cfg.compute_final_obs = gives_final = True
         self.final_obs_certain = gives_final or not self._self_resetting
         self._limit: int | None = None
-        self._count = torch.zeros(self.num_envs, dtype=torch.int64, device=self._on)  # steps of current episodes
+        # steps of current episodes
+        self._count = torch.zeros(self.num_envs, dtype=torch.int64, device=self._on)
         rows_on = self.device or torch.device("cpu")
         self._generator = torch.Generator(rows_on)
-        self._draws = [_drawing(spec, self.num_envs, rows_on) for spec in self.action_specs.values()]
+        self._draws = [
+            _drawing(spec, self.num_envs, rows_on) for spec in self.action_specs.values()
+        ]
         if not self._self_resetting:
             self._need_mask("it does not reset by itself (AutoresetMode.DISABLED)")
 
@@ -118,17 +144,25 @@ class TorchEnvs(EnvBatch):
         self._limit = limit
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Any]:
-        """Draw like ``SpaceCodec.sample``, on the device of the rows. Each row has a seed of its own, so the numbers do
-        not depend on the division of steps into batches.
+        """Draw like ``SpaceCodec.sample``, on the device of the rows. Each row has a seed of its
+        own, so the numbers do not depend on the division of steps into batches.
         """
         rows = []
         for _ in range(math.prod(shape[:-1])):
             self._generator.manual_seed(int(rng.stream(0).integers(2**63)))
             rows.append([draw(self._generator) for draw in self._draws])
-        leaves = (torch.stack(leaf).reshape(*shape, *leaf[0].shape[1:]) for leaf in zip(*rows, strict=True))
-        return {k: v if self.device else v.numpy() for k, v in zip(self.action_specs, leaves, strict=True)}
+        leaves = (
+            torch.stack(leaf).reshape(*shape, *leaf[0].shape[1:])
+            for leaf in zip(*rows, strict=True)
+        )
+        return {
+            k: v if self.device else v.numpy()
+            for k, v in zip(self.action_specs, leaves, strict=True)
+        }
 
-    def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def reset(
+        self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None
+    ) -> None:
         given, self.reset_options = dict(self.reset_options or {}), None
         if seeds is not None:
             given["seed"] = checks.batch_seed(seeds)
@@ -177,21 +211,29 @@ class TorchEnvs(EnvBatch):
         keys = list(self.observation_specs)
         if next_of(keys[0]) not in lane.tensors:
             raise BadOption(
-                f"{self.name}: compact_obs=True keeps last observations aside when an episode ends, which only the "
-                f"device knows. Leave it out."
+                f"{self.name}: compact_obs=True keeps last observations aside when an episode ends,"
+                " which only the device knows. Leave it out."
             )
         rows_of: Callable[[Key], Sequence[torch.Tensor]] = lambda key: lane.tensors[key].unbind(0)  # noqa: E731
-        observations, after = ([rows_of(key) for key in group] for group in (keys, map(next_of, keys)))
+        observations, after = (
+            [rows_of(key) for key in group] for group in (keys, map(next_of, keys))
+        )
         actions = [rows_of(key) for key in self.action_specs]
-        rewards, terminated, truncated = map(rows_of, (REWARD, next_of(TERMINATED), next_of(TRUNCATED)))
+        rewards, terminated, truncated = map(
+            rows_of, (REWARD, next_of(TERMINATED), next_of(TRUNCATED))
+        )
         valid = rows_of(NEXT_OBS_VALID) if NEXT_OBS_VALID in lane.tensors else None
-        carried = [c.key for c in lane.layout.columns if c.carry and c.key not in self.observation_specs]
+        carried = [
+            c.key for c in lane.layout.columns if c.carry and c.key not in self.observation_specs
+        ]
         states = [(rows_of(key), key == IS_INIT) for key in carried]
         on = self._on
 
         def step(t: int) -> None:
             with torch.inference_mode(False), torch.no_grad():
-                obs, reward, ended, cut, info = self._step([rows[t].to(on, copy=True) for rows in actions], t)
+                obs, reward, ended, cut, info = self._step(
+                    [rows[t].to(on, copy=True) for rows in actions], t
+                )
                 done = ended | cut
                 last, unknown = self._last(obs, done, info) if self._self_resetting else (obs, None)
                 for rows, leaf in zip(after, last, strict=True):
@@ -222,7 +264,9 @@ class TorchEnvs(EnvBatch):
 
         return step
 
-    def _step(self, action: Leaves, t: int) -> tuple[Leaves, torch.Tensor, torch.Tensor, torch.Tensor, Any]:
+    def _step(
+        self, action: Leaves, t: int
+    ) -> tuple[Leaves, torch.Tensor, torch.Tensor, torch.Tensor, Any]:
         got = checks.call(self.env, "step", self.name, self.actions.build(action))
         self.executed_in_row = self.num_envs
         obs, reward, terminated, truncated, info = checks.step_values(got, f"{self.name}.step")
@@ -230,11 +274,19 @@ class TorchEnvs(EnvBatch):
         flags = self._column(terminated, "terminated"), self._column(truncated, "truncated")
         return leaves, self._column(reward, "reward"), *flags, info
 
-    def _last(self, obs: Leaves, done: torch.Tensor, info: Any) -> tuple[Leaves, torch.Tensor | None]:
-        """Return the true last observations if ``done``, else ``obs``; and the mask of unknown ones (NaN or 0)."""
-        name = next((name for name in FINAL if isinstance(info, Mapping) and info.get(name) is not None), None)
+    def _last(
+        self, obs: Leaves, done: torch.Tensor, info: Any
+    ) -> tuple[Leaves, torch.Tensor | None]:
+        """Return the true last observations if ``done``, else ``obs``; and the mask of unknown ones
+        (NaN or 0).
+        """
+        name = next(
+            (name for name in FINAL if isinstance(info, Mapping) and info.get(name) is not None),
+            None,
+        )
         if name is None:
-            last, unknown = obs, done
+            last = obs
+            unknown = done
         else:
             final = self._leaves(info[name], f"{self.name}: info[{name!r}]")
             last = [_where(done, end, leaf) for end, leaf in zip(final, obs, strict=True)]
@@ -243,21 +295,31 @@ class TorchEnvs(EnvBatch):
                 return last, None
             unknown = done & ~self._column(given, f"info['_{name}']")
         blank = [float("nan") if leaf.is_floating_point() else 0 for leaf in last]
-        return [leaf.masked_fill(_like(unknown, leaf), x) for leaf, x in zip(last, blank, strict=True)], unknown
+        return [
+            leaf.masked_fill(_like(unknown, leaf), x) for leaf, x in zip(last, blank, strict=True)
+        ], unknown
 
     def _leaves(self, obs: Any, who: str) -> Leaves:
-        """Return the leaves of the observation, ``[B, *shape]``, after a check of shapes and dtypes."""
+        """Return the leaves of the observation, ``[B, *shape]``, after a check of shapes and
+        dtypes.
+        """
         leaves = self.observations.flatten(obs, who)
         for (key, expected, dtype), leaf in zip(self._expected, leaves, strict=True):
-            if not torch.is_tensor(leaf) or tuple(leaf.shape) != expected or not self._fits(leaf.dtype, dtype, key):
+            if (
+                not torch.is_tensor(leaf)
+                or tuple(leaf.shape) != expected
+                or not self._fits(leaf.dtype, dtype, key)
+            ):
                 raise BadEnvOutput(
-                    f"{who}: {dotted(key)} is {_describe(leaf)}, expected a tensor of shape {expected} and dtype "
-                    f"{dtype}, as its space says. {FIX}"
+                    f"{who}: {dotted(key)} is {_describe(leaf)}, expected a tensor of shape"
+                    f" {expected} and dtype {dtype}, as its space says. {FIX}"
                 )
         return leaves
 
     def _fits(self, got: torch.dtype, dtype: torch.dtype, key: Key) -> bool:
-        """Decide like ``Casts.problem``, without the values, which are on the device: accept any float for a float."""
+        """Decide like ``Casts.problem``, without the values, which are on the device: accept any
+        float for a float.
+        """
         if got == dtype:
             return True
         cast = got.is_floating_point and dtype.is_floating_point and not self.casts.refused
@@ -268,10 +330,14 @@ class TorchEnvs(EnvBatch):
     def _column(self, value: Any, name: str) -> torch.Tensor:
         """Return a reward, or a flag as bool, ``[B]``."""
         flag = name != "reward"
-        if not torch.is_tensor(value) or value.numel() != self.num_envs or (flag and value.is_floating_point()):
+        if (
+            not torch.is_tensor(value)
+            or value.numel() != self.num_envs
+            or (flag and value.is_floating_point())
+        ):
             raise BadEnvOutput(
-                f"{self.name}.step: {name} is {_describe(value)}, expected a tensor of {self.num_envs} "
-                f"{'bools' if flag else 'numbers'}. {FIX}"
+                f"{self.name}.step: {name} is {_describe(value)}, expected a tensor of"
+                f" {self.num_envs} {'bools' if flag else 'numbers'}. {FIX}"
             )
         column = value.reshape(self.num_envs)
         return column.bool() if flag else column
@@ -282,27 +348,38 @@ class TorchEnvs(EnvBatch):
         obs, _ = checks.reset_pair(checks.call(self.env, "reset", self.name, **given), self.name)
         return self._leaves(obs, f"{self.name}.reset")
 
-    def _reset_some(self, mask: torch.Tensor, given: dict[str, Any], which: Sequence[int] = ()) -> Leaves:
-        """Reset the environments in ``mask``; ``which`` has their indices, for environments that need these."""
+    def _reset_some(
+        self, mask: torch.Tensor, given: dict[str, Any], which: Sequence[int] = ()
+    ) -> Leaves:
+        """Reset the environments in ``mask``; ``which`` has their indices, for environments that
+        need these.
+        """
         how = self._how
         self.check_partial_reset()
         assert how is not None
         value: Any = torch.as_tensor(which, device=self._on) if how.indices else mask
-        given[how.keyword] = {**given.get(how.keyword, {}), how.option: value} if how.option else value
+        given[how.keyword] = (
+            {**given.get(how.keyword, {}), how.option: value} if how.option else value
+        )
         return self._reset(given)
 
     def check_partial_reset(self) -> None:
         if self._how is None:
-            raise UnsupportedEnv(f"{self.name} cannot reset single environments: reset all of them, or {DO_ONE}")
+            raise UnsupportedEnv(
+                f"{self.name} cannot reset single environments: reset all of them, or {DO_ONE}"
+            )
 
     def _need_mask(self, why: str) -> None:
         if self._how is None or self._how.indices:
             raise UnsupportedEnv(
-                f"{self.name}: {why}, so it must be reset by mask, without waiting for the device: {DO_ONE}"
+                f"{self.name}: {why}, so it must be reset by mask, without waiting for the device:"
+                f" {DO_ONE}"
             )
 
     def _try_mask(self, given: dict[str, Any], obs: Leaves) -> Leaves:
-        """Test that a reset of environment 0 after a step leaves the others unchanged; then reset all as requested."""
+        """Test that a reset of environment 0 after a step leaves the others unchanged; then reset
+        all as requested.
+        """
         self._mask_untried = False
         self._generator.manual_seed(0)
         actions = [draw(self._generator).to(self._on) for draw in self._draws]
@@ -326,8 +403,8 @@ class TorchEnvs(EnvBatch):
             same = (old.to(self._on) == new.to(old.dtype)) | (new != new)
             if not (same | _like(mask, new)).all():
                 raise UnsupportedEnv(
-                    f"{self.name} was asked to reset some of its environments with options={{'reset_mask': mask}} and "
-                    f"reset others too; {DO_ONE}."
+                    f"{self.name} was asked to reset some of its environments with"
+                    f" options={{'reset_mask': mask}} and reset others too; {DO_ONE}."
                 )
 
     def _mode(self) -> AutoresetMode:
@@ -338,17 +415,21 @@ class TorchEnvs(EnvBatch):
             return AutoresetMode.SAME_STEP
         if declared is None or declared is AutoresetMode.NEXT_STEP:
             raise UnsupportedEnv(
-                f"{self.name} {'resets at the next step' if declared else 'does not say how it resets'}: Muster takes "
-                f"batches on tensors with metadata['autoreset_mode'] SAME_STEP (it returns the first observations of "
-                f"new episodes, and the last ones as info['final_obs']) or DISABLED (reset() takes a mask). "
-                f"ManiSkill: pass ManiSkillVectorEnv(env, auto_reset=True)."
+                f"{self.name}"
+                f" {'resets at the next step' if declared else 'does not say how it resets'}:"
+                " Muster takes batches on tensors with metadata['autoreset_mode'] SAME_STEP (it"
+                " returns the first observations of new episodes, and the last ones as"
+                " info['final_obs']) or DISABLED (reset() takes a mask). ManiSkill: pass"
+                " ManiSkillVectorEnv(env, auto_reset=True)."
             )
         return declared
 
 
 @dataclass(frozen=True)
 class _Partial:
-    """How to pass environments to ``reset``: by keyword, or as an entry ``option`` of a dict passed by keyword."""
+    """How to pass environments to ``reset``: by keyword, or as an entry ``option`` of a dict passed
+    by keyword.
+    """
 
     keyword: str
     option: str | None = None
@@ -363,7 +444,11 @@ def _partial_reset(env: Any) -> _Partial | None:
         return _Partial("env_ids", indices=True)
     if _is_from(env, MANI_SKILL):
         return _Partial("options", "env_idx", indices=True)
-    return _Partial("options", "reset_mask") if "options" in parameters and not _is_from(env, *ISAAC_LAB) else None
+    return (
+        _Partial("options", "reset_mask")
+        if "options" in parameters and not _is_from(env, *ISAAC_LAB)
+        else None
+    )
 
 
 def _is_from(obj: Any, *packages: str) -> bool:
@@ -398,7 +483,9 @@ def _drawing(spec: ArraySpec, B: int, on: torch.device) -> Draw:
         return torch.rand(size, generator=generator, dtype=torch.float64, device=on)
 
     if spec.dtype.kind in "iub":
-        return lambda g: torch.minimum(low + (uniform(g) * (high - low + 1)).floor(), high).to(dtype)
+        return lambda g: torch.minimum(low + (uniform(g) * (high - low + 1)).floor(), high).to(
+            dtype
+        )
     below, above = low.isfinite(), high.isfinite()
     low0, high0 = low.where(below, torch.zeros_like(low)), high.where(above, torch.zeros_like(high))
 
@@ -408,13 +495,16 @@ def _drawing(spec: ArraySpec, B: int, on: torch.device) -> Draw:
         tail = -torch.log1p(-u)
         one_sided = torch.where(below, low0 + tail, high0 - tail)
         both = low0 + u * (high0 - low0)
-        return torch.where(below & above, both, torch.where(below | above, one_sided, normal)).to(dtype)
+        return torch.where(below & above, both, torch.where(below | above, one_sided, normal)).to(
+            dtype
+        )
 
     return floats
 
 
 def _first_allowed(spec: ArraySpec, mask: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the first allowed choice of each variable, ``[B, variables]``; ``shape``: of the mask of an environment.
+    """Return the first allowed choice of each variable, ``[B, variables]``; ``shape``: of the mask
+    of an environment.
 
     Raises:
         ValueError: the mask does not fit the action.
@@ -443,8 +533,8 @@ def _unbatched(space: Any, B: int) -> spaces.Space[Any]:
         return spaces.Dict({key: _unbatched(part, B) for key, part in space.spaces.items()})
     if not isinstance(space, (spaces.Box, spaces.MultiDiscrete)) or space.shape[:1] != (B,):
         raise UnsupportedSpace(
-            f"{space} is no space of {B} environments: give the environment single_observation_space and "
-            f"single_action_space"
+            f"{space} is no space of {B} environments: give the environment"
+            " single_observation_space and single_action_space"
         )
     if isinstance(space, spaces.Box):
         return spaces.Box(space.low[0], space.high[0], dtype=space.dtype.type)

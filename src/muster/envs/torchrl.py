@@ -1,7 +1,9 @@
-"""TorchRL environments as an env batch: writes the data that TorchRL's collector would store into a slot's rows.
+"""TorchRL environments as an env batch: writes the data that TorchRL's collector would store into a
+slot's rows.
 
-A step calls ``env._step``, which environments and transforms implement, and does the other work of ``EnvBase.step``
-itself. Resets are TorchRL's own: ``step_mdp`` and ``maybe_reset`` after the end of an episode, ``reset`` otherwise.
+A step calls ``env._step``, which environments and transforms implement, and does the other work of
+``EnvBase.step`` itself. Resets are TorchRL's own: ``step_mdp`` and ``maybe_reset`` after the end of
+an episode, ``reset`` otherwise.
 """
 
 from __future__ import annotations
@@ -34,26 +36,32 @@ def takes(obj: Any) -> bool:
 
 
 def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
-    """Return the env batch of one environment of any batch size, or several without; it owns and closes them."""
+    """Return the env batch of one environment of any batch size, or several without; it owns and
+    closes them.
+    """
     require("torchrl", extra="torchrl")
     return TorchRLEnvs([env if device is None else env.to(device) for env in envs])
 
 
-COUNTERS = {"step_count", "is_init", "episode_reward", "traj_count"}  # observations that TorchRL's transforms add
+# observations that TorchRL's transforms add
+COUNTERS = {"step_count", "is_init", "episode_reward", "traj_count"}
 
 
 class TorchRLEnvs(EnvBatch):
-    """One ``EnvBase`` of any batch size, or several without a batch size, stepped one after another.
+    """One ``EnvBase`` of any batch size, or several without a batch size, stepped one after
+    another.
 
-    Seeds: ``set_seed(seed)`` is called before the reset of an environment without a batch size, and for each part of a
-    ``SerialEnv`` or ``ParallelEnv`` that is reset as a whole. Any other batch has one generator, which gets the first
-    seed. ``reset_options`` are passed to ``env.reset`` by keyword.
+    Seeds: ``set_seed(seed)`` is called before the reset of an environment without a batch size, and
+    for each part of a ``SerialEnv`` or ``ParallelEnv`` that is reset as a whole. Any other batch
+    has one generator, which gets the first seed. ``reset_options`` are passed to ``env.reset`` by
+    keyword.
 
-    An episode ends where TorchRL resets: if ``done`` at the root is set, or without such a flag, if any of the flags
-    nearest to the root is set. Flags further below are carried like observations.
+    An episode ends where TorchRL resets: if ``done`` at the root is set, or without such a flag, if
+    any of the flags nearest to the root is set. Flags further below are carried like observations.
     """
 
-    reset_options: dict[str, Any] | None = None  # TorchRL's ``reset(**kwargs)`` takes any, also a seed
+    # TorchRL's ``reset(**kwargs)`` takes any, also a seed
+    reset_options: dict[str, Any] | None = None
 
     def __init__(self, envs: Sequence[EnvBase]) -> None:
         self.envs = list(envs)
@@ -64,19 +72,27 @@ class TorchRLEnvs(EnvBatch):
         for i, env in enumerate(self.envs[1:], 1):
             if not declared(env).same_as(specs):
                 raise UnsupportedEnv(
-                    f"{self.name}: environments of one group need equal specs; those of env {i} differ"
+                    f"{self.name}: environments of one group need equal specs; those of env {i}"
+                    " differ"
                 )
         self._ones = self._make_ones()
         self.num_envs = sum(one.count for one in self._ones)
         self.batch_shape = specs.lead or None
-        self.observation_specs, self.action_specs, self.step_specs = specs.observations, specs.actions, specs.steps
-        if [*specs.actions] == [ACTION]:  # masks of agents are those of the environment's action spec
+        self.observation_specs = specs.observations
+        self.action_specs = specs.actions
+        self.step_specs = specs.steps
+        # masks of agents are those of the environment's action spec
+        if [*specs.actions] == [ACTION]:
             self.action_masks = action_masks(specs.observations, specs.actions)
         self.bookkeeping = frozenset(
-            key for key in specs.observations if key in specs.state_only or key in specs.done or key[-1] in COUNTERS
+            key
+            for key in specs.observations
+            if key in specs.state_only or key in specs.done or key[-1] in COUNTERS
         )
         self.own_dtype = self.bookkeeping | specs.state
-        self.flags, self.reward_key, self.reward_dtype = specs.flags, specs.reward_key, specs.reward_dtype
+        self.flags = specs.flags
+        self.reward_key = specs.reward_key
+        self.reward_dtype = specs.reward_dtype
         self.final_obs_certain = not first.__dict__.get("_torchrl_native_autoreset", False)
         self._draw = drawers(first.full_action_spec, len(specs.lead))
         self._chooses = False  # in the next rollout, environments choose actions themselves
@@ -84,13 +100,15 @@ class TorchRLEnvs(EnvBatch):
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         """Draw random actions like ``env.rand_action``.
 
-        If that depends on the state (a mask, or the environment's own ``rand_action``), actions for more than one step
-        are zeros, which the steps of the next rollout replace.
+        If that depends on the state (a mask, or the environment's own ``rand_action``), actions for
+        more than one step are zeros, which the steps of the next rollout replace.
         """
         if self._stateful():
             return self._sample_stateful(shape)
         if self._draw is not None:
-            return {key: draw(rng.stream(i), shape) for i, (key, draw) in enumerate(self._draw.items())}
+            return {
+                key: draw(rng.stream(i), shape) for i, (key, draw) in enumerate(self._draw.items())
+            }
         rows = int(np.prod(shape, dtype=int)) // self.num_envs
         out = self._no_actions((rows, self.num_envs))
         with torch.random.fork_rng(devices=[]):
@@ -100,7 +118,9 @@ class TorchRLEnvs(EnvBatch):
                     self._put(out, t, one, one.env.full_action_spec.rand())
         return {key: array.reshape((*shape, *array.shape[2:])) for key, array in out.items()}
 
-    def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def reset(
+        self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None
+    ) -> None:
         options, self.reset_options = self.reset_options, None
         for one in self._ones:
             mine = [n for n, i in enumerate(which) if one.columns.start <= i < one.columns.stop]
@@ -131,9 +151,13 @@ class TorchRLEnvs(EnvBatch):
         names = [f"{self.name}[{i}]" for i in range(len(parts))] if len(parts) > 1 else [self.name]
         specs = declared(parts[0])
         if all(is_plain_gym(env, specs) for env in parts):
-            return [PlainGym(env, specs, name, i) for i, (env, name) in enumerate(zip(parts, names, strict=True))]
+            return [
+                PlainGym(env, specs, name, i)
+                for i, (env, name) in enumerate(zip(parts, names, strict=True))
+            ]
         return [
-            OneEnv(env, specs, name, i, fast_step(env)) for i, (env, name) in enumerate(zip(parts, names, strict=True))
+            OneEnv(env, specs, name, i, fast_step(env))
+            for i, (env, name) in enumerate(zip(parts, names, strict=True))
         ]
 
     def _make_step(self, lane: Lane) -> Step:
@@ -150,7 +174,9 @@ class TorchRLEnvs(EnvBatch):
                     if ended is not None:
                         finished = ended if finished is None else finished + ended
             except BaseException:
-                self.executed_in_row = sum(one.count for i, one in enumerate(ones) if i < n or one.executed)
+                self.executed_in_row = sum(
+                    one.count for i, one in enumerate(ones) if i < n or one.executed
+                )
                 raise
             return finished
 
@@ -182,7 +208,10 @@ class TorchRLEnvs(EnvBatch):
         return {key: array.reshape((*shape, *array.shape[2:])) for key, array in out.items()}
 
     def _no_actions(self, lead: tuple[int, ...]) -> dict[Key, Array]:
-        return {key: np.zeros((*lead, *spec.shape), spec.dtype) for key, spec in self.action_specs.items()}
+        return {
+            key: np.zeros((*lead, *spec.shape), spec.dtype)
+            for key, spec in self.action_specs.items()
+        }
 
     def _put(self, out: dict[Key, Array], t: int, one: OneEnv, td: Any) -> None:
         for key, spec in self.action_specs.items():
@@ -197,8 +226,8 @@ class TorchRLEnvs(EnvBatch):
         check_distinct(self.envs, self.name)
         if len(self.envs) > 1 and first.batch_size:
             raise BadOption(
-                f"num_envs={len(self.envs)} was given, but {self.name} is a batch of environments already: "
-                f"leave num_envs out, or pass a list of factories for several groups."
+                f"num_envs={len(self.envs)} was given, but {self.name} is a batch of environments"
+                " already: leave num_envs out, or pass a list of factories for several groups."
             )
         for env in _chain(first):
             parts = env.transform.modules() if isinstance(env, TransformedEnv) else [env]
@@ -207,8 +236,9 @@ class TorchRLEnvs(EnvBatch):
                 usual = (None, Transform._post_step_mdp_hooks, Compose._post_step_mdp_hooks)
                 if hook not in usual:
                     raise UnsupportedEnv(
-                        f"{self.name}: {type(part).__name__} changes observations between one step and the next "
-                        f"(_post_step_mdp_hooks), which a batch cannot show. Leave it out, and compress what is stored."
+                        f"{self.name}: {type(part).__name__} changes observations between one step"
+                        " and the next (_post_step_mdp_hooks), which a batch cannot show. Leave it"
+                        " out, and compress what is stored."
                     )
 
 

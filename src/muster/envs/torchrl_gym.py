@@ -1,8 +1,10 @@
-"""Steps of a plain ``GymEnv`` without TorchRL's step: the same data from the inner environment, at its own speed.
+"""Steps of a plain ``GymEnv`` without TorchRL's step: the same data from the inner environment, at
+its own speed.
 
-An environment is plain if its class is ``GymEnv`` or ``GymWrapper`` (no derived class, not patched), around a single
-environment with vectors or images as observations, and one discrete or continuous action. Plain environments in a
-``SerialEnv`` or ``TransformedEnv`` are stepped directly, too. All others are stepped by ``env._step``.
+An environment is plain if its class is ``GymEnv`` or ``GymWrapper`` (no derived class, not
+patched), around a single environment with vectors or images as observations, and one discrete or
+continuous action. Plain environments in a ``SerialEnv`` or ``TransformedEnv`` are stepped directly,
+too. All others are stepped by ``env._step``.
 """
 
 from __future__ import annotations
@@ -26,7 +28,17 @@ from muster.memory.slots import Lane
 from muster.utils.private_names import tensordict_maker
 
 PATCHABLE = {
-    *("_step", "_reset", "step", "reset", "read_obs", "read_reward", "read_action", "read_done", "rand_action"),
+    *(
+        "_step",
+        "_reset",
+        "step",
+        "reset",
+        "read_obs",
+        "read_reward",
+        "read_action",
+        "read_done",
+        "rand_action",
+    ),
     *("_output_transform", "_reset_output_transform", "_set_seed", "set_seed"),
 }
 TERMINATED, TRUNCATED = next_of(("terminated",)), next_of(("truncated",))
@@ -39,14 +51,29 @@ def is_plain_gym(env: EnvBase, specs: Declared) -> bool:
     if type(env) not in (GymEnv, GymWrapper) or patched:
         return False
     inner: Any = env._env
-    usual = not (env._is_batched or env.info_dict_reader or env.from_pixels) and env.wrapper_frame_skip == 1
-    if not usual or not isinstance(inner, gymnasium.Env) or (env.device is not None and env.device.type != "cpu"):
+    usual = (
+        not (env._is_batched or env.info_dict_reader or env.from_pixels)
+        and env.wrapper_frame_skip == 1
+    )
+    if (
+        not usual
+        or not isinstance(inner, gymnasium.Env)
+        or (env.device is not None and env.device.type != "cpu")
+    ):
         return False
     if len(specs.observations) != 1 or specs.flags != FLAGS or specs.reward_key != REWARD:
         return False
     (observation,), space = specs.observations.values(), inner.observation_space
-    same = isinstance(space, spaces.Box) and (space.shape, space.dtype) == (observation.shape, observation.dtype)
-    return same and bool(observation.shape) and len(specs.actions) == 1 and _action_reader(env) is not None
+    same = isinstance(space, spaces.Box) and (space.shape, space.dtype) == (
+        observation.shape,
+        observation.dtype,
+    )
+    return (
+        same
+        and bool(observation.shape)
+        and len(specs.actions) == 1
+        and _action_reader(env) is not None
+    )
 
 
 def plain_parts(env: EnvBase) -> list[Any] | None:
@@ -60,15 +87,27 @@ def plain_parts(env: EnvBase) -> list[Any] | None:
 
 
 def fast_step(env: EnvBase) -> Callable[[Any], Any] | None:
-    """Return a faster ``_step`` for a ``TransformedEnv`` around a plain environment; None for other environments."""
-    if type(env) is not TransformedEnv or "_step" in env.__dict__ or env.base_env.device != env.device:
+    """Return a faster ``_step`` for a ``TransformedEnv`` around a plain environment; None for other
+    environments.
+    """
+    if (
+        type(env) is not TransformedEnv
+        or "_step" in env.__dict__
+        or env.base_env.device != env.device
+    ):
         return None
     base: Any = env.base_env
     specs = declared(base)
     if not is_plain_gym(base, specs):
         return None
     ((key, spec),), (action_key,) = specs.observations.items(), specs.actions
-    step, read, shape, dtype, transform = base._env.step, _action_reader(base), spec.shape, spec.dtype, env.transform
+    step, read, shape, dtype, transform = (
+        base._env.step,
+        _action_reader(base),
+        spec.shape,
+        spec.dtype,
+        env.transform,
+    )
     assert read is not None
     make_td = tensordict_maker()
 
@@ -77,9 +116,14 @@ def fast_step(env: EnvBase) -> Callable[[Any], Any] | None:
         plain = type(obs) is np.ndarray and obs.shape == shape and obs.dtype == dtype
         out = {key[0]: torch.from_numpy(obs.copy())} if plain else base.read_obs(obs)
         out["reward"] = (
-            torch.tensor([float(reward)], device="cpu") if isinstance(reward, float) else base.read_reward(reward)
+            torch.tensor([float(reward)], device="cpu")
+            if isinstance(reward, float)
+            else base.read_reward(reward)
         )
-        ended, cut = as_flag(terminated, "terminated", "env"), as_flag(truncated, "truncated", "env")
+        ended, cut = (
+            as_flag(terminated, "terminated", "env"),
+            as_flag(truncated, "truncated", "env"),
+        )
         flags = torch.tensor([[ended or cut], [ended], [cut]], device="cpu")
         out["done"], out["terminated"], out["truncated"] = flags.unbind(0)
         return make_td(out, batch_size=torch.Size([]), device=base.device)
@@ -99,11 +143,14 @@ class PlainGym(OneEnv):
     """Steps and resets the environment inside a ``GymEnv``."""
 
     def start(self, lane: Lane) -> Advance:
-        env, i, name = self.env, self.columns.start, self.name
+        env = self.env
+        i = self.columns.start
+        name = self.name
         ((key, spec),), (action_key,) = self.specs.observations.items(), self.specs.actions
         step, read, shape, dtype = env._env.step, _action_reader(env), spec.shape, spec.dtype
         observations, actions, rewards = (lane.arrays[k][:, i] for k in (key, action_key, REWARD))
-        terminated_rows, truncated_rows = lane.arrays[TERMINATED], lane.arrays[TRUNCATED]
+        terminated_rows = lane.arrays[TERMINATED]
+        truncated_rows = lane.arrays[TRUNCATED]
         assert read is not None
 
         def advance(t: int) -> list[int] | None:
@@ -127,7 +174,10 @@ class PlainGym(OneEnv):
             rewards[t] = reward if isinstance(reward, float) else env.read_reward(reward).item()
             if terminated is False and truncated is False:
                 return None
-            ended, cut = as_flag(terminated, "terminated", name), as_flag(truncated, "truncated", name)
+            ended, cut = (
+                as_flag(terminated, "terminated", name),
+                as_flag(truncated, "truncated", name),
+            )
             terminated_rows[t, i], truncated_rows[t, i] = ended, cut
             return [i] if ended or cut else None
 
@@ -154,7 +204,9 @@ class PlainGym(OneEnv):
 
         def misfit() -> BadEnvOutput:
             returned = shown(lambda: repr(obs))
-            return BadEnvOutput(f"{self.name}.{method} returned {returned}, its spec says {spec}. {FIX}")
+            return BadEnvOutput(
+                f"{self.name}.{method} returned {returned}, its spec says {spec}. {FIX}"
+            )
 
         try:
             value = self.env.read_obs(obs)[key[0]].numpy()
@@ -166,12 +218,19 @@ class PlainGym(OneEnv):
 
 
 def _action_reader(env: Any) -> Callable[[Any], Any] | None:
-    """Return a function from an action row to an action of the inner environment, like ``env.read_action``, or None."""
-    spec, space = env.full_action_spec[env.action_keys[0]], env._env.action_space
+    """Return a function from an action row to an action of the inner environment, like
+    ``env.read_action``, or None.
+    """
+    spec = env.full_action_spec[env.action_keys[0]]
+    space = env._env.action_space
     if isinstance(space, spaces.Discrete) and space.start == 0:
         if type(spec) is OneHot and len(spec.shape) == 1:
             return lambda row: int(row.argmax())
         if type(spec) is Categorical and not spec.shape:
             return int
-    continuous = isinstance(space, spaces.Box) and isinstance(spec, (Bounded, Unbounded)) and bool(spec.shape)
+    continuous = (
+        isinstance(space, spaces.Box)
+        and isinstance(spec, (Bounded, Unbounded))
+        and bool(spec.shape)
+    )
     return np.copy if continuous and spec.dtype.is_floating_point else None

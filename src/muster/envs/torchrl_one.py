@@ -26,16 +26,25 @@ FIX = "Fix the environment, or correct its specs (torchrl.envs.check_env_specs f
 
 
 class OneEnv:
-    """Steps and resets one ``EnvBase``, whose first column in the group is ``offset``, and writes the results.
+    """Steps and resets one ``EnvBase``, whose first column in the group is ``offset``, and writes
+    the results.
 
-    ``executed``: the step has returned; the caller of ``advance`` resets it. ``choosing``: the environment
-    chooses actions itself (``rand_action``). ``step`` is called instead of ``env._step``.
+    ``executed``: the step has returned; the caller of ``advance`` resets it. ``choosing``: the
+    environment chooses actions itself (``rand_action``). ``step`` is called instead of
+    ``env._step``.
     """
 
     def __init__(
-        self, env: EnvBase, specs: Declared, name: str, offset: int, step: Callable[[Any], Any] | None = None
+        self,
+        env: EnvBase,
+        specs: Declared,
+        name: str,
+        offset: int,
+        step: Callable[[Any], Any] | None = None,
     ) -> None:
-        self.env, self.specs, self.name = env, specs, name
+        self.env = env
+        self.specs = specs
+        self.name = name
         self._call: Callable[[Any], Any] = step or env._step
         self.count = int(np.prod(specs.lead))
         self.columns = slice(offset, offset + self.count)
@@ -48,11 +57,14 @@ class OneEnv:
         self._stepped: tuple[Any, Any] | None = (
             None  # the last step's TensorDict and result; None: it failed, or a reset followed
         )
-        self._current: Any = None  # result of the last reset, or of the last step if the environment resets itself
+        # result of the last reset, or of the last step if the environment resets itself
+        self._current: Any = None
         self._fresh: list[int] = []  # columns that the environment has reset itself
 
     def start(self, lane: Lane) -> Advance:
-        """Return ``advance(t)``, which steps row t and returns the columns whose episodes ended, or None."""
+        """Return ``advance(t)``, which steps row t and returns the columns whose episodes ended, or
+        None.
+        """
         specs = self.specs
         make = self._input(lane)
         carried = {column.key for column in lane.layout.columns if column.by_policy}
@@ -60,7 +72,15 @@ class OneEnv:
         objects: list[tuple[Key, Any, int]] = []
         for key, spec in specs.observations.items():
             if spec.is_tensor:
-                plain.append((_name(key), self._rows(lane.tensors[key]), 1, key in carried, torch_dtype(spec.dtype)))
+                plain.append(
+                    (
+                        _name(key),
+                        self._rows(lane.tensors[key]),
+                        1,
+                        key in carried,
+                        torch_dtype(spec.dtype),
+                    )
+                )
             else:
                 objects.append((key, self._rows(lane.arrays[key]), 1))
         for key, spec in specs.steps.items():
@@ -77,7 +97,8 @@ class OneEnv:
         flags = [_name(key) for key in dict.fromkeys((*specs.ends, *specs.flags))]
 
         def advance(t: int) -> list[int] | None:
-            self.executed, self._stepped = False, None
+            self.executed = False
+            self._stepped = None
             td, after = self._step(make, lane, t)
             self.executed = True
             for name, rows, later, by_policy, dtype in plain:
@@ -86,7 +107,9 @@ class OneEnv:
                 if value is None or value.shape != row.shape or value.dtype != dtype:
                     if value is None and by_policy:
                         continue
-                    value = self._fitted(name, td, after, row.shape, dtype, f"step (row {t} of the batch)")
+                    value = self._fitted(
+                        name, td, after, row.shape, dtype, f"step (row {t} of the batch)"
+                    )
                 row.copy_(value)
             for key, rows, later in objects:
                 self._write_cells(key, rows[t + later], after, td, f"step (row {t} of the batch)")
@@ -111,13 +134,16 @@ class OneEnv:
         seeds: Sequence[int] | None,
         options: dict[str, Any] | None,
     ) -> None:
-        """Start new episodes in the columns ``which`` (of the group) and write their first observations."""
+        """Start new episodes in the columns ``which`` (of the group) and write their first
+        observations.
+        """
         rows = np.asarray(which) - self.columns.start
         with self._explained("reset"):
             if seeds is not None:
                 _seed(self.env, list(seeds), whole=len(rows) == self.count)
             td = self._reset(rows, options or {}, reseeded=seeds is not None)
-        self._current, self._stepped = td, None
+        self._current = td
+        self._stepped = None
         for key, spec in self.specs.observations.items():
             target = arrays[key][row][self.columns]
             if not spec.is_tensor:
@@ -172,7 +198,9 @@ class OneEnv:
                 self._rows(lane.arrays[key])[t][...] = self._cells(td, key, "rand_action")
 
     def _complete(self, after: Any) -> None:
-        """Add missing done flags, and give all of them the shapes of their specs, as ``EnvBase.step`` does."""
+        """Add missing done flags, and give all of them the shapes of their specs, as
+        ``EnvBase.step`` does.
+        """
         try:
             self.env._complete_done(self.env.full_done_spec, after)
         except Exception as error:
@@ -182,7 +210,10 @@ class OneEnv:
         specs = self.specs
         self._complete(after)
         done = self._any(after, specs.ends)
-        own = [self._any(after, [key]) if key in specs.flags else None for key in (TERMINATED, TRUNCATED)]
+        own = [
+            self._any(after, [key]) if key in specs.flags else None
+            for key in (TERMINATED, TRUNCATED)
+        ]
         ended, cut = own
         if ended is None:
             ended = self._any(after, [key for key in specs.ends if key[-1] != "truncated"]) & done
@@ -190,15 +221,17 @@ class OneEnv:
             cut = done & ~ended
         if ((ended | cut) != done).any():
             raise BadEnvOutput(
-                f"{self.name}.step (row {t} of the batch): done is {done.tolist()}, but terminated is "
-                f"{ended.tolist()} and truncated is {cut.tolist()}; done must be terminated | truncated. {FIX}"
+                f"{self.name}.step (row {t} of the batch): done is {done.tolist()}, but terminated"
+                f" is {ended.tolist()} and truncated is {cut.tolist()}; done must be terminated |"
+                f" truncated. {FIX}"
             )
         lane.arrays[next_of(TERMINATED)][t, self.columns] = ended
         lane.arrays[next_of(TRUNCATED)][t, self.columns] = cut
         if not done.any():
             return None
         finished: list[int] = (np.flatnonzero(done) + self.columns.start).tolist()
-        if self._native:  # the environment returned the next episode's observation instead of the last one
+        # the environment returned the next episode's observation instead of the last one
+        if self._native:
             lane.arrays[NEXT_OBS_VALID][t, finished], self._fresh = False, finished
         return finished
 
@@ -215,7 +248,11 @@ class OneEnv:
     def _write_team_reward(self, row: Any, after: Any, t: int) -> None:
         """Write the sum of all rewards, ``[count]``."""
         for i, key in enumerate(self.specs.rewards):
-            value = after.get(_name(key), None) if self._corrected[key].is_tensor else take(after, key, self.specs.lead)
+            value = (
+                after.get(_name(key), None)
+                if self._corrected[key].is_tensor
+                else take(after, key, self.specs.lead)
+            )
             if torch.is_tensor(value) and value.numel() % self.count == 0:
                 total = value.detach().cpu().numpy().reshape(self.count, -1).sum(1)
             elif isinstance(value, np.ndarray):
@@ -242,7 +279,8 @@ class OneEnv:
     def _fitted(
         self, name: Any, td: Any, after: Any, shape: torch.Size, dtype: torch.dtype, method: str
     ) -> torch.Tensor:
-        """Return a value that did not fit its column, corrected as by ``EnvBase.step``; raise if it still does not fit.
+        """Return a value that did not fit its column, corrected as by ``EnvBase.step``; raise if it
+        still does not fit.
 
         Completes done flags, reshapes them and rewards, and keeps state that is not returned.
         """
@@ -253,7 +291,12 @@ class OneEnv:
         if value is None and td is not None and key in self.specs.state_only:
             value = td.get(name)
         fits = torch.is_tensor(value) and value.dtype == dtype
-        if fits and value.shape != shape and value.numel() == shape.numel() and key in self._corrected:
+        if (
+            fits
+            and value.shape != shape
+            and value.numel() == shape.numel()
+            and key in self._corrected
+        ):
             value = value.reshape(shape)
         if not fits or value.shape != shape:
             raise self._misfit(key, value, method)
@@ -265,12 +308,15 @@ class OneEnv:
             got = f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
         spec = self.specs.observations.get(key) or self._corrected[key]
         batch = f" for each of {self.specs.lead}" if self.specs.lead else ""
-        return BadEnvOutput(f"{self.name}.{method}: {dotted(key)} is {got}, but its spec says {spec}{batch}. {FIX}")
+        return BadEnvOutput(
+            f"{self.name}.{method}: {dotted(key)} is {got}, but its spec says {spec}{batch}. {FIX}"
+        )
 
     # --- a reset ----------------------------------------------------------------------------------
 
     def _reset(self, rows: Any, options: dict[str, Any], *, reseeded: bool) -> Any:
-        env, whole = self.env, len(rows) == self.count
+        env = self.env
+        whole = len(rows) == self.count
         td = self.now()
         stepped, self._stepped = self._stepped is not None, None
         fresh, self._fresh = self._fresh, []
@@ -288,7 +334,10 @@ class OneEnv:
         cut = torch.from_numpy((wanted & ~ended).reshape(self.specs.lead))
         for key in env.done_keys:  # maybe_reset uses these flags
             flag = td.get(key)
-            td.set(key, flag | cut.to(flag.device).reshape((*cut.shape, *(1,) * (flag.ndim - cut.ndim))))
+            td.set(
+                key,
+                flag | cut.to(flag.device).reshape((*cut.shape, *(1,) * (flag.ndim - cut.ndim))),
+            )
         if not options:
             return env.maybe_reset(td)
         return env.reset(td, select_reset_only=True, **options) if env.any_done(td) else td
@@ -314,7 +363,10 @@ class OneEnv:
         return mine.unbind(0) if len(mine) <= MAX_ROW_VIEWS else mine
 
     def _input(self, lane: Lane) -> Callable[[int], Any]:
-        """Return ``make(t)``, the environment's input at row t. It is a copy: environments may keep or change it."""
+        """Return ``make(t)``, the environment's input at row t.
+
+        It is a copy: environments may keep or change it.
+        """
         specs = self.specs
         leaves: dict[Key, tuple[Any, int]] = {}
         for column in lane.layout.columns:
@@ -336,7 +388,9 @@ class OneEnv:
 
             def gather(t: int) -> Any:
                 given = {key: rows[t + later] for key, (rows, later) in leaves.items()}
-                given = {key: v if torch.is_tensor(v) else copied_cells(v) for key, v in given.items()}
+                given = {
+                    key: v if torch.is_tensor(v) else copied_cells(v) for key, v in given.items()
+                }
                 td = assemble({**given, **flags}, specs.lead, None, inner).clone()
                 return td if self._device is None else td.to(self._device)
 
@@ -347,7 +401,11 @@ class OneEnv:
 
         def make(part: dict[str, Any], path: Key, t: int) -> Any:
             out = {
-                name: make(value, (*path, name), t) if type(value) is dict else self._entry(value[0][t + value[1]])
+                name: (
+                    make(value, (*path, name), t)
+                    if type(value) is dict
+                    else self._entry(value[0][t + value[1]])
+                )
                 for name, value in part.items()
             }
             node = nodes.get(path)
@@ -369,7 +427,8 @@ class _InOwnDtype:
     """Rows of an observation in the environment's dtype, from a column of another dtype."""
 
     def __init__(self, rows: Any, dtype: torch.dtype) -> None:
-        self._rows, self._dtype = rows, dtype
+        self._rows = rows
+        self._dtype = dtype
 
     def __getitem__(self, t: int) -> torch.Tensor:
         return self._rows[t].to(self._dtype)  # type: ignore[no-any-return]
@@ -380,12 +439,17 @@ def _name(key: Key) -> Any:
 
 
 def _total(cell: Any) -> float:
-    leaves = [cell] if torch.is_tensor(cell) else [part for td in cell.unbind(0) for part in td.values(True, True)]
+    leaves = (
+        [cell]
+        if torch.is_tensor(cell)
+        else [part for td in cell.unbind(0) for part in td.values(True, True)]
+    )
     return float(sum(float(leaf.sum()) for leaf in leaves))
 
 
 def _seed(env: EnvBase, seeds: list[int], *, whole: bool) -> None:
-    """Seed the parts of a ``SerialEnv`` or ``ParallelEnv`` one by one if ``whole``: TorchRL would chain hashes.
+    """Seed the parts of a ``SerialEnv`` or ``ParallelEnv`` one by one if ``whole``: TorchRL would
+    chain hashes.
 
     Any other environment gets the first seed.
     """

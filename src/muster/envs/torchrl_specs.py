@@ -1,4 +1,6 @@
-"""The specs of a TorchRL environment as Muster's specs of one environment, and random actions from them."""
+"""The specs of a TorchRL environment as Muster's specs of one environment, and random actions from
+them.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,11 @@ class Declared:
     """The specs of an environment; ``lead`` is its batch size.
 
     Attributes:
-        observations: leaves before and after a step: observations, state, and done flags below the root.
+        observations: leaves before and after a step: observations, state, and done flags below the
+            root.
         steps: leaves after a step only: rewards, except a single ordinary one.
-        state, state_only: keys of observations that are inputs of a step, and those of them that it need not return.
+        state, state_only: keys of observations that are inputs of a step, and those of them that it
+            need not return.
         ends: done flags that end an episode.
         nodes: nested TensorDicts with further dimensions or a tensorclass.
     """
@@ -72,8 +76,15 @@ class Declared:
         return self._signature() == other._signature()
 
     def _signature(self) -> tuple[Any, ...]:
-        every = [*self.observations.items(), *self.actions.items(), *self.done.items(), *self.rewards.items()]
-        bounds = [[b if b is None else b.tobytes() for b in (spec.low, spec.high)] for _, spec in every]
+        every = [
+            *self.observations.items(),
+            *self.actions.items(),
+            *self.done.items(),
+            *self.rewards.items(),
+        ]
+        bounds = [
+            [b if b is None else b.tobytes() for b in (spec.low, spec.high)] for _, spec in every
+        ]
         leaves = [(key, str(spec), spec.ragged) for key, spec in every], bounds
         return self.lead, self.flags, self.ends, self.reward_key, leaves
 
@@ -84,8 +95,13 @@ def declared(env: EnvBase) -> Declared:
     nodes: dict[Key, Nesting] = {}
 
     def specs(composite: Composite) -> Specs:
-        found = {key: _array_spec(spec, len(lead)) for key, spec in _leaves(composite, len(lead), nodes)}
-        inner = {key: len(nodes[key[:-1]].shape) if len(key) > 1 and s.is_tensor else 0 for key, s in found.items()}
+        found = {
+            key: _array_spec(spec, len(lead)) for key, spec in _leaves(composite, len(lead), nodes)
+        }
+        inner = {
+            key: len(nodes[key[:-1]].shape) if len(key) > 1 and s.is_tensor else 0
+            for key, s in found.items()
+        }
         return {key: replace(spec, inner=inner[key]) for key, spec in found.items()}
 
     done, rewards = specs(env.full_done_spec), specs(env.full_reward_spec)
@@ -97,11 +113,16 @@ def declared(env: EnvBase) -> Declared:
     for key in observations:
         if key[0] in ("next", "collector", "action") or key in FLAGS:
             raise UnsupportedEnv(
-                f"{type(env).__name__} has an observation or state {key}, a name that a batch needs for itself. "
-                f"Rename it with torchrl.envs.RenameTransform."
+                f"{type(env).__name__} has an observation or state {key}, a name that a batch needs"
+                " for itself. Rename it with torchrl.envs.RenameTransform."
             )
-    (reward, *more) = rewards.items() if rewards else [(("reward",), ArraySpec((), OBJECT))]
-    plain = not more and next_of(reward[0]) == REWARD and reward[1].shape == (1,) and reward[1].dtype.kind == "f"
+    reward, *more = rewards.items() if rewards else [(("reward",), ArraySpec((), OBJECT))]
+    plain = (
+        not more
+        and next_of(reward[0]) == REWARD
+        and reward[1].shape == (1,)
+        and reward[1].dtype.kind == "f"
+    )
     return Declared(
         lead,
         observations,
@@ -120,7 +141,9 @@ def declared(env: EnvBase) -> Declared:
 
 
 def _ends(done: Specs) -> tuple[Key, ...]:
-    """Return the flags that decide in TorchRL: ``done`` at the root, or else the flags nearest to the root."""
+    """Return the flags that decide in TorchRL: ``done`` at the root, or else the flags nearest to
+    the root.
+    """
     if ("done",) in done and ("terminated",) in done:
         return (("done",),)
     parents = {key[:-1] for key in done}
@@ -187,11 +210,12 @@ def _bounds(spec: TensorSpec, dims: int) -> tuple[Any, Any]:
     return None, None
 
 
-# --- random actions -----------------------------------------------------------------------------------
+# --- random actions -------------------------------------------------------------------------------
 
 
 def drawers(composite: Composite, dims: int) -> dict[Key, Draw] | None:
-    """Return a function per action leaf that draws ``[*shape, *leaf shape]`` from the distribution of ``spec.rand``.
+    """Return a function per action leaf that draws ``[*shape, *leaf shape]`` from the distribution
+    of ``spec.rand``.
 
     None if the kind of a leaf is unknown, or the distributions of the environments differ.
     """
@@ -213,7 +237,8 @@ def _drawer(spec: TensorSpec, row: ArraySpec, dims: int) -> Draw | None:
     kind = type(spec)
     if not row.is_tensor or getattr(spec, "mask", None) is not None:
         return None
-    dtype, shape = row.dtype, row.shape
+    dtype = row.dtype
+    shape = row.shape
     if kind is OneHot:
         table = np.eye(int(spec.space.n), dtype=dtype)
         return lambda rng, size: table[rng.integers(len(table), size=(*size, *shape[:-1]))]

@@ -1,7 +1,8 @@
 """``pettingzoo.AECEnv`` as an env batch: agents take turns, and a row is one turn of one agent.
 
-A row is complete when its agent's next turn comes or its episode ends. Rows of a game are in the order in which they
-are complete; where agents alternate, that is the order of turns. The keys of a row are those of a single agent::
+A row is complete when its agent's next turn comes or its episode ends. Rows of a game are in the
+order in which they are complete; where agents alternate, that is the order of turns. The keys of a
+row are those of a single agent::
 
     "observation"                       what the agent observed; the keys of a Dict space
     "action_mask"                       bool, from Dict observations or infos, if the environment has masks
@@ -28,7 +29,17 @@ from muster.envs import checks
 from muster.envs.checks import FIX, Casts
 from muster.envs.spaces import SpaceCodec, action_masks, observation_codec
 from muster.errors import BadEnvOutput, UnsupportedEnv, UnsupportedSpace
-from muster.keys import ACTION_MASK, AGENT, POLICY_VERSION, REWARD, TERMINATED, TRUNCATED, Key, dotted, next_of
+from muster.keys import (
+    ACTION_MASK,
+    AGENT,
+    POLICY_VERSION,
+    REWARD,
+    TERMINATED,
+    TRUNCATED,
+    Key,
+    dotted,
+    next_of,
+)
 from muster.memory.slots import Lane
 from muster.memory.specs import Array, ArraySpec, Specs, choices_of, is_joint_mask
 from muster.protocols import EnvBatch, Step
@@ -36,12 +47,14 @@ from muster.rng import GroupRng
 
 BOOL, INTEGER = np.dtype(bool), np.dtype(np.int64)
 (MASK,) = ACTION_MASK
-NOT_HELD = {"next", "collector", "done", "terminated", "truncated", "step_count"}  # written when a row is complete
+# written when a row is complete
+NOT_HELD = {"next", "collector", "done", "terminated", "truncated", "step_count"}
 Leaves = dict[Key, Array]
 
 
 class AgentSpaces:
-    """Codecs for agents with equal spaces, which share columns, and their action masks: of Dict observations or infos.
+    """Codecs for agents with equal spaces, which share columns, and their action masks: of Dict
+    observations or infos.
 
     Attributes:
         observation: of one agent, without its action mask.
@@ -51,32 +64,45 @@ class AgentSpaces:
         UnsupportedSpace: the mask does not fit the action space.
     """
 
-    def __init__(self, who: str, env: Any, agents: Sequence[str], infos: Mapping[str, Any], root: Key = ()) -> None:
+    def __init__(
+        self, who: str, env: Any, agents: Sequence[str], infos: Mapping[str, Any], root: Key = ()
+    ) -> None:
         space, action_space = env.observation_space(agents[0]), env.action_space(agents[0])
         self._mask_in_obs = isinstance(space, spaces.Dict) and MASK in space.spaces
         if self._mask_in_obs:
             space = spaces.Dict({key: part for key, part in space.spaces.items() if key != MASK})
-        self.observation = SpaceCodec(space, (*root, "observation")) if root else observation_codec(space)
+        self.observation = (
+            SpaceCodec(space, (*root, "observation")) if root else observation_codec(space)
+        )
         self.action = SpaceCodec(action_space, (*root, "action"))
         self.mask_shape = self._find_mask(env, agents, infos)
         if self.mask_shape is not None:
-            (action, *more) = self.action.specs.values()
+            action, *more = self.action.specs.values()
             if more or not action.is_discrete:
-                raise UnsupportedSpace(f"{who} has an action_mask, but its actions are {action_space}")
+                raise UnsupportedSpace(
+                    f"{who} has an action_mask, but its actions are {action_space}"
+                )
             try:
                 is_joint_mask(choices_of(action)[0], self.mask_shape)
             except ValueError as error:
-                raise UnsupportedSpace(f"{who}: the action mask {MASK!r} with {error}. Change the mask.") from None
+                raise UnsupportedSpace(
+                    f"{who}: the action mask {MASK!r} with {error}. Change the mask."
+                ) from None
 
-    def leaves(self, casts: Casts, seen: Any, info: Any, who: str) -> tuple[list[Any], Array | bool]:
-        """Return the checked leaves of an agent's observation, and its action mask (True: all are allowed)."""
+    def leaves(
+        self, casts: Casts, seen: Any, info: Any, who: str
+    ) -> tuple[list[Any], Array | bool]:
+        """Return the checked leaves of an agent's observation, and its action mask (True: all are
+        allowed).
+        """
         mask: Any = None
         if self.mask_shape is not None:
             source = seen if self._mask_in_obs else info
             mask = source.get(MASK) if isinstance(source, Mapping) else None
             if mask is not None and np.shape(mask) != self.mask_shape:
                 raise BadEnvOutput(
-                    f"{who}: its action_mask has shape {np.shape(mask)}, expected {self.mask_shape}. {FIX}"
+                    f"{who}: its action_mask has shape {np.shape(mask)}, expected"
+                    f" {self.mask_shape}. {FIX}"
                 )
         if self._mask_in_obs and isinstance(seen, Mapping):
             seen = {key: value for key, value in seen.items() if key != MASK}
@@ -85,8 +111,12 @@ class AgentSpaces:
             casts.check(leaf, spec, dotted(key), who)
         return leaves, True if mask is None else np.array(mask, bool)
 
-    def _find_mask(self, env: Any, agents: Sequence[str], infos: Mapping[str, Any]) -> tuple[int, ...] | None:
-        """Return the shape of an agent's mask: that of its space, or of the first info that has one."""
+    def _find_mask(
+        self, env: Any, agents: Sequence[str], infos: Mapping[str, Any]
+    ) -> tuple[int, ...] | None:
+        """Return the shape of an agent's mask: that of its space, or of the first info that has
+        one.
+        """
         if self._mask_in_obs:
             space = env.observation_space(agents[0])[MASK]
             return tuple(space.shape) if space.shape is not None else ()
@@ -95,11 +125,19 @@ class AgentSpaces:
 
 
 def name_of_game(envs: Sequence[Any]) -> str:
-    """Return the name of PettingZoo environments; ``UnsupportedEnv`` if they have no agents, or are the same object."""
+    """Return the name of PettingZoo environments; ``UnsupportedEnv`` if they have no agents, or are
+    the same object.
+    """
     env = envs[0]
-    name = str((getattr(env, "metadata", None) or {}).get("name", type(getattr(env, "unwrapped", env)).__name__))
+    name = str(
+        (getattr(env, "metadata", None) or {}).get(
+            "name", type(getattr(env, "unwrapped", env)).__name__
+        )
+    )
     if not getattr(env, "possible_agents", None):
-        raise UnsupportedEnv(f"{name} has no possible_agents: Muster must know all agents that may ever come")
+        raise UnsupportedEnv(
+            f"{name} has no possible_agents: Muster must know all agents that may ever come"
+        )
     checks.check_distinct(envs, name)
     return name
 
@@ -142,10 +180,11 @@ class Game:
 class TurnEnvs(EnvBatch):
     """Implements ``EnvBatch`` for B AEC environments with the same agents; owns (and closes) them.
 
-    All agents must have the same spaces. A game is reset as soon as it ends. With k agents, up to k - 1 turns of each
-    game are open at any time: so many steps (``late``) are made before the first row. ``max_frames_per_traj`` counts
-    the turns of an agent; the game is cut when an agent reaches it, as it is by ``reset``: all open turns are
-    truncated. The constructor resets environment 0 to see its infos.
+    All agents must have the same spaces. A game is reset as soon as it ends. With k agents, up to k
+    - 1 turns of each game are open at any time: so many steps (``late``) are made before the first
+      row. ``max_frames_per_traj`` counts
+    the turns of an agent; the game is cut when an agent reaches it, as it is by ``reset``: all open
+    turns are truncated. The constructor resets environment 0 to see its infos.
     """
 
     writes_next = True
@@ -157,13 +196,16 @@ class TurnEnvs(EnvBatch):
         first = env.observation_space(self.agents[0]), env.action_space(self.agents[0])
         for b, other in enumerate(envs):
             if tuple(other.possible_agents) != self.agents:
-                raise UnsupportedEnv(f"{self.name}: environment {b} has other agents than environment 0")
+                raise UnsupportedEnv(
+                    f"{self.name}: environment {b} has other agents than environment 0"
+                )
             for agent in self.agents:
                 if (other.observation_space(agent), other.action_space(agent)) != first:
                     raise UnsupportedEnv(
-                        f"{self.name}: {agent} of environment {b} has other spaces than {self.agents[0]} of "
-                        f"environment 0. Agents that take turns share the columns of a batch: pad their spaces to the "
-                        f"same shape (supersuit.pad_observations_v0, pad_action_space_v0)."
+                        f"{self.name}: {agent} of environment {b} has other spaces than"
+                        f" {self.agents[0]} of environment 0. Agents that take turns share the"
+                        " columns of a batch: pad their spaces to the same shape"
+                        " (supersuit.pad_observations_v0, pad_action_space_v0)."
                     )
         self._call(0, "reset")
         self._spaces = AgentSpaces(self.name, env, self.agents, env.infos)
@@ -190,7 +232,13 @@ class TurnEnvs(EnvBatch):
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         return self._actions.sample(rng, shape)
 
-    def reset(self, arrays: Mapping[Key, Array], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def reset(
+        self,
+        arrays: Mapping[Key, Array],
+        row: int,
+        which: Sequence[int],
+        seeds: Sequence[int] | None,
+    ) -> None:
         options, self.reset_options = self.reset_options or {}, None
         for n, b in enumerate(which):
             self._cut(b)
@@ -204,7 +252,11 @@ class TurnEnvs(EnvBatch):
         own = [key for key in arrays if key[0] not in NOT_HELD]
         held = [*own, *(key for key in (AGENT, POLICY_VERSION) if key in arrays)]
         actions = [arrays[key] for key in self.action_specs]
-        rewards, terminated, truncated = arrays[REWARD], arrays[next_of(TERMINATED)], arrays[next_of(TRUNCATED)]
+        rewards, terminated, truncated = (
+            arrays[REWARD],
+            arrays[next_of(TERMINATED)],
+            arrays[next_of(TRUNCATED)],
+        )
         after = [(key, arrays[next_of(key)]) for key in self.observation_specs]
 
         def step(t: int) -> None:
@@ -214,7 +266,9 @@ class TurnEnvs(EnvBatch):
                 agent = game.agent
                 game.open[agent] = Turn({key: np.array(arrays[key][t, b]) for key in held})
                 game.turns[agent] = game.turns.get(agent, 0) + 1
-                self._call(b, "step", self._actions.build([self._given(rows[t, b]) for rows in actions]))
+                self._call(
+                    b, "step", self._actions.build([self._given(rows[t, b]) for rows in actions])
+                )
                 for other, open_turn in game.open.items():
                     open_turn.reward += float(checks.number(game.env.rewards.get(other, 0.0)))
                 self._next_turn(b)
@@ -227,7 +281,11 @@ class TurnEnvs(EnvBatch):
                     arrays[key][t, b] = cell
                 for key, rows in after:
                     rows[t, b] = turn.after[key]
-                rewards[t, b], terminated[t, b], truncated[t, b] = turn.reward, turn.terminated, turn.truncated
+                rewards[t, b], terminated[t, b], truncated[t, b] = (
+                    turn.reward,
+                    turn.terminated,
+                    turn.truncated,
+                )
 
         return step
 
@@ -264,26 +322,34 @@ class TurnEnvs(EnvBatch):
     # --- turns ------------------------------------------------------------------------------------
 
     def _next_turn(self, b: int) -> None:
-        """Go on to the next agent that acts, and complete the rows of agents whose turn comes, or whose episode ends.
+        """Go on to the next agent that acts, and complete the rows of agents whose turn comes, or
+        whose episode ends.
 
         A game that is over, or was cut, is reset.
         """
-        game, who = self._games[b], f"{self.name}[{b}]"
+        game = self._games[b]
+        who = f"{self.name}[{b}]"
         resets = 0
         while True:
             if not game.env.agents:
                 if gone := list(game.open):
-                    raise BadEnvOutput(f"{who}: {gone} left without a last turn, in which they are done. {FIX}")
+                    raise BadEnvOutput(
+                        f"{who}: {gone} left without a last turn, in which they are done. {FIX}"
+                    )
                 resets += 1
                 if resets > 2:
-                    raise BadEnvOutput(f"{who}.reset returned twice without an agent that can act. {FIX}")
+                    raise BadEnvOutput(
+                        f"{who}.reset returned twice without an agent that can act. {FIX}"
+                    )
                 game.turns.clear()
                 self._call(b, "reset")
                 continue
             agent = game.agent
             got = self._call(b, "last")
             if not isinstance(got, tuple) or len(got) != 5:
-                raise BadEnvOutput(f"{who}.last returned {type(got).__name__}, expected five values. {FIX}")
+                raise BadEnvOutput(
+                    f"{who}.last returned {type(got).__name__}, expected five values. {FIX}"
+                )
             obs, reward, ended, cut, info = got
             ended = checks.as_flag(ended, f"termination of {agent}", who)
             cut = checks.as_flag(cut, f"truncation of {agent}", who)
@@ -291,8 +357,14 @@ class TurnEnvs(EnvBatch):
             if turn := game.open.pop(agent, None):
                 if problem := self.casts.reward_problem(reward):
                     raise BadEnvOutput(f"{who}.last: {agent}: {problem}. {FIX}")
-                limited = self.max_steps is not None and game.turns[agent] >= self.max_steps and not ended
-                turn.reward, turn.terminated, turn.truncated = float(checks.number(reward)), ended, cut or limited
+                limited = (
+                    self.max_steps is not None and game.turns[agent] >= self.max_steps and not ended
+                )
+                turn.reward, turn.terminated, turn.truncated = (
+                    float(checks.number(reward)),
+                    ended,
+                    cut or limited,
+                )
                 turn.after = game.seen
                 game.complete.append(turn)
                 if limited and not cut:
@@ -307,7 +379,9 @@ class TurnEnvs(EnvBatch):
         """Complete all open turns as truncated: the environment will be reset."""
         game = self._games[b]
         for agent, turn in game.open.items():
-            turn.after = self._leaves(b, agent, self._call(b, "observe", agent), game.env.infos.get(agent))
+            turn.after = self._leaves(
+                b, agent, self._call(b, "observe", agent), game.env.infos.get(agent)
+            )
             turn.truncated = True
             game.complete.append(turn)
         game.open.clear()
@@ -329,7 +403,9 @@ class TurnEnvs(EnvBatch):
 
     def _given(self, action: Any) -> Any:
         """Return a copy of the action, which the environment may keep; a number as an int."""
-        return int(action) if np.ndim(action) == 0 and action.dtype.kind in "iu" else np.array(action)
+        return (
+            int(action) if np.ndim(action) == 0 and action.dtype.kind in "iu" else np.array(action)
+        )
 
     def _call(self, b: int, method: str, *args: Any, **given: Any) -> Any:
         return checks.call(self._games[b].env, method, f"{self.name}[{b}]", *args, index=b, **given)

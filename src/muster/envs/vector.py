@@ -1,4 +1,5 @@
-"""``gymnasium.vector.VectorEnv`` as an env batch: the same transitions in all three autoreset modes.
+"""``gymnasium.vector.VectorEnv`` as an env batch: the same transitions in all three autoreset
+modes.
 
 Muster resets a finished environment itself, by a masked reset right after the step in which its
 episode ended. With ``DISABLED`` the caller must do that. With ``NEXT_STEP`` it clears the pending
@@ -33,7 +34,9 @@ TERMINATED, TRUNCATED = next_of(("terminated",)), next_of(("truncated",))
 
 
 class VectorEnvBatch(EnvBatch):
-    """Implements ``EnvBatch`` for a ``VectorEnv`` with a declared autoreset mode; owns (and closes) it."""
+    """Implements ``EnvBatch`` for a ``VectorEnv`` with a declared autoreset mode; owns (and closes)
+    it.
+    """
 
     def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
         self.env = env = with_masks(env)
@@ -41,22 +44,30 @@ class VectorEnvBatch(EnvBatch):
         self.batch_shape = (env.num_envs,)
         self.name = checks.env_name(env)
         self.mode = self._mode(env)
-        exact = isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)) or _is_ale(env.unwrapped) or has_masks(env)
+        exact = (
+            isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv))
+            or _is_ale(env.unwrapped)
+            or has_masks(env)
+        )
         self._known = exact or bool(getattr(env.unwrapped, "muster_exact", False))
         if self.mode is AutoresetMode.SAME_STEP and isinstance(env.unwrapped, SyncVectorEnv):
             with_own_memory(env.unwrapped)
         self.final_obs_certain = self.mode is not AutoresetMode.SAME_STEP or self._known
         self.observations: SpaceCodec = observation_codec(env.single_observation_space)
         self.actions: SpaceCodec = action_codec(env.single_action_space)
-        self.observation_specs, self.action_specs = self.observations.specs, self.actions.specs
+        self.observation_specs = self.observations.specs
+        self.action_specs = self.actions.specs
         self.action_masks = action_masks(self.observation_specs, self.action_specs)
         self._batched = [  # specs of the returned observations
-            ArraySpec((self.num_envs, *spec.shape), spec.dtype) for spec in self.observation_specs.values()
+            ArraySpec((self.num_envs, *spec.shape), spec.dtype)
+            for spec in self.observation_specs.values()
         ]
         self.casts: Casts = Casts(self.name)
         self.executed_in_row = 0
-        self._masks = self._known or self.mode is AutoresetMode.SAME_STEP or self.num_envs == 1  # else ``_try_mask``
-        # SAME_STEP: environments that have reset themselves and await ``reset``, and their first observations: copies.
+        # else ``_try_mask``
+        self._masks = self._known or self.mode is AutoresetMode.SAME_STEP or self.num_envs == 1
+        # SAME_STEP: environments that have reset themselves and await ``reset``, and their first
+        # observations: copies.
         self._fresh: tuple[list[int], list[Array]] = [], []
         self.keeps_infos, self._reset_info = False, dict[str, Any]()
         self._infos_of: Callable[[Any], Any] = getattr(env, "muster_infos", lambda info: info)
@@ -64,7 +75,13 @@ class VectorEnvBatch(EnvBatch):
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         return self.actions.sample(rng, shape)
 
-    def reset(self, arrays: Mapping[Key, Array], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def reset(
+        self,
+        arrays: Mapping[Key, Array],
+        row: int,
+        which: Sequence[int],
+        seeds: Sequence[int] | None,
+    ) -> None:
         targets = [arrays[key][row] for key in self.observation_specs]
         fresh, first = self._fresh
         self._fresh = [], []
@@ -90,13 +107,17 @@ class VectorEnvBatch(EnvBatch):
         obs_arrays = [lane.arrays[key] for key in self.observation_specs]
         specs = self.action_specs.items()
         actions: list[tuple[Array, Callable[[Any], Array]]] = [
-            (lane.arrays[key], np.ndarray.copy if spec.is_tensor else copied_cells) for key, spec in specs
+            (lane.arrays[key], np.ndarray.copy if spec.is_tensor else copied_cells)
+            for key, spec in specs
         ]
-        rewards, terminated, truncated = (lane.arrays[key] for key in (REWARD, TERMINATED, TRUNCATED))
+        rewards, terminated, truncated = (
+            lane.arrays[key] for key in (REWARD, TERMINATED, TRUNCATED)
+        )
         known = lane.arrays.get(NEXT_OBS_VALID)
 
         def step(t: int) -> Sequence[int] | None:
-            action = self.actions.build([copy(array[t]) for array, copy in actions])  # the environment may keep it
+            # the environment may keep it
+            action = self.actions.build([copy(array[t]) for array, copy in actions])
             got = checks.call(self.env, "step", self.name, action)
             self.executed_in_row = self.num_envs
             obs, reward, ended, cut, info = checks.step_values(got, f"{self.name}.step")
@@ -124,46 +145,67 @@ class VectorEnvBatch(EnvBatch):
 
     def snapshot(self) -> dict[str, Any]:
         finished, leaves = self._fresh
-        return {"finished": list(finished), "first": [leaf.copy() for leaf in leaves], "masks": self._masks}
+        return {
+            "finished": list(finished),
+            "first": [leaf.copy() for leaf in leaves],
+            "masks": self._masks,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._fresh, self._masks = (state["finished"], state["first"]), state["masks"]
+        self._fresh = (state["finished"], state["first"])
+        self._masks = state["masks"]
 
     def close(self) -> None:
         self.env.close()
 
     def _take_infos(self, info: Any, finished: list[int]) -> None:
-        """Set ``EnvBatch.new_infos``. SAME_STEP: for finished environments, ``final_info`` has the step's infos."""
+        """Set ``EnvBatch.new_infos``.
+
+        SAME_STEP: for finished environments, ``final_info`` has the step's infos.
+        """
         told = self._infos_of(info)
         self.new_infos = [(told, ALL)]
         if finished and self.mode is AutoresetMode.SAME_STEP and isinstance(info, Mapping):
             final = info.get("final_info")
             final = {} if final is None else final
-            if isinstance(final, Mapping):  # wrappers of the batch add the step's statistics outside of it
+            # wrappers of the batch add the step's statistics outside of it
+            if isinstance(final, Mapping):
                 final = {**{name: info[name] for name in STATISTICS if name in info}, **final}
                 told = {name: value for name, value in told.items() if name not in STATISTICS}
             self.new_infos = [(told, ALL), (final, finished)]
 
-    def _take_final(self, i: int, info: Any, rows: list[Array], known: Array | None, t: int) -> None:
+    def _take_final(
+        self, i: int, info: Any, rows: list[Array], known: Array | None, t: int
+    ) -> None:
         """For SAME_STEP: write the true last observation into row ``t + 1``."""
         final = info.get("final_obs") if isinstance(info, dict) else None
         if final is not None and final[i] is not None:
             leaves = [final[i]] if self.observations.single else self.observations.flatten(final[i])
-            for (key, spec), row, leaf in zip(self.observations.specs.items(), rows, leaves, strict=True):
+            for (key, spec), row, leaf in zip(
+                self.observations.specs.items(), rows, leaves, strict=True
+            ):
                 who, what = f"{self.name}[{i}]", f"final_obs {dotted(key)}"
                 if spec.is_tensor:
                     self.casts.check(leaf, spec, what, who)
                 row[i] = leaf if spec.is_tensor else checks.stored_copy(leaf, f"{who}: {what}")
             return
         if known is None:
-            raise BadEnvOutput(f"{self.name}[{i}]: an episode ended in SAME_STEP mode without info['final_obs']. {FIX}")
+            raise BadEnvOutput(
+                f"{self.name}[{i}]: an episode ended in SAME_STEP mode without info['final_obs']."
+                f" {FIX}"
+            )
         known[t, i] = False
         for row in rows:  # the last observation is unknown: write no value that looks like one
             row[i] = np.nan if row.dtype.kind == "f" else 0
 
     def _try_mask(self, seeds: Sequence[int] | None) -> None:
-        """Test before the first batch, with environment 0, whether a class unknown to Muster respects masks."""
-        before = [leaf.copy() for leaf in self._leaves(self._reset(seed=self._seeds(seeds)), f"{self.name}.reset")]
+        """Test before the first batch, with environment 0, whether a class unknown to Muster
+        respects masks.
+        """
+        before = [
+            leaf.copy()
+            for leaf in self._leaves(self._reset(seed=self._seeds(seeds)), f"{self.name}.reset")
+        ]
         after = self._leaves(self._masked_reset([0], None), f"{self.name}.reset")
         self._check_mask_respected(before, after, [0])
         self._masks = True
@@ -171,7 +213,9 @@ class VectorEnvBatch(EnvBatch):
     def _masked_reset(self, which: list[int], seeds: Sequence[int] | None) -> Any:
         given, self.reset_options = dict(self.reset_options or {}), None
         if given.keys() - {"options"}:
-            raise BadOption(f"{self.name}.reset takes options=, not {sorted(given.keys() - {'options'})}")
+            raise BadOption(
+                f"{self.name}.reset takes options=, not {sorted(given.keys() - {'options'})}"
+            )
         if len(which) == self.num_envs:
             if not self._masks:
                 self._try_mask(seeds)
@@ -188,16 +232,19 @@ class VectorEnvBatch(EnvBatch):
         options = {**(given.get("options") or {}), "reset_mask": mask}
         return self._reset(seed=seed_arg, options=options)
 
-    def _check_mask_respected(self, before: list[Array], after: list[Array], which: list[int]) -> None:
+    def _check_mask_respected(
+        self, before: list[Array], after: list[Array], which: list[int]
+    ) -> None:
         others = np.ones(self.num_envs, bool)
         others[which] = False
         for old, new in zip(before, after, strict=True):
             if old.dtype != object and not _same(old[others], new[others]):
                 raise UnsupportedEnv(
-                    f"{self.name} ({self.mode.name}) was asked to reset some of its environments with "
-                    f"options={{'reset_mask': mask}} and reset others too. Muster needs masked resets: let reset() "
-                    f"respect reset_mask, or build it with AutoresetMode.SAME_STEP and info['final_obs'], or stack "
-                    f"single environments (gymnasium.make_vec(..., vectorization_mode='sync'))."
+                    f"{self.name} ({self.mode.name}) was asked to reset some of its environments"
+                    " with options={'reset_mask': mask} and reset others too. Muster needs"
+                    " masked resets: let reset() respect reset_mask, or build it with"
+                    " AutoresetMode.SAME_STEP and info['final_obs'], or stack single environments"
+                    " (gymnasium.make_vec(..., vectorization_mode='sync'))."
                 )
 
     def _seeds(self, seeds: Sequence[int] | None) -> Any:
@@ -206,7 +253,9 @@ class VectorEnvBatch(EnvBatch):
         return np.asarray(list(seeds)) if _is_ale(self.env.unwrapped) else checks.batch_seed(seeds)
 
     def _reset(self, **given: Any) -> Any:
-        obs, self._reset_info = checks.reset_pair(checks.call(self.env, "reset", self.name, **given), self.name)
+        obs, self._reset_info = checks.reset_pair(
+            checks.call(self.env, "reset", self.name, **given), self.name
+        )
         return obs
 
     def _leaves(self, obs: Any, who: str) -> list[Array]:
@@ -226,8 +275,8 @@ class VectorEnvBatch(EnvBatch):
             array = array[:, 0]
         if array.shape != (self.num_envs,) or array.dtype.kind not in kinds:
             raise BadEnvOutput(
-                f"{self.name}.step: {name} has shape {array.shape} and dtype {array.dtype}, expected "
-                f"({self.num_envs},) and {'bool' if kinds == 'b' else 'a number'}. {FIX}"
+                f"{self.name}.step: {name} has shape {array.shape} and dtype {array.dtype},"
+                f" expected ({self.num_envs},) and {'bool' if kinds == 'b' else 'a number'}. {FIX}"
             )
         return array
 
@@ -236,23 +285,33 @@ class VectorEnvBatch(EnvBatch):
         if mode is None:
             raise UnsupportedEnv(
                 f"{self.name} does not say how it resets: set metadata['autoreset_mode'] to a "
-                f"gymnasium.vector.AutoresetMode. Guessing would corrupt the ends of episodes."
+                "gymnasium.vector.AutoresetMode. Guessing would corrupt the ends of episodes."
             )
         base = env.unwrapped
-        if mode is AutoresetMode.NEXT_STEP and isinstance(base, AsyncVectorEnv) and not base.shared_memory:
+        if (
+            mode is AutoresetMode.NEXT_STEP
+            and isinstance(base, AsyncVectorEnv)
+            and not base.shared_memory
+        ):
             raise UnsupportedEnv(
-                f"{self.name}: AsyncVectorEnv(shared_memory=False) forgets masked resets in NEXT_STEP mode. "
-                f"Use shared_memory=True or autoreset_mode=AutoresetMode.DISABLED."
+                f"{self.name}: AsyncVectorEnv(shared_memory=False) forgets masked resets in"
+                " NEXT_STEP mode. Use shared_memory=True or autoreset_mode=AutoresetMode.DISABLED."
             )
-        if mode is not AutoresetMode.SAME_STEP and getattr(base, "batch_size", self.num_envs) != self.num_envs:
-            raise UnsupportedEnv(f"{self.name}: batch_size < num_envs is not lockstep; use batch_size = num_envs")
+        if (
+            mode is not AutoresetMode.SAME_STEP
+            and getattr(base, "batch_size", self.num_envs) != self.num_envs
+        ):
+            raise UnsupportedEnv(
+                f"{self.name}: batch_size < num_envs is not lockstep; use batch_size = num_envs"
+            )
         return mode
 
 
 def autoreset_mode(env: Any) -> AutoresetMode | None:
     """Return the autoreset mode that a batch of environments declares; None if it declares none.
 
-    Shared ``metadata`` is ignored: some packages write into the dict of all classes that do not define their own.
+    Shared ``metadata`` is ignored: some packages write into the dict of all classes that do not
+    define their own.
     """
     metadata = getattr(env, "metadata", None) or {}
     shared = metadata is gymnasium.Env.metadata or metadata is VectorEnv.metadata

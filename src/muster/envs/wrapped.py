@@ -12,7 +12,8 @@ from muster.protocols import EnvBatch, Step
 class WrappedEnvs:
     """Implements ``EnvBatch`` by delegating to ``inner``, whose attributes are read and set.
 
-    Derived classes write after each step (``after_step``) and reset; ``bypassed`` environments are not stepped.
+    Derived classes write after each step (``after_step``) and reset; ``bypassed`` environments are
+    not stepped.
     """
 
     inner: EnvBatch

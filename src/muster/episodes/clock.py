@@ -1,4 +1,6 @@
-"""The current episode of each environment of a group, or of each agent: ids, step counts, and records of episodes."""
+"""The current episode of each environment of a group, or of each agent: ids, step counts, and
+records of episodes.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,18 @@ from muster.episodes.record import NO_EPISODES, Episodes
 from muster.errors import BadCheckpoint
 from muster.memory.specs import OBJECT, Array
 
-MANY = 256  # environments from which on a loop over rows is faster than an operation along the columns
-MOST_REWARDS = 256  # rows of rewards that are kept to be added later: adding one by itself takes ten times as long
+# environments from which on a loop over rows is faster than an operation along the columns
+MANY = 256
+# rows of rewards that are kept to be added later: adding one by itself takes ten times as long
+MOST_REWARDS = 256
 
 
 class TrajectoryClock:
-    """Tracks the current episode of each environment (``env_ids``, ``[B]``) of a group: its steps and return so far.
+    """Tracks the current episode of each environment (``env_ids``, ``[B]``) of a group: its steps
+    and return so far.
 
-    Ids are ``env_id + total_envs * episode``: unique over all groups without communication, independent of where a
-    group runs, and never reused.
+    Ids are ``env_id + total_envs * episode``: unique over all groups without communication,
+    independent of where a group runs, and never reused.
     """
 
     def __init__(self, env_ids: Array, total_envs: int) -> None:
@@ -28,14 +33,18 @@ class TrajectoryClock:
         self.total_envs = total_envs
         self.episode = np.zeros(len(env_ids), np.int64)
         self._steps = np.zeros(len(env_ids), np.int64)
-        self._since = 0  # rows not yet added to ``_steps``: without an end in a batch, no addition is necessary
+        # rows not yet added to ``_steps``: without an end in a batch, no addition is necessary
+        self._since = 0
         self._returns = np.zeros(len(env_ids), np.float64)
-        self._rewards: list[tuple[bytes, Any]] = []  # rows not yet added to ``_returns``, and their dtypes
+        # rows not yet added to ``_returns``, and their dtypes
+        self._rewards: list[tuple[bytes, Any]] = []
         self._ids = env_ids.copy()  # ids of the current trajectories
 
     @property
     def steps(self) -> Array:
-        """Number of steps in the current episode of each environment, ``[B]`` int64; may be written to."""
+        """Number of steps in the current episode of each environment, ``[B]`` int64; may be written
+        to.
+        """
         if self._since:
             self._steps += self._since
             self._since = 0
@@ -43,11 +52,14 @@ class TrajectoryClock:
 
     @steps.setter
     def steps(self, steps: Array) -> None:
-        self._steps, self._since = steps, 0
+        self._steps = steps
+        self._since = 0
 
     @property
     def returns(self) -> Array:
-        """Sum of the rewards of the current episode of each environment, ``[B]`` float64; may be written to."""
+        """Sum of the rewards of the current episode of each environment, ``[B]`` float64; may be
+        written to.
+        """
         if self._rewards:
             for row, dtype in self._rewards:
                 self._returns += np.frombuffer(row, dtype)
@@ -56,15 +68,28 @@ class TrajectoryClock:
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all variables, and the environments that they belong to."""
-        arrays = {"env_ids": self.env_ids, "episode": self.episode, "steps": self.steps, "returns": self.returns}
-        return {name: array.copy() for name, array in arrays.items()} | {"total_envs": self.total_envs}
+        arrays = {
+            "env_ids": self.env_ids,
+            "episode": self.episode,
+            "steps": self.steps,
+            "returns": self.returns,
+        }
+        return {name: array.copy() for name, array in arrays.items()} | {
+            "total_envs": self.total_envs
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state_dict()``. Raises ``BadCheckpoint`` if it belongs to other environments."""
-        if state["total_envs"] != self.total_envs or not np.array_equal(state["env_ids"], self.env_ids):
+        """Restore ``state_dict()``.
+
+        Raises ``BadCheckpoint`` if it belongs to other environments.
+        """
+        if state["total_envs"] != self.total_envs or not np.array_equal(
+            state["env_ids"], self.env_ids
+        ):
             raise BadCheckpoint(
-                f"The trajectories are those of environments {state['env_ids'].tolist()} of {state['total_envs']}, and "
-                f"these are {self.env_ids.tolist()} of {self.total_envs}. Load into the same number of environments."
+                f"The trajectories are those of environments {state['env_ids'].tolist()} of"
+                f" {state['total_envs']}, and these are {self.env_ids.tolist()} of"
+                f" {self.total_envs}. Load into the same number of environments."
             )
         for name in ("episode", "steps", "returns"):
             getattr(self, name)[...] = state[name]
@@ -96,7 +121,9 @@ class TrajectoryClock:
             ids[1:] += self.total_envs * np.cumsum(done[:-1], axis=0)
 
     def fill_step_counts(self, counts: Array, done: Array) -> None:
-        """Write the steps taken before every row in its episode (``[T, B]`` int64), before ``advance``."""
+        """Write the steps taken before every row in its episode (``[T, B]`` int64), before
+        ``advance``.
+        """
         if done.shape[1] >= MANY:
             row = self.steps
             for t, ended in enumerate(done):
@@ -109,7 +136,10 @@ class TrajectoryClock:
         np.subtract(rows, np.maximum.accumulate(began, axis=0), out=counts)
 
     def advance(self, reward: Array, terminated: Array, truncated: Array, done: Array) -> Episodes:
-        """Advance to the end of the rows (``[T, B]`` each). Return the episodes that ended, in order."""
+        """Advance to the end of the rows (``[T, B]`` each).
+
+        Return the episodes that ended, in order.
+        """
         T, B = reward.shape
         if (T <= 1 or B < MANY) and 1 not in done.tobytes():
             self._since += T
@@ -121,18 +151,22 @@ class TrajectoryClock:
             return NO_EPISODES
         if T == 1 or B >= MANY:
             return self._advance_by_rows(reward, terminated, truncated, done)
-        end = done.T.reshape(-1).nonzero()[0]  # from here on rows are numbered by environment, then time
+        # from here on rows are numbered by environment, then time
+        end = done.T.reshape(-1).nonzero()[0]
         env, t = np.divmod(end, T)
         lane = np.arange(B) * T  # first row of each environment
         begin = np.union1d(lane, end[t < T - 1] + 1)  # first rows of pieces of episodes
         total = np.add.reduceat(reward.T.reshape(-1).astype(np.float64), begin)
-        first = np.searchsorted(begin, lane)  # first piece of each environment, which continues from earlier rows
+        # first piece of each environment, which continues from earlier rows
+        first = np.searchsorted(begin, lane)
         total[first] += self.returns
         begin[first] -= self.steps
         piece = first[env] + np.arange(len(end)) - np.searchsorted(env, env)
         in_time = np.argsort(t, kind="stable")
         episodes = Episodes(
-            (self.env_ids[env] + self.total_envs * (self.episode[env] + piece - first[env]))[in_time],
+            (self.env_ids[env] + self.total_envs * (self.episode[env] + piece - first[env]))[
+                in_time
+            ],
             self.env_ids[env][in_time],
             total[piece][in_time],
             (end + 1 - begin[piece])[in_time],
@@ -147,34 +181,52 @@ class TrajectoryClock:
         self.returns[...] = np.where(goes_on, total[last], 0.0)
         return episodes
 
-    def _advance_by_rows(self, reward: Array, terminated: Array, truncated: Array, done: Array) -> Episodes:
+    def _advance_by_rows(
+        self, reward: Array, terminated: Array, truncated: Array, done: Array
+    ) -> Episodes:
         """Advance row by row, without the sums over pieces of episodes."""
-        begin, returns, parts = -self.steps, self.returns, []
+        begin = -self.steps
+        returns = self.returns
+        parts = []
         for t, ended in enumerate(done):
             returns += reward[t]
             env = ended.nonzero()[0]
             ids = self.env_ids[env] + self.total_envs * self.episode[env]
             lengths = t + 1 - begin[env]
-            parts.append((ids, self.env_ids[env], returns[env], lengths, terminated[t, env], truncated[t, env]))
+            parts.append(
+                (
+                    ids,
+                    self.env_ids[env],
+                    returns[env],
+                    lengths,
+                    terminated[t, env],
+                    truncated[t, env],
+                )
+            )
             self.episode[env] += 1
             begin[env], returns[env] = t + 1, 0.0
         self.steps[...] = len(done) - begin
         self._number()
-        return Episodes(*(parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))))
+        return Episodes(
+            *(parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True)))
+        )
 
     def _number(self) -> None:
         self._ids = self.env_ids + self.total_envs * self.episode
 
 
 class AgentClock:
-    """A ``TrajectoryClock`` for environments whose ``agents`` take turns: each agent has its own episodes.
+    """A ``TrajectoryClock`` for environments whose ``agents`` take turns: each agent has its own
+    episodes.
 
-    Ids are ``env_id + total_envs * (agent + len(agents) * episode)``. Records have the agent's name in
-    ``info["agent"]``. ``episode`` and ``steps`` are ``[B * agents]``.
+    Ids are ``env_id + total_envs * (agent + len(agents) * episode)``. Records have the agent's name
+    in ``info["agent"]``. ``episode`` and ``steps`` are ``[B * agents]``.
     """
 
     def __init__(self, env_ids: Array, total_envs: int, agents: Sequence[str]) -> None:
-        self.env_ids, self.total_envs, self.agents = env_ids, total_envs, agents
+        self.env_ids = env_ids
+        self.total_envs = total_envs
+        self.agents = agents
         ids = env_ids[:, None] + total_envs * np.arange(len(agents))
         self._clock = TrajectoryClock(ids.reshape(-1), total_envs * len(agents))
         self._at: tuple[Array, Array]
@@ -199,7 +251,9 @@ class AgentClock:
     def abandon(self, which: Sequence[int] | Array, agent: int | None = None) -> None:
         """Start new trajectories of all agents of the environments ``which``, or of one agent."""
         agents = np.arange(len(self.agents)) if agent is None else np.array([agent])
-        self._clock.abandon((np.asarray(which, np.int64)[:, None] * len(self.agents) + agents).reshape(-1))
+        self._clock.abandon(
+            (np.asarray(which, np.int64)[:, None] * len(self.agents) + agents).reshape(-1)
+        )
 
     def sort(self, agent: Array) -> None:
         """Take the agents of the rows (``[T, B]``) to which the following calls apply.
@@ -222,16 +276,22 @@ class AgentClock:
 
     def advance(self, reward: Array, terminated: Array, truncated: Array, done: Array) -> Episodes:
         """See ``TrajectoryClock``."""
-        T, columns = len(reward), len(self._clock.env_ids)
-        records = self._clock.advance(*(self._apart(values) for values in (reward, terminated, truncated, done)))
-        self._clock.steps -= T - np.bincount(self._at[1].reshape(-1), minlength=columns)  # the zeros
+        T = len(reward)
+        columns = len(self._clock.env_ids)
+        records = self._clock.advance(
+            *(self._apart(values) for values in (reward, terminated, truncated, done))
+        )
+        # the zeros
+        self._clock.steps -= T - np.bincount(self._at[1].reshape(-1), minlength=columns)
         if not len(records):
             return records
         rows = np.broadcast_to(np.arange(T)[:, None], reward.shape)
         place, column = self._apart(done).nonzero()  # in the order of the records
         in_time = np.lexsort((column, self._apart(rows)[place, column]))
         ended = Episodes(*(values[in_time] for values in records.columns()))
-        infos: Array = np.array([{"agent": self.agents[i]} for i in ended.env_id // self.total_envs], OBJECT)
+        infos: Array = np.array(
+            [{"agent": self.agents[i]} for i in ended.env_id // self.total_envs], OBJECT
+        )
         return replace(ended, env_id=ended.env_id % self.total_envs, info=infos)
 
     def _fill(self, fill: Callable[[Array, Array], None], out: Array, done: Array) -> None:

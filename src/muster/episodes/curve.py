@@ -1,4 +1,6 @@
-"""Sums over all episodes of a collection, from which means and intervals of any part of it are computed."""
+"""Sums over all episodes of a collection, from which means and intervals of any part of it are
+computed.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,12 @@ class EpisodeTotals:
 
     Attributes:
         episodes: number of episodes.
-        origin: return of the first episode. It is subtracted from returns before they are summed, for exact squares.
+        origin: return of the first episode. It is subtracted from returns before they are summed,
+            for exact squares.
         return_sum, return_squares: sums of (return - origin), and of its square.
         length_sum, length_squares: sums of lengths, and of their squares.
-        judged, success_sum: number of episodes with a success in their ``info``, and sum of the successes.
+        judged, success_sum: number of episodes with a success in their ``info``, and sum of the
+            successes.
     """
 
     episodes: int = 0
@@ -61,16 +65,25 @@ class EpisodeTotals:
             )
 
     def mean(self, what: Quantity, since: EpisodeTotals) -> tuple[int, float, float]:
-        """Return number, mean and half width of the 95 % interval of the mean, over the episodes after ``since``."""
+        """Return number, mean and half width of the 95 % interval of the mean, over the episodes
+        after ``since``.
+        """
         if what == "success":
-            n, total = self.judged - since.judged, self.success_sum - since.success_sum
-            squares, origin = total, 0.0  # of zeros and ones
+            n = self.judged - since.judged
+            total = self.success_sum - since.success_sum
+            # of zeros and ones
+            squares = total
+            origin = 0.0
         elif what == "length":
-            n, total = self.episodes - since.episodes, self.length_sum - since.length_sum
-            squares, origin = self.length_squares - since.length_squares, 0.0
+            n = self.episodes - since.episodes
+            total = self.length_sum - since.length_sum
+            squares = self.length_squares - since.length_squares
+            origin = 0.0
         else:
-            n, total = self.episodes - since.episodes, self.return_sum - since.return_sum
-            squares, origin = self.return_squares - since.return_squares, self.origin
+            n = self.episodes - since.episodes
+            total = self.return_sum - since.return_sum
+            squares = self.return_squares - since.return_squares
+            origin = self.origin
         if n <= 0:
             return 0, math.nan, math.nan
         mean = total / n
@@ -110,10 +123,13 @@ def running_means(points: Sequence[tuple[float, EpisodeTotals]], what: Quantity)
         points: pairs of frames and totals, in order.
 
     Returns:
-        float64 ``[n, 3]``: frames, mean, half width of its 95 % interval. Points without a new episode are left out.
+        float64 ``[n, 3]``: frames, mean, half width of its 95 % interval. Points without a new
+            episode are left out.
     """
     every = [(0.0, EpisodeTotals()), *points]
-    rows, first, newest = [], 0, 0
+    rows = []
+    first = 0
+    newest = 0
 
     def count(index: int) -> int:
         return every[index][1].judged if what == "success" else every[index][1].episodes

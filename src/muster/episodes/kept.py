@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Span:
-    """``length`` successive rows of a chunk. Has no reference to the chunk: a reference cycle would keep its memory."""
+    """``length`` successive rows of a chunk.
+
+    Has no reference to the chunk: a reference cycle would keep its memory.
+    """
 
     start: int
     length: int
@@ -48,7 +51,9 @@ class CopiedRows:
         self._live -= span.length
 
     def compact(self) -> None:
-        """Copy the kept rows and free the others, if fewer than half are kept and there is memory for it."""
+        """Copy the kept rows and free the others, if fewer than half are kept and there is memory
+        for it.
+        """
         if not 0 < self._live * 2 < len(self.rows):
             return
         spans = [span for span in self._spans if span.kept]
@@ -67,7 +72,10 @@ Parts = Sequence[tuple[CopiedRows, Span]]
 
 
 def gather(parts: Parts) -> tuple[TensorDict, Array]:
-    """Return a TensorDict with the rows of these parts, and their indices in it, part by part. Reads no others."""
+    """Return a TensorDict with the rows of these parts, and their indices in it, part by part.
+
+    Reads no others.
+    """
     of_chunk: dict[CopiedRows, list[Span]] = {}
     for chunk, span in parts:
         of_chunk.setdefault(chunk, []).append(span)
@@ -88,7 +96,8 @@ def gather(parts: Parts) -> tuple[TensorDict, Array]:
 def cut_out(episodes: Sequence[Parts], hidden: Sequence[Key] = ()) -> list[TensorDict]:
     """Return the rows of each episode, ``[L]``, without the ``hidden`` columns.
 
-    An episode of one part is a view of its chunk, which it keeps alive; others are copied, all together.
+    An episode of one part is a view of its chunk, which it keeps alive; others are copied, all
+    together.
     """
     if not episodes:
         return []

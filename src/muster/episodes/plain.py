@@ -22,11 +22,16 @@ def is_tensordict(item: Any) -> bool:
 
 
 def to_plain(node: TensorDict) -> dict[str, Any]:
-    """Return the same tensors, and copies of objects, with all that is needed to rebuild the ``TensorDict``."""
+    """Return the same tensors, and copies of objects, with all that is needed to rebuild the
+    ``TensorDict``.
+    """
     from tensordict import LazyStackedTensorDict, is_non_tensor, is_tensor_collection
 
     if isinstance(node, LazyStackedTensorDict):
-        raise BadOption("rows of changing shapes cannot be saved as tensors; collect them as objects, or save without")
+        raise BadOption(
+            "rows of changing shapes cannot be saved as tensors; collect them as objects, or save"
+            " without"
+        )
     entries: dict[str, Any] = {}
     for name, value in node.items():
         if is_non_tensor(value):
@@ -38,7 +43,8 @@ def to_plain(node: TensorDict) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the batches of a collector are: rows of a state, which may come from a file, are brought there.
+    """Where the batches of a collector are: rows of a state, which may come from a file, are
+    brought there.
 
     Attributes:
         device: device of the tensors.
@@ -49,7 +55,10 @@ class Place:
     shown: bool
 
     def take(self, plain: dict[str, Any]) -> TensorDict:
-        """Rebuild a ``TensorDict`` from the result of ``to_plain``. It shares tensors that are on this device."""
+        """Rebuild a ``TensorDict`` from the result of ``to_plain``.
+
+        It shares tensors that are on this device.
+        """
         made: TensorDict = from_plain(plain).to(self.device)
         return made if self.shown else made.clear_device_()
 
@@ -63,7 +72,9 @@ def from_plain(plain: dict[str, Any]) -> TensorDict:
         if torch.is_tensor(value):
             entries[name] = value
         else:
-            entries[name] = from_plain(value) if "entries" in value else _stack(value["objects"], value["ndim"])
+            entries[name] = (
+                from_plain(value) if "entries" in value else _stack(value["objects"], value["ndim"])
+            )
     return TensorDict(entries, plain["shape"], names=plain["names"])
 
 
@@ -74,4 +85,8 @@ def _objects(value: Any) -> Any:
 def _stack(objects: Any, ndim: int) -> Any:
     from tensordict import NonTensorData, NonTensorStack
 
-    return NonTensorStack(*(_stack(part, ndim - 1) for part in objects)) if ndim else NonTensorData(objects)
+    return (
+        NonTensorStack(*(_stack(part, ndim - 1) for part in objects))
+        if ndim
+        else NonTensorData(objects)
+    )

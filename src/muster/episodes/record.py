@@ -21,8 +21,10 @@ class EpisodeRecord(NamedTuple):
         env_id: number of the environment over all groups.
         episode_return: undiscounted sum of rewards as stored (float32), added up in float64.
         length: number of steps.
-        terminated, truncated: flags of the last step. An episode that ``reset()`` cuts has no record.
-        info: fields of the last step's ``info`` that the option ``info`` stores and that were present; None without it.
+        terminated, truncated: flags of the last step. An episode that ``reset()`` cuts has no
+            record.
+        info: fields of the last step's ``info`` that the option ``info`` stores and that were
+            present; None without it.
     """
 
     traj_id: int
@@ -66,7 +68,10 @@ class Episodes(Sequence[EpisodeRecord]):
 
     def state_dict(self) -> list[Any]:
         """Return the columns as plain data that shares no memory with them."""
-        return [column.tolist() if column.dtype == OBJECT else column.copy() for column in self.columns()]
+        return [
+            column.tolist() if column.dtype == OBJECT else column.copy()
+            for column in self.columns()
+        ]
 
     @classmethod
     def from_state(cls, state: Sequence[Any]) -> Self:
@@ -80,7 +85,14 @@ class Episodes(Sequence[EpisodeRecord]):
         return cls(*columns)
 
     def columns(self) -> tuple[Array, ...]:
-        own = self.traj_id, self.env_id, self.episode_return, self.length, self.terminated, self.truncated
+        own = (
+            self.traj_id,
+            self.env_id,
+            self.episode_return,
+            self.length,
+            self.terminated,
+            self.truncated,
+        )
         return own if self.info is None else (*own, self.info)
 
 
@@ -98,14 +110,28 @@ def join_episodes(parts: Sequence[Episodes]) -> Episodes:
 
 
 def info_records(columns: Mapping[Key, Sequence[Any] | Array], n: int) -> Array:
-    """Return the infos of ``n`` steps as dicts, from columns of values and of flags by name, ``[n, ...]`` each."""
+    """Return the infos of ``n`` steps as dicts, from columns of values and of flags by name, ``[n,
+    ...]`` each.
+    """
     records = np.empty(n, OBJECT)
-    fields = [(path, values, columns[mask_of(path)]) for path, values in columns.items() if mask_of(path) in columns]
+    fields = [
+        (path, values, columns[mask_of(path)])
+        for path, values in columns.items()
+        if mask_of(path) in columns
+    ]
     for row in range(n):
-        records[row] = nested({path: _plain(values[row]) for path, values, there in fields if there[row]})
+        records[row] = nested(
+            {path: _plain(values[row]) for path, values, there in fields if there[row]}
+        )
     return records
 
 
 def _plain(value: Any) -> Any:
     """Return a number or text unchanged, an array as a copy."""
-    return value.item() if isinstance(value, np.generic) else value.copy() if isinstance(value, np.ndarray) else value
+    return (
+        value.item()
+        if isinstance(value, np.generic)
+        else value.copy()
+        if isinstance(value, np.ndarray)
+        else value
+    )

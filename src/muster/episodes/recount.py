@@ -26,10 +26,14 @@ class Recount:
     """
 
     def __init__(self, num_envs: int, reward_key: Key, *, with_infos: bool) -> None:
-        self._num_envs, self._reward_key, self._with_infos = num_envs, reward_key, with_infos
+        self._num_envs = num_envs
+        self._reward_key = reward_key
+        self._with_infos = with_infos
 
     def of(self, batch: TensorDict) -> Episodes:
-        """Return the records of the episodes in ``[frames]`` or ``[n, longest]``, in the batch's order."""
+        """Return the records of the episodes in ``[frames]`` or ``[n, longest]``, in the batch's
+        order.
+        """
         pieces = find_pieces(batch if batch.ndim > 1 else batch.unsqueeze(0), ENDED)
         rows = pieces.rows[pieces.first + pieces.length - 1]
 
@@ -43,7 +47,9 @@ class Recount:
         truncated = column(next_of(TRUNCATED))[rows, 0]
         env_id = pieces.traj_id % self._num_envs
         infos = _infos_at(batch, rows) if self._with_infos else None
-        return Episodes(pieces.traj_id, env_id, returns, pieces.length, terminated, truncated, infos)
+        return Episodes(
+            pieces.traj_id, env_id, returns, pieces.length, terminated, truncated, infos
+        )
 
 
 def _infos_at(batch: TensorDict, rows: Array) -> Array:

@@ -1,8 +1,9 @@
-"""The rules that choose or order episodes while several environments compete to end theirs, each under one name.
+"""The rules that choose or order episodes while several environments compete to end theirs, each
+under one name.
 
-A ``Rule`` divides a fixed number of episodes (``collect(n_episode=)``, ``Evaluator``) among the environments. An
-``EpisodeQueue`` orders an endless stream (``trajs_per_batch``). A rule of both kinds means the same under the same
-name.
+A ``Rule`` divides a fixed number of episodes (``collect(n_episode=)``, ``Evaluator``) among the
+environments. An ``EpisodeQueue`` orders an endless stream (``trajs_per_batch``). A rule of both
+kinds means the same under the same name.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class Rule(Protocol):
     biased: bool
 
     def ended(self, which: Sequence[int]) -> list[int]:
-        """Return in order those of ``which`` (ascending) whose episode counts; all ended at the same time step."""
+        """Return in order those of ``which`` (ascending) whose episode counts; all ended at the
+        same time step.
+        """
 
     def awaits(self, env_id: int) -> bool:
         """Return whether the current or next episode of this environment can still count."""
@@ -38,21 +41,29 @@ class Rule(Protocol):
 
 
 class DivisibleRule(Rule, Protocol):
-    """A rule by which environments that are stepped apart can choose episodes without knowing of each other's ends.
+    """A rule by which environments that are stepped apart can choose episodes without knowing of
+    each other's ends.
 
     They do so with a ``part`` of the rule, as long as ends of other environments cannot change it.
     """
 
     @property
     def certain_steps(self) -> int | None:
-        """Number of time steps in which ``awaits`` can only change by an environment's own ends; None: always."""
+        """Number of time steps in which ``awaits`` can only change by an environment's own ends;
+        None: always.
+        """
 
     def part(self, which: Sequence[int]) -> DivisibleRule:
-        """Return a rule that awaits these environments (renumbered from 0) as this one does for ``certain_steps``."""
+        """Return a rule that awaits these environments (renumbered from 0) as this one does for
+        ``certain_steps``.
+        """
 
 
 class PerEnv:
-    """Takes a fixed number from each environment. If they cannot share equally, the first give one more."""
+    """Takes a fixed number from each environment.
+
+    If they cannot share equally, the first give one more.
+    """
 
     biased = False
 
@@ -90,7 +101,8 @@ class PerEnv:
 
 
 class Fair:
-    """Takes the same number from each environment, and the rest from the first ones to end one more (delivered last).
+    """Takes the same number from each environment, and the rest from the first ones to end one more
+    (delivered last).
 
     Of simultaneous ends the lowest environment is first. It is prt_rl's rule.
     """
@@ -119,7 +131,8 @@ class Fair:
     def certain_steps(self) -> int | None:
         if self._further == 0:
             return None
-        # An environment needs a step at least for each episode of its share before it can give one of the rest.
+        # An environment needs a step at least for each episode of its share before it can give one
+        # of the rest.
         return sorted(left for left in self._left if left >= 0)[self._further - 1]
 
     def part(self, which: Sequence[int]) -> Fair:
@@ -130,11 +143,13 @@ class Fair:
 
 
 class LastEven:
-    """Takes the first ``episodes`` to start: an environment starts another one as long as no surplus results.
+    """Takes the first ``episodes`` to start: an environment starts another one as long as no
+    surplus results.
 
-    All started episodes are awaited, so the properties of an episode do not influence whether it counts. Environments
-    with short episodes contribute more of them. When several end at once and not all may continue, the lowest stop.
-    If there are more environments than episodes, the first ones take part. It is Tianshou's rule.
+    All started episodes are awaited, so the properties of an episode do not influence whether it
+    counts. Environments with short episodes contribute more of them. When several end at once and
+    not all may continue, the lowest stop. If there are more environments than episodes, the first
+    ones take part. It is Tianshou's rule.
     """
 
     biased = False
@@ -170,12 +185,15 @@ class LastEven:
 
 
 class FirstDone:
-    """Takes the first to end (the lowest environment of simultaneous ends): fast, and biased towards short episodes."""
+    """Takes the first to end (the lowest environment of simultaneous ends): fast, and biased
+    towards short episodes.
+    """
 
     biased = True
 
     def __init__(self, episodes: int | None, num_envs: int) -> None:
-        self._left, self._num_envs = episodes, num_envs
+        self._left = episodes
+        self._num_envs = num_envs
 
     def ended(self, which: Sequence[int]) -> list[int]:
         counted = list(which[: self._left])
@@ -202,7 +220,8 @@ class AtMost:
     """Wraps a rule so that it is complete after a number of episodes; the first to end count."""
 
     def __init__(self, rule: DivisibleRule, episodes: int, num_envs: int) -> None:
-        self._rule, self.biased = rule, rule.biased
+        self._rule = rule
+        self.biased = rule.biased
         self._first = FirstDone(episodes, num_envs)
 
     def ended(self, which: Sequence[int]) -> list[int]:
@@ -228,7 +247,8 @@ class NobodyLetGo:
     """Wraps a rule so that all environments continue until it is complete."""
 
     def __init__(self, rule: Rule) -> None:
-        self._rule, self.biased = rule, rule.biased
+        self._rule = rule
+        self.biased = rule.biased
 
     def ended(self, which: Sequence[int]) -> list[int]:
         return self._rule.ended(which)
@@ -242,9 +262,11 @@ class NobodyLetGo:
 
 
 def part_of(rule: DivisibleRule, which: Sequence[int]) -> DivisibleRule:
-    """Return a rule for some of the environments, which are stepped apart from the others, for their next steps.
+    """Return a rule for some of the environments, which are stepped apart from the others, for
+    their next steps.
 
-    If nothing is certain, it is for one step: no environment goes on after an end until ``rule`` has seen all ends.
+    If nothing is certain, it is for one step: no environment goes on after an end until ``rule``
+    has seen all ends.
     """
     if rule.certain_steps == 0:
         return PerEnv.of([int(rule.awaits(i)) for i in which])
@@ -256,7 +278,11 @@ def make_rule(name: RuleName, episodes: int | None, num_envs: int) -> DivisibleR
     check_rule(name)
     if episodes is None or name == "first_done":
         return FirstDone(episodes, num_envs)
-    kinds: dict[str, type[Fair | LastEven | PerEnv]] = {"fair": Fair, "last_even": LastEven, "per_env": PerEnv}
+    kinds: dict[str, type[Fair | LastEven | PerEnv]] = {
+        "fair": Fair,
+        "last_even": LastEven,
+        "per_env": PerEnv,
+    }
     return kinds[name](episodes, num_envs)
 
 
@@ -264,22 +290,29 @@ def check_rule(name: str) -> None:
     """Raise ``BadOption`` unless there is a rule of this name."""
     if name not in get_args(RuleName):
         raise BadOption(
-            f"rule={name!r}: expected 'fair' (as many from each environment, the rest from the first to end one), "
-            f"'last_even' (the first to begin), 'per_env' (numbers fixed in advance) or 'first_done' (the first to "
-            f"end, which favours short episodes)"
+            f"rule={name!r}: expected 'fair' (as many from each environment, the rest from the"
+            " first to end one), 'last_even' (the first to begin), 'per_env' (numbers fixed in"
+            " advance) or 'first_done' (the first to end, which favours short episodes)"
         )
 
 
 class EpisodeQueue(Protocol):
-    """Orders the complete episodes of a stream. Number k is of environment ``k % num_envs`` and started at time
-    ``k // num_envs``. The cost of all calls is proportional to the number of episodes, however long they wait.
+    """Orders the complete episodes of a stream. Number k is of environment ``k % num_envs`` and
+    started at time ``k // num_envs``. The cost of all calls is proportional to the number of
+    episodes, however long they wait.
     """
 
     def add(self, number: int) -> None:
-        """Add an ended episode. Called in order of ends, and of environments among simultaneous ends."""
+        """Add an ended episode.
+
+        Called in order of ends, and of environments among simultaneous ends.
+        """
 
     def pop(self, first_open: int) -> list[int]:
-        """Remove and return the next episodes, in order. No open episode has a lower number than ``first_open``."""
+        """Remove and return the next episodes, in order.
+
+        No open episode has a lower number than ``first_open``.
+        """
 
 
 class InOrderOfBeginnings:
@@ -299,7 +332,9 @@ class InOrderOfBeginnings:
 
 
 class EqualShares:
-    """Returns the next ``share`` episodes of every environment, by environment, then in order of ends."""
+    """Returns the next ``share`` episodes of every environment, by environment, then in order of
+    ends.
+    """
 
     def __init__(self, share: int, num_envs: int) -> None:
         self._share = share
@@ -325,8 +360,9 @@ def make_queue(name: StreamRule, group: int, num_envs: int) -> EpisodeQueue:
 
     Args:
         name: ``"first_begun"``: in order of the episodes' first steps, then by environment.
-            ``"per_env"``: as many of each environment in every group; surplus episodes of fast environments wait.
-            ``"first_done"``: in order of their ends, as in TorchRL; short ones are too frequent in the first groups.
+            ``"per_env"``: as many of each environment in every group; surplus episodes of fast
+            environments wait. ``"first_done"``: in order of their ends, as in TorchRL; short ones
+            are too frequent in the first groups.
         group: number of episodes that are delivered together.
         num_envs: number of environments.
     """
@@ -339,11 +375,13 @@ def check_stream_rule(option: str, name: str) -> None:
     """Raise ``BadOption`` unless there is a stream rule of this name; ``option`` is its parameter."""
     if name == "fair":
         raise BadOption(
-            f"{option}='fair': this rule is called 'first_begun' for batches of whole episodes. 'fair' is a rule of "
-            f"collect(n_episode=...) and Evaluator only: as many episodes from each environment"
+            f"{option}='fair': this rule is called 'first_begun' for batches of whole episodes."
+            " 'fair' is a rule of collect(n_episode=...) and Evaluator only: as many episodes from"
+            " each environment"
         )
     if name not in get_args(StreamRule):
         raise BadOption(
-            f"{option}={name!r}: expected 'first_begun' (in the order in which they began), 'per_env' (as many from "
-            f"each environment) or 'first_done' (in the order in which they ended, which favours short episodes)"
+            f"{option}={name!r}: expected 'first_begun' (in the order in which they began),"
+            " 'per_env' (as many from each environment) or 'first_done' (in the order in which"
+            " they ended, which favours short episodes)"
         )

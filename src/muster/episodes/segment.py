@@ -1,4 +1,6 @@
-"""The rows of a batch as a flat list (by environment, then time), and the pieces of trajectories in it."""
+"""The rows of a batch as a flat list (by environment, then time), and the pieces of trajectories in
+it.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,14 @@ NEVER = -1  # trajectory id of blank rows
 
 
 class Pieces(NamedTuple):
-    """The pieces of trajectories in a batch, by environment, then time. The index of a row is ``env * T + t``.
+    """The pieces of trajectories in a batch, by environment, then time.
 
-    ``rows`` are the indices of all rows in pieces. ``first`` (``[n]``) is the place in ``rows`` of each piece's first
-    row. ``ended`` (``[n]``) tells whether its last row is done. Where agents take turns, the rows of a piece are those
-    of one ``agent`` (``[n]``; else 0), and pieces are by environment, then the time of their first row.
+    The index of a row is ``env * T + t``.
+
+    ``rows`` are the indices of all rows in pieces. ``first`` (``[n]``) is the place in ``rows`` of
+    each piece's first row. ``ended`` (``[n]``) tells whether its last row is done. Where agents
+    take turns, the rows of a piece are those of one ``agent`` (``[n]``; else 0), and pieces are by
+    environment, then the time of their first row.
     """
 
     rows: Array
@@ -40,13 +45,17 @@ class Pieces(NamedTuple):
 
 
 def time_last(batch: TensorDict) -> TensorDict:
-    """Return a view of ``batch`` with its time dimension (by name, else the last one) as the last one."""
+    """Return a view of ``batch`` with its time dimension (by name, else the last one) as the last
+    one.
+    """
     dims = sorted(range(batch.ndim), key=lambda d: batch.names[d] == "time")
     return batch if dims == list(range(batch.ndim)) else _stacked_outside(batch.permute(*dims))
 
 
 def written(batch: TensorDict) -> Array:
-    """Return a mask of the rows that are transitions, ``[envs, T]`` bool; an interrupted rollout has others."""
+    """Return a mask of the rows that are transitions, ``[envs, T]`` bool; an interrupted rollout
+    has others.
+    """
     T = batch.shape[-1]
     result = np.ones((math.prod(batch.shape[:-1]), T), bool)
     for key in (TRAJ_IDS, VALID):
@@ -61,7 +70,10 @@ def find_pieces(batch: TensorDict, done_key: Key = ENDED) -> Pieces:
     """Cut ``[*lead, T]`` at every change of trajectory id, after every end, and at blank rows."""
     ids = batch.get(TRAJ_IDS, None)
     if ids is None:
-        raise BadOption(f"the batch has no {dotted(TRAJ_IDS)}, which say what belongs together: track_traj_ids=True")
+        raise BadOption(
+            f"the batch has no {dotted(TRAJ_IDS)}, which say what belongs together:"
+            " track_traj_ids=True"
+        )
     ids = _host(ids).reshape(-1, batch.shape[-1])
     ended = np.zeros(ids.shape, bool)
     if (done := batch.get(done_key, None)) is not None:
@@ -70,20 +82,26 @@ def find_pieces(batch: TensorDict, done_key: Key = ENDED) -> Pieces:
         return cut(ids, written(batch), ended)
     agents = _host(agent).reshape(ids.shape)
     order = np.argsort(agents, axis=1, kind="stable")  # the rows of each agent one after another
-    ids, usable, ended, agents = (np.take_along_axis(x, order, 1) for x in (ids, written(batch), ended, agents))
+    ids, usable, ended, agents = (
+        np.take_along_axis(x, order, 1) for x in (ids, written(batch), ended, agents)
+    )
     pieces = cut(ids, usable, ended)
     begin = pieces.rows[pieces.first]
     agent = agents.reshape(-1)[begin]
     rows = (order + np.arange(len(order))[:, None] * order.shape[1]).reshape(-1)[pieces.rows]
     in_time = np.argsort(rows[pieces.first])
-    length, traj_id, has_ended, agent = (x[in_time] for x in (pieces.length, pieces.traj_id, pieces.ended, agent))
+    length, traj_id, has_ended, agent = (
+        x[in_time] for x in (pieces.length, pieces.traj_id, pieces.ended, agent)
+    )
     first = np.cumsum(length) - length
     rows = rows[np.arange(len(rows)) + np.repeat(pieces.first[in_time] - first, length)]
     return Pieces(rows, first, length, traj_id, has_ended, agent)
 
 
 def cut(ids: Array, usable: Array, ended: Array) -> Pieces:
-    """Cut rows, ``[envs, T]`` each, at every change of id, after every end, and at rows that are not usable."""
+    """Cut rows, ``[envs, T]`` each, at every change of id, after every end, and at rows that are
+    not usable.
+    """
     begins, ends = usable.copy(), usable.copy()
     goes_on = usable[:, 1:] & usable[:, :-1] & (ids[:, 1:] == ids[:, :-1]) & ~ended[:, :-1]
     begins[:, 1:] &= ~goes_on
@@ -109,7 +127,9 @@ def take(batch: TensorDict, rows: Array) -> TensorDict:
 
 
 def equalize(batches: Sequence[TensorDict]) -> None:
-    """Add ``("collector", "resumed")``, which batches have after a load only, to others that are joined with such."""
+    """Add ``("collector", "resumed")``, which batches have after a load only, to others that are
+    joined with such.
+    """
     without = [batch for batch in batches if batch.get(RESUMED, None) is None]
     if len(without) < len(batches):
         for batch in without:
@@ -117,9 +137,11 @@ def equalize(batches: Sequence[TensorDict]) -> None:
 
 
 def padded(batch: TensorDict, rows: Array, length: Array, pad_id: int) -> TensorDict:
-    """Return rows as ``[len(length), max(length)]``: line ``i`` has the next ``length[i]`` of them, then zeros.
+    """Return rows as ``[len(length), max(length)]``: line ``i`` has the next ``length[i]`` of them,
+    then zeros.
 
-    The padding has None for objects, ``pad_id`` for trajectory ids, and False in ``("collector", "mask")``.
+    The padding has None for objects, ``pad_id`` for trajectory ids, and False in ``("collector",
+    "mask")``.
     """
     mask = np.arange(length.max()) < length[:, None]
     spread = np.zeros(mask.shape, np.int64)
@@ -134,12 +156,14 @@ def padded(batch: TensorDict, rows: Array, length: Array, pad_id: int) -> Tensor
     return result
 
 
-def split_trajectories(batch: TensorDict, *, pad_id: int = NEVER, done_key: Key = ENDED) -> TensorDict:
+def split_trajectories(
+    batch: TensorDict, *, pad_id: int = NEVER, done_key: Key = ENDED
+) -> TensorDict:
     """Return the trajectories of a batch (``[*lead, T]``), each on its own line.
 
-    A trajectory that continues in another batch is not joined; ``WholeEpisodes`` does that. Lines are cut where the
-    trajectory id changes and after every end, so an id that occurs twice gives two lines. Blank rows
-    (id -1, or ``("collector", "valid")`` False) are left out.
+    A trajectory that continues in another batch is not joined; ``WholeEpisodes`` does that. Lines
+    are cut where the trajectory id changes and after every end, so an id that occurs twice gives
+    two lines. Blank rows (id -1, or ``("collector", "valid")`` False) are left out.
 
     Args:
         batch: batch with ``("collector", "traj_ids")``; it is not changed.
@@ -147,8 +171,9 @@ def split_trajectories(batch: TensorDict, *, pad_id: int = NEVER, done_key: Key 
         done_key: column that marks the ends of episodes; if it is missing, only ids are used.
 
     Returns:
-        a copy, ``[lines, longest]``, names ``[None, "time"]``: lines by environment (``lead`` flattened), then time;
-        zeros on the right (None for objects); ``("collector", "mask")`` (bool) is False for padding.
+        a copy, ``[lines, longest]``, names ``[None, "time"]``: lines by environment (``lead``
+        flattened), then time; zeros on the right (None for objects); ``("collector", "mask")``
+        (bool) is False for padding.
 
     Raises:
         BadOption: the batch has no trajectory ids, or only blank rows.
@@ -156,14 +181,18 @@ def split_trajectories(batch: TensorDict, *, pad_id: int = NEVER, done_key: Key 
     batch = time_last(batch)
     pieces = find_pieces(batch, done_key)
     if not len(pieces.rows):
-        raise BadOption(f"no row of this batch ({list(batch.shape)}) was written, so there is nothing to split")
+        raise BadOption(
+            f"no row of this batch ({list(batch.shape)}) was written, so there is nothing to split"
+        )
     return padded(batch, pieces.rows, pieces.length, pad_id)
 
 
 def _stacked_outside(node: TensorDict) -> TensorDict:
-    """Return ``node`` with its lazy stacks (also those of objects) stacked along their first dimension.
+    """Return ``node`` with its lazy stacks (also those of objects) stacked along their first
+    dimension.
 
-    TensorDict (0.14) returns a wrong shape for an index of several dimensions if they are stacked along another one.
+    TensorDict (0.14) returns a wrong shape for an index of several dimensions if they are stacked
+    along another one.
     """
     from tensordict import LazyStackedTensorDict, is_tensor_collection
 
@@ -180,7 +209,9 @@ def _host(tensor: torch.Tensor) -> Array:
     return tensor.cpu().numpy()
 
 
-def _indexed(node: Any, index: tuple[torch.Tensor, ...], shape: tuple[int, ...], *, are_all: bool) -> Any:
+def _indexed(
+    node: Any, index: tuple[torch.Tensor, ...], shape: tuple[int, ...], *, are_all: bool
+) -> Any:
     """Return a copy of the rows of ``index``, of this shape. Every row gets its own object.
 
     TensorDict's own indexing takes longer, and shares the entries of lazy stacks.
@@ -216,21 +247,28 @@ class Cuts:
         rows: of each TensorDict: its number of rows.
     """
 
-    def __init__(self, lengths: Sequence[list[int]], pieces: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
-        self.lengths, self.rows = lengths, rows
+    def __init__(
+        self, lengths: Sequence[list[int]], pieces: Sequence[Sequence[int]], rows: Sequence[int]
+    ) -> None:
+        self.lengths = lengths
+        self.rows = rows
         self.first = [piece for piece, *_ in pieces]
         self.several = [number for number, own in enumerate(pieces) if len(own) > 1]
         self.joined = [piece for number in self.several for piece in pieces[number]]
 
 
 def split(batch: TensorDict, lengths: list[int]) -> list[TensorDict]:
-    """Return views of a batch, ``[frames]``, with these numbers of rows, faster than ``TensorDict.split``."""
+    """Return views of a batch, ``[frames]``, with these numbers of rows, faster than
+    ``TensorDict.split``.
+    """
     return cut_apart([batch], Cuts([lengths], [[piece] for piece in range(len(lengths))], lengths))
 
 
-def cut_apart(nodes: Sequence[Any], cuts: Cuts, hidden: Sequence[Key] = (), path: Key = ()) -> list[Any]:
-    """Return the TensorDicts of ``cuts``, with names ``["time"]``. Those of one piece are views, the others are copied
-    together.
+def cut_apart(
+    nodes: Sequence[Any], cuts: Cuts, hidden: Sequence[Key] = (), path: Key = ()
+) -> list[Any]:
+    """Return the TensorDicts of ``cuts``, with names ``["time"]``. Those of one piece are views,
+    the others are copied together.
 
     Args:
         nodes: the batches, which have the same columns; or their entries at ``path``.
@@ -245,7 +283,9 @@ def cut_apart(nodes: Sequence[Any], cuts: Cuts, hidden: Sequence[Key] = (), path
     for key in first.keys():  # noqa: SIM118 (TensorDicts iterate over rows)
         here = (*path, key)
         if here not in hidden:
-            for entry, value in zip(entries, cut_apart([n.get(key) for n in nodes], cuts, hidden, here), strict=True):
+            for entry, value in zip(
+                entries, cut_apart([n.get(key) for n in nodes], cuts, hidden, here), strict=True
+            ):
                 entry[key] = value
     make, inner, device = tensordict_maker(), first.batch_size[1:], first.device
     names = ["time", *[None] * len(inner)]
@@ -261,15 +301,22 @@ def _cut_leaves(nodes: Sequence[Any], cuts: Cuts) -> list[Any]:
     result = [pieces[number] for number in cuts.first]
     if cuts.several:
         joined: Any = torch.cat([pieces[number] for number in cuts.joined])
-        for number, rows in zip(cuts.several, _parts(joined, [cuts.rows[n] for n in cuts.several]), strict=True):
+        for number, rows in zip(
+            cuts.several, _parts(joined, [cuts.rows[n] for n in cuts.several]), strict=True
+        ):
             result[number] = rows
     return result
 
 
 def _parts(node: Any, lengths: list[int]) -> Sequence[Any]:
-    """Return views of successive rows. They have no common version counter for autograd, which takes time, too."""
+    """Return views of successive rows.
+
+    They have no common version counter for autograd, which takes time, too.
+    """
     parts: Sequence[Any] = (
-        torch.unsafe_split_with_sizes(node, lengths) if isinstance(node, torch.Tensor) else node.split(lengths)
+        torch.unsafe_split_with_sizes(node, lengths)
+        if isinstance(node, torch.Tensor)
+        else node.split(lengths)
     )
     return parts
 

@@ -1,10 +1,10 @@
 """The shape in which a TorchRL buffer stores batches, and which batches fit into it.
 
-A storage with ``ndim=n`` indexes its items by n dimensions of a batch: by environment and time for ``ndim=2``. Storages
-that allocate all items at the first write (``LazyTensorStorage`` and its subclasses) need the same shape of all later
-batches, apart from the dimension along which they grow: ``dim_extend``, which is time. TorchRL notices a batch of
-another shape only after it has counted its items, and leaves items into which nothing was written. So ``problem``
-looks first.
+A storage with ``ndim=n`` indexes its items by n dimensions of a batch: by environment and time for
+``ndim=2``. Storages that allocate all items at the first write (``LazyTensorStorage`` and its
+subclasses) need the same shape of all later batches, apart from the dimension along which they
+grow: ``dim_extend``, which is time. TorchRL notices a batch of another shape only after it has
+counted its items, and leaves items into which nothing was written. So ``problem`` looks first.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from muster.episodes.segment import MASK
 
 
 def leading_dims(buffer: Any) -> int:
-    """Return the number of batch dimensions that index the items of a TorchRL buffer in this process.
+    """Return the number of batch dimensions that index the items of a TorchRL buffer in this
+    process.
 
-    It is at least 1, as far as a buffer that makes its storage later shows it; 0 for buffers of other kinds, and for
-    those in other processes.
+    It is at least 1, as far as a buffer that makes its storage later shows it; 0 for buffers of
+    other kinds, and for those in other processes.
     """
     storage = _storage(buffer)
     if storage is None:
@@ -32,8 +33,8 @@ class StoredItems:
     """What a buffer expects of batches.
 
     Attributes:
-        dims: number of the batch's leading dimensions that index items; 0: the buffer is not TorchRL's, and an item is
-            a batch.
+        dims: number of the batch's leading dimensions that index items; 0: the buffer is not
+            TorchRL's, and an item is a batch.
     """
 
     def __init__(self, buffer: Any) -> None:
@@ -43,16 +44,23 @@ class StoredItems:
             len(buffer)  # initialises a lazy buffer
             self._grows = int(buffer.dim_extend or 0)
             self.dims = max(leading_dims(buffer), self._grows + 1)
-        self._last: tuple[int, ...] | None = None  # shape at one time of the newest batch that was written
+        # shape at one time of the newest batch that was written
+        self._last: tuple[int, ...] | None = None
 
     @property
     def is_certain(self) -> bool:
-        """Whether a batch with a problem is an error: the buffer is here, and has no transform of its own."""
-        transform = None if _storage(self._buffer) is None else getattr(self._buffer, "transform", None)
+        """Whether a batch with a problem is an error: the buffer is here, and has no transform of
+        its own.
+        """
+        transform = (
+            None if _storage(self._buffer) is None else getattr(self._buffer, "transform", None)
+        )
         return transform is not None and not len(transform)
 
     def problem(self, batch: Any) -> str:
-        """Return why a batch does not fit, and what to change; "" if it fits, as far as can be known."""
+        """Return why a batch does not fit, and what to change; "" if it fits, as far as can be
+        known.
+        """
         shape = getattr(batch, "batch_size", None)  # a postproc may return any object
         if shape is None or not self.dims:
             return ""
@@ -63,7 +71,8 @@ class StoredItems:
             return ""
         allocated = self._allocated()
         expected = None if allocated is None else tuple(allocated.batch_size)
-        if _storage(self._buffer) is None:  # in another process: the newest batch that it took shows its shape
+        # in another process: the newest batch that it took shows its shape
+        if _storage(self._buffer) is None:
             expected = self._last
         if expected not in (None, found):
             is_padded = batch.get(MASK, None) is not None
@@ -77,7 +86,9 @@ class StoredItems:
             self._last = self._at_one_time(shape)
 
     def _at_one_time(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of a batch at one time, in the order of a storage: the buffer swaps time and the first."""
+        """Return the shape of a batch at one time, in the order of a storage: the buffer swaps time
+        and the first.
+        """
         sizes = list(shape)
         sizes[self._grows] = sizes[0]
         return tuple(sizes[1:])
@@ -89,7 +100,9 @@ class StoredItems:
         return sizes
 
     def _allocated(self) -> Any:
-        """Return the items at one time, a TensorDict; None: they are not allocated yet, or may differ in shape."""
+        """Return the items at one time, a TensorDict; None: they are not allocated yet, or may
+        differ in shape.
+        """
         storage = _storage(self._buffer)
         if not getattr(storage, "initialized", False):  # a list of items has no such attribute
             return None
@@ -98,7 +111,9 @@ class StoredItems:
 
 
 def _storage(buffer: Any) -> Any:
-    """Return the storage of a TorchRL buffer; None for one in another process (a Ray actor), and other buffers."""
+    """Return the storage of a TorchRL buffer; None for one in another process (a Ray actor), and
+    other buffers.
+    """
     kind = type(buffer)
     if not (hasattr(kind, "dim_extend") and hasattr(kind, "storage")):
         return None
@@ -106,31 +121,37 @@ def _storage(buffer: Any) -> Any:
 
 
 def _too_flat(shape: list[int], dims: int) -> str:
-    expected = {2: "[environments, T]", 3: "[groups, environments, T]"}.get(dims, f"of {dims} dimensions")
+    expected = {2: "[environments, T]", 3: "[groups, environments, T]"}.get(
+        dims, f"of {dims} dimensions"
+    )
     remedy = f"Use ndim={len(shape)}"
     if len(shape) == 1:
         remedy += (
-            ", or collect batches that have a dimension for environments: pass num_envs (num_envs=1 for one), and use "
-            "neither trajs_per_batch nor collect(n_episode=), whose episodes follow one another in one dimension"
+            ", or collect batches that have a dimension for environments: pass num_envs (num_envs=1"
+            " for one), and use neither trajs_per_batch nor collect(n_episode=), whose episodes"
+            " follow one another in one dimension"
         )
     return (
-        f"The replay buffer stores batches {expected} (ndim={dims} of its storage, or its dim_extend), and this one "
-        f"is {shape}. {remedy}."
+        f"The replay buffer stores batches {expected} (ndim={dims} of its storage, or its"
+        f" dim_extend), and this one is {shape}. {remedy}."
     )
 
 
 def _of_other_columns(allocated: Any, batch: Any) -> str:
     """Compare the columns' shapes."""
-    lead, before = len(batch.batch_size), len(allocated.batch_size)
+    lead = len(batch.batch_size)
+    before = len(allocated.batch_size)
     for key, column in batch.items(include_nested=True, leaves_only=True):
         stored = allocated.get(key, None)
         if not (torch.is_tensor(stored) and torch.is_tensor(column)):
             continue
-        expected, found = list(stored.shape[before:]), list(column.shape[lead:])
+        expected = list(stored.shape[before:])
+        found = list(column.shape[lead:])
         if expected != found:
             return (
-                f"The storage of the replay buffer has allocated {key!r} with shape {expected} per item, and in this "
-                f"batch it has {found}. Use a buffer for each kind of environment."
+                f"The storage of the replay buffer has allocated {key!r} with shape {expected} per"
+                f" item, and in this batch it has {found}. Use a buffer for each kind of"
+                " environment."
             )
     return ""
 
@@ -139,12 +160,13 @@ def _of_other_shape(expected: list[Any], shape: list[int], *, is_padded: bool) -
     remedy = "Use a buffer for each shape, or a ListStorage"
     if is_padded:
         remedy = (
-            "Trajectories are padded to the longest of their batch, so shapes differ between batches. Use a "
-            "ListStorage or a LazyStackStorage, which keep a trajectory of any length per item; or an item per frame "
-            "(ndim=1, without split_trajs and traj_format='pad'); or pad all to one shape in postproc"
+            "Trajectories are padded to the longest of their batch, so shapes differ between"
+            " batches. Use a ListStorage or a LazyStackStorage, which keep a trajectory of any"
+            " length per item; or an item per frame (ndim=1, without split_trajs and"
+            " traj_format='pad'); or pad all to one shape in postproc"
         )
     stored = ", ".join(map(str, expected))
     return (
-        f"The storage of the replay buffer has allocated its items for batches [{stored}], and this one is {shape}. "
-        f"{remedy}."
+        f"The storage of the replay buffer has allocated its items for batches [{stored}], and this"
+        f" one is {shape}. {remedy}."
     )

@@ -1,4 +1,6 @@
-"""Statistics of episodes: of recent ones, of one call of ``collect`` (with Tianshou's names), of a sample."""
+"""Statistics of episodes: of recent ones, of one call of ``collect`` (with Tianshou's names), of a
+sample.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ class SequenceSummaryStats:
 
     Attributes:
         mean: NaN if one of the numbers is NaN, as are the other attributes.
-        std: standard deviation of the numbers themselves (divisor n); NaN also if one of them is infinite.
+        std: standard deviation of the numbers themselves (divisor n); NaN also if one of them is
+            infinite.
         max, min: largest and smallest number.
     """
 
@@ -43,7 +46,8 @@ class SequenceSummaryStats:
         with np.errstate(invalid="ignore", over="ignore"):  # infinite returns are valid results
             mean = float(np.add.reduce(numbers)) / numbers.size
             off = numbers - mean
-            std = math.sqrt(np.dot(off, off) / numbers.size)  # faster than np.std: loggers call this for every batch
+            # faster than np.std: loggers call this for every batch
+            std = math.sqrt(np.dot(off, off) / numbers.size)
         return cls(mean, std, float(np.maximum.reduce(numbers)), float(np.minimum.reduce(numbers)))
 
 
@@ -67,8 +71,8 @@ class CollectStats(CollectStatsBase):
     Attributes:
         collect_time: duration in seconds.
         collect_speed: ``n_collected_steps`` per second.
-        returns: undiscounted returns of the episodes that ended, ``[n]`` float64, in order of their ends. They include
-            steps that an earlier call has delivered.
+        returns: undiscounted returns of the episodes that ended, ``[n]`` float64, in order of their
+            ends. They include steps that an earlier call has delivered.
         returns_stat: summary of ``returns``; None if there are none.
         lens: numbers of steps of these episodes, ``[n]`` int64.
         lens_stat: summary of ``lens``; None if there are none.
@@ -76,8 +80,8 @@ class CollectStats(CollectStatsBase):
         biased: the rule favours short episodes.
         n_discarded_steps: number of other steps that were discarded, for any reason.
         n_kept_steps: number of other steps that are kept for the next call.
-        last_value_est: with ``bootstrap``, the policy's values of the observations after the last rows, ``[B, 1]``; 0
-            where an episode has terminated there.
+        last_value_est: with ``bootstrap``, the policy's values of the observations after the last
+            rows, ``[B, 1]``; 0 where an episode has terminated there.
     """
 
     collect_time: float = 0.0
@@ -111,7 +115,9 @@ class CollectStats(CollectStatsBase):
         with np.errstate(invalid="ignore"):  # NaN has no integer; the comparison below detects it
             lens = given.astype(np.int64)
         if not np.array_equal(lens, given):
-            raise BadOption(f"lens={given.tolist()}: expected whole numbers, the lengths of episodes")
+            raise BadOption(
+                f"lens={given.tolist()}: expected whole numbers, the lengths of episodes"
+            )
         return cls._summarised(
             returns,
             lens,
@@ -124,7 +130,9 @@ class CollectStats(CollectStatsBase):
     @classmethod
     def _summarised(cls, returns: Array, lens: Array, **others: Any) -> Self:
         returns_stat, lens_stat = map(SequenceSummaryStats.from_sequence, (returns, lens))
-        return cls(returns=returns, returns_stat=returns_stat, lens=lens, lens_stat=lens_stat, **others)
+        return cls(
+            returns=returns, returns_stat=returns_stat, lens=lens, lens_stat=lens_stat, **others
+        )
 
 
 def stats_of_call(episodes: Episodes, steps: int, seconds: float, **others: Any) -> CollectStats:
@@ -157,14 +165,18 @@ def stats_of_state(state: Mapping[str, Any]) -> CollectStats:
 
 
 def successes(episodes: Episodes) -> list[float]:
-    """``is_success``, else ``success``, of the infos of those episodes that have one which is a number."""
+    """``is_success``, else ``success``, of the infos of those episodes that have one which is a
+    number.
+    """
     infos = [] if episodes.info is None else episodes.info.tolist()
     found = (info.get("is_success", info.get("success")) for info in infos)
     return [float(value) for value in found if isinstance(value, (bool, int, float))]
 
 
 class EpisodeWindow:
-    """The number of all episodes, and means over the last ``WINDOW``: of "returns", "lengths" and "successes"."""
+    """The number of all episodes, and means over the last ``WINDOW``: of "returns", "lengths" and
+    "successes".
+    """
 
     def __init__(self) -> None:
         self.count = 0

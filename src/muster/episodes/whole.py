@@ -27,18 +27,22 @@ if TYPE_CHECKING:
 Layout = Literal["cat", "pad"]
 Envs = Sequence[int] | Array | None
 
-CUT, MIXED = -2, -3  # in place of an episode's number: why its rows are not kept
+# in place of an episode's number: why its rows are not kept
+CUT = -2
+MIXED = -3
 GOING = -1  # in place of an episode's end
 UNKNOWN = -2  # in place of an open episode's trajectory id
 REASONS = {CUT: "cut", MIXED: "mixed_policy"}
 
-NO_MORE = 2**62  # divided by the number of environments: the time of an environment without further rows
+# divided by the number of environments: the time of an environment without further rows
+NO_MORE = 2**62
 
 
 class EpisodeGroup(NamedTuple):
     """A group of episodes to deliver, and its number of frames without padding.
 
-    The batch is ``[frames]`` with names ``["time"]``, or ``[n, longest]`` with ``("collector", "mask")``.
+    The batch is ``[frames]`` with names ``["time"]``, or ``[n, longest]`` with ``("collector",
+    "mask")``.
     """
 
     batch: TensorDict
@@ -47,13 +51,17 @@ class EpisodeGroup(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class HeldEpisode:
-    """An episode whose rows (``length`` frames in ``parts``) are kept, or an open episode that was dropped.
+    """An episode whose rows (``length`` frames in ``parts``) are kept, or an open episode that was
+    dropped.
 
     Attributes:
-        traj_id: trajectory id, different from the next one. After the end, it and ``version`` (of row 0) are unused.
+        traj_id: trajectory id, different from the next one. After the end, it and ``version`` (of
+            row 0) are unused.
         agent: the agent that it is of, where agents take turns.
-        number: time of its first row * number of environments + ``env``; negative if it was dropped.
-        end: sum of all environments' times before the batch in which it ended, plus the row; or ``GOING``.
+        number: time of its first row * number of environments + ``env``; negative if it was
+            dropped.
+        end: sum of all environments' times before the batch in which it ended, plus the row; or
+            ``GOING``.
     """
 
     env: int
@@ -69,28 +77,35 @@ class HeldEpisode:
 class WholeEpisodes:
     """Joins successive batches of one collector to groups of exactly ``n`` complete episodes.
 
-    Groups are copies; no batch is kept alive. ``added = delivered + sum(dropped.values()) + frames_held``, in frames.
-    Rows are copied and joined before any other change. If that fails (no memory, for instance), nothing is lost: a
-    batch that cannot be copied was not added, and groups that cannot be joined are kept. An episode that never ends
-    is kept for ever, and with "first_begun" all that started after it: such environments need
-    ``max_frames_per_traj``. Waiting episodes cost memory, but no time.
+    Groups are copies; no batch is kept alive. ``added = delivered + sum(dropped.values()) +
+    frames_held``, in frames. Rows are copied and joined before any other change. If that fails (no
+    memory, for instance), nothing is lost: a batch that cannot be copied was not added, and groups
+    that cannot be joined are kept. An episode that never ends is kept for ever, and with
+    "first_begun" all that started after it: such environments need ``max_frames_per_traj``. Waiting
+    episodes cost memory, but no time.
 
-    A batch may contain only some of the environments, in any order (``add(batch, envs)``). Time is the number of rows
-    of each environment, so "first_begun" and "per_env" give the same groups whatever the environments' speeds.
+    A batch may contain only some of the environments, in any order (``add(batch, envs)``). Time is
+    the number of rows of each environment, so "first_begun" and "per_env" give the same groups
+    whatever the environments' speeds.
 
     Args:
         n: number of episodes per group; ignored without a ``rule``.
-        num_envs: number of environments (of a full batch: the product of its dimensions besides time; 1 without any).
-        layout: ``"cat"``: one after another; ``"pad"``: one per line, zeros on the right, with trajectory id -1.
-        rule: order of the episodes, see ``make_queue``. None: the caller chooses, with ``new_ends`` and ``take``.
-        on_policy_only: drop episodes in which several policy versions acted; the others are biased to short ones.
+        num_envs: number of environments (of a full batch: the product of its dimensions besides
+            time; 1 without any).
+        layout: ``"cat"``: one after another; ``"pad"``: one per line, zeros on the right, with
+            trajectory id -1.
+        rule: order of the episodes, see ``make_queue``. None: the caller chooses, with ``new_ends``
+            and ``take``.
+        on_policy_only: drop episodes in which several policy versions acted; the others are biased
+            to short ones.
         done_key: column that marks the ends of episodes.
-        from_resets: the first rows come after resets. False: the first episode of every environment is dropped.
+        from_resets: the first rows come after resets. False: the first episode of every environment
+            is dropped.
 
     Attributes:
         frames_held: number of kept frames, in open episodes and in ended ones that wait for others.
-        dropped: number of frames that no group will contain, by reason: "cut" (the episode continued without an end, or
-            ``flush``), "mixed_policy", and the reasons of ``clear``.
+        dropped: number of frames that no group will contain, by reason: "cut" (the episode
+            continued without an end, or ``flush``), "mixed_policy", and the reasons of ``clear``.
     """
 
     def __init__(
@@ -111,9 +126,13 @@ class WholeEpisodes:
         if rule is not None:
             check_stream_rule("rule", rule)
         if rule == "per_env" and self.n % num_envs:
-            raise BadOption(f'WholeEpisodes({n}, rule="per_env"): {n} is not a multiple of num_envs={num_envs}')
-        self.layout, self.rule = layout, rule
-        self.on_policy_only, self.done_key = on_policy_only, done_key
+            raise BadOption(
+                f'WholeEpisodes({n}, rule="per_env"): {n} is not a multiple of num_envs={num_envs}'
+            )
+        self.layout = layout
+        self.rule = rule
+        self.on_policy_only = on_policy_only
+        self.done_key = done_key
         self.dropped: Counter[str] = Counter()
         self.frames_held = 0
         self._time = np.zeros(self.num_envs, np.int64)  # number of rows so far, by environment
@@ -122,22 +141,29 @@ class WholeEpisodes:
         # Number of each environment's open episode, if it is kept; with a column for each agent.
         self._first_open = np.empty((self.num_envs, 0), np.int64)
         self._make_room(1)
-        self._ended: dict[int, HeldEpisode] = {}  # by number, in order of their ends, then by environment
-        self._queue = None if rule is None else make_queue(rule, self.n, self.num_envs)  # of episodes that wait
+        # by number, in order of their ends, then by environment
+        self._ended: dict[int, HeldEpisode] = {}
+        # of episodes that wait
+        self._queue = None if rule is None else make_queue(rule, self.n, self.num_envs)
         self._due: list[int] = []  # episodes that do not wait, in order
-        self._without_end = np.zeros(self.num_envs, np.int64)  # rows of each environment since its last end
+        # rows of each environment since its last end
+        self._without_end = np.zeros(self.num_envs, np.int64)
         self._asked = 0  # earlier ends were returned by ``new_ends`` already
-        # Some of their rows were dropped since the last batch, or before that (see ``_compact``). Episodes keep them.
+        # Some of their rows were dropped since the last batch, or before that (see ``_compact``).
+        # Episodes keep them.
         self._sparse, self._sparser = WeakSet[CopiedRows](), WeakSet[CopiedRows]()
 
     @property
     def held(self) -> list[int]:
-        """The numbers of complete episodes, in order of their ends. Number k is of environment ``k % num_envs``."""
+        """The numbers of complete episodes, in order of their ends.
+
+        Number k is of environment ``k % num_envs``.
+        """
         return list(self._ended)
 
     def add(self, batch: TensorDict, envs: Envs = None) -> None:
-        """Add a copy of the next batch, ``[*lead, T]``, of the environments ``envs`` (None: all). Raises ``BadOption``
-        if it does not fit.
+        """Add a copy of the next batch, ``[*lead, T]``, of the environments ``envs`` (None: all).
+        Raises ``BadOption`` if it does not fit.
         """
         batch = time_last(batch)
         numbers = self._numbers(batch, envs)
@@ -148,13 +174,26 @@ class WholeEpisodes:
             chunk = CopiedRows(take(batch, pieces.rows))
             self._make_room(int(pieces.agent.max()) + 1)
             place, t = np.divmod(pieces.rows[pieces.first], T)
-            env, end = numbers[place], self._time.sum() + pieces.rows[pieces.first + pieces.length - 1] % T
+            env, end = (
+                numbers[place],
+                self._time.sum() + pieces.rows[pieces.first + pieces.length - 1] % T,
+            )
             begin = (self._time[env] + t) * self.num_envs + env
             version = self._versions(batch, pieces)
-            columns = (env, pieces.agent, begin, pieces.first, pieces.length, pieces.traj_id, version)
+            columns = (
+                env,
+                pieces.agent,
+                begin,
+                pieces.first,
+                pieces.length,
+                pieces.traj_id,
+                version,
+            )
             ends = np.where(pieces.ended, end, GOING).tolist()
             ended = []
-            for piece, row in zip(zip(*(c.tolist() for c in columns), strict=True), ends, strict=True):
+            for piece, row in zip(
+                zip(*(c.tolist() for c in columns), strict=True), ends, strict=True
+            ):
                 episode = self._follow(chunk, *piece)
                 if row != GOING:
                     episode.end = row
@@ -172,7 +211,8 @@ class WholeEpisodes:
         """Return the groups that are now complete, often none."""
         if self._queue is None:
             return []
-        coming = self._time * self.num_envs + np.arange(self.num_envs)  # no later episode starts before these
+        # no later episode starts before these
+        coming = self._time * self.num_envs + np.arange(self.num_envs)
         self._due += self._queue.pop(int(min(coming.min(), self._first_open.min())))
         chosen = [
             [self._ended[number] for number in self._due[begin : begin + self.n]]
@@ -185,24 +225,35 @@ class WholeEpisodes:
         return made
 
     def new_ends(self) -> list[list[int]]:
-        """Return the kept episodes that ended since the last call: a list per time step, ascending by environment."""
-        last_first = takewhile(lambda number: self._ended[number].end >= self._asked, reversed(self._ended))
+        """Return the kept episodes that ended since the last call: a list per time step, ascending
+        by environment.
+        """
+        last_first = takewhile(
+            lambda number: self._ended[number].end >= self._asked, reversed(self._ended)
+        )
         new = list(last_first)[::-1]
         self._asked = int(self._time.sum())
         return [list(step) for _, step in groupby(new, lambda number: self._ended[number].end)]
 
     def take(self, numbers: Sequence[int]) -> EpisodeGroup:
-        """Remove these complete episodes, and return them as a group in this order. For ``rule=None``."""
+        """Remove these complete episodes, and return them as a group in this order.
+
+        For ``rule=None``.
+        """
         known = self.rule is None and all(number in self._ended for number in numbers)
         if not numbers or not known or len({*numbers}) < len(numbers):
-            raise BadOption(f"take({numbers}): expected different numbers of complete episodes that are held")
+            raise BadOption(
+                f"take({numbers}): expected different numbers of complete episodes that are held"
+            )
         episodes = [self._ended[number] for number in numbers]
         made = self._joined(episodes)
         self._let_go(episodes)
         return made
 
     def take_all(self, hidden: Sequence[Key] = ()) -> list[TensorDict]:
-        """Remove all complete episodes, and return each, ``[L]``, in order of their ends. For ``rule=None``.
+        """Remove all complete episodes, and return each, ``[L]``, in order of their ends.
+
+        For ``rule=None``.
 
         Episodes share memory with each other, and with nothing else that is used later.
 
@@ -215,25 +266,31 @@ class WholeEpisodes:
         return made
 
     def check_ends(self, waiting: str, *, resets: bool) -> None:
-        """Raise ``BadOption`` if an awaited end has not occurred in ``ENDLESS`` steps, and restart the count."""
+        """Raise ``BadOption`` if an awaited end has not occurred in ``ENDLESS`` steps, and restart
+        the count.
+        """
         steps = self._without_end
         worst = int(steps.argmin() if self.rule == "first_done" else steps.argmax())
         if (made := int(steps[worst])) <= ENDLESS:
             return
         steps[:] = 0
         raise BadOption(
-            f"environment {worst} has made {made:,} steps, no episode of it has ended, and {waiting} waits for that. "
+            f"environment {worst} has made {made:,} steps, no episode of it has ended, and"
+            f" {waiting} waits for that. "
             + (
-                "reset_at_each_iter=True cuts its episodes at the end of every batch: leave it out, collect batches "
-                "longer than episodes (frames_per_batch), or"
+                "reset_at_each_iter=True cuts its episodes at the end of every batch: leave it out,"
+                " collect batches longer than episodes (frames_per_batch), or"
                 if resets
                 else "Episodes need an end:"
             )
-            + " give the collector max_frames_per_traj=, which truncates them. Nothing was lost: another call waits on."
+            + " give the collector max_frames_per_traj=, which truncates them. Nothing was lost:"
+            " another call waits on."
         )
 
     def skip(self, batch: TensorDict, envs: Envs = None) -> None:
-        """Record a batch that is delivered elsewhere: drop the episodes with rows in it, which will not be complete."""
+        """Record a batch that is delivered elsewhere: drop the episodes with rows in it, which will
+        not be complete.
+        """
         batch = time_last(batch)
         numbers = self._numbers(batch, envs)
         pieces = find_pieces(batch, self.done_key)
@@ -248,11 +305,16 @@ class WholeEpisodes:
         self._time[numbers] += batch.shape[-1]
 
     def flush(self, envs: Iterable[int] | None = None) -> int:
-        """Drop the open episodes of ``envs`` (default: all), which will not continue. Return their number of frames."""
+        """Drop the open episodes of ``envs`` (default: all), which will not continue.
+
+        Return their number of frames.
+        """
         before = self.frames_held
         for env in range(self.num_envs) if envs is None else envs:
             if not 0 <= env < self.num_envs:
-                raise BadOption(f"flush({envs}): environments are numbered 0 to {self.num_envs - 1}")
+                raise BadOption(
+                    f"flush({envs}): environments are numbered 0 to {self.num_envs - 1}"
+                )
             self._without_end[env] = 0
             for agent in range(self._first_open.shape[1]):
                 if (env, agent) in self._open:
@@ -260,7 +322,8 @@ class WholeEpisodes:
         return before - self.frames_held
 
     def clear(self, reason: str) -> int:
-        """Drop all kept episodes, complete or open (counted as ``reason``), and later rows of open ones (as "cut").
+        """Drop all kept episodes, complete or open (counted as ``reason``), and later rows of open
+        ones (as "cut").
 
         Return the number of dropped frames.
         """
@@ -278,13 +341,18 @@ class WholeEpisodes:
         return frames
 
     def retire(self, envs: Iterable[int]) -> int:
-        """Stop waiting for environments without further rows; ``groups`` then returns those that this completes.
+        """Stop waiting for environments without further rows; ``groups`` then returns those that
+        this completes.
 
-        Returns the number of dropped frames. Raises ``BadOption`` if the rule needs them ("per_env").
+        Returns the number of dropped frames. Raises ``BadOption`` if the rule needs them
+        ("per_env").
         """
         envs = list(envs)
         if self.rule == "per_env" and envs:
-            raise BadOption(f"retire({envs}): rule='per_env' needs episodes of every environment; use 'first_begun'")
+            raise BadOption(
+                f"retire({envs}): rule='per_env' needs episodes of every environment; use"
+                " 'first_begun'"
+            )
         frames = self.flush(envs)
         self._time[envs] = NO_MORE // self.num_envs
         return frames
@@ -292,7 +360,9 @@ class WholeEpisodes:
     def state_dict(self) -> dict[str, Any]:
         """Return everything kept as numbers, tensors and lists, which share no memory with groups."""
         episodes = [*self._ended.values(), *self._open.values()]
-        columns = [(e.env, e.traj_id, e.number, e.version, e.length, e.end, e.agent) for e in episodes]
+        columns = [
+            (e.env, e.traj_id, e.number, e.version, e.length, e.end, e.agent) for e in episodes
+        ]
         return {
             "num_envs": self.num_envs,
             "time": torch.from_numpy(self._time.copy()),
@@ -303,19 +373,24 @@ class WholeEpisodes:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], place: Place | None = None) -> None:
-        """Restore ``state_dict()``. ``n``, ``layout`` and ``rule`` may be different, but not ``num_envs``
-        (``BadOption``).
+        """Restore ``state_dict()``. ``n``, ``layout`` and ``rule`` may be different, but not
+        ``num_envs`` (``BadOption``).
 
         Args:
-            place: where the batches are that will be added; None: in host memory, with the device None.
+            place: where the batches are that will be added; None: in host memory, with the device
+                None.
         """
         if state["num_envs"] != self.num_envs:
-            raise BadOption(f"the state is of {state['num_envs']} environments, but num_envs={self.num_envs}")
+            raise BadOption(
+                f"the state is of {state['num_envs']} environments, but num_envs={self.num_envs}"
+            )
         self.clear("")
         self._time, self.dropped = state["time"].numpy().copy(), Counter(state["dropped"])
         self._without_end[:] = 0
         episodes = [HeldEpisode(*columns) for columns in state["episodes"].tolist()]
-        self._open = {(episode.env, episode.agent): episode for episode in episodes if episode.end == GOING}
+        self._open = {
+            (episode.env, episode.agent): episode for episode in episodes if episode.end == GOING
+        }
         self._make_room(1 + max((agent for _, agent in self._open), default=0))
         self._first_open[:] = NO_MORE
         for number, episode in self._open.items():
@@ -338,33 +413,46 @@ class WholeEpisodes:
             and numbers.dtype.kind in "iu"
             and len({*numbers.tolist()}.intersection(range(self.num_envs))) == len(numbers)
         ):
-            raise BadOption(f"envs={envs}: expected different numbers from 0 to {self.num_envs - 1}")
+            raise BadOption(
+                f"envs={envs}: expected different numbers from 0 to {self.num_envs - 1}"
+            )
         found = batch.numel() // max(batch.shape[-1], 1) if batch.ndim else 0
         if found != len(numbers):
             raise BadOption(
-                f"a batch of shape {list(batch.shape)} has {found} environments and then time; expected {len(numbers)} "
-                f"environments, as in {'num_envs; envs= names those of a part' if envs is None else f'envs={envs}'}"
+                f"a batch of shape {list(batch.shape)} has {found} environments and then time;"
+                f" expected {len(numbers)} environments, as in"
+                f" {'num_envs; envs= names those of a part' if envs is None else f'envs={envs}'}"
             )
         return numbers.astype(np.int64)
 
     def _check(self, batch: TensorDict) -> None:
         for key, why in (
             (self.done_key, "where episodes end; name the column that does: done_key="),
-            (POLICY_VERSION, "which policy acted, for on_policy_only=True: track_policy_version=True"),
+            (
+                POLICY_VERSION,
+                "which policy acted, for on_policy_only=True: track_policy_version=True",
+            ),
         ):
             if (key != POLICY_VERSION or self.on_policy_only) and batch.get(key, None) is None:
                 raise BadOption(f"the batch has no {dotted(key)}, which says {why}")
 
     def _versions(self, batch: TensorDict, pieces: Pieces) -> Array:
-        """Return the policy version of each piece, ``MIXED`` for several; all 0 without ``on_policy_only``."""
+        """Return the policy version of each piece, ``MIXED`` for several; all 0 without
+        ``on_policy_only``.
+        """
         if not self.on_policy_only:
             return np.zeros_like(pieces.first)
         versions = batch[POLICY_VERSION].reshape(-1).cpu().numpy()[pieces.rows]
-        low, high = (function.reduceat(versions, pieces.first) for function in (np.minimum, np.maximum))
+        low, high = (
+            function.reduceat(versions, pieces.first) for function in (np.minimum, np.maximum)
+        )
         return np.where(low == high, low, MIXED)
 
     def _make_room(self, agents: int) -> None:
-        """Make columns for this number of agents. Their first episodes are dropped if the rows begin within some."""
+        """Make columns for this number of agents.
+
+        Their first episodes are dropped if the rows begin within some.
+        """
         for agent in range(self._first_open.shape[1], agents):
             column = np.full((self.num_envs, 1), NO_MORE)
             self._first_open = np.concatenate([self._first_open, column], 1)
@@ -372,16 +460,28 @@ class WholeEpisodes:
                 self._open.setdefault((env, agent), HeldEpisode(env, UNKNOWN, CUT, 0, agent=agent))
 
     def _follow(
-        self, chunk: CopiedRows, env: int, agent: int, begin: int, first: int, length: int, traj_id: int, version: int
+        self,
+        chunk: CopiedRows,
+        env: int,
+        agent: int,
+        begin: int,
+        first: int,
+        length: int,
+        traj_id: int,
+        version: int,
     ) -> HeldEpisode:
-        """Add a piece (rows of ``chunk`` from ``first`` on) to its episode, or to a new one of number ``begin``."""
+        """Add a piece (rows of ``chunk`` from ``first`` on) to its episode, or to a new one of
+        number ``begin``.
+        """
         episode = self._open.get((env, agent))
         if episode is not None and episode.traj_id == UNKNOWN:
             episode.traj_id = traj_id
         if episode is None or episode.traj_id != traj_id:
             if episode is not None:
                 self._drop(episode, CUT)
-            episode = self._open[env, agent] = HeldEpisode(env, traj_id, begin, version, agent=agent)
+            episode = self._open[env, agent] = HeldEpisode(
+                env, traj_id, begin, version, agent=agent
+            )
             self._first_open[env, agent] = begin
         if version != episode.version or version == MIXED:
             self._drop(episode, MIXED)
@@ -434,7 +534,9 @@ class WholeEpisodes:
             self._sparse.add(chunk)
 
     def _compact(self) -> None:
-        """Free the memory of rows that were dropped before the last batch: most others are free after the next one."""
+        """Free the memory of rows that were dropped before the last batch: most others are free
+        after the next one.
+        """
         for chunk in self._sparser:
             chunk.compact()
         self._sparser.clear()

@@ -1,4 +1,6 @@
-"""Evaluation of policies on exact numbers of episodes, without bias, in the background or between batches."""
+"""Evaluation of policies on exact numbers of episodes, without bias, in the background or between
+batches.
+"""
 
 from muster.evaluation.evaluator import Evaluator
 from muster.evaluation.result import EvaluatedEpisode, Evaluation, EvaluatorStats, UnfinishedEpisode

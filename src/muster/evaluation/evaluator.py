@@ -1,4 +1,6 @@
-"""``Evaluator``: evaluates a policy with frozen weights on an exact number of episodes, now or in the background."""
+"""``Evaluator``: evaluates a policy with frozen weights on an exact number of episodes, now or in
+the background.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ if TYPE_CHECKING:
     from muster.memory.specs import Array
 
 ATTEMPTS = 3
-ROWS = 32  # time steps per rollout: few, to end soon after the last episode on a device; enough for a small overhead
+# time steps per rollout: few, to end soon after the last episode on a device; enough for a small
+# overhead
+ROWS = 32
 PASSED_ON = (
     *("device", "env_device", "policy_device", "execution", "compile_policy", "cudagraph_policy"),
     *("inference", "start_method", "num_sub_threads", "timeouts", "policy_factory"),
@@ -79,7 +83,8 @@ PASSED_ON = (
     *("crash_dir", "trust_policy"),
 )
 OF_EVALUATOR = (
-    "Call evaluate() to evaluate the policy that the evaluator was made with, or give the weights of all of it"
+    "Call evaluate() to evaluate the policy that the evaluator was made with, or give the weights"
+    " of all of it"
 )
 WhenBusy = Literal["queue", "skip", "raise"]
 OnFailure = Literal["raise", "restart"]
@@ -95,11 +100,13 @@ class Evaluator:
             evaluation = evaluator.evaluate()
             print(evaluation.mean, evaluation.confidence_interval())
 
-    It has its own environments, random streams and copy of the policy (in evaluation mode), and does not influence
-    training. Every ``evaluate()`` starts with resets. Episode k of environment i is reset with ``seed + i + k * (number
-    of environments)``. With ``rule="per_env"`` these are the first ``episodes`` seeds, however many environments and
-    workers share them. There are no more resets and steps than the episodes need. (Batches that reset themselves, such
-    as vector environments, are seeded only once, and go on until the last episode ends; see ``Evaluation.started``.)
+    It has its own environments, random streams and copy of the policy (in evaluation mode), and
+    does not influence training. Every ``evaluate()`` starts with resets. Episode k of environment i
+    is reset with ``seed + i + k * (number of environments)``. With ``rule="per_env"`` these are the
+    first ``episodes`` seeds, however many environments and workers share them. There are no more
+    resets and steps than the episodes need. (Batches that reset themselves, such as vector
+    environments, are seeded only once, and go on until the last episode ends; see
+    ``Evaluation.started``.)
 
     ``trigger()`` evaluates a copy of the present weights in the background, in worker processes::
 
@@ -112,32 +119,36 @@ class Evaluator:
 
     Args:
         create_env_fn: see ``Collector``. With workers, environment objects are refused.
-        policy: see ``Collector``. ``evaluate()`` copies its weights by default. Without workers ``policy_factory`` is
-            called twice, for this policy and for the copy that acts.
+        policy: see ``Collector``. ``evaluate()`` copies its weights by default. Without workers
+            ``policy_factory`` is called twice, for this policy and for the copy that acts.
         episodes: number of episodes. None: all that end before another limit is reached.
-        max_frames: maximum number of environment steps, over all environments; the evaluation ends if it does not allow
-            another step of those that are still stepped. Episodes open at this point are ``unfinished``.
+        max_frames: maximum number of environment steps, over all environments; the evaluation ends
+            if it does not allow another step of those that are still stepped. Episodes open at this
+            point are ``unfinished``.
         max_T: maximum number of time steps of each environment.
         max_trajectories: end after the time step at which this number of episodes is complete.
-        num_envs: number of environments that each worker steps together; fewer if there are fewer episodes. None: one,
-            without a batch dimension.
-        num_workers: number of worker processes, each with ``num_envs`` environments. 0: evaluate in this process.
-        rule: which episodes count. "per_env": a number fixed in advance from each environment. "fair": the same number
-            from each, and the rest from the first ones to end one more. "last_even": the first to start. "first_done":
-            the first to end, which is biased towards short episodes. Without ``episodes``, all count as they end
-            ("first_done").
+        num_envs: number of environments that each worker steps together; fewer if there are fewer
+            episodes. None: one, without a batch dimension.
+        num_workers: number of worker processes, each with ``num_envs`` environments. 0: evaluate in
+            this process.
+        rule: which episodes count. "per_env": a number fixed in advance from each environment.
+            "fair": the same number from each, and the rest from the first ones to end one more.
+            "last_even": the first to start. "first_done": the first to end, which is biased towards
+            short episodes. Without ``episodes``, all count as they end ("first_done").
         exploration_type: "deterministic", or "random" to sample as in training; see ``Collector``.
-        seed: seed of the episodes, which are the same in every evaluation. None: different ones each time.
+        seed: seed of the episodes, which are the same in every evaluation. None: different ones
+            each time.
         reseed: use different episodes each time, derived from ``seed``.
         create_env_kwargs: see ``Collector``.
-        on_failure: reaction to a worker that dies or hangs, or to an error of an environment. "raise": raise it.
-            "restart": repeat the evaluation with new workers and environments, at most twice.
-        when_busy: reaction of ``trigger()`` to a running evaluation. "queue": wait, each with a copy of its weights.
-            "skip": do nothing. "raise": raise ``CollectorBusy``.
+        on_failure: reaction to a worker that dies or hangs, or to an error of an environment.
+            "raise": raise it. "restart": repeat the evaluation with new workers and environments,
+            at most twice.
+        when_busy: reaction of ``trigger()`` to a running evaluation. "queue": wait, each with a
+            copy of its weights. "skip": do nothing. "raise": raise ``CollectorBusy``.
         record_actions: record actions for ``Evaluation.video``.
         **options: some of the options of ``Collector``, and with workers of ``MultiSyncCollector``:
-            ``max_frames_per_traj`` (for environments that may never end), ``inference``, devices, ``timeouts``, and
-            others.
+            ``max_frames_per_traj`` (for environments that may never end), ``inference``, devices,
+            ``timeouts``, and others.
 
     Raises:
         BadOption, UnknownOption: an option is wrong.
@@ -172,11 +183,16 @@ class Evaluator:
         seed = None if seed is None else integer("seed", seed, 0, or_else="None")
         num_envs = None if num_envs is None else integer("num_envs", num_envs, or_else="None")
         self.plan = Plan(episodes, max_frames, max_T, max_trajectories, rule)
-        self.num_workers, self.on_failure, self.when_busy = num_workers, on_failure, when_busy
-        self.seed, self.reseed = seed, reseed
+        self.num_workers = num_workers
+        self.on_failure = on_failure
+        self.when_busy = when_busy
+        self.seed = seed
+        self.reseed = reseed
         execution = options.get("execution", Execution())
         if not execution.own_rng:
-            raise BadOption("Execution(own_rng=False): an evaluation always draws from generators of its own")
+            raise BadOption(
+                "Execution(own_rng=False): an evaluation always draws from generators of its own"
+            )
         self._served = options.get("inference", "worker") != "worker"
         factory = self._factory = options.pop("policy_factory", None)
         if factory is not None and policy is not None:
@@ -189,12 +205,14 @@ class Evaluator:
         self._factories = factories if several else factories * max(1, num_workers)
         self._stacked = several or num_workers > 0
         self._num_envs = len(self._factories) * (num_envs or 1)
-        self._record, self._options = record_actions, options
+        self._record = record_actions
+        self._options = options
         self._unused: list[Any] = []  # environments that take no part
         self._leave_out_groups()
         self.plan.check(self._num_envs)
         self._own = _private_copy(policy) if factory is None else factory()
-        self._shared = num_workers == 0 and _share_modules(self._own, policy)  # it could not be copied
+        # it could not be copied
+        self._shared = num_workers == 0 and _share_modules(self._own, policy)
         self._collector: BaseCollector | None = None
         self._seeded = False  # see ``Run``
         self._number = 0
@@ -208,16 +226,20 @@ class Evaluator:
     # --- evaluating -------------------------------------------------------------------------------
 
     def evaluate(
-        self, policy_or_weights: Any = None, *, version: int | str | None = None, progress: Progress | None = None
+        self,
+        policy_or_weights: Any = None,
+        *,
+        version: int | str | None = None,
+        progress: Progress | None = None,
     ) -> Evaluation:
         """Evaluate the current weights now.
 
         Args:
-            policy_or_weights: source of the weights: a policy, its network, a TensorDict or dict of tensors. None: the
-                evaluator's policy.
+            policy_or_weights: source of the weights: a policy, its network, a TensorDict or dict of
+                tensors. None: the evaluator's policy.
             version: version for the result. None: the number of this evaluation, from 1.
-            progress: function called after every few time steps with the numbers of episodes and frames so far. If it
-                returns False, the evaluation ends.
+            progress: function called after every few time steps with the numbers of episodes and
+                frames so far. If it returns False, the evaluation ends.
 
         Raises:
             CollectorBusy: an evaluation is running in the background.
@@ -226,7 +248,10 @@ class Evaluator:
         """
         self._check_open()
         if self.is_running():
-            raise CollectorBusy("an evaluation is going on in the background: wait() for it, or trigger() another one")
+            raise CollectorBusy(
+                "an evaluation is going on in the background: wait() for it, or trigger()"
+                " another one"
+            )
         with trimmed:
             weights, number = self._next(policy_or_weights, copied=False)
             return self._evaluate(weights, number, version, progress)
@@ -242,33 +267,48 @@ class Evaluator:
             the number of the evaluation; 0 if it was skipped.
 
         Raises:
-            BadOption: there are no worker processes, or ``inference="server"``: the policy would act in this process,
-                and draw from the random generators of the training.
+            BadOption: there are no worker processes, or ``inference="server"``: the policy would
+                act in this process, and draw from the random generators of the training.
             CollectorBusy: an evaluation is running, with ``when_busy="raise"``.
         """
         self._check_open()
         if self.num_workers == 0:
-            raise BadOption("evaluating in the background takes a process: make the Evaluator with num_workers=1")
+            raise BadOption(
+                "evaluating in the background takes a process: make the Evaluator with"
+                " num_workers=1"
+            )
         if self._served:
-            raise BadOption("inference='server' acts in this process, and not beside your training: leave it out")
+            raise BadOption(
+                "inference='server' acts in this process, and not beside your training: leave"
+                " it out"
+            )
         if self.is_running() and self.when_busy == "raise":
-            raise CollectorBusy("an evaluation is going on: poll() or wait() first, or use when_busy='queue' or 'skip'")
+            raise CollectorBusy(
+                "an evaluation is going on: poll() or wait() first, or use when_busy='queue' or"
+                " 'skip'"
+            )
         if self.is_running() and self.when_busy == "skip":
             self._count(skipped=1)
             return 0
         weights, number = self._next(policy_or_weights, copied=True)
         self._triggered.append(
-            self._executor.submit(self._evaluate, weights, number, version, lambda *_: not self._closed)
+            self._executor.submit(
+                self._evaluate, weights, number, version, lambda *_: not self._closed
+            )
         )
         return number
 
     def poll(self) -> Evaluation | None:
-        """Return the oldest complete result that was not returned yet, or None. Raises the error of its evaluation."""
+        """Return the oldest complete result that was not returned yet, or None.
+
+        Raises the error of its evaluation.
+        """
         self._check_here()
         return self._fetch() if self._triggered and self._triggered[0].done() else None
 
     def wait(self, timeout: float | None = None) -> Evaluation:
-        """Wait for the oldest evaluation whose result was not returned yet, and return it as ``poll`` does.
+        """Wait for the oldest evaluation whose result was not returned yet, and return it as
+        ``poll`` does.
 
         Raises:
             CollectorTimeout: it is not complete after ``timeout`` seconds. It continues.
@@ -276,9 +316,13 @@ class Evaluator:
         """
         self._check_open()
         if not self._triggered:
-            raise BadOption("there is nothing to wait for: every result was taken, so trigger() another one")
+            raise BadOption(
+                "there is nothing to wait for: every result was taken, so trigger() another one"
+            )
         if not wait([self._triggered[0]], timeout).done:
-            raise CollectorTimeout(f"the evaluation is not done after {timeout} s; it goes on: wait() again")
+            raise CollectorTimeout(
+                f"the evaluation is not done after {timeout} s; it goes on: wait() again"
+            )
         return self._fetch()
 
     def is_running(self) -> bool:
@@ -290,19 +334,25 @@ class Evaluator:
         return replace(self._stats, waiting=self._waiting())
 
     def shutdown(self, timeout: float | None = 10.0) -> None:
-        """Close the environments, and end the workers and the background thread. May be called again.
+        """Close the environments, and end the workers and the background thread.
+
+        May be called again.
 
         Args:
-            timeout: seconds for the current rollout in the background, after which its workers are killed.
+            timeout: seconds for the current rollout in the background, after which its workers are
+                killed.
         """
         if self._closed:
             return
         self._closed = True
-        if self._owner is not None and not self._owner.is_here():  # a fork must not end its parent's workers
+        # a fork must not end its parent's workers
+        if self._owner is not None and not self._owner.is_here():
             return
         self._triggered = deque(future for future in self._triggered if not future.cancel())
         if wait(self._triggered, timeout).not_done:
-            for handle in () if self._collector is None else self._collector._engine.source.pool.handles:
+            for handle in (
+                () if self._collector is None else self._collector._engine.source.pool.handles
+            ):
                 handle.kill()
         self._executor.shutdown()
         self._close()
@@ -312,14 +362,22 @@ class Evaluator:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.shutdown()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "busy" if self.is_running() else "idle"
-        names = ", ".join(sorted({m if isinstance(m, str) else name_of(m) for m in self._factories}))
-        return f"Evaluator({names}, episodes={self.plan.episodes}, rule={self.plan.rule_name!r}, {state})"
+        names = ", ".join(
+            sorted({m if isinstance(m, str) else name_of(m) for m in self._factories})
+        )
+        return (
+            f"Evaluator({names}, episodes={self.plan.episodes}, rule={self.plan.rule_name!r},"
+            f" {state})"
+        )
 
     # --- parts ------------------------------------------------------------------------------------
 
@@ -331,8 +389,8 @@ class Evaluator:
         """Return the weights and the number of the next evaluation."""
         if self._shared and source is not None:
             raise BadWeights(
-                f"the policy ({name_of(self._policy)}) could not be copied, so weights given to it would be yours: "
-                f"evaluate() without any, or make the policy a module"
+                f"the policy ({name_of(self._policy)}) could not be copied, so weights given to it"
+                " would be yours: evaluate() without any, or make the policy a module"
             )
         weights = None if self._shared else self._weights_of(source, copied=copied)
         self._number += 1
@@ -345,13 +403,21 @@ class Evaluator:
             return None if source is None else named_weights(source)  # which do not fit
         each_once(own)  # raises for lazy layers
         weights = taken(source, own, own, None, OF_EVALUATOR).weights
-        return {name: tensor.detach().clone() for name, tensor in weights.items()} if copied else weights
+        return (
+            {name: tensor.detach().clone() for name, tensor in weights.items()}
+            if copied
+            else weights
+        )
 
     def _waiting(self) -> int:
         return sum(not future.done() for future in [*self._triggered])
 
     def _evaluate(
-        self, weights: Weights | None, number: int, version: int | str | None, progress: Progress | None
+        self,
+        weights: Weights | None,
+        number: int,
+        version: int | str | None,
+        progress: Progress | None,
     ) -> Evaluation:
         lost, seed = 0, self._seed_of(number)
         version = number if version is None else version
@@ -365,24 +431,40 @@ class Evaluator:
                 executed = self._executed - before
                 lost += executed
                 self._close(objects=False)  # an interrupted rollout cannot be continued
-                again = isinstance(error, (WorkerDied, WorkerHung, EnvError)) and self.on_failure == "restart"
+                again = (
+                    isinstance(error, (WorkerDied, WorkerHung, EnvError))
+                    and self.on_failure == "restart"
+                )
                 again = again and attempt < ATTEMPTS and not self._closed
                 self._count(frames=executed, restarts=int(again))
                 if not again:
                     raise
             else:
                 executed = self._executed - before
-                self._count(evaluations=1, episodes=len(done.records), frames=executed, seconds=done.seconds, last=done)
-                return replace(done, discarded=done.discarded | {"restarted": lost}) if lost else done
+                self._count(
+                    evaluations=1,
+                    episodes=len(done.records),
+                    frames=executed,
+                    seconds=done.seconds,
+                    last=done,
+                )
+                return (
+                    replace(done, discarded=done.discarded | {"restarted": lost}) if lost else done
+                )
         raise AssertionError("the last attempt has returned or raised")
 
-    def _play(self, weights: Weights | None, seed: int, version: int | str, progress: Progress | None) -> Evaluation:
+    def _play(
+        self, weights: Weights | None, seed: int, version: int | str, progress: Progress | None
+    ) -> Evaluation:
         began = time.perf_counter()
         collector = self._open()
-        info, num_envs = collector._engine.source.pool.counters[0].info, self._num_envs
+        info = collector._engine.source.pool.counters[0].info
+        num_envs = self._num_envs
         if weights is not None:
             function = self.num_workers == 0 and not isinstance(self._own, torch.nn.Module)
-            collector._weights.publish(weights, model=weight_bearer(self._own) if function else None)
+            collector._weights.publish(
+                weights, model=weight_bearer(self._own) if function else None
+            )
         collector.set_seed(seed)
         run = Run(self.plan, num_envs, seed=seed, seeded=self._seeded, version=version)
         apart = len(collector._engine.source.pool.counters) > 1
@@ -398,33 +480,50 @@ class Evaluator:
                 rewards = _rows(batch, info.reward_key, num_envs)[..., 0]
             if tape is not None:
                 tape.begins.append(run.t)
-                tape.rollouts.append({key: _rows(batch, key, num_envs).copy() for key in info.action_specs})
+                tape.rollouts.append(
+                    {key: _rows(batch, key, num_envs).copy() for key in info.action_specs}
+                )
             run.add(rollout.episodes, rewards, _rows(batch, TRAJ_IDS, num_envs))
             if progress is not None and progress(len(run.records), run.frames) is False:
                 run.stopped_by = run.stopped_by or "progress"
         return run.result(info.name, time.perf_counter() - began, tape)
 
     def _rollout(self, collector: BaseCollector, run: Run, *, apart: bool) -> CollectedRollout:
-        """Collect the next time steps. A rollout ends with the last episode that counts, if a group can know it."""
+        """Collect the next time steps.
+
+        A rollout ends with the last episode that counts, if a group can know it.
+        """
         counters = collector._engine.source.pool.counters
 
         def rule(group: int) -> Rule:
-            return part_of(run.rule, counters[group].env_ids.tolist()) if apart else copy.deepcopy(run.rule)
+            return (
+                part_of(run.rule, counters[group].env_ids.tolist())
+                if apart
+                else copy.deepcopy(run.rule)
+            )
 
         with collector._exclusively(), postponed():
             return collector._engine.collect(None, rows=run.rows(ROWS, apart=apart), rule=rule)
 
     def _leave_out_groups(self) -> None:
-        """Leave out environments that take no part, which then need not be made. All groups keep the same size."""
+        """Leave out environments that take no part, which then need not be made.
+
+        All groups keep the same size.
+        """
         num_envs = self._options["num_envs"]
         each, wanted = num_envs or 1, self.plan.taking_part(self._num_envs)
         if wanted == self._num_envs:
             return
         kwargs = keywords_of(self._options.get("create_env_kwargs"), len(self._factories))
         first = self._factories[0], kwargs[0]
-        alike = all(made[0] is first[0] and made[1] == first[1] for made in zip(self._factories, kwargs, strict=True))
+        alike = all(
+            made[0] is first[0] and made[1] == first[1]
+            for made in zip(self._factories, kwargs, strict=True)
+        )
         size = max(n for n in range(1, each + 1) if wanted % n == 0 and (alike or each % n == 0))
-        places = [place for place in range(len(self._factories)) for _ in range(each // size)][: wanted // size]
+        places = [place for place in range(len(self._factories)) for _ in range(each // size)][
+            : wanted // size
+        ]
         places = [0] * (wanted // size) if alike else places
         self._unused = [env for env in self._factories[places[-1] + 1 :] if is_environment(env)]
         self._factories = [self._factories[place] for place in places]
@@ -436,12 +535,15 @@ class Evaluator:
     def _open(self) -> BaseCollector:
         """Return the collector. It is made if there is none."""
         if self._collector is None:
-            undisturbed = nullcontext() if self.num_workers else GroupRng(0).as_global()  # environments may draw
+            # environments may draw
+            undisturbed = nullcontext() if self.num_workers else GroupRng(0).as_global()
             with undisturbed, warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "frames_per_batch=")
-                warnings.filterwarnings("ignore", "the policy has layers of the class")  # is meant: no noise
+                # is meant: no noise
+                warnings.filterwarnings("ignore", "the policy has layers of the class")
                 self._collector = self._make()
-                if (found := self._collector._engine.num_envs) != self._num_envs:  # a factory makes several
+                # a factory makes several
+                if (found := self._collector._engine.num_envs) != self._num_envs:
                     self._num_envs = found
                     self._close(objects=False)
                     self._collector = self._make()
@@ -454,8 +556,9 @@ class Evaluator:
             if AGENT in counts.info.observation_specs:
                 self._close()
                 raise UnsupportedEnv(
-                    f"{counts.info.name}: its agents take turns, and each has episodes of its own. Evaluator counts "
-                    f"those of environments: use Collector, and collector.episodes"
+                    f"{counts.info.name}: its agents take turns, and each has episodes of its own."
+                    " Evaluator counts those of environments: use Collector, and"
+                    " collector.episodes"
                 )
 
     def _make(self) -> BaseCollector:
@@ -465,7 +568,11 @@ class Evaluator:
             "layout": "time_major",
         }
         if self.num_workers:
-            policy = {"policy": self._own} if self._factory is None else {"policy_factory": self._factory}
+            policy = (
+                {"policy": self._own}
+                if self._factory is None
+                else {"policy_factory": self._factory}
+            )
             return MultiSyncCollector(sources, num_workers=self.num_workers, **policy, **options)
         return Collector(sources if self._stacked else sources[0], self._own, **options)
 
@@ -476,7 +583,10 @@ class Evaluator:
             self._unused = []
         collector, self._collector = self._collector, None
         if collector is not None:
-            collector.shutdown(close_env=objects or not any(map(is_environment, self._factories)), raise_on_error=False)
+            collector.shutdown(
+                close_env=objects or not any(map(is_environment, self._factories)),
+                raise_on_error=False,
+            )
 
     @property
     def _executed(self) -> int:
@@ -486,11 +596,14 @@ class Evaluator:
         if self.seed is not None and not self.reseed:
             return self.seed
         words = np.random.SeedSequence(None if self.seed is None else [self.seed, number])
-        return int(words.generate_state(1)[0]) >> 2  # small enough that sums with it are 32-bit numbers
+        # small enough that sums with it are 32-bit numbers
+        return int(words.generate_state(1)[0]) >> 2
 
     def _count(self, *, last: Evaluation | None = None, **more: float) -> None:
         with self._counting:  # called from two threads
-            changed: dict[str, Any] = {name: getattr(self._stats, name) + n for name, n in more.items()}
+            changed: dict[str, Any] = {
+                name: getattr(self._stats, name) + n for name, n in more.items()
+            }
             if last is not None:
                 changed |= {"version": last.version, "mean": last.mean}
             self._stats = replace(self._stats, **changed)
@@ -515,20 +628,31 @@ def _seeding(factory: Any, num_envs: int) -> Any:
     """Return the factory or environment with a seed for every episode, if that is possible."""
     if is_environment(factory):
         return EpisodeSeeds(factory, num_envs) if is_single(factory) else factory
-    return SeedingFactory(factory, num_envs) if isinstance(factory, str) or callable(factory) else factory
+    return (
+        SeedingFactory(factory, num_envs)
+        if isinstance(factory, str) or callable(factory)
+        else factory
+    )
 
 
 def _has_seeds(collector: BaseCollector) -> bool:
     try:
-        return all(itertools.chain(*collector._engine.source.pool.call(Call(env_attributes, ("seeds_episodes",)))))
+        return all(
+            itertools.chain(
+                *collector._engine.source.pool.call(Call(env_attributes, ("seeds_episodes",)))
+            )
+        )
     except (AttributeError, MusterError):  # raised by environments of other kinds
         return False
 
 
 def _private_copy(policy: Any) -> Any:
-    """Copy a policy, with its modules in evaluation mode. ``BadWeights`` or ``BadOption`` if it cannot be copied.
+    """Copy a policy, with its modules in evaluation mode.
 
-    Modules that a function of an importable file accesses by name cannot be copied: they stay the user's, unchanged.
+    ``BadWeights`` or ``BadOption`` if it cannot be copied.
+
+    Modules that a function of an importable file accesses by name cannot be copied: they stay the
+    user's, unchanged.
     """
     if policy is None:
         return None

@@ -18,7 +18,8 @@ from muster.utils.texts import counted
 if TYPE_CHECKING:
     from muster.evaluation.video import Tape
 
-GRID = 100_001  # number of points for integrating Student's distribution; the quantiles are exact to 1e-6 or better
+# number of points for integrating Student's distribution; the quantiles are exact to 1e-6 or better
+GRID = 100_001
 
 
 class EvaluatedEpisode(NamedTuple):
@@ -27,8 +28,9 @@ class EvaluatedEpisode(NamedTuple):
     Attributes:
         env_id: number of the environment.
         episode: number of the episode in its environment, from 0.
-        seed: seed of its reset: ``env.reset(seed=seed)`` and the same actions repeat it. None: the environment used its
-            own generators (only batches of environments do, after their first episode).
+        seed: seed of its reset: ``env.reset(seed=seed)`` and the same actions repeat it. None: the
+            environment used its own generators (only batches of environments do, after their first
+            episode).
         begin: time step of the evaluation at its start.
         episode_return: undiscounted sum of rewards as stored (float32), added up in float64.
         length: number of steps.
@@ -53,7 +55,8 @@ class UnfinishedEpisode(NamedTuple):
     Attributes:
         env_id, episode, seed: see ``EvaluatedEpisode``.
         steps: number of steps so far.
-        return_so_far: sum of its rewards so far; NaN if batches do not contain the reward used for returns.
+        return_so_far: sum of its rewards so far; NaN if batches do not contain the reward used for
+            returns.
     """
 
     env_id: int
@@ -65,10 +68,12 @@ class UnfinishedEpisode(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The episodes of one evaluation, and the steps that no episode has. Comparison ignores ``seconds`` and ``tape``.
+    """The episodes of one evaluation, and the steps that no episode has.
 
-    Every step is counted: ``frames = frames_counted + steps of unfinished + discarded["uncounted"]``. ``discarded``
-    also has the steps executed beyond ``frames``.
+    Comparison ignores ``seconds`` and ``tape``.
+
+    Every step is counted: ``frames = frames_counted + steps of unfinished +
+    discarded["uncounted"]``. ``discarded`` also has the steps executed beyond ``frames``.
 
     Attributes:
         env: name of the environments.
@@ -77,15 +82,18 @@ class Evaluation:
         rule: rule that chose the episodes.
         biased: the rule favours short episodes.
         complete: all requested episodes are complete.
-        stopped_by: "episodes", "max_trajectories", "max_T", "max_frames" or "progress" (the caller's function).
+        stopped_by: "episodes", "max_trajectories", "max_T", "max_frames" or "progress" (the
+            caller's function).
         records: the episodes that count, in order of their ends (ties in order of environments).
         uncounted: complete episodes that the rule left out.
         unfinished: see ``UnfinishedEpisode``.
-        started: number of episodes that made a step. It is more than ``len(records)`` for rules by which episodes
-            compete, at a limit, and for batches of environments that reset themselves, or cannot be left out of a step.
+        started: number of episodes that made a step. It is more than ``len(records)`` for rules by
+            which episodes compete, at a limit, and for batches of environments that reset
+            themselves, or cannot be left out of a step.
         frames: number of environment steps of all environments up to the end of the evaluation.
-        discarded: number of steps by reason: "uncounted": in no record; "overrun": executed after the end, by
-            environments on a device, in the rest of a rollout; "restarted": of attempts that a failure ended.
+        discarded: number of steps by reason: "uncounted": in no record; "overrun": executed after
+            the end, by environments on a device, in the rest of a rollout; "restarted": of attempts
+            that a failure ended.
         seconds: duration in seconds.
     """
 
@@ -117,7 +125,10 @@ class Evaluation:
 
     @property
     def mean(self) -> float:
-        """Mean of the returns. Without episodes this, ``std``, ``median`` and ``length_mean`` are NaN."""
+        """Mean of the returns.
+
+        Without episodes this, ``std``, ``median`` and ``length_mean`` are NaN.
+        """
         return float(self.returns.mean()) if self.records else math.nan
 
     @property
@@ -143,10 +154,13 @@ class Evaluation:
     def confidence_interval(self, level: float = 0.95) -> tuple[float, float]:
         """Return Student's t interval for the mean return; infinite for fewer than two episodes.
 
-        It is valid for independent episodes; if returns are not normally distributed, only for many of them.
+        It is valid for independent episodes; if returns are not normally distributed, only for many
+        of them.
         """
         if not 0 < level < 1:
-            raise BadOption(f"confidence_interval({level!r}): expected a level between 0 and 1, such as 0.95")
+            raise BadOption(
+                f"confidence_interval({level!r}): expected a level between 0 and 1, such as 0.95"
+            )
         n = len(self.records)
         if n < 2:
             return -math.inf, math.inf
@@ -154,7 +168,8 @@ class Evaluation:
         return self.mean - half, self.mean + half
 
     def plot(self) -> Any:
-        """Draw the returns with the 95 % interval of their mean, and each return over the length of its episode.
+        """Draw the returns with the 95 % interval of their mean, and each return over the length of
+        its episode.
 
         Needs matplotlib: ``pip install 'muster-rl[plot]'``.
 
@@ -165,19 +180,26 @@ class Evaluation:
             BadOption: matplotlib is not installed.
         """
         truncated = np.array([record.truncated for record in self.records], bool)
-        return plot_returns(self.returns, self.lengths, truncated, self.confidence_interval(), str(self))
+        return plot_returns(
+            self.returns, self.lengths, truncated, self.confidence_interval(), str(self)
+        )
 
     def _repr_png_(self) -> bytes | None:
         return png_of(self.plot)
 
-    def video(self, which: str | int, folder: str | Path = "videos", *, fps: float | None = None) -> Path:
-        """Repeat an episode in an environment that renders, and write an mp4 file. Needs ``muster-rl[video]``.
+    def video(
+        self, which: str | int, folder: str | Path = "videos", *, fps: float | None = None
+    ) -> Path:
+        """Repeat an episode in an environment that renders, and write an mp4 file.
 
-        The environment is made with ``render_mode="rgb_array"``, reset with the episode's seed, and stepped with the
-        recorded actions. A warning reports a different return.
+        Needs ``muster-rl[video]``.
+
+        The environment is made with ``render_mode="rgb_array"``, reset with the episode's seed, and
+        stepped with the recorded actions. A warning reports a different return.
 
         Args:
-            which: "best", "worst", "median" (the episode nearest to it), or an index into ``records``.
+            which: "best", "worst", "median" (the episode nearest to it), or an index into
+                ``records``.
             folder: folder of the file; created if necessary.
             fps: frames per second. None: the environment's ``metadata["render_fps"]``, or 30.
 
@@ -192,42 +214,67 @@ class Evaluation:
 
         index = self.index(which)
         if self.tape is None:
-            raise BadOption("no actions were recorded: make the Evaluator with record_actions=True, the default")
+            raise BadOption(
+                "no actions were recorded: make the Evaluator with record_actions=True, the default"
+            )
         label = which if isinstance(which, str) else "episode"
         return film(self.tape, self.records[index], Path(folder), f"{label}-{index}", fps)
 
     def index(self, which: str | int) -> int:
-        """Return the index in ``records`` of "best", "worst" or "median" (the first of equals), or of an index."""
+        """Return the index in ``records`` of "best", "worst" or "median" (the first of equals), or
+        of an index.
+        """
         if not self.records:
             raise BadOption(f"there is no episode {which!r}: none was finished")
         returns = self.returns
         if isinstance(which, str):
-            chosen = {"best": -returns, "worst": returns, "median": abs(returns - np.median(returns))}.get(which)
+            chosen = {
+                "best": -returns,
+                "worst": returns,
+                "median": abs(returns - np.median(returns)),
+            }.get(which)
             if chosen is not None:
                 return int(np.argmin(chosen))
         elif not isinstance(which, bool) and -len(returns) <= which < len(returns):
             return which % len(returns)
         raise BadOption(
-            f"there is no episode {which!r}: expected 'best', 'worst', 'median' or an index below {len(returns)}"
+            f"there is no episode {which!r}: expected 'best', 'worst', 'median' or an index below"
+            f" {len(returns)}"
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as plain data for JSON, with all figures; NaN and infinite values become None."""
-        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "tape"}
+        """Return everything as plain data for JSON, with all figures; NaN and infinite values
+        become None.
+        """
+        plain = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "tape"
+        }
         for name in ("records", "uncounted", "unfinished"):
-            plain[name] = [{k: _finite(v) for k, v in record._asdict().items()} for record in plain[name]]
+            plain[name] = [
+                {k: _finite(v) for k, v in record._asdict().items()} for record in plain[name]
+            ]
         names = ("mean", "std", "median", "length_mean", "frames_counted")
         figures = {name: _finite(getattr(self, name)) for name in names}
         interval = [_finite(end) for end in self.confidence_interval()]
-        return {"episodes": len(self.records), **figures, "confidence_interval_95": interval, **plain}
+        return {
+            "episodes": len(self.records),
+            **figures,
+            "confidence_interval_95": interval,
+            **plain,
+        }
 
     def __str__(self) -> str:
         low, high = self.confidence_interval()
-        notes = [f"version {self.version}", f"rule {self.rule}" + " (biased towards short episodes)" * self.biased]
+        notes = [
+            f"version {self.version}",
+            f"rule {self.rule}" + " (biased towards short episodes)" * self.biased,
+        ]
         if (more := self.started - len(self.records) - len(self.unfinished)) > 0:
             notes.append(f"{more} more started")
         if not self.complete:
-            notes.append(f"incomplete: stopped by {self.stopped_by}, {len(self.unfinished)} unfinished")
+            notes.append(
+                f"incomplete: stopped by {self.stopped_by}, {len(self.unfinished)} unfinished"
+            )
         return (
             f"{self.env}: return {self.mean:,.2f} [{low:,.2f}, {high:,.2f}] (95%) over "
             f"{counted(len(self.records), 'episode')} of "
@@ -263,9 +310,11 @@ class EvaluatorStats:
 
 
 def student_quantile(level: float, df: int) -> float:
-    """Return the x for which Student's t with ``df`` degrees of freedom lies in [-x, x] with probability ``level``.
+    """Return the x for which Student's t with ``df`` degrees of freedom lies in [-x, x] with
+    probability ``level``.
 
-    With t = sqrt(df) tan(a), the density of the angle a is proportional to cos(a)^(df - 1), which is easy to integrate.
+    With t = sqrt(df) tan(a), the density of the angle a is proportional to cos(a)^(df - 1), which
+    is easy to integrate.
     """
     angle = np.linspace(0.0, min(math.pi / 2, 40 / math.sqrt(df)), GRID)  # the rest is negligible
     density = np.cos(angle) ** (df - 1)

@@ -28,13 +28,18 @@ class Plan:
     rule: RuleName = "per_env"
 
     def __post_init__(self) -> None:
-        bounds = {name: getattr(self, name) for name in ("episodes", "max_frames", "max_T", "max_trajectories")}
+        bounds = {
+            name: getattr(self, name)
+            for name in ("episodes", "max_frames", "max_T", "max_trajectories")
+        }
         for name, value in bounds.items():
             if value is not None:
                 object.__setattr__(self, name, integer(name, value, or_else="None"))
         check_rule(self.rule)
         if all(value is None for value in bounds.values()):
-            raise BadOption("nothing ends this evaluation: give episodes, max_trajectories, max_T or max_frames")
+            raise BadOption(
+                "nothing ends this evaluation: give episodes, max_trajectories, max_T or max_frames"
+            )
 
     @property
     def goal(self) -> str | None:
@@ -49,16 +54,24 @@ class Plan:
     def check(self, num_envs: int) -> None:
         """Raise ``BadOption`` if no step of all environments is within the limit."""
         if self.max_frames is not None and self.max_frames < num_envs:
-            raise BadOption(f"max_frames={self.max_frames} is less than one step of {num_envs} environments")
+            raise BadOption(
+                f"max_frames={self.max_frames} is less than one step of {num_envs} environments"
+            )
 
     def taking_part(self, num_envs: int) -> int:
         """Return the number of environments whose episodes can count; they are the first ones."""
         chosen_before = self.rule in ("per_env", "last_even")
-        return min(num_envs, self.episodes) if self.episodes is not None and chosen_before else num_envs
+        return (
+            min(num_envs, self.episodes)
+            if self.episodes is not None and chosen_before
+            else num_envs
+        )
 
 
 class Run:
-    """Counts the episodes of one evaluation. Its environments start together and are stepped together.
+    """Counts the episodes of one evaluation.
+
+    Its environments start together and are stepped together.
 
     Environments without awaited episodes are left out if that is possible.
 
@@ -70,13 +83,18 @@ class Run:
         rule: has seen all ends.
     """
 
-    def __init__(self, plan: Plan, num_envs: int, *, seed: int, seeded: bool, version: int | str) -> None:
+    def __init__(
+        self, plan: Plan, num_envs: int, *, seed: int, seeded: bool, version: int | str
+    ) -> None:
         plan.check(num_envs)
-        self.plan, self.num_envs, self.version = plan, num_envs, version
+        self.plan = plan
+        self.num_envs = num_envs
+        self.version = version
         self.rule: DivisibleRule = make_rule(plan.rule, plan.episodes, num_envs)
         if plan.max_trajectories is not None:
             self.rule = AtMost(self.rule, plan.max_trajectories, num_envs)
-        self._seed, self._seeded = seed, seeded
+        self._seed = seed
+        self._seeded = seeded
         self.t = self.frames = self.overrun = 0
         self.stopped_by = ""
         self.records: list[EvaluatedEpisode] = []
@@ -89,10 +107,12 @@ class Run:
         self._started: set[int] = set()  # episodes, by their ``traj_ids``
 
     def rows(self, most: int, *, apart: bool) -> int:
-        """Return the number of time steps, up to ``most``, of the next rollout, which then exceeds no limit.
+        """Return the number of time steps, up to ``most``, of the next rollout, which then exceeds
+        no limit.
 
         Args:
-            apart: groups of environments are stepped apart, and each decides by ``part_of`` which episodes it needs.
+            apart: groups of environments are stepped apart, and each decides by ``part_of`` which
+                episodes it needs.
         """
         limits = [most]
         if self.plan.max_T is not None:
@@ -143,14 +163,18 @@ class Run:
     def unfinished(self) -> tuple[UnfinishedEpisode, ...]:
         """Return the open episodes that could have counted when they started."""
         return tuple(
-            UnfinishedEpisode(i, self._number[i], self._seed_of(i), self.t - began, float(self._returns[i]))
+            UnfinishedEpisode(
+                i, self._number[i], self._seed_of(i), self.t - began, float(self._returns[i])
+            )
             for i, began in enumerate(self._began)
             if began < self.t and self._wanted[i]
         )
 
     def result(self, env: str, seconds: float, tape: Tape | None) -> Evaluation:
         unfinished, frames = self.unfinished(), self.frames
-        shown = sum(record.length for record in self.records) + sum(episode.steps for episode in unfinished)
+        shown = sum(record.length for record in self.records) + sum(
+            episode.steps for episode in unfinished
+        )
         discarded = {"uncounted": frames - shown, "overrun": self.overrun}
         return Evaluation(
             env=env,
@@ -171,12 +195,15 @@ class Run:
         )
 
     def _by_time(self, episodes: Sequence[EpisodeRecord]) -> list[EvaluatedEpisode]:
-        began, number = list(self._began), list(self._number)
+        began = list(self._began)
+        number = list(self._number)
         records = []
         for episode in episodes:
             _, i, value, length, terminated, truncated, _ = episode
             seed = self._seed_of(i, number[i])
-            record = EvaluatedEpisode(i, number[i], seed, began[i], value, length, terminated, truncated, self.version)
+            record = EvaluatedEpisode(
+                i, number[i], seed, began[i], value, length, terminated, truncated, self.version
+            )
             began[i], number[i] = began[i] + length, number[i] + 1
             records.append(record)
         return sorted(records, key=lambda record: (_end(record), record.env_id))
@@ -186,7 +213,11 @@ class Run:
         for record in records:
             i = record.env_id
             (self.records if i in counted else self.uncounted).append(record)
-            self._began[i], self._number[i], self._wanted[i] = _end(record), record.episode + 1, self.rule.awaits(i)
+            self._began[i], self._number[i], self._wanted[i] = (
+                _end(record),
+                record.episode + 1,
+                self.rule.awaits(i),
+            )
         if len(self.records) == self.plan.episodes:
             self.stopped_by = "episodes"
         elif len(self.records) == self.plan.max_trajectories:
@@ -210,8 +241,9 @@ class Run:
         endless = [episode.env_id for episode in going if episode.steps > ENDLESS]
         if endless:
             raise BadOption(
-                f"environment {endless[0]} has been in one episode for over {ENDLESS:,} steps, and this evaluation "
-                f"has no other end: give max_frames_per_traj= (which truncates episodes), max_T= or max_frames="
+                f"environment {endless[0]} has been in one episode for over {ENDLESS:,} steps, and"
+                " this evaluation has no other end: give max_frames_per_traj= (which truncates"
+                " episodes), max_T= or max_frames="
             )
 
 

@@ -1,4 +1,6 @@
-"""Recorded actions of an evaluation, and videos, for which episodes are repeated in an environment that renders."""
+"""Recorded actions of an evaluation, and videos, for which episodes are repeated in an environment
+that renders.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from muster.restore.film import is_same
 
 @dataclass
 class Tape:
-    """Actions of all environments by rollout, ``[T, B, *shape]`` per leaf, and the factory of each group.
+    """Actions of all environments by rollout, ``[T, B, *shape]`` per leaf, and the factory of each
+    group.
 
     ``begins``: time steps at which the rollouts start, which have different lengths.
     """
@@ -40,13 +43,18 @@ class Tape:
         """Return the actions of one episode, ``[length, 1, *shape]`` per leaf."""
         first = bisect_right(self.begins, episode.begin) - 1
         last = bisect_right(self.begins, episode.begin + episode.length - 1) - 1
-        begin, env = episode.begin - self.begins[first], episode.env_id
+        begin = episode.begin - self.begins[first]
+        env = episode.env_id
         parts = self.rollouts[first : last + 1]
-        joined = {key: np.concatenate([part[key][:, env : env + 1] for part in parts]) for key in parts[0]}
+        joined = {
+            key: np.concatenate([part[key][:, env : env + 1] for part in parts]) for key in parts[0]
+        }
         return {key: array[begin : begin + episode.length] for key, array in joined.items()}
 
     def crash_report(self, episode: EvaluatedEpisode, factory: EnvFactory) -> CrashReport:
-        """Return the episode in the format of ``muster.restore.player``, to play in an environment of ``factory``."""
+        """Return the episode in the format of ``muster.restore.player``, to play in an environment
+        of ``factory``.
+        """
         return CrashReport(
             name=self.name,
             factory=factory,
@@ -65,17 +73,18 @@ def film(tape: Tape, episode: EvaluatedEpisode, folder: Path, name: str, fps: fl
     """Write a video, see ``Evaluation.video``. The file name is ``name`` followed by the return."""
     if episode.seed is None:
         raise UnsupportedEnv(
-            f"{tape.name}: this episode had no seed of its own, so it cannot be repeated: environments that are made "
-            f"together reset themselves. Evaluate single Gymnasium environments (num_envs=) for videos."
+            f"{tape.name}: this episode had no seed of its own, so it cannot be repeated:"
+            " environments that are made together reset themselves. Evaluate single Gymnasium"
+            " environments (num_envs=) for videos."
         )
     source, kwargs = tape.factory(episode.env_id)
     path = folder / f"{name}-return-{episode.episode_return:g}.mp4"
     rewards, _ = write_film(tape.crash_report(episode, EnvFactory(source, None, kwargs)), path, fps)
     if not is_same(rewards, episode.episode_return, episode.length):
         warnings.warn(
-            f"{tape.name} is not determined by its seed and actions: the episode with return "
-            f"{episode.episode_return:g} in {episode.length} steps gave {sum(rewards):g} in {len(rewards)} "
-            f"when it was repeated for the video, which shows that.",
+            f"{tape.name} is not determined by its seed and actions: the episode with return"
+            f" {episode.episode_return:g} in {episode.length} steps gave {sum(rewards):g} in"
+            f" {len(rewards)} when it was repeated for the video, which shows that.",
             stacklevel=2,
         )
     return path

@@ -1,7 +1,9 @@
-"""Cells: the entries of object columns for one environment at one time, and TensorDicts made of them.
+"""Cells: the entries of object columns for one environment at one time, and TensorDicts made of
+them.
 
-A cell is a Python object. In a ragged column it is a tensor of varying shape, or a TensorDict if it is a stack whose
-parts differ in shape (agents with different observations); that contains the stack only, by the column's last key.
+A cell is a Python object. In a ragged column it is a tensor of varying shape, or a TensorDict if it
+is a stack whose parts differ in shape (agents with different observations); that contains the stack
+only, by the column's last key.
 """
 
 from __future__ import annotations
@@ -11,7 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+)
 from tensordict.utils import is_non_tensor
 
 from muster.keys import Key
@@ -50,9 +58,12 @@ def assemble(
     cells = {key: value for key, value in leaves.items() if not torch.is_tensor(value)}
     if lead and any(torch.is_tensor(cell) for value in cells.values() for cell in value.flat):
         parts = [{key: _part(value, i) for key, value in leaves.items()} for i in range(lead[0])]
-        return LazyStackedTensorDict.lazy_stack([assemble(part, lead[1:], device, inner) for part in parts])
+        return LazyStackedTensorDict.lazy_stack(
+            [assemble(part, lead[1:], device, inner) for part in parts]
+        )
     td = TensorDict({}, batch_size=lead, device=device)
-    for key, value in cells.items():  # first, since a stack is a whole node, and other leaves are set into it
+    # first, since a stack is a whole node, and other leaves are set into it
+    for key, value in cells.items():
         if isinstance(value.flat[0], TensorDictBase):
             add_stack(td, key, joined(value))
     for path, shape in (inner or {}).items():
@@ -68,8 +79,11 @@ def assemble(
 
 
 def add_stack(td: Any, key: Key, stack: Any) -> None:
-    """Add ``stack``, whose only leaf has the last part of ``key`` as its name, to ``td`` at ``key``."""
-    if any(td.names):  # TensorDict (0.14) fails to name the dimensions of a stack in a TensorDict with a device
+    """Add ``stack``, whose only leaf has the last part of ``key`` as its name, to ``td`` at
+    ``key``.
+    """
+    # TensorDict (0.14) fails to name the dimensions of a stack in a TensorDict with a device
+    if any(td.names):
         stack.names = [*td.names, *[None] * (stack.ndim - td.ndim)]
     node = td.get(key[:-1], None)
     if node is None:
@@ -83,7 +97,9 @@ def add_stack(td: Any, key: Key, stack: Any) -> None:
 
 
 def is_uneven(td: Any, key: Key) -> bool:
-    """Return whether a leaf of ``td`` differs in shape between parts, so that it is not available as one tensor."""
+    """Return whether a leaf of ``td`` differs in shape between parts, so that it is not available
+    as one tensor.
+    """
     try:
         td.get(key)
     except (RuntimeError, KeyError):
@@ -99,7 +115,8 @@ def joined(cells: Array) -> Any:
 
 
 def stacked_objects(cells: Array) -> Any:
-    """Return cells that are Python objects, not copied, as a stack of ``NonTensorData`` with the shape of ``cells``.
+    """Return cells that are Python objects, not copied, as a stack of ``NonTensorData`` with the
+    shape of ``cells``.
 
     ``NonTensorStack.from_list`` would take an object that is a list for a dimension of the stack.
     """
@@ -109,7 +126,9 @@ def stacked_objects(cells: Array) -> Any:
 
 
 def objects_of(stack: Any) -> Array:
-    """Return the objects of a stack of ``NonTensorData``, not copied, ``[*batch_size]``; its ``clone`` shares them."""
+    """Return the objects of a stack of ``NonTensorData``, not copied, ``[*batch_size]``; its
+    ``clone`` shares them.
+    """
     cells = np.empty(tuple(stack.batch_size), OBJECT)
     if isinstance(stack, NonTensorData):
         for place in range(cells.size):

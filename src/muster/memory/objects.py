@@ -1,7 +1,9 @@
-"""Copies of the Python objects in columns without a fixed shape: graphs, sequences, text, values of custom spaces.
+"""Copies of the Python objects in columns without a fixed shape: graphs, sequences, text, values of
+custom spaces.
 
-An object in a row belongs to the row: it is copied when it is stored, and again when it is handed to an environment, a
-policy or the user. What these keep and change later is never in a row, and rows can share objects with each other.
+An object in a row belongs to the row: it is copied when it is stored, and again when it is handed
+to an environment, a policy or the user. What these keep and change later is never in a row, and
+rows can share objects with each other.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ NUMBERS = np.number, np.bool_, np.str_, np.bytes_  # of NumPy's scalars, only ``
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of ``value`` that shares no memory with it; values that cannot change are returned unchanged.
+    """Return a copy of ``value`` that shares no memory with it; values that cannot change are
+    returned unchanged.
 
     Raises:
         TypeError: ``value`` cannot be copied.
@@ -43,13 +46,17 @@ def copied(value: Any) -> Any:
         return copy.deepcopy(value)
     except Exception as error:  # a class's own ``__deepcopy__`` can raise anything
         raise TypeError(
-            f"a {kind.__module__}.{kind.__qualname__} cannot be copied ({type(error).__name__}: {error}), and its "
-            f"owner could change it later. Give its class __deepcopy__, which may return self if it never changes"
+            f"a {kind.__module__}.{kind.__qualname__} cannot be copied ({type(error).__name__}:"
+            f" {error}), and its owner could change it later. Give its class __deepcopy__, which"
+            " may return self if it never changes"
         ) from error
 
 
 def copied_cells(cells: Array) -> Array:
-    """Return an array of the same shape with a copy of each object. Raises ``TypeError`` like ``copied``."""
+    """Return an array of the same shape with a copy of each object.
+
+    Raises ``TypeError`` like ``copied``.
+    """
     copies = np.empty(cells.shape, OBJECT)
     for place, value in enumerate(cells.flat):
         copies.flat[place] = copied(value)
@@ -57,7 +64,9 @@ def copied_cells(cells: Array) -> Array:
 
 
 def _is_tensor(value: Any) -> bool:
-    """Return whether ``value`` is a tensor or a TensorDict, which copy themselves; imports neither package."""
+    """Return whether ``value`` is a tensor or a TensorDict, which copy themselves; imports neither
+    package.
+    """
     torch, tensordict = sys.modules.get("torch"), sys.modules.get("tensordict")
     if torch is not None and isinstance(value, torch.Tensor):
         return True

@@ -1,7 +1,9 @@
-"""Shared memory without a name: processes pass a descriptor to each other, so no file can remain in ``/dev/shm``.
+"""Shared memory without a name: processes pass a descriptor to each other, so no file can remain in
+``/dev/shm``.
 
-On Linux it is a ``memfd``: only the machine's memory limits its size, and a seal prevents shrinking, so no process can
-remove memory that others have mapped. Elsewhere it is an unlinked temporary file.
+On Linux it is a ``memfd``: only the machine's memory limits its size, and a seal prevents
+shrinking, so no process can remove memory that others have mapped. Elsewhere it is an unlinked
+temporary file.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 class Arena:
     """Ranges of bytes in one block of memory that processes share.
 
-    Only the process that created the arena allocates ranges; other processes view ranges by offset. Call ``allocate``
-    in one thread only; ``release`` may be called in any thread (finalizers). An arena uses a single descriptor.
+    Only the process that created the arena allocates ranges; other processes view ranges by offset.
+    Call ``allocate`` in one thread only; ``release`` may be called in any thread (finalizers). An
+    arena uses a single descriptor.
 
     Attributes:
         fd: descriptor, owned by this object.
@@ -65,13 +68,16 @@ class Arena:
         return cls(fd)
 
     def allocate(self, nbytes: int) -> int:
-        """Allocate ``nbytes`` zeros at the start of a page, if possible in a released range, and return the offset.
+        """Allocate ``nbytes`` zeros at the start of a page, if possible in a released range, and
+        return the offset.
 
         Raises:
             SlotsExhausted: not enough memory is available. Writing to allocated memory never fails.
         """
         if self._creator is None or not self._creator.is_here():
-            raise ValueError("This process did not create the arena; only the one that did can allocate in it.")
+            raise ValueError(
+                "This process did not create the arena; only the one that did can allocate in it."
+            )
         size = _pages(nbytes)
         reusable = self._released[size]
         offset = reusable[-1] if reusable else self._end
@@ -91,23 +97,32 @@ class Arena:
         return offset
 
     def release(self, offset: int, nbytes: int) -> None:
-        """Return the memory of an allocated range to the system; views of it read zeros from now on."""
+        """Return the memory of an allocated range to the system; views of it read zeros from now
+        on.
+        """
         if self.fd < 0:  # called by the finalizer of a batch that outlived the arena
             return
-        if self._creator is not None and not self._creator.is_here():  # in a fork: the parent still uses the range
+        # in a fork: the parent still uses the range
+        if self._creator is not None and not self._creator.is_here():
             return
         size = _pages(nbytes)
         if self._in_use.get(offset) != size:
-            raise ValueError(f"There is no range of {size} bytes at {offset} in arena {self.name!r}.")
+            raise ValueError(
+                f"There is no range of {size} bytes at {offset} in arena {self.name!r}."
+            )
         del self._in_use[offset]
         if sys.platform == "linux":
             _call("fallocate", self.fd, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(size))
         self._released[size].append(offset)
 
     def view(self, offset: int, nbytes: int) -> Array:
-        """Return ``uint8 [nbytes]`` at ``offset`` (a multiple of the page size); it stays valid without the arena."""
+        """Return ``uint8 [nbytes]`` at ``offset`` (a multiple of the page size); it stays valid
+        without the arena.
+        """
         if offset < 0 or offset + nbytes > os.fstat(self.fd).st_size:
-            raise ValueError(f"Bytes {offset} to {offset + nbytes} lie outside of arena {self.name!r}.")
+            raise ValueError(
+                f"Bytes {offset} to {offset + nbytes} lie outside of arena {self.name!r}."
+            )
         mapping = _Mapping(self.fd, offset, nbytes)
         self._mappings.add(mapping)
         return np.asarray(mapping)
@@ -119,7 +134,9 @@ class Arena:
 
     @property
     def is_open(self) -> bool:
-        """Whether the descriptor is open; when the program exits, it may be closed before other objects."""
+        """Whether the descriptor is open; when the program exits, it may be closed before other
+        objects.
+        """
         return self._close.alive
 
     def close(self) -> None:
@@ -129,24 +146,46 @@ class Arena:
 
     def _lack(self, size: int, why: str) -> str:
         return (
-            f"{size:,} more bytes of shared memory were wanted, on top of {sum(self._in_use.values()):,} in use: {why}."
-            " Keep fewer batches, or use fewer environments or a smaller frames_per_batch."
+            f"{size:,} more bytes of shared memory were wanted, on top of"
+            f" {sum(self._in_use.values()):,} in use: {why}. Keep fewer batches, or use fewer"
+            " environments or a smaller frames_per_batch."
         )
 
 
 class _Mapping:
     """A mapping of part of a file, which lives as long as an array over it.
 
-    Python's own ``mmap`` (before 3.13) duplicates the descriptor for each mapping, so each slot would need one.
+    Python's own ``mmap`` (before 3.13) duplicates the descriptor for each mapping, so each slot
+    would need one.
     """
 
     def __init__(self, fd: int, offset: int, nbytes: int) -> None:
         length = _pages(nbytes)
         protection = mmap.PROT_READ | mmap.PROT_WRITE
-        address = _call("mmap", None, ctypes.c_size_t(length), protection, mmap.MAP_SHARED, fd, ctypes.c_int64(offset))
-        self._place = ctypes.c_void_p(address), ctypes.c_size_t(length), protection, ctypes.c_int64(offset)
-        self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
-        end = weakref.finalize(self, _call, "munmap", ctypes.c_void_p(address), ctypes.c_size_t(length))
+        address = _call(
+            "mmap",
+            None,
+            ctypes.c_size_t(length),
+            protection,
+            mmap.MAP_SHARED,
+            fd,
+            ctypes.c_int64(offset),
+        )
+        self._place = (
+            ctypes.c_void_p(address),
+            ctypes.c_size_t(length),
+            protection,
+            ctypes.c_int64(offset),
+        )
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+        end = weakref.finalize(
+            self, _call, "munmap", ctypes.c_void_p(address), ctypes.c_size_t(length)
+        )
         end.atexit = False  # arrays may be used until the process exits
 
     def isolate(self, fd: int) -> None:
@@ -175,9 +214,15 @@ def _pages(nbytes: int) -> int:
 
 
 def _room() -> int:
-    """Return the number of bytes available in this machine and in the container (cgroup v2) of this process."""
+    """Return the number of bytes available in this machine and in the container (cgroup v2) of this
+    process.
+    """
     machine = _numbers("/proc/meminfo")
-    room = (machine["MemAvailable"] + machine["SwapFree"]) * 1024 if "MemAvailable" in machine else sys.maxsize
+    room = (
+        (machine["MemAvailable"] + machine["SwapFree"]) * 1024
+        if "MemAvailable" in machine
+        else sys.maxsize
+    )
     used = _numbers("/sys/fs/cgroup/memory.stat")
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())

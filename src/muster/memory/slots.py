@@ -41,9 +41,11 @@ else:
 
 ALIGNMENT = 64  # bytes: one cache line, and a multiple of every item size
 MAX_ROW_VIEWS = 1 << 14  # with more rows, row views are made when used instead of kept
-_loans: dict[int, Any] = {}  # keeps the weak references to owners of lent slots alive, since only living ones call back
+# keeps the weak references to owners of lent slots alive, since only living ones call back
+_loans: dict[int, Any] = {}
 KEPT_FREE = 2  # one to fill while the user holds another; further free slots are dropped
-SMALL_BYTES = 1 << 16  # of slots whose parts are made once: for larger ones their making takes no noticeable time
+# of slots whose parts are made once: for larger ones their making takes no noticeable time
+SMALL_BYTES = 1 << 16
 
 
 class SlotState(enum.Enum):
@@ -64,7 +66,8 @@ class Layout:
         B: environments per group.
         columns: columns to store, with unique keys.
         lanes: groups per slot.
-        batch_shape: batch dimensions for policy and user: ``(B,)``, ``()`` for one environment, ``(2, 3)`` for six.
+        batch_shape: batch dimensions for policy and user: ``(B,)``, ``()`` for one environment,
+            ``(2, 3)`` for six.
     """
 
     T: int
@@ -114,18 +117,22 @@ class Lane:
     Attributes:
         block: the bytes of all tensor columns.
         tensors: ``[T, B, *shape]`` per tensor column (``[T + 1, ...]`` if carried).
-        arrays: the same memory as NumPy arrays, and the object columns. On a device, only ``host`` columns have an
-            array, in host memory; ``pull`` and ``push`` copy it.
+        arrays: the same memory as NumPy arrays, and the object columns. On a device, only ``host``
+            columns have an array, in host memory; ``pull`` and ``push`` copy it.
         data: arrays if the lane is in host memory, else tensors (and arrays of objects).
-        done_steps: number of rows with complete transitions; a rollout continues there after an error.
+        done_steps: number of rows with complete transitions; a rollout continues there after an
+            error.
         stopped: the rollout ended before row T.
         acts_from: row of the policy's first ``act`` in this rollout.
-        cache: objects that policies, environments and groups keep per lane; the key is the owner, or a name.
+        cache: objects that policies, environments and groups keep per lane; the key is the owner,
+            or a name.
     """
 
     def __init__(self, layout: Layout, block: Array | torch.Tensor) -> None:
-        self.layout, self.block = layout, block
-        self.T, self.B = layout.T, layout.B
+        self.layout = layout
+        self.block = block
+        self.T = layout.T
+        self.B = layout.B
         self.arrays: dict[Key, Array] = {}
         tensors: dict[Key, torch.Tensor] = {}
         self.cache: dict[Any, Any] = {}
@@ -154,8 +161,12 @@ class Lane:
     @cached_property
     def tensors(self) -> dict[Key, torch.Tensor]:
         """See ``Lane``."""
-        with torch.inference_mode(False):  # rollouts run in it, but environments also write outside of it
-            return {column.key: torch.from_numpy(self.arrays[column.key]) for column in self.layout.tensor_columns}
+        # rollouts run in it, but environments also write outside of it
+        with torch.inference_mode(False):
+            return {
+                column.key: torch.from_numpy(self.arrays[column.key])
+                for column in self.layout.tensor_columns
+            }
 
     def rows(self, key: Key) -> Sequence[torch.Tensor] | torch.Tensor:
         """Return torch views of the rows in the shape for policies: ``[*batch_shape, *shape]``."""
@@ -204,7 +215,9 @@ class Slot:
         elif memory not in ("heap", "pinned"):
             self.block = torch.zeros(layout.nbytes, dtype=torch.uint8, device=memory)
         elif memory == "pinned":
-            self.block = torch.zeros(layout.nbytes, dtype=torch.uint8, pin_memory=True, device="cpu").numpy()
+            self.block = torch.zeros(
+                layout.nbytes, dtype=torch.uint8, pin_memory=True, device="cpu"
+            ).numpy()
         else:
             self.block = _aligned(layout.nbytes)
         self.state = SlotState.FREE
@@ -213,16 +226,21 @@ class Slot:
         self.parts: list[Array] = []
         self._unused = 0  # sum of the reference counts of ``parts`` that no tensor uses
         step = layout.lane_bytes
-        self.lanes = [Lane(layout, self.block[i * step : (i + 1) * step]) for i in range(layout.lanes)]
+        self.lanes = [
+            Lane(layout, self.block[i * step : (i + 1) * step]) for i in range(layout.lanes)
+        ]
 
     def arrange(self, by: object, parts: list[Array]) -> None:
         """Set ``parts``, to which nothing else may refer."""
-        self.arranged_by, self.parts = by, parts
+        self.arranged_by = by
+        self.parts = parts
         self._unused = self._references()
 
     @property
     def is_used(self) -> bool:
-        """Whether tensors still share the memory of ``parts``: each such memory has a reference to its array."""
+        """Whether tensors still share the memory of ``parts``: each such memory has a reference to
+        its array.
+        """
         return self._references() > self._unused
 
     def _references(self) -> int:
@@ -241,11 +259,12 @@ class SlotRing:
     Args:
         layout: layout of every slot.
         limit_bytes: maximum size of all slots.
-        memory: ``"heap"``, ``"pinned"`` for transfers to a GPU, a device, or an ``Arena`` shared with other
-            processes.
+        memory: ``"heap"``, ``"pinned"`` for transfers to a GPU, a device, or an ``Arena`` shared
+            with other processes.
 
     Attributes:
-        lends_parts: ``lend_parts`` is the way to lend slots: they are small, and arrays alone keep their memory.
+        lends_parts: ``lend_parts`` is the way to lend slots: they are small, and arrays alone keep
+            their memory.
     """
 
     def __init__(self, layout: Layout, *, limit_bytes: int, memory: Memory = "heap") -> None:
@@ -254,7 +273,8 @@ class SlotRing:
         self.memory: Memory = memory
         self.lends_parts = memory == "heap" and layout.nbytes <= SMALL_BYTES
         self._free: deque[Slot] = deque()  # finalizers append to it, in any thread
-        self._held: deque[Slot] = deque()  # lent by ``lend_parts``, of which the user may hold some parts; the same
+        # lent by ``lend_parts``, of which the user may hold some parts; the same
+        self._held: deque[Slot] = deque()
         self._live: weakref.WeakSet[Slot] = weakref.WeakSet()
 
     def count(self, state: SlotState) -> int:
@@ -275,10 +295,12 @@ class SlotRing:
             self._look_at_held(len(self._held))
             if not self._free and not self._fits():
                 raise SlotsExhausted(
-                    f"{self.count(SlotState.LENT)} batches of {self.layout.nbytes:,} bytes are still referenced, "
-                    f"and another one would pass slot_memory_limit={self.limit_bytes:,} bytes. A batch is a view "
-                    f"on Muster's memory and keeps all of it alive as long as any tensor of it lives: drop batches "
-                    f"you no longer need, keep `batch.clone()` of small parts, or raise slot_memory_limit."
+                    f"{self.count(SlotState.LENT)} batches of {self.layout.nbytes:,} bytes are"
+                    " still referenced, and another one would pass"
+                    f" slot_memory_limit={self.limit_bytes:,} bytes. A batch is a view on Muster's"
+                    " memory and keeps all of it alive as long as any tensor of it lives: drop"
+                    " batches you no longer need, keep `batch.clone()` of small parts, or raise"
+                    " slot_memory_limit."
                 )
         if self._free:
             slot = self._free.popleft()
@@ -289,10 +311,11 @@ class SlotRing:
         return slot.begin()
 
     def lend(self, slot: Slot) -> torch.Tensor:
-        """Return the slot's memory as flat bytes, for the user; the slot is free once no tensor shares the memory.
+        """Return the slot's memory as flat bytes, for the user; the slot is free once no tensor
+        shares the memory.
 
-        For a slot on a device, return a copy there and free the slot at once: CUDA graphs need rows with constant
-        addresses, and the end of the last tensor's life cannot be observed there.
+        For a slot on a device, return a copy there and free the slot at once: CUDA graphs need rows
+        with constant addresses, and the end of the last tensor's life cannot be observed there.
         """
         if not isinstance(slot.block, np.ndarray):
             memory: torch.Tensor = slot.block.clone()
@@ -301,10 +324,12 @@ class SlotRing:
         return self._lend(slot, slot.block)
 
     def lend_parts(self, slot: Slot) -> list[torch.Tensor]:
-        """Return a tensor for each of the slot's ``parts``, for the user; the slot is free once none is used.
+        """Return a tensor for each of the slot's ``parts``, for the user; the slot is free once
+        none is used.
 
-        The arrays are made once per slot, which saves a tenth of the time of a batch of one step. Only the end of the
-        last part is noticed at once: if the user holds others for longer, ``take`` finds out when they are dropped.
+        The arrays are made once per slot, which saves a tenth of the time of a batch of one step.
+        Only the end of the last part is noticed at once: if the user holds others for longer,
+        ``take`` finds out when they are dropped.
         """
         if torch.is_inference_mode_enabled():  # tensors made in it would remain inference tensors
             with torch.inference_mode(False):
@@ -315,7 +340,8 @@ class SlotRing:
     def _lend(self, slot: Slot, memory: Array) -> torch.Tensor:
         owner = memory.view()  # a new array object, which lives as long as the last tensor over it
         slot.state = SlotState.LENT
-        loan = weakref.ref(owner, partial(self._end, slot))  # ``weakref.finalize`` takes 5 us longer
+        # ``weakref.finalize`` takes 5 us longer
+        loan = weakref.ref(owner, partial(self._end, slot))
         _loans[id(loan)] = loan
         return torch.from_numpy(owner)
 
@@ -368,11 +394,16 @@ def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
 
 
 def as_tensor(rows: Any) -> torch.Tensor:
-    """Return a tensor over an array's memory, on the host whatever torch's default device is; a tensor as it is."""
+    """Return a tensor over an array's memory, on the host whatever torch's default device is; a
+    tensor as it is.
+    """
     return rows if isinstance(rows, torch.Tensor) else torch.from_numpy(np.asarray(rows))
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """Return the NumPy dtype with the same memory format. Raises ``TypeError`` if there is none, as for bfloat16."""
+    """Return the NumPy dtype with the same memory format.
+
+    Raises ``TypeError`` if there is none, as for bfloat16.
+    """
     found: np.dtype[Any] = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
     return found

@@ -1,4 +1,6 @@
-"""The user's batch: a ``TensorDict`` over a slot's memory, with batch dimensions first and time last."""
+"""The user's batch: a ``TensorDict`` over a slot's memory, with batch dimensions first and time
+last.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ class _Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class _Node:
-    """A TensorDict: the root or a nested one. Its children come before it in ``BatchView._nodes``."""
+    """A TensorDict: the root or a nested one.
+
+    Its children come before it in ``BatchView._nodes``.
+    """
 
     path: Key
     batch_size: torch.Size
@@ -68,20 +73,29 @@ class BatchView:
         self.time_dim = 0 if time_first else len(dims)
         self.names: list[str | None] = [None] * len(dims)
         self.names.insert(self.time_dim, "time")
-        self._stacked, self._time_first = stacked, time_first
-        self._leaves = [self._leaf(layout, c) for c in layout.tensor_columns if hidden or not c.hidden]
+        self._stacked = stacked
+        self._time_first = time_first
+        self._leaves = [
+            self._leaf(layout, c) for c in layout.tensor_columns if hidden or not c.hidden
+        ]
         self._objects = [c for c in layout.object_columns if hidden or not c.hidden]
         inner = {c.key[:-1]: c.shape[: c.inner] for c in layout.tensor_columns if c.inner}
-        shown = [(*leaf.path, leaf.name) for leaf in self._leaves] + [c.key for c in self._objects if not c.ragged]
+        shown = [(*leaf.path, leaf.name) for leaf in self._leaves] + [
+            c.key for c in self._objects if not c.ragged
+        ]
         paths = dict.fromkeys(key[:depth] for key in shown for depth in range(1, len(key)))
-        self._nodes = [self._node(path, inner.get(path, ())) for path in (*sorted(paths, key=len, reverse=True), ())]
+        self._nodes = [
+            self._node(path, inner.get(path, ()))
+            for path in (*sorted(paths, key=len, reverse=True), ())
+        ]
         self._leaves = self._ordered(())
 
     def tensordict(self, memory: torch.Tensor | Sequence[torch.Tensor], slot: Slot) -> TensorDict:
         """Return the batch over ``memory``.
 
         Args:
-            memory: flat bytes (from ``SlotRing.lend``, or a copy of them), or a tensor for each part of ``arrange``.
+            memory: flat bytes (from ``SlotRing.lend``, or a copy of them), or a tensor for each
+                part of ``arrange``.
             slot: the slot that contains the objects.
         """
         if torch.is_inference_mode_enabled():  # tensors made in it would remain inference tensors
@@ -95,21 +109,28 @@ class BatchView:
         for column in self._objects:
             if not column.ragged:
                 entries[column.key[:-1]][column.key[-1]] = self._non_tensor(column, slot)
-        # Without TensorDict's checks: the shapes are known, and checks would dominate the time of a short batch.
+        # Without TensorDict's checks: the shapes are known, and checks would dominate the time of a
+        # short batch.
         make: Any = tensordict_maker()
         batch: Any = None
         for node in self._nodes:
-            batch = make(entries[node.path], batch_size=node.batch_size, names=node.names, device=self.device)
+            batch = make(
+                entries[node.path], batch_size=node.batch_size, names=node.names, device=self.device
+            )
             if node.path:
                 entries[node.path[:-1]][node.path[-1]] = batch
         for column in self._objects:
             if column.ragged:
-                batch = _add_ragged(batch, column.key, _filled(self._cells(column, slot)), self.time_dim)
+                batch = _add_ragged(
+                    batch, column.key, _filled(self._cells(column, slot)), self.time_dim
+                )
                 batch.names = self.names  # stacking loses them
         return batch
 
     def _ordered(self, path: Key) -> list[_Leaf]:
-        """Return the leaves of a node in the order in which they end with it: ``lend_parts`` notices the last end."""
+        """Return the leaves of a node in the order in which they end with it: ``lend_parts``
+        notices the last end.
+        """
         leaves = [leaf for leaf in self._leaves if leaf.path == path]
         for node in self._nodes:
             if node.path and node.path[:-1] == path:
@@ -122,13 +143,17 @@ class BatchView:
             slot.arrange(self, self._arrays(slot.block))
 
     def _arrays(self, block: Array) -> list[Array]:
-        return [np.ndarray(leaf.size, leaf.dtype, block, leaf.offset, leaf.stride) for leaf in self._leaves]
+        return [
+            np.ndarray(leaf.size, leaf.dtype, block, leaf.offset, leaf.stride)
+            for leaf in self._leaves
+        ]
 
     def _tensors(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Return a tensor for each leaf, over flat bytes.
 
-        Not by as_strided: its results share one version counter, so autograd would take a change of one leaf for a
-        change of all. Each leaf has a storage of its own, as ``set_`` takes twice as long.
+        Not by as_strided: its results share one version counter, so autograd would take a change of
+        one leaf for a change of all. Each leaf has a storage of its own, as ``set_`` takes twice as
+        long.
         """
         if memory.device.type == "cpu":
             return [torch.from_numpy(array) for array in self._arrays(memory.numpy())]
@@ -153,7 +178,8 @@ class BatchView:
         item = column.dtype.itemsize
         row = item * math.prod(column.shape)
         inner = [item * math.prod(column.shape[i + 1 :]) for i in range(len(column.shape))]
-        size, stride = list(column.shape), inner
+        size = list(column.shape)
+        stride = inner
         if column.trailing:
             size, stride = [*size, 1], [*stride, item]
         lead: list[tuple[int, int]] = []
@@ -172,16 +198,25 @@ class BatchView:
         )
 
     def _non_tensor(self, column: Column, slot: Slot) -> Any:
-        """Return Python objects as a stack of ``NonTensorData``: copies, since objects cannot be lent."""
+        """Return Python objects as a stack of ``NonTensorData``: copies, since objects cannot be
+        lent.
+        """
         from muster.memory.cells import stacked_objects
 
         stack = stacked_objects(self._cells(column, slot))
         return stack if self.device is None else stack.to(self.device)
 
     def _cells(self, column: Column, slot: Slot) -> Array:
-        """Return copies of the objects of a column, in the shape of the batch. Other rows may share the originals."""
-        T, dims = self.layout.T, self.layout.lead
-        stack = np.stack([lane.arrays[column.key][:T].reshape(T, *dims) for lane in slot.lanes], axis=1)  # [T, W, ...]
+        """Return copies of the objects of a column, in the shape of the batch.
+
+        Other rows may share the originals.
+        """
+        T = self.layout.T
+        dims = self.layout.lead
+        # [T, W, ...]
+        stack = np.stack(
+            [lane.arrays[column.key][:T].reshape(T, *dims) for lane in slot.lanes], axis=1
+        )
         if not self._stacked:
             stack = stack[:, 0]
         return copied_cells(stack if self._time_first else np.moveaxis(stack, 0, -1))
@@ -190,8 +225,8 @@ class BatchView:
 def _add_ragged(batch: Any, key: Key, cells: Array, time: int) -> Any:
     """Add a column whose cells differ in shape to the batch, as a lazy stack like TorchRL's.
 
-    Cells that are TensorDicts (see ``cells``) become a nested lazy stack. With tensors, the whole batch becomes a lazy
-    stack, since a dense TensorDict can contain dense tensors only.
+    Cells that are TensorDicts (see ``cells``) become a nested lazy stack. With tensors, the whole
+    batch becomes a lazy stack, since a dense TensorDict can contain dense tensors only.
     """
     from tensordict import LazyStackedTensorDict, TensorDictBase
 
@@ -203,7 +238,9 @@ def _add_ragged(batch: Any, key: Key, cells: Array, time: int) -> Any:
         add_stack(batch, key, joined(cells))
         return batch
     parts = zip(batch.unbind(time), _parts(cells, time), strict=True)
-    return LazyStackedTensorDict.lazy_stack([_add_ragged(part, key, cell, 0) for part, cell in parts], time)
+    return LazyStackedTensorDict.lazy_stack(
+        [_add_ragged(part, key, cell, 0) for part, cell in parts], time
+    )
 
 
 def _filled(cells: Array) -> Array:

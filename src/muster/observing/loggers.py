@@ -1,4 +1,6 @@
-"""Loggers: the adapter for loggers of any kind, two loggers of Muster's, and the metrics that a collector logs."""
+"""Loggers: the adapter for loggers of any kind, two loggers of Muster's, and the metrics that a
+collector logs.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,12 @@ class _Way(NamedTuple):
 
     method: str | None  # None: the object is called itself
     keyword: str | None  # name of the step's parameter; None: the last positional one
-    each: bool  # True: a call for each metric, with name and value; False: one call with all metrics
+    # True: a call for each metric, with name and value; False: one call with all metrics
+    each: bool
 
-    def calls(self, metrics: Mapping[str, float], step: int) -> list[tuple[tuple[Any, ...], dict[str, int]]]:
+    def calls(
+        self, metrics: Mapping[str, float], step: int
+    ) -> list[tuple[tuple[Any, ...], dict[str, int]]]:
         """Return the arguments of all calls that log these metrics."""
         given: list[tuple[Any, ...]] = list(metrics.items()) if self.each else [(dict(metrics),)]
         if self.keyword is None:
@@ -48,7 +53,8 @@ class _Way(NamedTuple):
         return [(arguments, {self.keyword: step}) for arguments in given]
 
 
-# The first match is used. prt_rl's loggers also have a log_metrics without step=; Lightning's have other methods too.
+# The first match is used. prt_rl's loggers also have a log_metrics without step=; Lightning's have
+# other methods too.
 _WAYS = (
     _Way("add_scalar", None, True),  # TensorBoard
     _Way("log_scalar", "iteration", True),  # prt_rl
@@ -60,12 +66,14 @@ _WAYS = (
 
 
 def as_logger(given: Any) -> Log:
-    """Return a logger as a function ``(metrics, step)``, where ``metrics`` is a mapping of numbers by name.
+    """Return a logger as a function ``(metrics, step)``, where ``metrics`` is a mapping of numbers
+    by name.
 
     Args:
-        given: an object with ``add_scalar(tag, value, step)``, ``log_scalar(name, value, iteration=)`` (or
-            ``step=``), ``log_metrics(dict, step=)`` or ``log(dict, step=)``, or a function ``(dict, step)``. If it has
-            ``should_log(step)``, this is called once for every step, and only steps for which it is true are logged.
+        given: an object with ``add_scalar(tag, value, step)``, ``log_scalar(name, value,
+            iteration=)`` (or ``step=``), ``log_metrics(dict, step=)`` or ``log(dict, step=)``, or a
+            function ``(dict, step)``. If it has ``should_log(step)``, this is called once for every
+            step, and only steps for which it is true are logged.
 
     Returns:
         a function that raises ``HookError`` for any error of the logger.
@@ -79,10 +87,15 @@ def as_logger(given: Any) -> Log:
         function = given if way.method is None else getattr(given, way.method, None)
         if callable(function) and _takes(function, way):
             return _Log(given, way)
-    hint = "This is a class: give an instance." if isinstance(given, type) else "Or wrap it in such a function."
+    hint = (
+        "This is a class: give an instance."
+        if isinstance(given, type)
+        else "Or wrap it in such a function."
+    )
     raise BadOption(
-        f"logger={given!r}: expected an object with add_scalar(tag, value, step), log_scalar(name, value, iteration=), "
-        f"log_metrics(dict, step=) or log(dict, step=), or a function (dict, step). {hint}"
+        f"logger={given!r}: expected an object with add_scalar(tag, value, step), log_scalar(name,"
+        " value, iteration=), log_metrics(dict, step=) or log(dict, step=), or a function (dict,"
+        f" step). {hint}"
     )
 
 
@@ -103,26 +116,34 @@ class _Log:
     """A logger as a function, see ``as_logger``."""
 
     def __init__(self, given: Any, way: _Way) -> None:
-        self._given, self._way = given, way
+        self._given = given
+        self._way = way
         self._should_log = getattr(given, "should_log", None)
-        self._asked: tuple[int | None, bool] = (None, True)  # the last step, and the result of ``should_log``
+        # the last step, and the result of ``should_log``
+        self._asked: tuple[int | None, bool] = (None, True)
 
     def __call__(self, metrics: Mapping[str, float], step: int) -> None:
         try:
             if self._wants(step):
                 # Looked up every time: `wandb.init()` replaces `wandb.log`.
-                write = self._given if self._way.method is None else getattr(self._given, self._way.method)
+                write = (
+                    self._given
+                    if self._way.method is None
+                    else getattr(self._given, self._way.method)
+                )
                 for arguments, keywords in self._way.calls(metrics, step):
                     write(*arguments, **keywords)
         except Exception as error:  # loggers may raise anything
             name = getattr(self._given, "__qualname__", type(self._given).__qualname__)
             raise HookError(
-                f"the logger {name} raised {described(error, f' at step {step}')}. No data was lost. "
-                f"Fix the logger, or remove it with logger=None."
+                f"the logger {name} raised {described(error, f' at step {step}')}. No data was"
+                " lost. Fix the logger, or remove it with logger=None."
             ) from error
 
     def _wants(self, step: int) -> bool:
-        """Call ``should_log`` once per step: prt_rl's is True only once, and several episodes may end at one step."""
+        """Call ``should_log`` once per step: prt_rl's is True only once, and several episodes may
+        end at one step.
+        """
         if self._should_log is None:
             return True
         if step != self._asked[0]:
@@ -137,15 +158,17 @@ class JsonlLogger:
 
         {"step": 2048, "time": 1763740000.1, "metrics": {"collect/return_mean": 21.3}}
 
-    ``time`` is Unix time. NaN and infinite values, which JSON does not have, are null. When the call returns, the
-    operating system has the record; partial records are never written. The incomplete line of a crash is removed when
-    the file is opened. Threads may share a logger. Processes may not share a file: the second one is refused.
+    ``time`` is Unix time. NaN and infinite values, which JSON does not have, are null. When the
+    call returns, the operating system has the record; partial records are never written. The
+    incomplete line of a crash is removed when the file is opened. Threads may share a logger.
+    Processes may not share a file: the second one is refused.
 
     Args:
         path: path of the file. Its folders are created. Existing records are kept.
 
     Raises:
-        BadOption: the file ends with an incomplete line of another format, or another process appends to it.
+        BadOption: the file ends with an incomplete line of another format, or another process
+            appends to it.
         FileError: the file cannot be opened, or is not an ordinary file.
     """
 
@@ -171,10 +194,17 @@ class JsonlLogger:
             FileError: the record cannot be written; the file is unchanged.
         """
         numbers = {name: plain(value) for name, value in metrics.items()}
-        line = json.dumps({"step": int(step), "time": time.time(), "metrics": numbers}, allow_nan=False) + "\n"
+        line = (
+            json.dumps(
+                {"step": int(step), "time": time.time(), "metrics": numbers}, allow_nan=False
+            )
+            + "\n"
+        )
         with self._lock:
             if self._file.closed:
-                raise BadOption(f"{self.path}: this JsonlLogger is closed; make another one to append more")
+                raise BadOption(
+                    f"{self.path}: this JsonlLogger is closed; make another one to append more"
+                )
             end, data = self._file.seek(0, os.SEEK_END), line.encode()
             append_whole(self._file, data, end, self.path)
 
@@ -198,7 +228,9 @@ class JsonlLogger:
         if not half:
             return
         if half[: len(_HEAD)] != _HEAD[: len(half)]:
-            raise BadOption(f"{self.path} does not end with a record of a JsonlLogger; give another path")
+            raise BadOption(
+                f"{self.path} does not end with a record of a JsonlLogger; give another path"
+            )
         try:
             read_json(half)
         except ValueError:
@@ -210,7 +242,9 @@ class JsonlLogger:
 class _Claim:
     """The exclusive right of this process to append to a file; shared by its loggers."""
 
-    _all: ClassVar[weakref.WeakValueDictionary[tuple[int, int, int], _Claim]] = weakref.WeakValueDictionary()
+    _all: ClassVar[weakref.WeakValueDictionary[tuple[int, int, int], _Claim]] = (
+        weakref.WeakValueDictionary()
+    )
 
     def __init__(self, fd: int) -> None:
         weakref.finalize(self, os.close, fd)
@@ -222,7 +256,10 @@ class _Claim:
         if (claim := cls._all.get(key)) is None:
             with suppress(OSError):  # the file system may not support locks
                 if not try_lock(fd):
-                    raise BadOption(f"{path}: another process appends to this file. Give each process its own path.")
+                    raise BadOption(
+                        f"{path}: another process appends to this file. Give each process its own"
+                        " path."
+                    )
             claim = cls._all[key] = cls(os.dup(fd))
         return claim
 
@@ -232,7 +269,9 @@ _LONGEST = 1 << 20
 
 
 def plain(value: Any) -> float | None:
-    """Return ``value`` as a number of Python's (also from NumPy and torch); None for values that JSON does not have."""
+    """Return ``value`` as a number of Python's (also from NumPy and torch); None for values that
+    JSON does not have.
+    """
     number = value if isinstance(value, int) else float(value)
     return number if math.isfinite(number) else None
 
@@ -240,7 +279,8 @@ def plain(value: Any) -> float | None:
 class TensorBoardLogger:
     """Writes scalars for TensorBoard. Needs the extra ``muster-rl[tensorboard]``.
 
-    A thread of TensorBoard writes them, some time later. After an error of it the next call begins another file.
+    A thread of TensorBoard writes them, some time later. After an error of it the next call begins
+    another file.
 
     Args:
         folder: folder of the run, created if necessary.
@@ -260,7 +300,8 @@ class TensorBoardLogger:
 
         Raises:
             BadOption: the logger is closed.
-            FileError: these or earlier scalars cannot be written, for example because the disk is full.
+            FileError: these or earlier scalars cannot be written, for example because the disk is
+                full.
         """
         if self._closed:  # the writer would start another file
             raise BadOption(f"{self.folder}: this TensorBoardLogger is closed; make another one")
@@ -316,7 +357,10 @@ class CollectionLog:
         self._lags: Mapping[int, int] = {}
 
     def wrote(self, stats: CollectorStats, episodes: Episodes) -> None:
-        """Log a batch that ``stats`` include, and in which ``episodes`` ended. Raises ``HookError``."""
+        """Log a batch that ``stats`` include, and in which ``episodes`` ended.
+
+        Raises ``HookError``.
+        """
         record: dict[str, float] = {
             "frames_per_s": stats.frames_per_s,
             "episodes": stats.episodes,
@@ -329,12 +373,16 @@ class CollectionLog:
             record |= {f"{name}_share": seconds / total for name, seconds in parts.items()}
         if isinstance(stats.policy_version, int):
             record["policy_version"] = stats.policy_version
-        if newest := [lag for lag, batches in stats.policy_lag.items() if batches != self._lags.get(lag)]:
+        if newest := [
+            lag for lag, batches in stats.policy_lag.items() if batches != self._lags.get(lag)
+        ]:
             record["policy_lag"] = max(newest)
         self._lags = stats.policy_lag
         if len(episodes):
             record |= _summary(episodes)
-        record |= {f"worker_{worker.index}/frames_per_s": worker.frames_per_s for worker in stats.workers}
+        record |= {
+            f"worker_{worker.index}/frames_per_s": worker.frames_per_s for worker in stats.workers
+        }
         self._log({self._prefix + name: value for name, value in record.items()}, stats.frames)
 
 

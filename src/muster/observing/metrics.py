@@ -22,8 +22,9 @@ class MetricsTracker:
         tracker = MetricsTracker(num_envs=8, logger=JsonlLogger("log.jsonl"))
         tracker.update(reward, done)  # after every step of all environments
 
-    Logs one record per finished episode: ``episode_reward``, ``episode_length``, ``cumulative_reward`` and
-    ``episode_number``, at the step ``collected_steps``; episodes that finish at the same time share this step.
+    Logs one record per finished episode: ``episode_reward``, ``episode_length``,
+    ``cumulative_reward`` and ``episode_number``, at the step ``collected_steps``; episodes that
+    finish at the same time share this step.
 
     Args:
         num_envs: number of environments N.
@@ -33,7 +34,8 @@ class MetricsTracker:
         collected_steps: number of environment steps; every update adds N.
         cumulative_reward: sum of all rewards, including those of unfinished episodes.
         episode_count: number of finished episodes.
-        last_episode_reward, last_episode_length: return and length of the last finished episode; 0 before the first.
+        last_episode_reward, last_episode_length: return and length of the last finished episode; 0
+            before the first.
     """
 
     def __init__(self, num_envs: int, logger: Any = None) -> None:
@@ -65,8 +67,9 @@ class MetricsTracker:
         """Count one step of all environments.
 
         Args:
-            reward: rewards ``[N]`` or ``[N, ...]`` (such as ``[N, 1]`` or ``[N, agents, 1]``), summed over all
-                dimensions but the first. Arrays, tensors on any device, lists; for one environment also a number.
+            reward: rewards ``[N]`` or ``[N, ...]`` (such as ``[N, 1]`` or ``[N, agents, 1]``),
+                summed over all dimensions but the first. Arrays, tensors on any device, lists; for
+                one environment also a number.
             done: flags ``[N]`` or ``[N, 1]``: the episode ended with this step.
 
         Raises:
@@ -77,12 +80,14 @@ class MetricsTracker:
         ended = self._rows("done", done)
         if ended.size != self.num_envs:
             raise BadOption(
-                f"done has shape {list(ended.shape)}: expected one flag for each of {self.num_envs} environments"
+                f"done has shape {list(ended.shape)}: expected one flag for each of {self.num_envs}"
+                " environments"
             )
         self.update_rows(rewards[None], ended.reshape(1, -1))
 
     def update_rows(self, reward: Array, done: Array) -> None:
-        """Count T steps of all environments, ``[T, N]`` arrays each, as T calls of ``update`` would.
+        """Count T steps of all environments, ``[T, N]`` arrays each, as T calls of ``update``
+        would.
 
         Raises:
             HookError: the first error of the logger; see ``update``.
@@ -116,14 +121,21 @@ class MetricsTracker:
     def state_dict(self) -> dict[str, Any]:
         """Return all counts as plain data and copies of arrays."""
         counts = {name: getattr(self, name) for name in _COUNTS}
-        return {**counts, "rewards": self._clock.returns.copy(), "lengths": self._clock.steps.copy()}
+        return {
+            **counts,
+            "rewards": self._clock.returns.copy(),
+            "lengths": self._clock.steps.copy(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state_dict()``. Raises ``BadCheckpoint`` if the number of environments differs."""
+        """Restore ``state_dict()``.
+
+        Raises ``BadCheckpoint`` if the number of environments differs.
+        """
         if len(state["rewards"]) != self.num_envs:
             raise BadCheckpoint(
-                f"The metrics are those of {len(state['rewards'])} environments, and this tracker is for "
-                f"{self.num_envs}. Load into one of the same number."
+                f"The metrics are those of {len(state['rewards'])} environments, and this tracker"
+                f" is for {self.num_envs}. Load into one of the same number."
             )
         for name in _COUNTS:
             setattr(self, name, state[name])
@@ -136,12 +148,21 @@ class MetricsTracker:
             host = given.detach().cpu().double().numpy() if hasattr(given, "detach") else given
             rows = np.atleast_1d(np.asarray(host, np.float64))
         except (TypeError, ValueError) as error:
-            raise BadOption(f"{name}={given!r}: expected numbers, one row for each environment") from error
+            raise BadOption(
+                f"{name}={given!r}: expected numbers, one row for each environment"
+            ) from error
         if len(rows) != self.num_envs:
             raise BadOption(
-                f"{name} has shape {list(np.shape(host))}: expected {self.num_envs} rows, one for each environment"
+                f"{name} has shape {list(np.shape(host))}: expected {self.num_envs} rows, one for"
+                " each environment"
             )
         return rows
 
 
-_COUNTS = ("collected_steps", "cumulative_reward", "episode_count", "last_episode_reward", "last_episode_length")
+_COUNTS = (
+    "collected_steps",
+    "cumulative_reward",
+    "episode_count",
+    "last_episode_reward",
+    "last_episode_length",
+)

@@ -39,7 +39,8 @@ _AT_ONCE = 500  # entries of a message
 _FILM_S = 330.0  # for a process that makes a film, which has a limit of 300 s itself
 _MOST_FILMS = 6  # that are kept
 _OWN_HEADER = "X-Muster-Watch"  # pages elsewhere cannot send it
-_SCRIPT, _STYLE = "text/javascript; charset=utf-8", "text/css; charset=utf-8"
+_SCRIPT = "text/javascript; charset=utf-8"
+_STYLE = "text/css; charset=utf-8"
 _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.js": ("page.js", _SCRIPT),
@@ -48,9 +49,14 @@ _FILES = {
     "/uPlot.css": ("uPlot.min.css", _STYLE),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
-_FILM, _RANGE = re.compile(r"/films/([0-9]{1,9})\.mp4"), re.compile(r"bytes=([0-9]{1,12})-([0-9]{1,12})?")
+_FILM, _RANGE = (
+    re.compile(r"/films/([0-9]{1,9})\.mp4"),
+    re.compile(r"bytes=([0-9]{1,12})-([0-9]{1,12})?"),
+)
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": (
+        "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -61,15 +67,21 @@ _HEADERS = {
 class PageAddress:
     """A listening socket at ``host:port``, and the URL of the page there, with its token.
 
-    Beyond loopback the page needs a token: the environment variable ``MUSTER_WATCH_TOKEN``, otherwise a random one.
-    Raises ``BadOption`` if the address is not available, or the token has less than 16 characters.
+    Beyond loopback the page needs a token: the environment variable ``MUSTER_WATCH_TOKEN``,
+    otherwise a random one. Raises ``BadOption`` if the address is not available, or the token has
+    less than 16 characters.
     """
 
     def __init__(self, address: str) -> None:
         host, _ = host_and_port(address)
-        self.token = "" if is_loopback(host) else os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
+        self.token = (
+            "" if is_loopback(host) else os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
+        )
         if self.token and len(self.token) < _SHORTEST_TOKEN:
-            raise BadOption(f"{TOKEN_VARIABLE} has less than {_SHORTEST_TOKEN} characters. Give a longer, random one.")
+            raise BadOption(
+                f"{TOKEN_VARIABLE} has less than {_SHORTEST_TOKEN} characters. Give a longer,"
+                " random one."
+            )
         self.socket = listening(address, "watch")
         if host in ("0.0.0.0", "::"):
             host = socket.gethostname()
@@ -85,18 +97,23 @@ class PageAddress:
 class Films:
     """Films of episodes in memory, by number, each made by a process of its own.
 
-    ``command`` makes a film of the file in ``folder`` whose path is appended, see ``muster.restore.film.main``.
+    ``command`` makes a film of the file in ``folder`` whose path is appended, see
+    ``muster.restore.film.main``.
     """
 
     def __init__(self, command: Sequence[str] | None, folder: Path) -> None:
-        self._command, self._folder = command, folder
+        self._command = command
+        self._folder = folder
         self._free = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._films: dict[int, bytes] = {}
         self._closed = False
 
     def make(self, which: str) -> dict[str, Any]:
-        """Make a film of an episode. Returns its numbers, and ``film``, that of the film; or ``error``, a sentence."""
+        """Make a film of an episode.
+
+        Returns its numbers, and ``film``, that of the film; or ``error``, a sentence.
+        """
         if self._command is None:
             return {"error": "This page makes no films."}
         if not self._free.acquire(blocking=False):
@@ -128,7 +145,8 @@ class Films:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # to end what the environment has started: it may hold the pipe
+                # to end what the environment has started: it may hold the pipe
+                start_new_session=True,
             )
         except OSError as error:
             return {"error": f"The film cannot be made: {error.strerror}."}, b""
@@ -148,7 +166,12 @@ class Films:
         try:
             return json.loads(line), content
         except ValueError:
-            return {"error": f"The film was not made within 300 s, or its process died ({process.returncode})."}, b""
+            return {
+                "error": (
+                    "The film was not made within 300 s, or its process died"
+                    f" ({process.returncode})."
+                )
+            }, b""
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -162,10 +185,12 @@ class _ToldToEnd(BaseException):
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves the page of a run, to at most 64 viewers at the same time. Raises ``BadOption`` without snapshots.
+    """Serves the page of a run, to at most 64 viewers at the same time.
 
-    A connection becomes that of a viewer when its request is complete and admitted. Until then it is a stranger, which
-    no viewer waits for.
+    Raises ``BadOption`` without snapshots.
+
+    A connection becomes that of a viewer when its request is complete and admitted. Until then it
+    is a stranger, which no viewer waits for.
 
     Args:
         listening: listening socket; owned by the server.
@@ -174,7 +199,8 @@ class PageServer(ThreadingHTTPServer):
         film: command that makes films, see ``Films``; None: no films.
     """
 
-    daemon_threads, block_on_close = True, False
+    daemon_threads = True
+    block_on_close = False
 
     def __init__(
         self,
@@ -190,13 +216,18 @@ class PageServer(ThreadingHTTPServer):
         super().__init__((host, port), _Handler, bind_and_activate=False)
         self.socket.close()  # the base class has made one
         self.socket = listening
-        self.run, self.token, self.cookie = run, token, f"muster_watch_{port}"
+        self.run = run
+        self.token = token
+        self.cookie = f"muster_watch_{port}"
         self.local = is_loopback(host)
         folder = resources.files("muster.observing") / "page"
-        self.files = {path: ((folder / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()}
+        self.files = {
+            path: ((folder / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()
+        }
         self._strangers, self._places = Strangers(), threading.BoundedSemaphore(_MOST_VIEWERS)
         self._parent = parent
-        self.goodbye = {"of": "watch" if parent is None else "run", "run": str(run)}  # the last event of viewers
+        # the last event of viewers
+        self.goodbye = {"of": "watch" if parent is None else "run", "run": str(run)}
         self.ending = threading.Event()
         self._told_to_end: int | None = None  # the signal
         self.films = Films(film, (run if run.is_dir() else run.parent) / EPISODES)
@@ -224,10 +255,12 @@ class PageServer(ThreadingHTTPServer):
         """Ignore errors of connections: a viewer has closed the page."""
 
     def serve_until(self, *signals: int) -> int:
-        """Serve until one of these signals arrives, say goodbye, and return it. Called in the main thread.
+        """Serve until one of these signals arrives, say goodbye, and return it.
 
-        A handler that raised an exception would close the connection that is being accepted just then, with a viewer at
-        its other end who gets no goodbye.
+        Called in the main thread.
+
+        A handler that raised an exception would close the connection that is being accepted just
+        then, with a viewer at its other end who gets no goodbye.
         """
 
         def tell(number: int, _: Any) -> None:
@@ -253,7 +286,10 @@ class PageServer(ThreadingHTTPServer):
             os._exit(0)
 
     def say_goodbye(self) -> None:
-        """Let viewers know that the page ends, after the last entries of the file. May be called again."""
+        """Let viewers know that the page ends, after the last entries of the file.
+
+        May be called again.
+        """
         if self.ending.is_set():
             return
         self.ending.set()
@@ -273,7 +309,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     server: PageServer
     timeout = _TIMEOUT_S
-    server_version, sys_version = "muster", ""
+    server_version = "muster"
+    sys_version = ""
 
     def do_GET(self) -> None:
         with self._admitted() as path:
@@ -291,7 +328,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif path in self.server.files:
             content, kind = self.server.files[path]
             self._reply(200, content, **{"Content-Type": kind})
-        elif (named := _FILM.fullmatch(path)) and (film := self.server.films.film(int(named[1]))) is not None:
+        elif (named := _FILM.fullmatch(path)) and (
+            film := self.server.films.film(int(named[1]))
+        ) is not None:
             self._reply_film(film)
         else:
             self._reply(404, b"There is no such page.\n")
@@ -318,23 +357,36 @@ class _Handler(BaseHTTPRequestHandler):
             return
         with self.server.place(self.connection) as has_place:
             if not has_place:
-                self._reply(503, f"{_MOST_VIEWERS} viewers see this page already. Close one of them.\n".encode())
+                self._reply(
+                    503,
+                    f"{_MOST_VIEWERS} viewers see this page already. Close one of them.\n".encode(),
+                )
             yield path if has_place else None
 
     def _path(self) -> str | None:
         """Return the path, if the viewer may see the page; otherwise reply."""
         try:
-            parts, host = urlsplit(self.path), urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
+            parts, host = (
+                urlsplit(self.path),
+                urlsplit(f"//{self.headers.get('Host', '')}").hostname or "",
+            )
         except ValueError:  # for example "//["
             self._reply(400, b"This is no address of a page.\n")
             return None
         if self.server.local and not is_loopback(host):
-            self._reply(403, b"The Host header does not name this machine.\n")  # a page elsewhere that found this port
-        elif self.server.token and (given := parse_qs(parts.query).get("token")) and self._is_token(given[0]):
+            # a page elsewhere that found this port
+            self._reply(403, b"The Host header does not name this machine.\n")
+        elif (
+            self.server.token
+            and (given := parse_qs(parts.query).get("token"))
+            and self._is_token(given[0])
+        ):
             cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
             self._reply(303, b"", Location="/", **{"Set-Cookie": cookie})
         elif self.server.token and not self._is_token(self._cookie()):
-            self._reply(403, b"This page needs the token of the address that muster watch has printed.\n")
+            self._reply(
+                403, b"This page needs the token of the address that muster watch has printed.\n"
+            )
         else:
             return parts.path
         return None
@@ -361,17 +413,27 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def _reply_film(self, film: bytes) -> None:
-        """Send a film, or the part of it that the viewer asks for: without parts, browsers cannot seek in it."""
+        """Send a film, or the part of it that the viewer asks for: without parts, browsers cannot
+        seek in it.
+        """
         headers = {"Content-Type": "video/mp4", "Accept-Ranges": "bytes"}
         asked = _RANGE.fullmatch(self.headers.get("Range", ""))
         if asked is None or int(asked[1]) >= len(film):
             self._reply(200, film, **headers)
             return
-        first, last = int(asked[1]), min(int(asked[2] or len(film)), len(film) - 1)
-        self._reply(206, film[first : last + 1], **headers, **{"Content-Range": f"bytes {first}-{last}/{len(film)}"})
+        first = int(asked[1])
+        last = min(int(asked[2] or len(film)), len(film) - 1)
+        self._reply(
+            206,
+            film[first : last + 1],
+            **headers,
+            **{"Content-Range": f"bytes {first}-{last}/{len(film)}"},
+        )
 
     def _stream(self) -> None:
-        """Send all entries, then new ones as they appear in the file, until the viewer leaves or the server ends."""
+        """Send all entries, then new ones as they appear in the file, until the viewer leaves or
+        the server ends.
+        """
         try:
             reader = SnapshotReader(self.server.run)
         except BadOption:
@@ -382,7 +444,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send("restart", None)
             is_last = False
             while not is_last:
-                is_last = self.server.ending.is_set()  # first: the entries before it have been written
+                # first: the entries before it have been written
+                is_last = self.server.ending.is_set()
                 restarted, entries = reader.read()
                 if restarted:
                     self._send("restart", None)
@@ -400,9 +463,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve a page; the arguments are a descriptor, the run, the parent's process id, and the command for films."""
+    """Serve a page; the arguments are a descriptor, the run, the parent's process id, and the
+    command for films.
+    """
     fd, run, parent, *film = arguments
     token = os.environ.pop(TOKEN_VARIABLE, "")
-    server = PageServer(Path(run), socket.socket(fileno=int(fd)), token, parent=int(parent), film=film or None)
+    server = PageServer(
+        Path(run), socket.socket(fileno=int(fd)), token, parent=int(parent), film=film or None
+    )
     told = server.serve_until(signal.SIGTERM, signal.SIGINT)
     sys.exit(0 if told == signal.SIGTERM else 130)

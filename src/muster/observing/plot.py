@@ -1,4 +1,6 @@
-"""Pictures with matplotlib: of collections (``collector.plot()``, ``muster watch --png``), evaluations, timelines."""
+"""Pictures with matplotlib: of collections (``collector.plot()``, ``muster watch --png``),
+evaluations, timelines.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ from muster.utils.attributes import optional
 if TYPE_CHECKING:
     from muster.observing.timeline import Span
 
-BLUE, ORANGE, GREEN, RED, GREY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#8a8f98"  # Okabe and Ito's palette
+# Okabe and Ito's palette
+BLUE = "#0072b2"
+ORANGE = "#e69f00"
+GREEN = "#009e73"
+RED = "#d55e00"
+GREY = "#8a8f98"
 PARTS = {"env": GREEN, "policy": BLUE, "copy": ORANGE, "rest": GREY}
 """Parts of the time of rollouts."""
 OTHERS = (GREY, "#56b4e9", "#cc79a7", "#f0e442")
@@ -49,7 +56,9 @@ def plot_run(history: RunHistory) -> Any:
         return figure
     newest, points = history.snapshots[-1], history.points()
     state = "running" if history.end is None else "failed" if history.end.get("error") else "ended"
-    progress = f"{newest['frames']:,} frames in {clock(newest['time'] - history.snapshots[0]['time'])}"
+    progress = (
+        f"{newest['frames']:,} frames in {clock(newest['time'] - history.snapshots[0]['time'])}"
+    )
     figure.suptitle("   ".join([*about, state, progress]), parse_math=False)
     _draw_rate(axes[0], history)
     _draw_means(axes[1], points, "return")
@@ -66,12 +75,15 @@ def plot_run(history: RunHistory) -> Any:
     return figure
 
 
-def plot_returns(returns: Array, lengths: Array, truncated: Array, interval: tuple[float, float], title: str) -> Any:
+def plot_returns(
+    returns: Array, lengths: Array, truncated: Array, interval: tuple[float, float], title: str
+) -> Any:
     """Return the picture of an evaluation.
 
     Args:
         returns, lengths, truncated: of its episodes, ``[n]``.
-        interval: ends of a confidence interval of the mean return; not drawn if they are not finite.
+        interval: ends of a confidence interval of the mean return; not drawn if they are not
+            finite.
     """
     figure, (histogram, scatter) = _figure(1, 2)
     figure.suptitle("\n".join(textwrap.wrap(title, 110)), fontsize="medium", parse_math=False)
@@ -88,7 +100,10 @@ def plot_returns(returns: Array, lengths: Array, truncated: Array, interval: tup
     histogram.set_xlabel("return")
     histogram.set_ylabel("episodes")
     histogram.legend()
-    for label, chosen, colour in (("terminated", ~truncated, BLUE), ("truncated", truncated, ORANGE)):
+    for label, chosen, colour in (
+        ("terminated", ~truncated, BLUE),
+        ("truncated", truncated, ORANGE),
+    ):
         if chosen.any():
             scatter.scatter(lengths[chosen], returns[chosen], s=14, color=colour, label=label)
     scatter.set_xlabel("steps")
@@ -121,7 +136,9 @@ def plot_spans(spans: Sequence[Span], tracks: Mapping[int, str]) -> Any:
             label = name if row == min(by_row) else "_"  # one entry in the legend
             axis.broken_barh(drawn, (row - 0.4, 0.8), color=colour, label=label)
     figure.set_size_inches(12, 1.6 + 0.35 * len(rows))
-    axis.set_yticks(range(len(rows)), [tracks.get(track, f"track {track}") for track in rows], parse_math=False)
+    axis.set_yticks(
+        range(len(rows)), [tracks.get(track, f"track {track}") for track in rows], parse_math=False
+    )
     axis.invert_yaxis()
     axis.set_xlabel("ms")
     axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
@@ -129,7 +146,9 @@ def plot_spans(spans: Sequence[Span], tracks: Mapping[int, str]) -> Any:
 
 
 def png_of(plot: Callable[[], Any]) -> bytes | None:
-    """Return the picture that ``plot`` draws, for IPython; None without matplotlib: notebooks show the text."""
+    """Return the picture that ``plot`` draws, for IPython; None without matplotlib: notebooks show
+    the text.
+    """
     try:
         figure = plot()
     except BadOption:
@@ -174,7 +193,12 @@ def _draw_means(axis: Any, points: Points, what: Quantity) -> None:
 
 
 def _draw_bars(
-    axis: Any, title: str, values: dict[str, float], colours: Sequence[str], texts: Sequence[str], empty: str = ""
+    axis: Any,
+    title: str,
+    values: dict[str, float],
+    colours: Sequence[str],
+    texts: Sequence[str],
+    empty: str = "",
 ) -> None:
     """Draw a bar for each value; if there is none, the text ``empty``."""
     axis.set_title(title)
@@ -196,7 +220,9 @@ def _draw_time(axis: Any, newest: dict[str, Any]) -> None:
     total = sum(seconds.values())
     shares = {name: part / total for name, part in seconds.items()} if total else {}
     texts = [f"{share:.0%}" for share in shares.values()]
-    _draw_bars(axis, "Time of rollouts", shares, list(PARTS.values()), texts, "nothing was measured")
+    _draw_bars(
+        axis, "Time of rollouts", shares, list(PARTS.values()), texts, "nothing was measured"
+    )
 
 
 def _draw_lag(axis: Any, newest: dict[str, Any]) -> None:
@@ -220,8 +246,17 @@ def _draw_workers(axis: Any, newest: dict[str, Any]) -> None:
     workers = newest["workers"][:MOST_BARS]
     rates = {f"{w['index']:g}": w["frames_per_s"] for w in workers}
     colours = [GREEN if w["state"] == "working" else RED for w in workers]
-    texts = [f"{short(w['frames_per_s'])}  {w['state']}  restarts {w['restarts']:g}" for w in workers]
-    _draw_bars(axis, "Workers: frames per second", rates, colours, texts, "none: environments in the main process")
+    texts = [
+        f"{short(w['frames_per_s'])}  {w['state']}  restarts {w['restarts']:g}" for w in workers
+    ]
+    _draw_bars(
+        axis,
+        "Workers: frames per second",
+        rates,
+        colours,
+        texts,
+        "none: environments in the main process",
+    )
     axis.margins(x=0.8)
 
 

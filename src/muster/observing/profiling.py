@@ -26,11 +26,12 @@ class ProfileConfig:
     """Options of a profile, with the names of TorchRL.
 
     Attributes:
-        workers: numbers of the workers to profile. None: the first. A collector without workers is worker 0.
+        workers: numbers of the workers to profile. None: the first. A collector without workers is
+            worker 0.
         num_rollouts: number of rollouts, including the warm-up.
         warmup_rollouts: number of rollouts at the start that are not recorded.
-        save_path: path of the Chrome trace. ``{worker_idx}`` is replaced by the worker's number, and required for
-            several workers. None: ``collector_profile_{worker_idx}.json``.
+        save_path: path of the Chrome trace. ``{worker_idx}`` is replaced by the worker's number,
+            and required for several workers. None: ``collector_profile_{worker_idx}.json``.
         activities: any of "cpu" and "cuda"; "cuda" is ignored without a CUDA device. None: both.
         record_shapes, profile_memory, with_stack, with_flops: see ``torch.profiler.profile``.
         on_trace_ready: function of the profiler that is called instead of writing the trace.
@@ -54,15 +55,24 @@ class ProfileConfig:
         if not self.num_rollouts > self.warmup_rollouts >= 0:
             raise BadOption(
                 f"num_rollouts={self.num_rollouts}, warmup_rollouts={self.warmup_rollouts}: "
-                f"expected num_rollouts > warmup_rollouts >= 0"
+                "expected num_rollouts > warmup_rollouts >= 0"
             )
         wrong = [name for name in self.activities or () if name not in ACTIVITIES]
         if wrong or (self.activities is not None and not len(self.activities)):
             raise BadOption(f"activities={self.activities!r}: expected some of {ACTIVITIES}")
         if self.save_path is not None and self.on_trace_ready is not None:
-            raise BadOption("on_trace_ready replaces writing the trace to save_path: give one of the two")
-        if len(self.workers or ()) > 1 and self.save_path is not None and "{worker_idx}" not in str(self.save_path):
-            raise BadOption(f"save_path={str(self.save_path)!r} is one file for several workers: add '{{worker_idx}}'")
+            raise BadOption(
+                "on_trace_ready replaces writing the trace to save_path: give one of the two"
+            )
+        if (
+            len(self.workers or ()) > 1
+            and self.save_path is not None
+            and "{worker_idx}" not in str(self.save_path)
+        ):
+            raise BadOption(
+                f"save_path={str(self.save_path)!r} is one file for several workers: add"
+                " '{worker_idx}'"
+            )
 
     def includes(self, worker_idx: int) -> bool:
         """Return whether this worker is profiled."""
@@ -84,14 +94,16 @@ class RolloutProfiler:
             rollout()
             profiler.step()
 
-    All calls must come from the thread that runs the rollouts: ``torch.profiler`` records this thread.
+    All calls must come from the thread that runs the rollouts: ``torch.profiler`` records this
+    thread.
 
     Raises:
         BadOption: none of the activities is available on this machine.
     """
 
     def __init__(self, config: ProfileConfig, worker_idx: int = 0) -> None:
-        self.config, self.worker_idx = config, worker_idx
+        self.config = config
+        self.worker_idx = worker_idx
         self._activities = _available(config.activities or ACTIVITIES)
         self._profile: torch.profiler.profile | None = None
         self._left = config.num_rollouts
@@ -108,21 +120,27 @@ class RolloutProfiler:
         if self._profile is not None or not self._left:
             return
         config = self.config
-        with warnings.catch_warnings():  # torch warns about a profile without warm-up, which the user has asked for
+        # torch warns about a profile without warm-up, which the user has asked for
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*warmup.*", category=UserWarning)
             schedule = profiler.schedule(
-                wait=0, warmup=config.warmup_rollouts, active=config.num_rollouts - config.warmup_rollouts, repeat=1
+                wait=0,
+                warmup=config.warmup_rollouts,
+                active=config.num_rollouts - config.warmup_rollouts,
+                repeat=1,
             )
         profile = profiler.profile(
             activities=self._activities,
             schedule=schedule,
             on_trace_ready=config.on_trace_ready or partial(_export, config.path(self.worker_idx)),
-            acc_events=True,  # there is one cycle; without it, torch warns on a GPU that others are lost
+            # there is one cycle; without it, torch warns on a GPU that others are lost
+            acc_events=True,
             **{name: getattr(config, name) for name in PASSED_ON},
         )
         profile.start()
         self._profile = profile
-        self._at_exit = weakref.finalize(self, profile.stop)  # torch crashes if the process exits during recording
+        # torch crashes if the process exits during recording
+        self._at_exit = weakref.finalize(self, profile.stop)
 
     def step(self) -> None:
         """Record the end of a rollout. Does nothing while not running."""
@@ -135,7 +153,10 @@ class RolloutProfiler:
             self.stop()
 
     def stop(self) -> None:
-        """End profiling and write the trace, unless only warm-up rollouts were made. May be called again."""
+        """End profiling and write the trace, unless only warm-up rollouts were made.
+
+        May be called again.
+        """
         profile, self._profile, self._left = self._profile, None, 0
         if profile is not None:
             self._at_exit.detach()

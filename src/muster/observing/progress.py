@@ -1,4 +1,6 @@
-"""The progress of a collection, for people: a bar in terminals and notebooks, elsewhere a line every few seconds."""
+"""The progress of a collection, for people: a bar in terminals and notebooks, elsewhere a line
+every few seconds.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +18,36 @@ MOST_LINES = 16  # of workers
 
 
 class Show(Protocol):
-    """Shows the progress: what is done, a text, and per second how much; without it, as on average so far."""
+    """Shows the progress: what is done, a text, and per second how much; without it, as on average
+    so far.
+    """
 
     def __call__(self, done: int, text: str, rate: float | None = None, /) -> object: ...
 
 
 class CollectionProgress:
-    """Shows the progress of a collector on standard error, from its first batch until ``close`` or ``total`` frames.
+    """Shows the progress of a collector on standard error, from its first batch until ``close`` or
+    ``total`` frames.
 
-    ``total`` is negative for endless ones. ``workers`` returns the statistics that are lines below the bar.
+    ``total`` is negative for endless ones. ``workers`` returns the statistics that are lines below
+    the bar.
     """
 
     def __init__(self, total: int, workers: Callable[[], Sequence[WorkerStats]]) -> None:
-        self._total, self._workers = total, workers
+        self._total = total
+        self._workers = workers
         self._made = ExitStack()
         self._show: Show | None = None
 
     def wrote(self, stats: CollectorStats) -> None:
         """Show a batch, which ``stats`` include."""
         if self._show is None:
-            shown = progress("collect", self._total, lines=lambda: worker_lines(self._workers()), stream=sys.stderr)
+            shown = progress(
+                "collect",
+                self._total,
+                lines=lambda: worker_lines(self._workers()),
+                stream=sys.stderr,
+            )
             self._show = self._made.enter_context(shown)
         self._show(stats.frames, in_one_line(stats, self._total), stats.frames_per_s)
         if 0 <= self._total <= stats.frames:
@@ -57,11 +69,13 @@ def progress(
     every_s: float = LINE_EVERY_S,
     stream: TextIO | None = None,
 ) -> Iterator[Show]:
-    """Yield a function of the progress towards ``total`` and a text: shows a bar; in files and pipes, lines.
+    """Yield a function of the progress towards ``total`` and a text: shows a bar; in files and
+    pipes, lines.
 
     Args:
         total: negative: unknown.
-        lines: returns what is shown below the bar; a thread of the display calls it a few times per second.
+        lines: returns what is shown below the bar; a thread of the display calls it a few times per
+            second.
     """
     if quiet:
         yield lambda done, text, rate=None: None
@@ -80,9 +94,13 @@ def progress(
     began = time.monotonic()
 
     def show(done: int, text: str, rate: float | None = None) -> None:
-        bar.update(task, completed=done, text=text, eta=_eta(done, total, rate, time.monotonic() - began))
+        bar.update(
+            task, completed=done, text=text, eta=_eta(done, total, rate, time.monotonic() - began)
+        )
 
-    with Live(get_renderable=below(bar, lines), refresh_per_second=10, console=Console(file=stream)):
+    with Live(
+        get_renderable=below(bar, lines), refresh_per_second=10, console=Console(file=stream)
+    ):
         yield show
 
 
@@ -107,7 +125,9 @@ def _lines(name: str, total: int, every_s: float, stream: TextIO) -> Show:
 
 
 def _eta(done: int, total: int, rate: float | None, elapsed_s: float) -> str:
-    """The time that the rest takes at ``rate``, the one of the text before it; None: at the average so far."""
+    """The time that the rest takes at ``rate``, the one of the text before it; None: at the average
+    so far.
+    """
     if not 0 < done < total:
         return ""
     per_s = done / elapsed_s if rate is None and elapsed_s > 0 else rate
@@ -133,16 +153,16 @@ def in_one_line(stats: CollectorStats, total: int) -> str:
     """The line of ``muster collect`` for a batch."""
     mean = "" if stats.return_mean is None else f"  return {stats.return_mean:,.1f}"
     return (
-        f"{short(stats.frames)}{f'/{short(total)}' * (total >= 0)} frames  {short(stats.frames_per_s)} frames/s  "
-        f"episodes {stats.episodes:,}{mean}{troubles(stats)}"
+        f"{short(stats.frames)}{f'/{short(total)}' * (total >= 0)} frames "
+        f" {short(stats.frames_per_s)} frames/s  episodes {stats.episodes:,}{mean}{troubles(stats)}"
     )
 
 
 def worker_lines(workers: Sequence[WorkerStats]) -> list[str]:
     """One line per worker, at most ``MOST_LINES``."""
     lines = [
-        f"  worker {w.index:<3} {w.phase:<9} {short(w.frames_per_s):>6} frames/s  {w.share:4.0%} of frames  "
-        f"restarts {w.restarts}  lag {w.policy_lag}{f'  node {w.node}' if w.node else ''}"
+        f"  worker {w.index:<3} {w.phase:<9} {short(w.frames_per_s):>6} frames/s  {w.share:4.0%} of"
+        f" frames  restarts {w.restarts}  lag {w.policy_lag}{f'  node {w.node}' if w.node else ''}"
         for w in workers[:MOST_LINES]
     ]
     more = len(workers) - len(lines)
@@ -153,7 +173,10 @@ def troubles(stats: CollectorStats) -> str:
     """Restarted and dropped workers."""
     restarted = ", ".join(f"worker {w.index}: {w.restarts}" for w in stats.workers if w.restarts)
     dropped = ", ".join(str(w.index) for w in stats.workers if w.state == "dropped")
-    told = [(f"restarts {stats.restarts} ({restarted})", restarted), (f"dropped {dropped}", dropped)]
+    told = [
+        (f"restarts {stats.restarts} ({restarted})", restarted),
+        (f"dropped {dropped}", dropped),
+    ]
     told.append((f"unseen at most {stats.unseen:,} frames", str(stats.unseen or "")))
     return "".join(f"  {text}" for text, happened in told if happened)
 

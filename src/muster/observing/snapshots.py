@@ -1,6 +1,7 @@
 """Snapshots of a collection: a file of JSON lines, which other processes read while it grows.
 
-The file ``watch.jsonl`` in the directory of a run has lines of five kinds, in the order of their times::
+The file ``watch.jsonl`` in the directory of a run has lines of five kinds, in the order of their
+times::
 
     {"kind": "run", "time": 1763740000.1, "collector": "Collector", "env": "CartPole-v1", ...}     the first line
     {"kind": "snapshot", "time": ..., "frames": 2048, "totals": {...}, "workers": [...], ...}
@@ -8,7 +9,8 @@ The file ``watch.jsonl`` in the directory of a run has lines of five kinds, in t
     {"kind": "episode", "time": ..., "which": "best", "episode_return": 200.0, "length": 200, ...}  replaces its which
     {"kind": "end", "time": ..., "error": ""}                                                      the last line
 
-All counts of a snapshot are totals since the start, so that snapshots can be removed: that is how the file stays small.
+All counts of a snapshot are totals since the start, so that snapshots can be removed: that is how
+the file stays small.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ MOST_WORKERS = 128  # in a snapshot
 MOST_ERRORS = 100  # in a file
 MOST_TEXT = 2000  # characters of an error
 _LONGEST = 1 << 20  # bytes of a line
-EPISODES, WHICH = "episodes", ("newest", "best", "worst")  # folder, and names of files in it that repeat an episode
+# folder, and names of files in it that repeat an episode
+EPISODES = "episodes"
+WHICH = ("newest", "best", "worst")
 _COUNTS = (
     *("frames", "executed", "in_flight", "batches", "episodes", "restarts", "unseen", "cut_short"),
     *("frames_per_s", "env_s", "policy_s", "copy_s", "rest_s", "wait_s"),
@@ -55,33 +59,59 @@ _OF_WORKER = (
 
 
 def snapshot(
-    stats: CollectorStats, totals: EpisodeTotals, workers: Sequence[Mapping[str, Any]] = (), **others: Any
+    stats: CollectorStats,
+    totals: EpisodeTotals,
+    workers: Sequence[Mapping[str, Any]] = (),
+    **others: Any,
 ) -> dict[str, Any]:
-    """Return a snapshot as plain data, with the rows of the workers, and ``others`` as further entries."""
+    """Return a snapshot as plain data, with the rows of the workers, and ``others`` as further
+    entries.
+    """
     known = {name: plain(getattr(stats, name)) for name in _COUNTS}
-    means = {name: None if (mean := getattr(stats, name)) is None else plain(mean) for name in _MEANS}
+    means = {
+        name: None if (mean := getattr(stats, name)) is None else plain(mean) for name in _MEANS
+    }
     named = {name: {str(key): n for key, n in getattr(stats, name).items()} for name in _BY_NAME}
     sums = {name: plain(value) for name, value in asdict(totals).items()}
-    policy = {"policy_path": stats.policy_path, "policy_version": stats.policy_version, "engine": stats.engine}
-    return {**known, **means, **named, **policy, "totals": sums, "workers": list(workers[:MOST_WORKERS]), **others}
+    policy = {
+        "policy_path": stats.policy_path,
+        "policy_version": stats.policy_version,
+        "engine": stats.engine,
+    }
+    return {
+        **known,
+        **means,
+        **named,
+        **policy,
+        "totals": sums,
+        "workers": list(workers[:MOST_WORKERS]),
+        **others,
+    }
 
 
 class SnapshotFile:
-    """Appends lines to the file of a run, each with one write; ``about`` has the entries of the first one.
+    """Appends lines to the file of a run, each with one write; ``about`` has the entries of the
+    first one.
 
-    If the file becomes larger than ``limit_bytes``, every second snapshot is removed. Raises ``BadOption`` if the
-    directory has the snapshots of another run.
+    If the file becomes larger than ``limit_bytes``, every second snapshot is removed. Raises
+    ``BadOption`` if the directory has the snapshots of another run.
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], about: Mapping[str, Any], *, limit_bytes: int = LIMIT_BYTES
+        self,
+        directory: str | os.PathLike[str],
+        about: Mapping[str, Any],
+        *,
+        limit_bytes: int = LIMIT_BYTES,
     ) -> None:
         self.path, self._limit = Path(os.path.realpath(directory), NAME), limit_bytes
         make_folder(self.path.parent)
         try:
             self._file = open(self.path, "xb", buffering=0)  # noqa: SIM115 (closed by close)
         except FileExistsError as error:
-            raise BadOption(f"{self.path} has the snapshots of another run. Give another directory.") from error
+            raise BadOption(
+                f"{self.path} has the snapshots of another run. Give another directory."
+            ) from error
         except OSError as error:
             raise explained(self.path, "written", error) from error
         try:
@@ -94,7 +124,8 @@ class SnapshotFile:
     def append(self, kind: str, **entries: Any) -> None:
         """Append a line. Raises ``FileError`` if it cannot be written; the file is unchanged."""
         entry = {"kind": kind, "time": time.time(), **entries}
-        line = json.dumps(entry, allow_nan=False, default=plain).encode() + b"\n"  # NumPy's numbers, too
+        # NumPy's numbers, too
+        line = json.dumps(entry, allow_nan=False, default=plain).encode() + b"\n"
         end = self._file.seek(0, os.SEEK_END)
         if end + len(line) > self._limit and kind == "snapshot":
             self._thin()
@@ -106,12 +137,22 @@ class SnapshotFile:
         self._file.close()
 
     def _thin(self) -> None:
-        """Remove every second snapshot, and the rows of workers of all but the newest: nothing shows them."""
+        """Remove every second snapshot, and the rows of workers of all but the newest: nothing
+        shows them.
+        """
         with open_regular(self.path) as file:
-            entries = [entry for line in file.read().splitlines() if (entry := parsed(line)) is not None]
+            entries = [
+                entry for line in file.read().splitlines() if (entry := parsed(line)) is not None
+            ]
         of = _by_kind(entries)
         newest = {entry["which"]: entry for entry in of["episode"]}
-        kept = [*of["run"], *of["error"][-MOST_ERRORS:], *newest.values(), *of["snapshot"][::-2], *of["end"]]
+        kept = [
+            *of["run"],
+            *of["error"][-MOST_ERRORS:],
+            *newest.values(),
+            *of["snapshot"][::-2],
+            *of["end"],
+        ]
         for entry in of["snapshot"][:-1]:
             entry["workers"] = []
         place = {id(entry): n for n, entry in enumerate(entries)}
@@ -122,7 +163,9 @@ class SnapshotFile:
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
-    """Return a line of the file as a dict whose entries have the expected types; None for any other text."""
+    """Return a line of the file as a dict whose entries have the expected types; None for any other
+    text.
+    """
     try:
         entry = json.loads(line, parse_constant=_refuse)
         json.dumps(entry, allow_nan=False)  # 1e999 is read as infinity
@@ -175,9 +218,12 @@ def _is_snapshot(entry: dict[str, Any]) -> bool:
 
 
 class SnapshotReader:
-    """Reads what was appended to the file of a run since the last call. Incomplete lines are left for later.
+    """Reads what was appended to the file of a run since the last call.
 
-    ``run`` is the directory of the run, or the file. Raises ``BadOption`` if there are no snapshots.
+    Incomplete lines are left for later.
+
+    ``run`` is the directory of the run, or the file. Raises ``BadOption`` if there are no
+    snapshots.
     """
 
     def __init__(self, run: str | os.PathLike[str]) -> None:
@@ -185,8 +231,8 @@ class SnapshotReader:
         self.path = given / NAME if given.is_dir() else given
         if not self.path.is_file():
             raise BadOption(
-                f"{given} has no snapshots ({NAME}). Give the directory that a collection with watch=True or --watch "
-                f"has printed at its start."
+                f"{given} has no snapshots ({NAME}). Give the directory that a collection with"
+                " watch=True or --watch has printed at its start."
             )
         self._file = open_regular(self.path)
         self._rest = b""
@@ -246,4 +292,8 @@ class RunHistory:
     def points(self) -> list[tuple[float, EpisodeTotals]]:
         """Return frames and totals of the snapshots whose totals are finite, for ``running_means``."""
         found = [(float(s["frames"]), s["totals"]) for s in self.snapshots]
-        return [(frames, EpisodeTotals(**totals)) for frames, totals in found if None not in totals.values()]
+        return [
+            (frames, EpisodeTotals(**totals))
+            for frames, totals in found
+            if None not in totals.values()
+        ]

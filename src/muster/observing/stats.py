@@ -13,17 +13,19 @@ class WorkerStats:
     Attributes:
         index: number of the worker.
         pid: pid of its process; 0 if its node has not started it yet.
-        state: "working"; "dead": it will be restarted, at the latest with the next batch; "dropped"; or "joining": its
-            node has not joined yet (with ``min_nodes``).
-        phase: current activity: "idle", "construct", "reset", "step", "policy", "weights", "call" or "close"; "wait":
-            for another thread's policy call; "join": its node has not joined yet. If it has ended, ``state``.
+        state: "working"; "dead": it will be restarted, at the latest with the next batch;
+            "dropped"; or "joining": its node has not joined yet (with ``min_nodes``).
+        phase: current activity: "idle", "construct", "reset", "step", "policy", "weights", "call"
+            or "close"; "wait": for another thread's policy call; "join": its node has not joined
+            yet. If it has ended, ``state``.
         env_ids: global numbers of its environments.
         frames: number of its delivered frames.
         share: its share of all delivered frames.
         frames_per_s: frames per second of its rollouts.
         busy_s: duration of its rollouts in seconds.
         restarts: number of its restarts.
-        policy_lag: number of publications between the weights that acted in its last batch and that batch's delivery.
+        policy_lag: number of publications between the weights that acted in its last batch and that
+            batch's delivery.
         node: number and host of its node; empty on this machine.
     """
 
@@ -67,37 +69,44 @@ class InferenceStats:
 
 @dataclass(frozen=True)
 class CollectorStats:
-    """A snapshot of a collector. Frames are environment steps: ``executed = frames + sum(discarded) + in_flight``.
+    """A snapshot of a collector.
+
+    Frames are environment steps: ``executed = frames + sum(discarded) + in_flight``.
 
     Attributes:
         frames: number of frames delivered in batches.
         executed: number of all executed steps.
-        discarded: number of steps that will not be delivered, by reason; a ``Counter``, 0 for all other reasons.
-        in_flight: number of steps not delivered yet: rollouts that workers have made ahead, batches that wait (for the
-            next call, after an error of a hook), the rows of a batch that an error interrupted, and with
-            ``trajs_per_batch`` and ``collect(n_episode=)`` episodes that are incomplete or wait for others. 0 after
-            ``shutdown()``, which discards them all.
+        discarded: number of steps that will not be delivered, by reason; a ``Counter``, 0 for all
+            other reasons.
+        in_flight: number of steps not delivered yet: rollouts that workers have made ahead, batches
+            that wait (for the next call, after an error of a hook), the rows of a batch that an
+            error interrupted, and with ``trajs_per_batch`` and ``collect(n_episode=)`` episodes
+            that are incomplete or wait for others. 0 after ``shutdown()``, which discards them all.
         batches, episodes: numbers of delivered batches, and of episodes that ended in them.
         return_mean, length_mean: averages over the last 100 episodes; None before the first.
-        success_rate: average over the last 100 episodes whose last ``info`` has ``is_success`` or ``success``; None
-            before the first, and where the option ``info`` stores neither.
-        frames_per_s: delivered frames per second of collecting. The user's own time does not count, except where
-            workers continue meanwhile.
-        env_s, policy_s, copy_s, rest_s: time of rollouts by part in seconds, summed over workers. ``env_s`` and
-            ``policy_s`` are estimated from every 16th step.
+        success_rate: average over the last 100 episodes whose last ``info`` has ``is_success`` or
+            ``success``; None before the first, and where the option ``info`` stores neither.
+        frames_per_s: delivered frames per second of collecting. The user's own time does not count,
+            except where workers continue meanwhile.
+        env_s, policy_s, copy_s, rest_s: time of rollouts by part in seconds, summed over workers.
+            ``env_s`` and ``policy_s`` are estimated from every 16th step.
         wait_s: time in seconds that this process has waited for workers.
-        policy_path: how actions are computed: "module", "torch executor", "numpy executor", "random", ...
+        policy_path: how actions are computed: "module", "torch executor", "numpy executor",
+            "random", ...
         policy_version: number of weight publications, or the version of the user's own counter.
-        policy_lag: number of batches by the age of their weights at delivery, as a number of publications.
+        policy_lag: number of batches by the age of their weights at delivery, as a number of
+            publications.
         slots: number of memory slots, by state.
         restarts: number of restarts of all workers.
-        unseen: upper bound on the executed steps that only lost nodes knew of; they are in no other number here.
+        unseen: upper bound on the executed steps that only lost nodes knew of; they are in no other
+            number here.
         cut_short: number of cells that ``preemptive_threshold`` has left blank.
         workers: statistics of each worker; empty for a collector in its own process.
         inference: statistics of the server of ``inference="server"``.
-        ended_by: type and message of the error that ended the background thread of ``start()``; else empty.
-        engine: what carries rollouts and weights between this process and its nodes: "ray", "torch_distributed",
-            "direct"; empty without nodes.
+        ended_by: type and message of the error that ended the background thread of ``start()``;
+            else empty.
+        engine: what carries rollouts and weights between this process and its nodes: "ray",
+            "torch_distributed", "direct"; empty without nodes.
     """
 
     frames: int
@@ -130,4 +139,6 @@ class CollectorStats:
     @property
     def nodes(self) -> int:
         """Number of nodes with a running worker; 0 if all workers are on this machine."""
-        return len({worker.node for worker in self.workers if worker.node and worker.state == "working"})
+        return len(
+            {worker.node for worker in self.workers if worker.node and worker.state == "working"}
+        )

@@ -28,8 +28,9 @@ class Timeline:
         ...  # to measure: if timeline.running: timeline.add("env", begin_ns, time.perf_counter_ns())
         timeline.save("collect.json")  # open it in ui.perfetto.dev
 
-    May be used by several threads. Times are ``time.perf_counter_ns()``, which all processes of a Linux machine share.
-    The file's ``metadata`` has the corresponding wall-clock time, so that files of several machines can be joined.
+    May be used by several threads. Times are ``time.perf_counter_ns()``, which all processes of a
+    Linux machine share. The file's ``metadata`` has the corresponding wall-clock time, so that
+    files of several machines can be joined.
 
     Args:
         limit: maximum number of spans; older ones are dropped and counted.
@@ -87,9 +88,18 @@ class Timeline:
         pid = os.getpid()
         events = [_label("process_name", pid, 0, self.name)]
         for track in sorted({span[3] for span in spans}):
-            events.append(_label("thread_name", pid, track, self.tracks.get(track, f"track {track}")))
+            events.append(
+                _label("thread_name", pid, track, self.tracks.get(track, f"track {track}"))
+            )
         events += [
-            {"ph": "X", "name": name, "pid": pid, "tid": track, "ts": begin / 1e3, "dur": (end - begin) / 1e3}
+            {
+                "ph": "X",
+                "name": name,
+                "pid": pid,
+                "tid": track,
+                "ts": begin / 1e3,
+                "dur": (end - begin) / 1e3,
+            }
             for name, begin, end, track in spans
         ]
         clock = {"perf_counter_ns": time.perf_counter_ns(), "unix_time_ns": time.time_ns()}
@@ -100,7 +110,9 @@ class Timeline:
         write_whole(path, [json.dumps(trace).encode()])
 
     def plot(self) -> Any:
-        """Draw the newest 5,000 spans, a row for each track. Needs matplotlib: ``pip install 'muster-rl[plot]'``.
+        """Draw the newest 5,000 spans, a row for each track.
+
+        Needs matplotlib: ``pip install 'muster-rl[plot]'``.
 
         Returns:
             a ``matplotlib.figure.Figure``, which notebooks show; ``savefig(path)`` writes it.

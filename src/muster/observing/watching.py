@@ -1,4 +1,6 @@
-"""``watch=``: a thread that writes snapshots of a collection, and a process that shows them on a page."""
+"""``watch=``: a thread that writes snapshots of a collection, and a process that shows them on a
+page.
+"""
 
 from __future__ import annotations
 
@@ -39,15 +41,27 @@ PHASES = {
     "dropped": "X",
 }
 """Phases of a worker as letters of its lane."""
-_OF_ROW = ("index", "pid", "state", "phase", "frames", "share", "frames_per_s", "restarts", "policy_lag", "node")
+_OF_ROW = (
+    "index",
+    "pid",
+    "state",
+    "phase",
+    "frames",
+    "share",
+    "frames_per_s",
+    "restarts",
+    "policy_lag",
+    "node",
+)
 _log = logging.getLogger(__name__)
 
 
 class WatchedRun:
     """Writes snapshots of a collection once per second, from a thread of its own.
 
-    Counters are those after the newest batch, so that their sum is exact. States and phases of workers are the present
-    ones, also in the middle of a long batch. If the disk is full, snapshots are missing, and the collection continues.
+    Counters are those after the newest batch, so that their sum is exact. States and phases of
+    workers are the present ones, also in the middle of a long batch. If the disk is full, snapshots
+    are missing, and the collection continues.
 
     Args:
         about: entries of the file's first line.
@@ -74,14 +88,17 @@ class WatchedRun:
         film: Sequence[str] = (),
         every_s: float = EVERY_S,
     ) -> None:
-        self._workers, self._causes, self._every_s = workers, causes, every_s
+        self._workers = workers
+        self._causes = causes
+        self._every_s = every_s
         self._save_episodes = save_episodes
         self._stats, self._totals = stats, EpisodeTotals()
         self._began = time.monotonic()
         self._known: Sequence[WorkerStats] = ()
         self._lanes: dict[int, str] = {}
         self._restarts: dict[int, int] = {}
-        self._told: dict[int, tuple[int, BaseException, dict[str, Any]]] = {}  # by worker: id, error, last line
+        # by worker: id, error, last line
+        self._told: dict[int, tuple[int, BaseException, dict[str, Any]]] = {}
         self._errors = 0
         self._failed = False
         self._owner, self._stop = Owner("collector", "thread"), threading.Event()
@@ -91,7 +108,9 @@ class WatchedRun:
         page = None if address is None else PageAddress(address)
         try:
             self.directory = Path(os.path.realpath(directory))
-            self._file = SnapshotFile(self.directory, {**about, "every_s": every_s, "pid": os.getpid()})
+            self._file = SnapshotFile(
+                self.directory, {**about, "every_s": every_s, "pid": os.getpid()}
+            )
             with ExitStack() as made:
                 made.callback(self._file.close)
                 if page is not None:
@@ -106,14 +125,20 @@ class WatchedRun:
 
     def wrote(self, stats: CollectorStats, totals: EpisodeTotals) -> None:
         """Take the counters for the next snapshot."""
-        self._stats, self._totals, self.due = stats, totals, False
+        self._stats = stats
+        self._totals = totals
+        self.due = False
 
     def close(self, error: str = "") -> None:
-        """Write the last snapshot and the ``error`` of the collection, and end thread and page. May be called again."""
+        """Write the last snapshot and the ``error`` of the collection, and end thread and page.
+
+        May be called again.
+        """
         if self._stop.is_set() or not self._owner.is_here():
             return
         self._stop.set()
-        here = threading.current_thread() is self._thread  # in which the collector was garbage-collected
+        # in which the collector was garbage-collected
+        here = threading.current_thread() is self._thread
         if not here:
             self._thread.join(END_S)
         if here or not self._thread.is_alive():  # otherwise the disk does not answer
@@ -130,7 +155,8 @@ class WatchedRun:
             self._page.wait(END_S)
         except subprocess.TimeoutExpired:
             self._page.kill()
-            with suppress(subprocess.TimeoutExpired):  # it is blocked in the kernel, and exits later
+            # it is blocked in the kernel, and exits later
+            with suppress(subprocess.TimeoutExpired):
                 self._page.wait(END_S)
 
     # --- in the thread ----------------------------------------------------------------------------
@@ -150,11 +176,14 @@ class WatchedRun:
         if not 0 < len(workers) <= MOST_SAMPLED:
             return False
         for worker in workers:
-            self._lanes[worker.index] = self._lanes.get(worker.index, "") + PHASES.get(worker.phase, "?")
+            self._lanes[worker.index] = self._lanes.get(worker.index, "") + PHASES.get(
+                worker.phase, "?"
+            )
         return True
 
     def _present(self) -> Sequence[WorkerStats]:
-        with suppress(Exception):  # workers may end or restart meanwhile, in another thread: show the last ones
+        # workers may end or restart meanwhile, in another thread: show the last ones
+        with suppress(Exception):
             self._known = self._workers()
         return self._known
 
@@ -163,7 +192,10 @@ class WatchedRun:
         self._lanes.clear()
         elapsed = time.monotonic() - self._began
         self._append(
-            "snapshot", **snapshot(self._stats, self._totals, rows, elapsed=elapsed, memory=_memory(os.getpid()))
+            "snapshot",
+            **snapshot(
+                self._stats, self._totals, rows, elapsed=elapsed, memory=_memory(os.getpid())
+            ),
         )
         self._tell_errors(at_end=at_end)
         try:
@@ -173,19 +205,29 @@ class WatchedRun:
             self._warn(error)
 
     def _row(self, worker: WorkerStats) -> dict[str, Any]:
-        """Return the row of a worker. Until it has made its environments again, a restarted one is "restarting"."""
-        row = {name: getattr(worker, name) for name in _OF_ROW} | {"lane": self._lanes.get(worker.index, "")[-SAMPLES:]}
+        """Return the row of a worker.
+
+        Until it has made its environments again, a restarted one is "restarting".
+        """
+        row = {name: getattr(worker, name) for name in _OF_ROW} | {
+            "lane": self._lanes.get(worker.index, "")[-SAMPLES:]
+        }
         before = self._restarts.setdefault(worker.index, worker.restarts)
         if worker.state == "working" and (
             worker.restarts > before or (worker.restarts and worker.phase in ("construct", "close"))
         ):
             row["state"] = "restarting"
         self._restarts[worker.index] = worker.restarts
-        row["memory"] = None if worker.node or worker.pid in (0, os.getpid()) else _memory(worker.pid)
+        row["memory"] = (
+            None if worker.node or worker.pid in (0, os.getpid()) else _memory(worker.pid)
+        )
         return row
 
     def _tell_errors(self, *, at_end: bool) -> None:
-        """Append the errors of workers. The crash report of an error may be written after the worker was lost."""
+        """Append the errors of workers.
+
+        The crash report of an error may be written after the worker was lost.
+        """
         for index, error in self._causes().items():
             if error is None:
                 continue
@@ -218,7 +260,9 @@ class WatchedRun:
 
 
 def _without(command: str, text: str) -> str:
-    """Return the text of an error without its last paragraph, if this tells the command, which has its own entry."""
+    """Return the text of an error without its last paragraph, if this tells the command, which has
+    its own entry.
+    """
     return text.rpartition("\n\n")[0] if command and text.endswith(command) else text
 
 
@@ -232,9 +276,14 @@ def _memory(pid: int) -> int | None:
 
 
 def _serve(directory: Path, page: PageAddress, film: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start the process that serves the page. It exits when this process has exited. ``BadOption`` if it cannot."""
+    """Start the process that serves the page.
+
+    It exits when this process has exited. ``BadOption`` if it cannot.
+    """
     fd = page.socket.fileno()
-    command = program("muster.observing.page_server", str(fd), str(directory), str(os.getpid()), *film)
+    command = program(
+        "muster.observing.page_server", str(fd), str(directory), str(os.getpid()), *film
+    )
     try:
         return subprocess.Popen(
             command,
@@ -246,6 +295,6 @@ def _serve(directory: Path, page: PageAddress, film: Sequence[str]) -> subproces
         )
     except OSError as error:
         raise BadOption(
-            f"watch: the process of the page cannot be started: {error.strerror or error}. Without address= in Watch, "
-            f"there is no such process; `muster watch` shows the page later."
+            f"watch: the process of the page cannot be started: {error.strerror or error}. Without"
+            " address= in Watch, there is no such process; `muster watch` shows the page later."
         ) from error

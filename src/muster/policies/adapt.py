@@ -27,9 +27,13 @@ from muster.protocols import EnvBatch, Policy
 from muster.utils.attributes import name_of
 from muster.utils.event_loop import CoroutineCall, CoroutineRunner, is_coroutine_function
 
-# Floating dtypes of rows. A network in another dtype (bfloat16) gets float32, and must cast its input itself.
+# Floating dtypes of rows. A network in another dtype (bfloat16) gets float32, and must cast its
+# input itself.
 STORED = {getattr(torch, name): np.dtype(name) for name in ("float16", "float32", "float64")}
-ACCEPTED = "None, an nn.Module, a TensorDictModule, a head such as muster.policies.categorical(net), or a function"
+ACCEPTED = (
+    "None, an nn.Module, a TensorDictModule, a head such as muster.policies.categorical(net), or a"
+    " function"
+)
 
 
 def adapt(
@@ -43,11 +47,13 @@ def adapt(
     takes_td: bool | None = None,
     timeouts: Mapping[str, float | None] = MappingProxyType({}),
 ) -> Policy:
-    """Return the adapter for ``policy`` (see ``ACCEPTED``; None draws actions uniformly), which computes on ``device``.
+    """Return the adapter for ``policy`` (see ``ACCEPTED``; None draws actions uniformly), which
+    computes on ``device``.
 
-    ``executor`` allows the fast executor if it is equal to the module. ``takes_td``: the policy takes a TensorDict;
-    None: see ``takes_tensordict``. ``timeouts``: deadlines of coroutines, by phase. Raises ``BadOption`` if ``policy``
-    cannot be called, or a head does not fit the spaces, and ``UnsupportedSpace`` if an action mask does not fit.
+    ``executor`` allows the fast executor if it is equal to the module. ``takes_td``: the policy
+    takes a TensorDict; None: see ``takes_tensordict``. ``timeouts``: deadlines of coroutines, by
+    phase. Raises ``BadOption`` if ``policy`` cannot be called, or a head does not fit the spaces,
+    and ``UnsupportedSpace`` if an action mask does not fit.
     """
     check_masks(env)
     if policy is None:
@@ -73,7 +79,11 @@ def adapt(
         of_agents.raises = MASKED_RAISES
         return of_agents
     if isinstance(policy, type) or not callable(policy):
-        given = f"the class {policy.__name__}" if isinstance(policy, type) else f"of type {type(policy).__name__}"
+        given = (
+            f"the class {policy.__name__}"
+            if isinstance(policy, type)
+            else f"of type {type(policy).__name__}"
+        )
         raise BadOption(f"policy is {given}, expected {ACCEPTED}")
     if is_coroutine_policy(policy):
         policy = AwaitedPolicy(policy, timeouts)
@@ -85,7 +95,9 @@ def adapt(
 
 
 class AwaitedPolicy:
-    """A function that calls a coroutine function and waits for its result. It has the same name and signature.
+    """A function that calls a coroutine function and waits for its result.
+
+    It has the same name and signature.
 
     ``timeouts`` are deadlines in seconds by phase, of which "policy" applies to each call.
     """
@@ -103,7 +115,9 @@ class AwaitedPolicy:
 
 
 def is_coroutine_policy(policy: Any) -> bool:
-    """Return whether a call of ``policy`` returns a coroutine, for instance of a request to an inference server."""
+    """Return whether a call of ``policy`` returns a coroutine, for instance of a request to an
+    inference server.
+    """
     return is_coroutine_function(_function(policy))
 
 
@@ -112,7 +126,9 @@ def _function(policy: Any) -> Any:
 
 
 def place(policy: Any, device: torch.device | None) -> tuple[Any, torch.device | None]:
-    """Return the policy on ``device`` (a copy if it was on another one), and the device on which it computes."""
+    """Return the policy on ``device`` (a copy if it was on another one), and the device on which it
+    computes.
+    """
     if not isinstance(policy, torch.nn.Module):
         return policy, device
     first = next(iter(policy.parameters()), None)
@@ -122,16 +138,20 @@ def place(policy: Any, device: torch.device | None) -> tuple[Any, torch.device |
         copied = copy.deepcopy(policy)
     except Exception as error:
         raise BadOption(
-            f"policy_device={str(device)!r}: the policy is on {first.device}, and cannot be copied: copy.deepcopy "
-            f"raised {described(error)}. Move it yourself before: policy.to({str(device)!r})"
+            f"policy_device={str(device)!r}: the policy is on {first.device}, and cannot be copied:"
+            f" copy.deepcopy raised {described(error)}. Move it yourself before:"
+            f" policy.to({str(device)!r})"
         ) from error
     return copied.to(device), device
 
 
-def observed_dtype(wanted: torch.dtype | Literal["env"] | None, policy: Any) -> np.dtype[Any] | None:
+def observed_dtype(
+    wanted: torch.dtype | Literal["env"] | None, policy: Any
+) -> np.dtype[Any] | None:
     """The dtype in which floating observations are stored; None: the environment's.
 
-    ``wanted`` is the option ``obs_dtype``. If it is None, the dtype is that of the policy's first floating parameter.
+    ``wanted`` is the option ``obs_dtype``. If it is None, the dtype is that of the policy's first
+    floating parameter.
     """
     if wanted is None and isinstance(policy, torch.nn.Module):
         wanted = next((p.dtype for p in policy.parameters() if p.dtype.is_floating_point), None)
@@ -141,20 +161,28 @@ def observed_dtype(wanted: torch.dtype | Literal["env"] | None, policy: Any) -> 
 
 
 def takes_tensordict(policy: Callable[..., Any]) -> bool:
-    """Whether it is a tensordict module, or its one argument is annotated as TensorDict or named td or tensordict."""
+    """Whether it is a tensordict module, or its one argument is annotated as TensorDict or named td
+    or tensordict.
+    """
     if "tensordict" in sys.modules:
         from tensordict.nn import TensorDictModuleBase
 
         if isinstance(policy, TensorDictModuleBase):
             return True
-    if not callable(policy):  # the error of ``inspect`` would call its ``__repr__``, the user's code
+    # the error of ``inspect`` would call its ``__repr__``, the user's code
+    if not callable(policy):
         return False
     try:
         parameters = list(inspect.signature(_function(policy)).parameters.values())
     except (TypeError, ValueError):
         return False
-    if not parameters or any(p.default is p.empty for p in parameters[1:] if p.kind is p.POSITIONAL_OR_KEYWORD):
+    if not parameters or any(
+        p.default is p.empty for p in parameters[1:] if p.kind is p.POSITIONAL_OR_KEYWORD
+    ):
         return False
     annotation = parameters[0].annotation
     name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
-    return parameters[0].name in ("td", "tensordict") or name.rpartition(".")[2] in ("TensorDict", "TensorDictBase")
+    return parameters[0].name in ("td", "tensordict") or name.rpartition(".")[2] in (
+        "TensorDict",
+        "TensorDictBase",
+    )

@@ -31,10 +31,11 @@ def per_agent(policies: Mapping[str, Any]) -> PerAgent:
     """A policy that consists of one for each agent; a collector makes it from a dict.
 
     Args:
-        policies: by name of the agent. A head, a module or function ``obs -> action`` or ``obs -> (action, extras)``,
-            or None for uniformly random actions. ``"others"`` is the policy of all agents that are not named. Each gets
-            the rows of its agents, ``[m, *shape]``, also without ``num_envs``. In rows of agents whose policy does not
-            return an extra of another one, it is NaN, 0 or False.
+        policies: by name of the agent. A head, a module or function ``obs -> action`` or ``obs ->
+            (action, extras)``, or None for uniformly random actions. ``"others"`` is the policy of
+            all agents that are not named. Each gets the rows of its agents, ``[m, *shape]``, also
+            without ``num_envs``. In rows of agents whose policy does not return an extra of another
+            one, it is NaN, 0 or False.
 
     Raises:
         BadOption: no policies, or one that cannot be used so.
@@ -43,22 +44,30 @@ def per_agent(policies: Mapping[str, Any]) -> PerAgent:
 
 
 class PerAgent(nn.Module):
-    """See ``per_agent``. The modules among the policies are submodules, by the names of the agents."""
+    """See ``per_agent``.
+
+    The modules among the policies are submodules, by the names of the agents.
+    """
 
     def __init__(self, policies: Mapping[str, Any]) -> None:
         super().__init__()
         if not policies:
             raise BadOption(
-                "policy is an empty dict: expected None, an nn.Module, a function, or a policy for each agent, by name"
+                "policy is an empty dict: expected None, an nn.Module, a function, or a policy for"
+                " each agent, by name"
             )
         self.policies: dict[str, Any] = {}
         for name, policy in policies.items():
             if policy is not None and (not callable(policy) or isinstance(policy, type)):
                 raise BadOption(
-                    f"the policy of {name!r} is of type {type(policy).__name__}, expected a head or callable"
+                    f"the policy of {name!r} is of type {type(policy).__name__}, expected a head or"
+                    " callable"
                 )
             if policy is not None and takes_state(policy):
-                raise BadOption(f"the policy of {name!r} has a state, and agents that take turns cannot have one")
+                raise BadOption(
+                    f"the policy of {name!r} has a state, and agents that take turns cannot"
+                    " have one"
+                )
             if isinstance(policy, nn.Module):
                 self.add_module(name, policy)
             self.policies[name] = None if isinstance(policy, nn.Module) else policy
@@ -67,25 +76,39 @@ class PerAgent(nn.Module):
         self._random: ActionMask | None = None  # draws where a policy is None
         self._shape: tuple[int, ...] = ()
         self._mask: ActionMask | None = None
-        self._extras: dict[str, torch.Tensor] | None = None  # values where a policy does not return them
+        # values where a policy does not return them
+        self._extras: dict[str, torch.Tensor] | None = None
 
     def bind(self, env_name: str, agents: Sequence[str], setting: PolicySetting) -> None:
-        """Assign policies to the agents of the environments; ``BadOption`` if names or policies do not fit them."""
+        """Assign policies to the agents of the environments; ``BadOption`` if names or policies do
+        not fit them.
+        """
         if list(setting.action_specs) != [ACTION]:
             raise BadOption(
-                f"policy: a policy for each agent needs one action, and {env_name} has {list(setting.action_specs)}"
+                f"policy: a policy for each agent needs one action, and {env_name} has"
+                f" {list(setting.action_specs)}"
             )
         unknown = [name for name in self.policies if name != OTHERS and name not in agents]
-        without = [] if OTHERS in self.policies else [agent for agent in agents if agent not in self.policies]
+        without = (
+            []
+            if OTHERS in self.policies
+            else [agent for agent in agents if agent not in self.policies]
+        )
         if not agents or unknown or without:
-            found = f"unknown {unknown}, without a policy {without}" if agents else "its agents do not take turns"
+            found = (
+                f"unknown {unknown}, without a policy {without}"
+                if agents
+                else "its agents do not take turns"
+            )
             raise BadOption(
-                f"policy: {env_name} has the agents {list(agents)}; {found}. Give a policy by the name of each agent, "
-                f"or 'others'"
+                f"policy: {env_name} has the agents {list(agents)}; {found}. Give a policy by the"
+                " name of each agent, or 'others'"
             )
         self._of = [agent if agent in self.policies else OTHERS for agent in agents]
         spec, mask = setting.action_specs[ACTION], next(iter(setting.masks), None)
-        self._deterministic, self._mask, self._shape = setting.deterministic, mask, spec.shape
+        self._deterministic = setting.deterministic
+        self._mask = mask
+        self._shape = spec.shape
         for name in self.policies:
             policy = self._policy(name)
             if isinstance(policy, Head):
@@ -93,12 +116,15 @@ class PerAgent(nn.Module):
             elif policy is None:
                 if spec.dtype.kind not in "iu" or spec.low is None or spec.high is None:
                     raise BadOption(
-                        f"the policy of {name!r} is None, and only discrete actions are drawn so, not {spec}"
+                        f"the policy of {name!r} is None, and only discrete actions are drawn so,"
+                        f" not {spec}"
                     )
                 self._random = mask or ActionMask(env_name, ACTION, (), *choices_of(spec))
 
     def forward(self, obs: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Act on rows ``[*batch, *shape]``; ``obs["collector"]["agent"]`` has the numbers of the agents."""
+        """Act on rows ``[*batch, *shape]``; ``obs["collector"]["agent"]`` has the numbers of the
+        agents.
+        """
         agent = obs["collector"]["agent"]
         if single := agent.ndim == 0:
             obs = {key: value.unsqueeze(0) for key, value in obs.items() if key != "collector"}
@@ -109,13 +135,19 @@ class PerAgent(nn.Module):
         if self._extras is None:
             self._extras = self._find_extras(leaves)
         for name in dict.fromkeys(self._of):
-            numbers = torch.tensor([i for i, of in enumerate(self._of) if of == name], device=agent.device)
+            numbers = torch.tensor(
+                [i for i, of in enumerate(self._of) if of == name], device=agent.device
+            )
             rows = torch.isin(agent, numbers).nonzero()[:, 0]
             if not len(rows):
                 continue
             action, extras = self._call(name, {key: value[rows] for key, value in leaves.items()})
             for key, value in {**self._extras, **extras, "action": action}.items():
-                value = value if key in extras or key == "action" else value.expand(len(rows), *value.shape)
+                value = (
+                    value
+                    if key in extras or key == "action"
+                    else value.expand(len(rows), *value.shape)
+                )
                 if key not in outputs:
                     outputs[key] = value.new_zeros((len(agent), *value.shape[1:]))
                 outputs[key][rows] = value.to(outputs[key].dtype)
@@ -126,12 +158,16 @@ class PerAgent(nn.Module):
     def _policy(self, name: str) -> Any:
         return self._modules[name] if name in self._modules else self.policies[name]
 
-    def _call(self, name: str, leaves: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _call(
+        self, name: str, leaves: dict[str, Any]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         policy = self._policy(name)
         check_unchanged: Callable[[], None] | None = None
         if policy is not None and all(value.device.type == "cpu" for value in leaves.values()):
             # Changes would be harmless here. But the same policy may not make them elsewhere.
-            given, check_unchanged = unchanged_inputs({(key,): value for key, value in leaves.items()}, f"of {name!r}")
+            given, check_unchanged = unchanged_inputs(
+                {(key,): value for key, value in leaves.items()}, f"of {name!r}"
+            )
             leaves = {key: value for (key,), value in given.items()}
         obs = next(iter(leaves.values())) if len(leaves) == 1 else leaves
         out: Any
@@ -139,27 +175,41 @@ class PerAgent(nn.Module):
             out = self._draw(leaves)
         elif isinstance(policy, Head) and self._deterministic:
             action = policy.mode(obs)
-            out = action, {LOG_PROB[0]: policy.distribution(obs).log_prob(action)} if policy.has_log_prob else {}
+            out = (
+                action,
+                (
+                    {LOG_PROB[0]: policy.distribution(obs).log_prob(action)}
+                    if policy.has_log_prob
+                    else {}
+                ),
+            )
         else:
             out = policy(obs)
         if check_unchanged is not None:
             check_unchanged()
         action, extras = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
         if not isinstance(extras, Mapping):
-            raise BadPolicyOutput(f"the policy of {name!r} returned {type(out).__name__}, expected (action, extras)")
+            raise BadPolicyOutput(
+                f"the policy of {name!r} returned {type(out).__name__}, expected (action, extras)"
+            )
         rows = len(next(iter(leaves.values())))
-        tensors = {key: torch.as_tensor(value) for key, value in {**extras, "action": action}.items()}
+        tensors = {
+            key: torch.as_tensor(value) for key, value in {**extras, "action": action}.items()
+        }
         for key, value in tensors.items():
             if value.shape[:1] != (rows,):
                 raise BadPolicyOutput(
-                    f"the policy of {name!r} returned {key} with shape {tuple(value.shape)}, expected {rows} rows"
+                    f"the policy of {name!r} returned {key} with shape {tuple(value.shape)},"
+                    f" expected {rows} rows"
                 )
         return tensors.pop("action"), tensors
 
     def _draw(self, leaves: dict[str, Any]) -> torch.Tensor:
         like = next(iter(leaves.values()))
         assert self._random is not None  # bound
-        uniform = torch.rand((len(like), len(self._random.drawn)), dtype=torch.float64, device=like.device)
+        uniform = torch.rand(
+            (len(like), len(self._random.drawn)), dtype=torch.float64, device=like.device
+        )
         everything = uniform.new_ones((len(like), sum(self._random.nvec)))
         allowed = everything if self._mask is None else leaves[self._mask.key[0]]
         return self._random.draw_on_device(allowed, uniform).reshape(-1, *self._shape)
@@ -183,6 +233,8 @@ class PerAgent(nn.Module):
 
 
 def heads_of(policy: Any) -> list[Head]:
-    """Return the heads that a collector fits to the action space: the policy itself, or those of agents."""
+    """Return the heads that a collector fits to the action space: the policy itself, or those of
+    agents.
+    """
     candidates = policy.children() if isinstance(policy, PerAgent) else [policy]
     return [each for each in candidates if isinstance(each, Head)]

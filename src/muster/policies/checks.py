@@ -9,15 +9,26 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from muster.errors import BadEnvOutput, BadOption, BadPolicyOutput, MusterError, PolicyError, described, text_of
+from muster.errors import (
+    BadEnvOutput,
+    BadOption,
+    BadPolicyOutput,
+    MusterError,
+    PolicyError,
+    described,
+    text_of,
+)
 from muster.keys import Key, dotted
 from muster.memory.slots import numpy_dtype
 from muster.memory.specs import ArraySpec, Column, Specs
 from muster.policies.sampling import ActionMask
 
-# Errors of adapters that respect action masks (see ``rollout.acting``); the last: no action is allowed.
+# Errors of adapters that respect action masks (see ``rollout.acting``); the last: no action is
+# allowed.
 MASKED_RAISES = PolicyError, BadPolicyOutput, BadOption, BadEnvOutput
-NO_BATCH = "Without num_envs= there is no batch dimension. If the policy expects one, pass num_envs=1."
+NO_BATCH = (
+    "Without num_envs= there is no batch dimension. If the policy expects one, pass num_envs=1."
+)
 
 Result = TypeVar("Result")
 
@@ -47,14 +58,24 @@ class PolicySetting:
 
 
 def action_problem(action: torch.Tensor, spec: ArraySpec, lead: tuple[int, ...]) -> str | None:
-    """The end of "returned action ..." if ``action`` is wrong, else None; any width of a kind is accepted."""
+    """The end of "returned action ..." if ``action`` is wrong, else None; any width of a kind is
+    accepted.
+    """
     expected = (*lead, *spec.shape)
     if tuple(action.shape) != expected:
         hint = ""
         if not lead and tuple(action.shape) == (1, *expected):
             hint = f". {NO_BATCH}"
-        elif spec.shape == () and spec.high is not None and action.ndim == len(lead) + 1 and spec.dtype.kind in "iu":
-            hint = "; scores or one-hot vectors need an argmax, or a head such as muster.policies.categorical(net)"
+        elif (
+            spec.shape == ()
+            and spec.high is not None
+            and action.ndim == len(lead) + 1
+            and spec.dtype.kind in "iu"
+        ):
+            hint = (
+                "; scores or one-hot vectors need an argmax, or a head such as"
+                " muster.policies.categorical(net)"
+            )
         return f"with shape {tuple(action.shape)}, expected {expected}{hint}"
     kind = np.empty(0, spec.dtype).dtype.kind
     is_float = action.is_floating_point()
@@ -63,12 +84,14 @@ def action_problem(action: torch.Tensor, spec: ArraySpec, lead: tuple[int, ...])
     return None
 
 
-def column_of(key: Key, value: torch.Tensor, lead: tuple[int, ...], policy: str, *, carry: bool = False) -> Column:
+def column_of(
+    key: Key, value: torch.Tensor, lead: tuple[int, ...], policy: str, *, carry: bool = False
+) -> Column:
     """Return the column for an extra or a state, from its first value ``[B, *shape]``."""
     if tuple(value.shape[: len(lead)]) != lead:
         raise BadPolicyOutput(
-            f"policy {policy} returned {dotted(key)} with shape {tuple(value.shape)}, expected it to begin with "
-            f"{lead}, one entry per environment"
+            f"policy {policy} returned {dotted(key)} with shape {tuple(value.shape)}, expected it"
+            f" to begin with {lead}, one entry per environment"
         )
     dtype = numpy_dtype(value.dtype)
     return Column(key, tuple(value.shape[len(lead) :]), dtype, carry=carry)
@@ -77,7 +100,10 @@ def column_of(key: Key, value: torch.Tensor, lead: tuple[int, ...], policy: str,
 def called_first(
     call: Callable[[], Result], obs: Mapping[Key, torch.Tensor], lead: tuple[int, ...], policy: str
 ) -> Result:
-    """Return the result of a policy's first call. Without batch dimensions, an error says so (``PolicyError``)."""
+    """Return the result of a policy's first call.
+
+    Without batch dimensions, an error says so (``PolicyError``).
+    """
     if lead:
         return call()
     try:
@@ -87,9 +113,12 @@ def called_first(
     except Exception as error:
         if "same dtype" in text_of(error):  # the observation's dtype is the problem
             raise
-        shapes = {dotted(key): tuple(value.shape) for key, value in obs.items() if torch.is_tensor(value)}
+        shapes = {
+            dotted(key): tuple(value.shape) for key, value in obs.items() if torch.is_tensor(value)
+        }
         shown = str(shapes).strip("{}").replace("'", "")
         raise PolicyError(
-            f"policy {policy} raised {described(error, ' at row 0 of the batch')}. It got tensors of these shapes: "
-            f"{shown}. {NO_BATCH} No environment was stepped since; the next call tries again from there."
+            f"policy {policy} raised {described(error, ' at row 0 of the batch')}. It got tensors"
+            f" of these shapes: {shown}. {NO_BATCH} No environment was stepped since; the next call"
+            " tries again from there."
         ) from error

@@ -1,4 +1,5 @@
-"""Inference without module dispatch: runs common networks as a short list of calls into preallocated outputs.
+"""Inference without module dispatch: runs common networks as a short list of calls into
+preallocated outputs.
 
 Usage::
 
@@ -7,7 +8,8 @@ Usage::
     if not program.current():  # once per rollout: layers, hooks or parameters were replaced
         program = plan(net, row)
 
-A program reads the module's own parameter memory, so optimizer steps and ``copy_`` take effect at once.
+A program reads the module's own parameter memory, so optimizer steps and ``copy_`` take effect at
+once.
 """
 
 from __future__ import annotations
@@ -28,11 +30,14 @@ from muster.policies.normalization import RunningNorm
 from muster.policies.numpy_layers import Call, numpy_steps
 from muster.utils.private_names import usable
 
-# NumPy is faster while the overhead of calls dominates. The choice must not depend on timing (same seed, same
-# data), so the limit is a constant, in rows x multiply-adds. us torch / NumPy for 8-h-h-4 with tanh, then relu:
-#   h 64: B=1 12.4 / 6.9; B=8 17.0 / 12.3, 13.3 / 9.7.   h 128: B=4 18.8 / 15.8, 15.4 / 13.1.   h 256: B=1 19.8 / 12.1.
-#   h 64, B=64 (311 k): 49.1 / 42.3, 23.4 / 21.0.   h 128, B=64 (1.1 M): 233 / 1798, 206 / 307.
-# The limit is well below 262,144 per layer, from which on NumPy's BLAS starts threads (see the last number).
+# NumPy is faster while the overhead of calls dominates. The choice must not depend on timing (same
+# seed, same data), so the limit is a constant, in rows x multiply-adds. us torch / NumPy for
+# 8-h-h-4 with tanh, then relu:
+#   h 64: B=1 12.4 / 6.9; B=8 17.0 / 12.3, 13.3 / 9.7.   h 128: B=4 18.8 / 15.8, 15.4 / 13.1.   h
+#   256: B=1 19.8 / 12.1. h 64, B=64 (311 k): 49.1 / 42.3, 23.4 / 21.0.   h 128, B=64 (1.1 M): 233 /
+#   1798, 206 / 307.
+# The limit is well below 262,144 per layer, from which on NumPy's BLAS starts threads (see the last
+# number).
 NUMPY_LIMIT = 200_000
 
 
@@ -51,10 +56,13 @@ class _Watch:
 class Program:
     """A planned network, checked against the module on the example it was planned with.
 
-    ``steps`` are calls, each on the result of the one before: tensors (kind ``"torch"``) or arrays (``"numpy"``).
+    ``steps`` are calls, each on the result of the one before: tensors (kind ``"torch"``) or arrays
+    (``"numpy"``).
     """
 
-    def __init__(self, kind: Literal["torch", "numpy"], steps: tuple[Call, ...], watches: tuple[_Watch, ...]) -> None:
+    def __init__(
+        self, kind: Literal["torch", "numpy"], steps: tuple[Call, ...], watches: tuple[_Watch, ...]
+    ) -> None:
         self.kind = kind
         self.steps = steps
         self._watches = watches
@@ -68,10 +76,12 @@ class Program:
         """False if the module was changed and the program is no longer equal to it."""
         if _in_special_mode():
             return False
-        for watch in self._watches:  # one function: this is most of the cost of starting a short rollout
+        # one function: this is most of the cost of starting a short rollout
+        for watch in self._watches:
             module = watch.module
             cls = type(module)
-            if cls is not watch.cls or module._forward_hooks or module._forward_pre_hooks:  # see ``plain``
+            # see ``plain``
+            if cls is not watch.cls or module._forward_hooks or module._forward_pre_hooks:
                 return False
             if module._compiled_call_impl is not None or "forward" in module.__dict__:
                 return False
@@ -90,14 +100,20 @@ class Program:
 
 
 def plan(module: nn.Module, example: torch.Tensor, *, numpy_ok: bool = True) -> Program | None:
-    """Plan ``module`` (a layer, or nested ``nn.Sequential``) for inputs like ``example``, and check the program on it.
+    """Plan ``module`` (a layer, or nested ``nn.Sequential``) for inputs like ``example``, and check
+    the program on it.
 
-    Returns a program that is bit-equal to the module on ``example`` (kind ``"numpy"``, if ``numpy_ok``: equal up to
-    rounding), or None if the module is not supported.
+    Returns a program that is bit-equal to the module on ``example`` (kind ``"numpy"``, if
+    ``numpy_ok``: equal up to rounding), or None if the module is not supported.
     """
     leaves: list[nn.Module] = []
     watches: list[_Watch] = []
-    if not layers_are_known() or _in_special_mode() or example.ndim == 0 or not _collect(module, leaves, watches):
+    if (
+        not layers_are_known()
+        or _in_special_mode()
+        or example.ndim == 0
+        or not _collect(module, leaves, watches)
+    ):
         return None
     with torch.no_grad():
         try:
@@ -119,7 +135,10 @@ def plan(module: nn.Module, example: torch.Tensor, *, numpy_ok: bool = True) -> 
 
 
 def _collect(module: nn.Module, leaves: list[nn.Module], watches: list[_Watch]) -> bool:
-    """Append the layers in the order they run. False if any module is not a known, unmodified layer."""
+    """Append the layers in the order they run.
+
+    False if any module is not a known, unmodified layer.
+    """
     if not plain(module):
         return False
     children = tuple(module._modules.values())
@@ -127,7 +146,9 @@ def _collect(module: nn.Module, leaves: list[nn.Module], watches: list[_Watch]) 
         watches.append(_Watch(module, type(module), children, (), None, None))
         return all(child is not None and _collect(child, leaves, watches) for child in children)
     kind = _kind(module)
-    if kind not in _CONFIG or (isinstance(kind, type) and any(child is not None for child in children)):
+    if kind not in _CONFIG or (
+        isinstance(kind, type) and any(child is not None for child in children)
+    ):
         return False
     if type(module) is nn.Dropout and module.training:
         return False
@@ -190,9 +211,15 @@ def _trace(leaves: list[nn.Module], example: torch.Tensor) -> list[Any]:
 
 def _small(leaves: list[nn.Module], trace: list[Any]) -> bool:
     tensors = [x for x in trace if isinstance(x, torch.Tensor)]
-    if len(tensors) < len(trace) or any(x.dtype != torch.float32 or x.device.type != "cpu" for x in tensors):
+    if len(tensors) < len(trace) or any(
+        x.dtype != torch.float32 or x.device.type != "cpu" for x in tensors
+    ):
         return False
-    work = sum(y.numel() * layer.in_features for layer, y in zip(leaves, trace[1:], strict=True) if _is_linear(layer))
+    work = sum(
+        y.numel() * layer.in_features
+        for layer, y in zip(leaves, trace[1:], strict=True)
+        if _is_linear(layer)
+    )
     return bool(work <= NUMPY_LIMIT)
 
 
@@ -201,25 +228,32 @@ def _is_linear(layer: nn.Module) -> bool:
 
 
 def _close(got: Array, expected: torch.Tensor) -> bool:
-    return got.shape == expected.shape and bool(np.allclose(got, expected.numpy(), rtol=1e-4, atol=1e-5))
+    return got.shape == expected.shape and bool(
+        np.allclose(got, expected.numpy(), rtol=1e-4, atol=1e-5)
+    )
 
 
 def _equal(got: Any, expected: Any) -> bool:
     if isinstance(expected, tuple):
-        return len(got) == len(expected) and all(_equal(g, e) for g, e in zip(got, expected, strict=True))
+        return len(got) == len(expected) and all(
+            _equal(g, e) for g, e in zip(got, expected, strict=True)
+        )
     return got.dtype == expected.dtype and torch.equal(got, expected)
 
 
-# --- torch ---------------------------------------------------------------------------------------------
+# --- torch ----------------------------------------------------------------------------------------
 
 
 def _torch_steps(leaves: list[nn.Module], trace: list[Any]) -> tuple[Call, ...] | None:
     steps: list[Call] = []
-    owned = False  # the current value is a buffer of the program, so the next layer may work in place
+    # the current value is a buffer of the program, so the next layer may work in place
+    owned = False
     for layer, x, y in zip(leaves, trace, trace[1:], strict=False):
         if not isinstance(x, torch.Tensor):
             return None  # only the last layer may return several tensors
-        if type(layer) in (nn.Identity, nn.Dropout) or (type(layer) is nn.Flatten and x.shape == y.shape):
+        if type(layer) in (nn.Identity, nn.Dropout) or (
+            type(layer) is nn.Flatten and x.shape == y.shape
+        ):
             continue
         in_place = _TORCH_IN_PLACE.get(type(layer))
         if not owned and (in_place is not None or getattr(layer, "inplace", False)):
@@ -243,11 +277,15 @@ def _torch_step(layer: Any, x: torch.Tensor, y: Any) -> Call:
         return _torch_linear(layer, x, y)
     if kind is nn.LayerNorm:
         weight, bias = _detached(layer.weight), _detached(layer.bias)
-        shape, eps = layer.normalized_shape, layer.eps
+        shape = layer.normalized_shape
+        eps = layer.eps
         return lambda x: torch.layer_norm(x, shape, weight, bias, eps)
     if kind is nn.Conv2d and layer.padding_mode == "zeros":
         weight, bias = layer.weight.detach(), _detached(layer.bias)
-        stride, padding, dilation, groups = layer.stride, layer.padding, layer.dilation, layer.groups
+        stride = layer.stride
+        padding = layer.padding
+        dilation = layer.dilation
+        groups = layer.groups
         return lambda x: F.conv2d(x, weight, bias, stride, padding, dilation, groups)
     forward: Call = layer.forward  # the attributes that it reads are watched
     return forward
@@ -274,12 +312,15 @@ def _torch_linear(layer: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> Call:
 
 
 def _kind(module: nn.Module) -> type[nn.Module] | str:
-    """The key in ``_CONFIG``: the exact class, or the name of a tensordict class, which this file does not import."""
+    """The key in ``_CONFIG``: the exact class, or the name of a tensordict class, which this file
+    does not import.
+    """
     cls = type(module)
     return f"tensordict:{cls.__name__}" if cls.__module__.startswith("tensordict.nn.") else cls
 
 
-# The attributes of each known layer, besides parameters, that a program relies on and that must not change.
+# The attributes of each known layer, besides parameters, that a program relies on and that must not
+# change.
 _CONFIG: dict[type[nn.Module] | str, Call | None] = {
     nn.Linear: None,
     nn.Identity: None,

@@ -1,10 +1,11 @@
-"""Policies that are callables on the observation: ``f(obs) -> action`` or ``(action, extras)``, or with a state.
+"""Policies that are callables on the observation: ``f(obs) -> action`` or ``(action, extras)``, or
+with a state.
 
 A policy has a state if its second parameter is called ``state`` (or ``hidden``, ``carry``):
-``f(obs, state) -> (action, state)`` or ``(action, extras, state)``. ``state`` is None in the first call, later a
-tensor or a tuple or dict of them as the policy returned it, zero for environments at the start of an episode. Its
-first or second dimension (as in ``nn.GRU``) counts environments, or the one that ``recurrent`` names. Columns of a
-batch always begin with environments.
+``f(obs, state) -> (action, state)`` or ``(action, extras, state)``. ``state`` is None in the first
+call, later a tensor or a tuple or dict of them as the policy returned it, zero for environments at
+the start of an episode. Its first or second dimension (as in ``nn.GRU``) counts environments, or
+the one that ``recurrent`` names. Columns of a batch always begin with environments.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ Leaves = dict[Key, Any]
 class FunctionPolicy:
     """Implements ``Policy`` for a module or function on the observation.
 
-    ``fn`` gets a tensor ``[B, *shape]`` (``[*shape]`` unbatched), or a dict of them if the observation is a dict, and
-    returns tensors, arrays or plain numbers. The extra ``policy_version``, an integer or one for each environment, is
-    the version that acted: it is stored as ``collector/policy_version``, in place of Muster's version.
+    ``fn`` gets a tensor ``[B, *shape]`` (``[*shape]`` unbatched), or a dict of them if the
+    observation is a dict, and returns tensors, arrays or plain numbers. The extra
+    ``policy_version``, an integer or one for each environment, is the version that acted: it is
+    stored as ``collector/policy_version``, in place of Muster's version.
     """
 
     raises: tuple[type[Exception], ...]  # set for ``PerAgent``; see ``rollout.acting``
@@ -46,15 +48,27 @@ class FunctionPolicy:
     def __init__(self, fn: Callable[..., Any], setting: PolicySetting) -> None:
         self.fn = fn
         self.name, self.coroutines = name_of(fn), getattr(fn, "coroutines", None)
-        self.takes_state, self._slow_path = takes_state(fn), "module" if self.coroutines is None else "coroutine"
+        self.takes_state, self._slow_path = (
+            takes_state(fn),
+            ("module" if self.coroutines is None else "coroutine"),
+        )
         self.path = self._slow_path
-        obs_specs, action_specs = self._obs_specs, self._action_specs = setting.obs_specs, setting.action_specs
+        obs_specs, action_specs = self._obs_specs, self._action_specs = (
+            setting.obs_specs,
+            setting.action_specs,
+        )
         if self.takes_state and STATE[0] in {key[0] for key in obs_specs}:
-            raise BadOption(f"the observation has the key {STATE[0]!r}, where a batch keeps the state of a policy")
-        self._taken = RESERVED | {key[0] for key in obs_specs} | (set(STATE) if self.takes_state else set())
+            raise BadOption(
+                f"the observation has the key {STATE[0]!r}, where a batch keeps the state of a"
+                " policy"
+            )
+        self._taken = (
+            RESERVED | {key[0] for key in obs_specs} | (set(STATE) if self.takes_state else set())
+        )
         self._object_keys = [key for key, spec in obs_specs.items() if not spec.is_tensor]
         self._lead = setting.batch_shape
-        self._device, self._on_device = setting.device, setting.rows_device is not None
+        self._device = setting.device
+        self._on_device = setting.rows_device is not None
         self._columns: list[Column] = []
         one = list(obs_specs) == [OBSERVATION] and list(action_specs) == [ACTION]
         tensors = all(spec.is_tensor for spec in (*obs_specs.values(), *action_specs.values()))
@@ -67,18 +81,28 @@ class FunctionPolicy:
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
         obs = {key: obs[key] for key in self._obs_specs}
         given, check_unchanged = unchanged_inputs(obs, self.name)
-        action, extras, state = called_first(lambda: self._call(given, None), obs, self._lead, self.name)
+        action, extras, state = called_first(
+            lambda: self._call(given, None), obs, self._lead, self.name
+        )
         check_unchanged()
         tensors = {key: self._tensor(key, value) for key, value in state.items()}
-        self._state_dims = state_dims(self.fn, tensors, self._lead, self.name, lambda fn: self._state_of(fn, given))
+        self._state_dims = state_dims(
+            self.fn, tensors, self._lead, self.name, lambda fn: self._state_of(fn, given)
+        )
         outputs = Outputs(
             {key: self._action(key, action[key]) for key in self._action_specs},
             {key: self._tensor(key, value) for key, value in extras.items()},
-            {key: tensor.movedim(self._state_dims.get(key, 0), 0) for key, tensor in tensors.items()},
+            {
+                key: tensor.movedim(self._state_dims.get(key, 0), 0)
+                for key, tensor in tensors.items()
+            },
         )
-        self._columns = [column_of(key, value, self._lead, self.name) for key, value in outputs.extras.items()]
+        self._columns = [
+            column_of(key, value, self._lead, self.name) for key, value in outputs.extras.items()
+        ]
         self._columns += [
-            column_of(key, value, self._lead, self.name, carry=True) for key, value in outputs.state.items()
+            column_of(key, value, self._lead, self.name, carry=True)
+            for key, value in outputs.state.items()
         ]
         if self._plain:
             self._plan(obs[OBSERVATION])
@@ -101,7 +125,11 @@ class FunctionPolicy:
         return act  # type: ignore[no-any-return]
 
     def _plan(self, obs: torch.Tensor) -> None:
-        module = self.fn if self._executor and self._plain and isinstance(self.fn, torch.nn.Module) else None
+        module = (
+            self.fn
+            if self._executor and self._plain and isinstance(self.fn, torch.nn.Module)
+            else None
+        )
         self._program = None if module is None else plan(module, obs, numpy_ok=not self._on_device)
         self.path = self._slow_path if self._program is None else f"{self._program.kind} executor"
 
@@ -110,11 +138,20 @@ class FunctionPolicy:
             return _make_numpy_act(self._program, lane)
         if self._plain:
             return self._make_plain_act(lane)
-        inputs = InputRows(lane, [key for key, spec in self._obs_specs.items() if spec.is_tensor], self.name)
-        rows = {k: inputs.rows(k) if s.is_tensor else lane.np_rows(k) for k, s in self._obs_specs.items()}
+        inputs = InputRows(
+            lane, [key for key, spec in self._obs_specs.items() if spec.is_tensor], self.name
+        )
+        rows = {
+            k: inputs.rows(k) if s.is_tensor else lane.np_rows(k)
+            for k, s in self._obs_specs.items()
+        }
         action_rows = {k: lane.rows(k) for k in self._action_specs}
         extra_rows = [(c.key, lane.rows(c.key)) for c in self._columns if not c.carry]
-        state_rows = [(c.key, lane.rows(c.key), self._state_dims.get(c.key, 0)) for c in self._columns if c.carry]
+        state_rows = [
+            (c.key, lane.rows(c.key), self._state_dims.get(c.key, 0))
+            for c in self._columns
+            if c.carry
+        ]
         keys = {c.key for c in self._columns}
 
         def act(t: int) -> None:
@@ -122,7 +159,9 @@ class FunctionPolicy:
                 key: _as_returned(row[t], dim).clone(memory_format=torch.contiguous_format)
                 for key, row, dim in state_rows
             }
-            action, extra, new_state = self._call({k: row[t] for k, row in rows.items()}, state or None)
+            action, extra, new_state = self._call(
+                {k: row[t] for k, row in rows.items()}, state or None
+            )
             for key, row in action_rows.items():
                 row[t].copy_(self._action(key, action[key]))
             if extra.keys() | new_state.keys() != keys:
@@ -132,19 +171,35 @@ class FunctionPolicy:
             for key, row, dim in state_rows:
                 self._store(key, _as_returned(row[t + 1], dim), new_state[key])
 
-        return act if self._device is not None else inputs.watched(act)  # a copy is moved to a device
+        # a copy is moved to a device
+        return act if self._device is not None else inputs.watched(act)
 
     def _make_plain_act(self, lane: Lane) -> Act:
-        """The fastest ``act``, for one tensor as input, and one action and perhaps extras as output."""
+        """The fastest ``act``, for one tensor as input, and one action and perhaps extras as
+        output.
+        """
         inputs = InputRows(lane, [OBSERVATION], self.name)
-        fn, rows, check, store = self._program or self.fn, inputs.rows(OBSERVATION), self._action, self._store
+        fn, rows, check, store = (
+            self._program or self.fn,
+            inputs.rows(OBSERVATION),
+            self._action,
+            self._store,
+        )
         action_rows = lane.rows(ACTION)
         extra_rows = [
-            (c.key, c.key[-1], lane.rows(c.key), lane.rows(c.key)[0].shape, lane.tensors[c.key].dtype)
+            (
+                c.key,
+                c.key[-1],
+                lane.rows(c.key),
+                lane.rows(c.key)[0].shape,
+                lane.tensors[c.key].dtype,
+            )
             for c in self._columns
         ]
-        keys, several = {c.key for c in self._columns}, bool(self._columns)
-        shape, dtype = action_rows[0].shape, action_rows[0].dtype
+        keys = {c.key for c in self._columns}
+        several = bool(self._columns)
+        shape = action_rows[0].shape
+        dtype = action_rows[0].dtype
 
         def act(t: int) -> None:
             action = fn(rows[t])
@@ -156,29 +211,50 @@ class FunctionPolicy:
                         self._refuse_keys(keys, {(name,) for name in extras})
                 action = action[0]
                 for key, name, row, extra_shape, extra_dtype in extra_rows:
-                    value = extras[name] if name in extras else self._refuse_keys(keys, {(k,) for k in extras})
-                    if value.__class__ is torch.Tensor and value.shape == extra_shape and value.dtype is extra_dtype:
+                    value = (
+                        extras[name]
+                        if name in extras
+                        else self._refuse_keys(keys, {(k,) for k in extras})
+                    )
+                    if (
+                        value.__class__ is torch.Tensor
+                        and value.shape == extra_shape
+                        and value.dtype is extra_dtype
+                    ):
                         row[t].copy_(value)
                     else:
                         store(key, row[t], value)
-            if action.__class__ is not torch.Tensor or action.shape != shape or action.dtype is not dtype:
+            if (
+                action.__class__ is not torch.Tensor
+                or action.shape != shape
+                or action.dtype is not dtype
+            ):
                 action = check(ACTION, action)
             action_rows[t].copy_(action)
 
-        return act if self._program is not None else inputs.watched(act)  # a program writes into no input
+        # a program writes into no input
+        return act if self._program is not None else inputs.watched(act)
 
     def _call(self, obs: Leaves, state: Leaves | None) -> tuple[Leaves, Leaves, Leaves]:
-        """Call the function: action leaves, extras, state leaves. ``obs`` and ``state`` belong to the call."""
+        """Call the function: action leaves, extras, state leaves.
+
+        ``obs`` and ``state`` belong to the call.
+        """
         for key in self._object_keys:
             obs[key] = copied_cells(obs[key])
         if self._device is not None:
-            obs = {k: v.to(self._device, non_blocking=True) if torch.is_tensor(v) else v for k, v in obs.items()}
+            obs = {
+                k: v.to(self._device, non_blocking=True) if torch.is_tensor(v) else v
+                for k, v in obs.items()
+            }
             state = {k: v.to(self._device) for k, v in state.items()} if state else state
         parts = nested(obs)  # the environment's nesting; entries of tuples are keyed by position
         argument = parts["observation"] if list(parts) == ["observation"] else parts
         if not self.takes_state:
             return self._split(self.fn(argument))
-        return self._split(self.fn(argument, None if state is None else _restore(self._state_shape, state)))
+        return self._split(
+            self.fn(argument, None if state is None else _restore(self._state_shape, state))
+        )
 
     def _split(self, out: Any) -> tuple[Leaves, Leaves, Leaves]:
         parts = out if isinstance(out, tuple) else (out,)
@@ -186,19 +262,21 @@ class FunctionPolicy:
         if self.takes_state:
             if len(parts) not in (2, 3):
                 raise BadPolicyOutput(
-                    f"policy {self.name} takes a state, so it must return (action, state) or (action, extras, state); "
-                    f"it returned {_kind(out)}"
+                    f"policy {self.name} takes a state, so it must return (action, state) or"
+                    f" (action, extras, state); it returned {_kind(out)}"
                 )
             self._state_shape, parts = _take_apart(parts[-1], STATE, state), parts[:-1]
         if len(parts) > 2 or (len(parts) == 2 and not isinstance(parts[1], Mapping)):
             raise BadPolicyOutput(
-                f"policy {self.name} returned {_kind(out)}, expected an action, or (action, extras) with extras a "
-                f"dict of names to tensors"
+                f"policy {self.name} returned {_kind(out)}, expected an action, or (action, extras)"
+                " with extras a dict of names to tensors"
             )
         extras: Leaves = {}
         for name, value in (parts[1] if len(parts) == 2 else {}).items():
             if not isinstance(name, str) or name in self._taken:
-                raise BadPolicyOutput(f"policy {self.name} returned an extra called {name!r}, which the batch uses")
+                raise BadPolicyOutput(
+                    f"policy {self.name} returned an extra called {name!r}, which the batch uses"
+                )
             extras[POLICY_VERSION if name == POLICY_VERSION[-1] else (name,)] = value
         return self._action_leaves(parts[0]), extras, state
 
@@ -211,14 +289,17 @@ class FunctionPolicy:
                     value = value[int(part)] if isinstance(value, (tuple, list)) else value[part]
                 except (KeyError, IndexError, TypeError):
                     raise BadPolicyOutput(
-                        f"policy {self.name} returned {_kind(action)}, expected {dotted(key)} in it: "
-                        f"actions have the parts {[dotted(k) for k in self._action_specs]}"
+                        f"policy {self.name} returned {_kind(action)}, expected {dotted(key)} in"
+                        f" it: actions have the parts {[dotted(k) for k in self._action_specs]}"
                     ) from None
             leaves[key] = value
         return leaves
 
     def _action(self, key: Key, value: Any) -> torch.Tensor:
-        """Return the action as a tensor. Raises ``BadPolicyOutput`` for a wrong shape or kind of number."""
+        """Return the action as a tensor.
+
+        Raises ``BadPolicyOutput`` for a wrong shape or kind of number.
+        """
         spec = self._action_specs[key]
         tensor = self._tensor(key, value)
         problem = action_problem(tensor, spec, self._lead)
@@ -227,25 +308,39 @@ class FunctionPolicy:
         return tensor
 
     def _state_of(self, fn: Callable[..., Any], obs: Mapping[Key, Any]) -> Leaves:
-        """Return the state after a call of ``fn``, a copy of the policy, for one environment more than there are."""
-        more = {key: torch.cat([v, v[:1]]) if torch.is_tensor(v) else np.append(v, v[:1]) for key, v in obs.items()}
+        """Return the state after a call of ``fn``, a copy of the policy, for one environment more
+        than there are.
+        """
+        more = {
+            key: torch.cat([v, v[:1]]) if torch.is_tensor(v) else np.append(v, v[:1])
+            for key, v in obs.items()
+        }
         own, shape, self.fn = self.fn, self._state_shape, fn
         try:
-            return {key: self._tensor(key, value) for key, value in self._call(more, None)[2].items()}
+            return {
+                key: self._tensor(key, value) for key, value in self._call(more, None)[2].items()
+            }
         finally:
-            self.fn, self._state_shape = own, shape
+            self.fn = own
+            self._state_shape = shape
 
     def _store(self, key: Key, row: torch.Tensor, value: Any) -> None:
         tensor = self._tensor(key, value)
-        if tensor.shape != row.shape or (tensor.is_floating_point() and not row.is_floating_point()):
+        if tensor.shape != row.shape or (
+            tensor.is_floating_point() and not row.is_floating_point()
+        ):
             raise BadPolicyOutput(
-                f"policy {self.name} returned {dotted(key)} with shape {tuple(tensor.shape)} and dtype "
-                f"{tensor.dtype}, at its first call it was {tuple(row.shape)} and {row.dtype}"
+                f"policy {self.name} returned {dotted(key)} with shape {tuple(tensor.shape)} and"
+                f" dtype {tensor.dtype}, at its first call it was {tuple(row.shape)} and"
+                f" {row.dtype}"
             )
         row.copy_(tensor)
 
     def _tensor(self, key: Key, value: Any) -> torch.Tensor:
-        """Return ``value`` as a tensor without gradients. Raises ``BadPolicyOutput`` if it cannot be converted."""
+        """Return ``value`` as a tensor without gradients.
+
+        Raises ``BadPolicyOutput`` if it cannot be converted.
+        """
         if key == POLICY_VERSION:
             return self._version(value)
         if torch.is_tensor(value):
@@ -254,24 +349,28 @@ class FunctionPolicy:
             tensor = torch.from_numpy(np.array(value))
         except (TypeError, ValueError, RuntimeError) as error:
             raise BadPolicyOutput(
-                f"policy {self.name} returned {dotted(key)} as {_kind(value)}, expected a tensor, array or number"
+                f"policy {self.name} returned {dotted(key)} as {_kind(value)}, expected a tensor,"
+                " array or number"
             ) from error
         plain = not isinstance(value, (np.ndarray, np.generic)) and tensor.dtype is torch.float64
         return tensor.to(torch.get_default_dtype()) if plain else tensor
 
     def _version(self, value: Any) -> torch.Tensor:
         version = value.detach() if torch.is_tensor(value) else np.asarray(value)
-        if version.shape not in ((), self._lead) or not str(version.dtype).removeprefix("torch.").startswith("int"):
+        if version.shape not in ((), self._lead) or not str(version.dtype).removeprefix(
+            "torch."
+        ).startswith("int"):
             raise BadPolicyOutput(
-                f"policy {self.name} returned the policy_version {_kind(value)} of shape {tuple(version.shape)} and "
-                f"dtype {version.dtype}, expected an integer, or integers of shape {self._lead}"
+                f"policy {self.name} returned the policy_version {_kind(value)} of shape"
+                f" {tuple(version.shape)} and dtype {version.dtype}, expected an integer, or"
+                f" integers of shape {self._lead}"
             )
         return as_tensor(version).to(torch.int64).expand(self._lead)
 
     def _refuse_keys(self, expected: Any, got: Any) -> NoReturn:
         raise BadPolicyOutput(
-            f"policy {self.name} returned the extras {sorted(map(dotted, got))}, at its first call they were "
-            f"{sorted(map(dotted, expected))}; return the same ones at every call"
+            f"policy {self.name} returned the extras {sorted(map(dotted, got))}, at its first call"
+            f" they were {sorted(map(dotted, expected))}; return the same ones at every call"
         )
 
 
@@ -287,7 +386,11 @@ def _make_numpy_act(program: Program, lane: Lane) -> Act:
 def takes_state(fn: Callable[..., Any]) -> bool:
     """Return whether the second parameter of a policy is its state."""
     try:
-        parameters = list(inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters.values())
+        parameters = list(
+            inspect.signature(
+                fn.forward if isinstance(fn, torch.nn.Module) else fn
+            ).parameters.values()
+        )
     except (TypeError, ValueError):
         return False
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -295,12 +398,16 @@ def takes_state(fn: Callable[..., Any]) -> bool:
 
 
 def _as_returned(row: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return a view of a row of states, ``[B, *shape]``, in which ``dim`` is the dimension of environments."""
+    """Return a view of a row of states, ``[B, *shape]``, in which ``dim`` is the dimension of
+    environments.
+    """
     return row.movedim(0, dim) if dim else row
 
 
 def _take_apart(state: Any, key: Key, out: Leaves) -> Any:
-    """Put the tensors of a nested state into ``out``; returns the nesting with keys in place of tensors."""
+    """Put the tensors of a nested state into ``out``; returns the nesting with keys in place of
+    tensors.
+    """
     if isinstance(state, Mapping):
         return {name: _take_apart(value, (*key, str(name)), out) for name, value in state.items()}
     if isinstance(state, (tuple, list)):

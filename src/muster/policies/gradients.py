@@ -14,9 +14,11 @@ from muster.protocols import Policy
 
 @contextmanager
 def gradients_enabled(policy: Policy) -> Iterator[None]:
-    """Call the user's policy with gradients enabled, and detach its outputs, until the context exits.
+    """Call the user's policy with gradients enabled, and detach its outputs, until the context
+    exits.
 
-    Do not use this in inference mode. The executor is not used for modules with the hooks that this registers.
+    Do not use this in inference mode. The executor is not used for modules with the hooks that this
+    registers.
     """
     policy = getattr(policy, "inner", policy)
     with ExitStack() as undo:

@@ -1,4 +1,6 @@
-"""A head as a policy: runs the network by the executor if possible, and samples actions with the group's generator."""
+"""A head as a policy: runs the network by the executor if possible, and samples actions with the
+group's generator.
+"""
 
 from __future__ import annotations
 
@@ -23,34 +25,48 @@ from muster.rng import GroupRng
 
 
 class HeadPolicy:
-    """Implements ``Policy`` for a head, and binds it to the action space (``BadOption`` if it does not fit).
+    """Implements ``Policy`` for a head, and binds it to the action space (``BadOption`` if it does
+    not fit).
 
-    Noise is drawn from ``rng.numpy`` once per rollout, the same for every ``path``; on a device see ``Head.draw``.
-    The cost of ``act`` for a 4-64-64-2 network is in docs/decisions/0002-executor-choice.md.
+    Noise is drawn from ``rng.numpy`` once per rollout, the same for every ``path``; on a device see
+    ``Head.draw``. The cost of ``act`` for a 4-64-64-2 network is in
+    docs/decisions/0002-executor-choice.md.
 
-    The network gets a tensor if there is one observation, else a nested dict of tensors; the action mask is not part of
-    it. Actions are sampled where the rows are.
+    The network gets a tensor if there is one observation, else a nested dict of tensors; the action
+    mask is not part of it. Actions are sampled where the rows are.
     """
 
     raises = MASKED_RAISES
 
     def __init__(self, head: Head, setting: PolicySetting) -> None:
         self._action_key, self._spec, self._width = head.fit(setting.action_specs, setting.masks)
-        self.head, self.name, self.path = head, head.name, "module"
+        self.head = head
+        self.name = head.name
+        self.path = "module"
         self._mask = head.mask
-        self._obs_keys = tuple(key for key in setting.obs_specs if self._mask is None or key != self._mask.key)
-        self._batch_dims, self._batched = len(setting.batch_shape), bool(setting.batch_shape)
-        self._deterministic, self._device = setting.deterministic, setting.device
+        self._obs_keys = tuple(
+            key for key in setting.obs_specs if self._mask is None or key != self._mask.key
+        )
+        self._batch_dims = len(setting.batch_shape)
+        self._batched = bool(setting.batch_shape)
+        self._deterministic = setting.deterministic
+        self._device = setting.device
         self._on_device = setting.rows_device is not None
-        self._executor = setting.executor and len(self._obs_keys) == 1 and isinstance(head.net, torch.nn.Module)
+        self._executor = (
+            setting.executor and len(self._obs_keys) == 1 and isinstance(head.net, torch.nn.Module)
+        )
         self._program: Program | None = None
 
     @torch.no_grad()
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
-        given, check_unchanged = unchanged_inputs({key: obs[key] for key in self._obs_keys}, self.head.name)
+        given, check_unchanged = unchanged_inputs(
+            {key: obs[key] for key in self._obs_keys}, self.head.name
+        )
         leaves = [obs[key] for key in self._obs_keys]
         lead = tuple(leaves[0].shape[: self._batch_dims])
-        out = called_first(lambda: self.head.net(self._input(list(given.values()))), given, lead, self.head.name)
+        out = called_first(
+            lambda: self.head.net(self._input(list(given.values()))), given, lead, self.head.name
+        )
         check_unchanged()
         x = self._input(leaves)
         B = math.prod(lead)
@@ -59,10 +75,15 @@ class HeadPolicy:
         if self._on_device:
             return self._drawn(out, leaves[0], obs)
         action = np.zeros((1, B, *self._spec.shape), self._spec.dtype)
-        masked = None if self._mask is None else (self._mask, obs[self._mask.key].numpy().reshape(1, B, -1))
+        masked = (
+            None
+            if self._mask is None
+            else (self._mask, obs[self._mask.key].numpy().reshape(1, B, -1))
+        )
         rows = ActionRows(self.head.name, action, None, masked)
         self._emitter(rows, 0, rng)(0, _host(out).reshape(B, -1))
-        action, log_prob = rows.action[0], rows.log_prob_array[0]
+        action = rows.action[0]
+        log_prob = rows.log_prob_array[0]
         action, log_prob = (a.reshape((*lead, *a.shape[1:])) for a in (action, log_prob))
         extras = {LOG_PROB: torch.from_numpy(log_prob)} if self.head.has_log_prob else {}
         return Outputs({self._action_key: torch.from_numpy(action)}, extras)
@@ -102,7 +123,9 @@ class HeadPolicy:
             self._plan(self._input([leaf[lane.acts_from] for leaf in tensors]))
         actions, log_probs = lane.tensors[self._action_key], lane.tensors.get(LOG_PROB)
         compute: Callable[[Any], Any] = self._program or self.head.net
-        head, deterministic, B = self.head, self._deterministic, lane.B
+        head = self.head
+        deterministic = self._deterministic
+        B = lane.B
         masks = None if self._mask is None else lane.tensors[self._mask.key]
 
         def act(t: int) -> None:
@@ -116,7 +139,9 @@ class HeadPolicy:
 
         return act if self._program is not None or self._device is not None else inputs.watched(act)
 
-    def _drawn(self, out: torch.Tensor, like: torch.Tensor, obs: Mapping[Key, torch.Tensor]) -> Outputs:
+    def _drawn(
+        self, out: torch.Tensor, like: torch.Tensor, obs: Mapping[Key, torch.Tensor]
+    ) -> Outputs:
         lead = tuple(like.shape[: self._batch_dims])
         flat = out.reshape(math.prod(lead), -1).float()
         if self._mask is not None:
@@ -139,7 +164,9 @@ class HeadPolicy:
         tensors = [inputs.rows(key) for key in self._obs_keys]
         first = lane.arrays[self._obs_keys[0]]
         masked = None if self._mask is None else (self._mask, lane.arrays[self._mask.key])
-        rows = ActionRows(self.head.name, lane.arrays[self._action_key], lane.arrays.get(LOG_PROB), masked)
+        rows = ActionRows(
+            self.head.name, lane.arrays[self._action_key], lane.arrays.get(LOG_PROB), masked
+        )
         return inputs, tensors, list(first if self._batched else first[:, 0]), rows
 
     def _input(self, leaves: Sequence[torch.Tensor]) -> Any:
@@ -152,16 +179,23 @@ class HeadPolicy:
     def _check(self, out: Any, lead: tuple[int, ...]) -> None:
         if not isinstance(out, torch.Tensor) or not out.is_floating_point():
             got = f"{out.dtype} tensor" if isinstance(out, torch.Tensor) else type(out).__name__
-            raise BadPolicyOutput(f"{self.head.name}: the network returned a {got}, expected one tensor of floats.")
-        if tuple(out.shape[: len(lead)]) != lead or out.numel() != math.prod(lead) * self._width:
-            returned = math.prod(out.shape[len(lead) :]) if tuple(out.shape[: len(lead)]) == lead else None
             raise BadPolicyOutput(
-                f"{self.head.name}: the network returned shape {tuple(out.shape)}, expected {(*lead, self._width)}: "
-                f"{self.head.needs(self._spec)}. {self.head.remedy(self._width, returned)}"
+                f"{self.head.name}: the network returned a {got}, expected one tensor of floats."
+            )
+        if tuple(out.shape[: len(lead)]) != lead or out.numel() != math.prod(lead) * self._width:
+            returned = (
+                math.prod(out.shape[len(lead) :]) if tuple(out.shape[: len(lead)]) == lead else None
+            )
+            raise BadPolicyOutput(
+                f"{self.head.name}: the network returned shape {tuple(out.shape)}, expected"
+                f" {(*lead, self._width)}: {self.head.needs(self._spec)}."
+                f" {self.head.remedy(self._width, returned)}"
             )
 
 
-def _act_numpy(steps: tuple[Callable[[Any], Any], ...], obs: list[Array], emit: Emit, batched: bool) -> Act:
+def _act_numpy(
+    steps: tuple[Callable[[Any], Any], ...], obs: list[Array], emit: Emit, batched: bool
+) -> Act:
     def act(t: int) -> None:
         x = obs[t]
         for step in steps:
@@ -177,7 +211,9 @@ def _act_numpy(steps: tuple[Callable[[Any], Any], ...], obs: list[Array], emit: 
     return act if batched else act_unbatched
 
 
-def _act_module(compute: Callable[[Any], Any], obs: Sequence[torch.Tensor], emit: Emit, B: int) -> Act:
+def _act_module(
+    compute: Callable[[Any], Any], obs: Sequence[torch.Tensor], emit: Emit, B: int
+) -> Act:
     def act(t: int) -> None:
         emit(t, _host(compute(obs[t])).reshape(B, -1))
 

@@ -6,10 +6,10 @@
     action, extras = actor(obs)  # plain torch, any batch shape
     log_prob = actor.distribution(obs).log_prob(batch["action"])  # in the loss
 
-``categorical`` and ``deterministic`` choose among the actions that an action mask allows. The mask is the leaf
-``action_mask`` of the observation, which the network does not get, or the argument ``action_mask``. With a mask of the
-combinations of several variables, the distribution of ``categorical`` is the product of its variables, renormalised
-over the allowed combinations.
+``categorical`` and ``deterministic`` choose among the actions that an action mask allows. The mask
+is the leaf ``action_mask`` of the observation, which the network does not get, or the argument
+``action_mask``. With a mask of the combinations of several variables, the distribution of
+``categorical`` is the product of its variables, renormalised over the allowed combinations.
 """
 
 from __future__ import annotations
@@ -37,18 +37,26 @@ Drawn = tuple[torch.Tensor, "torch.Tensor | None"]  # actions, and log-probabili
 
 
 class Head(nn.Module):
-    """A network and the distribution of its output. ``net`` gets the observation (or a dict of its leaves)."""
+    """A network and the distribution of its output.
+
+    ``net`` gets the observation (or a dict of its leaves).
+    """
 
     name = "head"
     has_log_prob = True
     takes_mask = False
     mask: ActionMask | None = None
-    nvec: tuple[int, ...] | None = None  # choices of each variable; None: the outputs of the network are choices
+    # choices of each variable; None: the outputs of the network are choices
+    nvec: tuple[int, ...] | None = None
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         if isinstance(net, type) or not callable(net):
-            given = f"the class {net.__name__}" if isinstance(net, type) else f"of type {type(net).__name__}"
+            given = (
+                f"the class {net.__name__}"
+                if isinstance(net, type)
+                else f"of type {type(net).__name__}"
+            )
             raise BadOption(f"{self.name}: the network is {given}. Pass an nn.Module.")
         self.net = net
         self.action_shape: tuple[int, ...] | None = None  # of one environment; None until bound
@@ -62,13 +70,14 @@ class Head(nn.Module):
         return action, {"action_log_prob": distribution.log_prob(action)}
 
     def distribution(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> D.Distribution:
-        """Return the distribution of the environment's actions: ``log_prob`` and ``entropy`` are ``[*batch]``.
+        """Return the distribution of the environment's actions: ``log_prob`` and ``entropy`` are
+        ``[*batch]``.
 
         Args:
             obs: observation, ``[*batch, *shape]``, or a dict or TensorDict of its leaves.
-            action_mask: ``[*batch, n]``, an entry for each output of the network, or ``[*batch, *nvec]``, one for each
-                combination of choices; 0 or False: not allowed. None: the leaf ``action_mask`` of ``obs``, if there is
-                one. Not for continuous actions.
+            action_mask: ``[*batch, n]``, an entry for each output of the network, or ``[*batch,
+                *nvec]``, one for each combination of choices; 0 or False: not allowed. None: the
+                leaf ``action_mask`` of ``obs``, if there is one. Not for continuous actions.
 
         Raises:
             BadOption: the size of the mask does not fit.
@@ -86,22 +95,26 @@ class Head(nn.Module):
         """
         if len(action_specs) != 1:
             raise BadOption(
-                f"{self.name}: chooses one action, but the action space has several parts: "
-                f"{list(map(dotted, action_specs))}. Use a function or a TensorDict module that returns all of them."
+                f"{self.name}: chooses one action, but the action space has several parts:"
+                f" {list(map(dotted, action_specs))}. Use a function or a TensorDict module that"
+                " returns all of them."
             )
         ((key, spec),) = action_specs.items()
         self.mask = next(iter(masks), None) if self.takes_mask else None
         return key, spec, self.bind(spec)
 
     def bind(self, spec: ArraySpec) -> int:
-        """Set shape and bounds from the action space (``BadOption`` if the head is for another kind of space).
+        """Set shape and bounds from the action space (``BadOption`` if the head is for another kind
+        of space).
 
         Returns the number of values per environment that the network must return.
         """
         raise NotImplementedError
 
     def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
-        """Return the function that writes the network's output into rows from ``first`` on; ``rng=None``: the mode."""
+        """Return the function that writes the network's output into rows from ``first`` on;
+        ``rng=None``: the mode.
+        """
         raise NotImplementedError
 
     def restrict(self, out: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
@@ -113,10 +126,12 @@ class Head(nn.Module):
         return allowed_only(out, action_mask)
 
     def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
-        """Draw actions from the network's output ``[B, width]`` (float32), on its device and without synchronizing.
+        """Draw actions from the network's output ``[B, width]`` (float32), on its device and
+        without synchronizing.
 
-        The distribution is that of ``emitter``, but noise is torch's, drawn row by row, and the network's output is not
-        checked to be finite, because that would synchronize. If there is a mask, ``out`` is the result of ``restrict``.
+        The distribution is that of ``emitter``, but noise is torch's, drawn row by row, and the
+        network's output is not checked to be finite, because that would synchronize. If there is a
+        mask, ``out`` is the result of ``restrict``.
         """
         raise NotImplementedError
 
@@ -125,12 +140,16 @@ class Head(nn.Module):
         return f"the action space has {spec}"
 
     def remedy(self, width: int, returned: int | None) -> str:
-        """What to do about a network that must return ``width`` values, and returned another number (None: unknown)."""
+        """What to do about a network that must return ``width`` values, and returned another number
+        (None: unknown).
+        """
         return f"Change the last layer to return {_values(width)}."
 
     def _refuse(self, spec: ArraySpec, takes: str, instead: str | None = None) -> BadOption:
         instead = _suitable(spec) if instead is None else instead
-        return BadOption(f"{self.name}: for {takes}, but the action space has {spec}. Use {instead}.")
+        return BadOption(
+            f"{self.name}: for {takes}, but the action space has {spec}. Use {instead}."
+        )
 
     def _bind_floats(self, spec: ArraySpec) -> int:
         """Set the shape from a continuous space; returns the number of its entries."""
@@ -141,17 +160,24 @@ class Head(nn.Module):
 
     def _no_mask(self, action_mask: torch.Tensor | None) -> None:
         if action_mask is not None:
-            raise BadOption(f"{self.name}: action masks are for discrete actions. Use categorical(net).")
+            raise BadOption(
+                f"{self.name}: action masks are for discrete actions. Use categorical(net)."
+            )
 
-    def _output_and_mask(self, obs: Any, action_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _output_and_mask(
+        self, obs: Any, action_mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the network's output for ``obs`` without its mask, and the mask."""
         if action_mask is None:
-            obs, action_mask = _without_mask(obs, ACTION_MASK if self.mask is None else self.mask.key)
+            obs, action_mask = _without_mask(
+                obs, ACTION_MASK if self.mask is None else self.mask.key
+            )
         out: torch.Tensor = self.net(obs)
         return out, action_mask
 
     def _is_joint(self, out: torch.Tensor, action_mask: torch.Tensor) -> bool:
-        """Return whether a mask has an entry for each combination of choices, not for each output of the network.
+        """Return whether a mask has an entry for each combination of choices, not for each output
+        of the network.
 
         Raises:
             BadOption: its size is neither.
@@ -166,7 +192,8 @@ class Head(nn.Module):
         try:
             if action_mask.shape[:lead] != out.shape[:-1]:
                 raise ValueError(
-                    f"shape {tuple(action_mask.shape)} is for other rows than the output {tuple(out.shape)}"
+                    f"shape {tuple(action_mask.shape)} is for other rows than the output"
+                    f" {tuple(out.shape)}"
                 )
             if known is not None and math.prod(shape) == sum(own) == math.prod(own):
                 return known.joint
@@ -176,7 +203,11 @@ class Head(nn.Module):
 
     def _shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """Reshape ``[*batch, n]`` to ``[*batch, *action_shape]``."""
-        return flat if self.action_shape is None else flat.reshape((*flat.shape[:-1], *self.action_shape))
+        return (
+            flat
+            if self.action_shape is None
+            else flat.reshape((*flat.shape[:-1], *self.action_shape))
+        )
 
     def _normal(self, mean: torch.Tensor, log_std: torch.Tensor) -> D.Distribution:
         dims = 1 if self.action_shape is None else len(self.action_shape)
@@ -217,13 +248,17 @@ class Categorical(Head):
             logits = self.restrict(logits, action_mask)
         if joint and self.nvec is not None:
             agents = 1 if self.mask is None else self.mask.agents
-            return JointCategoricals(logits, self.nvec, self._first_choices, self._event_shape, agents)
+            return JointCategoricals(
+                logits, self.nvec, self._first_choices, self._event_shape, agents
+            )
         if self.nvec is None or (self.action_shape == () and self.low == (0,)):
             return D.Categorical(logits=logits)
         return Categoricals(logits, self.nvec, self._first_choices, self._event_shape)
 
     def restrict(self, out: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
-        """See ``Head.restrict``; with a joint mask, the result has the logits of combinations of choices."""
+        """See ``Head.restrict``; with a joint mask, the result has the logits of combinations of
+        choices.
+        """
         if self._is_joint(out, action_mask) and self.nvec is not None:
             out = joint_logits(out, self.nvec, 1 if self.mask is None else self.mask.agents)
         return allowed_only(out, action_mask)
@@ -240,15 +275,21 @@ class Categorical(Head):
         choices, low = _choices(self, spec)
         if self.nvec is not None and self.nvec != choices:
             raise BadOption(
-                f"categorical: nvec={self.nvec}, but the action space has {choices} choices. Leave nvec out, and let "
-                f"the network return {_values(sum(choices))}."
+                f"categorical: nvec={self.nvec}, but the action space has {choices} choices. Leave"
+                f" nvec out, and let the network return {_values(sum(choices))}."
             )
-        self.nvec, self.low, self.action_shape = choices, low, spec.shape
+        self.nvec = choices
+        self.low = low
+        self.action_shape = spec.shape
         return sum(choices)
 
     def needs(self, spec: ArraySpec) -> str:
         assert self.nvec is not None  # bound
-        space = f"Discrete({self.nvec[0]})" if spec.shape == () else f"several variables, with {self.nvec} choices"
+        space = (
+            f"Discrete({self.nvec[0]})"
+            if spec.shape == ()
+            else f"several variables, with {self.nvec} choices"
+        )
         return f"one logit per choice, and the action space is {space}"
 
     def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
@@ -259,27 +300,42 @@ class Categorical(Head):
         assert self.nvec is not None and self.low is not None  # bound
         joint = self.mask if self.mask is not None and self.mask.joint else None
         drawn = self.nvec if joint is None else joint.drawn
-        indices, log_probs = [], []
+        indices = []
+        log_probs = []
         for logits in (out,) if len(drawn) == 1 else torch.split(out, list(drawn), -1):
             log_prob = logits.log_softmax(-1)
             # The Gumbel-max trick: ``torch.multinomial`` would synchronize, to check its input.
-            noisy = log_prob if deterministic else log_prob - torch.empty_like(log_prob).exponential_().log()
+            noisy = (
+                log_prob
+                if deterministic
+                else log_prob - torch.empty_like(log_prob).exponential_().log()
+            )
             index = noisy.argmax(-1, keepdim=True)
             indices += [index] if joint is None else split_index(index, joint.own_nvec)
             log_probs.append(log_prob.gather(-1, index))
-        actions = [index + low if low else index for index, low in zip(indices, self.low, strict=True)]
+        actions = [
+            index + low if low else index for index, low in zip(indices, self.low, strict=True)
+        ]
         # each operation takes as long on a GPU as a small network's layer
         action = actions[0] if len(actions) == 1 else torch.cat(actions, -1)
-        return action, log_probs[0].squeeze(-1) if len(log_probs) == 1 else torch.cat(log_probs, -1).sum(-1)
+        return action, (
+            log_probs[0].squeeze(-1) if len(log_probs) == 1 else torch.cat(log_probs, -1).sum(-1)
+        )
 
 
 class Categoricals(D.Distribution):
-    """Independent categorical variables, as one action of shape ``shape``; choices are numbered from ``low``."""
+    """Independent categorical variables, as one action of shape ``shape``; choices are numbered
+    from ``low``.
+    """
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  as in torch
 
     def __init__(
-        self, logits: torch.Tensor, nvec: tuple[int, ...], low: tuple[int, ...], shape: tuple[int, ...]
+        self,
+        logits: torch.Tensor,
+        nvec: tuple[int, ...],
+        low: tuple[int, ...],
+        shape: tuple[int, ...],
     ) -> None:
         self.parts = [D.Categorical(logits=part) for part in torch.split(logits, list(nvec), -1)]
         self.low = torch.tensor(low, device=logits.device)
@@ -307,11 +363,14 @@ class Categoricals(D.Distribution):
 
 
 def joint_logits(logits: torch.Tensor, nvec: tuple[int, ...], agents: int = 1) -> torch.Tensor:
-    """Return the logit of each combination of choices, ``[*batch, prod(nvec)]``, from those of the variables.
+    """Return the logit of each combination of choices, ``[*batch, prod(nvec)]``, from those of the
+    variables.
 
-    With several agents, of each one's combinations, one agent after another; ``nvec`` are the variables of all.
+    With several agents, of each one's combinations, one agent after another; ``nvec`` are the
+    variables of all.
     """
-    lead, own = logits.shape[:-1], nvec[: len(nvec) // agents]
+    lead = logits.shape[:-1]
+    own = nvec[: len(nvec) // agents]
     first, *others = torch.split(logits.reshape(*lead, agents, -1), list(own), -1)
     joint = first
     for part in others:
@@ -320,18 +379,26 @@ def joint_logits(logits: torch.Tensor, nvec: tuple[int, ...], agents: int = 1) -
 
 
 class JointCategoricals(D.Distribution):
-    """A categorical distribution of combinations of choices, as one action of shape ``shape``; see ``Categoricals``.
+    """A categorical distribution of combinations of choices, as one action of shape ``shape``; see
+    ``Categoricals``.
 
-    ``logits`` are those of combinations, in C order; of several agents with equal spaces, one after another.
+    ``logits`` are those of combinations, in C order; of several agents with equal spaces, one after
+    another.
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  as in torch
 
     def __init__(
-        self, logits: torch.Tensor, nvec: tuple[int, ...], low: tuple[int, ...], shape: tuple[int, ...], agents: int
+        self,
+        logits: torch.Tensor,
+        nvec: tuple[int, ...],
+        low: tuple[int, ...],
+        shape: tuple[int, ...],
+        agents: int,
     ) -> None:
         self._nvec = nvec[: len(nvec) // agents]
-        self.combinations = D.Categorical(logits=logits.reshape(*logits.shape[:-1], agents, -1))  # [*batch, agents]
+        # [*batch, agents]
+        self.combinations = D.Categorical(logits=logits.reshape(*logits.shape[:-1], agents, -1))
         self.low = torch.tensor(low, device=logits.device)
         super().__init__(logits.shape[:-1], torch.Size(shape), validate_args=False)
 
@@ -344,7 +411,9 @@ class JointCategoricals(D.Distribution):
 
     def log_prob(self, value: torch.Tensor) -> torch.Tensor:
         lead = value.shape[: value.ndim - len(self.event_shape)]
-        choices = (value.reshape(*lead, -1) - self.low).reshape(*lead, -1, len(self._nvec)).unbind(-1)
+        choices = (
+            (value.reshape(*lead, -1) - self.low).reshape(*lead, -1, len(self._nvec)).unbind(-1)
+        )
         number = choices[0]
         for choice, n in zip(choices[1:], self._nvec[1:], strict=True):
             number = number * n + choice
@@ -364,10 +433,11 @@ def gaussian(net: nn.Module, *, log_std: float | torch.Tensor | None = 0.0) -> G
     """A normal distribution over Box actions; not clipped to the space's bounds.
 
     Args:
-        net: returns the mean ``[*batch, n]``; with ``log_std=None`` mean and log_std, concatenated: ``[*batch, 2 n]``.
-        log_std: a number is the initial value of a learned parameter of the head, one per action and the same in
-            all states; a Parameter or tensor ``[n]`` is used directly. None: ``net`` returns it; it is clamped to
-            [-20, 2].
+        net: returns the mean ``[*batch, n]``; with ``log_std=None`` mean and log_std, concatenated:
+            ``[*batch, 2 n]``.
+        log_std: a number is the initial value of a learned parameter of the head, one per action
+            and the same in all states; a Parameter or tensor ``[n]`` is used directly. None:
+            ``net`` returns it; it is clamped to [-20, 2].
 
     Raises:
         BadOption: ``net`` does not show the number of actions; pass ``log_std=torch.zeros(n)``.
@@ -384,10 +454,11 @@ class Gaussian(Head):
         super().__init__(net)
         if not isinstance(log_std, (int, float, torch.Tensor, type(None))):
             raise BadOption(
-                f"gaussian: log_std is {type(log_std).__name__}, expected a number, a tensor, or None if the network "
-                f"returns it. Pass torch.as_tensor(log_std)."
+                f"gaussian: log_std is {type(log_std).__name__}, expected a number, a tensor, or"
+                " None if the network returns it. Pass torch.as_tensor(log_std)."
             )
-        self._counted = isinstance(log_std, (int, float))  # the number of actions is that of a layer of ``net``
+        # the number of actions is that of a layer of ``net``
+        self._counted = isinstance(log_std, (int, float))
         if isinstance(log_std, (int, float)):
             log_std = nn.Parameter(torch.full((_outputs(net),), float(log_std)))
         if isinstance(log_std, nn.Parameter):
@@ -406,36 +477,49 @@ class Gaussian(Head):
         if (entries := self.log_std.numel()) not in (1, n):
             if self._counted:
                 raise BadOption(
-                    f"gaussian: the last linear layer of the network returns {_values(entries)}, but an action has "
-                    f"{n}. {self.remedy(n, entries)} If the network returns {_values(n)} all the same, pass "
-                    f"log_std=torch.zeros({n}), or torch.nn.Parameter(torch.zeros({n})) to learn it."
+                    f"gaussian: the last linear layer of the network returns {_values(entries)},"
+                    f" but an action has {n}. {self.remedy(n, entries)} If the network returns"
+                    f" {_values(n)} all the same, pass log_std=torch.zeros({n}), or"
+                    f" torch.nn.Parameter(torch.zeros({n})) to learn it."
                 )
             raise BadOption(
-                f"gaussian: log_std has {_values(entries)}, but an action has {n}. Pass log_std=torch.zeros({n}) with "
-                f"a network that returns {_values(n)}, or log_std=None with one that returns {2 * n} (mean and "
-                f"log_std)."
+                f"gaussian: log_std has {_values(entries)}, but an action has {n}. Pass"
+                f" log_std=torch.zeros({n}) with a network that returns {_values(n)}, or"
+                f" log_std=None with one that returns {2 * n} (mean and log_std)."
             )
         return n
 
     def needs(self, spec: ArraySpec) -> str:
         n = math.prod(spec.shape)
-        return f"the mean of {_values(n)}" if self.log_std is not None else f"mean and log_std of {_values(n)}"
+        return (
+            f"the mean of {_values(n)}"
+            if self.log_std is not None
+            else f"mean and log_std of {_values(n)}"
+        )
 
     def remedy(self, width: int, returned: int | None) -> str:
         if self.log_std is None:
             alone = f" Or pass log_std=torch.zeros({returned}) if it returns the mean only."
             fits = returned is not None and width == 2 * returned
-            return f"Change the last layer to return {width} values (mean and log_std).{alone if fits else ''}"
+            return (
+                f"Change the last layer to return {width} values (mean and"
+                f" log_std).{alone if fits else ''}"
+            )
         if returned == 2 * width:
             return (
-                f"Pass log_std=None if the network returns mean and log_std; else change the last layer to return "
-                f"{_values(width)}."
+                "Pass log_std=None if the network returns mean and log_std; else change the last"
+                f" layer to return {_values(width)}."
             )
-        return f"Change the last layer to return {_values(width)}, or {2 * width} (mean and log_std) with log_std=None."
+        return (
+            f"Change the last layer to return {_values(width)}, or {2 * width} (mean and log_std)"
+            " with log_std=None."
+        )
 
     def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
         if self.log_std is None:
-            return sampling.gaussian_by_state(rows, first, log_std_bounds=LOG_STD_BOUNDS, squash=None, rng=rng)
+            return sampling.gaussian_by_state(
+                rows, first, log_std_bounds=LOG_STD_BOUNDS, squash=None, rng=rng
+            )
         log_std = self.log_std.detach().to("cpu", torch.float32).numpy().reshape(-1)
         n = rows.matrix[0].shape[1]
         return sampling.gaussian(rows, first, log_std=np.broadcast_to(log_std, (n,)), rng=rng)
@@ -449,11 +533,14 @@ class Gaussian(Head):
         return out, self.log_std.reshape(-1).expand_as(out)
 
 
-def tanh_gaussian(net: nn.Module, *, log_std_bounds: tuple[float, float] = LOG_STD_BOUNDS) -> TanhGaussian:
-    """A normal distribution squashed by tanh to the bounds of the Box (-1 to 1 until a collector binds the head).
+def tanh_gaussian(
+    net: nn.Module, *, log_std_bounds: tuple[float, float] = LOG_STD_BOUNDS
+) -> TanhGaussian:
+    """A normal distribution squashed by tanh to the bounds of the Box (-1 to 1 until a collector
+    binds the head).
 
-    ``distribution(obs)`` has no closed-form entropy. The log-probability of an action exactly at a bound is
-    that of the nearest action inside.
+    ``distribution(obs)`` has no closed-form entropy. The log-probability of an action exactly at a
+    bound is that of the nearest action inside.
 
     Args:
         net: returns ``[mean, log_std]``, concatenated: ``[*batch, 2 n]``.
@@ -479,19 +566,24 @@ class TanhGaussian(Head):
     def distribution(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> D.Distribution:
         self._no_mask(action_mask)
         base = self._normal(*_mean_and_log_std(self.net(obs), self.log_std_bounds))
-        return Squashed(base, [Squash(1), D.AffineTransform(self.middle, self.halfwidth, cache_size=1)])
+        return Squashed(
+            base, [Squash(1), D.AffineTransform(self.middle, self.halfwidth, cache_size=1)]
+        )
 
     def bind(self, spec: ArraySpec) -> int:
         n = self._bind_floats(spec)
         if not _is_bounded(spec):
             raise BadOption(
-                f"tanh_gaussian: the action space is unbounded, there is no interval to squash to. Use gaussian(net, "
-                f"log_std=None), with a network that returns {2 * n} values, or an environment whose actions have "
-                f"bounds."
+                "tanh_gaussian: the action space is unbounded, there is no interval to squash to."
+                f" Use gaussian(net, log_std=None), with a network that returns {2 * n} values, or"
+                " an environment whose actions have bounds."
             )
         assert spec.low is not None  # bounded
         assert spec.high is not None
-        low, high = (torch.from_numpy(np.broadcast_to(bound, spec.shape).copy()) for bound in (spec.low, spec.high))
+        low, high = (
+            torch.from_numpy(np.broadcast_to(bound, spec.shape).copy())
+            for bound in (spec.low, spec.high)
+        )
         self.middle = ((low + high) / 2).to(self.middle)
         self.halfwidth = ((high - low) / 2).to(self.halfwidth)
         return 2 * n
@@ -503,14 +595,21 @@ class TanhGaussian(Head):
         return f"Change the last layer to return {width} values (mean and log_std)."
 
     def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
-        middle, half = (x.to("cpu", torch.float32).numpy().reshape(-1) for x in (self.middle, self.halfwidth))
+        middle, half = (
+            x.to("cpu", torch.float32).numpy().reshape(-1) for x in (self.middle, self.halfwidth)
+        )
         bounds = self.log_std_bounds
-        return sampling.gaussian_by_state(rows, first, log_std_bounds=bounds, squash=(middle, half), rng=rng)
+        return sampling.gaussian_by_state(
+            rows, first, log_std_bounds=bounds, squash=(middle, half), rng=rng
+        )
 
     def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
-        u, log_prob = _draw_normal(*_mean_and_log_std(out, self.log_std_bounds), deterministic=deterministic)
+        u, log_prob = _draw_normal(
+            *_mean_and_log_std(out, self.log_std_bounds), deterministic=deterministic
+        )
         middle, half = self.middle.reshape(-1), self.halfwidth.reshape(-1)
-        action = (middle + half * u.tanh()).clamp(middle - half, middle + half)  # rounding can exceed the bounds
+        # rounding can exceed the bounds
+        action = (middle + half * u.tanh()).clamp(middle - half, middle + half)
         log_slope = half.log() + 2 * (math.log(2) - u - F.softplus(-2 * u))  # of ``half * tanh(u)``
         return action, log_prob - log_slope.sum(-1)
 
@@ -535,7 +634,10 @@ class Squashed(D.TransformedDistribution):
 
 
 def deterministic(net: nn.Module) -> Deterministic:
-    """A policy whose action is the network's output (Box), or its argmax (Discrete). It has no log-probability."""
+    """A policy whose action is the network's output (Box), or its argmax (Discrete).
+
+    It has no log-probability.
+    """
     return Deterministic(net)
 
 
@@ -558,7 +660,9 @@ class Deterministic(Head):
 
     def mode(self, obs: Any, *, action_mask: torch.Tensor | None = None) -> torch.Tensor:
         out, action_mask = self._output_and_mask(obs, action_mask)
-        return self._shaped(self._action_of(out if action_mask is None else self.restrict(out, action_mask)))
+        return self._shaped(
+            self._action_of(out if action_mask is None else self.restrict(out, action_mask))
+        )
 
     def restrict(self, out: torch.Tensor, action_mask: torch.Tensor) -> torch.Tensor:
         self._is_joint(out, action_mask)  # raises for another size
@@ -569,12 +673,18 @@ class Deterministic(Head):
             return self._bind_floats(spec)
         choices, low = _choices(self, spec)
         if spec.shape != ():
-            raise self._refuse(spec, "Discrete and Box spaces", f"{_suitable(spec)} and exploration_type='mode'")
+            raise self._refuse(
+                spec, "Discrete and Box spaces", f"{_suitable(spec)} and exploration_type='mode'"
+            )
         self.low = low[0]
         return choices[0]
 
     def emitter(self, rows: ActionRows, first: int, rng: np.random.Generator | None) -> Emit:
-        return sampling.identity(rows) if self.low is None else sampling.greedy(rows, low=np.array([self.low]))
+        return (
+            sampling.identity(rows)
+            if self.low is None
+            else sampling.greedy(rows, low=np.array([self.low]))
+        )
 
     def draw(self, out: torch.Tensor, *, deterministic: bool) -> Drawn:
         return self._action_of(out), None
@@ -589,11 +699,15 @@ def _draw_normal(
     """Draw values ``[B, n]``; return them and their log-densities ``[B]``."""
     log_std = log_std.to(mean.dtype)
     noise = torch.zeros_like(mean) if deterministic else torch.randn_like(mean)
-    log_prob = (-0.5 * noise.square() - log_std).sum(-1) - 0.5 * mean.shape[-1] * math.log(2 * math.pi)
+    log_prob = (-0.5 * noise.square() - log_std).sum(-1) - 0.5 * mean.shape[-1] * math.log(
+        2 * math.pi
+    )
     return mean + log_std.exp() * noise, log_prob
 
 
-def _mean_and_log_std(out: torch.Tensor, bounds: tuple[float, float]) -> tuple[torch.Tensor, torch.Tensor]:
+def _mean_and_log_std(
+    out: torch.Tensor, bounds: tuple[float, float]
+) -> tuple[torch.Tensor, torch.Tensor]:
     mean, log_std = out.chunk(2, -1)
     return mean, log_std.clamp(*bounds)
 
@@ -612,13 +726,17 @@ def _suitable(spec: ArraySpec) -> str:
     if spec.dtype.kind not in "iubf":
         return "a function that returns actions"
     if spec.one_hot:
-        return "an environment without one-hot actions: GymEnv(..., categorical_action_encoding=True)"
+        return (
+            "an environment without one-hot actions: GymEnv(..., categorical_action_encoding=True)"
+        )
     if spec.dtype.kind != "f":
         if not _is_bounded(spec):
             return "an environment whose actions have bounds"
         return f"categorical(net), with a network that returns {_values(sum(choices_of(spec)[0]))}"
     n = math.prod(spec.shape)
-    squashed = f", or tanh_gaussian(net), with one that returns {2 * n}" if _is_bounded(spec) else ""
+    squashed = (
+        f", or tanh_gaussian(net), with one that returns {2 * n}" if _is_bounded(spec) else ""
+    )
     return f"gaussian(net), with a network that returns {_values(n)}{squashed}"
 
 
@@ -633,7 +751,9 @@ def _is_bounded(spec: ArraySpec) -> bool:
 
 
 def _without_mask(obs: Any, path: Key) -> tuple[Any, torch.Tensor | None]:
-    """Return an observation without its action mask, as the network gets it, and the mask; None if it has none."""
+    """Return an observation without its action mask, as the network gets it, and the mask; None if
+    it has none.
+    """
     left, mask = _taken_out(obs, path)
     while mask is not None and isinstance(left, Mapping) and len(left) == 1:
         (left,) = left.values()
@@ -657,8 +777,8 @@ def _outputs(net: nn.Module) -> int:
     sizes = [layer.out_features for layer in layers if isinstance(layer, nn.Linear)]
     if not sizes or isinstance(sizes[-1], nn.parameter.UninitializedParameter) or sizes[-1] == 0:
         raise BadOption(
-            f"gaussian: cannot see from {type(net).__name__} how many actions it returns. For n actions pass "
-            f"log_std=torch.zeros(n), or torch.nn.Parameter(torch.zeros(n)) to learn it; or log_std=None if the "
-            f"network returns mean and log_std."
+            f"gaussian: cannot see from {type(net).__name__} how many actions it returns. For n"
+            " actions pass log_std=torch.zeros(n), or torch.nn.Parameter(torch.zeros(n)) to learn"
+            " it; or log_std=None if the network returns mean and log_std."
         )
     return int(sizes[-1])

@@ -1,13 +1,17 @@
-"""The rows that a policy reads. They are the batch itself, so a policy that writes into them is noticed.
+"""The rows that a policy reads.
 
-A row, and the one before it, are copied before each call of the policy and compared with the copies afterwards. If they
-differ, they are restored and ``BadPolicyOutput`` is raised: the batch is right, and the next call repeats this one.
-Where torch has counted a write that is in neither, other inputs are compared and restored, too, as far as their copies
-are kept. Limits: of rows of more than ``LARGE_BYTES`` only the last copy is kept, and NumPy's writes into them are
-noticed in one call of ``SAMPLED``. On a device nothing is compared, because the host would have to wait; torch's count
-is all there is.
+They are the batch itself, so a policy that writes into them is noticed.
 
-Objects and recurrent states are handed to policies as copies, with which they may do what they want.
+A row, and the one before it, are copied before each call of the policy and compared with the copies
+afterwards. If they differ, they are restored and ``BadPolicyOutput`` is raised: the batch is right,
+and the next call repeats this one. Where torch has counted a write that is in neither, other inputs
+are compared and restored, too, as far as their copies are kept. Limits: of rows of more than
+``LARGE_BYTES`` only the last copy is kept, and NumPy's writes into them are noticed in one call of
+``SAMPLED``. On a device nothing is compared, because the host would have to wait; torch's count is
+all there is.
+
+Objects and recurrent states are handed to policies as copies, with which they may do what they
+want.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ from muster.utils.private_names import usable
 KEPT_BYTES = 1 << 20  # of the copies of a column
 LARGE_BYTES = 1 << 16
 SAMPLED = 16
-OF_STEPS = next_of(("terminated",))  # a column of the lanes of batches only: others have rows of their own
+# a column of the lanes of batches only: others have rows of their own
+OF_STEPS = next_of(("terminated",))
 
 
 class InputRows:
@@ -40,26 +45,33 @@ class InputRows:
         policy: name of the policy in messages.
 
     Attributes:
-        columns: tensors over the lane's columns, ``[rows, B, *shape]``. Only the policy writes into them: others use
-            ``lane.tensors``, whose writes torch counts separately.
+        columns: tensors over the lane's columns, ``[rows, B, *shape]``. Only the policy writes into
+            them: others use ``lane.tensors``, whose writes torch counts separately.
     """
 
     def __init__(self, lane: Lane, keys: Sequence[Key], policy: str) -> None:
-        self._lane, self._policy = lane, policy
+        self._lane = lane
+        self._policy = policy
         self.columns = {key: lane.tensors[key].data for key in keys}
         kind = _DeviceCopies if lane.mirrored else _HostCopies
         self._copies = [kind(lane, key, column) for key, column in self.columns.items()]
-        self._first, self._last = 0, -2  # rows that the policy has read one after another
+        # rows that the policy has read one after another
+        self._first = 0
+        self._last = -2
 
     def rows(self, key: Key) -> Sequence[torch.Tensor] | torch.Tensor:
-        """Return the rows of a column for the policy, ``[*batch_shape, *shape]`` each; see ``Lane.rows``."""
+        """Return the rows of a column for the policy, ``[*batch_shape, *shape]`` each; see
+        ``Lane.rows``.
+        """
         tensor = self.columns[key]
         if len(self._lane.layout.lead) != 1:
             tensor = tensor.reshape(len(tensor), *self._lane.layout.lead, *tensor.shape[2:])
         return tensor.unbind(0) if len(tensor) <= MAX_ROW_VIEWS else tensor
 
     def watched(self, act: Act) -> Act:
-        """Return a function that calls ``act``, and raises ``BadPolicyOutput`` if the policy has changed a row."""
+        """Return a function that calls ``act``, and raises ``BadPolicyOutput`` if the policy has
+        changed a row.
+        """
         every = self._copies
         if not every:
             return act
@@ -83,15 +95,21 @@ class InputRows:
         return act_and_compare
 
     def _watched_one(self, act: Act, copies: _HostCopies) -> Act:
-        """The same for one column of small rows, without a call for each part, which takes half of the time."""
-        rows, kept, most, counter = copies.arrays, copies.kept, copies.most, copies.counter
+        """The same for one column of small rows, without a call for each part, which takes half of
+        the time.
+        """
+        rows = copies.arrays
+        kept = copies.kept
+        most = copies.most
+        counter = copies.counter
 
         def act_and_compare(t: int) -> None:
             if t == self._last + 1:
                 self._last = t
             elif t != self._last:
                 self._go_on(t)
-            row, last = rows[t], rows[t - 1]
+            row = rows[t]
+            last = rows[t - 1]
             kept[t] = before = row.tobytes()
             kept[t - 1] = last_before = last.tobytes()
             if t >= most:
@@ -108,14 +126,18 @@ class InputRows:
         return act_and_compare
 
     def _go_on(self, t: int) -> None:
-        """Note that row ``t`` is next: after the last one, or the first of other steps, of which no copies are kept."""
+        """Note that row ``t`` is next: after the last one, or the first of other steps, of which no
+        copies are kept.
+        """
         if t != self._last + 1:
             self._first = max(0, t - 1)
         self._last = t
 
     def _restore(self, t: int) -> list[tuple[int, Key]]:
         """Restore the rows that differ from their copies, and return them."""
-        return sorted((row, copies.key) for copies in self._copies for row in copies.restore(self._first, t))
+        return sorted(
+            (row, copies.key) for copies in self._copies for row in copies.restore(self._first, t)
+        )
 
     def _refuse(self, t: int) -> None:
         found = self._restore(t)
@@ -127,20 +149,25 @@ class InputRows:
     def _where(self, row: int, t: int) -> str:
         if OF_STEPS not in self._lane.data:
             return ""
-        return f" at row {t} of the batch" + ("" if row == t else f" (the input of row {row}, which it has kept)")
+        return f" at row {t} of the batch" + (
+            "" if row == t else f" (the input of row {row}, which it has kept)"
+        )
 
 
 def changed_text(policy: str, key: Key, where: str = "") -> str:
     """Return the message about a policy that has changed an input."""
     return (
-        f"policy {policy} changed its input {dotted(key)} in place{where}. That memory is the batch itself: use "
-        f"operations that return a new tensor (no inplace=True in the first layer, no `obs -= ...`), or copy it first "
-        f"(`obs = obs.clone()`). The input was restored."
+        f"policy {policy} changed its input {dotted(key)} in place{where}. That memory is the batch"
+        " itself: use operations that return a new tensor (no inplace=True in the first layer, no"
+        " `obs -= ...`), or copy it first (`obs = obs.clone()`). The input was restored."
     )
 
 
-def unchanged_inputs(obs: Mapping[Key, Any], policy: str) -> tuple[dict[Key, Any], Callable[[], None]]:
-    """Return copies of the tensors in ``obs`` for a call of the policy, and a function to call afterwards.
+def unchanged_inputs(
+    obs: Mapping[Key, Any], policy: str
+) -> tuple[dict[Key, Any], Callable[[], None]]:
+    """Return copies of the tensors in ``obs`` for a call of the policy, and a function to call
+    afterwards.
 
     The function raises ``BadPolicyOutput`` if the policy has changed a copy.
     """
@@ -157,14 +184,15 @@ def unchanged_inputs(obs: Mapping[Key, Any], policy: str) -> tuple[dict[Key, Any
 class _HostCopies:
     """Copies of the last rows of a column in host memory.
 
-    Between two calls of the policy, ``on_step`` hooks and environments whose agents take turns write into the row of
-    the first: it is copied again before the second.
+    Between two calls of the policy, ``on_step`` hooks and environments whose agents take turns
+    write into the row of the first: it is copied again before the second.
 
     Attributes:
         arrays: the rows, as arrays.
         kept: bytes of the rows, by row; of the last ``most``.
         are_small: the rows are small enough to compare them in every call.
-        counter: counts the writes into the column, see ``_counter``; ``seen``: number that was looked at.
+        counter: counts the writes into the column, see ``_counter``; ``seen``: number that was
+            looked at.
     """
 
     def __init__(self, lane: Lane, key: Key, column: torch.Tensor) -> None:
@@ -195,7 +223,8 @@ class _HostCopies:
         """Restore the rows from ``first`` to ``t`` that have changed, and return their numbers."""
         found = [row for row in range(first, t + 1) if self._is_changed(row)]
         for row in found:
-            before, array = self.kept[row], self.arrays[row]
+            before = self.kept[row]
+            array = self.arrays[row]
             assert before is not None
             array[...] = np.frombuffer(before, array.dtype).reshape(array.shape)
         self.seen = self.counter._version
@@ -207,11 +236,15 @@ class _HostCopies:
 
 
 class _DeviceCopies:
-    """A copy of the last row of a column on a device. Nothing is compared there: the host would have to wait."""
+    """A copy of the last row of a column on a device.
+
+    Nothing is compared there: the host would have to wait.
+    """
 
     def __init__(self, lane: Lane, key: Key, column: torch.Tensor) -> None:
         self.key, self._counter = key, _counter(column)
-        self._seen, self._rows = self._counter._version, lane.tensors[key]
+        self._seen = self._counter._version
+        self._rows = lane.tensors[key]
         self._kept = torch.empty_like(self._rows[0])
 
     def keep(self, t: int) -> None:
@@ -230,7 +263,9 @@ class _DeviceCopies:
 
 
 def _counter(column: torch.Tensor) -> Any:
-    """Return an object whose ``_version`` grows with each of torch's writes into a column, or always is 0."""
+    """Return an object whose ``_version`` grows with each of torch's writes into a column, or
+    always is 0.
+    """
     return column if usable("torch", (column, ("_version",))) else SimpleNamespace(_version=0)
 
 

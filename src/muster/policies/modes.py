@@ -1,9 +1,10 @@
 """The mode, ``train()`` or ``eval()``, in which a policy acts.
 
-Collecting is not training. A policy acts in evaluation mode, wherever it acts: batch normalisation uses the statistics
-that training has found and does not change them, and dropout is off. Before and after, modules have the modes that the
-user has given them. Only the flags ``training`` are set: ``train()`` and ``eval()`` of a user's class may do more.
-Reasons: docs/decisions/0026-acting-mode.md.
+Collecting is not training. A policy acts in evaluation mode, wherever it acts: batch normalisation
+uses the statistics that training has found and does not change them, and dropout is off. Before and
+after, modules have the modes that the user has given them. Only the flags ``training`` are set:
+``train()`` and ``eval()`` of a user's class may do more. Reasons:
+docs/decisions/0026-acting-mode.md.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from muster.policies.normalization import RunningNorm
 
 PolicyMode = Literal["eval", "as_given"]
 
-# Modules that do the same in both modes. Where a policy has no others, rollouts of one step save 2 us.
+# Modules that do the same in both modes. Where a policy has no others, rollouts of one step save 2
+# us.
 INDIFFERENT = frozenset(
     (
         *(Categorical, Gaussian, TanhGaussian, Deterministic, RunningNorm),
@@ -42,7 +44,9 @@ class ActingMode:
 
     def __init__(self, roots: Collection[torch.nn.Module], mode: PolicyMode) -> None:
         self._roots = roots
-        self._given = None if mode == "eval" else {module: module.training for module in all_modules(roots)}
+        self._given = (
+            None if mode == "eval" else {module: module.training for module in all_modules(roots)}
+        )
         self._users: list[tuple[torch.nn.Module, bool]] = []
 
     def enter(self) -> None:
@@ -81,23 +85,28 @@ def set_eval(roots: Iterable[torch.nn.Module], besides: Collection[int] = ()) ->
 
 
 def warn_of_noise(roots: Iterable[torch.nn.Module], mode: PolicyMode) -> None:
-    """Warn of layers that explore in training mode only: ``NoisyLinear`` of TorchRL, Tianshou and others."""
+    """Warn of layers that explore in training mode only: ``NoisyLinear`` of TorchRL, Tianshou and
+    others.
+    """
     if mode != "eval":
         return
     noisy = {type(module).__name__ for module in all_modules(roots) if module.training}
     noisy = {name for name in noisy if "noisy" in name.lower()}
     if noisy:
         warnings.warn(
-            f"the policy has layers of the class {', '.join(sorted(noisy))}. Layers of this name draw noise in "
-            f"training mode only, and policies act in evaluation mode. Pass "
-            f"execution=muster.Execution(policy_mode='as_given') to act in the modes that the modules have now, or "
-            f"call policy.eval() before if you want no noise.",
+            f"the policy has layers of the class {', '.join(sorted(noisy))}. Layers of this name"
+            " draw noise in training mode only, and policies act in evaluation mode. Pass"
+            " execution=muster.Execution(policy_mode='as_given') to act in the modes that the"
+            " modules have now, or call policy.eval() before if you want no noise.",
             stacklevel=2,
         )
 
 
 def all_modules(roots: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The modules and their submodules. Takes a fifth of the time of ``modules()``: it is called for each rollout."""
+    """The modules and their submodules.
+
+    Takes a fifth of the time of ``modules()``: it is called for each rollout.
+    """
     found = list(roots)
     if not layers_are_known():
         return [module for root in found for module in root.modules()]

@@ -13,8 +13,9 @@ from muster.errors import BadOption
 class RunningNorm(nn.Module):
     """A first layer that normalises observations: ``(x - mean) / sqrt(variance + eps)``, clipped.
 
-    Its statistics are buffers of the policy. So they are published with its weights and have their version, are in its
-    ``state_dict`` and in the state of a collector, and act wherever the policy acts. Batches have raw observations::
+    Its statistics are buffers of the policy. So they are published with its weights and have their
+    version, are in its ``state_dict`` and in the state of a collector, and act wherever the policy
+    acts. Batches have raw observations::
 
         norm = policies.RunningNorm(4)
         actor = policies.categorical(nn.Sequential(norm, nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2)))
@@ -23,9 +24,10 @@ class RunningNorm(nn.Module):
             norm.update(batch["observation"])
             collector.update_policy_weights_()
 
-    The statistics do not depend on how the observations are divided into batches, up to rounding in float64: parts are
-    merged as in Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances"
-    (1979). Before the first ``update`` the layer only clips.
+    The statistics do not depend on how the observations are divided into batches, up to rounding in
+    float64: parts are merged as in Chan, Golub, LeVeque, "Updating Formulae and a Pairwise
+    Algorithm for Computing Sample Variances" (1979). Before the first ``update`` the layer only
+    clips.
 
     Args:
         shape: shape of an observation.
@@ -43,12 +45,17 @@ class RunningNorm(nn.Module):
     scale: torch.Tensor
     shift: torch.Tensor
 
-    def __init__(self, shape: int | tuple[int, ...], *, clip: float = 10.0, eps: float = 1e-8) -> None:
+    def __init__(
+        self, shape: int | tuple[int, ...], *, clip: float = 10.0, eps: float = 1e-8
+    ) -> None:
         super().__init__()
         if not (clip > 0 and eps >= 0):
-            raise BadOption(f"RunningNorm(clip={clip!r}, eps={eps!r}): expected clip > 0 and eps >= 0")
+            raise BadOption(
+                f"RunningNorm(clip={clip!r}, eps={eps!r}): expected clip > 0 and eps >= 0"
+            )
         self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        self.clip, self.eps = clip, eps
+        self.clip = clip
+        self.eps = eps
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
         self.register_buffer("mean", torch.zeros(self.shape, dtype=torch.float64))
         self.register_buffer("m2", torch.zeros(self.shape, dtype=torch.float64))
@@ -61,7 +68,9 @@ class RunningNorm(nn.Module):
         return self.m2 / self.count.clamp(min=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise observations ``[..., *shape]`` of any dtype; the result has the layer's (float32)."""
+        """Normalise observations ``[..., *shape]`` of any dtype; the result has the layer's
+        (float32).
+        """
         return ((x.to(self.shift.dtype) - self.shift) * self.scale).clamp_(-self.clip, self.clip)
 
     @torch.no_grad()
@@ -70,7 +79,8 @@ class RunningNorm(nn.Module):
 
         Args:
             observations: ``[..., *shape]``, any dtype.
-            mask: bool ``[...]``; which of them count, e.g. ``batch.get(("collector", "valid"), None)``. None: all.
+            mask: bool ``[...]``; which of them count, e.g. ``batch.get(("collector", "valid"),
+                None)``. None: all.
 
         Raises:
             BadOption: they have another shape, or contain NaN or infinity. Nothing was changed.
@@ -78,7 +88,8 @@ class RunningNorm(nn.Module):
         lead = observations.ndim - len(self.shape)
         if lead < 0 or tuple(observations.shape[lead:]) != self.shape:
             raise BadOption(
-                f"RunningNorm.update: expected observations of shape {self.shape}, got {tuple(observations.shape)}"
+                f"RunningNorm.update: expected observations of shape {self.shape}, got"
+                f" {tuple(observations.shape)}"
             )
         rows = observations.reshape(-1, *self.shape) if mask is None else observations[mask.bool()]
         rows = rows.to(self.mean)
@@ -87,7 +98,8 @@ class RunningNorm(nn.Module):
         if not rows.isfinite().all():
             raise BadOption("RunningNorm.update: the observations contain NaN or infinity")
         mean = rows.mean(0)
-        total, delta = self.count + len(rows), mean - self.mean
+        total = self.count + len(rows)
+        delta = mean - self.mean
         self.m2 += (rows - mean).square().sum(0) + delta.square() * (self.count * len(rows) / total)
         self.mean += delta * (len(rows) / total)
         self.count.copy_(total)
@@ -99,10 +111,11 @@ class RunningNorm(nn.Module):
 
 
 class RewardScaler(nn.Module):
-    """Divides rewards by the standard deviation of discounted returns, as SB3's ``VecNormalize`` does.
+    """Divides rewards by the standard deviation of discounted returns, as SB3's ``VecNormalize``
+    does.
 
-    The return of a row is the discounted sum of the rewards of its trajectory so far. Trajectories continue from batch
-    to batch, from any worker::
+    The return of a row is the discounted sum of the rewards of its trajectory so far. Trajectories
+    continue from batch to batch, from any worker::
 
         scaler = policies.RewardScaler(gamma=0.99)
         for batch in collector:
@@ -138,10 +151,14 @@ class RewardScaler(nn.Module):
             BadOption: a reward is NaN or infinite. Nothing was changed.
         """
         valid = batch.get(("collector", "valid"), None)
-        rows = batch.reshape(-1) if valid is None else batch[valid]  # each trajectory's rows are in order
+        # each trajectory's rows are in order
+        rows = batch.reshape(-1) if valid is None else batch[valid]
         columns = (rows["collector", "traj_ids"], rows["next", "reward"], rows["next", "done"])
-        found, now = [], dict(self.open)
-        for number, reward, done in zip(*(column.flatten().tolist() for column in columns), strict=True):
+        found = []
+        now = dict(self.open)
+        for number, reward, done in zip(
+            *(column.flatten().tolist() for column in columns), strict=True
+        ):
             now[number] = now.get(number, 0.0) * self.gamma + reward
             found.append(now[number])
             if done:

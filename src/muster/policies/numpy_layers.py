@@ -1,4 +1,6 @@
-"""The layers of ``executor`` in NumPy, for networks so small that call overhead is most of their time."""
+"""The layers of ``executor`` in NumPy, for networks so small that call overhead is most of their
+time.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def _linear(layer: nn.Linear, out: Array) -> Call:
 
 
 def _elu(layer: Any, y: Array) -> Call:
-    return _two_sided(y, lambda negative: np.multiply(np.expm1(negative, negative), layer.alpha, negative))
+    return _two_sided(
+        y, lambda negative: np.multiply(np.expm1(negative, negative), layer.alpha, negative)
+    )
 
 
 def _leaky_relu(layer: Any, y: Array) -> Call:
@@ -114,7 +118,8 @@ def _gelu(layer: Any, y: Array) -> Call | None:
 def _layer_norm(layer: Any, y: Array) -> Call | None:
     if len(layer.normalized_shape) != 1:
         return None
-    average = np.full((y.shape[-1], 1), 1 / y.shape[-1], np.float32)  # a product, because reductions are slower
+    # a product, because reductions are slower
+    average = np.full((y.shape[-1], 1), 1 / y.shape[-1], np.float32)
     weight = None if layer.weight is None else layer.weight.detach().numpy()
     bias = None if layer.bias is None else layer.bias.detach().numpy()
     eps, square = layer.eps, np.empty_like(y)

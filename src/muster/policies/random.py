@@ -25,12 +25,14 @@ FIRST_MASKED = 1 << 19  # first stream for masked actions; see ``GroupRng.stream
 
 
 class RandomPolicy:
-    """Implements ``Policy`` with ``sample(rng, shape)``, which returns ``[*shape, *leaf shape]`` per action leaf.
+    """Implements ``Policy`` with ``sample(rng, shape)``, which returns ``[*shape, *leaf shape]``
+    per action leaf.
 
-    Actions of a rollout are drawn at once; those with an action mask (``masks``) in each row, among the allowed ones.
-    Rollouts have the columns of the collector's policy, so that all its batches have the same columns. Rows without an
-    output of that policy are filled: extras with ``unknown`` (integers 0, flags False, objects None), and recurrent
-    states with those of the start of an episode, from which the policy continues.
+    Actions of a rollout are drawn at once; those with an action mask (``masks``) in each row, among
+    the allowed ones. Rollouts have the columns of the collector's policy, so that all its batches
+    have the same columns. Rows without an output of that policy are filled: extras with ``unknown``
+    (integers 0, flags False, objects None), and recurrent states with those of the start of an
+    episode, from which the policy continues.
     """
 
     name = path = "random"
@@ -45,27 +47,34 @@ class RandomPolicy:
         *,
         masks: Sequence[ActionMask] = (),
     ) -> None:
-        self._sample, self._masks = sample, masks
+        self._sample = sample
+        self._masks = masks
         self._shape = batch_shape
         self._unknown = unknown
         self._columns: Sequence[Column] = ()
         self._cells: Mapping[Key, Array] = {}
 
     def learn(self, columns: Sequence[Column], cells: Mapping[Key, Array]) -> None:
-        """Fill the columns of another policy from now on; ``cells`` are examples of its columns of objects."""
-        self._columns, self._cells = columns, cells
+        """Fill the columns of another policy from now on; ``cells`` are examples of its columns of
+        objects.
+        """
+        self._columns = columns
+        self._cells = cells
 
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
         drawn = self._sample(rng, self._shape)
         for place, mask in enumerate(self._masks):
-            action, lead = drawn[mask.action], len(self._shape)
+            action = drawn[mask.action]
+            lead = len(self._shape)
             rows = obs[mask.key].reshape(-1, *obs[mask.key].shape[lead:])
             uniform = rng.stream(FIRST_MASKED + place).random((len(rows), len(mask.drawn)))
             if torch.is_tensor(action):
                 chosen = mask.draw_on_device(rows, torch.from_numpy(uniform).to(rows.device))
                 drawn[mask.action] = chosen.to(action.dtype).reshape(action.shape)
             else:
-                drawn[mask.action] = mask.draw(rows.numpy(), uniform).astype(action.dtype).reshape(np.shape(action))
+                drawn[mask.action] = (
+                    mask.draw(rows.numpy(), uniform).astype(action.dtype).reshape(np.shape(action))
+                )
         tensors = {key: as_tensor(a) for key, a in drawn.items() if a.dtype != OBJECT}
         return Outputs(tensors, objects={key: a for key, a in drawn.items() if a.dtype == OBJECT})
 
@@ -75,11 +84,15 @@ class RandomPolicy:
     def start(self, lane: Lane, rng: GroupRng) -> Act:
         """Fill all remaining rows; the returned ``act`` only draws actions with a mask."""
         begin = lane.acts_from
-        draws = [self._masked(mask, lane, rng.stream(FIRST_MASKED + place)) for place, mask in enumerate(self._masks)]
+        draws = [
+            self._masked(mask, lane, rng.stream(FIRST_MASKED + place))
+            for place, mask in enumerate(self._masks)
+        ]
         for key, drawn in self._sample(rng, (lane.T - begin, lane.B)).items():
             lane.data[key][begin:] = drawn
         for column in self._columns:
-            rows, begin = lane.data[column.key], lane.done_steps
+            rows = lane.data[column.key]
+            begin = lane.done_steps
             if column.ragged:
                 rows[begin:] = self._emptied(self._cells[column.key].flat[0])
             elif not column.carry:
@@ -96,13 +109,17 @@ class RandomPolicy:
         return act
 
     def _masked(self, mask: ActionMask, lane: Lane, stream: np.random.Generator) -> Act:
-        first, rows, actions = lane.acts_from, lane.data[mask.key], lane.data[mask.action]
+        first = lane.acts_from
+        rows = lane.data[mask.key]
+        actions = lane.data[mask.action]
         uniform = stream.random((lane.T - first, lane.B, len(mask.drawn)))
         if lane.mirrored:
             numbers = torch.from_numpy(uniform).to(rows.device)
 
             def draw_there(t: int) -> None:
-                actions[t].copy_(mask.draw_on_device(rows[t], numbers[t - first]).reshape(actions[t].shape))
+                actions[t].copy_(
+                    mask.draw_on_device(rows[t], numbers[t - first]).reshape(actions[t].shape)
+                )
 
             return draw_there
 
@@ -117,9 +134,15 @@ class RandomPolicy:
         return self._unknown if column.dtype.kind in "fc" else 0
 
     def _emptied(self, cell: Any) -> Array:
-        """The same for one cell of a ragged column; as a 0-d object array, so that NumPy does not convert it."""
+        """The same for one cell of a ragged column; as a 0-d object array, so that NumPy does not
+        convert it.
+        """
         out = np.empty((), OBJECT)
-        out[()] = cell.apply(self._emptied_tensor) if hasattr(cell, "apply") else self._emptied_tensor(cell)
+        out[()] = (
+            cell.apply(self._emptied_tensor)
+            if hasattr(cell, "apply")
+            else self._emptied_tensor(cell)
+        )
         return out
 
     def _emptied_tensor(self, tensor: torch.Tensor) -> torch.Tensor:

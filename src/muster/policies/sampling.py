@@ -1,7 +1,8 @@
 """Sampling: turns a network's output into rows of actions and log-probabilities, in NumPy.
 
-Noise is drawn once per rollout. All paths of a head with rows on the host (NumPy, torch, module, GPU) use the same
-noise, so that their data are equal up to the rounding of the network. ``emit(t, params)`` completes row ``t``::
+Noise is drawn once per rollout. All paths of a head with rows on the host (NumPy, torch, module,
+GPU) use the same noise, so that their data are equal up to the rounding of the network. ``emit(t,
+params)`` completes row ``t``::
 
     emit = categorical(rows, 0, nvec=(2,), low=zeros, rng=rng.numpy)
     for t in range(T):
@@ -32,11 +33,12 @@ else:
 
 Emit = Callable[[int, Array], None]
 
-# Below this many actions, one environment's row is faster in Python floats: 1.5 us against 6.9 for 2 actions,
-# 3.7 against 6.3 for 18.
+# Below this many actions, one environment's row is faster in Python floats: 1.5 us against 6.9 for
+# 2 actions, 3.7 against 6.3 for 18.
 SMALL = 16
-# Bounds of Gumbel noise: in float32 exp(difference of two) stays finite, so that the log-probability of the
-# chosen action needs no maximum: logits[j] - logits[chosen] <= noise[chosen] - noise[j].
+# Bounds of Gumbel noise: in float32 exp(difference of two) stays finite, so that the
+# log-probability of the chosen action needs no maximum: logits[j] - logits[chosen] <= noise[chosen]
+# - noise[j].
 LEAST_EXPONENTIAL = 1e-30
 
 
@@ -44,8 +46,9 @@ LEAST_EXPONENTIAL = 1e-30
 class ActionMask:
     """The action mask of one action, ``[B, *shape]`` per row.
 
-    It has an entry for each choice of each variable, one variable after another, or, if it is ``joint``, one for each
-    combination of choices, in C order. Actions of ``agents`` with equal spaces have a mask for each, one after another.
+    It has an entry for each choice of each variable, one variable after another, or, if it is
+    ``joint``, one for each combination of choices, in C order. Actions of ``agents`` with equal
+    spaces have a mask for each, one after another.
 
     Attributes:
         nvec, low: number of choices, and first choice, of each variable; those of all agents.
@@ -63,7 +66,9 @@ class ActionMask:
 
     @property
     def drawn(self) -> tuple[int, ...]:
-        """Numbers of choices of the variables that are drawn independently: for a joint mask, one for each agent."""
+        """Numbers of choices of the variables that are drawn independently: for a joint mask, one
+        for each agent.
+        """
         return (math.prod(self.own_nvec),) * self.agents if self.joint else self.nvec
 
     @property
@@ -72,7 +77,8 @@ class ActionMask:
         return self.nvec[: len(self.nvec) // self.agents]
 
     def draw(self, rows: Array, uniform: Array) -> Array:
-        """Return uniformly random allowed actions, ``[B, n]``, from uniform numbers ``[B, len(drawn)]``.
+        """Return uniformly random allowed actions, ``[B, n]``, from uniform numbers ``[B,
+        len(drawn)]``.
 
         Raises:
             BadEnvOutput: a variable has no allowed choice.
@@ -99,7 +105,9 @@ class ActionMask:
         return vectors
 
     def draw_on_device(self, rows: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-        """Draw like ``draw``, without waiting for the device: a variable without allowed choices gets its first one."""
+        """Draw like ``draw``, without waiting for the device: a variable without allowed choices
+        gets its first one.
+        """
         legal = torch.split(rows.reshape(len(rows), -1) != 0, list(self.drawn), 1)
         chosen = []
         for part, numbers in zip(legal, uniform.unbind(1), strict=True):
@@ -108,19 +116,24 @@ class ActionMask:
             index = (total > nth[:, None]).byte().argmax(1)
             chosen += split_index(index, self.own_nvec) if self.joint else [index]
         if self.one_hot:
-            return torch.cat([torch.nn.functional.one_hot(c, n) for c, n in zip(chosen, self.nvec, strict=True)], 1)
+            return torch.cat(
+                [torch.nn.functional.one_hot(c, n) for c, n in zip(chosen, self.nvec, strict=True)],
+                1,
+            )
         return torch.stack([c + low for c, low in zip(chosen, self.low, strict=True)], 1)
 
     def refused(self, rows: Array) -> BadEnvOutput | None:
-        """Return the error for masks without an allowed choice, ``[B, *shape]``; None if there is none."""
+        """Return the error for masks without an allowed choice, ``[B, *shape]``; None if there is
+        none.
+        """
         parts = np.split(rows.reshape(len(rows), -1) != 0, np.cumsum(self.drawn)[:-1], 1)
         bad = np.flatnonzero(~np.logical_and.reduce([part.any(1) for part in parts])).tolist()
         if not bad:
             return None
         return BadEnvOutput(
-            f"{self.env_name}[{bad[0]}]: {dotted(self.key)} allows no action (environments {bad[:8]}). A policy "
-            f"chooses among allowed actions only: let the environment allow at least one, or end the episode before. "
-            f"collector.reset() starts new episodes."
+            f"{self.env_name}[{bad[0]}]: {dotted(self.key)} allows no action (environments"
+            f" {bad[:8]}). A policy chooses among allowed actions only: let the environment allow"
+            " at least one, or end the episode before. collector.reset() starts new episodes."
         )
 
 
@@ -130,18 +143,23 @@ def masks_of(env: EnvBatch | Any) -> list[ActionMask]:
 
 
 def all_masks_of(env: EnvBatch | Any) -> list[ActionMask]:
-    """Return the action masks of an env batch (or of its description), except those that ``check_masks`` refuses."""
+    """Return the action masks of an env batch (or of its description), except those that
+    ``check_masks`` refuses.
+    """
     masks = [_mask_or_problem(env, action, key) for action, key in env.action_masks.items()]
     return [mask for mask in masks if isinstance(mask, ActionMask)]
 
 
 def check_masks(env: EnvBatch | Any) -> None:
-    """Raise ``UnsupportedSpace`` if an action mask of the env batch (or of its description) does not fit its action."""
+    """Raise ``UnsupportedSpace`` if an action mask of the env batch (or of its description) does
+    not fit its action.
+    """
     for action, key in env.action_masks.items():
         problem = _mask_or_problem(env, action, key)
         if isinstance(problem, str):
             raise UnsupportedSpace(
-                f"{env.name}: {problem}. Change the mask, or rename the key if it is no mask of allowed actions."
+                f"{env.name}: {problem}. Change the mask, or rename the key if it is no mask of"
+                " allowed actions."
             )
 
 
@@ -154,22 +172,27 @@ def _mask_or_problem(env: EnvBatch | Any, action: Key, key: Key) -> ActionMask |
         parts = [each for each in env.action_specs if env.action_specs[each].is_discrete]
         if len(place) > 1 or parts != [action]:
             names = [dotted(each) for each in env.action_specs]
-            wanted = [dotted((*key[: len(key) - len(place)], *ACTION_MASK, *each[1:])) for each in parts]
+            wanted = [
+                dotted((*key[: len(key) - len(place)], *ACTION_MASK, *each[1:])) for each in parts
+            ]
             return (
-                f"{dotted(key)} is a mask of no action: the actions are {names}. Expected the masks "
-                f"{wanted or 'of discrete actions'}, those of discrete actions by their names"
+                f"{dotted(key)} is a mask of no action: the actions are {names}. Expected the masks"
+                f" {wanted or 'of discrete actions'}, those of discrete actions by their names"
             )
     if not spec.is_discrete:
         return (
-            f"{dotted(key)} is an action mask, and {dotted(action)} has {spec}: masks are for discrete actions "
-            f"(Discrete, MultiDiscrete, MultiBinary)"
+            f"{dotted(key)} is an action mask, and {dotted(action)} has {spec}: masks are for"
+            " discrete actions (Discrete, MultiDiscrete, MultiBinary)"
         )
     if not mask.is_tensor:
         return f"the action mask {dotted(key)} has no fixed shape: expected an array"
     nvec, low = choices_of(spec)
-    agents, shape = 1, mask.shape
-    if len(action) == 2 and action[1:] == ACTION and spec.shape:  # (team, "action"), and a mask for each agent
-        agents, shape = spec.shape[0], mask.shape[1:]
+    agents = 1
+    shape = mask.shape
+    # (team, "action"), and a mask for each agent
+    if len(action) == 2 and action[1:] == ACTION and spec.shape:
+        agents = spec.shape[0]
+        shape = mask.shape[1:]
     try:
         joint = is_joint_mask(nvec[: len(nvec) // agents], shape)
     except ValueError as error:
@@ -178,7 +201,9 @@ def _mask_or_problem(env: EnvBatch | Any, action: Key, key: Key) -> ActionMask |
 
 
 def split_index(index: torch.Tensor, nvec: tuple[int, ...]) -> list[torch.Tensor]:
-    """Return the choice of each variable from the number of a combination, in C order; like ``np.unravel_index``."""
+    """Return the choice of each variable from the number of a combination, in C order; like
+    ``np.unravel_index``.
+    """
     parts = []
     for n in reversed(nvec):
         parts.append(index % n)
@@ -192,17 +217,26 @@ def _places(nvec: tuple[int, ...]) -> Array:
 
 
 class ActionRows:
-    """The actions (``[T, B, *shape]``) and log-probabilities (``[T, B]`` float32, or None) of one rollout.
+    """The actions (``[T, B, *shape]``) and log-probabilities (``[T, B]`` float32, or None) of one
+    rollout.
 
     ``masked`` are an action mask and its rows, ``[T, B, *shape]``; None: all actions are allowed.
     """
 
     def __init__(
-        self, name: str, action: Array, log_prob: Array | None, masked: tuple[ActionMask, Array] | None = None
+        self,
+        name: str,
+        action: Array,
+        log_prob: Array | None,
+        masked: tuple[ActionMask, Array] | None = None,
     ) -> None:
-        self.name, self.action, self._masked = name, action, masked
+        self.name = name
+        self.action = action
+        self._masked = masked
         self.T, self.B = action.shape[:2]
-        self.log_prob_array = np.empty((self.T, self.B), np.float32) if log_prob is None else log_prob
+        self.log_prob_array = (
+            np.empty((self.T, self.B), np.float32) if log_prob is None else log_prob
+        )
 
     @cached_property
     def flat(self) -> list[Array]:
@@ -230,7 +264,9 @@ class ActionRows:
         return list(rows.reshape(len(rows), self.B, -1))
 
     def of_combinations(self) -> ActionRows:
-        """Return rows for the numbers of combinations of a joint mask, with the same log-probabilities and mask."""
+        """Return rows for the numbers of combinations of a joint mask, with the same
+        log-probabilities and mask.
+        """
         assert self._masked is not None
         mask, rows = self._masked
         numbers = np.zeros((self.T, self.B, mask.agents), np.int64)
@@ -238,27 +274,42 @@ class ActionRows:
         return ActionRows(self.name, numbers, self.log_prob_array, (of_numbers, rows))
 
     def not_finite(self, t: int, params: Array) -> BadPolicyOutput | BadEnvOutput:
-        if self._masked is not None and (refused := self._masked[0].refused(self._masked[1][t])) is not None:
+        if (
+            self._masked is not None
+            and (refused := self._masked[0].refused(self._masked[1][t])) is not None
+        ):
             return refused
-        bad = np.flatnonzero(~np.isfinite(params).all(1) if self.name != "categorical" else np.isnan(params).any(1))
+        bad = np.flatnonzero(
+            ~np.isfinite(params).all(1) if self.name != "categorical" else np.isnan(params).any(1)
+        )
         who = f"environments {bad[:8].tolist()}" if len(bad) else "some environment"
         return BadPolicyOutput(
-            f"{self.name}: the network returned NaN or infinity for {who} at step {t}; no such action can be "
-            f"taken. Check the observations there and the last weight update (learning rate, gradient norm)."
+            f"{self.name}: the network returned NaN or infinity for {who} at step {t}; no such"
+            " action can be taken. Check the observations there and the last weight update"
+            " (learning rate, gradient norm)."
         )
 
 
 def categorical(
-    rows: ActionRows, first: int, *, nvec: tuple[int, ...], low: Array, rng: np.random.Generator | None
+    rows: ActionRows,
+    first: int,
+    *,
+    nvec: tuple[int, ...],
+    low: Array,
+    rng: np.random.Generator | None,
 ) -> Emit:
-    """Sample one or several categorical variables per environment; ``rng=None`` chooses the most probable value.
+    """Sample one or several categorical variables per environment; ``rng=None`` chooses the most
+    probable value.
 
-    Variables have ``nvec`` choices, numbered from ``low``; ``params`` are their logits, concatenated.
-    Row ``first`` is the first row that will be emitted. With a joint mask, see ``_categorical_jointly``.
+    Variables have ``nvec`` choices, numbered from ``low``; ``params`` are their logits,
+    concatenated. Row ``first`` is the first row that will be emitted. With a joint mask, see
+    ``_categorical_jointly``.
     """
     if (mask := rows.joint_mask) is not None:
         return _categorical_jointly(rows, first, mask, rng)
-    B, k, n = rows.B, len(nvec), max(nvec)
+    B = rows.B
+    k = len(nvec)
+    n = max(nvec)
     gumbel = np.zeros((rows.T, B * k, n), np.float32)  # rows before the first one are not used
     if rng is not None:
         exponential = rng.standard_exponential((rows.T - first, B * k, n))
@@ -266,17 +317,31 @@ def categorical(
     if B * k == 1 and n <= SMALL:
         return _categorical_one(rows, gumbel.reshape(rows.T, n).tolist(), int(low[0]))
     noise = list(gumbel)
-    actions, log_probs, not_finite = rows.flat, rows.log_prob, rows.not_finite
+    actions = rows.flat
+    log_probs = rows.log_prob
+    not_finite = rows.not_finite
     direct = rows.action.dtype == np.int64 and not low.any()
     start = np.tile(low, B)
-    scores, index, at = np.empty((B * k, n), np.float32), np.empty(B * k, np.intp), np.empty(B * k, np.intp)
+    scores, index, at = (
+        np.empty((B * k, n), np.float32),
+        np.empty(B * k, np.intp),
+        np.empty(B * k, np.intp),
+    )
     offsets, chosen = np.arange(0, B * k * n, n), np.empty(B * k, np.float32)
-    chosen_column, ones_n, ones_k, ones_B = chosen[:, None], *(np.ones(m, np.float32) for m in (n, k, B))
+    chosen_column, ones_n, ones_k, ones_B = (
+        chosen[:, None],
+        *(np.ones(m, np.float32) for m in (n, k, B)),
+    )
     # Variables with fewer choices than others are padded with impossible choices.
     padded = None if min(nvec) == n else np.full((B, k * n), -np.inf, np.float32)
     where, legal, impossible = _places(nvec), rows.legal, np.float32(-np.inf)
-    add, subtract, exp, log, negative = np.add, np.subtract, np.exp, np.log, np.negative
-    isfinite, several = math.isfinite, k > 1
+    add = np.add
+    subtract = np.subtract
+    exp = np.exp
+    log = np.log
+    negative = np.negative
+    isfinite = math.isfinite
+    several = k > 1
 
     def emit(t: int, logits: Array) -> None:
         if legal is not None:
@@ -308,11 +373,22 @@ def categorical(
     return emit
 
 
-def _categorical_jointly(rows: ActionRows, first: int, mask: ActionMask, rng: np.random.Generator | None) -> Emit:
-    """Sample from the product of categorical variables, renormalised over the allowed combinations of choices."""
+def _categorical_jointly(
+    rows: ActionRows, first: int, mask: ActionMask, rng: np.random.Generator | None
+) -> Emit:
+    """Sample from the product of categorical variables, renormalised over the allowed combinations
+    of choices.
+    """
     combinations = rows.of_combinations()
-    emit_numbers = categorical(combinations, first, nvec=mask.drawn, low=np.zeros(mask.agents, np.int64), rng=rng)
-    numbers, actions, nvec, low = combinations.matrix, rows.matrix, mask.own_nvec, np.array(mask.low)
+    emit_numbers = categorical(
+        combinations, first, nvec=mask.drawn, low=np.zeros(mask.agents, np.int64), rng=rng
+    )
+    numbers, actions, nvec, low = (
+        combinations.matrix,
+        rows.matrix,
+        mask.own_nvec,
+        np.array(mask.low),
+    )
     ends = np.cumsum(nvec).tolist()
 
     def emit(t: int, logits: Array) -> None:
@@ -328,7 +404,10 @@ def _categorical_jointly(rows: ActionRows, first: int, mask: ActionMask, rng: np
 
 
 def _categorical_one(rows: ActionRows, gumbel: list[list[float]], low: int) -> Emit:
-    actions, log_probs, not_finite, legal = rows.flat, rows.log_prob, rows.not_finite, rows.legal
+    actions = rows.flat
+    log_probs = rows.log_prob
+    not_finite = rows.not_finite
+    legal = rows.legal
     exp, log, impossible = math.exp, math.log, np.float32(-np.inf)
 
     def emit(t: int, logits: Array) -> None:
@@ -337,7 +416,8 @@ def _categorical_one(rows: ActionRows, gumbel: list[list[float]], low: int) -> E
         values = logits.tolist()[0]
         scores = [value + noise for value, noise in zip(values, gumbel[t], strict=False)]
         action = scores.index(max(scores))
-        chosen, total = values[action], 0.0
+        chosen = values[action]
+        total = 0.0
         for value in values:
             total += exp(value - chosen)
         if not total < math.inf:
@@ -348,16 +428,27 @@ def _categorical_one(rows: ActionRows, gumbel: list[list[float]], low: int) -> E
     return emit
 
 
-def gaussian(rows: ActionRows, first: int, *, log_std: Array, rng: np.random.Generator | None) -> Emit:
-    """``params + exp(log_std) * noise`` with a standard deviation (``[n]``) that does not depend on the state.
+def gaussian(
+    rows: ActionRows, first: int, *, log_std: Array, rng: np.random.Generator | None
+) -> Emit:
+    """``params + exp(log_std) * noise`` with a standard deviation (``[n]``) that does not depend on
+    the state.
 
-    The log-probability depends on the noise only, and is computed for all rows at once. It is still stored row
-    by row, because a row that ``act`` has not reached may contain the output of the policy's first call.
+    The log-probability depends on the noise only, and is computed for all rows at once. It is still
+    stored row by row, because a row that ``act`` has not reached may contain the output of the
+    policy's first call.
     """
     unit, base = _normal(rows, first, log_std.size, rng)
     noise, densities = list(unit * np.exp(log_std)), list((base - log_std.sum()).astype(np.float32))
-    actions, log_probs, not_finite = rows.matrix, rows.log_prob, rows.not_finite
-    add, copyto, isfinite, ones = np.add, np.copyto, math.isfinite, np.ones(rows.B * log_std.size, np.float32)
+    actions = rows.matrix
+    log_probs = rows.log_prob
+    not_finite = rows.not_finite
+    add, copyto, isfinite, ones = (
+        np.add,
+        np.copyto,
+        math.isfinite,
+        np.ones(rows.B * log_std.size, np.float32),
+    )
 
     def emit(t: int, mean: Array) -> None:
         if not isfinite(mean.reshape(-1).dot(ones)):
@@ -376,11 +467,14 @@ def gaussian_by_state(
     squash: tuple[Array, Array] | None,
     rng: np.random.Generator | None,
 ) -> Emit:
-    """Like ``gaussian``, with ``params`` the means and log standard deviations (clamped to bounds), ``[B, 2 n]``.
+    """Like ``gaussian``, with ``params`` the means and log standard deviations (clamped to bounds),
+    ``[B, 2 n]``.
 
-    ``squash`` has middle and half width, ``[n]``, of the interval to which tanh maps; None: actions are not bounded.
+    ``squash`` has middle and half width, ``[n]``, of the interval to which tanh maps; None: actions
+    are not bounded.
     """
-    B, n = rows.B, rows.matrix[0].shape[1]
+    B = rows.B
+    n = rows.matrix[0].shape[1]
     unit, base = _normal(rows, first, n, rng)
     if squash is not None:
         middle, half = squash
@@ -389,10 +483,22 @@ def gaussian_by_state(
     noise, constant = list(unit), list(base.astype(np.float32))
     least, most = (np.full((B, n), bound, np.float32) for bound in log_std_bounds)
     log_std, u, part = (np.empty((B, n), np.float32) for _ in range(3))
-    ones, twos, ones_all = (np.full(size, x, np.float32) for size, x in ((n, 1), (n, 2), (2 * B * n, 1)))
-    actions, log_probs, not_finite = rows.matrix, rows.log_prob, rows.not_finite
-    add, subtract, multiply, exp, isfinite = np.add, np.subtract, np.multiply, np.exp, math.isfinite
-    maximum, minimum, absolute, log1p, tanh = np.maximum, np.minimum, np.absolute, np.log1p, np.tanh
+    ones, twos, ones_all = (
+        np.full(size, x, np.float32) for size, x in ((n, 1), (n, 2), (2 * B * n, 1))
+    )
+    actions = rows.matrix
+    log_probs = rows.log_prob
+    not_finite = rows.not_finite
+    add = np.add
+    subtract = np.subtract
+    multiply = np.multiply
+    exp = np.exp
+    isfinite = math.isfinite
+    maximum = np.maximum
+    minimum = np.minimum
+    absolute = np.absolute
+    log1p = np.log1p
+    tanh = np.tanh
     total = np.empty(B, np.float32)
 
     def emit(t: int, params: Array) -> None:
@@ -401,7 +507,8 @@ def gaussian_by_state(
         maximum(params[:, n:], least, out=log_std)
         minimum(log_std, most, out=log_std)
         multiply(exp(log_std, part), noise[t], part)
-        action, out = actions[t], log_probs[t]
+        action = actions[t]
+        out = log_probs[t]
         subtract(constant[t], log_std.dot(ones, total), out)
         if squash is None:
             add(params[:, :n], part, action)
@@ -410,7 +517,8 @@ def gaussian_by_state(
         tanh(u, part)
         add(multiply(part, half, part), middle, part)
         minimum(maximum(part, low, out=part), high, out=action)  # rounding can exceed the bounds
-        # log(1 - tanh(u)^2) = 2 (log 2 - |u| - log(1 + exp(-2 |u|))): exact where tanh(u) rounds to 1.
+        # log(1 - tanh(u)^2) = 2 (log 2 - |u| - log(1 + exp(-2 |u|))): exact where tanh(u) rounds to
+        # 1.
         absolute(u, u)
         log1p(exp(multiply(u, minus_two, part), part), part)
         add(out, add(u, part, u).dot(twos, total), out)
@@ -420,14 +528,19 @@ def gaussian_by_state(
 
 def greedy(rows: ActionRows, *, low: Array) -> Emit:
     """Choose the action with the highest value; ``params``: values ``[B, n]``."""
-    actions, start, isfinite, legal = rows.flat, int(low[0]), math.isfinite, rows.legal
+    actions = rows.flat
+    start = int(low[0])
+    isfinite = math.isfinite
+    legal = rows.legal
     direct, impossible = rows.action.dtype == np.int64 and not start, np.float32(-np.inf)
 
     def emit(t: int, values: Array) -> None:
         if legal is not None:
             values = np.where(legal[t], values, impossible)
         # NaN is the maximum of a row with a NaN. Infinities are allowed, to mask actions.
-        if not (isfinite(values.reshape(-1).dot(_ones(values.size))) or np.isfinite(values.max(1)).all()):
+        if not (
+            isfinite(values.reshape(-1).dot(_ones(values.size))) or np.isfinite(values.max(1)).all()
+        ):
             raise rows.not_finite(t, values)
         if direct:
             values.argmax(1, actions[t])
@@ -455,9 +568,15 @@ def _ones(n: int) -> Array:
     return np.ones(n, np.float32)
 
 
-def _normal(rows: ActionRows, first: int, n: int, rng: np.random.Generator | None) -> tuple[Array, Array]:
-    """Standard normal noise ``[T, B, n]`` and its log-density ``[T, B]``; rows before ``first`` are not used."""
+def _normal(
+    rows: ActionRows, first: int, n: int, rng: np.random.Generator | None
+) -> tuple[Array, Array]:
+    """Standard normal noise ``[T, B, n]`` and its log-density ``[T, B]``; rows before ``first`` are
+    not used.
+    """
     noise = np.zeros((rows.T, rows.B, n), np.float32)
     if rng is not None:
         rng.standard_normal(dtype=np.float32, out=noise[first:])
-    return noise, -0.5 * np.square(noise, dtype=np.float64).sum(-1) - 0.5 * n * math.log(2 * math.pi)
+    return noise, -0.5 * np.square(noise, dtype=np.float64).sum(-1) - 0.5 * n * math.log(
+        2 * math.pi
+    )

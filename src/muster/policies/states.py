@@ -1,8 +1,9 @@
 """The layout of recurrent states: which dimension of each tensor counts environments.
 
-The sizes tell if the first or the second dimension has as many entries as there are environments, but not both. If both
-have, a copy of a module is called with one environment more, and the dimension that grows is the one. A function is not
-called for that: a tensor with two dimensions begins with environments, and for others ``recurrent`` has to say it.
+The sizes tell if the first or the second dimension has as many entries as there are environments,
+but not both. If both have, a copy of a module is called with one environment more, and the
+dimension that grows is the one. A function is not called for that: a tensor with two dimensions
+begins with environments, and for others ``recurrent`` has to say it.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ BATCH_DIM = "state_batch_dim"
 def recurrent(policy: P, *, batch_dim: Any) -> P:
     """Say which dimension of a policy's recurrent state counts environments.
 
-    It is only necessary where the sizes do not tell: if a policy is a function (or a module that cannot be copied), and
-    the first two of at least three dimensions have as many entries as there are environments; or if it is a later one.
+    It is only necessary where the sizes do not tell: if a policy is a function (or a module that
+    cannot be copied), and the first two of at least three dimensions have as many entries as there
+    are environments; or if it is a later one.
 
     ::
 
@@ -37,8 +39,9 @@ def recurrent(policy: P, *, batch_dim: Any) -> P:
 
     Args:
         policy: a module, or a function ``f(obs, state)``.
-        batch_dim: the dimension, from 0; of all tensors of the state, or a tuple, list or dict of dimensions like the
-            state. Without ``num_envs`` there is no such dimension, and it is not used.
+        batch_dim: the dimension, from 0; of all tensors of the state, or a tuple, list or dict of
+            dimensions like the state. Without ``num_envs`` there is no such dimension, and it is
+            not used.
 
     Returns:
         ``policy``, which gets the attribute ``state_batch_dim``.
@@ -51,8 +54,8 @@ def recurrent(policy: P, *, batch_dim: Any) -> P:
         setattr(policy, BATCH_DIM, batch_dim)
     except AttributeError:
         raise BadOption(
-            f"policies.recurrent: {type(policy).__name__} takes no attributes. Give the module itself, or a function "
-            f"that calls it"
+            f"policies.recurrent: {type(policy).__name__} takes no attributes. Give the module"
+            " itself, or a function that calls it"
         ) from None
     return policy
 
@@ -88,9 +91,10 @@ def state_dims(
         fits = [dim for dim in (0, 1) if value.shape[dim : dim + 1] == (B,)]
         if not fits:
             raise BadPolicyOutput(
-                f"policy {name} returned {dotted(key)} with shape {tuple(value.shape)}, expected {B} entries, one per "
-                f"environment, in its first or second dimension. Return the states of all environments, or say which "
-                f"dimension counts them: policies.recurrent(policy, batch_dim=...)"
+                f"policy {name} returned {dotted(key)} with shape {tuple(value.shape)}, expected"
+                f" {B} entries, one per environment, in its first or second dimension. Return the"
+                " states of all environments, or say which dimension counts them:"
+                " policies.recurrent(policy, batch_dim=...)"
             )
         dims[key] = fits[0]
         if len(fits) > 1 and B > 1:  # a single environment's states are the same memory either way
@@ -110,11 +114,18 @@ def state_dims(
 def begins_with_environments(
     policy: Any, key: Key, value: torch.Tensor, lead: tuple[int, ...], call: Callable[[Any], Any]
 ) -> bool:
-    """Return whether the first dimension of a state in a TensorDict counts environments, as its batch size says.
+    """Return whether the first dimension of a state in a TensorDict counts environments, as its
+    batch size says.
 
-    It may not where the second dimension has the same size; then ``call``, as in ``state_dims``, shows it.
+    It may not where the second dimension has the same size; then ``call``, as in ``state_dims``,
+    shows it.
     """
-    if len(lead) != 1 or lead[0] == 1 or tuple(value.shape[1:2]) != lead or not isinstance(policy, torch.nn.Module):
+    if (
+        len(lead) != 1
+        or lead[0] == 1
+        or tuple(value.shape[1:2]) != lead
+        or not isinstance(policy, torch.nn.Module)
+    ):
         return True
     if getattr(policy, BATCH_DIM, None) is not None:
         return bool(getattr(policy, BATCH_DIM) == 0)
@@ -132,29 +143,43 @@ def _said_dim(said: Any, key: Key, value: torch.Tensor, B: int, name: str) -> in
     dim = said
     for part in key[len(STATE) :]:
         try:
-            dim = dim if isinstance(dim, int) else dim[int(part) if isinstance(dim, (tuple, list)) else part]
+            dim = (
+                dim
+                if isinstance(dim, int)
+                else dim[int(part) if isinstance(dim, (tuple, list)) else part]
+            )
         except (KeyError, IndexError, ValueError):
-            raise BadOption(f"policies.recurrent: batch_dim={said!r} has no entry for {dotted(key)}") from None
+            raise BadOption(
+                f"policies.recurrent: batch_dim={said!r} has no entry for {dotted(key)}"
+            ) from None
     if not isinstance(dim, int):
-        raise BadOption(f"policies.recurrent: batch_dim={said!r} has {dim!r} for {dotted(key)}, expected an integer")
+        raise BadOption(
+            f"policies.recurrent: batch_dim={said!r} has {dim!r} for {dotted(key)}, expected an"
+            " integer"
+        )
     if tuple(value.shape[dim : dim + 1]) != (B,):
         raise BadPolicyOutput(
-            f"policy {name} returned {dotted(key)} with shape {tuple(value.shape)}, expected {B} entries, one per "
-            f"environment, in dimension {dim}: that is its batch_dim"
+            f"policy {name} returned {dotted(key)} with shape {tuple(value.shape)}, expected {B}"
+            f" entries, one per environment, in dimension {dim}: that is its batch_dim"
         )
     return dim
 
 
 def _unclear(name: str, key: Key, value: torch.Tensor, B: int) -> str:
     return (
-        f"policy {name} returned {dotted(key)} with shape {tuple(value.shape)} for {B} environments: the sizes do not "
-        f"tell whether its first or its second dimension (as in nn.GRU) counts environments. Say it with "
-        f"policies.recurrent(policy, batch_dim=0), or batch_dim=1"
+        f"policy {name} returned {dotted(key)} with shape {tuple(value.shape)} for {B}"
+        " environments: the sizes do not tell whether its first or its second dimension (as in"
+        " nn.GRU) counts environments. Say it with policies.recurrent(policy, batch_dim=0), or"
+        " batch_dim=1"
     )
 
 
-def _with_one_more(policy: Any, call: Callable[[Any], Mapping[Key, Any]]) -> Mapping[Key, Any] | None:
-    """Return the state for one environment more; None if the policy cannot be copied, or does not take that many."""
+def _with_one_more(
+    policy: Any, call: Callable[[Any], Mapping[Key, Any]]
+) -> Mapping[Key, Any] | None:
+    """Return the state for one environment more; None if the policy cannot be copied, or does not
+    take that many.
+    """
     if (copied := _copied(policy)) is None:
         return None
     with _streams_restored(copied):
@@ -173,7 +198,9 @@ def _grown_dim(value: torch.Tensor, grown: Any, B: int) -> int | None:
 
 
 def _copied(policy: Any) -> Any:
-    """Return a copy of a module, whose calls change nothing outside; None if it is none, or cannot be copied."""
+    """Return a copy of a module, whose calls change nothing outside; None if it is none, or cannot
+    be copied.
+    """
     if not isinstance(policy, torch.nn.Module):
         return None
     try:
@@ -184,7 +211,9 @@ def _copied(policy: Any) -> Any:
 
 @contextmanager
 def _streams_restored(policy: torch.nn.Module) -> Iterator[None]:
-    """Restore the process's random generators, those of the policy's devices too, when the context exits."""
+    """Restore the process's random generators, those of the policy's devices too, when the context
+    exits.
+    """
     python, numpy = random.getstate(), np.random.get_state()
     devices = {tensor.device for tensor in policy.parameters() if tensor.device.type == "cuda"}
     try:

@@ -1,9 +1,10 @@
-"""Policies that read and write a TensorDict: tensordict's modules, TorchRL's actors, and plain functions.
+"""Policies that read and write a TensorDict: tensordict's modules, TorchRL's actors, and plain
+functions.
 
-Recurrent state follows TorchRL's convention: an input ``k`` for which ``("next", k)`` is returned is read from row
-``t`` and written to row ``t + 1``. At the start of an episode it is the environment's value if the environment declares
-``k`` (TorchRL's ``TensorDictPrimer``), else zero, and missing in the policy's first call. A module that reads
-``is_init`` gets it.
+Recurrent state follows TorchRL's convention: an input ``k`` for which ``("next", k)`` is returned
+is read from row ``t`` and written to row ``t + 1``. At the start of an episode it is the
+environment's value if the environment declares ``k`` (TorchRL's ``TensorDictPrimer``), else zero,
+and missing in the policy's first call. A module that reads ``is_init`` gets it.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ Rows = Sequence[torch.Tensor]
 
 
 class TensorDictPolicy:
-    """Implements ``Policy`` for a callable that takes a TensorDict with ``batch_size`` ``batch_shape``.
+    """Implements ``Policy`` for a callable that takes a TensorDict with ``batch_size``
+    ``batch_shape``.
 
-    The module gets the same object at every step of a rollout, without the previous outputs, and must return all
-    actions. Every output is stored, except overwritten inputs and keys with a part that begins with ``_``.
-    Modules draw from torch's global generator, which has the group's own state during a rollout.
+    The module gets the same object at every step of a rollout, without the previous outputs, and
+    must return all actions. Every output is stored, except overwritten inputs and keys with a part
+    that begins with ``_``. Modules draw from torch's global generator, which has the group's own
+    state during a rollout.
 
     Attributes:
         keeps_private: also store keys with such a part. Counts at the first call.
@@ -50,35 +53,50 @@ class TensorDictPolicy:
     keeps_private = False
 
     def __init__(self, module: Any, setting: PolicySetting) -> None:
-        self.module, self.path = module, "module"
+        self.module = module
+        self.path = "module"
         self.coroutines = getattr(module, "coroutines", None)
         self.name = (
-            type(module).__name__ if isinstance(module, torch.nn.Module) else getattr(module, "__name__", "policy")
+            type(module).__name__
+            if isinstance(module, torch.nn.Module)
+            else getattr(module, "__name__", "policy")
         )
-        obs_specs, self._action_specs, self._lead = setting.obs_specs, setting.action_specs, setting.batch_shape
+        obs_specs = setting.obs_specs
+        self._action_specs = setting.action_specs
+        self._lead = setting.batch_shape
         self._obs_keys = list(obs_specs)
         self._object_keys = [key for key, spec in obs_specs.items() if not spec.is_tensor]
-        self._inner = {key[:-1]: spec.shape[: spec.inner] for key, spec in obs_specs.items() if spec.inner}
-        self._device, self._home = setting.device, setting.device or setting.rows_device
+        self._inner = {
+            key[:-1]: spec.shape[: spec.inner] for key, spec in obs_specs.items() if spec.inner
+        }
+        self._device = setting.device
+        self._home = setting.device or setting.rows_device
         try:
             self._interaction = InteractionType(setting.exploration_type)
         except ValueError:
             known = [str(t.value) for t in InteractionType]
-            raise BadOption(f"exploration_type={setting.exploration_type!r}, expected one of {known}") from None
+            raise BadOption(
+                f"exploration_type={setting.exploration_type!r}, expected one of {known}"
+            ) from None
         self._state_keys, self._wants_init = self._read_keys()
         self._copied_keys = {*self._object_keys, *self._state_keys}  # handed out as copies
         stateless = not self._state_keys and not self._wants_init and not self._object_keys
         self._executor = setting.executor and self._home is None and stateless
         self._program: TensorDictProgram | None = None
         self._columns: list[Column] = []
-        self._kinds: dict[Key, tuple[torch.Size, torch.dtype]] = {}  # of stored outputs, from the first call
+        # of stored outputs, from the first call
+        self._kinds: dict[Key, tuple[torch.Size, torch.dtype]] = {}
         self._object_outputs: list[Key] = []
 
     @torch.no_grad()
     def first(self, obs: Mapping[Key, torch.Tensor], rng: GroupRng) -> Outputs:
         given, check_unchanged = unchanged_inputs(obs, self.name)
         inputs: dict[Key, Any] = {
-            key: copied_cells(np.reshape(obs[key], self._lead)) if key in self._object_keys else self._move(given[key])
+            key: (
+                copied_cells(np.reshape(obs[key], self._lead))
+                if key in self._object_keys
+                else self._move(given[key])
+            )
             for key in self._obs_keys
         }
         if self._wants_init:
@@ -90,12 +108,18 @@ class TensorDictPolicy:
             inputs[IS_INIT] = begins.unsqueeze(-1).to(self._home, copy=True)
         carrier = self._carrier(inputs)
         before = torch.get_rng_state()
-        out = called_first(lambda: self._call(carrier), {k: obs[k] for k in self._obs_keys}, self._lead, self.name)
+        out = called_first(
+            lambda: self._call(carrier), {k: obs[k] for k in self._obs_keys}, self._lead, self.name
+        )
         check_unchanged()
         outputs = self._outputs(out, inputs)
         self._check_states(outputs.state, inputs)
-        self._columns = [column_of(key, value, self._lead, self.name) for key, value in outputs.extras.items()]
-        self._columns += [column_of(k, v, self._lead, self.name, carry=True) for k, v in outputs.state.items()]
+        self._columns = [
+            column_of(key, value, self._lead, self.name) for key, value in outputs.extras.items()
+        ]
+        self._columns += [
+            column_of(k, v, self._lead, self.name, carry=True) for k, v in outputs.state.items()
+        ]
         self._object_outputs = list(outputs.objects)
         self._columns += [
             Column(key, (), OBJECT, ragged=_is_ragged(cells))
@@ -104,7 +128,11 @@ class TensorDictPolicy:
         ]
         if self._wants_init:
             self._columns.append(Column(IS_INIT, (), np.dtype(bool), carry=True, trailing=True))
-        every = {**outputs.action, **outputs.extras, **{next_of(k): v for k, v in outputs.state.items()}}
+        every = {
+            **outputs.action,
+            **outputs.extras,
+            **{next_of(k): v for k, v in outputs.state.items()},
+        }
         self._kinds = {key: (value.shape, value.dtype) for key, value in every.items()}
         if self._executor and not self._object_outputs:
             self._fuse(inputs, every, before)
@@ -125,7 +153,9 @@ class TensorDictPolicy:
             self._replan({key: rows[lane.done_steps].clone() for key, rows in inputs.items()})
         if self._program is not None:
             return self._act_program(inputs, outputs)
-        act = self._act_module(inputs, outputs, {key: lane.arrays[key] for key in self._object_outputs})
+        act = self._act_module(
+            inputs, outputs, {key: lane.arrays[key] for key in self._object_outputs}
+        )
         return act if self._device is not None else read.watched(act)  # a copy is moved to a device
 
     # --- one step ---------------------------------------------------------------------------------
@@ -146,17 +176,23 @@ class TensorDictPolicy:
 
         return act
 
-    def _act_module(self, inputs: dict[Key, Rows], outputs: list[tuple[Key, Rows]], objects: dict[Key, Array]) -> Act:
+    def _act_module(
+        self, inputs: dict[Key, Rows], outputs: list[tuple[Key, Rows]], objects: dict[Key, Array]
+    ) -> Act:
         # With objects, a TensorDict may be a lazy stack, which cannot be reused.
         carrier: Any = None if self._object_keys or objects else self._carrier({})
         written = [key[0] if len(key) == 1 else key for key, _ in outputs]
         kinds = [self._kinds[key] for key, _ in outputs]
         take_row = {key: self._copy if key in self._copied_keys else self._move for key in inputs}
-        sources = [(key[0] if len(key) == 1 else key, rows, take_row[key]) for key, rows in inputs.items()]
+        sources = [
+            (key[0] if len(key) == 1 else key, rows, take_row[key]) for key, rows in inputs.items()
+        ]
 
         def act(t: int) -> None:
             if carrier is None:
-                out = self._call(self._carrier({key: take_row[key](rows[t]) for key, rows in inputs.items()}))
+                out = self._call(
+                    self._carrier({key: take_row[key](rows[t]) for key, rows in inputs.items()})
+                )
             else:
                 for name, rows, row_of in sources:
                     carrier.set(name, row_of(rows[t]))
@@ -166,13 +202,15 @@ class TensorDictPolicy:
                 if value is None or (value.shape, value.dtype) != kind:
                     self._refuse_change(key, value, kind)
                 rows[t].copy_(value)
-                if out is carrier:  # else an output that is missing in the next step would not be noticed
+                # else an output that is missing in the next step would not be noticed
+                if out is carrier:
                     out.del_(name)
             for key, array in objects.items():
                 cells = self._cells(out, key)
                 if cells is None:
                     raise BadPolicyOutput(
-                        f"policy {self.name} returned {dotted(key)} at its first call, now it did not"
+                        f"policy {self.name} returned {dotted(key)} at its first call, now it"
+                        " did not"
                     )
                 array[t] = cells
 
@@ -183,7 +221,7 @@ class TensorDictPolicy:
             out = self.module(carrier)
         return carrier if out is None else out
 
-    # --- what the module reads and writes ------------------------------------------------------------
+    # --- what the module reads and writes ---------------------------------------------------------
 
     def _read_keys(self) -> tuple[list[Key], bool]:
         """The keys of the module's recurrent state, and whether it reads ``is_init``."""
@@ -191,18 +229,24 @@ class TensorDictPolicy:
         writes = {as_key(key) for key in getattr(self.module, "out_keys", None) or ()}
         state = [key for key in dict.fromkeys(reads) if next_of(key) in writes]
         known = {*self._obs_keys, *state, IS_INIT}
-        missing = [dotted(key) for key in reads if key not in known and not any(p.startswith("_") for p in key)]
+        missing = [
+            dotted(key)
+            for key in reads
+            if key not in known and not any(p.startswith("_") for p in key)
+        ]
         if missing:
             raise BadPolicyOutput(
-                f"policy {self.name} reads {missing}, which is not available: the observation keys are "
-                f"{[dotted(key) for key in self._obs_keys]}. Change in_keys, or return ('next', key) as well if "
-                f"it is a recurrent state."
+                f"policy {self.name} reads {missing}, which is not available: the observation keys"
+                f" are {[dotted(key) for key in self._obs_keys]}. Change in_keys, or return"
+                " ('next', key) as well if it is a recurrent state."
             )
         return state, IS_INIT in reads and IS_INIT not in self._obs_keys
 
     def _outputs(self, out: Any, inputs: Values) -> Outputs:
         if not isinstance(out, TensorDictBase):
-            raise BadPolicyOutput(f"policy {self.name} returned {type(out).__name__}, expected a TensorDict")
+            raise BadPolicyOutput(
+                f"policy {self.name} returned {type(out).__name__}, expected a TensorDict"
+            )
         keys = [as_key(key) for key in out.keys(True, True, is_leaf=is_leaf_nontensor)]
         leaves = {key: self._value(out, key) for key in keys if key not in inputs}
         outputs = Outputs({}, {}, {})
@@ -210,7 +254,8 @@ class TensorDictPolicy:
             if key not in leaves:
                 got = sorted(map(dotted, leaves))
                 raise BadPolicyOutput(
-                    f"policy {self.name} did not return {dotted(key)}, only {got}. Name the action so in out_keys."
+                    f"policy {self.name} did not return {dotted(key)}, only {got}. Name the action"
+                    " so in out_keys."
                 )
             value = leaves.pop(key)
             if spec.is_tensor:
@@ -219,14 +264,18 @@ class TensorDictPolicy:
                 outputs.objects[key] = self._required_cells(out, key)
         for key in self._state_keys:
             if next_of(key) not in leaves:
-                raise BadPolicyOutput(f"policy {self.name} did not return its recurrent state {dotted(next_of(key))}")
+                raise BadPolicyOutput(
+                    f"policy {self.name} did not return its recurrent state {dotted(next_of(key))}"
+                )
             outputs.state[key] = leaves.pop(next_of(key))
         for key, value in leaves.items():
             is_private = any(part.startswith("_") for part in key)
             if key in inputs or key in self._state_keys or (is_private and not self.keeps_private):
                 continue
             if key[0] in RESERVED - {"action"}:
-                raise BadPolicyOutput(f"policy {self.name} returned {dotted(key)}, a name that the batch uses itself")
+                raise BadPolicyOutput(
+                    f"policy {self.name} returned {dotted(key)}, a name that the batch uses itself"
+                )
             if isinstance(value, torch.Tensor):
                 outputs.extras[key] = value
             else:
@@ -234,29 +283,43 @@ class TensorDictPolicy:
         return outputs
 
     def _check_states(self, state: Values, inputs: Values) -> None:
-        """Raise ``BadPolicyOutput`` for a state whose second dimension counts environments, as that of nn.GRU."""
+        """Raise ``BadPolicyOutput`` for a state whose second dimension counts environments, as that
+        of nn.GRU.
+        """
 
         def state_of(module: Any) -> Values:
-            """Return the states after a call of a copy of the module, for one environment more than there are."""
+            """Return the states after a call of a copy of the module, for one environment more than
+            there are.
+            """
             more = {key: torch.cat([value, value[:1]]) for key, value in inputs.items()}
-            own, lead, self.module, self._lead = self.module, self._lead, module, (self._lead[0] + 1,)
+            own, lead, self.module, self._lead = (
+                self.module,
+                self._lead,
+                module,
+                (self._lead[0] + 1,),
+            )
             try:
                 out = self._call(self._carrier(more))
             finally:
-                self.module, self._lead = own, lead
+                self.module = own
+                self._lead = lead
             return {key: out.get(next_of(key)) for key in state}
 
         for key, value in state.items():
             if not begins_with_environments(self.module, key, value, self._lead, state_of):
                 raise BadPolicyOutput(
-                    f"policy {self.name} returned {dotted(next_of(key))} with shape {tuple(value.shape)}, in which the "
-                    f"first dimension does not count environments. States in a TensorDict begin with its batch size: "
-                    f"use torchrl.modules.GRUModule or LSTMModule, or move the dimension (nn.GRU: h.movedim(1, 0)). If "
-                    f"it does, say it with policies.recurrent(policy, batch_dim=0)"
+                    f"policy {self.name} returned {dotted(next_of(key))} with shape"
+                    f" {tuple(value.shape)}, in which the first dimension does not count"
+                    " environments. States in a TensorDict begin with its batch size: use"
+                    " torchrl.modules.GRUModule or LSTMModule, or move the dimension (nn.GRU:"
+                    " h.movedim(1, 0)). If it does, say it with policies.recurrent(policy,"
+                    " batch_dim=0)"
                 )
 
     def _value(self, out: Any, key: Key) -> Any:
-        """The output, a tensor or any other object; None if its shape differs between environments or parts."""
+        """The output, a tensor or any other object; None if its shape differs between environments
+        or parts.
+        """
         return None if is_uneven(out, key) else out.get(key)
 
     def _cells(self, out: Any, key: Key) -> Array | None:
@@ -264,7 +327,9 @@ class TensorDictPolicy:
         try:
             cells = take(out, key, self._lead)
         except TypeError as error:
-            raise BadPolicyOutput(f"policy {self.name} returned {dotted(key)}, which is {error}") from error
+            raise BadPolicyOutput(
+                f"policy {self.name} returned {dotted(key)}, which is {error}"
+            ) from error
         return None if cells is None else cells.reshape(-1)
 
     def _required_cells(self, out: Any, key: Key) -> Array:
@@ -275,27 +340,39 @@ class TensorDictPolicy:
     def _action(self, key: Key, action: Any, spec: ArraySpec) -> torch.Tensor:
         if not torch.is_tensor(action):
             raise BadPolicyOutput(
-                f"policy {self.name} returned {dotted(key)} as {type(action).__name__}, expected {spec}"
+                f"policy {self.name} returned {dotted(key)} as {type(action).__name__}, expected"
+                f" {spec}"
             )
         problem = action_problem(action, spec, self._lead)
         if problem:
             raise BadPolicyOutput(f"policy {self.name} returned {dotted(key)} {problem}")
         return action
 
-    def _refuse_change(self, key: Key, value: torch.Tensor | None, kind: tuple[torch.Size, torch.dtype]) -> None:
-        got = "it is missing" if value is None else f"it has shape {tuple(value.shape)} and dtype {value.dtype}"
+    def _refuse_change(
+        self, key: Key, value: torch.Tensor | None, kind: tuple[torch.Size, torch.dtype]
+    ) -> None:
+        got = (
+            "it is missing"
+            if value is None
+            else f"it has shape {tuple(value.shape)} and dtype {value.dtype}"
+        )
         raise BadPolicyOutput(
-            f"policy {self.name} returned {dotted(key)} with shape {tuple(kind[0])} and dtype {kind[1]} at its first "
-            f"call, now {got}. Return the same keys, shapes and dtypes at every call."
+            f"policy {self.name} returned {dotted(key)} with shape {tuple(kind[0])} and dtype"
+            f" {kind[1]} at its first call, now {got}. Return the same keys, shapes and dtypes at"
+            " every call."
         )
 
     def _views(self, lane: Lane) -> tuple[InputRows, dict[Key, Rows], list[tuple[Key, Rows]]]:
-        """The rows that are read, by key, and the rows that are written, by the key of the module's output."""
+        """The rows that are read, by key, and the rows that are written, by the key of the module's
+        output.
+        """
         shown = [key for key in self._obs_keys if key not in self._copied_keys]
         read = InputRows(lane, [*shown, *[IS_INIT] * self._wants_init], self.name)
         inputs: dict[Key, Any] = {key: read.rows(key) for key in shown}
         inputs |= {key: lane.rows(key) for key in self._state_keys}
-        inputs |= {key: [row.reshape(self._lead) for row in lane.arrays[key]] for key in self._object_keys}
+        inputs |= {
+            key: [row.reshape(self._lead) for row in lane.arrays[key]] for key in self._object_keys
+        }
         if self._wants_init:
             inputs[IS_INIT] = [row.unsqueeze(-1) for row in read.rows(IS_INIT)]
         carried = {next_of(key): key for key in self._state_keys}
@@ -304,8 +381,8 @@ class TensorDictPolicy:
             rows = lane.rows(carried.get(key, key))
             if rows[0].shape != shape or rows[0].is_floating_point() != dtype.is_floating_point:
                 raise BadPolicyOutput(
-                    f"policy {self.name} returned {dotted(key)} with shape {tuple(shape)} and dtype {dtype}, "
-                    f"expected shape {tuple(rows[0].shape)} and dtype {rows[0].dtype}"
+                    f"policy {self.name} returned {dotted(key)} with shape {tuple(shape)} and dtype"
+                    f" {dtype}, expected shape {tuple(rows[0].shape)} and dtype {rows[0].dtype}"
                 )
             outputs.append((key, rows[1:] if key in carried else rows))
         return read, inputs, outputs
@@ -313,17 +390,23 @@ class TensorDictPolicy:
     # --- executor ---------------------------------------------------------------------------------
 
     def _replan(self, inputs: Values) -> None:
-        """Compare with a changed module again. The state of the generator is restored afterwards."""
+        """Compare with a changed module again.
+
+        The state of the generator is restored afterwards.
+        """
         before = torch.get_rng_state()
         outputs = self._outputs(self._call(self._carrier(inputs)), inputs)
         self._fuse(inputs, {**outputs.action, **outputs.extras}, before)
         torch.set_rng_state(before)
 
     def _fuse(self, inputs: Values, expected: Values, before: torch.Tensor) -> None:
-        """Use the executor if it computes ``expected``, the module's output, from the generator state ``before``."""
+        """Use the executor if it computes ``expected``, the module's output, from the generator
+        state ``before``.
+        """
         after = torch.get_rng_state()
         expected = {key: value.clone() for key, value in expected.items()}
-        self._program, self.path = None, "module"
+        self._program = None
+        self.path = "module"
         with set_interaction_type(self._interaction):
             program = fuse(self.module, dict(inputs), self._interaction)
             if program is None:
@@ -334,7 +417,8 @@ class TensorDictPolicy:
             program(values)
         same = all(key in values and _same(values[key], value) for key, value in expected.items())
         if same and torch.equal(torch.get_rng_state(), after):
-            self._program, self.path = program, "torch executor"
+            self._program = program
+            self.path = "torch executor"
         torch.set_rng_state(after)
 
     def _carrier(self, inputs: Mapping[Key, Any]) -> Any:

@@ -1,7 +1,8 @@
-"""tensordict modules without their dispatch: runs networks by the executor, and distributions in a few calls.
+"""tensordict modules without their dispatch: runs networks by the executor, and distributions in a
+few calls.
 
-The result must equal the module's bit for bit, from the same state of torch's global generator. ``TensorDictPolicy``
-compares both on the first real batch, and uses the module if they differ.
+The result must equal the module's bit for bit, from the same state of torch's global generator.
+``TensorDictPolicy`` compares both on the first real batch, and uses the module if they differ.
 """
 
 from __future__ import annotations
@@ -36,12 +37,19 @@ LOG_SQRT_2PI = math.log(math.sqrt(2 * math.pi))
 
 
 class TensorDictProgram:
-    """Stages that read and write a flat dict of tensors; ``programs`` are the programs of its networks."""
+    """Stages that read and write a flat dict of tensors; ``programs`` are the programs of its
+    networks.
+    """
 
     def __init__(
-        self, stages: Sequence[Stage], programs: Sequence[Program], modules: Sequence[tuple[nn.Module, tuple[Any, ...]]]
+        self,
+        stages: Sequence[Stage],
+        programs: Sequence[Program],
+        modules: Sequence[tuple[nn.Module, tuple[Any, ...]]],
     ) -> None:
-        self._stages, self._programs, self._modules = tuple(stages), tuple(programs), tuple(modules)
+        self._stages = tuple(stages)
+        self._programs = tuple(programs)
+        self._modules = tuple(modules)
 
     def __call__(self, values: Values) -> None:
         for stage in self._stages:
@@ -54,7 +62,9 @@ class TensorDictProgram:
 
 
 def fuse(module: Any, values: Values, interaction: InteractionType) -> TensorDictProgram | None:
-    """Return a program for ``module`` with the inputs ``values`` (outputs are added), or None if not supported."""
+    """Return a program for ``module`` with the inputs ``values`` (outputs are added), or None if
+    not supported.
+    """
     flat: list[Any] = []
     watched: list[tuple[nn.Module, tuple[Any, ...]]] = []
     if not layers_are_known() or not _flatten(module, flat, watched):
@@ -88,7 +98,9 @@ def _flatten(module: Any, out: list[Any], watched: list[tuple[nn.Module, tuple[A
     watched.append((module, _parts(module)))
     if type(module).forward in SEQUENTIAL:
         children = list(part.module._modules.values())
-        return not part.partial_tolerant and all(_flatten(child, out, watched) for child in children)
+        return not part.partial_tolerant and all(
+            _flatten(child, out, watched) for child in children
+        )
     if type(module).forward is TensorDictModule.forward:
         if not usable("tensordict", (part, ("_kwargs", "_get_kwargs"))):
             return False
@@ -107,15 +119,24 @@ def _is_distribution(module: nn.Module) -> bool:
 
 
 def _is_torchrl(module: nn.Module) -> bool:
-    """Whether it is TorchRL's module, which computes log-probabilities from values before the squashing."""
-    return type(module).__name__ == "SafeProbabilisticModule" and type(module).__module__.startswith("torchrl.")
+    """Whether it is TorchRL's module, which computes log-probabilities from values before the
+    squashing.
+    """
+    return type(module).__name__ == "SafeProbabilisticModule" and type(
+        module
+    ).__module__.startswith("torchrl.")
 
 
 def _parts(module: Any) -> tuple[Any, ...]:
     if type(module).forward in SEQUENTIAL:
         return tuple(module.module._modules.values())
     if isinstance(module, ProbabilisticTensorDictModule):
-        return (module.distribution_class, module.return_log_prob, *module.in_keys, *module.out_keys)
+        return (
+            module.distribution_class,
+            module.return_log_prob,
+            *module.in_keys,
+            *module.out_keys,
+        )
     return (module.module, *module.in_keys, *module.out_keys)
 
 
@@ -153,7 +174,9 @@ def _distribution(part: Any, interaction: InteractionType) -> Stage:
 
 
 def _as_it_is(part: Any) -> Stage:
-    """A stage that calls the module itself, on a TensorDict with the distribution's parameters only."""
+    """A stage that calls the module itself, on a TensorDict with the distribution's parameters
+    only.
+    """
     sources, targets = [as_key(key) for key in part.in_keys], [as_key(key) for key in part.out_keys]
 
     def stage(values: Values) -> None:
@@ -168,24 +191,33 @@ def _as_it_is(part: Any) -> Stage:
 
 def _sampler(part: Any, interaction: InteractionType) -> Sampler | None:
     """A function from parameters to ``(sample, log_prob)``, or None for unknown distributions."""
-    cls, options = part.distribution_class, part.distribution_kwargs
+    cls = part.distribution_class
+    options = part.distribution_kwargs
     random = interaction is InteractionType.RANDOM
     if not usable("tensordict", (part, ("_generator", "_generator_key"))):
         return None
-    if part.num_samples is not None or part._generator is not None or part._generator_key is not None:
+    if (
+        part.num_samples is not None
+        or part._generator is not None
+        or part._generator_key is not None
+    ):
         return None
     if not random and interaction not in (InteractionType.DETERMINISTIC, InteractionType.MODE):
         return None
     names = tuple(key if isinstance(key, str) else key[-1] for key in part.dist_keys)
     if cls is torch.distributions.Categorical and names == ("logits",) and not options:
         return _categorical(random, one_hot=False)
-    ours = cls.__module__.startswith(("torchrl.modules.distributions", "tensordict.nn.distributions"))
+    ours = cls.__module__.startswith(
+        ("torchrl.modules.distributions", "tensordict.nn.distributions")
+    )
     if ours and cls.__name__ == "OneHotCategorical" and names == ("logits",) and not options:
         return _categorical(random, one_hot=True)
     if names != ("loc", "scale"):
         return None
     torchrl = cls.__module__.startswith("torchrl.modules.distributions")
-    if not options and (cls is torch.distributions.Normal or (torchrl and cls.__name__ == "IndependentNormal")):
+    if not options and (
+        cls is torch.distributions.Normal or (torchrl and cls.__name__ == "IndependentNormal")
+    ):
         return _normal(random, summed=torchrl)
     if (
         torchrl
@@ -232,7 +264,8 @@ def _normal(random: bool, *, summed: bool) -> Sampler:
 def _tanh_normal(random: bool, low: Any, high: Any, preimage: bool) -> Sampler:
     low, high = (torch.as_tensor(bound, device="cpu") for bound in (low, high))
     trivial = bool((low == -1).all() and (high == 1).all())
-    middle, half = (high + low) / 2, (high - low) / 2
+    middle = (high + low) / 2
+    half = (high - low) / 2
 
     def sample(loc: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         u = _rsample(loc, scale) if random else loc
@@ -266,6 +299,6 @@ def _require_finite(x: torch.Tensor) -> None:
     """Raise if ``x`` is not finite; torch.distributions refuses NaN parameters, too."""
     if not math.isfinite(x.sum().item()):
         raise BadPolicyOutput(
-            "the policy's network returned NaN or infinity. Check the observations and the last weight update "
-            "(learning rate, gradient norm)."
+            "the policy's network returned NaN or infinity. Check the observations and the last"
+            " weight update (learning rate, gradient norm)."
         )

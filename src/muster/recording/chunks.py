@@ -1,7 +1,9 @@
-"""One chunk: whole batches of one shape in a safetensors file, which can be read without the manifest.
+"""One chunk: whole batches of one shape in a safetensors file, which can be read without the
+manifest.
 
-A leaf of N batches is one tensor ``[N, *batch, *shape]``. Its batch dimensions are in the order of the memory layout,
-so that writing transposes nothing. Leaves of Python objects are uint8 tensors: JSON, one line per batch.
+A leaf of N batches is one tensor ``[N, *batch, *shape]``. Its batch dimensions are in the order of
+the memory layout, so that writing transposes nothing. Leaves of Python objects are uint8 tensors:
+JSON, one line per batch.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class DirectoryLock:
                     holder = os.read(fd, 32).decode("ascii", "replace").strip() or "unknown"
                     raise BadRecording(
                         f"{directory} is being recorded into by another recorder (pid {holder}). "
-                        f"Choose another directory, or close that one."
+                        "Choose another directory, or close that one."
                     )
             except BaseException:
                 self._close()
@@ -121,8 +123,12 @@ class Chunk:
         return self.batches * math.prod(self.batch_size)
 
 
-def encode(about: dict[str, Any], leaves: Mapping[Key, torch.Tensor], objects: Mapping[Key, bytes]) -> bytes:
-    """Return the content of a chunk, from contiguous CPU tensors ``[N, *batch, *shape]`` and JSON lines."""
+def encode(
+    about: dict[str, Any], leaves: Mapping[Key, torch.Tensor], objects: Mapping[Key, bytes]
+) -> bytes:
+    """Return the content of a chunk, from contiguous CPU tensors ``[N, *batch, *shape]`` and JSON
+    lines.
+    """
     tensors = {_name(key): tensor for key, tensor in leaves.items()}
     tensors |= {_name(key): tensor_files.from_bytes(text) for key, text in objects.items()}
     try:
@@ -138,12 +144,17 @@ def read_chunk(path: Path) -> Chunk:
         with file, tensor_files.opened(file, path) as opened:
             return _parse(path, os.fstat(file.fileno()).st_size, opened)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise DamagedChunk(path, repr(str(error)[:200])) from error  # the message may contain any part of the file
+        # the message may contain any part of the file
+        raise DamagedChunk(path, repr(str(error)[:200])) from error
 
 
 def _parse(path: Path, size: int, opened: tensor_files.TensorFile) -> Chunk:
     about = opened.about
-    batches, batch_size, order = _size(about["batches"]), _shape(about["batch_size"]), _shape(about["order"])
+    batches, batch_size, order = (
+        _size(about["batches"]),
+        _shape(about["batch_size"]),
+        _shape(about["order"]),
+    )
     names = tuple(about["names"])
     if not batches or not batch_size or not all(batch_size):
         raise ValueError("batches without frames")
@@ -165,7 +176,9 @@ def _parse(path: Path, size: int, opened: tensor_files.TensorFile) -> Chunk:
     first, index, manifest = _size(about["first_batch"]), _size(about["chunk"]), about["manifest"]
     if not isinstance(manifest["id"], str):
         raise TypeError("its recording has no id")
-    return Chunk(path, size, index, first, batches, batch_size, names, order, leaves, objects, manifest)
+    return Chunk(
+        path, size, index, first, batches, batch_size, names, order, leaves, objects, manifest
+    )
 
 
 def _size(value: Any) -> int:
@@ -179,7 +192,10 @@ def _shape(values: Any) -> tuple[int, ...]:
 
 
 def _name(key: Key) -> str:
-    """Convert ``("next", "reward")`` to ``next/reward``. Slashes within a part are escaped as in JSON pointers."""
+    """Convert ``("next", "reward")`` to ``next/reward``.
+
+    Slashes within a part are escaped as in JSON pointers.
+    """
     return "/".join(part.replace("~", "~0").replace("/", "~1") for part in key)
 
 

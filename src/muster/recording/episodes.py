@@ -29,9 +29,10 @@ class Piece:
 class Episode:
     """An entry of the table of episodes.
 
-    ``env`` is the index of its first piece in the flattened batch dimensions. ``episode_return`` is the undiscounted
-    sum of the recorded rewards in float64 (nan if a reward is not a single number). ``complete``: the recording has all
-    of its frames, from the first to the last; otherwise length and return are those of a part.
+    ``env`` is the index of its first piece in the flattened batch dimensions. ``episode_return`` is
+    the undiscounted sum of the recorded rewards in float64 (nan if a reward is not a single
+    number). ``complete``: the recording has all of its frames, from the first to the last;
+    otherwise length and return are those of a part.
     """
 
     traj_id: int
@@ -57,10 +58,12 @@ class Episode:
 def find_episodes(batches: Iterable[tuple[Mapping[Key, Array], bool]]) -> tuple[Episode, ...]:
     """Return the episodes in the order of their first frames (batch, row, env).
 
-    Pieces with the same trajectory id are one episode, in whichever environment, worker or chunk they are. ``batches``
-    has the columns of each batch, ``[E, T]`` with environments flattened; and False if rows are missing before it.
+    Pieces with the same trajectory id are one episode, in whichever environment, worker or chunk
+    they are. ``batches`` has the columns of each batch, ``[E, T]`` with environments flattened; and
+    False if rows are missing before it.
     """
-    parts: dict[int, list[tuple[Episode, bool, int]]] = {}  # with its last done flag, and the number of gaps before it
+    # with its last done flag, and the number of gaps before it
+    parts: dict[int, list[tuple[Episode, bool, int]]] = {}
     gaps = 0
     for number, (rows, follows) in enumerate(batches):
         gaps += not follows
@@ -68,7 +71,8 @@ def find_episodes(batches: Iterable[tuple[Mapping[Key, Array], bool]]) -> tuple[
         pieces = cut(ids, np.ones(ids.shape, bool), np.zeros(ids.shape, bool))
         for first, length in zip(pieces.first.tolist(), pieces.length.tolist(), strict=True):
             env, start = divmod(first, ids.shape[1])
-            stop, last = start + length, (env, start + length - 1)
+            stop = start + length
+            last = (env, start + length - 1)
             part = Episode(
                 traj_id=int(ids[env, start]),
                 env=env,
@@ -76,7 +80,8 @@ def find_episodes(batches: Iterable[tuple[Mapping[Key, Array], bool]]) -> tuple[
                 episode_return=float(rows[REWARD][env, start:stop].sum()),
                 terminated=bool(rows[next_of(TERMINATED)][last]),
                 truncated=bool(rows[next_of(TRUNCATED)][last]),
-                # A change of id within a batch is a reset. The batch's start is a reset if no rows are missing before.
+                # A change of id within a batch is a reset. The batch's start is a reset if no rows
+                # are missing before.
                 complete=start > 0 or follows if is_init is None else bool(is_init[env, start]),
                 pieces=(Piece(number, env, start, stop),),
             )

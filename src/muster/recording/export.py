@@ -15,7 +15,17 @@ import torch
 
 from muster.episodes.segment import NEVER
 from muster.errors import BadOption, BadRecording
-from muster.keys import FLAGS, INFO, NEXT_OBS_VALID, RESERVED, REWARD, STEP_COUNT, Key, dotted, next_of
+from muster.keys import (
+    FLAGS,
+    INFO,
+    NEXT_OBS_VALID,
+    RESERVED,
+    REWARD,
+    STEP_COUNT,
+    Key,
+    dotted,
+    next_of,
+)
 from muster.memory.specs import Array
 from muster.recording.reader import Recording, cut_out
 from muster.utils.attributes import optional
@@ -48,19 +58,24 @@ class Export:
 
     def __str__(self) -> str:
         said = "".join(f"\nleft out  {count:,} ({why})" for why, count in self.left_out.items())
-        return f"wrote     {self.path}  ({counted(self.episodes, 'episode')}, {counted(self.frames, 'frame')}){said}"
+        return (
+            f"wrote     {self.path}  ({counted(self.episodes, 'episode')},"
+            f" {counted(self.frames, 'frame')}){said}"
+        )
 
 
 class CompleteEpisodes:
-    """The complete episodes of a recording: a sequence of ``TensorDict [length]``, read when they are taken.
+    """The complete episodes of a recording: a sequence of ``TensorDict [length]``, read when they
+    are taken.
 
-    ``with_last`` leaves out episodes whose last observation is unknown. ``lengths`` has the number of steps of each.
-    Raises ``BadRecording`` if no episode is complete.
+    ``with_last`` leaves out episodes whose last observation is unknown. ``lengths`` has the number
+    of steps of each. Raises ``BadRecording`` if no episode is complete.
     """
 
     def __init__(self, recording: Recording, *, with_last: bool = False) -> None:
         self._recording = recording
-        self._batch = lru_cache(MOST_BATCHES)(recording.batch)  # most episodes share theirs with others
+        # most episodes share theirs with others
+        self._batch = lru_cache(MOST_BATCHES)(recording.batch)
         self._left_out: Counter[str] = Counter()
         self._numbers: list[int] = []
         flagged = with_last and NEXT_OBS_VALID in recording.keys
@@ -74,9 +89,12 @@ class CompleteEpisodes:
             else:
                 self._numbers.append(number)
         if not self._numbers:
-            why = "; ".join(f"{count:,} left out ({reason})" for reason, count in self._left_out.items())
+            why = "; ".join(
+                f"{count:,} left out ({reason})" for reason, count in self._left_out.items()
+            )
             raise BadRecording(
-                f"{recording.directory} has no complete episode{f': {why}' * bool(why)}; there is nothing to export."
+                f"{recording.directory} has no complete episode{f': {why}' * bool(why)}; there is"
+                " nothing to export."
             )
         self.lengths = [recording.episodes[number].length for number in self._numbers]
 
@@ -98,27 +116,40 @@ class CompleteEpisodes:
 
 
 def observation_keys(recording: Recording, given: Sequence[Key | str] | None = None) -> list[Key]:
-    """Return the root keys of the observations: ``given``, or those that the batches also have below "next".
+    """Return the root keys of the observations: ``given``, or those that the batches also have
+    below "next".
 
-    Raises ``BadRecording`` if the recording lacks them, or has no observations after the steps (``compact_obs=True``).
+    Raises ``BadRecording`` if the recording lacks them, or has no observations after the steps
+    (``compact_obs=True``).
     """
     keys = recording.keys
     if given is not None:
         found = [(key,) if isinstance(key, str) else tuple(key) for key in given]
     else:
-        found = [key for key in keys if next_of(key) in keys and key[0] not in (*RESERVED, INFO) and key != STEP_COUNT]
+        found = [
+            key
+            for key in keys
+            if next_of(key) in keys and key[0] not in (*RESERVED, INFO) and key != STEP_COUNT
+        ]
     missing = [dotted(key) for key in found if key not in keys or next_of(key) not in keys]
     if missing or not found:
-        what = f"{', '.join(missing)} and the same below next" if missing else "an observation below next"
+        what = (
+            f"{', '.join(missing)} and the same below next"
+            if missing
+            else "an observation below next"
+        )
         raise BadRecording(
-            f"{recording.directory} does not have {what}, but {', '.join(map(dotted, keys))}. Record without "
-            "compact_obs=True, and give observation_keys=[...] if the observations have other names."
+            f"{recording.directory} does not have {what}, but {', '.join(map(dotted, keys))}."
+            " Record without compact_obs=True, and give observation_keys=[...] if the observations"
+            " have other names."
         )
     return found
 
 
 def column_of(data: TensorDict, key: Key) -> Array | list[str]:
-    """Return a column of an episode: as ``array_of``, or a list of texts; other Python objects become JSON."""
+    """Return a column of an episode: as ``array_of``, or a list of texts; other Python objects
+    become JSON.
+    """
     if torch.is_tensor(data.get(key)):
         return array_of(data, key)
     values = data.get(key).tolist()
@@ -126,7 +157,9 @@ def column_of(data: TensorDict, key: Key) -> Array | list[str]:
 
 
 def array_of(data: TensorDict, key: Key) -> Array:
-    """Return a column as an array ``[length, *shape]``; flags and rewards of one number lose that axis."""
+    """Return a column as an array ``[length, *shape]``; flags and rewards of one number lose that
+    axis.
+    """
     tensor = data.get(key)
     if not torch.is_tensor(tensor):
         raise BadRecording(f"{dotted(key)} has text or objects, and an export needs numbers there.")
@@ -155,7 +188,10 @@ def write_parquet(recording: Recording, path: Any) -> Export:
 
     def tables() -> Iterator[Any]:
         for number, data in enumerate(episodes):
-            columns: dict[str, Any] = {"episode": np.full(len(data), number), "step": np.arange(len(data))}
+            columns: dict[str, Any] = {
+                "episode": np.full(len(data), number),
+                "step": np.arange(len(data)),
+            }
             columns |= {dotted(key): column_of(data, key) for key in keys}
             yield pa.table({name: arrow_column(column) for name, column in columns.items()})
 
@@ -165,7 +201,9 @@ def write_parquet(recording: Recording, path: Any) -> Export:
 
 
 def write_tables(path: Path, tables: Iterator[Any]) -> None:
-    """Write tables with the same columns into one file, in row groups of about ``ROWS_PER_GROUP`` rows."""
+    """Write tables with the same columns into one file, in row groups of about ``ROWS_PER_GROUP``
+    rows.
+    """
     import pyarrow as pa
     from pyarrow import parquet as pq
 
@@ -186,7 +224,9 @@ def write_tables(path: Path, tables: Iterator[Any]) -> None:
 
 
 def arrow_column(values: Any) -> Any:
-    """Return an array ``[n, *shape]`` as nested lists of fixed sizes, or a list of strings, as an Arrow array."""
+    """Return an array ``[n, *shape]`` as nested lists of fixed sizes, or a list of strings, as an
+    Arrow array.
+    """
     import pyarrow as pa
 
     if isinstance(values, list):

@@ -1,7 +1,8 @@
 """Export to a LeRobot dataset, format v3.0: steps in Parquet, pictures in MP4, and descriptions.
 
-Written by hand, because the package ``lerobot`` needs other versions of Python and torch. The layout is that of
-``meta/info.json`` of published datasets: https://huggingface.co/docs/lerobot/lerobot-dataset-v3
+Written by hand, because the package ``lerobot`` needs other versions of Python and torch. The
+layout is that of ``meta/info.json`` of published datasets:
+https://huggingface.co/docs/lerobot/lerobot-dataset-v3
 """
 
 from __future__ import annotations
@@ -15,7 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from muster.keys import ACTION, DONE, INFO, OBSERVATION, REWARD, TERMINATED, TRUNCATED, Key, dotted, next_of
+from muster.keys import (
+    ACTION,
+    DONE,
+    INFO,
+    OBSERVATION,
+    REWARD,
+    TERMINATED,
+    TRUNCATED,
+    Key,
+    dotted,
+    next_of,
+)
 from muster.memory.specs import Array
 from muster.recording.export import (
     CompleteEpisodes,
@@ -36,7 +48,9 @@ if TYPE_CHECKING:
 
     from muster.recording.reader import Recording
 
-FILES_PER_CHUNK, FILE_BYTES, FILE_PICTURES = 1000, 100 << 20, 10_000
+FILES_PER_CHUNK = 1000
+FILE_BYTES = 100 << 20
+FILE_PICTURES = 10_000
 DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 
@@ -47,13 +61,21 @@ def write_lerobot(
     """See ``Recording.to_lerobot``."""
     with optional("an export", "pyarrow", "lerobot"):
         import pyarrow as pa
-    root, observed, episodes = new_path(directory), observation_keys(recording, keys), CompleteEpisodes(recording)
+    root, observed, episodes = (
+        new_path(directory),
+        observation_keys(recording, keys),
+        CompleteEpisodes(recording),
+    )
     first = episodes[0]
-    cameras = {_name(key, is_picture=True): key for key in observed if _is_picture(array_of(first, key))}
+    cameras = {
+        _name(key, is_picture=True): key for key in observed if _is_picture(array_of(first, key))
+    }
     columns = {_name(key): key for key in observed if key not in cameras.values()}
     columns |= {dotted(key): key for key in recording.keys if key[0] == ACTION[0]}
     columns |= {dotted(key): key for key in recording.keys if key[0] == INFO}
-    columns |= {dotted(key): key for key in (REWARD, next_of(DONE), next_of(TERMINATED), next_of(TRUNCATED))}
+    columns |= {
+        dotted(key): key for key in (REWARD, next_of(DONE), next_of(TERMINATED), next_of(TRUNCATED))
+    }
     if cameras:
         check_ffmpeg()
     row_bytes = sum(_bytes(column_of(first, key)) for key in columns.values())
@@ -119,7 +141,12 @@ def _files(lengths: Sequence[int], most: int) -> list[range]:
 
 
 def _rows(
-    file: range, lengths: Sequence[int], place: Mapping[str, int], fps: float, task: str, cameras: Iterable[str]
+    file: range,
+    lengths: Sequence[int],
+    place: Mapping[str, int],
+    fps: float,
+    task: str,
+    cameras: Iterable[str],
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of the table of episodes for the episodes in a file."""
     since = begin = sum(lengths[: file.start])
@@ -150,15 +177,23 @@ class _Stats:
 
     def result(self, shape: Sequence[int], frames: int) -> dict[str, Any]:
         """Return them by name, with values of this shape."""
-        count, low, high, total, squares = (np.stack([part[i] for part in self.parts]) for i in range(5))
+        count, low, high, total, squares = (
+            np.stack([part[i] for part in self.parts]) for i in range(5)
+        )
         mean = total.sum(0) / count.sum()
         std = np.sqrt(np.maximum(squares.sum(0) / count.sum() - mean**2, 0))
         found = {"min": low.min(0), "max": high.max(0), "mean": mean, "std": std}
-        return {name: value.reshape(shape).tolist() for name, value in found.items()} | {"count": [frames]}
+        return {name: value.reshape(shape).tolist() for name, value in found.items()} | {
+            "count": [frames]
+        }
 
 
 def _write_meta(
-    root: Path, info: dict[str, Any], episodes: dict[str, list[Any]], task: str, stats: Mapping[str, _Stats]
+    root: Path,
+    info: dict[str, Any],
+    episodes: dict[str, list[Any]],
+    task: str,
+    stats: Mapping[str, _Stats],
 ) -> None:
     import pyarrow as pa
     from pyarrow import parquet as pq
@@ -168,30 +203,67 @@ def _write_meta(
     make_folder(path.parent)
     pq.write_table(pa.table(episodes), path)
     # lerobot reads the tasks with pandas, as its index
-    index = {"index_columns": ["task"], "column_indexes": [], "columns": [], "pandas_version": "2.0.0"}
-    tasks = pa.table({"task_index": [0], "task": [task]}).replace_schema_metadata({"pandas": json.dumps(index)})
+    index = {
+        "index_columns": ["task"],
+        "column_indexes": [],
+        "columns": [],
+        "pandas_version": "2.0.0",
+    }
+    tasks = pa.table({"task_index": [0], "task": [task]}).replace_schema_metadata(
+        {"pandas": json.dumps(index)}
+    )
     pq.write_table(tasks, meta / "tasks.parquet")
     features = info["features"].items()
-    shapes = {name: (3, 1, 1) if each["dtype"] == "video" else each["shape"] for name, each in features}
-    found = {name: each.result(shapes[name], info["total_frames"]) for name, each in stats.items() if each.parts}
+    shapes = {
+        name: (3, 1, 1) if each["dtype"] == "video" else each["shape"] for name, each in features
+    }
+    found = {
+        name: each.result(shapes[name], info["total_frames"])
+        for name, each in stats.items()
+        if each.parts
+    }
     (meta / "stats.json").write_text(json.dumps(found, indent=1))
     (meta / "info.json").write_text(json.dumps(info, indent=1))
 
 
 def _info(
-    first: TensorDict, columns: Mapping[str, Key], cameras: Mapping[str, Key], episodes: CompleteEpisodes, fps: float
+    first: TensorDict,
+    columns: Mapping[str, Key],
+    cameras: Mapping[str, Key],
+    episodes: CompleteEpisodes,
+    fps: float,
 ) -> dict[str, Any]:
     features: dict[str, Any] = {}
     for name, key in columns.items():
         rows = _flat(column_of(first, key))
         shape = list(getattr(rows, "shape", ())[1:]) or [1]
-        features[name] = {"dtype": str(getattr(rows, "dtype", "string")), "shape": shape, "names": None}
+        features[name] = {
+            "dtype": str(getattr(rows, "dtype", "string")),
+            "shape": shape,
+            "names": None,
+        }
     for name, key in cameras.items():
-        height, width = (size + size % 2 for size in _pictures(first, key).shape[1:3])  # MP4 has even sizes
-        video = {"video.height": height, "video.width": width, "video.channels": 3, "video.codec": "h264"}
-        video |= {"video.pix_fmt": "yuv420p", "video.fps": fps, "video.is_depth_map": False, "has_audio": False}
+        # MP4 has even sizes
+        height, width = (size + size % 2 for size in _pictures(first, key).shape[1:3])
+        video = {
+            "video.height": height,
+            "video.width": width,
+            "video.channels": 3,
+            "video.codec": "h264",
+        }
+        video |= {
+            "video.pix_fmt": "yuv420p",
+            "video.fps": fps,
+            "video.is_depth_map": False,
+            "has_audio": False,
+        }
         names = ["height", "width", "channels"]
-        features[name] = {"dtype": "video", "shape": [height, width, 3], "names": names, "info": video}
+        features[name] = {
+            "dtype": "video",
+            "shape": [height, width, 3],
+            "names": names,
+            "info": video,
+        }
     features["timestamp"] = {"dtype": "float32", "shape": [1], "names": None}
     for name in ("frame_index", "episode_index", "index", "task_index"):
         features[name] = {"dtype": "int64", "shape": [1], "names": None}

@@ -17,7 +17,19 @@ import torch
 from gymnasium import spaces
 
 from muster.errors import BadOption, BadRecording
-from muster.keys import ACTION, DONE, INFO, OBSERVATION, REWARD, TERMINATED, TRAJ_IDS, TRUNCATED, Key, nested, next_of
+from muster.keys import (
+    ACTION,
+    DONE,
+    INFO,
+    OBSERVATION,
+    REWARD,
+    TERMINATED,
+    TRAJ_IDS,
+    TRUNCATED,
+    Key,
+    nested,
+    next_of,
+)
 from muster.memory.specs import Array
 from muster.recording.episodes import Episode, Piece
 from muster.recording.export import CompleteEpisodes, Export, array_of, column_of, observation_keys
@@ -63,17 +75,22 @@ def write_minari(
     if env is None and (recorded := recording.meta.get("env")) in list(gymnasium.registry):
         env = recorded
     if env is None:
-        seen = [_as_space({key: array_of(data, key) for key in actions}, ACTION) for data in episodes]
+        seen = [
+            _as_space({key: array_of(data, key) for key in actions}, ACTION) for data in episodes
+        ]
         action_space = action_space or _space_of(seen, is_action=True)
         observation_space = observation_space or _space_of([buffer(episodes[0]).observations])
     if not DATASET_ID.fullmatch(dataset_id):
         raise BadOption(
-            f"{dataset_id!r} is no id of a Minari dataset: expected NAME-vN or NAMESPACE/NAME-vN, with letters, "
-            f"digits, _ and -, such as cartpole/ppo-v0."
+            f"{dataset_id!r} is no id of a Minari dataset: expected NAME-vN or NAMESPACE/NAME-vN,"
+            " with letters, digits, _ and -, such as cartpole/ppo-v0."
         )
     path = get_dataset_path(dataset_id)
     if path.exists():
-        raise BadOption(f"there is a Minari dataset {dataset_id!r}: give another id, or `minari delete` that one.")
+        raise BadOption(
+            f"there is a Minari dataset {dataset_id!r}: give another id, or `minari delete` that"
+            " one."
+        )
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings(
@@ -96,10 +113,11 @@ def write_minari(
 
 
 class MinariRecording:
-    """A Minari dataset as batches: one per episode, ``[length]``, with the keys of Muster's batches.
+    """A Minari dataset as batches: one per episode, ``[length]``, with the keys of Muster's
+    batches.
 
-    ``len()`` is the number of frames. Dict observations have a key each, tuples ``("observation", "0")`` and so on.
-    ``collector/traj_ids`` are the dataset's episode ids.
+    ``len()`` is the number of frames. Dict observations have a key each, tuples ``("observation",
+    "0")`` and so on. ``collector/traj_ids`` are the dataset's episode ids.
 
     Attributes:
         dataset: the ``minari.MinariDataset``.
@@ -111,7 +129,9 @@ class MinariRecording:
         self.dataset = dataset
         self.directory = Path(dataset.storage.data_path).parent
         env = getattr(dataset, "env_spec", None)
-        self.meta: dict[str, Any] = dict(dataset.storage.metadata) | ({"env": env.id} if env is not None else {})
+        self.meta: dict[str, Any] = dict(dataset.storage.metadata) | (
+            {"env": env.id} if env is not None else {}
+        )
 
     def __len__(self) -> int:
         return int(self.dataset.total_steps)
@@ -156,7 +176,10 @@ class MinariRecording:
 
 
 def load_minari(source: str | os.PathLike[str]) -> MinariRecording:
-    """Open a dataset: ``"minari:ID"`` of a local one, or its directory. Raises ``BadRecording`` if there is none."""
+    """Open a dataset: ``"minari:ID"`` of a local one, or its directory.
+
+    Raises ``BadRecording`` if there is none.
+    """
     with optional("a Minari dataset", "minari", "minari"):
         import minari
     try:
@@ -165,8 +188,8 @@ def load_minari(source: str | os.PathLike[str]) -> MinariRecording:
         return MinariRecording(minari.MinariDataset(Path(source, "data")))
     except (OSError, ValueError, KeyError) as error:
         raise BadRecording(
-            f"Minari cannot open {str(source)!r}: {error}. `minari list local` shows the datasets of this machine; "
-            "`minari download ID` fetches one."
+            f"Minari cannot open {str(source)!r}: {error}. `minari list local` shows the datasets"
+            " of this machine; `minari download ID` fetches one."
         ) from error
 
 
@@ -183,7 +206,8 @@ def _batch(data: Any) -> TensorDict:
             key = (INFO, *path)
             leaves[key], leaves[next_of(key)] = _tensor(rows[:-1]), _tensor(rows[1:])
     terminated, truncated = (
-        torch.from_numpy(np.array(rows, bool))[:, None] for rows in (data.terminations, data.truncations)
+        torch.from_numpy(np.array(rows, bool))[:, None]
+        for rows in (data.terminations, data.truncations)
     )
     ends = {TERMINATED: terminated, TRUNCATED: truncated, DONE: terminated | truncated}
     leaves |= {next_of(key): value for key, value in ends.items()}
@@ -197,16 +221,29 @@ def _tensor(rows: Any) -> torch.Tensor:
     try:
         return torch.from_numpy(np.array(rows))
     except TypeError as error:
-        raise BadRecording(f"the dataset has {np.asarray(rows).dtype} values, which are no tensors") from error
+        raise BadRecording(
+            f"the dataset has {np.asarray(rows).dtype} values, which are no tensors"
+        ) from error
 
 
 def _leaves(value: Any, key: Key) -> dict[Key, Any]:
-    """Return the leaves of nested dicts and tuples. A dict of observations has root keys; see ``MinariRecording``."""
+    """Return the leaves of nested dicts and tuples.
+
+    A dict of observations has root keys; see ``MinariRecording``.
+    """
     if isinstance(value, dict):
         above = () if key == OBSERVATION else key
-        return {leaf: rows for name, each in value.items() for leaf, rows in _leaves(each, (*above, name)).items()}
+        return {
+            leaf: rows
+            for name, each in value.items()
+            for leaf, rows in _leaves(each, (*above, name)).items()
+        }
     if isinstance(value, tuple):
-        return {leaf: rows for i, each in enumerate(value) for leaf, rows in _leaves(each, (*key, str(i))).items()}
+        return {
+            leaf: rows
+            for i, each in enumerate(value)
+            for leaf, rows in _leaves(each, (*key, str(i))).items()
+        }
     return {key: value}
 
 
@@ -237,12 +274,24 @@ def _space_of(values: list[Any], *, is_action: bool = False) -> spaces.Space[Any
     """Return a space that has all rows of these arrays, dicts or tuples."""
     first = values[0]
     if isinstance(first, dict):
-        return spaces.Dict({name: _space_of([value[name] for value in values], is_action=is_action) for name in first})
+        return spaces.Dict(
+            {
+                name: _space_of([value[name] for value in values], is_action=is_action)
+                for name in first
+            }
+        )
     if isinstance(first, tuple):
-        return spaces.Tuple(_space_of([value[i] for value in values], is_action=is_action) for i in range(len(first)))
-    dtype, shape = first.dtype, first.shape[1:]
+        return spaces.Tuple(
+            _space_of([value[i] for value in values], is_action=is_action)
+            for i in range(len(first))
+        )
+    dtype = first.dtype
+    shape = first.shape[1:]
     if is_action and dtype.kind in "iu" and not shape:
-        lowest, highest = min(0, *(int(rows.min()) for rows in values)), max(int(rows.max()) for rows in values)
+        lowest, highest = (
+            min(0, *(int(rows.min()) for rows in values)),
+            max(int(rows.max()) for rows in values),
+        )
         return spaces.Discrete(highest - lowest + 1, start=lowest)
     if dtype.kind == "b":
         return spaces.Box(0, 1, shape, np.int8)

@@ -43,22 +43,28 @@ if TYPE_CHECKING:
     from muster.recording.minari import MinariRecording
 
 MINARI = "minari:"  # before the id of a dataset
-NEEDED: list[Key] = [TRAJ_IDS, REWARD, next_of(DONE), next_of(TERMINATED), next_of(TRUNCATED)]  # to identify episodes
+# to identify episodes
+NEEDED: list[Key] = [TRAJ_IDS, REWARD, next_of(DONE), next_of(TERMINATED), next_of(TRUNCATED)]
 
 
-def load(directory: str | os.PathLike[str], *, skip_damaged: bool = False) -> Recording | MinariRecording:
-    """Open a recording, or a Minari dataset as batches. Only headers are read; data is read on first access.
+def load(
+    directory: str | os.PathLike[str], *, skip_damaged: bool = False
+) -> Recording | MinariRecording:
+    """Open a recording, or a Minari dataset as batches.
+
+    Only headers are read; data is read on first access.
 
     Args:
-        directory: directory of a ``Recorder``, closed or not; or of a Minari dataset, or ``"minari:ID"`` of a local
-            one.
-        skip_damaged: leave out damaged and missing chunks, and describe them in ``Recording.lost``. Reads
-            everything once.
+        directory: directory of a ``Recorder``, closed or not; or of a Minari dataset, or
+            ``"minari:ID"`` of a local one.
+        skip_damaged: leave out damaged and missing chunks, and describe them in ``Recording.lost``.
+            Reads everything once.
 
     Raises:
         BadOption: the package ``minari`` is missing.
-        BadRecording: there is no recording, or a part of it is damaged. A last chunk that is truncated by a crash, or
-            whose header is damaged, is not an error: see ``Recording.lost``.
+        BadRecording: there is no recording, or a part of it is damaged. A last chunk that is
+            truncated by a crash, or whose header is damaged, is not an error: see
+            ``Recording.lost``.
     """
     root = Path(os.path.realpath(directory))
     if str(directory).startswith(MINARI) or (root / "data" / "metadata.json").exists():
@@ -68,16 +74,23 @@ def load(directory: str | os.PathLike[str], *, skip_damaged: bool = False) -> Re
     try:
         names = os.listdir(root)
     except OSError as error:
-        raise BadRecording(f"{root} cannot be read: {error.strerror}. Is it the directory of a recording?") from error
+        raise BadRecording(
+            f"{root} cannot be read: {error.strerror}. Is it the directory of a recording?"
+        ) from error
     found = sorted(int(match.group(1)) for match in map(CHUNK.fullmatch, names) if match)
     if MANIFEST not in names and not found:
-        raise BadRecording(f"{root} holds no recording: there is neither {MANIFEST} nor a chunk in it.")
+        raise BadRecording(
+            f"{root} holds no recording: there is neither {MANIFEST} nor a chunk in it."
+        )
     lost: list[str] = []
     manifest = None
     try:
         manifest = _read_manifest(root / MANIFEST)
     except BadRecording as error:
-        lost.append(f"{error} What it says was taken from the chunks, which cannot tell whether some are missing.")
+        lost.append(
+            f"{error} What it says was taken from the chunks, which cannot tell whether some are"
+            " missing."
+        )
     if manifest is not None:
         _check_manifest(root / MANIFEST, manifest)
     chunks = _read_chunks(root, found, lost, skip_damaged)
@@ -94,20 +107,24 @@ def load(directory: str | os.PathLike[str], *, skip_damaged: bool = False) -> Re
 
 
 class Recording:
-    """A recording: ``len()`` is its number of frames, iteration yields its batches as they were written.
+    """A recording: ``len()`` is its number of frames, iteration yields its batches as they were
+    written.
 
-    Every batch is a private, memory-mapped view: changing it changes neither the file nor another batch. Batches stay
-    valid when the recording is dropped. The files must not be changed meanwhile. Recordings are made by ``load``.
+    Every batch is a private, memory-mapped view: changing it changes neither the file nor another
+    batch. Batches stay valid when the recording is dropped. The files must not be changed
+    meanwhile. Recordings are made by ``load``.
 
     Attributes:
         directory: path of the directory.
-        manifest: the recorder's metadata: ``muster`` (version), ``created``, ...; if the recorder was closed, also
-            ``keys``, ``batch_size`` and ``frames_per_batch`` of the first batch.
+        manifest: the recorder's metadata: ``muster`` (version), ``created``, ...; if the recorder
+            was closed, also ``keys``, ``batch_size`` and ``frames_per_batch`` of the first batch.
         meta: the user's metadata.
         lost: why the end is or may be incomplete, and what was left out; None: nothing is missing.
     """
 
-    def __init__(self, directory: Path, manifest: dict[str, Any], chunks: list[Chunk], lost: list[str]) -> None:
+    def __init__(
+        self, directory: Path, manifest: dict[str, Any], chunks: list[Chunk], lost: list[str]
+    ) -> None:
         self.directory = directory
         self.manifest = manifest
         self.meta: dict[str, Any] = manifest["meta"]
@@ -137,7 +154,8 @@ class Recording:
                 yield _tensordict(chunk, _values(chunk, columns, place))
 
     def batch(self, i: int) -> TensorDict:
-        """Return batch ``i`` with the size, names, dtypes and (on disk) strides that it was written with.
+        """Return batch ``i`` with the size, names, dtypes and (on disk) strides that it was written
+        with.
 
         Raises:
             IndexError: there is no batch ``i``.
@@ -158,7 +176,9 @@ class Recording:
 
     @cached_property
     def episodes(self) -> tuple[Episode, ...]:
-        """The table of episodes, in the order of their first frames. Reads only ids, rewards and flags.
+        """The table of episodes, in the order of their first frames.
+
+        Reads only ids, rewards and flags.
 
         Raises:
             BadRecording: the batches have no ``collector/traj_ids``, or no flags.
@@ -172,14 +192,15 @@ class Recording:
     def to_parquet(self, path: str | os.PathLike[str]) -> Export:
         """Write the complete episodes into one Parquet file: a row per step, a column per key.
 
-        Columns are named ``observation``, ``next.reward`` and so on. The columns ``episode`` and ``step`` are numbered
-        from 0. A value with dimensions is a list of fixed size.
+        Columns are named ``observation``, ``next.reward`` and so on. The columns ``episode`` and
+        ``step`` are numbered from 0. A value with dimensions is a list of fixed size.
 
         Args:
             path: a new file.
 
         Raises:
-            BadOption: the path exists, or pyarrow is missing (``pip install 'muster-rl[parquet]'``).
+            BadOption: the path exists, or pyarrow is missing (``pip install
+                'muster-rl[parquet]'``).
             BadRecording: no episode is complete, or a column has a dtype that Parquet has not.
         """
         from muster.recording.export import write_parquet
@@ -196,28 +217,35 @@ class Recording:
         observation_keys: Sequence[Key | str] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Export:
-        """Write the complete episodes as a local Minari dataset, with the observation after the last step.
+        """Write the complete episodes as a local Minari dataset, with the observation after the
+        last step.
 
-        Infos are those of the columns ``("info", ...)``. What a policy added to its actions is left out.
+        Infos are those of the columns ``("info", ...)``. What a policy added to its actions is left
+        out.
 
         Args:
             dataset_id: such as "cartpole/ppo-v0"; there must be no such dataset.
-            env: Gymnasium id, environment or spec that the dataset names, and whose spaces it gets. None:
-                ``meta["env"]`` if Gymnasium knows it, else none.
-            observation_space, action_space: spaces of the dataset. None: those of ``env``; without one, spaces that
-                have all recorded values.
-            observation_keys: root keys of the observations. None: all that the batches also have below "next".
-            metadata: further arguments of ``minari.create_dataset_from_buffers``: ``algorithm_name``, ``author``,
-                ``code_permalink``, ``description`` and so on. Images are stored without loss, unless it has
-                ``jpeg_encoding=True``.
+            env: Gymnasium id, environment or spec that the dataset names, and whose spaces it gets.
+                None: ``meta["env"]`` if Gymnasium knows it, else none.
+            observation_space, action_space: spaces of the dataset. None: those of ``env``; without
+                one, spaces that have all recorded values.
+            observation_keys: root keys of the observations. None: all that the batches also have
+                below "next".
+            metadata: further arguments of ``minari.create_dataset_from_buffers``:
+                ``algorithm_name``, ``author``, ``code_permalink``, ``description`` and so on.
+                Images are stored without loss, unless it has ``jpeg_encoding=True``.
 
         Raises:
-            BadOption: Minari is missing (``pip install 'muster-rl[minari]'``), or refuses the dataset.
-            BadRecording: no episode is complete, or there are no observations after steps (``compact_obs=True``).
+            BadOption: Minari is missing (``pip install 'muster-rl[minari]'``), or refuses the
+                dataset.
+            BadRecording: no episode is complete, or there are no observations after steps
+                (``compact_obs=True``).
         """
         from muster.recording.minari import write_minari
 
-        return write_minari(self, dataset_id, env, observation_space, action_space, observation_keys, metadata or {})
+        return write_minari(
+            self, dataset_id, env, observation_space, action_space, observation_keys, metadata or {}
+        )
 
     def to_lerobot(
         self,
@@ -229,8 +257,9 @@ class Recording:
     ) -> Export:
         """Write the complete episodes as a LeRobot dataset, format v3.0.
 
-        RGB pictures (uint8, ``[height, width, 3]`` or ``[3, height, width]``) become H.264 videos, which lose a
-        little; all other columns are exact. The format has no place for the observation after the last step.
+        RGB pictures (uint8, ``[height, width, 3]`` or ``[3, height, width]``) become H.264 videos,
+        which lose a little; all other columns are exact. The format has no place for the
+        observation after the last step.
 
         Args:
             directory: a new directory.
@@ -239,7 +268,8 @@ class Recording:
             observation_keys: as in ``to_minari``.
 
         Raises:
-            BadOption: the directory exists, or pyarrow or ffmpeg is missing (``pip install 'muster-rl[lerobot]'``).
+            BadOption: the directory exists, or pyarrow or ffmpeg is missing (``pip install
+                'muster-rl[lerobot]'``).
             BadRecording: no episode is complete, or a column has a dtype that Parquet has not.
         """
         from muster.recording.lerobot import write_lerobot
@@ -260,8 +290,9 @@ class Recording:
         size = sum(chunk.size_bytes for chunk in self._chunks)
         env = f", env={self.meta['env']!r}" if "env" in self.meta else ""
         lines = [
-            f"Recording({str(self.directory)!r}{env}: {counted(len(self), 'frame')} in {counted(self.batches, 'batch')}"
-            f" and {counted(len(self._chunks), 'chunk')}, {size / 1e6:,.1f} MB)"
+            f"Recording({str(self.directory)!r}{env}: {counted(len(self), 'frame')} in"
+            f" {counted(self.batches, 'batch')} and {counted(len(self._chunks), 'chunk')},"
+            f" {size / 1e6:,.1f} MB)"
         ]
         if self._chunks:
             first = self._chunks[0]
@@ -271,7 +302,10 @@ class Recording:
         return "\n".join(lines)
 
     def _columns(self, chunk: Chunk, keys: Iterable[Key]) -> dict[Key, Any]:
-        """Map the leaves of all batches of a chunk. The first time, their checksums are verified."""
+        """Map the leaves of all batches of a chunk.
+
+        The first time, their checksums are verified.
+        """
         file = open_part(chunk.path)
         columns: dict[Key, Any] = {}
         try:
@@ -281,7 +315,11 @@ class Recording:
                     tensor = stored.tensor(chunk.leaves[key], check=leaf not in self._checked)
                     self._checked.add(leaf)
                     is_text = chunk.leaves[key] in chunk.objects
-                    columns[key] = bytes(bytes_of(tensor)).split(b"\n") if is_text else _in_order(chunk, tensor)
+                    columns[key] = (
+                        bytes(bytes_of(tensor)).split(b"\n")
+                        if is_text
+                        else _in_order(chunk, tensor)
+                    )
         except Damaged as error:
             raise DamagedChunk(chunk.path, error) from error
         return columns
@@ -292,12 +330,22 @@ class Recording:
         for chunk in self._chunks:
             missing = [key for key in NEEDED if key not in chunk.leaves]
             if missing:
-                raise BadRecording(f"{self.directory} has no table of episodes: {missing} were not recorded.")
-            found = self._columns(chunk, [*NEEDED, *(key for key in (IS_INIT,) if key in chunk.leaves)])
-            columns = {key: _flat(chunk, key, column) for key, column in found.items() if _has_numbers(column)}
+                raise BadRecording(
+                    f"{self.directory} has no table of episodes: {missing} were not recorded."
+                )
+            found = self._columns(
+                chunk, [*NEEDED, *(key for key in (IS_INIT,) if key in chunk.leaves)]
+            )
+            columns = {
+                key: _flat(chunk, key, column)
+                for key, column in found.items()
+                if _has_numbers(column)
+            }
             empty = [dotted(key) for key in NEEDED if key not in columns]
             if empty:
-                raise BadRecording(f"{self.directory} has no table of episodes: {empty} are no columns of numbers.")
+                raise BadRecording(
+                    f"{self.directory} has no table of episodes: {empty} are no columns of numbers."
+                )
             for place in range(chunk.batches):
                 number = chunk.first_batch + place
                 yield {key: rows[place] for key, rows in columns.items()}, number == expected
@@ -330,12 +378,18 @@ def _has_numbers(column: Any) -> bool:
 
 
 def _flat(chunk: Chunk, key: Key, column: torch.Tensor) -> Array:
-    """Return a column of all batches as ``[N, E, T]``, environments flattened; nan if a reward is no single number."""
+    """Return a column of all batches as ``[N, E, T]``, environments flattened; nan if a reward is
+    no single number.
+    """
     time, dims = _time_dim(chunk.names), len(chunk.batch_size)
     if column.dtype == torch.bfloat16:
         column = column.float()
     size = math.prod(column.shape[1 + dims :])
-    rows: Array = column.movedim(1 + time, dims).reshape(chunk.batches, -1, chunk.batch_size[time], size).numpy()
+    rows: Array = (
+        column.movedim(1 + time, dims)
+        .reshape(chunk.batches, -1, chunk.batch_size[time], size)
+        .numpy()
+    )
     if key == REWARD:
         return rows[..., 0].astype(np.float64) if size == 1 else np.full(rows.shape[:3], math.nan)
     return rows[..., 0]
@@ -356,7 +410,11 @@ def _values(chunk: Chunk, columns: Mapping[Key, Any], place: int) -> dict[Key, A
     """Return one batch of a chunk by key."""
     try:
         return {
-            key: column[place] if torch.is_tensor(column) else _stack(read_json(column[place]), chunk.batch_size)
+            key: (
+                column[place]
+                if torch.is_tensor(column)
+                else _stack(read_json(column[place]), chunk.batch_size)
+            )
             for key, column in columns.items()
         }
     except (ValueError, IndexError, RecursionError) as error:
@@ -388,12 +446,15 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 def _check_manifest(path: Path, manifest: dict[str, Any]) -> None:
     if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
-        found = [reprlib.repr(manifest.get(key)) for key in ("format", "version", "muster")]  # of any type
+        # of any type
+        found = [reprlib.repr(manifest.get(key)) for key in ("format", "version", "muster")]
         raise BadRecording(
-            f"{path} is of format {found[0]} version {found[1]}; this Muster reads {FORMAT!r} version {VERSION}. "
-            f"Read it with the version that wrote it: muster {found[2]}."
+            f"{path} is of format {found[0]} version {found[1]}; this Muster reads {FORMAT!r}"
+            f" version {VERSION}. Read it with the version that wrote it: muster {found[2]}."
         )
-    expected = {"id": str, "meta": dict, "fresh": bool} | ({"chunks": int} if manifest.get("closed") else {})
+    expected = {"id": str, "meta": dict, "fresh": bool} | (
+        {"chunks": int} if manifest.get("closed") else {}
+    )
     wrong = [key for key, kind in expected.items() if not isinstance(manifest.get(key), kind)]
     if wrong:
         raise BadRecording(f"{path} is not as Muster writes it: look at {wrong}.")
@@ -411,11 +472,14 @@ def _read_chunks(root: Path, found: list[int], lost: list[str], skip_damaged: bo
             chunk = read_chunk(root / chunk_name(index))
             complete = skip_damaged or chunk.first_batch == sum(other.batches for other in chunks)
             if chunk.index != index or not complete:
-                raise BadRecording(f"{chunk.path} is chunk {chunk.index} under another name. {REMEDY}")
+                raise BadRecording(
+                    f"{chunk.path} is chunk {chunk.index} under another name. {REMEDY}"
+                )
             if skip_damaged:
                 Recording(root, {"meta": {}}, [chunk], []).verify()
         except BadRecording as error:
-            at_the_end = index == found[-1] and isinstance(error, DamagedChunk)  # the effect of a crash
+            # the effect of a crash
+            at_the_end = index == found[-1] and isinstance(error, DamagedChunk)
             if not (skip_damaged or at_the_end):
                 raise
             lost.append(f"Its frames are lost: {error}" if at_the_end else f"Left out: {error}")
@@ -430,10 +494,15 @@ def _note_missing_end(
     present = found[-1] + 1 if found else 0
     if manifest.get("closed"):
         if present < manifest["chunks"]:
-            lost.append(f"The last {manifest['chunks'] - present} of {manifest['chunks']} chunks are missing.")
+            lost.append(
+                f"The last {manifest['chunks'] - present} of {manifest['chunks']} chunks are"
+                " missing."
+            )
     elif "closed" in manifest and is_locked(root):
         lost.append("It is still being recorded; load it again for more.")
     elif "closed" in manifest:
         cut = any(name.endswith(TEMPORARY) for name in names)
         more = " A chunk was being written; its frames are lost." if cut else ""
-        lost.append(f"The recorder was not closed: frames after the last chunk, if any, are lost.{more}")
+        lost.append(
+            f"The recorder was not closed: frames after the last chunk, if any, are lost.{more}"
+        )

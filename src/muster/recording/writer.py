@@ -39,15 +39,17 @@ _log = logging.getLogger(__name__)
 class Recorder:
     """Writes batches to a new directory, from which ``load`` reads them back bit for bit.
 
-    ``write`` copies batches; they are written to disk in chunks. Chunks on disk stay readable whatever happens to the
-    process or the disk. If the disk is full, free some space and repeat the call that raised: nothing is lost or
-    recorded twice. Not thread-safe.
+    ``write`` copies batches; they are written to disk in chunks. Chunks on disk stay readable
+    whatever happens to the process or the disk. If the disk is full, free some space and repeat the
+    call that raised: nothing is lost or recorded twice. Not thread-safe.
 
     Args:
         directory: path; created if missing. It must not hold a recording, complete or not.
-        meta: JSON-able description, stored unchanged; by convention with ``env``, ``seed`` and ``policy``.
+        meta: JSON-able description, stored unchanged; by convention with ``env``, ``seed`` and
+            ``policy``.
         chunk_bytes: size in bytes at which a chunk is written; the recorder uses as much memory.
-        max_age_s: age in seconds of its first batch at which a smaller chunk is written, to limit the loss by a crash.
+        max_age_s: age in seconds of its first batch at which a smaller chunk is written, to limit
+            the loss by a crash.
         fresh: the first row of the first batch starts new episodes. False: recording starts later.
 
     Raises:
@@ -69,9 +71,12 @@ class Recorder:
         try:
             meta = json.loads(_exact_json(meta))
         except TypeError as error:
-            raise BadOption(f"meta may hold str, numbers, bool, None, lists and dicts, and has {error}.") from None
+            raise BadOption(
+                f"meta may hold str, numbers, bool, None, lists and dicts, and has {error}."
+            ) from None
         self.directory = Path(os.path.realpath(directory))
-        self._chunk_bytes, self._max_age_s = chunk_bytes, max_age_s
+        self._chunk_bytes = chunk_bytes
+        self._max_age_s = max_age_s
         self._chunks = self._batches = self._frames = 0  # on disk
         self._pending: _Pending | None = None
         self._manifest: dict[str, Any] = {
@@ -83,7 +88,8 @@ class Recorder:
             "fresh": fresh,
             "meta": meta,
         }
-        self._signature: dict[Key, tuple[str, tuple[int, ...]]] | None = None  # keys, dtypes and shapes of all batches
+        # keys, dtypes and shapes of all batches
+        self._signature: dict[Key, tuple[str, tuple[int, ...]]] | None = None
         self._about: dict[str, Any] = {}  # description of the batches, for the final manifest
         self._owner = Owner("recorder", "files")
         self._lock: chunks.DirectoryLock | None = self._claim()
@@ -104,8 +110,8 @@ class Recorder:
         If this raises, the batch was not added, and the call may be repeated.
 
         Raises:
-            BadRecording: the disk is full or fails; the batch differs from earlier ones in keys, shapes or dtypes; or
-                the recorder is closed. Earlier batches are kept.
+            BadRecording: the disk is full or fails; the batch differs from earlier ones in keys,
+                shapes or dtypes; or the recorder is closed. Earlier batches are kept.
             UnsupportedSpace: a leaf is neither a plain tensor nor JSON-able objects.
             ForkedProcess: the caller is a fork of the recorder's process.
         """
@@ -114,7 +120,9 @@ class Recorder:
             raise BadRecording(f"The recorder of {self.directory} is closed.")
         content = _Content(batch)
         if self._signature not in (None, content.signature):
-            raise BadRecording(f"A batch does not fit the recording {self.directory}: {self._difference(content)}.")
+            raise BadRecording(
+                f"A batch does not fit the recording {self.directory}: {self._difference(content)}."
+            )
         if self._pending is not None and not self._pending.takes(content):
             self.flush()
         if self._pending is None or not self._pending.takes(content):
@@ -128,21 +136,27 @@ class Recorder:
                 raise
         if self._signature is None:
             self._signature = content.signature
-            self._about |= {"frames_per_batch": content.frames, "batch_size": list(content.batch_size)}
+            self._about |= {
+                "frames_per_batch": content.frames,
+                "batch_size": list(content.batch_size),
+            }
             self._about["keys"] = {
-                dotted(key): {"dtype": dtype, "shape": list(shape)} for key, (dtype, shape) in content.signature.items()
+                dotted(key): {"dtype": dtype, "shape": list(shape)}
+                for key, (dtype, shape) in content.signature.items()
             }
 
     def resume(self) -> None:
-        """Say that the first batch continues episodes that began elsewhere, as ``fresh=False`` does.
+        """Say that the first batch continues episodes that began elsewhere, as ``fresh=False``
+        does.
 
         Raises:
             BadRecording: batches were written already.
         """
         if self._signature is not None:
             raise BadRecording(
-                f"{self.directory} has batches already, and after a state is loaded some could come again: load it "
-                "before the first batch, or make the collector again with another directory."
+                f"{self.directory} has batches already, and after a state is loaded some could come"
+                " again: load it before the first batch, or make the collector again with another"
+                " directory."
             )
         self._manifest["fresh"] = False
 
@@ -157,11 +171,15 @@ class Recorder:
         if self._pending is None or not self._pending.count:
             return
         about = {"chunk": self._chunks, "first_batch": self._batches, "manifest": self._manifest}
-        path, content = self.directory / chunks.chunk_name(self._chunks), self._pending.encode(about)
+        path, content = (
+            self.directory / chunks.chunk_name(self._chunks),
+            self._pending.encode(about),
+        )
         try:
             write_whole(path, [content])
         except BaseException as error:
-            with suppress(OSError):  # perhaps not written durably; a repeated call may write fewer batches
+            # perhaps not written durably; a repeated call may write fewer batches
+            with suppress(OSError):
                 path.unlink(missing_ok=True)
             if isinstance(error, OSError):
                 raise self._not_written(path.name, error) from error
@@ -172,11 +190,14 @@ class Recorder:
         self._pending.clear()
 
     def close(self) -> None:
-        """Write the pending batches and finish. May be called again. Does nothing in a fork of the recorder's process.
+        """Write the pending batches and finish.
+
+        May be called again. Does nothing in a fork of the recorder's process.
 
         Raises:
-            BadRecording: the disk is full or fails. The recorder stays open with its pending batches: repeat the call.
-                Otherwise these are lost at the end of the process, and the recording is marked as not closed.
+            BadRecording: the disk is full or fails. The recorder stays open with its pending
+                batches: repeat the call. Otherwise these are lost at the end of the process, and
+                the recording is marked as not closed.
         """
         if self._lock is None or not self._owner.is_here():
             return
@@ -189,7 +210,9 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         try:
             self.close()
         except BadRecording as second:
@@ -214,8 +237,8 @@ class Recorder:
             for name in sorted(os.listdir(self.directory)):
                 if name == chunks.MANIFEST or chunks.CHUNK.fullmatch(name):
                     raise BadRecording(
-                        f"{self.directory} already holds a recording ({name}), and recordings are never overwritten. "
-                        f"Choose another directory, or delete that one."
+                        f"{self.directory} already holds a recording ({name}), and recordings are"
+                        " never overwritten. Choose another directory, or delete that one."
                     )
             self._write_manifest({"closed": False})
         except BaseException:
@@ -231,21 +254,28 @@ class Recorder:
 
     def _not_written(self, name: str, error: OSError) -> BadRecording:
         return BadRecording(
-            f"Could not write {name} of {self.directory}: {error.strerror}. {self._frames:,} frames in "
-            f"{self._chunks} chunks are on disk and readable. Free some space, then repeat the call that raised this: "
-            f"what it was given was not recorded, and what was pending before it still is."
+            f"Could not write {name} of {self.directory}: {error.strerror}. {self._frames:,} frames"
+            f" in {self._chunks} chunks are on disk and readable. Free some space, then repeat the"
+            " call that raised this: what it was given was not recorded, and what was pending"
+            " before it still is."
         )
 
     def _difference(self, content: _Content) -> str:
-        old, new = self._signature or {}, content.signature
+        old = self._signature or {}
+        new = content.signature
         lines = [f"{dotted(key)} is missing" for key in old if key not in new]
         lines += [f"{dotted(key)} is new" for key in new if key not in old]
-        lines += [f"{dotted(k)} is {new[k]}, was {old[k]}" for k in new if k in old and new[k] != old[k]]
+        lines += [
+            f"{dotted(k)} is {new[k]}, was {old[k]}" for k in new if k in old and new[k] != old[k]
+        ]
         return "; ".join(lines)
 
 
 class _Content:
-    """The checked leaves of one batch. ``signature``: dtype name (or ``"object"``) and shape of one frame, by key."""
+    """The checked leaves of one batch.
+
+    ``signature``: dtype name (or ``"object"``) and shape of one frame, by key.
+    """
 
     def __init__(self, batch: TensorDictBase) -> None:
         self.batch_size = tuple(batch.batch_size)
@@ -255,7 +285,10 @@ class _Content:
         self.tensors: dict[Key, torch.Tensor] = {}
         self.objects: dict[Key, str] = {}
         if not self.batch_size or not self.frames:
-            raise BadRecording(f"A batch of size {self.batch_size} has no frames; expected [T], [B, T] or [W, B, T].")
+            raise BadRecording(
+                f"A batch of size {self.batch_size} has no frames; expected [T], [B, T] or [W,"
+                " B, T]."
+            )
         for key, value in _leaves(batch):
             if isinstance(value, torch.Tensor):
                 self.tensors[key] = _storable(key, value)
@@ -265,7 +298,8 @@ class _Content:
             raise BadRecording("A batch without any leaf cannot be recorded.")
         dims = len(self.batch_size)
         self.signature = {
-            key: (str(t.dtype).removeprefix("torch."), tuple(t.shape[dims:])) for key, t in self.tensors.items()
+            key: (str(t.dtype).removeprefix("torch."), tuple(t.shape[dims:]))
+            for key, t in self.tensors.items()
         } | dict.fromkeys(self.objects, ("object", ()))
 
 
@@ -273,10 +307,13 @@ class _Pending:
     """The next chunk in memory: up to ``capacity`` batches of one size."""
 
     def __init__(self, first: _Content, chunk_bytes: int) -> None:
-        self.batch_size, self._names, self._signature = first.batch_size, first.names, first.signature
+        self.batch_size = first.batch_size
+        self._names = first.names
+        self._signature = first.signature
         dims = range(len(first.batch_size))
         strides = next((t.stride() for t in first.tensors.values()), tuple(reversed(dims)))
-        self.order = sorted(dims, key=lambda d: -strides[d])  # the memory order, so that a copy transposes nothing
+        # the memory order, so that a copy transposes nothing
+        self.order = sorted(dims, key=lambda d: -strides[d])
         size = sum(t.numel() * t.itemsize for t in first.tensors.values())
         self.capacity = min(max(1, chunk_bytes // max(1, size)), MAX_BATCHES_PER_CHUNK)
         self._chunk_bytes = chunk_bytes
@@ -289,7 +326,10 @@ class _Pending:
         self.clear()
 
     def clear(self) -> None:
-        """Remove the batches. Their memory is reused, since new pages cost as much as filling them."""
+        """Remove the batches.
+
+        Their memory is reused, since new pages cost as much as filling them.
+        """
         self.since = math.inf
         self.count = self._text_bytes = 0
         for lines in self._lines.values():
@@ -323,7 +363,12 @@ class _Pending:
             self.clear()
 
     def encode(self, about: dict[str, Any]) -> bytes:
-        size = {"batches": self.count, "batch_size": list(self.batch_size), "names": self._names, "order": self.order}
+        size = {
+            "batches": self.count,
+            "batch_size": list(self.batch_size),
+            "names": self._names,
+            "order": self.order,
+        }
         leaves = {key: buffer[: self.count] for key, buffer in self._buffers.items()}
         objects = {key: "\n".join(lines).encode() for key, lines in self._lines.items()}
         return chunks.encode(about | size, leaves, objects)
@@ -335,7 +380,8 @@ class _Pending:
 def _leaves(batch: TensorDictBase) -> Iterator[tuple[Key, Any]]:
     from tensordict import NonTensorStack, TensorDictBase
 
-    def is_leaf(kind: type) -> bool:  # a NonTensorStack is a TensorDictBase, too, but its keys() are empty
+    # a NonTensorStack is a TensorDictBase, too, but its keys() are empty
+    def is_leaf(kind: type) -> bool:
         return issubclass(kind, NonTensorStack) or not issubclass(kind, TensorDictBase)
 
     for key in batch.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf):
@@ -345,8 +391,8 @@ def _leaves(batch: TensorDictBase) -> Iterator[tuple[Key, Any]]:
 def _storable(key: Key, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype not in STORABLE or tensor.layout is not torch.strided or tensor.is_nested:
         raise UnsupportedSpace(
-            f"{dotted(key)} is a tensor of dtype {tensor.dtype} and layout {tensor.layout}, which a recording cannot "
-            f"hold. Convert it, or leave it out with batch.exclude(...)."
+            f"{dotted(key)} is a tensor of dtype {tensor.dtype} and layout {tensor.layout}, which a"
+            " recording cannot hold. Convert it, or leave it out with batch.exclude(...)."
         )
     return tensor.detach().resolve_conj().resolve_neg()
 
@@ -355,22 +401,31 @@ def _json_line(key: Key, value: Any) -> str:
     from tensordict import is_non_tensor
 
     if not is_non_tensor(value):
-        raise UnsupportedSpace(f"{dotted(key)} is a {type(value).__name__}, which a recording cannot hold.")
+        raise UnsupportedSpace(
+            f"{dotted(key)} is a {type(value).__name__}, which a recording cannot hold."
+        )
     try:
         return _exact_json(value.tolist(), separators=(",", ":"))
     except TypeError as error:
         raise UnsupportedSpace(
-            f"{dotted(key)} holds {error}. A recording keeps tensors, and objects made of str, int, float, bool, "
-            f"None, lists and dicts. Convert it, or leave it out with batch.exclude(...)."
+            f"{dotted(key)} holds {error}. A recording keeps tensors, and objects made of str, int,"
+            " float, bool, None, lists and dicts. Convert it, or leave it out with"
+            " batch.exclude(...)."
         ) from error
 
 
 def _exact_json(value: Any, **options: Any) -> str:
-    """Return ``value`` as JSON that is read back equal and with the same types. Raises ``TypeError`` if impossible."""
+    """Return ``value`` as JSON that is read back equal and with the same types.
+
+    Raises ``TypeError`` if impossible.
+    """
     try:
         _check_plain(value)
         return json.dumps(value, **options)
-    except (ValueError, RecursionError) as error:  # circular, too deep, or an int of thousands of digits
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # circular, too deep, or an int of thousands of digits
         raise TypeError(f"{type(value).__name__} cannot be written as JSON: {error}") from error
 
 

@@ -1,6 +1,8 @@
-"""The actions and resets since the last known start of each environment, from which its state can be replayed.
+"""The actions and resets since the last known start of each environment, from which its state can
+be replayed.
 
-The worker records resets (``Anchors``). The parent keeps actions (``ActionLog``), also after the worker has died.
+The worker records resets (``Anchors``). The parent keeps actions (``ActionLog``), also after the
+worker has died.
 """
 
 from __future__ import annotations
@@ -27,22 +29,28 @@ SPECIAL_BYTES = 700  # size of a random state as a Python object
 CALL, ROW, ENV = range(3)  # columns of ``ResetLog.resets``
 
 NOT_KNOWN = (
-    "It cannot be replayed: neither a seed nor a random state is known from which its actions are all known. Seed the "
-    "collector; of environments that draw from generators of their own, only the time since the last seed counts."
+    "It cannot be replayed: neither a seed nor a random state is known from which its actions are"
+    " all known. Seed the collector; of environments that draw from generators of their own, only"
+    " the time since the last seed counts."
 )
-TOO_LONG = "It cannot be replayed: its beginning is missing, since the actions from there on passed {:,} bytes."
+TOO_LONG = (
+    "It cannot be replayed: its beginning is missing, since the actions from there on passed {:,}"
+    " bytes."
+)
 BY_STATE = (
-    "It begins with the random state before a reset: what the environment itself carries from episode to episode, and "
-    "generators of other libraries, are as in a new one."
+    "It begins with the random state before a reset: what the environment itself carries from"
+    " episode to episode, and generators of other libraries, are as in a new one."
 )
 TOGETHER = "All environments of the batch are replayed together, from their seeds."
 
 
 @dataclass
 class ResetLog:
-    """The resets of one rollout, ``[n, 3]`` int32 in order: number of the call, rows before it, environment.
+    """The resets of one rollout, ``[n, 3]`` int32 in order: number of the call, rows before it,
+    environment.
 
-    ``special``: their seeds, random states and options, by position. ``due``: resets pending for the next rollout.
+    ``special``: their seeds, random states and options, by position. ``due``: resets pending for
+    the next rollout.
     """
 
     resets: Array = field(default_factory=lambda: np.zeros((0, 3), np.int32))
@@ -65,8 +73,12 @@ def random_state(env: Any) -> dict[str, Any] | None:
     return state
 
 
-def generator_of(state: Mapping[str, Any], seeds: Mapping[str, Any] | None = None) -> np.random.Generator:
-    """A NumPy generator whose bit generator has this state; ``seeds`` is the state of its ``SeedSequence``."""
+def generator_of(
+    state: Mapping[str, Any], seeds: Mapping[str, Any] | None = None
+) -> np.random.Generator:
+    """A NumPy generator whose bit generator has this state; ``seeds`` is the state of its
+    ``SeedSequence``.
+    """
     name = state["bit_generator"]
     if name not in GENERATORS:
         raise ValueError(f"{name!r} is no bit generator of NumPy")
@@ -76,7 +88,8 @@ def generator_of(state: Mapping[str, Any], seeds: Mapping[str, Any] | None = Non
 
 
 class Anchors:
-    """Records the resets of a group in the worker: a list entry per reset, and 2 us per environment and rollout.
+    """Records the resets of a group in the worker: a list entry per reset, and 2 us per environment
+    and rollout.
 
     Attributes:
         seeds: the last seed of each environment; None: it has never had one.
@@ -88,14 +101,19 @@ class Anchors:
         self.forget()
 
     def before_reset(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
-        """Record a reset. Call this before every reset, with the arguments of ``EnvBatch.reset``."""
+        """Record a reset.
+
+        Call this before every reset, with the arguments of ``EnvBatch.reset``.
+        """
         options = self._env.reset_options or None
         if seeds is not None or options or not self._known.issuperset(which):
             self._note_special(which, seeds, options)
         self._resets += [(self._calls, row, i) for i in which]
         self._calls += 1
 
-    def _note_special(self, which: Sequence[int], seeds: Sequence[int] | None, options: dict[str, Any] | None) -> None:
+    def _note_special(
+        self, which: Sequence[int], seeds: Sequence[int] | None, options: dict[str, Any] | None
+    ) -> None:
         envs = self._env.objects()
         for n, i in enumerate(which):
             seed = state = None
@@ -110,12 +128,16 @@ class Anchors:
                 self._special[len(self._resets) + n] = special
 
     def take(self, begin: int = 0, due: Sequence[int] = ()) -> ResetLog:
-        """Return the resets since the last call, with rows counted from ``begin``; ``due``: pending resets."""
+        """Return the resets since the last call, with rows counted from ``begin``; ``due``: pending
+        resets.
+        """
         resets = np.array(self._resets, np.int32).reshape(-1, 3)
         resets[:, ROW] -= begin
         envs = self._env.objects()
         states = {i: random_state(envs[i]) if self._alone else None for i in due}
-        log = ResetLog(resets, self._special, {i: Special(None, state, None) for i, state in states.items()})
+        log = ResetLog(
+            resets, self._special, {i: Special(None, state, None) for i, state in states.items()}
+        )
         self.forget()
         return log
 
@@ -127,7 +149,10 @@ class Anchors:
         self._calls = 0
 
     def lose(self, which: Sequence[int]) -> None:
-        """Mark environments stepped by actions that are not in the log. Only a known reset makes them replayable."""
+        """Mark environments stepped by actions that are not in the log.
+
+        Only a known reset makes them replayable.
+        """
         self.forget()
         self._resets = [(0, 0, i) for i in which]
 
@@ -144,7 +169,9 @@ class _Recorded:
         return len(next(iter(self.actions.values())))
 
     def made(self, chosen: slice) -> Array:
-        """``[n]`` bool: the rows in which the chosen environment was stepped; all rows for several environments."""
+        """``[n]`` bool: the rows in which the chosen environment was stepped; all rows for several
+        environments.
+        """
         alone = self.stepped is not None and chosen.start is not None
         return self.stepped[:, chosen.start] if alone else np.ones(self.rows, bool)  # type: ignore[index]
 
@@ -157,7 +184,8 @@ class _Recorded:
 class ActionLog:
     """The actions of a group since the last known start of each of its environments, in the parent.
 
-    When ``nbytes`` exceeds ``limit_bytes``, the oldest actions are dropped. A start before them cannot be replayed.
+    When ``nbytes`` exceeds ``limit_bytes``, the oldest actions are dropped. A start before them
+    cannot be replayed.
     """
 
     def __init__(
@@ -170,16 +198,23 @@ class ActionLog:
         limit_bytes: int = LIMIT_BYTES,
         max_frames_per_traj: int | None = None,
     ) -> None:
-        self.factory, self.name, self.env_ids, self.alone = factory, name, [int(i) for i in env_ids], alone
-        self.limit_bytes, self.max_frames_per_traj = limit_bytes, max_frames_per_traj
+        self.factory = factory
+        self.name = name
+        self.env_ids = [int(i) for i in env_ids]
+        self.alone = alone
+        self.limit_bytes = limit_bytes
+        self.max_frames_per_traj = max_frames_per_traj
         self._next = 0  # number of the next chunk
         self.forget()
 
     def forget(self) -> None:
-        """Drop all actions, because the next ones do not follow them: after a failure, a restart, or lost rows."""
+        """Drop all actions, because the next ones do not follow them: after a failure, a restart,
+        or lost rows.
+        """
         self._chunks: deque[_Recorded] = deque()
         self.nbytes = 0
-        self._anchors: list[tuple[int, int] | None] = [None] * len(self.env_ids)  # chunk, position in its resets
+        # chunk, position in its resets
+        self._anchors: list[tuple[int, int] | None] = [None] * len(self.env_ids)
         self._due: dict[int, Special] = {}  # resets that no rollout result has contained yet
         self._cut = False  # actions were dropped to save memory
 
@@ -196,12 +231,19 @@ class ActionLog:
             seeded = due if seeds is None else Special(int(seeds[n]), None, None)
             self._due[i] = seeded._replace(options=options)
 
-    def add(self, actions: Mapping[Key, Array], log: ResetLog, stepped: Array | None = None) -> None:
+    def add(
+        self, actions: Mapping[Key, Array], log: ResetLog, stepped: Array | None = None
+    ) -> None:
         """Append a rollout: a copy of its actions, ``[n, B, *shape]`` per leaf, and its resets.
 
-        ``stepped`` is ``[n, B]`` bool, False where an environment was bypassed; None: none was bypassed.
+        ``stepped`` is ``[n, B]`` bool, False where an environment was bypassed; None: none was
+        bypassed.
         """
-        self._chunks.append(_Recorded(self._next, {key: array.copy() for key, array in actions.items()}, log, stepped))
+        self._chunks.append(
+            _Recorded(
+                self._next, {key: array.copy() for key, array in actions.items()}, log, stepped
+            )
+        )
         self.nbytes += self._chunks[-1].nbytes
         self._anchors = self._anchors_after(self._next, log)
         self._next += 1
@@ -221,13 +263,16 @@ class ActionLog:
         ended: Array | None = None,
         observation: Mapping[Key, Array] | None = None,
     ) -> CrashReport:
-        """The crash report of environment ``index`` of the group (None: the failed environment is not known).
+        """The crash report of environment ``index`` of the group (None: the failed environment is
+        not known).
 
         Args:
-            actions: actions of the failed rollout, ``[k, B, *shape]``; the last is that of the failed step, if any.
+            actions: actions of the failed rollout, ``[k, B, *shape]``; the last is that of the
+                failed step, if any.
             error, phase: see ``CrashReport``.
             log: result of ``Anchors.take`` in the worker; None if it is lost.
-            ended: ends of episodes, ``[k, B]`` bool, if the log is lost; it has no row for a failed step.
+            ended: ends of episodes, ``[k, B]`` bool, if the log is lost; it has no row for a failed
+                step.
             observation: observation before the failure, ``[B, *shape]``, to check a replay.
         """
         if log is None:
@@ -247,7 +292,9 @@ class ActionLog:
             kind=type(error).__name__,
             message="\n\n".join(filter(None, (text_of(error), full))),
         )
-        crash_report.observation = {key: np.array(array[chosen]) for key, array in (observation or {}).items()}
+        crash_report.observation = {
+            key: np.array(array[chosen]) for key, array in (observation or {}).items()
+        }
         if self.alone and index is None:
             crash_report.missing = "It is not known which environment of the group it was."
         elif not self.alone:
@@ -257,45 +304,70 @@ class ActionLog:
         return crash_report
 
     def episode(
-        self, index: int, end: int, actions: Mapping[Key, Array], log: ResetLog, stepped: Array | None
+        self,
+        index: int,
+        end: int,
+        actions: Mapping[Key, Array],
+        log: ResetLog,
+        stepped: Array | None,
     ) -> CrashReport:
-        """The resets and actions of environment ``index`` up to the end of an episode, ``end`` rows into the rollout.
+        """The resets and actions of environment ``index`` up to the end of an episode, ``end`` rows
+        into the rollout.
 
-        The environments of the group are replayed ``alone``. ``actions``, ``log``, ``stepped``: as for ``add``.
+        The environments of the group are replayed ``alone``. ``actions``, ``log``, ``stepped``: as
+        for ``add``.
         """
         count = int((log.resets[:, ROW] < end).sum())  # later ones start the next episodes
-        log = ResetLog(log.resets[:count], {n: special for n, special in log.special.items() if n < count})
+        log = ResetLog(
+            log.resets[:count], {n: special for n, special in log.special.items() if n < count}
+        )
         last = {key: array[:end] for key, array in actions.items()}
-        chunks = [*self._chunks, _Recorded(self._next, last, log, None if stepped is None else stepped[:end])]
+        chunks = [
+            *self._chunks,
+            _Recorded(self._next, last, log, None if stepped is None else stepped[:end]),
+        ]
         chosen, anchor = slice(index, index + 1), self._anchors_after(self._next, log)[index]
         return self._replay(anchor, chunks, chosen, alone=True, phase="close", kind="", message="")
 
     def _replay(
         self, anchor: tuple[int, int] | None, chunks: list[_Recorded], chosen: slice, **known: Any
     ) -> CrashReport:
-        """Return the crash report of the chosen environments from a known start on; None: there is none."""
+        """Return the crash report of the chosen environments from a known start on; None: there is
+        none.
+        """
         limit = self.max_frames_per_traj
-        crash_report = CrashReport(self.name, self.factory, self.env_ids[chosen], max_frames_per_traj=limit, **known)
+        crash_report = CrashReport(
+            self.name, self.factory, self.env_ids[chosen], max_frames_per_traj=limit, **known
+        )
         if anchor is None:
             crash_report.missing = TOO_LONG.format(self.limit_bytes) if self._cut else NOT_KNOWN
             return crash_report
         number, position = anchor
         chunks = [chunk for chunk in chunks if chunk.number >= number]
-        begin = int(chunks[0].log.resets[position, ROW])  # if rows were bypassed, this reset is in row 0
+        # if rows were bypassed, this reset is in row 0
+        begin = int(chunks[0].log.resets[position, ROW])
         resets: list[Array] = []
         special: list[Special | None] = []
-        rows, calls = -begin, 0
+        rows = -begin
+        calls = 0
         for chunk in chunks:
-            places = np.flatnonzero(np.isin(chunk.log.resets[:, ENV], np.arange(len(self.env_ids))[chosen]))
+            places = np.flatnonzero(
+                np.isin(chunk.log.resets[:, ENV], np.arange(len(self.env_ids))[chosen])
+            )
             places = places[places >= position]
-            resets.append(chunk.log.resets[places].astype(np.int64) + np.array([calls, rows, -(chosen.start or 0)]))
+            resets.append(
+                chunk.log.resets[places].astype(np.int64)
+                + np.array([calls, rows, -(chosen.start or 0)])
+            )
             special += [chunk.log.special.get(place) for place in places.tolist()]
             calls += len(chunk.log.resets)
             rows, position = rows + int(chunk.made(chosen).sum()), 0
         crash_report.resets = np.concatenate(resets)
         crash_report.special = {n: entry for n, entry in enumerate(special) if entry is not None}
         for key in chunks[0].actions:
-            joined = np.concatenate([chunk.actions[key][chunk.made(chosen), chosen] for chunk in chunks])
+            joined = np.concatenate(
+                [chunk.actions[key][chunk.made(chosen), chosen] for chunk in chunks]
+            )
             crash_report.actions[key] = joined[begin:]
         return crash_report
 
@@ -305,11 +377,14 @@ class ActionLog:
         after = np.argwhere(ended) if ended is not None else np.zeros((0, 2), np.int64)
         resets = [(0, 0, i) for i, _ in due] + [(row + 1, row + 1, i) for row, i in after.tolist()]
         return ResetLog(
-            np.array(resets, np.int32).reshape(-1, 3), {n: s for n, (_, s) in enumerate(due) if not s.is_plain}
+            np.array(resets, np.int32).reshape(-1, 3),
+            {n: s for n, (_, s) in enumerate(due) if not s.is_plain},
         )
 
     def _anchor(self, index: int | None, phase: str, log: ResetLog) -> tuple[int, int] | None:
-        """The chunk and the reset at which a replay starts, if the next chunk is the last and has ``log``."""
+        """The chunk and the reset at which a replay starts, if the next chunk is the last and has
+        ``log``.
+        """
         if self.alone and index is None:
             return None
         before, anchor = self._anchors[index or 0], self._anchors_after(self._next, log)[index or 0]
@@ -331,9 +406,13 @@ class ActionLog:
         return anchors
 
     def _trim(self) -> None:
-        oldest = min((anchor[0] for anchor in self._anchors if anchor is not None), default=self._next)
+        oldest = min(
+            (anchor[0] for anchor in self._anchors if anchor is not None), default=self._next
+        )
         while self._chunks and (self._chunks[0].number < oldest or self.nbytes > self.limit_bytes):
             gone = self._chunks.popleft()
             self.nbytes -= gone.nbytes
             self._cut |= gone.number >= oldest
-            self._anchors = [a if a is not None and a[0] > gone.number else None for a in self._anchors]
+            self._anchors = [
+                a if a is not None and a[0] > gone.number else None for a in self._anchors
+            ]

@@ -1,7 +1,8 @@
-"""Checkpoints: a nested state in one file, which ``load`` restores bit for bit: safetensors and JSON, no pickle.
+"""Checkpoints: a nested state in one file, which ``load`` restores bit for bit: safetensors and
+JSON, no pickle.
 
-Tensors, arrays and byte strings are safetensors tensors named "0", "1", ...; everything else is a JSON text in the
-header's ``__metadata__``. CRC32 checksums cover the whole file.
+Tensors, arrays and byte strings are safetensors tensors named "0", "1", ...; everything else is a
+JSON text in the header's ``__metadata__``. CRC32 checksums cover the whole file.
 """
 
 from __future__ import annotations
@@ -16,20 +17,33 @@ import numpy as np
 import torch
 
 from muster.errors import BadCheckpoint, FileError
-from muster.utils.tensor_files import STORABLE, Damaged, TensorFile, bytes_of, encode, from_bytes, opened
+from muster.utils.tensor_files import (
+    STORABLE,
+    Damaged,
+    TensorFile,
+    bytes_of,
+    encode,
+    from_bytes,
+    opened,
+)
 from muster.utils.whole_files import open_regular, write_whole
 
 FORMAT = 2
 SMALL = 1 << 63  # limit of integers that any JSON reader supports
-NATIVE = {np.dtype(kind) for kind in ("?", "u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "i8", "f8")}
+NATIVE = {
+    np.dtype(kind)
+    for kind in ("?", "u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "i8", "f8")
+}
 
 
 def save(path: str | Path, state: Any, *, mode: int = 0o666) -> None:
-    """Write ``state`` to the file ``path`` atomically: after a crash the file is the complete new or old one.
+    """Write ``state`` to the file ``path`` atomically: after a crash the file is the complete new
+    or old one.
 
     Args:
-        state: None, bool, int of any size, float, str, bytes, tensors, NumPy arrays and numbers, and lists, tuples
-            and dicts of these (keys: str, int, tuples of str). Tensors lose their gradients, device and strides.
+        state: None, bool, int of any size, float, str, bytes, tensors, NumPy arrays and numbers,
+            and lists, tuples and dicts of these (keys: str, int, tuples of str). Tensors lose their
+            gradients, device and strides.
         mode: permissions of a new file, before the umask is applied.
 
     Raises:
@@ -45,12 +59,16 @@ def save(path: str | Path, state: Any, *, mode: int = 0o666) -> None:
     except RecursionError as error:
         raise BadCheckpoint("The state is nested too deeply, or holds itself.") from error
     except ValueError as error:
-        raise BadCheckpoint(f"The state does not fit into a file: {error}. Put its numbers into arrays.") from error
+        raise BadCheckpoint(
+            f"The state does not fit into a file: {error}. Put its numbers into arrays."
+        ) from error
     write_whole(Path(path), [content], mode=mode)
 
 
 def load(path: str | Path) -> Any:
-    """Return a state that ``save`` has written, in new memory, tensors on the CPU. Runs no code from the file.
+    """Return a state that ``save`` has written, in new memory, tensors on the CPU.
+
+    Runs no code from the file.
 
     Raises:
         BadCheckpoint: the file is missing, damaged, or not a checkpoint.
@@ -59,7 +77,8 @@ def load(path: str | Path) -> Any:
         with open_regular(path) as file, opened(file, path) as found:
             if found.about["format"] != FORMAT:
                 raise BadCheckpoint(
-                    f"{path} has format {found.about['format']}, and this version of Muster reads {FORMAT}."
+                    f"{path} has format {found.about['format']}, and this version of Muster reads"
+                    f" {FORMAT}."
                 )
             return _decode(found.about["state"], found)
     except BadCheckpoint:
@@ -72,14 +91,23 @@ def load(path: str | Path) -> Any:
         raise BadCheckpoint(
             f"{path} is no checkpoint of Muster's, or damaged: {error}. Restore it from a copy."
         ) from error
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, struct.error) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+        struct.error,
+    ) as error:
         raise BadCheckpoint(f"{path} is damaged: {error}. Restore it from a copy.") from error
 
 
 class _Writer:
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self._known: dict[int, int] = {}  # tensor of a byte string, by its id: equal environments share one
+        # tensor of a byte string, by its id: equal environments share one
+        self._known: dict[int, int] = {}
         self._memory: set[int] = set()  # addresses of the tensors' memory
 
     def encode(self, value: Any, place: str) -> Any:
@@ -96,19 +124,34 @@ class _Writer:
         if kind is tuple:
             return {"tuple": [self.encode(item, f"{place}[{i}]") for i, item in enumerate(value)]}
         if kind in (dict, OrderedDict):
-            return {"dict": [[self._key(k, place), self.encode(v, f"{place}[{k!r}]")] for k, v in value.items()]}
+            return {
+                "dict": [
+                    [self._key(k, place), self.encode(v, f"{place}[{k!r}]")]
+                    for k, v in value.items()
+                ]
+            }
         if kind is bytes:
             if id(value) not in self._known:
                 self._known[id(value)] = self._add(from_bytes(value))
             return {"bytes": self._known[id(value)]}
-        if kind in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided and not value.is_quantized:
+        if (
+            kind in (torch.Tensor, torch.nn.Parameter)
+            and value.layout == torch.strided
+            and not value.is_quantized
+        ):
             return self._tensor(value.detach())
-        if (kind is np.ndarray or isinstance(value, np.generic)) and value.dtype.kind in "biufcSUmM":
+        if (
+            kind is np.ndarray or isinstance(value, np.generic)
+        ) and value.dtype.kind in "biufcSUmM":
             return self._array(np.ascontiguousarray(value), value)
-        raise BadCheckpoint(f"{place} is a {kind.__module__}.{kind.__qualname__}, which no checkpoint can hold.")
+        raise BadCheckpoint(
+            f"{place} is a {kind.__module__}.{kind.__qualname__}, which no checkpoint can hold."
+        )
 
     def _key(self, key: Any, place: str) -> Any:
-        if type(key) in (str, int) or (type(key) is tuple and all(type(part) is str for part in key)):
+        if type(key) in (str, int) or (
+            type(key) is tuple and all(type(part) is str for part in key)
+        ):
             return self.encode(key, place)
         raise BadCheckpoint(f"{place} has the key {key!r}; expected str, int, or a tuple of str.")
 
@@ -117,18 +160,30 @@ class _Writer:
         if tensor.dtype in STORABLE:
             return {"tensor": self._add(tensor)}
         number = self._add(tensor.reshape(-1).view(torch.uint8))
-        return {"tensor": number, "dtype": str(tensor.dtype).split(".")[-1], "shape": list(tensor.shape)}
+        return {
+            "tensor": number,
+            "dtype": str(tensor.dtype).split(".")[-1],
+            "shape": list(tensor.shape),
+        }
 
     def _array(self, array: Any, value: Any) -> Any:
         kind, shape = "array" if type(value) is np.ndarray else "scalar", list(np.shape(value))
         if array.dtype in NATIVE:
-            return {kind: self._add(torch.from_numpy(array).reshape(shape)), "dtype": array.dtype.str}
-        return {kind: self._add(from_bytes(array.tobytes())), "dtype": array.dtype.str, "shape": shape}
+            return {
+                kind: self._add(torch.from_numpy(array).reshape(shape)),
+                "dtype": array.dtype.str,
+            }
+        return {
+            kind: self._add(from_bytes(array.tobytes())),
+            "dtype": array.dtype.str,
+            "shape": shape,
+        }
 
     def _add(self, tensor: torch.Tensor) -> int:
         memory = tensor.untyped_storage().data_ptr()
         number = len(self.tensors)
-        self.tensors[str(number)] = tensor.clone() if memory in self._memory else tensor  # safetensors shares no memory
+        # safetensors shares no memory
+        self.tensors[str(number)] = tensor.clone() if memory in self._memory else tensor
         self._memory.add(memory)
         return number
 
@@ -142,7 +197,9 @@ def _decode(value: Any, file: TensorFile) -> Any:
         raise ValueError("an empty entry")
     kind, content = next(iter(value.items()))
     if kind in ("float", "int"):
-        return struct.unpack(">d", bytes.fromhex(content))[0] if kind == "float" else int(content, 16)
+        return (
+            struct.unpack(">d", bytes.fromhex(content))[0] if kind == "float" else int(content, 16)
+        )
     if kind == "tuple":
         return tuple(_decode(item, file) for item in content)
     if kind == "dict":
@@ -152,6 +209,10 @@ def _decode(value: Any, file: TensorFile) -> Any:
     if kind == "bytes":
         return bytes(bytes_of(tensor))
     if kind == "tensor":
-        return tensor.view(getattr(torch, value["dtype"])).reshape(shape) if "dtype" in value else tensor
+        return (
+            tensor.view(getattr(torch, value["dtype"])).reshape(shape)
+            if "dtype" in value
+            else tensor
+        )
     array = np.frombuffer(bytes_of(tensor), np.dtype(value["dtype"])).reshape(shape)
     return array[()] if kind == "scalar" else array.copy()

@@ -1,7 +1,8 @@
-"""Crash reports: files from which ``muster replay`` makes an environment fail again, in one process.
+"""Crash reports: files from which ``muster replay`` makes an environment fail again, in one
+process.
 
-The file is a checkpoint (``muster.restore.checkpoint``). All values that are not plain data are one pickle in it, which
-is loaded only if the caller allows it.
+The file is a checkpoint (``muster.restore.checkpoint``). All values that are not plain data are one
+pickle in it, which is loaded only if the caller allows it.
 """
 
 from __future__ import annotations
@@ -74,17 +75,22 @@ class CrashReport:
     """The actions and resets that led an environment to its failure.
 
     Attributes:
-        env_ids: global numbers of the environments; one if ``alone``: replayed without the rest of its env batch.
-        phase: "step": the last action failed; "reset": the last reset failed; else the failure came after both.
+        env_ids: global numbers of the environments; one if ``alone``: replayed without the rest of
+            its env batch.
+        phase: "step": the last action failed; "reset": the last reset failed; else the failure came
+            after both.
         kind, message: class and text of the error.
-        max_frames_per_traj: option of the collector; ``resets`` has the resets at its truncations, too.
+        max_frames_per_traj: option of the collector; ``resets`` has the resets at its truncations,
+            too.
         actions: ``[n, B, *shape]`` per leaf; B is 1 if ``alone``.
         resets: ``[m, 3]`` int64, in order: number of the call, actions before it, environment.
         special: seeds, random states and options, by position in ``resets``.
         observation: observation before the failure, ``[B, *shape]``; or empty.
-        episode: of a kept episode, which the last reset starts: its return, length and numbers; else empty.
+        episode: of a kept episode, which the last reset starts: its return, length and numbers;
+            else empty.
         registered: ids that the environment may need, from a file. None: those of this process.
-        missing, caveat: why the failure cannot be replayed, and why a replay may differ from it; else empty.
+        missing, caveat: why the failure cannot be replayed, and why a replay may differ from it;
+            else empty.
     """
 
     name: str
@@ -104,12 +110,18 @@ class CrashReport:
     missing: str = ""
     caveat: str = ""
     versions: dict[str, str] = field(default_factory=lambda: versions())
-    time: str = field(default_factory=lambda: datetime.datetime.now().astimezone().isoformat(timespec="seconds"))
+    time: str = field(
+        default_factory=lambda: datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    )
 
     def command(self, path: Path) -> str:
-        """The command that replays the file ``path``; with --trust if the file contains or names code that runs."""
+        """The command that replays the file ``path``; with --trust if the file contains or names
+        code that runs.
+        """
         source = self.factory.source
-        trust = (isinstance(source, str) and ":" in source) or not all(map(_is_plain, self._fields().values()))
+        trust = (isinstance(source, str) and ":" in source) or not all(
+            map(_is_plain, self._fields().values())
+        )
         return f"muster replay {path}{' --trust' if trust else ''}"
 
     def save(self, path: str | Path) -> None:
@@ -119,7 +131,10 @@ class CrashReport:
         checkpoint.save(path, self.state(), mode=0o600)
 
     def state(self) -> dict[str, Any]:
-        """The content of the file. Fields that cannot be pickled are left out, and ``missing`` says so."""
+        """The content of the file.
+
+        Fields that cannot be pickled are left out, and ``missing`` says so.
+        """
         state = self._fields()
         pickled = {name: value for name, value in state.items() if not _is_plain(value)}
         state |= {name: {} if _TYPES[name] is dict else None for name in pickled}
@@ -133,8 +148,8 @@ class CrashReport:
     def load(path: str | Path, *, trust: bool = False) -> CrashReport:
         """Read a file that ``save`` has written.
 
-        ``trust`` allows unpickling, and an environment id that imports a module. Without it such a file raises
-        ``ImportRefused``. A missing or damaged file raises ``BadCrashReport``.
+        ``trust`` allows unpickling, and an environment id that imports a module. Without it such a
+        file raises ``ImportRefused``. A missing or damaged file raises ``BadCrashReport``.
         """
         from muster.restore import checkpoint
 
@@ -145,13 +160,21 @@ class CrashReport:
         _check(state, path)
         pickled, named, spec = state.pop("pickle"), state["source"] or "", state.pop("spec")
         if (pickled or ":" in named) and not trust:
-            what = "a pickle, which can run any code" if pickled else f"{named!r}, which imports a module"
-            raise ImportRefused(f"{path} holds {what}. If you trust where it comes from, add --trust (trust=True).")
+            what = (
+                "a pickle, which can run any code"
+                if pickled
+                else f"{named!r}, which imports a module"
+            )
+            raise ImportRefused(
+                f"{path} holds {what}. If you trust where it comes from, add --trust (trust=True)."
+            )
         if spec:
             state["registered"] = _from_file(spec, path, trust=trust)
         state |= loads(pickled, "the environment in the crash report") if pickled else {}
         state["special"] = {n: Special(*entry) for n, entry in state["special"].items()}
-        factory = EnvFactory(*(state.pop(name) for name in ("source", "num_envs", "kwargs", "device")))
+        factory = EnvFactory(
+            *(state.pop(name) for name in ("source", "num_envs", "kwargs", "device"))
+        )
         return CrashReport(factory=factory, **state)
 
     def _fields(self) -> dict[str, Any]:
@@ -170,14 +193,18 @@ class CrashReport:
 
 
 class CrashDirectory:
-    """The directory of a collector's crash reports, by default a new temporary one; made for the first report."""
+    """The directory of a collector's crash reports, by default a new temporary one; made for the
+    first report.
+    """
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = None if path is None else Path(path)
         self._written = 0
 
     def save(self, crash_report: CrashReport) -> Path | None:
-        """Write a crash report and return its file; None after ``MOST_FILES``, or (with a warning) if it fails."""
+        """Write a crash report and return its file; None after ``MOST_FILES``, or (with a warning)
+        if it fails.
+        """
         if self._written >= MOST_FILES:
             return None
         self._written += 1
@@ -185,8 +212,12 @@ class CrashDirectory:
             self._make()
             stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
             who = crash_report.env_ids[0] if len(crash_report.env_ids) == 1 else "all"
-            token = secrets.token_hex(3)  # other collectors, also of other machines, may use this directory
-            path = cast(Path, self.path) / f"{stamp}-{os.getpid()}-{token}-{self._written:02d}-env-{who}.crash"
+            # other collectors, also of other machines, may use this directory
+            token = secrets.token_hex(3)
+            path = (
+                cast(Path, self.path)
+                / f"{stamp}-{os.getpid()}-{token}-{self._written:02d}-env-{who}.crash"
+            )
             crash_report.save(path)
         except Exception as error:  # noqa: BLE001  (an error here must not hide the failure)
             warnings.warn(f"No crash report was written: {described(error)}", stacklevel=2)
@@ -194,7 +225,9 @@ class CrashDirectory:
         return path
 
     def put(self, name: str, content: bytes) -> Path | None:
-        """Write the content of a crash report's file from another machine; return its path, None if this fails."""
+        """Write the content of a crash report's file from another machine; return its path, None if
+        this fails.
+        """
         try:
             self._make()
             path = cast(Path, self.path) / Path(name).name
@@ -230,20 +263,31 @@ _PARTS: dict[str, Callable[[Any], bool]] = {  # conditions on some of these fiel
     "env_ids": lambda ids: bool(ids) and all(type(i) is int for i in ids),
     "resets": lambda resets: resets.dtype.kind == "i" and resets.shape[1:] == (3,),
     "special": lambda special: all(
-        type(n) is int and type(entry) is tuple and len(entry) == 3 and all(map(isinstance, entry, _SPECIAL))
+        type(n) is int
+        and type(entry) is tuple
+        and len(entry) == 3
+        and all(map(isinstance, entry, _SPECIAL))
         for n, entry in special.items()
     ),
     "spec": lambda spec: not spec or is_plain_spec(spec),
-    "episode": lambda numbers: not numbers or {name: type(value) for name, value in numbers.items()} == EPISODE,
+    "episode": (
+        lambda numbers: (
+            not numbers or {name: type(value) for name, value in numbers.items()} == EPISODE
+        )
+    ),
     **dict.fromkeys(
         ("actions", "observation"),
-        lambda arrays: all(type(key) is tuple and isinstance(array, np.ndarray) for key, array in arrays.items()),
+        lambda arrays: all(
+            type(key) is tuple and isinstance(array, np.ndarray) for key, array in arrays.items()
+        ),
     ),
 }
 
 
 def _ids_for(source: Any) -> tuple[dict[str, Any], SentIds | None]:
-    """Return the id that a replay needs as plain data, if ``source`` is one of a class of Gymnasium's; else all ids."""
+    """Return the id that a replay needs as plain data, if ``source`` is one of a class of
+    Gymnasium's; else all ids.
+    """
     spec = plain_spec(source) if isinstance(source, str) and ":" not in source else {}
     return (spec, None) if spec else ({}, ids_of_this_process(MOST_ID_BYTES))
 
@@ -252,8 +296,8 @@ def _from_file(spec: dict[str, Any], path: str | Path, *, trust: bool) -> SentId
     """Return the id of a file, for ``installed``; None if this process has it."""
     if not trust and imports_foreign_code(spec):
         raise ImportRefused(
-            f"{path} holds the id {spec['id']!r}, and making it imports {spec['entry_point']!r}. If you trust where it "
-            f"comes from, add --trust (trust=True)."
+            f"{path} holds the id {spec['id']!r}, and making it imports {spec['entry_point']!r}. If"
+            " you trust where it comes from, add --trust (trust=True)."
         )
     return sent_spec(spec)
 
@@ -261,13 +305,18 @@ def _from_file(spec: dict[str, Any], path: str | Path, *, trust: bool) -> SentId
 def _check(state: Any, path: str | Path) -> None:
     """Raise ``BadCrashReport`` unless this is the content of a crash report."""
     if not isinstance(state, dict) or state.pop("format", None) != FORMAT:
-        raise BadCrashReport(f"{path} is no crash report of format {FORMAT}, which this version of Muster reads.")
-    for name, nothing in (("spec", {}), ("registered", None)):  # the first files of this format had no ids
+        raise BadCrashReport(
+            f"{path} is no crash report of format {FORMAT}, which this version of Muster reads."
+        )
+    # the first files of this format had no ids
+    for name, nothing in (("spec", {}), ("registered", None)):
         state.setdefault(name, nothing)
     wrong = [name for name, kind in _TYPES.items() if not isinstance(state.get(name, ...), kind)]
     wrong += [name for name, fits in _PARTS.items() if name not in wrong and not fits(state[name])]
     if wrong or state.keys() != _TYPES.keys():
-        raise BadCrashReport(f"{path} is damaged: look at {wrong or sorted(state.keys() - _TYPES.keys())}.")
+        raise BadCrashReport(
+            f"{path} is damaged: look at {wrong or sorted(state.keys() - _TYPES.keys())}."
+        )
 
 
 def _is_plain(value: Any) -> bool:
@@ -280,4 +329,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_key(key: Any) -> bool:
-    return type(key) in (str, int) or (type(key) is tuple and all(type(part) is str for part in key))
+    return type(key) in (str, int) or (
+        type(key) is tuple and all(type(part) is str for part in key)
+    )

@@ -1,4 +1,5 @@
-"""Films of episodes: an episode is repeated from its seed and actions in an environment that renders.
+"""Films of episodes: an episode is repeated from its seed and actions in an environment that
+renders.
 
 ``python -c`` with ``film_command`` makes one film in a process of its own, see ``main``.
 """
@@ -22,7 +23,14 @@ from typing import Any
 import numpy as np
 
 from muster.envs.build import is_environment
-from muster.errors import BadCrashReport, BadOption, ImportRefused, MusterError, UnsupportedEnv, described
+from muster.errors import (
+    BadCrashReport,
+    BadOption,
+    ImportRefused,
+    MusterError,
+    UnsupportedEnv,
+    described,
+)
 from muster.memory.specs import Array
 from muster.restore.crash_report import CrashReport, EnvFactory
 from muster.restore.player import Player
@@ -36,10 +44,12 @@ LIMIT_BYTES = 256 << 20  # of a film
 
 
 def film(moves: CrashReport, path: Path, fps: float | None = None) -> tuple[list[float], float]:
-    """Write a video of the episode that the last reset of the moves starts: a picture of the reset and of every step.
+    """Write a video of the episode that the last reset of the moves starts: a picture of the reset
+    and of every step.
 
-    Returns the rewards of the repeated episode, and the pictures per second: ``fps``, or those of the environment.
-    Raises ``MusterError`` if the episode cannot be repeated, or its environment renders no pictures.
+    Returns the rewards of the repeated episode, and the pictures per second: ``fps``, or those of
+    the environment. Raises ``MusterError`` if the episode cannot be repeated, or its environment
+    renders no pictures.
     """
     if moves.missing:
         raise BadCrashReport(moves.missing)
@@ -58,15 +68,19 @@ def film(moves: CrashReport, path: Path, fps: float | None = None) -> tuple[list
 
 def is_same(rewards: Sequence[float], episode_return: float, length: int) -> bool:
     """Whether a repeated episode with these rewards has this return and length."""
-    return len(rewards) == length and math.isclose(sum(rewards), episode_return, rel_tol=1e-9, abs_tol=1e-9)
+    return len(rewards) == length and math.isclose(
+        sum(rewards), episode_return, rel_tol=1e-9, abs_tol=1e-9
+    )
 
 
 def _rendering(moves: CrashReport) -> EnvFactory:
     """Return a factory of one environment that renders pictures, if its function can make one."""
-    source, kwargs = moves.factory.source, moves.factory.kwargs or {}
+    source = moves.factory.source
+    kwargs = moves.factory.kwargs or {}
     if is_environment(source):
         raise BadOption(
-            f"{moves.name}: an environment object cannot be made again for a video: give an id, or a function"
+            f"{moves.name}: an environment object cannot be made again for a video: give an id, or"
+            " a function"
         )
     if isinstance(source, str) or _takes_render_mode(source):
         kwargs = {**kwargs, "render_mode": "rgb_array"}
@@ -76,14 +90,18 @@ def _rendering(moves: CrashReport) -> EnvFactory:
 def _frames_per_second(player: Player) -> float:
     if (mode := getattr(player.env, "render_mode", None)) != "rgb_array":
         raise UnsupportedEnv(
-            f"{player.crash_report.name} has render_mode={mode!r} and so gives no pictures: create_env_fn has to take "
-            f"render_mode= and to pass it on"
+            f"{player.crash_report.name} has render_mode={mode!r} and so gives no pictures:"
+            " create_env_fn has to take render_mode= and to pass it on"
         )
     return float(getattr(player.env, "metadata", {}).get("render_fps") or FPS)
 
 
-def _pictures(player: Player, moves: Sequence[tuple[str, int]], rewards: list[float]) -> Iterator[Array]:
-    """Make a reset, then steps, until the episode ends; yield the picture after each, and append its reward."""
+def _pictures(
+    player: Player, moves: Sequence[tuple[str, int]], rewards: list[float]
+) -> Iterator[Array]:
+    """Make a reset, then steps, until the episode ends; yield the picture after each, and append
+    its reward.
+    """
     for move in moves:
         player.make(move)
         yield _picture(player)
@@ -95,10 +113,12 @@ def _pictures(player: Player, moves: Sequence[tuple[str, int]], rewards: list[fl
 
 
 def load_own(path: str | Path, *, trust: bool) -> CrashReport:
-    """Read a kept episode, from a file that stays open meanwhile, so that what is checked is what is read.
+    """Read a kept episode, from a file that stays open meanwhile, so that what is checked is what
+    is read.
 
-    ``trust`` allows a file to run code, if it belongs to this user and no other user may write it. Otherwise such a
-    file raises ``ImportRefused``. A missing or damaged file raises ``BadCrashReport``.
+    ``trust`` allows a file to run code, if it belongs to this user and no other user may write it.
+    Otherwise such a file raises ``ImportRefused``. A missing or damaged file raises
+    ``BadCrashReport``.
     """
     try:
         with open_regular(path) as file:
@@ -113,33 +133,46 @@ def load_own(path: str | Path, *, trust: bool) -> CrashReport:
             if trust
             else "If you trust the directory, restart muster watch with --trust."
         )
-        raise ImportRefused(f"To repeat this episode, code of the run's directory has to run. {how}") from error
+        raise ImportRefused(
+            f"To repeat this episode, code of the run's directory has to run. {how}"
+        ) from error
     except OSError as error:
-        raise BadCrashReport(f"The episode {path} cannot be read: {error.strerror or error}.") from error
+        raise BadCrashReport(
+            f"The episode {path} cannot be read: {error.strerror or error}."
+        ) from error
     except BadCrashReport as error:
         raise BadCrashReport(f"No episode: {error}") from error
     return kept
 
 
 def film_command(*, trust: bool) -> list[str]:
-    """Return the command that makes a film; the path of the file is to be appended. ``trust``: see ``load_own``."""
+    """Return the command that makes a film; the path of the file is to be appended.
+
+    ``trust``: see ``load_own``.
+    """
     return program("muster.restore.film", "trust" if trust else "")
 
 
 def film_of_kept(kept: CrashReport, path: Path) -> dict[str, Any]:
-    """Film a kept episode. Returns its numbers and the film's; ``note`` says how it differs from the recorded one."""
+    """Film a kept episode.
+
+    Returns its numbers and the film's; ``note`` says how it differs from the recorded one.
+    """
     rewards, fps = film(kept, path)
     note = ""
     if not is_same(rewards, kept.episode["episode_return"], kept.episode["length"]):
         note = (
-            f"This film is not the recorded episode: repeated from its seed and actions, it has return "
-            f"{sum(rewards):g} in {len(rewards)} steps. {kept.name} also depends on something else."
+            "This film is not the recorded episode: repeated from its seed and actions, it has"
+            f" return {sum(rewards):g} in {len(rewards)} steps. {kept.name} also depends on"
+            " something else."
         )
     return {**kept.episode, "frames": len(rewards) + 1, "fps": fps, "note": note}
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write a line of JSON and a film to standard output; the line alone, with ``error``, if there is none."""
+    """Write a line of JSON and a film to standard output; the line alone, with ``error``, if there
+    is none.
+    """
     trust, path = arguments
     output = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # environments print
@@ -152,7 +185,8 @@ def main(arguments: Sequence[str]) -> None:
             answer = film_of_kept(load_own(path, trust=bool(trust)), made)
             content = made.read_bytes()
         if len(content) > LIMIT_BYTES:
-            answer, content = {"error": f"The film has more than {LIMIT_BYTES:,} bytes."}, b""
+            answer = {"error": f"The film has more than {LIMIT_BYTES:,} bytes."}
+            content = b""
     except MusterError as error:
         answer = {"error": str(error)}
     except Exception as error:  # noqa: BLE001 (the environment's own; the page shows it)
@@ -166,7 +200,7 @@ def _picture(player: Player) -> Array:
     if picture.ndim != 3 or picture.shape[2] != 3 or picture.dtype != np.uint8:
         raise UnsupportedEnv(
             f"{player.crash_report.name}.render() returned {picture.dtype} {list(picture.shape)}, "
-            f"expected uint8 [height, width, 3]"
+            "expected uint8 [height, width, 3]"
         )
     return picture
 

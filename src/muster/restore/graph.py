@@ -1,8 +1,9 @@
 """Pickles of object graphs that are exact or fail, unlike the pickle support of many environments.
 
-``gymnasium.utils.EzPickle`` keeps constructor arguments only, arrays no longer share memory, functions get copies of
-their module's globals, and a pipe is restored as the number of an unrelated file. Here objects are pickled by their
-``__dict__`` where their own reduction would lose attributes. An object that cannot be saved exactly raises.
+``gymnasium.utils.EzPickle`` keeps constructor arguments only, arrays no longer share memory,
+functions get copies of their module's globals, and a pipe is restored as the number of an unrelated
+file. Here objects are pickled by their ``__dict__`` where their own reduction would lose
+attributes. An object that cannot be saved exactly raises.
 """
 
 from __future__ import annotations
@@ -33,10 +34,12 @@ if TYPE_CHECKING:
 else:
     from muster.utils import lazy_torch as torch
 
-FOREIGN_MEMORY = (mmap.mmap, ctypes.Array, bytearray, array.array)  # the owner can be in the graph, too; also tensors
+# the owner can be in the graph, too; also tensors
+FOREIGN_MEMORY = (mmap.mmap, ctypes.Array, bytearray, array.array)
 # Modules of handles of this process, some of which can be pickled.
 REFUSED = {"multiprocessing", "subprocess", "ctypes", "_ctypes", "socket", "asyncio"}
-NEWOBJ: Any = vars(copyreg)["__newobj__"]  # called to make objects that have no reduction of their own
+# called to make objects that have no reduction of their own
+NEWOBJ: Any = vars(copyreg)["__newobj__"]
 REDUCERS = ("__reduce_ex__", "__reduce__", "__getstate__")
 RENDERER = "gymnasium.envs.mujoco.mujoco_rendering", "MujocoRenderer"
 MODEL_AT = 1  # offset of the MjModel in the bytes of an MjData
@@ -53,11 +56,15 @@ def keeps_all_in_dict(cls: type) -> bool:
     return cls.__basicsize__ <= _Ordinary.__basicsize__ and cls.__dictoffset__ != 0
 
 
-def dump(value: Any, fixed: Mapping[int, Any], mujoco: Iterable[Any] = ()) -> tuple[bytes, list[bytes]]:
-    """Pickle ``value``; raises the exception of the pickler if an object in the graph cannot be saved exactly.
+def dump(
+    value: Any, fixed: Mapping[int, Any], mujoco: Iterable[Any] = ()
+) -> tuple[bytes, list[bytes]]:
+    """Pickle ``value``; raises the exception of the pickler if an object in the graph cannot be
+    saved exactly.
 
-    ``fixed``: names by ``id`` of objects saved by reference. ``mujoco``: MjData in ``value``; others cost another
-    attempt. Returns the pickle, and byte strings that it refers to by position; equal ones are mostly the same object.
+    ``fixed``: names by ``id`` of objects saved by reference. ``mujoco``: MjData in ``value``;
+    others cost another attempt. Returns the pickle, and byte strings that it refers to by position;
+    equal ones are mostly the same object.
     """
     known = list(mujoco)
     for _ in range(100):
@@ -68,22 +75,32 @@ def dump(value: Any, fixed: Mapping[int, Any], mujoco: Iterable[Any] = ()) -> tu
         except _DataFound:
             continue  # again, now that its model and its memory are known
         return file.getvalue(), pickler.shared
-    raise pickle.PicklingError("it makes new MjData whenever it is pickled, or has more than a hundred")
+    raise pickle.PicklingError(
+        "it makes new MjData whenever it is pickled, or has more than a hundred"
+    )
 
 
 def load(data: bytes, shared: list[bytes], fixed: Mapping[Any, Any]) -> Any:
-    """Restore a value that ``dump`` has pickled; runs code that the pickle names. ``fixed``: live objects by name."""
+    """Restore a value that ``dump`` has pickled; runs code that the pickle names.
+
+    ``fixed``: live objects by name.
+    """
     unpickler = _GraphUnpickler(io.BytesIO(data), buffers=shared)
     unpickler.fixed = fixed
     return unpickler.load()
 
 
 def culprit(value: Any, fixed: Mapping[int, Any], mujoco: Iterable[Any], path: str) -> str | None:
-    """A sentence with the path of the part of ``value`` that cannot be pickled, and the reason. None if all can."""
+    """A sentence with the path of the part of ``value`` that cannot be pickled, and the reason.
+
+    None if all can.
+    """
     why = _failure(value, fixed, mujoco)
     if why is None:
         return None
-    steps, value, why = innermost(value, why, _children, lambda child: _failure(child, fixed, mujoco))
+    steps, value, why = innermost(
+        value, why, _children, lambda child: _failure(child, fixed, mujoco)
+    )
     path += "".join(steps)
     return f"{path} ({type(value).__module__}.{type(value).__qualname__}) cannot be saved: {why}"
 
@@ -107,7 +124,8 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
         self._fixed = dict(fixed)
         self._mujoco = mujoco  # known MjData, by which their models are referred to
         self._rules: dict[type, Callable[[Any], Any]] = {}
-        self._met: set[int] = set()  # ids of pickled objects, which the pickle keeps alive until it is done
+        # ids of pickled objects, which the pickle keeps alive until it is done
+        self._met: set[int] = set()
 
     def persistent_id(self, obj: Any) -> Any:
         return self._fixed.get(id(obj))
@@ -143,13 +161,18 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
         if cls.__module__.startswith("mujoco.") and cls.__name__ in ("MjData", "MjModel"):
             return self._mujoco_data if cls.__name__ == "MjData" else self._mujoco_model
         if (cls.__module__, cls.__name__) == RENDERER:
-            return lambda obj: _by_dict(obj, {**vars(obj), "_viewers": {}, "viewer": None})  # recreated when needed
+            # recreated when needed
+            return lambda obj: _by_dict(obj, {**vars(obj), "_viewers": {}, "viewer": None})
         if any(base.__module__.split(".")[0] in REFUSED for base in cls.__mro__):
             return self._foreign
         if is_env(cls):
             return _by_dict
-        ordinary = keeps_all_in_dict(cls) and cls not in self.dispatch_table and not issubclass(cls, Enum)
-        if ordinary and any(getattr(cls, name, None) is not getattr(object, name, None) for name in REDUCERS):
+        ordinary = (
+            keeps_all_in_dict(cls) and cls not in self.dispatch_table and not issubclass(cls, Enum)
+        )
+        if ordinary and any(
+            getattr(cls, name, None) is not getattr(object, name, None) for name in REDUCERS
+        ):
             return lambda obj: _by_dict(obj) if _loses(obj) else self._usual(obj)
         return self._usual
 
@@ -161,7 +184,9 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
             return NotImplemented
         if cls.__module__ == "builtins":
             return self._usual(cls)
-        raise pickle.PicklingError(f"class {cls.__qualname__} is made in a function; define it in a module")
+        raise pickle.PicklingError(
+            f"class {cls.__qualname__} is made in a function; define it in a module"
+        )
 
     def _function(self, function: Any) -> Any:
         """Pickle a lambda or closure by value, but with its module's own globals instead of copies."""
@@ -169,11 +194,18 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
             return NotImplemented
         module = sys.modules.get(function.__module__)
         if module is None or vars(module) is not function.__globals__:
-            raise pickle.PicklingError(f"function {function.__qualname__} belongs to no module that can be imported")
+            raise pickle.PicklingError(
+                f"function {function.__qualname__} belongs to no module that can be imported"
+            )
         self._fixed[id(function.__globals__)] = ("globals", function.__module__)
         _, (code, _, _, _, closure), (attributes, slots), *rest = self._usual(function)
         state = attributes, {**slots, "__globals__": {}}
-        return FunctionType, (code, function.__globals__, function.__name__, None, closure), state, *rest
+        return (
+            FunctionType,
+            (code, function.__globals__, function.__name__, None, closure),
+            state,
+            *rest,
+        )
 
     def _array(self, array: Any) -> Any:
         base = owner = array.base
@@ -194,7 +226,13 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
         if tensor.layout != torch.strided or tensor.device.type == "meta" or unusual:
             return NotImplemented
         storage = tensor.untyped_storage()  # one object for all its tensors, so it is pickled once
-        return _on_storage, (storage, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        return _on_storage, (
+            storage,
+            tensor.dtype,
+            tensor.storage_offset(),
+            tuple(tensor.shape),
+            tensor.stride(),
+        )
 
     def _foreign(self, obj: Any) -> Any:
         raise pickle.PicklingError("it belongs to this process")
@@ -206,9 +244,12 @@ class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no typ
 
     def _weak(self, reference: Any) -> Any:
         target = reference()
-        held = id(target) in self._met or id(target) in self._fixed  # else it would be freed right after loading
+        # else it would be freed right after loading
+        held = id(target) in self._met or id(target) in self._fixed
         if not held or reference.__callback__ is not None:
-            raise pickle.PicklingError(f"it is a weak reference to a {type(target).__qualname__} held elsewhere")
+            raise pickle.PicklingError(
+                f"it is a weak reference to a {type(target).__qualname__} held elsewhere"
+            )
         return weakref.ref, (target,)
 
     def _mujoco_data(self, data: Any) -> Any:

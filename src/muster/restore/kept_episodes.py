@@ -1,4 +1,6 @@
-"""The newest, best and worst episodes of a collection, kept as seeds and actions, from which ``film`` repeats them."""
+"""The newest, best and worst episodes of a collection, kept as seeds and actions, from which
+``film`` repeats them.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +25,33 @@ NEWEST_EVERY_S = 5.0
 
 
 class KeptEpisodes:
-    """Keeps the newest, best and worst of the finished episodes. One thread adds episodes, another one saves them.
+    """Keeps the newest, best and worst of the finished episodes.
 
-    The newest one is replaced every five seconds, so that long collections of short episodes cost next to nothing:
-    ``newest_due`` says that the next one replaces it. ``missing`` says why no episode can be repeated; else empty.
+    One thread adds episodes, another one saves them.
+
+    The newest one is replaced every five seconds, so that long collections of short episodes cost
+    next to nothing: ``newest_due`` says that the next one replaces it. ``missing`` says why no
+    episode can be repeated; else empty.
     """
 
     def __init__(self, missing: str = "") -> None:
         self.missing = missing
-        self._best, self._worst = -math.inf, math.inf
-        self.newest_due, self._newest_at = not missing, -math.inf
+        self._best = -math.inf
+        self._worst = math.inf
+        self.newest_due = not missing
+        self._newest_at = -math.inf
         self._unsaved: dict[str, CrashReport] = {}
 
     def _wanted(self, episodes: Episodes) -> dict[str, int]:
-        """Return the positions of the episodes that are to be kept, by "newest", "best" and "worst"."""
+        """Return the positions of the episodes that are to be kept, by "newest", "best" and
+        "worst".
+        """
         returns = episodes.episode_return.tolist()
-        found = {"newest": len(returns) - 1} if self.newest_due and math.isfinite(returns[-1]) else {}
-        high, low = max(returns), min(returns)
+        found = (
+            {"newest": len(returns) - 1} if self.newest_due and math.isfinite(returns[-1]) else {}
+        )
+        high = max(returns)
+        low = min(returns)
         if self._best < high < math.inf:
             self._best, found["best"] = high, returns.index(high)
         if self._worst > low > -math.inf:
@@ -55,9 +67,11 @@ class KeptEpisodes:
         log: ResetLog,
         stepped: Array | None,
     ) -> None:
-        """Keep what is newest, best or worst of ``episodes``, which ended in a rollout that is not in the log yet.
+        """Keep what is newest, best or worst of ``episodes``, which ended in a rollout that is not
+        in the log yet.
 
-        ``ids``: trajectory ids of the rollout, ``[n, B]``. ``actions``, ``log``, ``stepped``: as for ``ActionLog.add``.
+        ``ids``: trajectory ids of the rollout, ``[n, B]``. ``actions``, ``log``, ``stepped``: as
+        for ``ActionLog.add``.
         """
         if self.missing:
             return
@@ -73,7 +87,10 @@ class KeptEpisodes:
             self.newest_due, self._newest_at = False, time.monotonic()
 
     def save(self, directory: Path) -> Iterator[dict[str, Any]]:
-        """Write the episodes kept since the last call into the directory of a run. Yields their numbers."""
+        """Write the episodes kept since the last call into the directory of a run.
+
+        Yields their numbers.
+        """
         now = time.monotonic()
         for which in WHICH:
             if (kept := self._unsaved.pop(which, None)) is not None:
@@ -85,7 +102,10 @@ class KeptEpisodes:
 
 def _limited(moves: CrashReport, record: EpisodeRecord) -> CrashReport:
     if sum(array.nbytes for array in moves.actions.values()) > LIMIT_BYTES:
-        moves.actions, moves.missing = {}, f"It cannot be replayed: its actions have more than {LIMIT_BYTES:,} bytes."
+        moves.actions, moves.missing = (
+            {},
+            f"It cannot be replayed: its actions have more than {LIMIT_BYTES:,} bytes.",
+        )
     moves.episode = {name: getattr(record, name) for name in EPISODE}
     return moves
 

@@ -14,7 +14,10 @@ import cloudpickle
 
 from muster.errors import BadOption, described, text_of
 
-MAKE_POLICY = "Pass policy_factory=make in place of policy=, where make is a function that returns the policy."
+MAKE_POLICY = (
+    "Pass policy_factory=make in place of policy=, where make is a function that returns the"
+    " policy."
+)
 MAKE_KWARGS = "Make it inside a function, and pass that function as create_env_fn."
 MAKE_OPTION = "Make it inside the function when it is first called, or leave the option out."
 DEEPEST = 50  # levels of the search for the culprit
@@ -22,7 +25,8 @@ NOT_OWN = ("__dict__", "__weakref__", "__module__", "__doc__")  # attributes of 
 
 
 def dumps(obj: Any, what: str, remedy: str | None = None) -> bytes:
-    """Pickle ``obj``, called ``what`` in messages, also lambdas, closures, and classes of a notebook.
+    """Pickle ``obj``, called ``what`` in messages, also lambdas, closures, and classes of a
+    notebook.
 
     Args:
         obj: anything.
@@ -37,19 +41,27 @@ def dumps(obj: Any, what: str, remedy: str | None = None) -> bytes:
     except Exception as error:
         if remedy is None:
             is_function = isinstance(obj, (FunctionType, MethodType, partial))
-            remedy = "Make it inside the function instead." if is_function else "Pass a function that makes it."
+            remedy = (
+                "Make it inside the function instead."
+                if is_function
+                else "Pass a function that makes it."
+            )
         raise BadOption(f"{what}{_culprit(obj, error)} {remedy}") from error
     return data
 
 
 def loads(data: bytes, what: str) -> Any:
-    """Unpickle an object from ``dumps``. Runs code that the pickle names. Raises ``BadOption`` if this fails."""
+    """Unpickle an object from ``dumps``.
+
+    Runs code that the pickle names. Raises ``BadOption`` if this fails.
+    """
     try:
         return cloudpickle.loads(data)
     except Exception as error:
         raise BadOption(
-            f"{what} was pickled, but could not be unpickled in another process: {described(error)}. "
-            f"What it uses must be importable there, and its own __reduce__ or __setstate__ must take what it gave."
+            f"{what} was pickled, but could not be unpickled in another process:"
+            f" {described(error)}. What it uses must be importable there, and its own __reduce__ or"
+            " __setstate__ must take what it gave."
         ) from error
 
 
@@ -73,7 +85,9 @@ def innermost(
     parts: Callable[[Any], Iterable[tuple[str, Any]]],
     failure: Callable[[Any], Any],
 ) -> tuple[list[str], Any, Any]:
-    """The path to the innermost part of ``obj`` with a ``failure``, as names; that part; and the failure."""
+    """The path to the innermost part of ``obj`` with a ``failure``, as names; that part; and the
+    failure.
+    """
     path: list[str] = []
     seen = {id(obj)}
     while len(path) < DEEPEST:
@@ -82,7 +96,8 @@ def innermost(
             if found is not None:
                 seen.add(id(child))
                 path.append(name)
-                obj, why = child, found
+                obj = child
+                why = found
                 break
         else:
             break
@@ -106,7 +121,9 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(obj, partial):
         yield "the function of the partial", obj.func
         yield from ((f"argument {i} of the partial", value) for i, value in enumerate(obj.args))
-        yield from ((f"argument {name!r} of the partial", value) for name, value in obj.keywords.items())
+        yield from (
+            (f"argument {name!r} of the partial", value) for name, value in obj.keywords.items()
+        )
     elif isinstance(obj, Mapping):
         yield from ((f"key {key!r}", key) for key in obj)
         yield from ((f"item {key!r}", value) for key, value in obj.items())
@@ -114,7 +131,11 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"item {i}", value) for i, value in enumerate(obj))
     elif isinstance(obj, type):
         yield from ((f"base class {base.__name__!r}", base) for base in obj.__bases__)
-        yield from ((f"class attribute {name!r}", value) for name, value in vars(obj).items() if name not in NOT_OWN)
+        yield from (
+            (f"class attribute {name!r}", value)
+            for name, value in vars(obj).items()
+            if name not in NOT_OWN
+        )
     if not isinstance(obj, (type, ModuleType)):
         yield from ((f"attribute {name!r}", value) for name, value in _attributes(obj))
 
@@ -126,14 +147,20 @@ def _function_parts(function: FunctionType) -> Iterator[tuple[str, Any]]:
         except ValueError:  # the cell is still empty
             pass
     parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
-    yield from ((f"default of {p.name!r}", p.default) for p in parameters if p.default is not p.empty)
+    yield from (
+        (f"default of {p.name!r}", p.default) for p in parameters if p.default is not p.empty
+    )
     names = sorted(_globals_of(function.__code__) & function.__globals__.keys())
     yield from ((f"global {name!r}", function.__globals__[name]) for name in names)
 
 
 def _globals_of(code: CodeType) -> set[str]:
-    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return names.union(*(_globals_of(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+    names = {
+        i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    }
+    return names.union(
+        *(_globals_of(inner) for inner in code.co_consts if isinstance(inner, CodeType))
+    )
 
 
 def _attributes(obj: Any) -> Iterator[tuple[str, Any]]:

@@ -1,9 +1,9 @@
 """Attributes of environments as plain data, restored without a pickle.
 
-Plain data are numbers, text, bytes, arrays, tensors, generators of NumPy and torch, and tuples, lists, dicts and deques
-of these. An object that occurs twice is restored as one object. Spaces, types, devices and enum members are facts of
-the construction: the live object keeps its own, which must be equal to the saved one; only the random state of a space
-is restored.
+Plain data are numbers, text, bytes, arrays, tensors, generators of NumPy and torch, and tuples,
+lists, dicts and deques of these. An object that occurs twice is restored as one object. Spaces,
+types, devices and enum members are facts of the construction: the live object keeps its own, which
+must be equal to the saved one; only the random state of a space is restored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ else:
     from muster.utils import lazy_torch as torch
 
 SCALARS = (type(None), bool, int, float, str, bytes)
-OWNERS = ("ndarray", "PyCapsule", "memoryview")  # types of objects whose memory belongs to one array
+# types of objects whose memory belongs to one array
+OWNERS = ("ndarray", "PyCapsule", "memoryview")
 
 
 def _space_generator() -> str | None:
@@ -44,7 +45,10 @@ class NotPlain(Exception):
 
 
 class Mismatch(Exception):
-    """The live object was not built like the saved one. The message ends a sentence: "X is ..., and was ..."."""
+    """The live object was not built like the saved one.
+
+    The message ends a sentence: "X is ..., and was ...".
+    """
 
 
 class Encoder:
@@ -52,17 +56,22 @@ class Encoder:
 
     Args:
         layers: numbers of environments by ``id``.
-        compares: the result is only compared with another one, so it does not matter what shares memory.
+        compares: the result is only compared with another one, so it does not matter what shares
+            memory.
     """
 
     def __init__(self, layers: Mapping[int, int], *, compares: bool = False) -> None:
-        self._layers, self._compares = layers, compares
+        self._layers = layers
+        self._compares = compares
         self._seen: dict[int, int] = {}
         self._alive: list[Any] = []  # keeps the objects alive, so that their ids stay unique
         self._owners: dict[int, Any] = {}  # owners of arrays' memory, by id
 
     def encode(self, value: Any, *, attribute: bool = True) -> Any:
-        """Encode ``value`` for ``Decoder.decode``. Raises ``NotPlain``. An ``attribute`` has a live counterpart."""
+        """Encode ``value`` for ``Decoder.decode``.
+
+        Raises ``NotPlain``. An ``attribute`` has a live counterpart.
+        """
         kind = type(value)
         if kind in SCALARS:
             return value
@@ -75,8 +84,13 @@ class Encoder:
         if isinstance(value, np.generic) and value.dtype.kind in "biufc":
             return ["scalar", np.array(value)]
         if attribute and isinstance(value, Space) and SPACE_GENERATOR is not None:
-            return ["space", _facts(value), [self._item(vars(s).get(SPACE_GENERATOR)) for s in _tree(value)]]
-        of_torch = (torch.device, torch.dtype) if "torch" in sys.modules else ()  # else no object is one
+            return [
+                "space",
+                _facts(value),
+                [self._item(vars(s).get(SPACE_GENERATOR)) for s in _tree(value)],
+            ]
+        # else no object is one
+        of_torch = (torch.device, torch.dtype) if "torch" in sys.modules else ()
         if attribute and isinstance(value, (type, Enum, np.dtype, *of_torch)):
             return ["fact", _facts(value)]
         self._seen[id(value)] = len(self._alive)
@@ -104,7 +118,10 @@ class Encoder:
         return self.encode(value, attribute=False)
 
     def _copy(self, array: Any) -> Any:
-        """Copy a contiguous array of numbers. Raises ``NotPlain`` for others, and for memory of one copied before."""
+        """Copy a contiguous array of numbers.
+
+        Raises ``NotPlain`` for others, and for memory of one copied before.
+        """
         owner = array
         while type(owner) is np.ndarray and owner.base is not None:
             owner = owner.base
@@ -117,18 +134,27 @@ class Encoder:
         return array.copy()
 
     def _copy_of_tensor(self, tensor: torch.Tensor) -> Any:
-        """Copy a contiguous tensor of numbers. Raises ``NotPlain`` for others, and for memory that something shares."""
-        strided = tensor.layout is torch.strided and tensor.is_contiguous() and tensor.device.type in ("cpu", "cuda")
+        """Copy a contiguous tensor of numbers.
+
+        Raises ``NotPlain`` for others, and for memory that something shares.
+        """
+        strided = (
+            tensor.layout is torch.strided
+            and tensor.is_contiguous()
+            and tensor.device.type in ("cpu", "cuda")
+        )
         if not strided or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
             raise NotPlain
         storage = tensor.untyped_storage()
         place = storage.data_ptr()
-        own = storage.resizable() and not (place and place in self._owners)  # not resizable: the memory of an array
+        # not resizable: the memory of an array
+        own = storage.resizable() and not (place and place in self._owners)
         if not (own or self._compares):
             raise NotPlain
         self._owners[place] = tensor
         try:
-            return tensor.clone().cpu().numpy().copy()  # of a clone: ``numpy`` makes memory not resizable
+            # of a clone: ``numpy`` makes memory not resizable
+            return tensor.clone().cpu().numpy().copy()
         except TypeError as error:  # NumPy has no such dtype
             raise NotPlain from error
 
@@ -140,7 +166,10 @@ class Decoder:
         self._layers, self._made = layers, list[Any]()
 
     def decode(self, encoded: Any, live: Any = None) -> Any:
-        """Return the value of ``encoded``; ``live`` is the present value of the attribute. Raises ``Mismatch``."""
+        """Return the value of ``encoded``; ``live`` is the present value of the attribute.
+
+        Raises ``Mismatch``.
+        """
         made: Any
         match encoded:
             case ["layer", number]:
@@ -180,7 +209,8 @@ class Decoder:
                 return _of_facts(live, facts)
             case ["space", facts, generators]:
                 for space, generator in zip(_tree(_of_facts(live, facts)), generators, strict=True):
-                    setattr(space, str(SPACE_GENERATOR), self.decode(generator))  # not None, as when it was saved
+                    # not None, as when it was saved
+                    setattr(space, str(SPACE_GENERATOR), self.decode(generator))
                 return live
             case [kind, *_]:
                 raise Mismatch(f"is saved as {kind!r}, which this version of Muster does not know")
@@ -210,7 +240,13 @@ def _tree(space: Space[Any]) -> Iterator[Any]:
     """The space and all spaces inside it, which have separate random states."""
     yield space
     for value in vars(space).values():
-        children = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else [value]
+        children = (
+            value.values()
+            if isinstance(value, dict)
+            else value
+            if isinstance(value, (tuple, list))
+            else [value]
+        )
         for child in children:
             if isinstance(child, Space):
                 yield from _tree(child)

@@ -1,4 +1,6 @@
-"""Replays the actions and resets of an environment in this process: for ``muster replay``, and for videos."""
+"""Replays the actions and resets of an environment in this process: for ``muster replay``, and for
+videos.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from muster.rollout.columns import RolloutOptions, lane_columns
 
 
 class Player:
-    """A new environment (``env``, or the list of a batch), and the recorded moves: its resets and steps.
+    """A new environment (``env``, or the list of a batch), and the recorded moves: its resets and
+    steps.
 
     Raises ``EnvError`` if it cannot be made, ``BadCrashReport`` if the record does not fit it.
     """
@@ -31,9 +34,16 @@ class Player:
         num_envs = None if crash_report.alone else factory.num_envs
         with installed(crash_report.registered):
             built = build_env(factory.source, num_envs, factory.kwargs, device)
-        self.crash_report, self.batch = crash_report, built.env
+        self.crash_report = crash_report
+        self.batch = built.env
         self.batch.max_steps = crash_report.max_frames_per_traj
-        layout = Layout(1, self.batch.num_envs, lane_columns(self.batch, (), RolloutOptions()), 1, built.batch_shape)
+        layout = Layout(
+            1,
+            self.batch.num_envs,
+            lane_columns(self.batch, (), RolloutOptions()),
+            1,
+            built.batch_shape,
+        )
         self._lane = Slot(layout, self.batch.device or "heap").lanes[0]
         try:
             self._check()
@@ -44,12 +54,16 @@ class Player:
         self.env: Any = objects[0] if len(objects) == 1 else objects
 
     def moves(self) -> list[tuple[str, int]]:
-        """The moves in order: ("reset", its first row in ``resets``) and ("step", row of ``actions``)."""
+        """The moves in order: ("reset", its first row in ``resets``) and ("step", row of
+        ``actions``).
+        """
         resets = self.crash_report.resets
         _, first = np.unique(resets[:, 0], return_index=True)
         at = [(int(resets[n, 1]), ("reset", int(n))) for n in first]
         steps = len(next(iter(self.crash_report.actions.values()), ()))
-        order = sorted([*at, *((row, ("step", row)) for row in range(steps))], key=lambda entry: entry[0])
+        order = sorted(
+            [*at, *((row, ("step", row)) for row in range(steps))], key=lambda entry: entry[0]
+        )
         return [move for _, move in order]  # sorted() keeps resets before the step of the same row
 
     def make(self, move: tuple[str, int]) -> None:
@@ -65,7 +79,9 @@ class Player:
         """Reward, terminated and truncated of the newest step, ``[B]`` each."""
         arrays = self._lane.arrays
         self._lane.pull((self.batch.reward_key, next_of(("terminated",)), next_of(("truncated",))))
-        return arrays[self.batch.reward_key][0], *(arrays[next_of((f,))][0] for f in ("terminated", "truncated"))
+        return arrays[self.batch.reward_key][0], *(
+            arrays[next_of((f,))][0] for f in ("terminated", "truncated")
+        )
 
     def action(self, row: int) -> Any:
         leaves = {key: array[row] for key, array in self.crash_report.actions.items()}
@@ -79,32 +95,42 @@ class Player:
         expected, got = self.crash_report.observation, self.observation()
         if not expected:
             return ""
-        if all(same_bits(_as_stored(got[key], value), value) for key, value in expected.items() if key in got):
+        if all(
+            same_bits(_as_stored(got[key], value), value)
+            for key, value in expected.items()
+            if key in got
+        ):
             return "The observation before the failure is bit for bit the recorded one."
         return (
-            "The observation before the failure is NOT the recorded one: this environment is not determined by "
-            f"its seed and actions alone. {self.crash_report.caveat}"
+            "The observation before the failure is NOT the recorded one: this environment is not"
+            f" determined by its seed and actions alone. {self.crash_report.caveat}"
         ).rstrip()
 
     def close(self) -> None:
         self.batch.close()
 
     def _check(self) -> None:
-        actions, resets, specs = self.crash_report.actions, self.crash_report.resets, self.batch.action_specs
+        actions = self.crash_report.actions
+        resets = self.crash_report.resets
+        specs = self.batch.action_specs
         expected = {key: tuple(self._lane.data[key].shape[1:]) for key in specs}
         got = {key: array.shape[1:] for key, array in actions.items()}
         if (actions and got != expected) or len({len(array) for array in actions.values()}) > 1:
             raise BadCrashReport(
-                f"{self.crash_report.name} takes actions {expected}, and the crash report holds {got}."
+                f"{self.crash_report.name} takes actions {expected}, and the crash report holds"
+                f" {got}."
             )
         if len(resets) and not 0 <= resets[:, 2].min() <= resets[:, 2].max() < self.batch.num_envs:
             raise BadCrashReport(
-                f"the crash report resets environments beyond the {self.batch.num_envs} that there are."
+                f"the crash report resets environments beyond the {self.batch.num_envs} that there"
+                " are."
             )
 
     def _reset(self, n: int) -> None:
         resets = self.crash_report.resets
-        rows = list(itertools.takewhile(lambda i: resets[i, 0] == resets[n, 0], range(n, len(resets))))
+        rows = list(
+            itertools.takewhile(lambda i: resets[i, 0] == resets[n, 0], range(n, len(resets)))
+        )
         which = [int(resets[i, 2]) for i in rows]
         special = [self.crash_report.special.get(i, Special(None, None, None)) for i in rows]
         for i, state in zip(which, (entry.state for entry in special), strict=True):
@@ -113,7 +139,9 @@ class Player:
                     env: Any = self.batch.objects()[i]
                     env.unwrapped.np_random = generator_of(state)
                 except (LookupError, TypeError, ValueError) as error:
-                    raise BadCrashReport(f"the random state in the crash report is damaged: {error}") from error
+                    raise BadCrashReport(
+                        f"the random state in the crash report is damaged: {error}"
+                    ) from error
         seeds = [entry.seed for entry in special if entry.seed is not None]
         self.batch.reset_options = special[0].options
         self.batch.reset(self._lane.data, 0, which, seeds if len(seeds) == len(which) else None)
@@ -124,7 +152,11 @@ class Player:
             for key in (flag, next_of(flag)):
                 data[key][...] = self._lane.arrays[key][...] = False
         for key, array in self.crash_report.actions.items():
-            data[key][0] = torch.as_tensor(array[row], device="cpu") if torch.is_tensor(data[key]) else array[row]
+            data[key][0] = (
+                torch.as_tensor(array[row], device="cpu")
+                if torch.is_tensor(data[key])
+                else array[row]
+            )
         self.batch.start(self._lane)(0)
         for key in self.batch.observation_specs:
             data[key][0] = data[key][1]

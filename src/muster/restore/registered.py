@@ -1,8 +1,10 @@
-"""The ids of a program's registry (``gymnasium.register``), for the processes that make its environments.
+"""The ids of a program's registry (``gymnasium.register``), for the processes that make its
+environments.
 
-Workers, nodes and replays import neither the program's main module nor the packages that it has imported, so their own
-registries have Gymnasium's ids only. They get the program's: of every id a pickle of its spec, which is unpickled when
-the id is used first. So an id that nothing uses costs no import, and one that cannot be pickled disturbs nothing.
+Workers, nodes and replays import neither the program's main module nor the packages that it has
+imported, so their own registries have Gymnasium's ids only. They get the program's: of every id a
+pickle of its spec, which is unpickled when the id is used first. So an id that nothing uses costs
+no import, and one that cannot be pickled disturbs nothing.
 """
 
 from __future__ import annotations
@@ -26,14 +28,21 @@ from muster.errors import BadOption, described
 from muster.restore.pickling import dumps, loads
 
 MAIN = "__main__"
-AT_HAND = ("id", "namespace", "name", "version")  # Gymnasium compares these of all ids at every look-up
+# Gymnasium compares these of all ids at every look-up
+AT_HAND = ("id", "namespace", "name", "version")
 OWN = "gymnasium.envs."  # modules of Gymnasium's own environments
 PLAIN: dict[str, tuple[type, ...]] = {  # fields of a spec in a file, with their types
     **dict.fromkeys(("id", "entry_point"), (str,)),
     **dict.fromkeys(("nondeterministic", "order_enforce", "disable_env_checker"), (bool,)),
-    **{"max_episode_steps": (int, type(None)), "reward_threshold": (int, float, type(None)), "kwargs": (dict,)},
+    **{
+        "max_episode_steps": (int, type(None)),
+        "reward_threshold": (int, float, type(None)),
+        "kwargs": (dict,),
+    },
 }
-_IN_A_MODULE = "or move the environment into a module, and register it with entry_point='my_module:MyEnv'"
+_IN_A_MODULE = (
+    "or move the environment into a module, and register it with entry_point='my_module:MyEnv'"
+)
 REMEDIES = {  # by part of a spec that cannot be pickled
     "entry_point": f"Make it inside what entry_point names, {_IN_A_MODULE}.",
     "vector_entry_point": f"Make it inside what vector_entry_point names, {_IN_A_MODULE}.",
@@ -47,22 +56,27 @@ class SentIds:
     """The ids of a process's registry, for another process; see ``installed``.
 
     Attributes:
-        packed: by id, the pickle of its spec and of the objects of the main module that the spec names.
+        packed: by id, the pickle of its spec and of the objects of the main module that the spec
+            names.
     """
 
     packed: Mapping[str, bytes]
 
 
-# --- in the process that has registered the ids -------------------------------------------------------
+# --- in the process that has registered the ids ---------------------------------------------------
 
 
 def ids_of_this_process(most_bytes: int | None = None) -> SentIds:
-    """Return the ids of this process's registry. One that cannot be sent raises the reason where it is used.
+    """Return the ids of this process's registry.
 
-    Gymnasium's own ids are among them (20 kB), since a program can register them again, or change their specs.
+    One that cannot be sent raises the reason where it is used.
+
+    Gymnasium's own ids are among them (20 kB), since a program can register them again, or change
+    their specs.
 
     Args:
-        most_bytes: limit for the pickle of an id; a larger one counts as an id that cannot be sent. None: no limit.
+        most_bytes: limit for the pickle of an id; a larger one counts as an id that cannot be sent.
+            None: no limit.
     """
     packed = {}
     for env_id, spec in _registered():
@@ -74,13 +88,22 @@ def ids_of_this_process(most_bytes: int | None = None) -> SentIds:
 
 
 def with_later_ids(sent: SentIds) -> SentIds:
-    """Return these ids and those that were registered since. An id keeps the spec that it has in ``sent``."""
-    later = {env_id: _packed_or_unusable(spec) for env_id, spec in _registered() if env_id not in sent.packed}
+    """Return these ids and those that were registered since.
+
+    An id keeps the spec that it has in ``sent``.
+    """
+    later = {
+        env_id: _packed_or_unusable(spec)
+        for env_id, spec in _registered()
+        if env_id not in sent.packed
+    }
     return SentIds({**later, **sent.packed}) if later else sent
 
 
 def check_id(env_id: str, what: str) -> None:
-    """Raise ``BadOption`` if this process has registered an id that cannot be sent; ``what``: which option it is."""
+    """Raise ``BadOption`` if this process has registered an id that cannot be sent; ``what``: which
+    option it is.
+    """
     spec = spec_of(env_id)
     if spec is None:
         return
@@ -91,7 +114,10 @@ def check_id(env_id: str, what: str) -> None:
 
 
 def spec_of(env_id: str) -> EnvSpec | None:
-    """Return the spec that Gymnasium uses for an id; None: there is none. Without a version, it is the newest one."""
+    """Return the spec that Gymnasium uses for an id; None: there is none.
+
+    Without a version, it is the newest one.
+    """
     name, specs = env_id.rpartition(":")[2], dict(_registered())
     if name in specs:
         return specs[name]
@@ -100,9 +126,13 @@ def spec_of(env_id: str) -> EnvSpec | None:
 
 
 def _registered() -> list[tuple[str, EnvSpec]]:
-    """Return the ids that ``gymnasium.make`` takes, with their specs: programs may have put anything there."""
+    """Return the ids that ``gymnasium.make`` takes, with their specs: programs may have put
+    anything there.
+    """
     found = list(registry.items())
-    return [(env_id, spec) for env_id, spec in found if isinstance(spec, EnvSpec) and _is_id(env_id)]
+    return [
+        (env_id, spec) for env_id, spec in found if isinstance(spec, EnvSpec) and _is_id(env_id)
+    ]
 
 
 def _is_id(env_id: Any) -> bool:
@@ -121,8 +151,12 @@ def _packed_or_unusable(spec: EnvSpec) -> bytes:
 
 
 def _packed(spec: EnvSpec) -> bytes:
-    """Pickle a spec. Raises ``BadOption`` with the id, the part that cannot be pickled, and the remedy."""
-    if type(spec) is _SentSpec and (unused := _unused(spec)) is not None:  # this process has got it itself
+    """Pickle a spec.
+
+    Raises ``BadOption`` with the id, the part that cannot be pickled, and the remedy.
+    """
+    # this process has got it itself
+    if type(spec) is _SentSpec and (unused := _unused(spec)) is not None:
         return unused[0]
     try:
         content = spec, _named_in_main(spec)
@@ -140,7 +174,11 @@ def _named_in_main(spec: EnvSpec) -> dict[str, Any]:
     """Return the objects of the main module that entry points such as ``"__main__:MyEnv"`` name."""
     main = vars(sys.modules[MAIN])
     of_wrappers = [wrapper.entry_point for wrapper in spec.additional_wrappers]
-    texts = [each for each in (spec.entry_point, spec.vector_entry_point, *of_wrappers) if isinstance(each, str)]
+    texts = [
+        each
+        for each in (spec.entry_point, spec.vector_entry_point, *of_wrappers)
+        if isinstance(each, str)
+    ]
     named = [text.partition(":") for text in texts]
     return {name: main[name] for module, _, name in named if module == MAIN and name in main}
 
@@ -159,15 +197,17 @@ def _is_plain(value: Any) -> bool:
     return False
 
 
-# --- in another process -------------------------------------------------------------------------------
+# --- in another process ---------------------------------------------------------------------------
 
 
 @contextmanager
 def installed(sent: SentIds | None) -> Iterator[None]:
-    """Add the ids of another process to the registry of this process, for good. None: there are none.
+    """Add the ids of another process to the registry of this process, for good.
 
-    What is imported in the context may register some of them once more: they keep the specs that were sent, since the
-    other process may have registered them again after the same import.
+    None: there are none.
+
+    What is imported in the context may register some of them once more: they keep the specs that
+    were sent, since the other process may have registered them again after the same import.
     """
     if sent is None:
         yield
@@ -195,10 +235,13 @@ def _kept(env_ids: Mapping[str, Any]) -> Iterator[None]:
 
 
 class _SentSpec(EnvSpec):
-    """A spec of another process. The first use of an attribute, except those ``AT_HAND``, makes it an ``EnvSpec``.
+    """A spec of another process.
 
-    It is then unpickled, and the modules that Gymnasium needs to make an environment are imported. Gymnasium would do
-    so next; but an import that registers ids must not replace those of the other process.
+    The first use of an attribute, except those ``AT_HAND``, makes it an ``EnvSpec``.
+
+    It is then unpickled, and the modules that Gymnasium needs to make an environment are imported.
+    Gymnasium would do so next; but an import that registers ids must not replace those of the other
+    process.
     """
 
     def __getattribute__(self, name: str) -> Any:
@@ -220,13 +263,18 @@ def _sent_spec(env_id: str, packed: bytes, others: Mapping[str, EnvSpec]) -> Env
 
 
 def _unused(spec: EnvSpec) -> tuple[bytes, Mapping[str, EnvSpec]] | None:
-    """Return the pickle of a spec that was sent, and all ids that were sent with it; None once it is used."""
+    """Return the pickle of a spec that was sent, and all ids that were sent with it; None once it
+    is used.
+    """
     state: dict[str, Any] = object.__getattribute__(spec, "__dict__")
     return state.get("_unused")
 
 
 def _use(spec: _SentSpec) -> None:
-    """Make it an ``EnvSpec``. If that fails, the reason is raised where an environment is made of it."""
+    """Make it an ``EnvSpec``.
+
+    If that fails, the reason is raised where an environment is made of it.
+    """
     if (unused := _unused(spec)) is None:  # another thread has done it
         return
     packed, others = unused
@@ -244,7 +292,10 @@ def _use(spec: _SentSpec) -> None:
 
 
 def _import_what_makes(spec: EnvSpec) -> None:
-    """Import the modules that make an environment of a spec. If that fails, the spec raises the reason."""
+    """Import the modules that make an environment of a spec.
+
+    If that fails, the spec raises the reason.
+    """
     for wrapper in spec.additional_wrappers:
         with suppress(Exception):  # raised by Gymnasium where an environment is made
             importlib.import_module(wrapper.entry_point.partition(":")[0])
@@ -257,9 +308,10 @@ def _import_what_makes(spec: EnvSpec) -> None:
         importlib.import_module(module)
     except Exception as error:  # noqa: BLE001 (raised where an environment is made)
         reason = (
-            f"{spec.id!r} is registered with {place}={entry_point!r}, and importing {module!r} in this process raised "
-            f"{described(error)}. Install its package where environments are made, or put its folder on sys.path in "
-            f"the main program before the collector is made."
+            f"{spec.id!r} is registered with {place}={entry_point!r}, and importing {module!r} in"
+            f" this process raised {described(error)}. Install its package where environments are"
+            " made, or put its folder on sys.path in the main program before the collector is"
+            " made."
         )
         setattr(spec, place, _Unusable(reason))
 
@@ -278,11 +330,13 @@ def _unusable(env_id: str, reason: str) -> EnvSpec:
     return EnvSpec(env_id, entry_point=_Unusable(reason), vector_entry_point=_Unusable(reason))
 
 
-# --- ids in files -------------------------------------------------------------------------------------
+# --- ids in files ---------------------------------------------------------------------------------
 
 
 def plain_spec(env_id: str) -> dict[str, Any]:
-    """Return the spec of an id as plain data (``PLAIN``), if it makes an environment of Gymnasium's own; else empty."""
+    """Return the spec of an id as plain data (``PLAIN``), if it makes an environment of Gymnasium's
+    own; else empty.
+    """
     spec = spec_of(env_id)
     if spec is None or spec.additional_wrappers or not str(spec.entry_point).startswith(OWN):
         return {}

@@ -1,9 +1,10 @@
 """Snapshots: the state of an environment object, restored bit for bit in another process.
 
-An environment is a stack of layers (wrappers, the environment itself, those in a vector environment). A snapshot has
-one part per layer: the result of the layer's own methods (``get_state`` and ``set_state``, ``state_dict`` and
-``load_state_dict``, ``clone_state`` and ``restore_state``), else its ``__dict__``. If all parts are plain data, the
-snapshot is plain (way "plain"); else it is a pickle (way "pickle"), which is loaded from trusted files only.
+An environment is a stack of layers (wrappers, the environment itself, those in a vector
+environment). A snapshot has one part per layer: the result of the layer's own methods
+(``get_state`` and ``set_state``, ``state_dict`` and ``load_state_dict``, ``clone_state`` and
+``restore_state``), else its ``__dict__``. If all parts are plain data, the snapshot is plain (way
+"plain"); else it is a pickle (way "pickle"), which is loaded from trusted files only.
 """
 
 from __future__ import annotations
@@ -25,8 +26,13 @@ from muster.restore.plain_state import Decoder, Encoder, Mismatch, NotPlain, sam
 Snapshot = dict[str, Any]  # plain data: see ``muster.restore.checkpoint``
 
 LINKS = ("env", "_env", "base_env", "envs")  # attributes that hold further layers
-PAIRS = (("get_state", "set_state"), ("state_dict", "load_state_dict"), ("clone_state", "restore_state"))
-CONSTRUCTION = {"env_fns", "metadata", *vars(EzPickle())}  # attributes that constructors set, and nothing changes
+PAIRS = (
+    ("get_state", "set_state"),
+    ("state_dict", "load_state_dict"),
+    ("clone_state", "restore_state"),
+)
+# attributes that constructors set, and nothing changes
+CONSTRUCTION = {"env_fns", "metadata", *vars(EzPickle())}
 
 
 def _random_attributes() -> set[str]:
@@ -38,26 +44,38 @@ def _random_attributes() -> set[str]:
 
 
 RANDOM = _random_attributes()
-# https://github.com/Farama-Foundation/Arcade-Learning-Environment/pull/739; seen in one of twenty states with 0.12.1
+# https://github.com/Farama-Foundation/Arcade-Learning-Environment/pull/739; seen in one of twenty
+# states with 0.12.1
 ALE_INEXACT = (
-    "ALE's clone_state leaves out a part of the video chip: what follows is nearly always equal, but in some states "
-    "screens, RAM and even rewards differ."
+    "ALE's clone_state leaves out a part of the video chip: what follows is nearly always equal,"
+    " but in some states screens, RAM and even rewards differ."
 )
 PYTHON = ".".join(map(str, sys.version_info[:2]))
 
 
 def take(env: Any) -> Snapshot:
-    """Return the state of ``env`` as plain data, or ``{"way": "none", "reason": ...}`` if this cannot be exact."""
+    """Return the state of ``env`` as plain data, or ``{"way": "none", "reason": ...}`` if this
+    cannot be exact.
+    """
     try:
         layers = _layers(env)
         for layer in layers:
-            if not hasattr(layer, "__dict__") or (not keeps_all_in_dict(type(layer)) and _own(layer) is None):
-                raise Mismatch(f"{_name(layer)} keeps state outside its __dict__ and has no get_state and set_state")
+            if not hasattr(layer, "__dict__") or (
+                not keeps_all_in_dict(type(layer)) and _own(layer) is None
+            ):
+                raise Mismatch(
+                    f"{_name(layer)} keeps state outside its __dict__ and has no get_state and"
+                    " set_state"
+                )
         parts = [_part(layer, layers) for layer in layers]
         about = {"layers": [_name(layer) for layer in layers]}
         try:
             encoder = Encoder(_numbers(layers))
-            return {"way": "plain", **about, "data": [{k: encoder.encode(v) for k, v in p.items()} for p in parts]}
+            return {
+                "way": "plain",
+                **about,
+                "data": [{k: encoder.encode(v) for k, v in p.items()} for p in parts],
+            }
         except NotPlain:
             return _pickled(parts, layers) | about
     except Mismatch as error:
@@ -67,19 +85,26 @@ def take(env: Any) -> Snapshot:
 
 
 def restore(env: Any, snapshot: Snapshot, trust: bool) -> str | None:
-    """Restore the saved state into ``env``, which was made like the saved one. All layers stay the same objects.
+    """Restore the saved state into ``env``, which was made like the saved one.
 
-    ``trust`` allows a snapshot that runs code (way "pickle"). Returns None if every bit was restored, else the reason
-    as a sentence; then ``env`` must be reset before use.
+    All layers stay the same objects.
+
+    ``trust`` allows a snapshot that runs code (way "pickle"). Returns None if every bit was
+    restored, else the reason as a sentence; then ``env`` must be reset before use.
     """
     if snapshot["way"] == "none":
         return str(snapshot["reason"])
     if snapshot["way"] == "pickle" and not trust:
-        return "The state is a pickle, which can run any code: pass trust=True if you trust where it comes from."
+        return (
+            "The state is a pickle, which can run any code: pass trust=True if you trust where it"
+            " comes from."
+        )
     layers = _layers(env)
     names = [_name(layer) for layer in layers]
     if names != snapshot["layers"]:
-        return f"It was saved from {' > '.join(snapshot['layers'])}, and is now {' > '.join(names)}."
+        return (
+            f"It was saved from {' > '.join(snapshot['layers'])}, and is now {' > '.join(names)}."
+        )
     try:
         if snapshot["way"] == "pickle":
             parts = _unpickled(snapshot, layers)
@@ -93,10 +118,14 @@ def restore(env: Any, snapshot: Snapshot, trust: bool) -> str | None:
         return f"{error}."
     except Exception as error:  # noqa: BLE001  (foreign code can raise anything; the state is not restored then)
         return f"Restoring {_name(env)} raised {described(error)}"
-    return ALE_INEXACT if any(type(layer).__module__.startswith("ale_py.") for layer in layers) else None
+    return (
+        ALE_INEXACT
+        if any(type(layer).__module__.startswith("ale_py.") for layer in layers)
+        else None
+    )
 
 
-# --- layers ----------------------------------------------------------------------------------------
+# --- layers ---------------------------------------------------------------------------------------
 
 
 def _layers(env: Any) -> list[Any]:
@@ -136,14 +165,18 @@ def _own(layer: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
     return None
 
 
-# --- parts -----------------------------------------------------------------------------------------
+# --- parts ----------------------------------------------------------------------------------------
 
 
 def _part(layer: Any, layers: list[Any]) -> dict[str, Any]:
     own = _own(layer)
-    held = {k: v for k, v in vars(layer).items() if not _is_construction(k, v) and not _draws(layer, v)}
+    held = {
+        k: v for k, v in vars(layer).items() if not _is_construction(k, v) and not _draws(layer, v)
+    }
     if own is None:
-        part: dict[str, Any] = {"left_out": [name for name, value in vars(layer).items() if _draws(layer, value)]}
+        part: dict[str, Any] = {
+            "left_out": [name for name, value in vars(layer).items() if _draws(layer, value)]
+        }
         return part | {f".{name}": value for name, value in held.items()}
     state = own[0]()
     if hasattr(state, "serialize") and hasattr(state, "__setstate__"):  # ALEState
@@ -155,18 +188,27 @@ def _part(layer: Any, layers: list[Any]) -> dict[str, Any]:
 
 
 def _is_construction(name: str, value: Any) -> bool:
-    """Whether an attribute is a fact of the layer's construction: it is no state, and often cannot be pickled."""
+    """Whether an attribute is a fact of the layer's construction: it is no state, and often cannot
+    be pickled.
+    """
     return name in CONSTRUCTION or type(value).__name__ == "EnvSpec"
 
 
 def _is_gymnasiums(name: str, value: Any) -> bool:
-    """Whether an attribute is random state of Gymnasium's, which a layer's own methods do not contain."""
+    """Whether an attribute is random state of Gymnasium's, which a layer's own methods do not
+    contain.
+    """
     return name in RANDOM or isinstance(value, Space)
 
 
 def _draws(layer: Any, value: Any) -> bool:
-    """Whether ``value`` is a pygame object, such as a window, that Gymnasium's environments recreate if missing."""
-    return type(layer).__module__.startswith("gymnasium.envs.") and type(value).__module__.split(".")[0] == "pygame"
+    """Whether ``value`` is a pygame object, such as a window, that Gymnasium's environments
+    recreate if missing.
+    """
+    return (
+        type(layer).__module__.startswith("gymnasium.envs.")
+        and type(value).__module__.split(".")[0] == "pygame"
+    )
 
 
 def _plain_attributes(layer: Any, layers: list[Any]) -> list[Any]:
@@ -194,7 +236,11 @@ def _put_back(part: dict[str, Any], layer: Any) -> None:
         vars(layer).update(attributes)
         return
     live = vars(layer)
-    kept = {k: v for k, v in live.items() if k in part["left_out"] or _is_construction(k, v) or _draws(layer, v)}
+    kept = {
+        k: v
+        for k, v in live.items()
+        if k in part["left_out"] or _is_construction(k, v) or _draws(layer, v)
+    }
     live.clear()
     live.update(attributes | kept)
 
@@ -203,16 +249,20 @@ def _check(part: dict[str, Any], layer: Any, layers: list[Any]) -> None:
     now = dict(_plain_attributes(layer, layers)) if "check" in part else {}
     for name, value in part.get("check", ()):
         if not same(value, now.get(name, ...)):
-            raise Mismatch(f"The own methods of {_name(layer)} for its state leave its attribute {name!r} out")
+            raise Mismatch(
+                f"The own methods of {_name(layer)} for its state leave its attribute {name!r} out"
+            )
 
 
-# --- plain and pickled snapshots -------------------------------------------------------------------
+# --- plain and pickled snapshots ------------------------------------------------------------------
 
 
 def _pickled(parts: list[dict[str, Any]], layers: list[Any]) -> Snapshot:
     fixed = {id(layer): ("layer", number) for number, layer in enumerate(layers)}
     fixed |= {id(type(layer)): ("class", number) for number, layer in enumerate(layers)}
-    mujoco = [value for part in parts for value in part.values() if type(value).__name__ == "MjData"]
+    mujoco = [
+        value for part in parts for value in part.values() if type(value).__name__ == "MjData"
+    ]
     try:
         data, shared = dump(parts, fixed, mujoco)
     except Exception as error:
@@ -226,7 +276,9 @@ def _pickled(parts: list[dict[str, Any]], layers: list[Any]) -> Snapshot:
 
 def _unpickled(snapshot: Snapshot, layers: list[Any]) -> list[dict[str, Any]]:
     if snapshot["python"] != PYTHON:
-        raise Mismatch(f"The state was pickled by Python {snapshot['python']}, and this is Python {PYTHON}")
+        raise Mismatch(
+            f"The state was pickled by Python {snapshot['python']}, and this is Python {PYTHON}"
+        )
     fixed: dict[Any, Any] = {("layer", number): layer for number, layer in enumerate(layers)}
     fixed |= {("class", number): type(layer) for number, layer in enumerate(layers)}
     parts: list[dict[str, Any]] = load(snapshot["data"], snapshot["shared"], fixed)

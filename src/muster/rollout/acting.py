@@ -1,24 +1,38 @@
-"""Errors of policies and environments as the user sees them, and storing a policy's first outputs in a lane."""
+"""Errors of policies and environments as the user sees them, and storing a policy's first outputs
+in a lane.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeVar
 
-from muster.errors import BadOption, BadPolicyOutput, EnvError, MusterError, PolicyError, described, text_of
+from muster.errors import (
+    BadOption,
+    BadPolicyOutput,
+    EnvError,
+    MusterError,
+    PolicyError,
+    described,
+    text_of,
+)
 from muster.memory.slots import Lane
 from muster.protocols import Outputs, Policy
 
 Result = TypeVar("Result")
-OWN: tuple[type[Exception], ...] = (PolicyError, BadPolicyOutput, BadOption)  # errors of policy adapters
+# errors of policy adapters
+OWN: tuple[type[Exception], ...] = (PolicyError, BadPolicyOutput, BadOption)
 OBS_DTYPE_HINT = (
-    "Observations have the dtype of the policy's first floating parameter, or the environment's if it has none or with "
-    "obs_dtype='env': pass obs_dtype=torch.float32, or cast in the policy (bfloat16 networks have to). "
+    "Observations have the dtype of the policy's first floating parameter, or the environment's if"
+    " it has none or with obs_dtype='env': pass obs_dtype=torch.float32, or cast in the policy"
+    " (bfloat16 networks have to). "
 )
 
 
 def call_policy(policy: Policy, call: Callable[[], Result]) -> Result:
-    """Return the result of ``call``; its errors are raised as ``PolicyError``, except those of the adapter."""
+    """Return the result of ``call``; its errors are raised as ``PolicyError``, except those of the
+    adapter.
+    """
     try:
         return call()
     except Exception as error:
@@ -28,7 +42,9 @@ def call_policy(policy: Policy, call: Callable[[], Result]) -> Result:
 
 
 def is_own(policy: Policy, error: BaseException) -> bool:
-    """Return whether the policy's adapter raised the error: its type is in ``policy.raises`` (default ``OWN``)."""
+    """Return whether the policy's adapter raised the error: its type is in ``policy.raises``
+    (default ``OWN``).
+    """
     return issubclass(type(error), getattr(policy, "raises", OWN))
 
 
@@ -39,22 +55,30 @@ def policy_error(policy: Policy, error: BaseException, t: int = 0) -> PolicyErro
     """
     hint = OBS_DTYPE_HINT if "same dtype" in text_of(error) else ""
     return PolicyError(
-        f"policy {policy.name} raised {described(error, f' at row {t} of the batch')}. {hint}No environment was "
-        f"stepped since; the next call tries again from there."
+        f"policy {policy.name} raised {described(error, f' at row {t} of the batch')}. {hint}No"
+        " environment was stepped since; the next call tries again from there."
     )
 
 
 def env_error(name: str, method: str, error: BaseException) -> BaseException:
-    """Return the error to raise for an environment's error: the adapter's own, with its details, or an ``EnvError``."""
-    if issubclass(type(error), MusterError) and not issubclass(type(error), (PolicyError, BadPolicyOutput)):
+    """Return the error to raise for an environment's error: the adapter's own, with its details, or
+    an ``EnvError``.
+    """
+    if issubclass(type(error), MusterError) and not issubclass(
+        type(error), (PolicyError, BadPolicyOutput)
+    ):
         return error
     return EnvError(f"{name}.{method} raised {described(error)}")
 
 
 def keep(outputs: Outputs) -> Outputs:
-    """Copy the outputs of a first call: a policy may return views of its weights. The adapter has copied objects."""
+    """Copy the outputs of a first call: a policy may return views of its weights.
+
+    The adapter has copied objects.
+    """
     action, extras, state = (
-        {key: value.clone() for key, value in part.items()} for part in (outputs.action, outputs.extras, outputs.state)
+        {key: value.clone() for key, value in part.items()}
+        for part in (outputs.action, outputs.extras, outputs.state)
     )
     return Outputs(action, extras, state, outputs.objects)
 

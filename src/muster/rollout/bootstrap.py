@@ -1,7 +1,9 @@
-"""Values of next observations, evaluated by the policy that acted, with RNG and recurrent state restored.
+"""Values of next observations, evaluated by the policy that acted, with RNG and recurrent state
+restored.
 
-If a rollout ends within an episode, or an episode was truncated, learners need the value of the true next
-observation (not of the one after the reset): V(s_T) in n-step returns and GAE (Schulman et al. 2016).
+If a rollout ends within an episode, or an episode was truncated, learners need the value of the
+true next observation (not of the one after the reset): V(s_T) in n-step returns and GAE (Schulman
+et al. 2016).
 """
 
 from __future__ import annotations
@@ -27,13 +29,18 @@ from muster.rollout.loop import rollout
 from muster.rollout.progress import Phase
 
 Bootstrap = Literal["last", "truncations"]
-SPARE, KEPT, COMPLETE = "bootstrap", "bootstrap: kept states", "bootstrap: complete"  # keys of a lane's cache
-VALUES: tuple[Key, ...] = (("state_value",), ("value",))  # keys of values in the outputs of policies
+# keys of a lane's cache
+SPARE = "bootstrap"
+KEPT = "bootstrap: kept states"
+COMPLETE = "bootstrap: complete"
+# keys of values in the outputs of policies
+VALUES: tuple[Key, ...] = (("state_value",), ("value",))
 
 
 @dataclass
 class BootstrapRows:
-    """Rows that need values: ``t`` and ``env`` of the steps before them, ``[k]``, and their columns.
+    """Rows that need values: ``t`` and ``env`` of the steps before them, ``[k]``, and their
+    columns.
 
     Attributes:
         rows: observations and recurrent states by key, ``[k, *shape]``.
@@ -49,60 +56,84 @@ class BootstrapRows:
     values: Array | None = None
 
 
-def check_bootstrap(columns: Sequence[Column], observed: Collection[Key], *, reset_when_done: bool) -> None:
+def check_bootstrap(
+    columns: Sequence[Column], observed: Collection[Key], *, reset_when_done: bool
+) -> None:
     """Raise ``BadOption`` if values cannot be evaluated with these columns."""
     if not any(column.key in VALUES for column in columns):
         raise BadOption(
-            f"bootstrap: the policy gives no {' or '.join(repr(key[0]) for key in VALUES)}. Let it return one beside "
-            f"its action, as in (action, {{'state_value': value}}), or leave bootstrap out"
+            f"bootstrap: the policy gives no {' or '.join(repr(key[0]) for key in VALUES)}. Let it"
+            " return one beside its action, as in (action, {'state_value': value}), or leave"
+            " bootstrap out"
         )
     if AGENT in observed:
         raise BadOption(
-            "bootstrap evaluates the last row of each environment, and agents that take turns have one each: compute "
-            "the values of ('next', 'observation') in the learner"
+            "bootstrap evaluates the last row of each environment, and agents that take turns have"
+            " one each: compute the values of ('next', 'observation') in the learner"
         )
-    if not reset_when_done and any(column.carry and column.key not in observed for column in columns):
-        raise BadOption("bootstrap: reset_when_done=False forgets recurrent states at the ends of episodes")
+    if not reset_when_done and any(
+        column.carry and column.key not in observed for column in columns
+    ):
+        raise BadOption(
+            "bootstrap: reset_when_done=False forgets recurrent states at the ends of episodes"
+        )
 
 
 class After:
-    """Collects the next observations and states of a rollout, also of its rows before an error, for their values.
+    """Collects the next observations and states of a rollout, also of its rows before an error, for
+    their values.
 
     Args:
-        wanted: "last": those after the last row of each environment; "truncations": also those after truncations.
+        wanted: "last": those after the last row of each environment; "truncations": also those
+            after truncations.
     """
 
     def __init__(self, group: Group, lane: Lane, wanted: Bootstrap) -> None:
-        self._group, self._lane, self._wanted = group, lane, wanted
+        self._group = group
+        self._lane = lane
+        self._wanted = wanted
         of_env = carried_specs(group.env)
         self._states = [c.key for c in lane.layout.columns if c.carry and c.key not in of_env]
-        self._kept: dict[tuple[int, int], dict[Key, Any]]  # recurrent states that resets would overwrite
+        # recurrent states that resets would overwrite
+        self._kept: dict[tuple[int, int], dict[Key, Any]]
         self._kept = lane.cache.setdefault(KEPT, {})
-        for cell in [cell for cell in self._kept if cell[0] >= lane.done_steps]:  # the rollout writes these rows again
+        # the rollout writes these rows again
+        for cell in [cell for cell in self._kept if cell[0] >= lane.done_steps]:
             del self._kept[cell]
 
     def keep(self, row: int, which: Sequence[int]) -> None:
-        """Keep the recurrent states of environments ``which`` before a reset overwrites them in ``row``."""
+        """Keep the recurrent states of environments ``which`` before a reset overwrites them in
+        ``row``.
+        """
         for i in which if row else ():
-            if (row - 1, i) not in self._kept:  # else it is reset again after an error: ``row`` has the new states
-                self._kept[row - 1, i] = {key: _copy(self._lane.data[key][row, i]) for key in self._states}
+            # else it is reset again after an error: ``row`` has the new states
+            if (row - 1, i) not in self._kept:
+                self._kept[row - 1, i] = {
+                    key: _copy(self._lane.data[key][row, i]) for key in self._states
+                }
 
     def values(self, policy: Policy | None) -> BootstrapRows:
-        """Return the ``wanted`` rows of a complete rollout; without a policy, the caller must fill in their values."""
+        """Return the ``wanted`` rows of a complete rollout; without a policy, the caller must fill
+        in their values.
+        """
         made = self._gather()
         if policy is not None and len(made.t):
-            group, cache = self._group, self._lane.cache
+            group = self._group
+            cache = self._lane.cache
             if SPARE not in cache:
                 shape = acting_shape(group.env, group.batch_shape)
                 cache[SPARE] = spare_lane(made.columns, math.prod(shape), shape, group.env.device)
-            around = group.context() if policy.draws_globally else RolloutContext(group, own_rng=False)
+            around = (
+                group.context() if policy.draws_globally else RolloutContext(group, own_rng=False)
+            )
             fill_values(made, policy, group.rng, cache[SPARE], around)
         elif policy is not None:
             made.values = np.empty(0, np.float32)
         return made
 
     def _gather(self) -> BootstrapRows:
-        lane, n = self._lane, self._lane.done_steps
+        lane = self._lane
+        n = self._lane.done_steps
         terminated, truncated, ids = (
             lane.arrays[key][:n] for key in (next_of(TERMINATED), next_of(TRUNCATED), TRAJ_IDS)
         )
@@ -110,7 +141,11 @@ class After:
         if (limit := self._group.frame_limit) is not None:
             places, sharing = self._group.places
             shown &= np.arange(n)[:, None] * sharing + places < limit
-        last = np.where(shown.any(axis=0), n - 1 - shown[::-1].argmax(axis=0), -1) if n else np.full(lane.B, -1)
+        last = (
+            np.where(shown.any(axis=0), n - 1 - shown[::-1].argmax(axis=0), -1)
+            if n
+            else np.full(lane.B, -1)
+        )
         cells = np.zeros(ids.shape, bool)
         envs = np.flatnonzero(last >= 0)
         cells[last[envs], envs] = True
@@ -132,7 +167,9 @@ class After:
 def rollout_and_values(
     group: Group, policy: Policy, lane: Lane, wanted: Bootstrap, asked: Policy | None
 ) -> BootstrapRows:
-    """Run ``rollout`` unless it is complete, and return ``After.values``, evaluated by the policy ``asked``."""
+    """Run ``rollout`` unless it is complete, and return ``After.values``, evaluated by the policy
+    ``asked``.
+    """
     if lane.done_steps == 0:
         lane.cache.pop(COMPLETE, None)
     with _noting(group, lane, wanted) as after:
@@ -162,13 +199,21 @@ def _noting(group: Group, lane: Lane, wanted: Bootstrap) -> Iterator[After]:
         group.before_reset = before
 
 
-def spare_lane(columns: tuple[Column, ...], B: int, batch_shape: tuple[int, ...], device: Any = None) -> Lane:
+def spare_lane(
+    columns: tuple[Column, ...], B: int, batch_shape: tuple[int, ...], device: Any = None
+) -> Lane:
     """Allocate a lane with one row of these columns."""
-    return Slot(Layout(1, B, columns, batch_shape=batch_shape), "heap" if device is None else device).lanes[0]
+    return Slot(
+        Layout(1, B, columns, batch_shape=batch_shape), "heap" if device is None else device
+    ).lanes[0]
 
 
 def fill_values(
-    made: BootstrapRows, policy: Policy, rng: GroupRng, lane: Lane, around: AbstractContextManager[None]
+    made: BootstrapRows,
+    policy: Policy,
+    rng: GroupRng,
+    lane: Lane,
+    around: AbstractContextManager[None],
 ) -> None:
     """Evaluate the policy with one row of ``lane`` at a time; restores the random streams.
 
@@ -197,8 +242,9 @@ def _ask(policy: Policy, lane: Lane, rng: GroupRng) -> None:
         if is_own(policy, error):
             raise
         raise PolicyError(
-            f"policy {policy.name} raised {described(error, ' for the values of next observations (bootstrap)')}. "
-            f"No environment was stepped since; the next call tries again."
+            f"policy {policy.name} raised"
+            f" {described(error, ' for the values of next observations (bootstrap)')}. No"
+            " environment was stepped since; the next call tries again."
         ) from error
 
 

@@ -29,19 +29,24 @@ class Carry(dict[Key, Any]):
     """
 
     def __init__(self, env: EnvBatch, batch_shape: tuple[int, ...]) -> None:
-        self._env, self._batch_shape = env, batch_shape
+        self._env = env
+        self._batch_shape = batch_shape
         self._by_env = carried_specs(env)
         super().__init__({key: self._zeros(spec) for key, spec in self._by_env.items()})
 
     def of(self, column: Column) -> Any:
-        """Return the rows of a carried column; allocates those of a recurrent state in the first call."""
+        """Return the rows of a carried column; allocates those of a recurrent state in the first
+        call.
+        """
         if column.key not in self:
             self[column.key] = self._zeros(ArraySpec(column.shape, column.dtype))
             self[column.key][...] = column.key == IS_INIT
         return self[column.key]
 
     def take(self, key: Key, row: Any, but: Collection[int]) -> None:
-        """Set the next row of a carried column, ``[1, B, *shape]``, for all environments except ``but``."""
+        """Set the next row of a carried column, ``[1, B, *shape]``, for all environments except
+        ``but``.
+        """
         here = self[key]
         if but:
             which = [i for i in range(here.shape[1]) if i not in but]
@@ -67,5 +72,6 @@ class Carry(dict[Key, Any]):
         shape = (1, self._env.num_envs, *spec.shape)
         if self._env.device is None or not spec.is_tensor:
             return np.zeros(shape, spec.dtype)
-        with torch.inference_mode(False):  # rollouts run in it, but carried rows are also written outside of rollouts
+        # rollouts run in it, but carried rows are also written outside of rollouts
+        with torch.inference_mode(False):
             return torch.zeros(shape, dtype=torch_dtype(spec.dtype), device=self._env.device)

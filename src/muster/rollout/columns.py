@@ -1,4 +1,6 @@
-"""The columns that a rollout stores: those of the environment, those of the policy, and Muster's own."""
+"""The columns that a rollout stores: those of the environment, those of the policy, and Muster's
+own.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +70,9 @@ def lane_columns(
     by_policy = {column.key for column in policy}
     if env.agents and any(column.carry for column in policy):
         raise BadOption(
-            f"the policy has a recurrent state, and the agents of {env.name} take turns: the state of one agent would "
-            f"go to the next. Use a policy without a state, or put what it has to remember into the observation"
+            f"the policy has a recurrent state, and the agents of {env.name} take turns: the state"
+            " of one agent would go to the next. Use a policy without a state, or put what it has"
+            " to remember into the observation"
         )
     columns = []
     for key, spec in carried_specs(env).items():
@@ -77,22 +80,32 @@ def lane_columns(
         columns.append(replace(column, carry=True, by_policy=key in by_policy))
         if not options.compact_obs:
             columns.append(replace(column, key=next_of(key)))
-    columns += [Column(key, s.shape, s.dtype, ragged=s.ragged, inner=s.inner) for key, s in env.action_specs.items()]
     columns += [
-        Column(next_of(key), s.shape, s.dtype, ragged=s.ragged, inner=s.inner) for key, s in env.step_specs.items()
+        Column(key, s.shape, s.dtype, ragged=s.ragged, inner=s.inner)
+        for key, s in env.action_specs.items()
+    ]
+    columns += [
+        Column(next_of(key), s.shape, s.dtype, ragged=s.ragged, inner=s.inner)
+        for key, s in env.step_specs.items()
     ]
     visible = {*env.flags, *((TRUNCATED,) if options.max_frames_per_traj else ())}
     for flag in FLAGS:
         columns += [
-            Column(key, (), FLAG, trailing=True, host=True, hidden=flag not in visible) for key in (flag, next_of(flag))
+            Column(key, (), FLAG, trailing=True, host=True, hidden=flag not in visible)
+            for key in (flag, next_of(flag))
         ]
     if options.traj_done_key is not None:
         columns.append(Column(TRAJ_DONE, (), FLAG, trailing=True, host=True))
     hidden = env.reward_key == TEAM_REWARD
-    columns.append(Column(env.reward_key, (), env.reward_dtype, trailing=True, host=True, hidden=hidden))
+    columns.append(
+        Column(env.reward_key, (), env.reward_dtype, trailing=True, host=True, hidden=hidden)
+    )
     columns.append(Column(TRAJ_IDS, (), INTEGER, host=True))
     if options.max_frames_per_traj:
-        columns += [Column(key, (), INTEGER, trailing=True, host=True) for key in (STEP_COUNT, next_of(STEP_COUNT))]
+        columns += [
+            Column(key, (), INTEGER, trailing=True, host=True)
+            for key in (STEP_COUNT, next_of(STEP_COUNT))
+        ]
     if not env.final_obs_certain:
         columns.append(Column(NEXT_OBS_VALID, (), FLAG))
     if options.marks_valid:
@@ -100,8 +113,9 @@ def lane_columns(
     text = isinstance(getattr(options.track_policy_version, "version", None), str)
     if text and POLICY_VERSION in by_policy:
         raise BadOption(
-            "The policy returns the extra 'policy_version', an integer, and the versions of track_policy_version are "
-            "texts. Pass track_policy_version=False, or return no policy_version."
+            "The policy returns the extra 'policy_version', an integer, and the versions of"
+            " track_policy_version are texts. Pass track_policy_version=False, or return no"
+            " policy_version."
         )
     if options.track_policy_version and POLICY_VERSION not in by_policy:
         columns.append(Column(POLICY_VERSION, (), OBJECT if text else INTEGER, host=True))

@@ -14,19 +14,25 @@ else:
 
 
 class RolloutContext:
-    """Makes the group's generators global, sets torch's threads, and disables gradients. Reusable, not reentrant.
+    """Makes the group's generators global, sets torch's threads, and disables gradients.
+
+    Reusable, not reentrant.
 
     In a thread beside the user's thread, it does not change the process's generators and threads.
 
     Args:
         own_rng: False: do not change the generators.
-        first: disable gradients without inference mode: a module may create tensors in its first call and keep them,
-            such as lazy parameters, and tensors created in inference mode cannot be trained.
+        first: disable gradients without inference mode: a module may create tensors in its first
+            call and keep them, such as lazy parameters, and tensors created in inference mode
+            cannot be trained.
     """
 
     def __init__(self, group: Group, *, own_rng: bool = True, first: bool = False) -> None:
-        self._group, self._own_rng, self._first = group, own_rng, first
-        self._modes: dict[bool, Any] = {}  # kept, since ``inference_mode()`` and ``no_grad()`` take 5 us
+        self._group = group
+        self._own_rng = own_rng
+        self._first = first
+        # kept, since ``inference_mode()`` and ``no_grad()`` take 5 us
+        self._modes: dict[bool, Any] = {}
         self._user: Any = None
         self._grad: Any = None
         self._threads_before: int | None = None
@@ -36,14 +42,20 @@ class RolloutContext:
         try:
             if self._own_rng and options.own_rng and not background:
                 self._user = self._group.rng.install()
-            if "torch" in sys.modules:  # else no environment uses it, and the policy acts in another process
-                if not background and options.num_threads not in (None, threads := torch.get_num_threads()):
+            # else no environment uses it, and the policy acts in another process
+            if "torch" in sys.modules:
+                if not background and options.num_threads not in (
+                    None,
+                    threads := torch.get_num_threads(),
+                ):
                     self._threads_before = threads
                     torch.set_num_threads(options.num_threads)
                 inference = options.inference_mode and not self._first
                 grad = self._modes.get(inference)
                 if grad is None:
-                    grad = self._modes[inference] = torch.inference_mode() if inference else torch.no_grad()
+                    grad = self._modes[inference] = (
+                        torch.inference_mode() if inference else torch.no_grad()
+                    )
                 grad.__enter__()
                 self._grad = grad
         except BaseException:

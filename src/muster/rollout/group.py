@@ -62,14 +62,19 @@ class Group:
         delivered, rows: number of valid steps, and number of rows, in the last rollout.
         spans: object with the method ``Timeline.add`` while a timeline is recorded; else None.
         in_background: returns whether this thread runs beside the user's thread.
-        places: indices of the environments among those of the same batch, and their number; for ``frame_limit``.
+        places: indices of the environments among those of the same batch, and their number; for
+            ``frame_limit``.
         progress: state of the worker, read by the parent process; see ``muster.rollout.progress``.
-        before_reset: called before each reset with the arguments of ``EnvBatch.reset``, except the arrays.
+        before_reset: called before each reset with the arguments of ``EnvBatch.reset``, except the
+            arrays.
         lost_track: called with environments that have made steps outside of all rollouts.
-        waiting: environments that ended in this rollout and are left out of it (no ``reset_when_done``, or ``rule``).
-        rule: chooses the episodes to collect; the rollout ends with the last of them; None: all episodes.
+        waiting: environments that ended in this rollout and are left out of it (no
+            ``reset_when_done``, or ``rule``).
+        rule: chooses the episodes to collect; the rollout ends with the last of them; None: all
+            episodes.
         watch: called after every step with the lane and the row, which is complete.
-        started, unreported: the first rollout has begun; number of random steps before it that are not counted yet.
+        started, unreported: the first rollout has begun; number of random steps before it that are
+            not counted yet.
         paused: the rollout that Ctrl-C has interrupted between two rows; set by the loop.
     """
 
@@ -83,9 +88,13 @@ class Group:
         rng: GroupRng,
         options: RolloutOptions,
     ) -> None:
-        self.env, self.batch_shape, self.rng, self.options = env, batch_shape, rng, options
+        self.env = env
+        self.batch_shape = batch_shape
+        self.rng = rng
+        self.options = options
         self.B = env.num_envs
-        self.number, self.places = 0, (env_ids, total_envs)
+        self.number = 0
+        self.places = (env_ids, total_envs)
         self.progress = Progress()
         self.before_reset: Callable[[int, Sequence[int], Sequence[int] | None], None] | None = None
         self.lost_track: Callable[[Sequence[int]], None] = lambda which: None
@@ -97,25 +106,34 @@ class Group:
         self.spans: Any = None
         self.in_background: Callable[[], bool] = bool
         self.executed = 0  # all environment steps
-        self.discarded: Counter[str] = Counter()  # environment steps that are in no batch, by reason
+        # environment steps that are in no batch, by reason
+        self.discarded: Counter[str] = Counter()
         self.episodes: Episodes  # those that ended in the last rollout
         self.version: int | str = 0
         self.closes_batch = True
         self.frame_limit: int | None = None
         self.carry = Carry(env, batch_shape)
-        self.resumed: list[int] | None = None  # environments whose next row is the first after a load; None: no load
-        row_bytes, shown = sum(row.nbytes for row in self.carry.values()), not (env.writes_next or options.compact_obs)
+        # environments whose next row is the first after a load; None: no load
+        self.resumed: list[int] | None = None
+        row_bytes, shown = (
+            sum(row.nbytes for row in self.carry.values()),
+            not (env.writes_next or options.compact_obs),
+        )
         self.next_obs = NextObservations(list(carried_specs(env)), shown=shown, row_bytes=row_bytes)
         self._primed: tuple[Policy, Outputs, int | str] | None = None
         self.due = Due(range(self.B))
-        self._deadline = np.full(self.B, NEVER, np.int64)  # row at which max_frames_per_traj is reached
+        # row at which max_frames_per_traj is reached
+        self._deadline = np.full(self.B, NEVER, np.int64)
         self._limit = None if env.writes_next else options.max_frames_per_traj
         env.max_steps = options.max_frames_per_traj
         check_resets(env, options)
         self.waiting, self.rule = Waiting(env), cast("Rule | None", None)
         self.watch: Callable[[Lane, int], object] | None = None
         self.paused: StartedLane | None = None
-        self.started, self.delivered, self.rows, self.unreported = False, 0, 0, 0
+        self.started = False
+        self.delivered = 0
+        self.rows = 0
+        self.unreported = 0
         self._traj_done = () if options.traj_done_key is None else (TRAJ_DONE,)
         self._states: list[tuple[Any, bool]] = []  # ``LaneViews.states`` of the current lane
         self._contexts = RolloutContext(self), RolloutContext(self, first=True)
@@ -135,7 +153,8 @@ class Group:
         self.due.add(range(self.B) if which is None else sorted(set(which)), seeds)
 
     def prime(self, policy: Policy) -> Outputs:
-        """Make the policy's first call, which determines its columns; ``rollout`` uses the outputs for row 0.
+        """Make the policy's first call, which determines its columns; ``rollout`` uses the outputs
+        for row 0.
 
         Where environments act when they are ready, the outputs are not used.
         """
@@ -146,7 +165,9 @@ class Group:
         return self._primed[1]
 
     def probe(self, policy: Policy) -> Outputs:
-        """Return the outputs of a first call as in ``prime``, without using them; restores the random streams."""
+        """Return the outputs of a first call as in ``prime``, without using them; restores the
+        random streams.
+        """
         self.begin()
         with self.rng.unmoved():
             return self._first(policy)
@@ -155,7 +176,8 @@ class Group:
         """Execute the scheduled resets now.
 
         Args:
-            early: do nothing with ``reset_when_done``, and keep an error for the next rollout to raise.
+            early: do nothing with ``reset_when_done``, and keep an error for the next rollout to
+                raise.
         """
         if early and (self.options.reset_when_done or self.due.error is not None):
             return
@@ -172,7 +194,9 @@ class Group:
         return {key: self.carry.seen(key) for key in self.env.observation_specs}
 
     def context(self, *, first: bool = False) -> RolloutContext:
-        """Return the context for environments and policies; without inference mode for the ``first`` call."""
+        """Return the context for environments and policies; without inference mode for the
+        ``first`` call.
+        """
         return self._contexts[first]
 
     # --- the beginning and the end of a rollout ---------------------------------------------------
@@ -201,7 +225,9 @@ class Group:
         return True
 
     def after_step(self, lane: Lane, t: int, finished: Sequence[int] | None) -> int:
-        """Do all work due after row ``t`` except the next step; return the row of the next call, or STOP."""
+        """Do all work due after row ``t`` except the next step; return the row of the next call, or
+        STOP.
+        """
         lane.done_steps = t + 1
         late: list[int] = []
         if self._limit and (late := np.flatnonzero(self._deadline <= t).tolist()):
@@ -222,7 +248,9 @@ class Group:
         return STOP if lane.stopped else self.next_call(t + 1)
 
     def next_call(self, t: int) -> int:
-        """Return the first row, from ``t`` on, after which ``after_step`` is due even if no episode ends."""
+        """Return the first row, from ``t`` on, after which ``after_step`` is due even if no episode
+        ends.
+        """
         if self.options.interruptor is not None or self.watch is not None:
             return t
         due = self.next_obs.due
@@ -230,15 +258,21 @@ class Group:
 
     def leave(self, lane: Lane) -> None:
         """Complete all columns of a lane after its last step."""
-        n, options, waiting, views = lane.done_steps, self.options, self.waiting, lane.cache[self]
+        n = lane.done_steps
+        options = self.options
+        waiting = self.waiting
+        views = lane.cache[self]
         if self.progress.watched:
             cells = self.progress.cells
             cells[KNOWN] = waiting.made(0, n) + cells[BEFORE]
         self.next_obs.copy(n)
         if lane.mirrored:
             lane.pull((self.env.reward_key, TERMINATED, TRUNCATED))
-        reward, done, terminated, truncated, ids = views.flags if n == lane.T else [rows[:n] for rows in views.flags]
-        if self.B >= MANY or 1 in terminated.tobytes() or 1 in truncated.tobytes():  # else it is False already
+        reward, done, terminated, truncated, ids = (
+            views.flags if n == lane.T else [rows[:n] for rows in views.flags]
+        )
+        # else it is False already
+        if self.B >= MANY or 1 in terminated.tobytes() or 1 in truncated.tobytes():
             np.logical_or(terminated, truncated, out=done)
         late = None
         if not options.reset_when_done:
@@ -262,7 +296,8 @@ class Group:
             self._begin_late(late, over)
         if options.compact_obs and n:
             self.next_obs.keep(lane, n - 1, np.flatnonzero(~done[-1]).tolist(), waiting.bypassed)
-        if options.set_truncated and self.closes_batch and n:  # a mark for the learner; the episode continues
+        # a mark for the learner; the episode continues
+        if options.set_truncated and self.closes_batch and n:
             mark_end(lane, n - 1, self.env, limited=bool(options.max_frames_per_traj))
         for key, rows, _, last in views.carried:
             self.carry.take(key, last if n == lane.T else rows[n : n + 1], waiting.absent)
@@ -271,21 +306,28 @@ class Group:
         if not waiting.idle and (going_on := waiting.resume(self.carry)):
             self.env.restart_agent(self.carry, 0, going_on)
             self.carry.begin_anew(going_on)
-        self.rows, self.delivered = n, n * self.B
+        self.rows = n
+        self.delivered = n * self.B
         if late is not None or n < lane.T or self.frame_limit is not None:
             shared = None if self.frame_limit is None else (*self.places, self.frame_limit)
-            marked = mark_valid(lane, n, late, repeat_flags=not options.reset_when_done, shared=shared)
+            marked = mark_valid(
+                lane, n, late, repeat_flags=not options.reset_when_done, shared=shared
+            )
             self.delivered, surplus = marked
             self.discarded["surplus"] += surplus
         elif views.valid is not None:
             views.valid[...] = True
         if lane.mirrored:  # the reward was copied from the device
-            lane.push(key for key in views.mirrored if late is not None or key != self.env.reward_key)
+            lane.push(
+                key for key in views.mirrored if late is not None or key != self.env.reward_key
+            )
         if options.reset_at_each_iter and self.closes_batch:
             self.reset()
 
     def fail(self, lane: Lane, t: int, reason: str, executed: int) -> None:
-        """Discard the ``executed`` steps of row ``t``, and reset all environments: their states are unknown."""
+        """Discard the ``executed`` steps of row ``t``, and reset all environments: their states are
+        unknown.
+        """
         lane.done_steps = max(lane.done_steps, t)
         self.discarded[reason] += executed
         self.executed += executed
@@ -299,7 +341,9 @@ class Group:
         """Make the policy's first call, on the rows for the next step."""
         self.begin()
         with self.context(first=True):
-            obs = self.observations() | {key: self.carry.seen(key) for key in self.env.action_masks.values()}
+            obs = self.observations() | {
+                key: self.carry.seen(key) for key in self.env.action_masks.values()
+            }
             if IS_INIT in self.carry:  # the episodes may have begun with an earlier policy
                 obs[IS_INIT] = self.carry.seen(IS_INIT)
             if self.env.ready_envs is not None:
@@ -313,7 +357,8 @@ class Group:
         return views
 
     def _enter_first(self, lane: Lane, views: LaneViews) -> None:
-        waiting, let_go = self.waiting, []
+        waiting = self.waiting
+        let_go = []
         if self.rule is not None or self.due.which or self.due.begun:
             let_go = self._unwanted(range(self.B))
             held = self.due.leave_out(let_go)
@@ -327,7 +372,8 @@ class Group:
             self.executed += self.unreported
             self.discarded["decorrelation"] += self.unreported
             self.progress.cells[BEFORE] = self.unreported
-            self.started, self.unreported = True, 0
+            self.started = True
+            self.unreported = 0
         if let_go or waiting.absent or not waiting.idle:
             waiting.begin(let_go)
         lane.stopped = self.rule is not None and self.rule.complete
@@ -351,7 +397,9 @@ class Group:
             self._deadline[list(waiting.absent)] = NEVER
 
     def _begin_late(self, late: Array, over: Array) -> None:
-        """Correct the clock of environments that ended and waited for others; reset them before the next batch."""
+        """Correct the clock of environments that ended and waited for others; reset them before the
+        next batch.
+        """
         self.clock.steps -= late.sum(axis=0)
         ended = [i for i, t in self.waiting.since.items() if over[t, i]]
         self.clock.steps[ended], self.clock.returns[ended] = 0, 0.0
@@ -360,7 +408,8 @@ class Group:
             self.discarded["after_done"] += int(late.sum())
 
     def _end(self, lane: Lane, t: int, finished: Sequence[int], late: Sequence[int]) -> bool:
-        """Reset, continue or leave out the environments ``finished`` at row ``t``; the limit ended those in ``late``.
+        """Reset, continue or leave out the environments ``finished`` at row ``t``; the limit ended
+        those in ``late``.
 
         Returns: whether the rollout is over.
         """
@@ -389,7 +438,9 @@ class Group:
         return stop
 
     def _unwanted(self, which: Sequence[int]) -> list[int]:
-        """Return those of ``which`` that need no steps: all, after the last episode that the rule needs."""
+        """Return those of ``which`` that need no steps: all, after the last episode that the rule
+        needs.
+        """
         if self.rule is None:
             return []
         if self.rule.complete:
@@ -417,7 +468,9 @@ class Group:
             decorrelate(self, which)
 
     def _cut(self, lane: Lane, t: int) -> None:
-        """Execute the resets that are due within a lane: end episodes at row ``t``, and start new ones after it."""
+        """Execute the resets that are due within a lane: end episodes at row ``t``, and start new
+        ones after it.
+        """
         done = lane.data[TERMINATED][t] | lane.data[TRUNCATED][t]
         waits = self.env.bypasses and not self.options.reset_when_done
         over = [i for i in self.pending if not (waits and i in self.waiting.since)]
@@ -447,7 +500,9 @@ class Group:
         self._lost = True
         self.reset()
 
-    def _reset_rows(self, lane: Lane, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def _reset_rows(
+        self, lane: Lane, row: int, which: Sequence[int], seeds: Sequence[int] | None
+    ) -> None:
         started = time.perf_counter_ns()
         self._reset_envs(lane.data, row, which, seeds)
         self.timing.env += time.perf_counter_ns() - started
@@ -459,7 +514,9 @@ class Group:
         for array, value in self._states:
             array[row, which] = value
 
-    def _reset_envs(self, data: Any, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def _reset_envs(
+        self, data: Any, row: int, which: Sequence[int], seeds: Sequence[int] | None
+    ) -> None:
         phase = self.progress.begin(Phase.RESET)
         if self.before_reset is not None:
             self.before_reset(row, which, seeds)
@@ -477,7 +534,9 @@ class Group:
         if found is None:
             return
         t, message, by_policy = found  # discard this row and all later ones
-        self.discarded["bad_policy_output" if by_policy else "bad_env_output"] += self.waiting.made(t, lane.done_steps)
+        self.discarded["bad_policy_output" if by_policy else "bad_env_output"] += self.waiting.made(
+            t, lane.done_steps
+        )
         lane.done_steps, lane.stopped = t, False
         self.progress.begin(Phase.POLICY if by_policy else Phase.STEP)
         self._unmark(lane)

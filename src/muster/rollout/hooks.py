@@ -1,4 +1,6 @@
-"""The user's hooks, which are called during collection, and the view of a step that ``on_step`` gets."""
+"""The user's hooks, which are called during collection, and the view of a step that ``on_step``
+gets.
+"""
 
 from __future__ import annotations
 
@@ -38,25 +40,34 @@ Watch = Callable[[Lane, int], object]
 Value = TypeVar("Value")
 Result = TypeVar("Result")
 
-LATER = {DONE, next_of(DONE), TRAJ_IDS, STEP_COUNT, next_of(STEP_COUNT), VALID}  # written at the end of a rollout
+# written at the end of a rollout
+LATER = {DONE, next_of(DONE), TRAJ_IDS, STEP_COUNT, next_of(STEP_COUNT), VALID}
 FIXED = {*FLAGS, *map(next_of, FLAGS), TRAJ_DONE, IS_INIT, NEXT_OBS_VALID, POLICY_VERSION, RESUMED}
 
 
 class StepView:
-    """The argument of ``on_step``: one time step of a group of environments, valid during the call only.
+    """The argument of ``on_step``: one time step of a group of environments, valid during the call
+    only.
 
-    ``step["observation"]``, ``step["action"]``, ``step["next", "reward"]`` are rows of the batch's columns: views
-    ``[B, *shape]`` (NumPy arrays, or tensors if environments step on a device), flags and rewards ``[B]``. Values
-    written into them are in the batch and in the returns of episodes; written rewards and actions are also in
-    ``prev_reward`` and ``prev_action`` of the next row. Flags, these two and Muster's own columns are read-only.
+    ``step["observation"]``, ``step["action"]``, ``step["next", "reward"]`` are rows of the batch's
+    columns: views ``[B, *shape]`` (NumPy arrays, or tensors if environments step on a device),
+    flags and rewards ``[B]``. Values written into them are in the batch and in the returns of
+    episodes; written rewards and actions are also in ``prev_reward`` and ``prev_action`` of the
+    next row. Flags, these two and Muster's own columns are read-only.
 
     Attributes:
         t: row of the rollout.
         env_ids: global numbers of the environments, ``[B]``.
     """
 
-    def __init__(self, lane: Lane, t: int, env_ids: Array, waiting: Waiting, repeats: Mapping[Key, Key]) -> None:
-        self.t, self.env_ids, self._lane, self._waiting, self._repeats = t, env_ids, lane, waiting, repeats
+    def __init__(
+        self, lane: Lane, t: int, env_ids: Array, waiting: Waiting, repeats: Mapping[Key, Key]
+    ) -> None:
+        self.t = t
+        self.env_ids = env_ids
+        self._lane = lane
+        self._waiting = waiting
+        self._repeats = repeats
 
     def keys(self) -> list[Key]:
         """Return the keys of all readable columns."""
@@ -64,7 +75,10 @@ class StepView:
 
     @property
     def valid(self) -> Array:
-        """``[B]`` bool: environments that made a step. Others wait; the batch has blank cells for them."""
+        """``[B]`` bool: environments that made a step.
+
+        Others wait; the batch has blank cells for them.
+        """
         valid = np.ones(self._lane.B, bool)
         valid[[i for i, t in self._waiting.since.items() if t < self.t]] = False
         valid[list(self._waiting.absent)] = False
@@ -72,16 +86,26 @@ class StepView:
 
     @property
     def finished(self) -> Array:
-        """``[n]``, ascending: indices in the row of the environments whose episode ended with this step."""
+        """``[n]``, ascending: indices in the row of the environments whose episode ended with this
+        step.
+        """
         ended = self[next_of(TERMINATED)] | self[next_of(TRUNCATED)]
-        return np.flatnonzero(np.asarray(ended if isinstance(ended, np.ndarray) else ended.cpu()) & self.valid)
+        return np.flatnonzero(
+            np.asarray(ended if isinstance(ended, np.ndarray) else ended.cpu()) & self.valid
+        )
 
     def __getitem__(self, key: str | Key) -> Any:
         key = (key,) if isinstance(key, str) else key
         if key in LATER:
-            raise BadOption(f"step[{key!r}] is made when the rollout is complete; step.finished says who has ended")
+            raise BadOption(
+                f"step[{key!r}] is made when the rollout is complete; step.finished says who has"
+                " ended"
+            )
         if key not in self._lane.data:
-            raise BadOption(f"step[{key!r}]: there is no such column; there are {', '.join(map(dotted, self.keys()))}")
+            raise BadOption(
+                f"step[{key!r}]: there is no such column; there are"
+                f" {', '.join(map(dotted, self.keys()))}"
+            )
         row = self._lane.data[key][self.t]
         if not self._is_fixed(key):
             return row
@@ -93,7 +117,9 @@ class StepView:
     def __setitem__(self, key: str | Key, value: Any) -> None:
         row = self[key]
         if self._is_fixed(key if isinstance(key, tuple) else (key,)):
-            raise BadOption(f"step[{key!r}]: that can only be read; it says what happened in the environment")
+            raise BadOption(
+                f"step[{key!r}]: that can only be read; it says what happened in the environment"
+            )
         row[...] = value
 
     def _is_fixed(self, key: Key) -> bool:
@@ -102,12 +128,16 @@ class StepView:
 
 def watching(group: Group, on_step: Callable[[StepView], object]) -> Watch:
     """Return a ``Group.watch`` that calls ``on_step``."""
-    env_ids, waiting, repeats = group.clock.env_ids, group.waiting, group.env.repeats
+    env_ids = group.clock.env_ids
+    waiting = group.waiting
+    repeats = group.env.repeats
 
     def watch(lane: Lane, t: int) -> None:
         step = StepView(lane, t, env_ids, waiting, repeats)
         try:
-            call_hook("on_step", on_step, step, "The row is complete, and the next call goes on after it.")
+            call_hook(
+                "on_step", on_step, step, "The row is complete, and the next call goes on after it."
+            )
         finally:
             if repeats:
                 _repeat(step, lane, repeats, group.finals)
@@ -115,8 +145,12 @@ def watching(group: Group, on_step: Callable[[StepView], object]) -> Watch:
     return watch
 
 
-def _repeat(step: StepView, lane: Lane, repeats: Mapping[Key, Key], finals: Sequence[Final]) -> None:
-    """Copy values written by a hook into the next observations, except the first ones of an episode."""
+def _repeat(
+    step: StepView, lane: Lane, repeats: Mapping[Key, Key], finals: Sequence[Final]
+) -> None:
+    """Copy values written by a hook into the next observations, except the first ones of an
+    episode.
+    """
     t, data, stepped = step.t, lane.data, np.flatnonzero(step.valid)
     going_on = np.setdiff1d(stepped, step.finished)
     for key, source in repeats.items():
@@ -132,11 +166,14 @@ def _repeat(step: StepView, lane: Lane, repeats: Mapping[Key, Key], finals: Sequ
 def check_pause(seconds: Any) -> None:
     """Raise ``BadOption`` unless ``seconds`` is a number of at least 0."""
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
-        raise BadOption(f"render={seconds!r}: expected seconds to wait after every step, at least 0")
+        raise BadOption(
+            f"render={seconds!r}: expected seconds to wait after every step, at least 0"
+        )
 
 
 def rendering(group: Group, seconds: float) -> Watch:
-    """Return a ``Group.watch`` that calls the group's current one, renders every environment, and waits ``seconds``.
+    """Return a ``Group.watch`` that calls the group's current one, renders every environment, and
+    waits ``seconds``.
 
     Raises:
         BadOption: ``seconds`` is not a number, or below 0.
@@ -151,7 +188,12 @@ def rendering(group: Group, seconds: float) -> Watch:
     def watch(lane: Lane, t: int) -> None:
         if before is not None:
             before(lane, t)
-        call_hook("render", render, env.objects(), f"Can {env.name} render? Gymnasium: render_mode='human'.")
+        call_hook(
+            "render",
+            render,
+            env.objects(),
+            f"Can {env.name} render? Gymnasium: render_mode='human'.",
+        )
         pause.wait(seconds)
 
     return watch

@@ -19,10 +19,13 @@ TIMED_EVERY = 16  # a power of two; only one of so many steps is timed, so timin
 
 
 class StartedLane(NamedTuple):
-    """The functions that act and step in a lane. ``Group.paused`` is one that Ctrl-C has interrupted between two rows.
+    """The functions that act and step in a lane.
 
-    A policy draws noise for all rows when it starts in a lane. So the rest of a paused rollout is filled by the same
-    ``act``, as long as the policy and its version are the same: no noise is drawn twice.
+    ``Group.paused`` is one that Ctrl-C has interrupted between two rows.
+
+    A policy draws noise for all rows when it starts in a lane. So the rest of a paused rollout is
+    filled by the same ``act``, as long as the policy and its version are the same: no noise is
+    drawn twice.
     """
 
     lane: Lane
@@ -37,19 +40,21 @@ class StartedLane(NamedTuple):
 
 
 def rollout(group: Group, policy: Policy, lane: Lane) -> None:
-    """Fill ``lane`` with T steps of ``group``, from row ``lane.done_steps`` on; fewer if something stops it.
+    """Fill ``lane`` with T steps of ``group``, from row ``lane.done_steps`` on; fewer if something
+    stops it.
 
-    On entry and on exit the group holds the rows for the next step, so rollouts of 3 and 4 steps contain
-    the same data as one of 7. After an error, ``lane.done_steps`` rows are complete, and the next call with
-    the same lane continues after them.
+    On entry and on exit the group holds the rows for the next step, so rollouts of 3 and 4 steps
+    contain the same data as one of 7. After an error, ``lane.done_steps`` rows are complete, and
+    the next call with the same lane continues after them.
 
     Raises:
         EnvError, BadEnvOutput: the environments failed. The next call resets them.
-        PolicyError, BadPolicyOutput: the policy failed. The next call repeats its call for the first incomplete row
-            (if the check after the rollout found a bad value: after a reset of the environments).
-        KeyboardInterrupt: Ctrl-C, most often between two rows: ``group.paused`` is set, nothing is lost, and the next
-            call continues with the next row. From within a row (``muster.utils.interrupts`` says when): the next call
-            resets the environments.
+        PolicyError, BadPolicyOutput: the policy failed. The next call repeats its call for the
+            first incomplete row (if the check after the rollout found a bad value: after a reset of
+            the environments).
+        KeyboardInterrupt: Ctrl-C, most often between two rows: ``group.paused`` is set, nothing is
+            lost, and the next call continues with the next row. From within a row
+            (``muster.utils.interrupts`` says when): the next call resets the environments.
     """
     began = time.perf_counter_ns()
     cells = group.progress.cells
@@ -74,7 +79,8 @@ def rollout(group: Group, policy: Policy, lane: Lane) -> None:
 
 
 def fill(group: Group, policy: Policy, lane: Lane) -> None:
-    """Make the steps of ``rollout`` for a policy without a first call, in ``Group.context``, before ``Group.leave``.
+    """Make the steps of ``rollout`` for a policy without a first call, in ``Group.context``, before
+    ``Group.leave``.
 
     Ctrl-C does not end it between two rows.
     """
@@ -84,7 +90,9 @@ def fill(group: Group, policy: Policy, lane: Lane) -> None:
 
 
 def _start(group: Group, policy: Policy, lane: Lane) -> tuple[StartedLane, bool]:
-    """Return the functions that act and step in this lane, and whether the first row's action is written already."""
+    """Return the functions that act and step in this lane, and whether the first row's action is
+    written already.
+    """
     paused = group.paused
     group.paused = None
     group.enter(lane)
@@ -133,10 +141,11 @@ def _acting_when_ready(group: Group, policy: Policy, lane: Lane) -> Act:
 
 
 def _catch_up(group: Group, policy: Policy, lane: Lane, acted: bool) -> None:
-    """Make the steps after which rows can be complete, where agents take turns; see ``EnvBatch.late``.
+    """Make the steps after which rows can be complete, where agents take turns; see
+    ``EnvBatch.late``.
 
-    The last row of the lane is used for these, so that a policy draws noise for one row, whatever the lane's length.
-    If ``acted``, the first row has an action already.
+    The last row of the lane is used for these, so that a policy draws noise for one row, whatever
+    the lane's length. If ``acted``, the first row has an action already.
     """
     first, last, at, step = lane.done_steps, lane.T - 1, IN_POLICY, group.env.start(lane)
     try:
@@ -147,11 +156,14 @@ def _catch_up(group: Group, policy: Policy, lane: Lane, acted: bool) -> None:
                 _repeat_row(group, lane, first, last)
                 lane.acts_from = last
                 policy.start(lane, group.rng)(last)
-            at, acted = IN_STEP, False
+            at = IN_STEP
+            acted = False
             step(row)
             _repeat_row(group, lane, row + 1, first)
     except BaseException as error:
-        raised = _cut_short(group, StartedLane(lane, policy, group.version, _no_act, step), first, at, error)
+        raised = _cut_short(
+            group, StartedLane(lane, policy, group.version, _no_act, step), first, at, error
+        )
         if raised is error:
             raise
         raise raised from error
@@ -165,7 +177,9 @@ def _repeat_row(group: Group, lane: Lane, source: int, row: int) -> None:
             group.carry.take(key, rows[source : source + 1], ())
 
 
-def _run(group: Group, started: StartedLane, act: Act, begin: int, end: int, signals: interrupts.Signals) -> None:
+def _run(
+    group: Group, started: StartedLane, act: Act, begin: int, end: int, signals: interrupts.Signals
+) -> None:
     lane = started.lane
     step = started.step
     clock = time.perf_counter_ns
@@ -174,7 +188,8 @@ def _run(group: Group, started: StartedLane, act: Act, begin: int, end: int, sig
     track = 0 if spans is None else int(group.clock.env_ids[0])
     cells = group.progress.cells
     in_env = in_policy = timed = 0
-    t, at = begin, IN_POLICY
+    t = begin
+    at = IN_POLICY
     try:
         for t in range(begin, end):
             at = IN_POLICY
@@ -219,20 +234,26 @@ def _run(group: Group, started: StartedLane, act: Act, begin: int, end: int, sig
                 raise
             raise raised from error
         finally:
-            del raised  # it refers to this frame, and this to the lane: only the cycle collector would free the slot
+            # it refers to this frame, and this to the lane: only the cycle collector would free the
+            # slot
+            del raised
     finally:
         steps = lane.done_steps - begin
-        group.executed += steps * group.B if group.waiting.idle else group.waiting.made(begin, lane.done_steps)
+        group.executed += (
+            steps * group.B if group.waiting.idle else group.waiting.made(begin, lane.done_steps)
+        )
         if timed:
             group.timing.env += in_env / timed * steps
             group.timing.policy += in_policy / timed * steps
 
 
-def _cut_short(group: Group, started: StartedLane, t: int, at: int, error: BaseException) -> BaseException:
+def _cut_short(
+    group: Group, started: StartedLane, t: int, at: int, error: BaseException
+) -> BaseException:
     """Count the steps executed in row ``t`` before ``error``, and return the error to raise.
 
-    The number of steps depends on the place of the error (``at``, and the phase of a reset), never on its type:
-    an environment can raise a policy's error, and a policy an environment's error.
+    The number of steps depends on the place of the error (``at``, and the phase of a reset), never
+    on its type: an environment can raise a policy's error, and a policy an environment's error.
     """
     lane = started.lane
     policy = started.policy
@@ -252,7 +273,9 @@ def _cut_short(group: Group, started: StartedLane, t: int, at: int, error: BaseE
         return error
     reason = "bad_env_output" if issubclass(type(error), BadEnvOutput) else "env_error"
     group.fail(lane, t, reason, _executed(group, lane, t, at))
-    return env_error(group.env.name, f"{'reset' if resetting else 'step'} (row {t} of the batch)", error)
+    return env_error(
+        group.env.name, f"{'reset' if resetting else 'step'} (row {t} of the batch)", error
+    )
 
 
 def _executed(group: Group, lane: Lane, t: int, at: int) -> int:

@@ -1,4 +1,6 @@
-"""Rows and cells of a lane without a transition: those after an episode that no other follows, and after a stop."""
+"""Rows and cells of a lane without a transition: those after an episode that no other follows, and
+after a stop.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ CACHE_BYTES = 1 << 18  # pieces of this size are still in the CPU's cache when t
 
 @dataclass
 class Final:
-    """Observations after row ``t`` of the environments ``envs``, if the next row does not contain them."""
+    """Observations after row ``t`` of the environments ``envs``, if the next row does not contain
+    them.
+    """
 
     t: int
     envs: Sequence[int]
@@ -47,7 +51,8 @@ class Final:
 
 
 class NextObservations:
-    """Writes ``next`` observations: copies the rows after each step, in pieces, before resets overwrite them.
+    """Writes ``next`` observations: copies the rows after each step, in pieces, before resets
+    overwrite them.
 
     Args:
         keys: keys of observations.
@@ -59,7 +64,8 @@ class NextObservations:
     """
 
     def __init__(self, keys: Sequence[Key], *, shown: bool, row_bytes: int) -> None:
-        self._keys, self._shown = keys, shown
+        self._keys = keys
+        self._shown = shown
         self._every = max(1, CACHE_BYTES // max(row_bytes, 1)) if shown else NEVER
         self._columns: list[tuple[Any, Any]] = []
         self._copied = 0
@@ -71,7 +77,9 @@ class NextObservations:
 
     def begin(self, columns: list[tuple[Any, Any]]) -> None:
         """Start a rollout into a lane with these ``columns_of``."""
-        self._copied, self.finals, self._columns = 0, [], columns
+        self._copied = 0
+        self.finals = []
+        self._columns = columns
 
     @property
     def due(self) -> int:
@@ -89,19 +97,27 @@ class NextObservations:
                     after[begin:end] = before[begin:end]
 
     def keep(self, lane: Lane, t: int, envs: Sequence[int], known: Collection[int]) -> None:
-        """Keep the observations after row ``t`` of ``envs``, except those of ``known`` environments."""
+        """Keep the observations after row ``t`` of ``envs``, except those of ``known``
+        environments.
+        """
         index = [i for i in envs if i not in known]
-        self.finals.append(Final(t, index, {key: lane.arrays[key][t + 1, index].copy() for key in self._keys}))
+        self.finals.append(
+            Final(t, index, {key: lane.arrays[key][t + 1, index].copy() for key in self._keys})
+        )
 
     def infos(self, lane: Lane, over: Array) -> Array:
         """Return the infos of the last steps of episodes (``over``: ``[n, B]``) as dicts, in order."""
         t, env = over.nonzero()
         keys = [key for key in self._keys if key[0] == INFO]
         if self._shown:
-            return info_records({key[1:]: lane.arrays[next_of(key)][t, env] for key in keys}, len(t))
+            return info_records(
+                {key[1:]: lane.arrays[next_of(key)][t, env] for key in keys}, len(t)
+            )
         cells = {(f.t, i): (f.leaves, place) for f in self.finals for place, i in enumerate(f.envs)}
         found = [cells[cell] for cell in zip(t.tolist(), env.tolist(), strict=True)]
-        return info_records({key[1:]: [leaves[key][place] for leaves, place in found] for key in keys}, len(t))
+        return info_records(
+            {key[1:]: [leaves[key][place] for leaves, place in found] for key in keys}, len(t)
+        )
 
     def take_back(self, begin: int) -> None:
         """Discard the rows from ``begin`` on, which are not complete."""
@@ -111,7 +127,10 @@ class NextObservations:
 
 def marks_of(lane: Lane) -> dict[Key, bool]:
     """Return the columns of flags and marks, with their values in valid rows without an end."""
-    values = dict.fromkeys((*FLAGS, *map(next_of, FLAGS), TRAJ_DONE), False) | {NEXT_OBS_VALID: True, VALID: True}
+    values = dict.fromkeys((*FLAGS, *map(next_of, FLAGS), TRAJ_DONE), False) | {
+        NEXT_OBS_VALID: True,
+        VALID: True,
+    }
     return {key: value for key, value in values.items() if key in lane.data}
 
 
@@ -120,15 +139,18 @@ def nested_truncations(specs: Specs) -> list[Key]:
     return [
         key
         for key, spec in specs.items()
-        if len(key) > 1 and key[-1] == "truncated" and spec.dtype == bool and (*key[:-1], "done") in specs
+        if len(key) > 1
+        and key[-1] == "truncated"
+        and spec.dtype == bool
+        and (*key[:-1], "done") in specs
     ]
 
 
 def mark_end(lane: Lane, t: int, env: EnvBatch, *, limited: bool) -> None:
     """For ``set_truncated``: mark the last row ``t`` as truncated where no episode ended.
 
-    Nested flags are marked in the ``next`` columns only, since the episode continues. The root is not marked if only
-    nested flags can be truncated.
+    Nested flags are marked in the ``next`` columns only, since the episode continues. The root is
+    not marked if only nested flags can be truncated.
 
     Args:
         limited: ``max_frames_per_traj`` is set, so the root can be truncated, too.
@@ -145,11 +167,14 @@ def mark_end(lane: Lane, t: int, env: EnvBatch, *, limited: bool) -> None:
 
 
 def end_agents(lane: Lane, n: int, clock: AgentClock) -> None:
-    """Truncate the current episodes of all agents in the first ``n`` rows; the environments will be reset.
+    """Truncate the current episodes of all agents in the first ``n`` rows; the environments will be
+    reset.
 
     Each agent's last row is marked. An agent without a row starts a new trajectory.
     """
-    agents, terminated, truncated = (lane.arrays[key][:n] for key in (AGENT, *map(next_of, (TERMINATED, TRUNCATED))))
+    agents, terminated, truncated = (
+        lane.arrays[key][:n] for key in (AGENT, *map(next_of, (TERMINATED, TRUNCATED)))
+    )
     for b in range(lane.B):
         for agent in range(len(clock.agents)):
             rows = np.flatnonzero(agents[:, b] == agent)
@@ -179,7 +204,8 @@ def cut_after_end(lane: Lane, done: Array, reward_key: Key) -> Array:
 
 
 def blank(lane: Lane, valid: Array, *, repeat_flags: bool) -> None:
-    """Write zeros (None for objects, id -1, not valid) into all cells but the ``valid`` ones (``[n, B]``, first rows).
+    """Write zeros (None for objects, id -1, not valid) into all cells but the ``valid`` ones (``[n,
+    B]``, first rows).
 
     Args:
         repeat_flags: repeat the flags of an ended episode up to the end of the lane.
@@ -189,7 +215,9 @@ def blank(lane: Lane, valid: Array, *, repeat_flags: bool) -> None:
     for column in lane.layout.columns:
         data = (lane.arrays if column.host else lane.data)[column.key][: lane.T]
         value = {TRAJ_IDS: -1, VALID: False}.get(column.key, 0 if column.is_tensor else None)
-        data[cells if isinstance(data, np.ndarray) else torch.from_numpy(cells).to(data.device)] = value
+        data[cells if isinstance(data, np.ndarray) else torch.from_numpy(cells).to(data.device)] = (
+            value
+        )
     for flag in FLAGS if repeat_flags else ():
         ended = np.logical_or.accumulate(lane.arrays[next_of(flag)], axis=0)
         for key in (flag, next_of(flag)):
@@ -197,15 +225,21 @@ def blank(lane: Lane, valid: Array, *, repeat_flags: bool) -> None:
 
 
 def mark_valid(
-    lane: Lane, n: int, late: Array | None, *, repeat_flags: bool, shared: tuple[Array, int, int] | None
+    lane: Lane,
+    n: int,
+    late: Array | None,
+    *,
+    repeat_flags: bool,
+    shared: tuple[Array, int, int] | None,
 ) -> tuple[int, int]:
     """Blank the cells without a transition, and write the column of valid cells.
 
     Args:
-        late: mask of cells without a transition among the n stepped rows, ``[n, B]``; None: all have one.
+        late: mask of cells without a transition among the n stepped rows, ``[n, B]``; None: all
+            have one.
         repeat_flags: see ``blank``.
-        shared: indices of the environments among those that share a batch, their number, and the number of frames of
-            the batch; cells beyond it are not valid. None: no limit.
+        shared: indices of the environments among those that share a batch, their number, and the
+            number of frames of the batch; cells beyond it are not valid. None: no limit.
 
     Returns:
         number of valid cells, and number of cells beyond the limit.

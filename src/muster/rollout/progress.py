@@ -17,10 +17,12 @@ if TYPE_CHECKING:
     from muster.memory.slots import Lane
 
 CELLS = 64
-PHASE, ORDER, ACTING, STEPPING, KNOWN, STOP, BEFORE, WAITS, LOOKED = range(9)  # indices of the cells
+# indices of the cells
+PHASE, ORDER, ACTING, STEPPING, KNOWN, STOP, BEFORE, WAITS, LOOKED = range(9)
 ALL_ORDERS = 1 << 62  # value of STOP: no result of this worker is awaited any more
 
-UNWRITTEN: dict[np.dtype[Any], Array] = {  # marks of unwritten rewards: NaNs that no environment writes
+# marks of unwritten rewards: NaNs that no environment writes
+UNWRITTEN: dict[np.dtype[Any], Array] = {
     np.dtype(np.float32): np.array([0x7FC0DEAD], np.uint32),
     np.dtype(np.float64): np.array([0x7FF80000DEADBEEF], np.uint64),
 }
@@ -42,7 +44,9 @@ class Phase(enum.IntEnum):
 
 @dataclass
 class Timing:
-    """Nanoseconds by kind of work; those of environment and policy are extrapolated from timed steps."""
+    """Nanoseconds by kind of work; those of environment and policy are extrapolated from timed
+    steps.
+    """
 
     env: float = 0.0
     policy: float = 0.0
@@ -53,18 +57,19 @@ class Timing:
 class Progress:
     """Writes the cells of one worker.
 
-    The rewards of a rollout show which steps were made: a watched rollout first fills them with marks, which
-    costs nothing per step.
+    The rewards of a rollout show which steps were made: a watched rollout first fills them with
+    marks, which costs nothing per step.
 
     Args:
         cells: 64 integers that other processes read, too; None: not shared.
 
     Attributes:
-        cells: ``ORDER``: number of the current request. ``ACTING`` and ``STEPPING``: last row for which the policy
-            and the environments were called. ``KNOWN``: number of steps of a complete rollout; -1: see the rewards.
-            ``STOP``: written by other threads and processes; requests up to this number end after their current
-            step. ``BEFORE``: number of steps before the first row. ``WAITS``: environments make no steps after the
-            end of an episode, or after the last one that the rule of the request needs. ``LOOKED``: number of calls of
+        cells: ``ORDER``: number of the current request. ``ACTING`` and ``STEPPING``: last row for
+            which the policy and the environments were called. ``KNOWN``: number of steps of a
+            complete rollout; -1: see the rewards. ``STOP``: written by other threads and processes;
+            requests up to this number end after their current step. ``BEFORE``: number of steps
+            before the first row. ``WAITS``: environments make no steps after the end of an episode,
+            or after the last one that the rule of the request needs. ``LOOKED``: number of calls of
             ``look``.
     """
 
@@ -79,14 +84,20 @@ class Progress:
         return int(before)
 
     def take_up(self, number: int) -> None:
-        """Start a request, with 0 steps until ``count``: its lane may hold rewards of an earlier request."""
+        """Start a request, with 0 steps until ``count``: its lane may hold rewards of an earlier
+        request.
+        """
         self.cells[KNOWN] = self.cells[BEFORE] = 0
         self.cells[ACTING] = self.cells[STEPPING] = -1
         self.cells[ORDER] = number
 
     def mark_unwritten(self, lane: Lane, reward_key: Key, begin: int) -> None:
         """Mark the rewards from row ``begin`` on as not written."""
-        mark = UNWRITTEN.get(lane.arrays[reward_key].dtype) if self.watched and not lane.mirrored else None
+        mark = (
+            UNWRITTEN.get(lane.arrays[reward_key].dtype)
+            if self.watched and not lane.mirrored
+            else None
+        )
         if mark is not None:
             lane.arrays[reward_key][begin:].view(mark.dtype)[...] = mark
 
@@ -103,7 +114,9 @@ class Progress:
 
 def reward_key(lane: Lane) -> Key:
     """Return the key of the reward column that ``step`` writes."""
-    return next(c.key for c in lane.layout.columns if c.key[-1] in ("reward", "team_reward") and c.host)
+    return next(
+        c.key for c in lane.layout.columns if c.key[-1] in ("reward", "team_reward") and c.host
+    )
 
 
 def steps_made(cells: Any, lane: Lane, reward_key: Key, rule: Rule | None = None) -> int:
@@ -116,7 +129,8 @@ def steps_made(cells: Any, lane: Lane, reward_key: Key, rule: Rule | None = None
     rewards = lane.arrays[reward_key]
     mark = UNWRITTEN.get(rewards.dtype)
     if mark is None:
-        made = np.arange(lane.T)[:, None] < np.full(lane.B, cells[ACTING])  # without an incomplete row
+        # without an incomplete row
+        made = np.arange(lane.T)[:, None] < np.full(lane.B, cells[ACTING])
     else:
         made = np.ascontiguousarray(rewards).view(mark.dtype) != mark
     if cells[WAITS]:
@@ -129,7 +143,8 @@ def steps_made(cells: Any, lane: Lane, reward_key: Key, rule: Rule | None = None
 
 
 def _let_go(lane: Lane, ended: Array, rule: Rule) -> Array:
-    """Return a mask of the cells, ``[T, B]``, in which environments make no step because the rule needs none.
+    """Return a mask of the cells, ``[T, B]``, in which environments make no step because the rule
+    needs none.
 
     Args:
         ended: mask of the steps that end an episode, ``[T, B]``.
@@ -147,8 +162,11 @@ def _let_go(lane: Lane, ended: Array, rule: Rule) -> Array:
 
 
 def stepped_in_row(cells: Any, lane: Lane, reward_key: Key) -> int | None:
-    """Return the number of rewards in the newest row, including bypassed environments; None if unknown."""
-    rewards, row = lane.arrays[reward_key], cells[ACTING]
+    """Return the number of rewards in the newest row, including bypassed environments; None if
+    unknown.
+    """
+    rewards = lane.arrays[reward_key]
+    row = cells[ACTING]
     mark = UNWRITTEN.get(rewards.dtype)
     if mark is None or cells[KNOWN] >= 0 or not 0 <= row < lane.T:
         return None

@@ -1,4 +1,6 @@
-"""Scheduled resets, environments that wait for the next batch, and random steps before the first batch."""
+"""Scheduled resets, environments that wait for the next batch, and random steps before the first
+batch.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,15 @@ FIRST_STREAM = 1 << 20  # first stream for random steps; see ``GroupRng.stream``
 
 
 def check_resets(env: EnvBatch, options: RolloutOptions) -> None:
-    """Raise ``BadOption`` if the env batch does not support an option, ``UnsupportedEnv`` if it lacks single resets."""
+    """Raise ``BadOption`` if the env batch does not support an option, ``UnsupportedEnv`` if it
+    lacks single resets.
+    """
     if options.traj_done_key is not None:
         env.track_lives(options.traj_done_key)
     if options.max_decorrelation_steps and (env.writes_next or env.device is not None):
         raise BadOption(
-            f"max_decorrelation_steps: {env.name} steps all its environments at once on a device. Let it begin at "
-            f"random steps by itself, or leave the option out"
+            f"max_decorrelation_steps: {env.name} steps all its environments at once on a device."
+            " Let it begin at random steps by itself, or leave the option out"
         )
     if options.max_decorrelation_steps and not env.bypasses and env.num_envs > 1:
         env.check_partial_reset()
@@ -51,7 +55,8 @@ class Due:
     """
 
     def __init__(self, which: Sequence[int], seeds: Mapping[int, int] | None = None) -> None:
-        self.which, self.seeds = list(which), dict(seeds or {})
+        self.which = list(which)
+        self.seeds = dict(seeds or {})
         self.error: BaseException | None = None
         self.begun: set[int] = set()
 
@@ -61,13 +66,17 @@ class Due:
         self.seeds.update(zip(which, seeds, strict=True) if seeds is not None else ())
 
     def parts(self, which: Sequence[int]) -> list[tuple[list[int], list[int] | None]]:
-        """Split ``which`` into environments with seeds, and those without (None); omits empty parts."""
-        seeded, others = [i for i in which if i in self.seeds], [i for i in which if i not in self.seeds]
+        """Split ``which`` into environments with seeds, and those without (None); omits empty
+        parts.
+        """
+        seeded = [i for i in which if i in self.seeds]
+        others = [i for i in which if i not in self.seeds]
         parts = (seeded, [self.seeds[i] for i in seeded]), (others, None)
         return [(part, seeds) for part, seeds in parts if part]
 
     def undone(self, *, again: bool) -> list[int]:
-        """Return the environments that still need a reset; not those reset early, unless they have a seed or ``again``.
+        """Return the environments that still need a reset; not those reset early, unless they have
+        a seed or ``again``.
 
         Raises:
             BaseException: ``error``, once.
@@ -85,15 +94,19 @@ class Due:
         return held
 
     def done(self, held: Self | None = None, *, early: bool = False) -> None:
-        """Replace the environments, which were reset (``early``: before their rollout), by ``held``."""
+        """Replace the environments, which were reset (``early``: before their rollout), by
+        ``held``.
+        """
         self.begun = {*self.begun, *self.which} if early else set()
         self.which, self.seeds = (held.which, held.seeds) if held else ([], {})
 
 
 class Waiting:
-    """Environments that ended in this rollout and wait for the next one (``reset_when_done=False``, or a rule).
+    """Environments that ended in this rollout and wait for the next one (``reset_when_done=False``,
+    or a rule).
 
-    They are bypassed if the env batch supports that; else they are reset and stepped, and these steps are discarded.
+    They are bypassed if the env batch supports that; else they are reset and stepped, and these
+    steps are discarded.
 
     Attributes:
         since: row at which each environment ended.
@@ -106,16 +119,20 @@ class Waiting:
         self.since: dict[int, int] = {}
         self.absent: Collection[int] = ()
         self.idle = False
-        self._kept: dict[int, dict[Key, Any]] = {}  # next observations of environments that continue
+        # next observations of environments that continue
+        self._kept: dict[int, dict[Key, Any]] = {}
 
     def begin(self, absent: Collection[int] = ()) -> None:
-        """Start a rollout in which only the ``absent`` environments are bypassed; empty: the same as before."""
+        """Start a rollout in which only the ``absent`` environments are bypassed; empty: the same
+        as before.
+        """
         self.since, self._kept, self.absent = {}, {}, absent or self.absent
         self._bypass()
         self.idle = not self.absent
 
     def add(self, lane: Lane, t: int, which: Sequence[int], going_on: Collection[int] = ()) -> bool:
-        """Add environments whose agent's episode ended at row ``t``; those in ``going_on`` continue without a reset.
+        """Add environments whose agent's episode ended at row ``t``; those in ``going_on`` continue
+        without a reset.
 
         Returns:
             whether all environments wait.
@@ -135,7 +152,9 @@ class Waiting:
         return len(self.since) + len(self.absent) == lane.B
 
     def resume(self, carry: Mapping[Key, Any]) -> list[int]:
-        """Write next observations of environments that continue into the carried rows; return these environments."""
+        """Write next observations of environments that continue into the carried rows; return these
+        environments.
+        """
         for i, leaves in self._kept.items():
             for key, value in leaves.items():
                 carry[key][0, i] = value
@@ -153,7 +172,9 @@ class Waiting:
         return {*self.since, *self.absent}
 
     def late(self, n: int) -> Array | None:
-        """Return a mask of the cells without a transition, ``[n, B]``; None if no environment waits."""
+        """Return a mask of the cells without a transition, ``[n, B]``; None if no environment
+        waits.
+        """
         if not self.since and not self.absent:
             return None
         late = np.zeros((n, self._env.num_envs), bool)
@@ -175,21 +196,37 @@ class Waiting:
 
 
 def decorrelate(group: Group, which: Sequence[int]) -> None:
-    """Make 1 to ``max_decorrelation_steps`` random steps in each environment of ``which``, after a reset.
+    """Make 1 to ``max_decorrelation_steps`` random steps in each environment of ``which``, after a
+    reset.
 
-    Episodes that end are not recorded, and their environments are reset. Episodes that continue keep their steps and
-    rewards. Environments with fewer steps join later: they are bypassed until then or, if the env batch cannot bypass,
-    reset again when they join. Call this within ``group.context()``.
+    Episodes that end are not recorded, and their environments are reset. Episodes that continue
+    keep their steps and rewards. Environments with fewer steps join later: they are bypassed until
+    then or, if the env batch cannot bypass, reset again when they join. Call this within
+    ``group.context()``.
     """
-    env, options, track = group.env, group.options, group.progress
+    env = group.env
+    options = group.options
+    track = group.progress
     rng = group.rng.stream(FIRST_STREAM)
     steps = np.zeros(group.B, np.int64)
     steps[which] = 1 + rng.integers(options.max_decorrelation_steps, size=group.B)[which]
-    lane = Slot(Layout(1, group.B, lane_columns(env, (), options), batch_shape=group.batch_shape)).lanes[0]
-    before_reset, spans, limit, phase = group.before_reset, group.spans, group.frame_limit, track.begin(Phase.RESET)
-    rule, watch = group.rule, group.watch
+    lane = Slot(
+        Layout(1, group.B, lane_columns(env, (), options), batch_shape=group.batch_shape)
+    ).lanes[0]
+    before_reset, spans, limit, phase = (
+        group.before_reset,
+        group.spans,
+        group.frame_limit,
+        track.begin(Phase.RESET),
+    )
+    rule = group.rule
+    watch = group.watch
     group.options = replace(
-        options, interruptor=None, set_truncated=False, reset_when_done=True, reset_at_each_iter=False
+        options,
+        interruptor=None,
+        set_truncated=False,
+        reset_when_done=True,
+        reset_at_each_iter=False,
     )
     group.before_reset = group.spans = group.frame_limit = group.rule = group.watch = None
     group.progress, group.started = Progress(), True
@@ -198,7 +235,9 @@ def decorrelate(group: Group, which: Sequence[int]) -> None:
         for left in range(most := int(steps.max()), 0, -1):
             if not env.bypasses and left < most:
                 group.reset(np.flatnonzero(steps == left).tolist())
-            made += _step(group, lane, np.flatnonzero(steps < left).tolist() if env.bypasses else [])
+            made += _step(
+                group, lane, np.flatnonzero(steps < left).tolist() if env.bypasses else []
+            )
             track.cells[KNOWN] = made
             track.cells[STEPPING] -= 1  # a change shows that the worker is alive
     finally:
@@ -219,7 +258,11 @@ def _step(group: Group, lane: Lane, absent: list[int]) -> int:
 
     lane.done_steps, lane.stopped, group.waiting.absent = 0, False, absent
     streams = cast(GroupRng, _Streams(group.rng))
-    fill(group, _DrawingFrom(streams, group.env.sample, group.batch_shape, masks=masks_of(group.env)), lane)
+    fill(
+        group,
+        _DrawingFrom(streams, group.env.sample, group.batch_shape, masks=masks_of(group.env)),
+        lane,
+    )
     group.leave(lane)
     return group.waiting.made(0, 1)
 

@@ -1,4 +1,6 @@
-"""Checks of the values of a whole rollout at once: finite rewards, actions and observations within their spaces."""
+"""Checks of the values of a whole rollout at once: finite rewards, actions and observations within
+their spaces.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,24 @@ FEW = 16  # values to check; for fewer of them, Python is faster than ufuncs
 
 
 def quick_check(lane: Lane, env: EnvBatch, mode: Validate) -> Callable[[], bool] | None:
-    """Return a function that tests whether all rows are free of bad values; None: use ``first_bad_value``."""
+    """Return a function that tests whether all rows are free of bad values; None: use
+    ``first_bad_value``.
+    """
     if mode != "fast" or lane.mirrored:
         return None
-    isfinite, floats, bounds = np.isfinite, [lane.arrays[env.reward_key]], list[tuple[Any, Array, Array]]()
+    isfinite, floats, bounds = (
+        np.isfinite,
+        [lane.arrays[env.reward_key]],
+        list[tuple[Any, Array, Array]](),
+    )
     for key, spec in env.action_specs.items():
         if spec.dtype.kind == "f":
             floats.append(lane.arrays[key])
         elif spec.dtype.kind in "iu":
             both = (np.less, spec.low), (np.greater, spec.high)
-            bounds += [(leaves, lane.arrays[key], bound) for leaves, bound in both if bound is not None]
+            bounds += [
+                (leaves, lane.arrays[key], bound) for leaves, bound in both if bound is not None
+            ]
 
     if sum(rows.size for rows in (*floats, *(rows for _, rows, _ in bounds))) <= FEW:
         return _few_are_fine(floats, bounds)
@@ -46,11 +56,19 @@ def quick_check(lane: Lane, env: EnvBatch, mode: Validate) -> Callable[[], bool]
     return is_fine
 
 
-def _few_are_fine(floats: list[Array], bounds: list[tuple[Any, Array, Array]]) -> Callable[[], bool]:
-    """Return the function of ``quick_check`` for few values, for which ufuncs take longer than Python."""
+def _few_are_fine(
+    floats: list[Array], bounds: list[tuple[Any, Array, Array]]
+) -> Callable[[], bool]:
+    """Return the function of ``quick_check`` for few values, for which ufuncs take longer than
+    Python.
+    """
     numbers = [rows.reshape(-1).tolist for rows in floats]
     limits = [
-        (rows.reshape(-1).tolist, np.broadcast_to(bound, rows.shape).reshape(-1).tolist(), leaves is np.less)
+        (
+            rows.reshape(-1).tolist,
+            np.broadcast_to(bound, rows.shape).reshape(-1).tolist(),
+            leaves is np.less,
+        )
         for leaves, rows, bound in bounds
     ]
 
@@ -72,13 +90,16 @@ def first_bad_value(
 ) -> tuple[int, str, bool] | None:
     """Find the first row with an invalid value.
 
-    For a lane on a device, columns other than the reward are checked in mode ``"full"`` only, by a copy to the host.
+    For a lane on a device, columns other than the reward are checked in mode ``"full"`` only, by a
+    copy to the host.
 
     Args:
-        late: mask of cells without a transition, ``[n, B]``: their rewards are 0, their other values are not checked.
+        late: mask of cells without a transition, ``[n, B]``: their rewards are 0, their other
+            values are not checked.
 
     Returns:
-        row, description of the problem, and whether the policy caused it; None: no problem, or ``mode`` is ``"off"``.
+        row, description of the problem, and whether the policy caused it; None: no problem, or
+        ``mode`` is ``"off"``.
     """
     if mode == "off":
         return None

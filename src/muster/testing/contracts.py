@@ -31,11 +31,13 @@ Key = tuple[str, ...]
 
 
 class EnvContract:
-    """Subclass it and implement ``make_env``; the environment can be of any kind that ``Collector`` accepts.
+    """Subclass it and implement ``make_env``; the environment can be of any kind that ``Collector``
+    accepts.
 
     Attributes:
         num_envs: environments stepped together; None if ``make_env`` returns a batch.
-        steps: steps per environment and batch; a multiple of 4, and enough for some episodes to end.
+        steps: steps per environment and batch; a multiple of 4, and enough for some episodes to
+            end.
     """
 
     num_envs: int | None = 2
@@ -51,21 +53,32 @@ class EnvContract:
         with self._collector(seed=seed, **options) as collector:
             return _joined(collector, batches)
 
-    def test_next_observation_is_the_observation_of_the_next_row_unless_the_episode_ended(self) -> None:
+    def test_next_observation_is_the_observation_of_the_next_row_unless_the_episode_ended(
+        self,
+    ) -> None:
         batch = self._collect_with_infos(self.make_env)
         going_on = ~_ended(batch)[..., :-1]
         for key in _observation_keys(batch):
-            after, before = _without(batch, ("next", *key), last=True), _without(batch, key, last=False)
-            assert _equal(after[going_on], before[going_on]), f"{key}: next[t] must be obs[t + 1] inside an episode"
+            after, before = (
+                _without(batch, ("next", *key), last=True),
+                _without(batch, key, last=False),
+            )
+            assert _equal(after[going_on], before[going_on]), (
+                f"{key}: next[t] must be obs[t + 1] inside an episode"
+            )
 
     def test_done_is_terminated_or_truncated_and_never_set_before_a_step(self) -> None:
         batch = self.collect()
         after = batch["next"]
         own = [flag for flag in ("done", "terminated", "truncated") if flag in after.keys()]  # noqa: SIM118
         if len(own) == 3:
-            assert torch.equal(after["done"], after["terminated"] | after["truncated"]), "done = terminated | truncated"
+            assert torch.equal(after["done"], after["terminated"] | after["truncated"]), (
+                "done = terminated | truncated"
+            )
         for flag in own:
-            assert not batch[flag].any(), f"{flag} at the root: the environment was not reset before the step"
+            assert not batch[flag].any(), (
+                f"{flag} at the root: the environment was not reset before the step"
+            )
 
     def test_trajectory_ids_change_exactly_where_an_episode_ended(self) -> None:
         batch = self.collect()
@@ -78,17 +91,25 @@ class EnvContract:
         after = self.collect()["next"]
         rewards = [key for key in after.keys(True, True) if key == "reward" or key[-1] == "reward"]
         assert rewards, "there is a reward, or one per group of agents"
-        assert all(torch.isfinite(after.get(key)).all() for key in rewards), "rewards must be finite"
+        assert all(torch.isfinite(after.get(key)).all() for key in rewards), (
+            "rewards must be finite"
+        )
 
     def test_the_same_seed_gives_the_same_data(self) -> None:
-        self._assert_equal(self.collect(seed=3), self.collect(seed=3), "differs between two collections with one seed")
+        self._assert_equal(
+            self.collect(seed=3),
+            self.collect(seed=3),
+            "differs between two collections with one seed",
+        )
 
     def test_neither_the_size_of_batches_nor_their_layout_changes_the_data(self) -> None:
         whole = self.collect(batches=1)
         parts = self.collect(batches=4, frames_per_batch=self._frames() // 4)
         self._assert_equal(parts, whole, "depends on frames_per_batch")
         time_major = self.collect(batches=1, layout="time_major")
-        self._assert_equal(time_major.permute(*range(1, whole.ndim), 0), whole, "depends on the layout")
+        self._assert_equal(
+            time_major.permute(*range(1, whole.ndim), 0), whole, "depends on the layout"
+        )
 
     def test_time_limits_truncate_and_count(self) -> None:
         batch = self.collect(max_frames_per_traj=5)
@@ -113,7 +134,9 @@ class EnvContract:
         differing = self._differing(found, expected)
         if differing:  # times, for instance, are never the same
             differing -= self._differing(self._collect_with_infos(self.make_env), expected)
-        assert not differing, f"{differing} depend on what the environment does later with the memory it returned"
+        assert not differing, (
+            f"{differing} depend on what the environment does later with the memory it returned"
+        )
 
     def test_every_step_is_accounted_for(self) -> None:
         with self._collector() as collector:
@@ -121,17 +144,26 @@ class EnvContract:
             collector.reset()
             collector.rollout()
             stats = collector.stats()
-            assert stats.executed == stats.frames == 2 * self._frames(), "executed = delivered, without errors"
-            assert (stats.discarded, stats.in_flight) == ({}, 0), "nothing is discarded, nothing waits"
+            assert stats.executed == stats.frames == 2 * self._frames(), (
+                "executed = delivered, without errors"
+            )
+            assert (stats.discarded, stats.in_flight) == (
+                {},
+                0,
+            ), "nothing is discarded, nothing waits"
 
     def test_collecting_leaves_the_global_random_generators_alone(self) -> None:
         with self._collector() as collector:
             before = _global_state()
             collector.rollout()
-            assert _global_state() == before, "a global generator of torch, NumPy or Python has moved"
+            assert _global_state() == before, (
+                "a global generator of torch, NumPy or Python has moved"
+            )
 
     def _collect_with_infos(self, make: Callable[[], Any]) -> TensorDict:
-        """Collect two batches from environments that ``make`` returns, with their infos, if they have any."""
+        """Collect two batches from environments that ``make`` returns, with their infos, if they
+        have any.
+        """
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*info .* is ignored", UserWarning)  # it comes later
             try:
@@ -142,7 +174,12 @@ class EnvContract:
                 return _joined(collector, 2)
 
     def _collector(self, make: Callable[[], Any] | None = None, **options: Any) -> Collector:
-        given = {"num_envs": self.num_envs, "frames_per_batch": self._frames(), "validate": "full", "seed": 0}
+        given = {
+            "num_envs": self.num_envs,
+            "frames_per_batch": self._frames(),
+            "validate": "full",
+            "seed": 0,
+        }
         return Collector(make or self.make_env, None, **{**given, **options})
 
     def _frames(self) -> int:
@@ -152,7 +189,9 @@ class EnvContract:
         size = getattr(env, "batch_size", None)
         if not getattr(env, "is_closed", False):
             env.close()
-        return self.steps * (math.prod(size) if isinstance(size, tuple) else int(getattr(env, "num_envs", 1)))
+        return self.steps * (
+            math.prod(size) if isinstance(size, tuple) else int(getattr(env, "num_envs", 1))
+        )
 
     def _assert_equal(self, a: TensorDict, b: TensorDict, problem: str) -> None:
         for key in self._differing(a, b):
@@ -177,7 +216,11 @@ def _ended(batch: TensorDict) -> torch.Tensor:
         done: torch.Tensor = after["done"][..., 0]
         return done
     flags = ("done", "terminated", "truncated")
-    keys = [key for key in after.keys(True, True) if (key if isinstance(key, str) else key[-1]).endswith(flags)]
+    keys = [
+        key
+        for key in after.keys(True, True)
+        if (key if isinstance(key, str) else key[-1]).endswith(flags)
+    ]
     return torch.stack([after.get(key).flatten(batch.ndim).any(-1) for key in keys]).any(0)
 
 
@@ -189,8 +232,14 @@ def _columns(batch: TensorDict) -> set[Any]:
 
 
 def _observation_keys(batch: TensorDict) -> list[Key]:
-    before, after = ({k if isinstance(k, tuple) else (k,) for k in _columns(td)} for td in (batch, batch["next"]))
-    return [key for key in sorted(after & before) if key[0] not in ("done", "terminated", "truncated", "step_count")]
+    before, after = (
+        {k if isinstance(k, tuple) else (k,) for k in _columns(td)} for td in (batch, batch["next"])
+    )
+    return [
+        key
+        for key in sorted(after & before)
+        if key[0] not in ("done", "terminated", "truncated", "step_count")
+    ]
 
 
 def _without(batch: TensorDict, key: Key, *, last: bool) -> Any:

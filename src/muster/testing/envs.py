@@ -21,13 +21,15 @@ Array = NDArray[Any]
 
 
 class CountingEnv(gymnasium.Env[Any, Any]):
-    """Observation ``[length, t]`` (float32), reward ``t + 1``, so that every pairing can be checked by equality.
+    """Observation ``[length, t]`` (float32), reward ``t + 1``, so that every pairing can be checked
+    by equality.
 
     Args:
         length: steps per episode.
         truncate: episodes end by truncation instead of termination.
         reuse: return the same array every time, changed in place.
-        noise: observations have a third entry, a random number per step from the environment's generator.
+        noise: observations have a third entry, a random number per step from the environment's
+            generator.
 
     Attributes:
         seeds: seeds of all calls of ``reset``.
@@ -36,8 +38,12 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         closed: number of calls of ``close``.
     """
 
-    def __init__(self, length: int = 3, *, truncate: bool = False, reuse: bool = False, noise: bool = False) -> None:
-        self.length, self.truncate, self.noise = length, truncate, noise
+    def __init__(
+        self, length: int = 3, *, truncate: bool = False, reuse: bool = False, noise: bool = False
+    ) -> None:
+        self.length = length
+        self.truncate = truncate
+        self.noise = noise
         self.observation_space = spaces.Box(-np.inf, np.inf, (3 if noise else 2,), np.float32)
         self.action_space = spaces.Discrete(2)
         self.t = self.executed = self.closed = 0
@@ -57,7 +63,13 @@ class CountingEnv(gymnasium.Env[Any, Any]):
         done = self.t >= self.length
         if done:
             self.tally.append((self.t * (self.t + 1) / 2, self.t))
-        return self._observe(), float(self.t), done and not self.truncate, done and self.truncate, {}
+        return (
+            self._observe(),
+            float(self.t),
+            done and not self.truncate,
+            done and self.truncate,
+            {},
+        )
 
     def close(self) -> None:
         self.closed += 1
@@ -73,14 +85,18 @@ class CountingEnv(gymnasium.Env[Any, Any]):
 class InfoEnv(CountingEnv):
     """A ``CountingEnv`` with infos of every kind.
 
-    ``reset`` returns ``t`` (0) and the text ``stage``. Steps return both, ``half`` (``t / 2``), ``place`` (two floats)
-    and ``goal`` (a dict with the bool ``near``), ``even`` where ``t`` is even, and ``success`` at the end.
+    ``reset`` returns ``t`` (0) and the text ``stage``. Steps return both, ``half`` (``t / 2``),
+    ``place`` (two floats) and ``goal`` (a dict with the bool ``near``), ``even`` where ``t`` is
+    even, and ``success`` at the end.
 
     Attributes:
         SPACES: of those that one reset and one step do not show.
     """
 
-    SPACES: Mapping[str, spaces.Space[Any]] = {"even": spaces.Discrete(2), "success": spaces.Discrete(2)}
+    SPACES: Mapping[str, spaces.Space[Any]] = {
+        "even": spaces.Discrete(2),
+        "success": spaces.Discrete(2),
+    }
 
     def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Any, Info]:
         return super().reset(seed=seed, options=options)[0], {"t": 0, "stage": "begin"}
@@ -92,7 +108,13 @@ class InfoEnv(CountingEnv):
     def info_of(self, t: int) -> Info:
         """What step ``t`` of an episode gives."""
         place = np.array([self.length, t], np.float32)
-        info: Info = {"t": t, "stage": "on", "half": t / 2, "place": place, "goal": {"near": t + 1 >= self.length}}
+        info: Info = {
+            "t": t,
+            "stage": "on",
+            "half": t / 2,
+            "place": place,
+            "goal": {"near": t + 1 >= self.length},
+        }
         if t % 2 == 0:
             info["even"] = True
         if t == self.length:
@@ -101,11 +123,12 @@ class InfoEnv(CountingEnv):
 
 
 class ChainEnv(gymnasium.Env[Any, Any]):
-    """Observation ``[episode, t, state]`` (int64); every state is computed from the last state and the action.
+    """Observation ``[episode, t, state]`` (int64); every state is computed from the last state and
+    the action.
 
-    A row, action or environment in the wrong place breaks the chain: ``follow`` of a row's observation and
-    action must be the rest of that row. Episodes end after 1, 2, 3, ... steps, by termination or truncation,
-    depending on the state.
+    A row, action or environment in the wrong place breaks the chain: ``follow`` of a row's
+    observation and action must be the rest of that row. Episodes end after 1, 2, 3, ... steps, by
+    termination or truncation, depending on the state.
 
     Args:
         ends: average number of steps per episode.
@@ -136,7 +159,8 @@ class ChainEnv(gymnasium.Env[Any, Any]):
         """
         state = (obs[..., 2] * 1103515245 + 12345 + action) % 2**31
         after = np.stack([obs[..., 0], obs[..., 1] + 1, state], -1)
-        ended, kind = (state >> 8) % self.ends == 0, (state >> 5) % 4
+        ended = (state >> 8) % self.ends == 0
+        kind = (state >> 5) % 4
         return after, (state >> 4) % 1000, ended & (kind != 1), ended & (kind <= 1)
 
 
@@ -148,8 +172,12 @@ class SpaceEnv(gymnasium.Env[Any, Any]):
         observations: all observations returned from ``reset`` and ``step``.
     """
 
-    def __init__(self, observation_space: spaces.Space[Any], action_space: spaces.Space[Any], length: int = 3) -> None:
-        self.observation_space, self.action_space, self.length = observation_space, action_space, length
+    def __init__(
+        self, observation_space: spaces.Space[Any], action_space: spaces.Space[Any], length: int = 3
+    ) -> None:
+        self.observation_space = observation_space
+        self.action_space = action_space
+        self.length = length
         self.actions: list[Any] = []
         self.observations: list[Any] = []
         self.t = 0
@@ -176,10 +204,11 @@ class FaultyEnv(CountingEnv):
 
     Args:
         at: number of the step that fails, counted over all episodes from 0.
-        output: replacements in the return value of ``step``: any of "obs", "reward", "terminated", "truncated",
-            "info", or "all" for the whole return value.
+        output: replacements in the return value of ``step``: any of "obs", "reward", "terminated",
+            "truncated", "info", or "all" for the whole return value.
         error: makes the exception that is raised instead of stepping.
-        on_reset: the reset of that number fails instead (with ``error``, or "obs", "info" or "all").
+        on_reset: the reset of that number fails instead (with ``error``, or "obs", "info" or
+            "all").
         length: steps per episode.
     """
 
@@ -193,7 +222,10 @@ class FaultyEnv(CountingEnv):
         length: int = 3,
     ) -> None:
         super().__init__(length)
-        self.at, self.output, self.error, self.on_reset = at, dict(output or {}), error, on_reset
+        self.at = at
+        self.output = dict(output or {})
+        self.error = error
+        self.on_reset = on_reset
         self.steps = self.resets = 0
 
     def reset(self, *, seed: int | None = None, options: Info | None = None) -> Any:
@@ -201,7 +233,9 @@ class FaultyEnv(CountingEnv):
         self.resets += 1
         if faulty and self.error is not None:
             raise self.error()
-        return self._answer(("obs", "info"), super().reset(seed=seed, options=options), faulty=faulty)
+        return self._answer(
+            ("obs", "info"), super().reset(seed=seed, options=options), faulty=faulty
+        )
 
     def step(self, action: int) -> Any:
         faulty = not self.on_reset and self.steps == self.at
@@ -217,16 +251,21 @@ class FaultyEnv(CountingEnv):
             return values
         if "all" in self.output:
             return self.output["all"]
-        return tuple(self.output.get(name, value) for name, value in zip(names, values, strict=True))
+        return tuple(
+            self.output.get(name, value) for name, value in zip(names, values, strict=True)
+        )
 
 
 class TorchCartPole:
-    """A batch of B CartPole-v1 environments on tensors, like a simulator on a GPU. It never synchronizes.
+    """A batch of B CartPole-v1 environments on tensors, like a simulator on a GPU.
+
+    It never synchronizes.
 
     Args:
         num_envs: B.
         device: device of all tensors.
-        autoreset: SAME_STEP (``info["final_obs"]`` has the last observations) or DISABLED (``reset`` by mask).
+        autoreset: SAME_STEP (``info["final_obs"]`` has the last observations) or DISABLED
+            (``reset`` by mask).
         final_obs: False leaves out the last observations, as some simulators do.
         max_steps: episodes are truncated after this number of steps.
 
@@ -244,7 +283,8 @@ class TorchCartPole:
         max_steps: int = 500,
     ) -> None:
         self.num_envs, self.device = num_envs, torch.device(device)
-        self.final_obs, self.max_steps = final_obs, max_steps
+        self.final_obs = final_obs
+        self.max_steps = max_steps
         self.metadata = {"autoreset_mode": autoreset}
         high = np.array([4.8, np.inf, 24 * np.pi / 180, np.inf], np.float32)
         self.single_observation_space = spaces.Box(-high, high)
@@ -255,15 +295,21 @@ class TorchCartPole:
         self.state = torch.zeros(num_envs, 4, device=self.device)
         self._steps = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
 
-    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[torch.Tensor, Info]:
-        """Start new episodes, in all environments or those of ``options["reset_mask"]`` (bool ``[B]``)."""
+    def reset(
+        self, *, seed: int | None = None, options: Info | None = None
+    ) -> tuple[torch.Tensor, Info]:
+        """Start new episodes, in all environments or those of ``options["reset_mask"]`` (bool
+        ``[B]``).
+        """
         if seed is not None:
             self._generator.manual_seed(seed)
         everywhere = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
         self._begin((options or {}).get("reset_mask", everywhere))
         return self.state.clone(), {}
 
-    def step(self, action: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Info]:
+    def step(
+        self, action: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Info]:
         _, x_dot, theta, theta_dot = self.state.unbind(1)
         sin, cos = theta.sin(), theta.cos()
         push = (action * 20.0 - 10.0 + 0.05 * theta_dot**2 * sin) / 1.1
@@ -272,18 +318,28 @@ class TorchCartPole:
         rates = torch.stack([x_dot, x_acc, theta_dot, theta_acc], 1)
         self.state = self.state + 0.02 * rates
         self._steps += 1
-        terminated = (self.state[:, 0].abs() > 2.4) | (self.state[:, 2].abs() > 12 * 2 * np.pi / 360)
+        terminated = (self.state[:, 0].abs() > 2.4) | (
+            self.state[:, 2].abs() > 12 * 2 * np.pi / 360
+        )
         truncated = self._steps >= self.max_steps
         info: Info = {}
         if self.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP:
             info = {"final_obs": self.state.clone()} if self.final_obs else {}
             self._begin(terminated | truncated)
-        return self.state.clone(), torch.ones(self.num_envs, device=self.device), terminated, truncated, info
+        return (
+            self.state.clone(),
+            torch.ones(self.num_envs, device=self.device),
+            terminated,
+            truncated,
+            info,
+        )
 
     def close(self) -> None:
         """Do nothing."""
 
     def _begin(self, where: torch.Tensor) -> None:
-        fresh = torch.rand(self.num_envs, 4, generator=self._generator, device=self.device) * 0.1 - 0.05
+        fresh = (
+            torch.rand(self.num_envs, 4, generator=self._generator, device=self.device) * 0.1 - 0.05
+        )
         self.state = torch.where(where[:, None], fresh, self.state)
         self._steps.masked_fill_(where, 0)

@@ -1,4 +1,6 @@
-"""An environment whose data and counters account for every one of its steps, also after its process was killed."""
+"""An environment whose data and counters account for every one of its steps, also after its process
+was killed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class Fault:
     """A failure of an ``OracleEnv``.
 
     Attributes:
-        do: called within the failing call with its correct return value; the result is returned instead.
+        do: called within the failing call with its correct return value; the result is returned
+            instead.
         on: the kind of call: "construct", "reset", "step" or "close".
         at: number of the call, counted over a run from 0.
         runs: number of runs of the environment that fail, from the first; None: all.
@@ -46,19 +49,21 @@ class Fault:
 
 
 class OracleEnv(gymnasium.Env[Any, Any]):
-    """Observation ``[env, run, episode, t, total, state]`` (int64); every row is computed from the one before.
+    """Observation ``[env, run, episode, t, total, state]`` (int64); every row is computed from the
+    one before.
 
-    ``state`` is a hash of the last observation and action, and determines the reward and the ends of episodes. So
-    ``check_stream`` detects lost, duplicated, shifted and wrongly paired rows from the data alone. A run lasts from one
-    construction of the environment until its worker exits. ``total`` counts the steps of a run.
+    ``state`` is a hash of the last observation and action, and determines the reward and the ends
+    of episodes. So ``check_stream`` detects lost, duplicated, shifted and wrongly paired rows from
+    the data alone. A run lasts from one construction of the environment until its worker exits.
+    ``total`` counts the steps of a run.
 
     The counters are in a memory-mapped file, and survive the process.
 
     Args:
         path: path of the file, created if it is missing; shared by all environments of a test.
-        first, count: a worker makes ``count`` environments one after another, numbered ``first``, ``first + 1``, ...
-            With ``create_env_fn=[partial(OracleEnv, path, 3 * i, 3) for i in range(2)]`` and ``num_envs=3`` the
-            numbers are those of the collector.
+        first, count: a worker makes ``count`` environments one after another, numbered ``first``,
+            ``first + 1``, ... With ``create_env_fn=[partial(OracleEnv, path, 3 * i, 3) for i in
+            range(2)]`` and ``num_envs=3`` the numbers are those of the collector.
         fault: the failure, if any.
 
     Attributes:
@@ -67,7 +72,9 @@ class OracleEnv(gymnasium.Env[Any, Any]):
         fault: may be changed.
     """
 
-    def __init__(self, path: str | Path, first: int = 0, count: int = 1, fault: Fault | None = None) -> None:
+    def __init__(
+        self, path: str | Path, first: int = 0, count: int = 1, fault: Fault | None = None
+    ) -> None:
         place = (str(path), first)
         self.number = first + _made[place] % count
         _made[place] += 1
@@ -82,12 +89,15 @@ class OracleEnv(gymnasium.Env[Any, Any]):
 
     @staticmethod
     def read(path: str | Path) -> Array:
-        """Counts of each environment's runs, started steps, executed steps, and closes: int64 ``[envs, 4]``.
+        """Counts of each environment's runs, started steps, executed steps, and closes: int64
+        ``[envs, 4]``.
 
         If a process was killed in the middle of a step, that step was started and not executed.
         """
         counts = np.array(_map(path))
-        return counts[: int(np.flatnonzero(counts[:, RUNS])[-1]) + 1 if counts[:, RUNS].any() else 0]
+        return counts[
+            : int(np.flatnonzero(counts[:, RUNS])[-1]) + 1 if counts[:, RUNS].any() else 0
+        ]
 
     def reset(self, *, seed: int | None = None, options: Info | None = None) -> Any:
         super().reset(seed=seed)
@@ -109,7 +119,8 @@ class OracleEnv(gymnasium.Env[Any, Any]):
 
     def _pass(self, on: str, honest: Any) -> Any:
         """Return the result of a call: ``honest``, or that of the fault."""
-        number, fault = self._calls[on], self.fault
+        number = self._calls[on]
+        fault = self.fault
         self._calls[on] += 1
         if fault is None or (fault.on, fault.at) != (on, number):
             return honest
@@ -117,7 +128,8 @@ class OracleEnv(gymnasium.Env[Any, Any]):
 
 
 def follow(obs: Any, action: Any) -> tuple[Any, Any, Any, Any]:
-    """Compute the results of ``action`` in an ``OracleEnv``; ``obs`` is six numbers, or six arrays for many at once.
+    """Compute the results of ``action`` in an ``OracleEnv``; ``obs`` is six numbers, or six arrays
+    for many at once.
 
     Returns:
         the next observation (a tuple of six), reward, terminated, truncated.
@@ -125,19 +137,23 @@ def follow(obs: Any, action: Any) -> tuple[Any, Any, Any, Any]:
     env, run, episode, t, total, state = obs
     for value in (env, run, episode, t, total, action):
         state = (state * 1103515245 + 12345 + value) % 2**31
-    ended, kind = (state >> 8) % ENDS == 0, (state >> 5) % 4
+    ended = (state >> 8) % ENDS == 0
+    kind = (state >> 5) % 4
     after = (env, run, episode, t + 1, total + 1, state)
     return after, (state >> 4) % 1000, ended & (kind != 1), ended & (kind <= 1)
 
 
 def check_stream(batches: Iterable[TensorDict], *, gaps: int = 0) -> Counter[tuple[int, int]]:
-    """Check that batches of ``OracleEnv`` (time last) have every step of every run once, in order, up to some step.
+    """Check that batches of ``OracleEnv`` (time last) have every step of every run once, in order,
+    up to some step.
 
-    Rows that are not ``collector/valid`` are skipped; ``truncated`` may be set in further rows, where Muster truncated.
+    Rows that are not ``collector/valid`` are skipped; ``truncated`` may be set in further rows,
+    where Muster truncated.
 
     Args:
         batches: all batches of a collector, in order; an iterator is checked batch by batch.
-        gaps: expected number of missing steps after ends of episodes: those with outputs that Muster refused.
+        gaps: expected number of missing steps after ends of episodes: those with outputs that
+            Muster refused.
 
     Returns:
         the number of steps of each run, by ``(env, run)``.
@@ -158,19 +174,24 @@ class _Stream:
     def __init__(self) -> None:
         self.rows: Counter[tuple[int, int]] = Counter()
         self.gaps = 0
-        self._last: dict[int, tuple[Array, bool]] = {}  # by environment: observation after its last row; done
+        # by environment: observation after its last row; done
+        self._last: dict[int, tuple[Array, bool]] = {}
         self._ids: dict[tuple[int, ...], int] = {}  # trajectory ids by environment, run and episode
         self._used: dict[int, tuple[int, ...]] = {}  # the inverse of ``_ids``
 
     def add(self, batch: TensorDict, where: str) -> None:
         assert batch.names[-1] == "time", f"{where}: time is the last dimension"
-        obs, after = (td["observation"].numpy().reshape(-1, batch.shape[-1], 6) for td in (batch, batch["next"]))
+        obs, after = (
+            td["observation"].numpy().reshape(-1, batch.shape[-1], 6)
+            for td in (batch, batch["next"])
+        )
         rows = obs.shape[:2]
         marks = batch.get(("collector", "valid"), None)
         valid = np.ones(rows, bool) if marks is None else marks.numpy().reshape(rows)
         expected = follow(np.moveaxis(obs, -1, 0), batch["action"].numpy().reshape(rows))
         flags = {
-            flag: batch["next", flag].numpy().reshape(rows) for flag in ("reward", "terminated", "truncated", "done")
+            flag: batch["next", flag].numpy().reshape(rows)
+            for flag in ("reward", "terminated", "truncated", "done")
         }
         wrong = {
             "next/observation": (after != np.stack(expected[0], -1)).any(-1),
@@ -181,12 +202,19 @@ class _Stream:
         }
         for name, at in wrong.items():
             at &= valid
-            assert not at.any(), f"{where}: {name} is not what follows from the row, first at {np.argwhere(at)[0]}"
+            assert not at.any(), (
+                f"{where}: {name} is not what follows from the row, first at {np.argwhere(at)[0]}"
+            )
         ids = batch["collector", "traj_ids"].numpy().reshape(rows)
         for lane in range(rows[0]):
             shown = valid[lane]
             if shown.any():
-                parts = (obs[lane][shown], after[lane][shown], flags["done"][lane][shown], ids[lane][shown])
+                parts = (
+                    obs[lane][shown],
+                    after[lane][shown],
+                    flags["done"][lane][shown],
+                    ids[lane][shown],
+                )
                 self._append(*parts, f"{where}, lane {lane}")
 
     def _append(self, obs: Array, after: Array, done: Array, ids: Array, where: str) -> None:
@@ -198,28 +226,39 @@ class _Stream:
         else:
             known = -1 if before is None else int(before[1])
             assert run > known, f"{where}: run {run} of environment {env} after run {known}"
-            assert obs[0, 3] == obs[0, 4] == 0, f"{where}: run {run} of environment {env} begins with {obs[0].tolist()}"
+            assert obs[0, 3] == obs[0, 4] == 0, (
+                f"{where}: run {run} of environment {env} begins with {obs[0].tolist()}"
+            )
         self._join(after[:-1], done[:-1], obs[1:], where)
         self._last[env] = after[-1].copy(), bool(done[-1])
         self.rows[env, run] += len(obs)
         for row in np.flatnonzero(np.append(True, done[:-1])):
             key, number = tuple(obs[row, :3].tolist()), int(ids[row])
             known_id = self._ids.setdefault(key, number)
-            assert known_id == number, f"{where}: episode {key} is trajectory {known_id} and {number}"
-            assert self._used.setdefault(number, key) == key, f"{where}: {self._used[number]} and {key} share an id"
-        assert (ids[1:] == ids[:-1])[~done[:-1]].all(), f"{where}: the trajectory changes within an episode"
+            assert known_id == number, (
+                f"{where}: episode {key} is trajectory {known_id} and {number}"
+            )
+            assert self._used.setdefault(number, key) == key, (
+                f"{where}: {self._used[number]} and {key} share an id"
+            )
+        assert (ids[1:] == ids[:-1])[~done[:-1]].all(), (
+            f"{where}: the trajectory changes within an episode"
+        )
 
     def _join(self, before: Array, ended: Array, obs: Array, where: str) -> None:
         """Check that the rows ``obs`` directly follow the observations ``before``."""
         missing = np.where(ended, obs[:, 4] - before[:, 4], 0)
-        began = (obs[:, :2] == before[:, :2]).all(-1) & (obs[:, 2] > before[:, 2]) & (obs[:, 3] == 0)
+        began = (
+            (obs[:, :2] == before[:, :2]).all(-1) & (obs[:, 2] > before[:, 2]) & (obs[:, 3] == 0)
+        )
         bad = np.where(ended, ~began, (obs != before).any(-1))
         self.gaps += int(missing.sum())
         if bad.any():
             row = int(bad.argmax())
             raise AssertionError(
-                f"{where}: after {before[row].tolist()}{' (the end of an episode)' * bool(ended[row])} comes "
-                f"{obs[row].tolist()}, {row + 1} rows on"
+                f"{where}: after"
+                f" {before[row].tolist()}{' (the end of an episode)' * bool(ended[row])} comes"
+                f" {obs[row].tolist()}, {row + 1} rows on"
             )
 
 

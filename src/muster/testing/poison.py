@@ -1,4 +1,6 @@
-"""Environments that use the memory of what they returned again, and spoil it before: for ``EnvContract``."""
+"""Environments that use the memory of what they returned again, and spoil it before: for
+``EnvContract``.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,22 @@ from typing import Any
 
 import numpy as np
 
-BY_ITSELF = ("observe", "state")  # methods that return one value of several: they spoil their own last results only
+# methods that return one value of several: they spoil their own last results only
+BY_ITSELF = ("observe", "state")
 METHODS = ("reset", "step", "last", "recv", *BY_ITSELF)
 OF_TORCHRL = ("_reset", "_step")  # ``reset`` and ``step`` are TorchRL's own
 
 
 def poisoned(env: Any) -> Any:
-    """Let an environment reuse its memory: every call overwrites what earlier calls returned, and returns it again.
+    """Let an environment reuse its memory: every call overwrites what earlier calls returned, and
+    returns it again.
 
-    Arrays and tensors are first filled with values that no environment returns, lists and dicts are emptied. The
-    environment's own state is not touched.
+    Arrays and tensors are first filled with values that no environment returns, lists and dicts are
+    emptied. The environment's own state is not touched.
 
     Args:
-        env: environment of any kind that ``Collector`` accepts, but functional JAX environments, which own no memory:
-            these are returned unchanged.
+        env: environment of any kind that ``Collector`` accepts, but functional JAX environments,
+            which own no memory: these are returned unchanged.
     """
     is_torchrl = any(cls.__module__.startswith("torchrl.") for cls in type(env).__mro__)
     if not is_torchrl and (hasattr(env, "step_env") or hasattr(env, "observation_size")):
@@ -87,15 +91,24 @@ def spoil(value: Any) -> None:
 
 
 def refilled(memory: Any, value: Any) -> Any:
-    """Return a copy of ``value``, in the memory of an earlier one where that has the same type and shape."""
+    """Return a copy of ``value``, in the memory of an earlier one where that has the same type and
+    shape.
+    """
     if isinstance(value, np.ndarray) and value.dtype != object:
-        same = type(memory) is type(value) and (memory.shape, memory.dtype) == (value.shape, value.dtype)
+        same = type(memory) is type(value) and (memory.shape, memory.dtype) == (
+            value.shape,
+            value.dtype,
+        )
         if not same:
             return value.copy()
         memory[...] = value
         return memory
     if isinstance(value, tuple):
-        olds = memory if isinstance(memory, tuple) and len(memory) == len(value) else [None] * len(value)
+        olds = (
+            memory
+            if isinstance(memory, tuple) and len(memory) == len(value)
+            else [None] * len(value)
+        )
         parts = [refilled(old, part) for old, part in zip(olds, value, strict=True)]
         kind: Any = type(value)
         return kind._make(parts) if hasattr(kind, "_make") else tuple(parts)
@@ -119,7 +132,15 @@ def copied(value: Any) -> Any:
 
 
 def _garbage(kind: str) -> Any:
-    return {"f": np.nan, "c": np.nan, "b": True, "u": 165, "i": -77, "U": "spoiled", "S": b"spoiled"}.get(kind)
+    return {
+        "f": np.nan,
+        "c": np.nan,
+        "b": True,
+        "u": 165,
+        "i": -77,
+        "U": "spoiled",
+        "S": b"spoiled",
+    }.get(kind)
 
 
 def _spoil_tensors(value: Any) -> None:

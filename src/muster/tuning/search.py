@@ -26,7 +26,9 @@ from muster.utils.cpus import usable_cores
 TOTALS = (8, 32)  # default numbers of environments
 FINALISTS = 3
 SLICES = 5  # slices of time per finalist, interleaved
-MEASURING, SURVEY = 0.05, 0.45  # shares of the time; the finalists get the rest
+# shares of the time; the finalists get the rest
+MEASURING = 0.05
+SURVEY = 0.45
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +37,14 @@ class Setup:
 
     Attributes:
         num_envs: B, the environments of each group.
-        from_vector: the factory makes a vector environment, so the collector gets no option ``num_envs``.
+        from_vector: the factory makes a vector environment, so the collector gets no option
+            ``num_envs``.
         groups: number of groups.
         T: time steps per batch.
         workers: number of processes or threads; 0: this process collects.
         backend: kind of workers.
-        inference: "worker": the policy runs in every worker; else once, in this process, see ``CentralInference``.
+        inference: "worker": the policy runs in every worker; else once, in this process, see
+            ``CentralInference``.
     """
 
     num_envs: int
@@ -61,7 +65,10 @@ class Setup:
         """The setup in words, without numbers."""
         if not self.workers:
             return "in process"
-        return f"{self.backend}, {self.inference if isinstance(self.inference, str) else 'alternating server'}"
+        return (
+            f"{self.backend},"
+            f" {self.inference if isinstance(self.inference, str) else 'alternating server'}"
+        )
 
     @property
     def collector_class(self) -> type[Collector | MultiSyncCollector]:
@@ -70,14 +77,18 @@ class Setup:
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments of the collector, without its defaults."""
-        chosen: dict[str, Any] = {"num_workers": self.workers} if self.workers not in (0, self.groups) else {}
+        chosen: dict[str, Any] = (
+            {"num_workers": self.workers} if self.workers not in (0, self.groups) else {}
+        )
         if not self.from_vector:
             chosen["num_envs"] = self.num_envs
         chosen["frames_per_batch"] = self.frames
         if self.workers:
             defaults = Setup(num_envs=1)
             names = ("backend", "inference")
-            chosen |= {n: getattr(self, n) for n in names if getattr(self, n) != getattr(defaults, n)}
+            chosen |= {
+                n: getattr(self, n) for n in names if getattr(self, n) != getattr(defaults, n)
+            }
         return chosen
 
     def make(self, create_env_fn: Any, policy: Any = None, **options: Any) -> BaseCollector:
@@ -93,7 +104,8 @@ class Candidate:
 
     Attributes:
         rate: frames per second; None if the setup is refused.
-        final: the rate is the median of several slices of time, interleaved with those of the other finalists.
+        final: the rate is the median of several slices of time, interleaved with those of the other
+            finalists.
         refused: why the collector cannot be made.
     """
 
@@ -111,7 +123,8 @@ class Tuning:
         candidates: all setups of the grid; finalists first, then by rate.
         cpu_share: CPU time divided by wall time of one worker: small if the environment waits.
         cores: number of cores that this process may use.
-        groups_given: ``create_env_fn`` was a list, so the setups differ in workers and inference only.
+        groups_given: ``create_env_fn`` was a list, so the setups differ in workers and inference
+            only.
     """
 
     candidates: tuple[Candidate, ...]
@@ -124,7 +137,9 @@ class Tuning:
         """The fastest finalist."""
         return self.candidates[0]
 
-    def constructor_call(self, env: str = "create_env_fn", policy: str = "policy", more: str = "") -> str:
+    def constructor_call(
+        self, env: str = "create_env_fn", policy: str = "policy", more: str = ""
+    ) -> str:
         """Python code that makes the best collector.
 
         Args:
@@ -161,15 +176,17 @@ def tune(
         print(tuning.constructor_call('"CartPole-v1"'))
         collector = tuning.make("CartPole-v1", policy, total_frames=1_000_000)
 
-    Runs every setup of a grid (number of environments, workers, processes or threads, central inference) once, then
-    the fastest three in turns. Collects with a copy of the policy; global random generators are not changed.
+    Runs every setup of a grid (number of environments, workers, processes or threads, central
+    inference) once, then the fastest three in turns. Collects with a copy of the policy; global
+    random generators are not changed.
 
     Args:
-        create_env_fn: see ``Collector``; not an environment object. A list fixes the groups: then the setups differ in
-            workers and inference only, and all of them collect the same data.
+        create_env_fn: see ``Collector``; not an environment object. A list fixes the groups: then
+            the setups differ in workers and inference only, and all of them collect the same data.
         policy: see ``Collector``.
         seconds: approximate total time of collecting; starting workers takes additional time.
-        num_envs: total numbers of environments to try. None: 8 and 32 (a list: its own number; vector envs: multiples).
+        num_envs: total numbers of environments to try. None: 8 and 32 (a list: its own number;
+            vector envs: multiples).
         frames_per_batch: approximate; rounded to whole time steps.
         say: called with lines of progress.
         **options: further options of the collector, for all setups.
@@ -185,9 +202,14 @@ def tune(
     _check_totals(num_envs, groups)
     if any(is_environment(factory) for factory in factories):
         raise BadOption("create_env_fn is an environment: give an id, or a function that makes one")
-    checked = CollectorOptions(create_env_fn, **{**options, "frames_per_batch": frames_per_batch, "num_envs": 1})
+    checked = CollectorOptions(
+        create_env_fn, **{**options, "frames_per_batch": frames_per_batch, "num_envs": 1}
+    )
     if checked.record is not None:
-        raise BadOption("record: give it to the collector that tune finds; its trials would record into one directory")
+        raise BadOption(
+            "record: give it to the collector that tune finds; its trials would record into one"
+            " directory"
+        )
     if checked.policy_factory is None:
         copied = loads(dumps(policy, "policy", MAKE_POLICY), "policy")
     elif policy is not None:
@@ -209,30 +231,53 @@ def tune(
         policy=policy is not None or checked.policy_factory is not None,
     )
     if not setups:
-        raise BadOption(f"num_envs={num_envs}: environments come {load.env_batch} at a time; give a multiple of that")
+        raise BadOption(
+            f"num_envs={num_envs}: environments come {load.env_batch} at a time; give a multiple of"
+            " that"
+        )
     candidates = []
     for n, setup in enumerate(setups, 1):
         say(f"{n} of {len(setups)}: {setup.kind}, {setup.groups} x {setup.num_envs} environments")
-        candidates.append(_timed(setup, create_env_fn, copied, options, seconds * SURVEY / len(setups)))
+        candidates.append(
+            _timed(setup, create_env_fn, copied, options, seconds * SURVEY / len(setups))
+        )
     candidates.sort(key=lambda c: -(c.rate or 0.0))
     say(f"the fastest {FINALISTS}, in turns")
     finalists = [c.setup for c in candidates[:FINALISTS] if c.rate is not None]
     if not finalists:
-        raise BadOption(f"no setup can collect from this environment with these options: {candidates[0].refused}")
+        raise BadOption(
+            "no setup can collect from this environment with these options:"
+            f" {candidates[0].refused}"
+        )
     final = _in_turns(finalists, create_env_fn, copied, options, seconds * (1 - MEASURING - SURVEY))
     return Tuning((*final, *candidates[len(final) :]), load.cpu_share, cores, groups is not None)
 
 
 def grid(
-    load: Load, cores: float, totals: Sequence[int], frames: int, *, groups: int | None, policy: bool
+    load: Load,
+    cores: float,
+    totals: Sequence[int],
+    frames: int,
+    *,
+    groups: int | None,
+    policy: bool,
 ) -> list[Setup]:
-    """Return the setups to time, with ``frames`` frames per batch, for each total number of environments.
+    """Return the setups to time, with ``frames`` frames per batch, for each total number of
+    environments.
 
-    They collect in process, or with 2 workers up to twice the cores, and with as many as keep the cores busy. Threads,
-    which share one core, are in the grid if the environment waits. Central inference is in the grid with a policy.
+    They collect in process, or with 2 workers up to twice the cores, and with as many as keep the
+    cores busy. Threads, which share one core, are in the grid if the environment waits. Central
+    inference is in the grid with a policy.
     """
-    wanted = {2, max(1, math.floor(cores)), 2 * max(1, math.floor(cores)), busy_workers(load, cores)} - {1}
-    backends: tuple[Literal["processes", "threads"], ...] = ("processes", "threads") if load.waits else ("processes",)
+    wanted = {
+        2,
+        max(1, math.floor(cores)),
+        2 * max(1, math.floor(cores)),
+        busy_workers(load, cores),
+    } - {1}
+    backends: tuple[Literal["processes", "threads"], ...] = (
+        ("processes", "threads") if load.waits else ("processes",)
+    )
     inferences: list[Literal["worker", "server"] | CentralInference] = ["worker"]
     if policy:
         inferences += ["server", CentralInference(alternating=True)]
@@ -263,12 +308,19 @@ def grid(
 
 def _check_totals(num_envs: Sequence[int] | int | None, groups: int | None) -> None:
     for total in () if num_envs is None else [num_envs] if isinstance(num_envs, int) else num_envs:
-        if isinstance(total, bool) or not isinstance(total, int) or total < 1 or total % (groups or 1):
+        if (
+            isinstance(total, bool)
+            or not isinstance(total, int)
+            or total < 1
+            or total % (groups or 1)
+        ):
             of = f"multiples of the {groups} groups" if groups else "integers of at least 1"
             raise BadOption(f"num_envs={num_envs!r}: expected {of}")
 
 
-def _totals(num_envs: Sequence[int] | int | None, groups: int | None, env_batch: int, cores: float) -> list[int]:
+def _totals(
+    num_envs: Sequence[int] | int | None, groups: int | None, env_batch: int, cores: float
+) -> list[int]:
     if num_envs is not None:
         return [num_envs] if isinstance(num_envs, int) else list(num_envs)
     if groups:
@@ -278,7 +330,9 @@ def _totals(num_envs: Sequence[int] | int | None, groups: int | None, env_batch:
     return list(TOTALS)
 
 
-def _timed(setup: Setup, create_env_fn: Any, policy: Any, options: dict[str, Any], seconds: float) -> Candidate:
+def _timed(
+    setup: Setup, create_env_fn: Any, policy: Any, options: dict[str, Any], seconds: float
+) -> Candidate:
     try:
         with setup.make(create_env_fn, policy, **options) as collector:
             collector.rollout()  # first calls take longer
@@ -288,18 +342,29 @@ def _timed(setup: Setup, create_env_fn: Any, policy: Any, options: dict[str, Any
 
 
 def _in_turns(
-    setups: Sequence[Setup], create_env_fn: Any, policy: Any, options: dict[str, Any], seconds: float
+    setups: Sequence[Setup],
+    create_env_fn: Any,
+    policy: Any,
+    options: dict[str, Any],
+    seconds: float,
 ) -> list[Candidate]:
-    """Time the setups in turns, so that other load slows all of them; return them with rates, the fastest first."""
+    """Time the setups in turns, so that other load slows all of them; return them with rates, the
+    fastest first.
+    """
     with ExitStack() as made:
-        collectors = [made.enter_context(setup.make(create_env_fn, policy, **options)) for setup in setups]
+        collectors = [
+            made.enter_context(setup.make(create_env_fn, policy, **options)) for setup in setups
+        ]
         for collector in collectors:
             collector.rollout()
         rates = [
-            [_rate(collector, seconds / SLICES / len(collectors)) for collector in collectors] for _ in range(SLICES)
+            [_rate(collector, seconds / SLICES / len(collectors)) for collector in collectors]
+            for _ in range(SLICES)
         ]
     medians = [statistics.median(of_one) for of_one in zip(*rates, strict=True)]
-    found = [Candidate(setup, rate, final=True) for setup, rate in zip(setups, medians, strict=True)]
+    found = [
+        Candidate(setup, rate, final=True) for setup, rate in zip(setups, medians, strict=True)
+    ]
     return sorted(found, key=lambda c: -(c.rate or 0.0))
 
 

@@ -9,7 +9,10 @@ from muster.errors import BadOption
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Return host and port of ``host:port`` or ``[host]:port``. Raises ``BadOption`` for other texts."""
+    """Return host and port of ``host:port`` or ``[host]:port``.
+
+    Raises ``BadOption`` for other texts.
+    """
     host, colon, port = address.rpartition(":")
     if not (colon and host and port.isdecimal() and int(port) < 1 << 16):
         raise BadOption(f"address={address!r}: expected 'host:port', such as 127.0.0.1:8000")
@@ -25,12 +28,16 @@ def is_loopback(host: str) -> bool:
 
 
 def listening(address: str, option: str) -> socket.socket:
-    """Return a socket that listens at ``host:port``. Raises ``BadOption``, which names the option, if it cannot."""
+    """Return a socket that listens at ``host:port``.
+
+    Raises ``BadOption``, which names the option, if it cannot.
+    """
     host, port = host_and_port(address)
     try:
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(where[:2], family=family)
     except OSError as error:
         raise BadOption(
-            f"{option}: cannot listen at {address}: {error.strerror or error}. Port 0 takes a free one."
+            f"{option}: cannot listen at {address}: {error.strerror or error}. Port 0 takes a free"
+            " one."
         ) from error

@@ -14,12 +14,18 @@ from muster.errors import BadOption, text_of
 
 
 def resolve(root: Any, path: str) -> Any:
-    """Return the object at ``path`` from ``root``: attributes, and subscripts with a literal; else ``BadOption``."""
+    """Return the object at ``path`` from ``root``: attributes, and subscripts with a literal; else
+    ``BadOption``.
+    """
     try:
-        tree = ast.parse(f"root.{path}" if not path.startswith("[") else f"root{path}", mode="eval").body
+        tree = ast.parse(
+            f"root.{path}" if not path.startswith("[") else f"root{path}", mode="eval"
+        ).body
         return _walk(root, tree)
     except (SyntaxError, AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise BadOption(f"the path {path!r} leads nowhere from {type(root).__name__}: {text_of(error)}") from error
+        raise BadOption(
+            f"the path {path!r} leads nowhere from {type(root).__name__}: {text_of(error)}"
+        ) from error
 
 
 def named(target: str) -> Any:
@@ -30,13 +36,17 @@ def named(target: str) -> Any:
 
 @contextmanager
 def optional(who: str, package: str, extra: str) -> Iterator[None]:
-    """Context of imports of an extra of Muster; if missing, raises ``BadOption`` with the command to install it."""
+    """Context of imports of an extra of Muster; if missing, raises ``BadOption`` with the command
+    to install it.
+    """
     try:
         yield
     except ImportError as error:
         if (error.name or "").partition(".")[0] != package:
             raise  # the import of another module failed
-        raise BadOption(f"{who} needs {package}, which is not installed: pip install 'muster-rl[{extra}]'.") from error
+        raise BadOption(
+            f"{who} needs {package}, which is not installed: pip install 'muster-rl[{extra}]'."
+        ) from error
 
 
 @functools.cache
@@ -49,7 +59,10 @@ def installed(distribution: str) -> str | None:
 
 
 def name_of(thing: Any) -> str:
-    """The name of a user's object in messages. Never its ``repr``, which can be long, slow, or raise."""
+    """The name of a user's object in messages.
+
+    Never its ``repr``, which can be long, slow, or raise.
+    """
     if isinstance(thing, functools.partial):
         return name_of(thing.func)
     try:

@@ -12,31 +12,46 @@ from muster.errors import BadOption
 
 def allowed_cpus() -> list[int]:
     """Return the numbers of the CPUs on which this process may run."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    return (
+        sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else list(range(os.cpu_count() or 1))
+    )
 
 
 def usable_cores(root: Path = Path("/")) -> float:
-    """Return the number of cores that this process may run on, limited by the CPU quota of its container.
+    """Return the number of cores that this process may run on, limited by the CPU quota of its
+    container.
 
     Args:
         root: parent folder of ``proc`` and ``sys``.
     """
-    return min([float(len(allowed_cpus())), *(quota for folder in _cpu_cgroups(root) if (quota := _quota(folder)) > 0)])
+    return min(
+        [
+            float(len(allowed_cpus())),
+            *(quota for folder in _cpu_cgroups(root) if (quota := _quota(folder)) > 0),
+        ]
+    )
 
 
-def pinned(cpu_affinity: str | Sequence[Sequence[int]], workers: Sequence[int]) -> list[tuple[int, ...]]:
+def pinned(
+    cpu_affinity: str | Sequence[Sequence[int]], workers: Sequence[int]
+) -> list[tuple[int, ...]]:
     """Return the CPUs of each of these workers of this machine.
 
     Args:
-        cpu_affinity: "auto": the CPUs of this process are divided among the workers, or shared one by one if there are
-            more workers. Else the CPUs of every worker.
+        cpu_affinity: "auto": the CPUs of this process are divided among the workers, or shared one
+            by one if there are more workers. Else the CPUs of every worker.
         workers: numbers of the workers.
 
     Raises:
         BadOption: the system cannot pin workers, or this process may not use one of the CPUs.
     """
     if not hasattr(os, "sched_setaffinity"):
-        raise BadOption("cpu_affinity needs Linux: other systems do not let a program choose its CPUs. Leave it out.")
+        raise BadOption(
+            "cpu_affinity needs Linux: other systems do not let a program choose its CPUs. Leave it"
+            " out."
+        )
     allowed = allowed_cpus()
     if isinstance(cpu_affinity, str):
         if len(workers) > len(allowed):
@@ -46,7 +61,10 @@ def pinned(cpu_affinity: str | Sequence[Sequence[int]], workers: Sequence[int]) 
     found = [tuple(cpu_affinity[number]) for number in workers]
     for number, cpus in zip(workers, found, strict=True):
         if missing := set(cpus) - set(allowed):
-            raise BadOption(f"cpu_affinity[{number}]={list(cpus)}: CPU {min(missing)} is not allowed, only {allowed}")
+            raise BadOption(
+                f"cpu_affinity[{number}]={list(cpus)}: CPU {min(missing)} is not allowed, only"
+                f" {allowed}"
+            )
     return found
 
 
@@ -60,7 +78,9 @@ def _quota(folder: Path) -> float:
 
 
 def _cpu_cgroups(root: Path) -> list[Path]:
-    """Return the folders of this process's CPU cgroup and of its ancestors, for cgroups of both versions."""
+    """Return the folders of this process's CPU cgroup and of its ancestors, for cgroups of both
+    versions.
+    """
     found: list[Path] = []
     for line in read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -68,7 +88,9 @@ def _cpu_cgroups(root: Path) -> list[Path]:
             continue
         top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
         inner = top / path.lstrip("/")
-        found += [folder for folder in (inner, *inner.parents) if folder == top or top in folder.parents]
+        found += [
+            folder for folder in (inner, *inner.parents) if folder == top or top in folder.parents
+        ]
     return found
 
 

@@ -1,4 +1,5 @@
-"""Coroutines of environments and policies, run by the event loop of this process, in a thread of its own.
+"""Coroutines of environments and policies, run by the event loop of this process, in a thread of
+its own.
 
 The loop also runs while you train: connections of environments stay alive between batches.
 """
@@ -30,7 +31,9 @@ LOOK_S = 0.1  # interval at which a thread that waits for coroutines calls ``Cor
 
 
 def is_coroutine_function(function: Any) -> bool:
-    """Return whether ``function`` is a function or method, or has the method ``__call__``, defined by ``async def``."""
+    """Return whether ``function`` is a function or method, or has the method ``__call__``, defined
+    by ``async def``.
+    """
     call = getattr(type(function), "__call__", None)  # noqa: B004 (its kind is the question)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
@@ -76,15 +79,18 @@ class CoroutineCall:
             self.error = self.error or error
         else:
             if self.error is None:
-                self._value, self.returned = value, True
+                self._value = value
+                self.returned = True
 
 
 class CoroutineRunner:
     """Runs coroutines for the thread of a worker, and waits for all of them, with a deadline.
 
     Attributes:
-        timeouts: deadlines in seconds by phase. Without an entry, or if it is None, there is no deadline.
-        look: called every 0.1 s of a wait; True: the worker was ended, and the coroutines are cancelled.
+        timeouts: deadlines in seconds by phase. Without an entry, or if it is None, there is no
+            deadline.
+        look: called every 0.1 s of a wait; True: the worker was ended, and the coroutines are
+            cancelled.
     """
 
     def __init__(self) -> None:
@@ -95,9 +101,10 @@ class CoroutineRunner:
     def run(self, calls: Sequence[CoroutineCall], phase: str) -> None:
         """Run all calls concurrently, until each has a result or an error.
 
-        A coroutine that exceeds the deadline of ``phase`` is cancelled, and its error is a ``TimeoutError``. Others are
-        not cancelled because of an error. If this wait is interrupted (by Ctrl-C, or since the worker was ended), all
-        are cancelled, and get ``CANCEL_S`` to clean up.
+        A coroutine that exceeds the deadline of ``phase`` is cancelled, and its error is a
+        ``TimeoutError``. Others are not cancelled because of an error. If this wait is interrupted
+        (by Ctrl-C, or since the worker was ended), all are cancelled, and get ``CANCEL_S`` to clean
+        up.
 
         Raises:
             MusterError: the worker was ended.
@@ -153,7 +160,9 @@ class EventLoop:
         return self._door.is_open and self.thread.is_alive()
 
     def call(self, function: Callable[[], Any]) -> bool:
-        """Let the loop call a function soon; False: the loop has been stopped, and calls nothing any more."""
+        """Let the loop call a function soon; False: the loop has been stopped, and calls nothing
+        any more.
+        """
         with self._door.lock:
             if self._door.is_open:
                 self.loop.call_soon_threadsafe(function)
@@ -166,10 +175,14 @@ class EventLoop:
 
 
 class _Door:
-    """Whether an event loop takes new work. What it has taken before the door was closed, it begins and cancels."""
+    """Whether an event loop takes new work.
+
+    What it has taken before the door was closed, it begins and cancels.
+    """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # the garbage collection of another loop may need it at any time
+        # the garbage collection of another loop may need it at any time
+        self.lock = threading.RLock()
         self.is_open = True
 
     def close(self) -> None:
@@ -182,7 +195,10 @@ _making = threading.Lock()
 
 
 def _event_loop() -> EventLoop:
-    """Return the event loop of this process. There is one at a time, since objects of the user belong to a loop."""
+    """Return the event loop of this process.
+
+    There is one at a time, since objects of the user belong to a loop.
+    """
     global _current
     with _making:
         home = None if _current is None else _current()
@@ -201,7 +217,8 @@ os.register_at_fork(after_in_child=_forget)  # the thread of the loop is in the 
 
 
 async def _finish(calls: Sequence[CoroutineCall], seconds: float | None, phase: str) -> None:
-    if "torch" in sys.modules and torch.is_grad_enabled():  # as in all threads that step environments
+    # as in all threads that step environments
+    if "torch" in sys.modules and torch.is_grad_enabled():
         torch.set_grad_enabled(False)
     loop = asyncio.get_running_loop()
     for call in calls:
@@ -212,8 +229,9 @@ async def _finish(calls: Sequence[CoroutineCall], seconds: float | None, phase: 
         for call in calls:
             if call.is_running:
                 call.error = TimeoutError(
-                    f"it did not return within {seconds:g} s, its deadline, and was cancelled. If it may take that "
-                    f"long, pass timeouts={{{phase!r}: ...}} with more seconds (None: no limit)"
+                    f"it did not return within {seconds:g} s, its deadline, and was cancelled. If"
+                    f" it may take that long, pass timeouts={{{phase!r}: ...}} with more seconds"
+                    " (None: no limit)"
                 )
     finally:
         late = [task for task in tasks if not task.done()]
@@ -234,11 +252,14 @@ def _note_blocked(home: EventLoop, calls: Sequence[CoroutineCall]) -> None:
             continue
         if call.task is not None and call.task is task:
             call.error = TimeoutError(
-                f"it blocks the event loop{place}: all coroutines of the process wait. Call a function that can be "
-                f"awaited instead, or run this one in a thread: await asyncio.to_thread(...)"
+                f"it blocks the event loop{place}: all coroutines of the process wait. Call a"
+                " function that can be awaited instead, or run this one in a thread: await"
+                " asyncio.to_thread(...)"
             )
         else:
-            call.error = TimeoutError(f"another coroutine of the process blocks the event loop{place}")
+            call.error = TimeoutError(
+                f"another coroutine of the process blocks the event loop{place}"
+            )
     home.abandon()
 
 

@@ -1,4 +1,6 @@
-"""Forks of this process: they copy objects, but not the workers, threads, files or shared memory these use."""
+"""Forks of this process: they copy objects, but not the workers, threads, files or shared memory
+these use.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,14 @@ from typing import Any, NoReturn
 
 from muster.errors import ForkedProcess
 
-_NOT_OURS = ("muster.testing.", "muster.workers.forkserver")  # environments; code that forks on purpose
+# environments; code that forks on purpose
+_NOT_OURS = ("muster.testing.", "muster.workers.forkserver")
 
 
 class Owner:
-    """The process that made an object (``name``); no other process may use the object's resources (``has``)."""
+    """The process that made an object (``name``); no other process may use the object's resources
+    (``has``).
+    """
 
     __slots__ = ("_has", "_name", "_pid")
 
@@ -30,21 +35,24 @@ class Owner:
         """Raise ``ForkedProcess`` in a fork."""
         if os.getpid() != self._pid:
             raise ForkedProcess(
-                f"This process (pid {os.getpid()}) is a fork of the one (pid {self._pid}) that made this {self._name}, "
-                f"and the {self._has} of it belong to that process. Use it there only, or make another one here, "
-                f"after the fork."
+                f"This process (pid {os.getpid()}) is a fork of the one (pid {self._pid}) that made"
+                f" this {self._name}, and the {self._has} of it belong to that process. Use it"
+                " there only, or make another one here, after the fork."
             )
 
 
 def end_on_return(of: str) -> None:
-    """Called in a fork (from an ``after_in_child`` hook): exit when it returns or raises into Muster's code.
+    """Called in a fork (from an ``after_in_child`` hook): exit when it returns or raises into
+    Muster's code.
 
-    Until then the fork may run another program, or a function and ``os._exit``. The innermost frame of Muster's is
-    traced in the fork only, so that this costs nothing without forks. ``of``: name of the forked process.
+    Until then the fork may run another program, or a function and ``os._exit``. The innermost frame
+    of Muster's is traced in the fork only, so that this costs nothing without forks. ``of``: name
+    of the forked process.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and not _is_ours(frame):
-        if frame.f_globals.get("__name__") == "multiprocessing.popen_fork":  # never returns: needs no tracing
+        # never returns: needs no tracing
+        if frame.f_globals.get("__name__") == "multiprocessing.popen_fork":
             return
         frame = frame.f_back
     if frame is None:
@@ -74,8 +82,8 @@ def _end(of: str, error: BaseException | None) -> NoReturn:
             traceback.print_exception(error)
         else:
             sys.stderr.write(
-                f"Process {os.getpid()}, a fork of {of}, is ended here: the environment or policy that has forked "
-                f"returned in it, too. Let it end its fork with os._exit().\n"
+                f"Process {os.getpid()}, a fork of {of}, is ended here: the environment or policy"
+                " that has forked returned in it, too. Let it end its fork with os._exit().\n"
             )
         if code is not None and not isinstance(code, int):
             sys.stderr.write(f"{code}\n")

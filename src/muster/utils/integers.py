@@ -10,11 +10,13 @@ import numpy as np
 from muster.errors import BadOption
 
 
-def integer(name: str, value: Any, at_least: int | None = 1, *, of: str = "", or_else: str = "") -> int:
+def integer(
+    name: str, value: Any, at_least: int | None = 1, *, of: str = "", or_else: str = ""
+) -> int:
     """Convert ``value`` to an ``int``; accepts integers of NumPy and torch, but no bool.
 
-    ``at_least`` None: there is no bound. ``of`` (the function with this argument) and ``or_else`` (another valid value)
-    are for the message of ``BadOption``.
+    ``at_least`` None: there is no bound. ``of`` (the function with this argument) and ``or_else``
+    (another valid value) are for the message of ``BadOption``.
     """
     number = None
     if not isinstance(value, (bool, np.bool_)):

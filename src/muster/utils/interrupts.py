@@ -3,11 +3,12 @@
 The life of one Ctrl-C in the main thread, while a ``postponed`` context is active:
 
 1. It is noted. Muster's code, and environments and policies that are called in a row, run on.
-2. It takes effect in the next ``allowed`` context (waits, hooks), at the next ``checkpoint`` (the loop has one after
-   each row), or at the end of the outermost context. The user's handler is called, which raises KeyboardInterrupt
-   unless the user has set another.
-3. A second Ctrl-C takes effect at once. So does the first one ``GRACE_S`` seconds after it was noted, unless the
-   outermost context is the user's (``delayed_interrupt``): an environment that hangs does not keep the program.
+2. It takes effect in the next ``allowed`` context (waits, hooks), at the next ``checkpoint`` (the
+   loop has one after each row), or at the end of the outermost context. The user's handler is
+   called, which raises KeyboardInterrupt unless the user has set another.
+3. A second Ctrl-C takes effect at once. So does the first one ``GRACE_S`` seconds after it was
+   noted, unless the outermost context is the user's (``delayed_interrupt``): an environment that
+   hangs does not keep the program.
 
 Other threads never handle signals: there, nothing of this has an effect.
 """
@@ -68,7 +69,8 @@ class _Interrupts:
 
     def limit_delay(self) -> None:
         """Start the grace period of the noted Ctrl-C."""
-        # Not ``threading.Thread``: the handler may have interrupted code that holds the lock of that module.
+        # Not ``threading.Thread``: the handler may have interrupted code that holds the lock of
+        # that module.
         start_new_thread(self._repeat, (self.count,))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -132,11 +134,13 @@ class postponed(ContextDecorator):  # noqa: N801 (used as a function)
             raise
 
     def __exit__(self, *_: object) -> None:
-        state, depth = _interrupts, self._depth
+        state = _interrupts
+        depth = self._depth
         if depth < 0:
             return
         try:
-            if self._outermost and _signal.getsignal(SIGINT) is state.handler:  # else another handler was set
+            # else another handler was set
+            if self._outermost and _signal.getsignal(SIGINT) is state.handler:
                 _signal.signal(SIGINT, state.usual)
         finally:  # a signal handler can raise at any line
             del state.contexts[depth:]
@@ -145,7 +149,8 @@ class postponed(ContextDecorator):  # noqa: N801 (used as a function)
 
 
 class delayed_interrupt(postponed):  # noqa: N801 (used as a function)
-    """Context manager: Ctrl-C takes effect while a collector collects or waits, and not between two of its calls.
+    """Context manager: Ctrl-C takes effect while a collector collects or waits, and not between two
+    of its calls.
 
     ::
 
@@ -156,10 +161,10 @@ class delayed_interrupt(postponed):  # noqa: N801 (used as a function)
             except KeyboardInterrupt:
                 muster.save_state("checkpoint", collector.state_dict())
 
-    So every batch is used completely or not collected, and a state that is saved after the ``KeyboardInterrupt``
-    continues with the next row. A second Ctrl-C takes effect at once. A Ctrl-C that is left at the end of the context
-    is raised there. In other threads than the main thread, and where SIGINT has no Python handler, the context has no
-    effect.
+    So every batch is used completely or not collected, and a state that is saved after the
+    ``KeyboardInterrupt`` continues with the next row. A second Ctrl-C takes effect at once. A
+    Ctrl-C that is left at the end of the context is raised there. In other threads than the main
+    thread, and where SIGINT has no Python handler, the context has no effect.
     """
 
     def _recreate_cm(self) -> delayed_interrupt:
@@ -178,7 +183,11 @@ class allowed:  # noqa: N801 (used as a function)
 
     def __enter__(self) -> None:
         state = _interrupts
-        if not (state.contexts and get_ident() == _main_thread and _signal.getsignal(SIGINT) is state.handler):
+        if not (
+            state.contexts
+            and get_ident() == _main_thread
+            and _signal.getsignal(SIGINT) is state.handler
+        ):
             return
         self._depth = len(state.contexts)
         try:
@@ -195,10 +204,12 @@ class allowed:  # noqa: N801 (used as a function)
 
 
 def here() -> Signals:
-    """Return the object whose ``noted`` says that a Ctrl-C waits in this thread, and whose ``deliver`` raises it.
+    """Return the object whose ``noted`` says that a Ctrl-C waits in this thread, and whose
+    ``deliver`` raises it.
 
-    Call this inside of a ``postponed`` context, when everything that this context protects is consistent. If another
-    one of Muster's is around it (a collector in an environment of another one), it is not: then nothing is noted.
+    Call this inside of a ``postponed`` context, when everything that this context protects is
+    consistent. If another one of Muster's is around it (a collector in an environment of another
+    one), it is not: then nothing is noted.
     """
     state = _interrupts
     if get_ident() != _main_thread:
@@ -221,4 +232,5 @@ def _note_main_thread() -> None:
 
 
 _main_thread = threading.main_thread().ident
-os.register_at_fork(after_in_child=_note_main_thread)  # in a fork, the forking thread is the main thread
+# in a fork, the forking thread is the main thread
+os.register_at_fork(after_in_child=_note_main_thread)

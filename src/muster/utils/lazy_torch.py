@@ -17,5 +17,6 @@ from typing import Any
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    value = globals()[name] = getattr(importlib.import_module("torch"), name)  # later uses skip this function
+    # later uses skip this function
+    value = globals()[name] = getattr(importlib.import_module("torch"), name)
     return value

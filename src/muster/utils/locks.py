@@ -18,8 +18,9 @@ def while_held(lock: threading.Lock, seconds: float, function: Callable[[bool], 
     """
     held: list[bool] = []
     try:
-        # One call of C: handlers run before it or after it, when it is known whether the lock is held. (After
-        # ``lock.acquire()`` a handler could raise before its result is stored, and the lock would stay held.)
+        # One call of C: handlers run before it or after it, when it is known whether the lock is
+        # held. (After ``lock.acquire()`` a handler could raise before its result is stored, and the
+        # lock would stay held.)
         held.extend(map(lock.acquire, (True,), (seconds,)))
         return function(held[0])
     finally:

@@ -28,7 +28,8 @@ def check_ffmpeg() -> Any:
 def write_mp4(path: Path, frames: Iterator[NDArray[np.uint8]], fps: float) -> None:
     """Write pictures, uint8 ``[height, width, 3]`` of one size, as H.264.
 
-    The format needs even sizes: the last row or column of pictures with an odd height or width is repeated.
+    The format needs even sizes: the last row or column of pictures with an odd height or width is
+    repeated.
 
     Raises:
         FileError: it cannot be written, for example because the disk is full.
@@ -36,7 +37,9 @@ def write_mp4(path: Path, frames: Iterator[NDArray[np.uint8]], fps: float) -> No
     write_frames, first = check_ffmpeg(), _even(next(frames))
     height, width = first.shape[:2]
     with written_elsewhere(path) as made:
-        with closing(write_frames(str(made), (width, height), fps=fps, macro_block_size=2)) as output:
+        with closing(
+            write_frames(str(made), (width, height), fps=fps, macro_block_size=2)
+        ) as output:
             output.send(None)
             for frame in itertools.chain([first], frames):
                 try:
@@ -49,13 +52,15 @@ def write_mp4(path: Path, frames: Iterator[NDArray[np.uint8]], fps: float) -> No
 
 def _ended_early(path: Path, made: Path) -> FileError:
     return FileError(
-        f"{path} cannot be written: ffmpeg ended before the video was complete. Free space on the disk of "
-        f"{made.parent.parent}, where videos are made, or set TMPDIR to another folder."
+        f"{path} cannot be written: ffmpeg ended before the video was complete. Free space on the"
+        f" disk of {made.parent.parent}, where videos are made, or set TMPDIR to another folder."
     )
 
 
 def is_complete(path: Path) -> bool:
-    """Whether the file consists of complete boxes, and one of them is the index, which ffmpeg writes at the end."""
+    """Whether the file consists of complete boxes, and one of them is the index, which ffmpeg
+    writes at the end.
+    """
     kinds = set()
     try:
         size = path.stat().st_size
@@ -75,5 +80,6 @@ def is_complete(path: Path) -> bool:
 
 
 def _even(frame: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    rows, columns = frame.shape[0] % 2, frame.shape[1] % 2
+    rows = frame.shape[0] % 2
+    columns = frame.shape[1] % 2
     return np.ascontiguousarray(np.pad(frame, ((0, rows), (0, columns), (0, 0)), "edge"))

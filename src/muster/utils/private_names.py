@@ -1,8 +1,8 @@
 """Private names of other packages, and the versions with which Muster may use them.
 
-A private name can change in any release. Muster uses one only if the public alternative costs time in every step or
-does not exist, only after ``usable`` has returned True, and with a public fallback. A test compares this with
-docs/decisions/0018-private-names.md, which lists every name.
+A private name can change in any release. Muster uses one only if the public alternative costs time
+in every step or does not exist, only after ``usable`` has returned True, and with a public
+fallback. A test compares this with docs/decisions/0018-private-names.md, which lists every name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from muster.errors import BadOption
 VARIABLE = "MUSTER_PRIVATE_NAMES"
 """Set to ``never``, no private name is used (those of torchrl excepted, which have no public way)."""
 
-# The first version with which the names were checked, and the first with which they must be checked again.
+# The first version with which the names were checked, and the first with which they must be checked
+# again.
 CHECKED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "gymnasium": ((1, 1), (2,)),
     "ray": ((2, 52), (3,)),
@@ -29,19 +30,24 @@ CHECKED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 
 def usable(package: str, *owners: tuple[Any, tuple[str, ...]]) -> bool:
-    """Whether private names of a package may be used: its version is ``CHECKED``, and owners have the attributes."""
+    """Whether private names of a package may be used: its version is ``CHECKED``, and owners have
+    the attributes.
+    """
     if os.environ.get(VARIABLE) == "never" or not _is_checked(package):
         return False
     return all(hasattr(owner, name) for owner, names in owners for name in names)
 
 
 def require(package: str, extra: str) -> None:
-    """Raise ``BadOption`` unless the package has a checked version; for adapters without a public fallback."""
+    """Raise ``BadOption`` unless the package has a checked version; for adapters without a public
+    fallback.
+    """
     if not _is_checked(package):
         first, end = (".".join(map(str, version)) for version in CHECKED[package])
         raise BadOption(
-            f"{package} {_version(package)} is installed. This adapter uses private names of {package}, which were "
-            f"checked with {package}>={first},<{end} only. Install such a version: pip install 'muster-rl[{extra}]'"
+            f"{package} {_version(package)} is installed. This adapter uses private names of"
+            f" {package}, which were checked with {package}>={first},<{end} only. Install such a"
+            f" version: pip install 'muster-rl[{extra}]'"
         )
 
 
@@ -63,10 +69,16 @@ def numbers(version: str) -> tuple[int, ...]:
 
 @cache
 def tensordict_maker() -> Any:
-    """Return a constructor of TensorDicts for tensors that fit: ``maker(entries, batch_size=, names=, device=)``.
+    """Return a constructor of TensorDicts for tensors that fit: ``maker(entries, batch_size=,
+    names=, device=)``.
 
-    The private constructor skips TensorDict's checks, which take most of the time for a batch of few steps.
+    The private constructor skips TensorDict's checks, which take most of the time for a batch of
+    few steps.
     """
     from tensordict import TensorDict
 
-    return TensorDict._new_unsafe if usable("tensordict", (TensorDict, ("_new_unsafe",))) else TensorDict
+    return (
+        TensorDict._new_unsafe
+        if usable("tensordict", (TensorDict, ("_new_unsafe",)))
+        else TensorDict
+    )

@@ -1,4 +1,6 @@
-"""Tensors and a JSON text in one safetensors file, all covered by CRC32 checksums: recordings and checkpoints."""
+"""Tensors and a JSON text in one safetensors file, all covered by CRC32 checksums: recordings and
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,16 @@ from safetensors.torch import save
 from muster.utils.whole_files import read_json
 
 STORABLE = frozenset(
-    {torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64}
+    {
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.uint16,
+        torch.int16,
+        torch.uint32,
+        torch.int32,
+        torch.uint64,
+    }
     | {torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64}
     | {torch.float8_e4m3fn, torch.float8_e5m2}
 )
@@ -32,7 +43,9 @@ class Damaged(ValueError):
 
 
 def seal(about: Mapping[str, Any], **options: Any) -> bytes:
-    """Encode ``about`` as JSON (ASCII) whose first field is the CRC32 of the rest; ``options`` of ``json.dumps``."""
+    """Encode ``about`` as JSON (ASCII) whose first field is the CRC32 of the rest; ``options`` of
+    ``json.dumps``.
+    """
     rest = json.dumps(about, **options)[1:].encode()
     return _CRC % zlib.crc32(rest) + rest
 
@@ -50,11 +63,14 @@ def unseal(text: bytes) -> dict[str, Any]:
 
 
 def encode(tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> bytes:
-    """Return the content of a file with JSON and contiguous CPU tensors of ``STORABLE`` dtypes that share no memory.
+    """Return the content of a file with JSON and contiguous CPU tensors of ``STORABLE`` dtypes that
+    share no memory.
 
     Raises ``ValueError`` if names and ``about`` exceed the size of a header.
     """
-    text = seal({"tensors": {name: _checksum(tensor) for name, tensor in tensors.items()}, "about": about})
+    text = seal(
+        {"tensors": {name: _checksum(tensor) for name, tensor in tensors.items()}, "about": about}
+    )
     content = save(dict(tensors), {"muster": text.decode()})
     if (size := int.from_bytes(content[:8], "little")) > MOST_HEADER_BYTES:
         raise ValueError(f"{size:,} bytes of names and JSON, more than {MOST_HEADER_BYTES:,}")
@@ -74,7 +90,9 @@ class TensorFile:
         return tuple(self._file.get_slice(name).get_shape())
 
     def tensor(self, name: str, *, check: bool = True) -> torch.Tensor:
-        """Return a tensor as a private memory map; with ``check`` its checksum is verified (``Damaged``)."""
+        """Return a tensor as a private memory map; with ``check`` its checksum is verified
+        (``Damaged``).
+        """
         if name not in self.names:
             raise Damaged(f"{name!r} is missing")
         tensor: torch.Tensor = self._file.get_tensor(name)
@@ -87,7 +105,9 @@ class TensorFile:
 
 @contextmanager
 def opened(file: IO[bytes], path: str | os.PathLike[str]) -> Iterator[TensorFile]:
-    """Read the header of an open ``file``; its tensors stay valid after the context. Raises ``Damaged``.
+    """Read the header of an open ``file``; its tensors stay valid after the context.
+
+    Raises ``Damaged``.
 
     If the system supports it, the open file itself is read, even if ``path`` now names another one.
     """

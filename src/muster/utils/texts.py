@@ -11,5 +11,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, without what libraries of C++ write below; its type if it has none."""
+    """Return the first line of an error's text, without what libraries of C++ write below; its type
+    if it has none.
+    """
     return (str(error).strip() or type(error).__name__).splitlines()[0]

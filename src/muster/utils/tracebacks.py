@@ -24,20 +24,28 @@ _CAUSE, _CONTEXT, _TRACEBACK = (  # a subclass's may do anything
 
 
 class _Trimmed(ContextDecorator):
-    """Context manager and decorator for public methods: errors leave it without Muster's inner frames.
+    """Context manager and decorator for public methods: errors leave it without Muster's inner
+    frames.
 
-    An error that was raised neither by Muster on purpose nor by the user's code is a bug, and keeps all frames. So do
-    Ctrl-C and other exceptions that are not errors.
+    An error that was raised neither by Muster on purpose nor by the user's code is a bug, and keeps
+    all frames. So do Ctrl-C and other exceptions that are not errors.
     """
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is not None and issubclass(type(error), Exception):
-            files = [file for file in map(_file, _entries(error)) if is_muster(file) or not is_installed(file)]
+            files = [
+                file
+                for file in map(_file, _entries(error))
+                if is_muster(file) or not is_installed(file)
+            ]
             if issubclass(type(error), MusterError) or (files and not is_muster(files[-1])):
                 trim(error)
 
@@ -48,8 +56,9 @@ trimmed = _Trimmed()
 def trim(error: BaseException) -> None:
     """Remove Muster's inner frames from the tracebacks of an error, its causes and its contexts.
 
-    Muster's outermost frame stays. Frames of the user's environment, policy and hooks stay, with those of the
-    libraries that they called. ``MUSTER_TRACEBACK=full`` in the environment keeps all frames.
+    Muster's outermost frame stays. Frames of the user's environment, policy and hooks stay, with
+    those of the libraries that they called. ``MUSTER_TRACEBACK=full`` in the environment keeps all
+    frames.
     """
     if os.environ.get("MUSTER_TRACEBACK") == "full":
         return
@@ -69,11 +78,16 @@ def trim(error: BaseException) -> None:
 
 def traceback_text(error: BaseException) -> str:
     """Return the traceback of an error as Python prints it."""
-    return "".join(traceback.format_exception(type(error), error, _TRACEBACK.__get__(error))).rstrip()
+    return "".join(
+        traceback.format_exception(type(error), error, _TRACEBACK.__get__(error))
+    ).rstrip()
 
 
 def is_muster(file: str) -> bool:
-    """Return whether the source file is one of Muster's. Environments of ``muster.testing`` count as the user's."""
+    """Return whether the source file is one of Muster's.
+
+    Environments of ``muster.testing`` count as the user's.
+    """
     return file.startswith(MUSTER) and not file.startswith(_TESTING)
 
 
@@ -86,7 +100,8 @@ def _shown(entries: list[TracebackType], *, keep_first: bool) -> list[TracebackT
     """Return the entries without frames of Muster, and without library frames between two of these.
 
     Args:
-        keep_first: keep the outermost frame of Muster. The innermost entry is kept if there is no other.
+        keep_first: keep the outermost frame of Muster. The innermost entry is kept if there is no
+            other.
     """
     shown = []
     leads_to_muster = False

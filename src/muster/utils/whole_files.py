@@ -1,4 +1,6 @@
-"""Files: atomic writes without following links, reads that never wait, typed errors, and JSON from outside."""
+"""Files: atomic writes without following links, reads that never wait, typed errors, and JSON from
+outside.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ REMEDIES = {
     errno.EISDIR: "Give the path of a file.",
     errno.EINVAL: "Give the path of a file.",
     errno.EEXIST: "A file has that name: choose another path for the folder.",
-    errno.EMFILE: "The process has too many open files: close some, or raise the limit (ulimit -n).",
+    errno.EMFILE: (
+        "The process has too many open files: close some, or raise the limit (ulimit -n)."
+    ),
     errno.ENAMETOOLONG: "Choose a shorter path.",
 }
 
@@ -74,7 +78,9 @@ def make_folder(path: str | os.PathLike[str]) -> None:
 
 
 def check_folder(path: str | os.PathLike[str]) -> None:
-    """Raise ``FileError`` if something other than a folder is at ``path``, or at the first path above that exists."""
+    """Raise ``FileError`` if something other than a folder is at ``path``, or at the first path
+    above that exists.
+    """
     folder = Path(os.path.realpath(path))
     while not os.path.lexists(folder):
         folder = folder.parent
@@ -103,7 +109,9 @@ def open_regular(path: str | os.PathLike[str], *, links: bool = True) -> IO[byte
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raise ``FileError`` if a folder, FIFO, socket or device is at ``path``, or at the end of a link there."""
+    """Raise ``FileError`` if a folder, FIFO, socket or device is at ``path``, or at the end of a
+    link there.
+    """
     try:
         mode = os.stat(path).st_mode
     except OSError:  # nothing is there, or the write itself shows why
@@ -125,7 +133,8 @@ def append_whole(file: FileIO, line: bytes, end: int, path: str | os.PathLike[st
     """Append a line to a file of length ``end``, completely or not at all, with one write.
 
     Raises:
-        FileError: it cannot be written, for example because the disk is full. The file is unchanged.
+        FileError: it cannot be written, for example because the disk is full. The file is
+            unchanged.
     """
     with file_errors(path, "written"):
         if file.write(line) != len(line):
@@ -134,16 +143,19 @@ def append_whole(file: FileIO, line: bytes, end: int, path: str | os.PathLike[st
 
 
 def write_whole(path: Path, parts: Iterable[Any], *, mode: int = 0o666) -> None:
-    """Write ``parts`` (buffers) to the file ``path``: after a crash the file is the complete new or the old one.
+    """Write ``parts`` (buffers) to the file ``path``: after a crash the file is the complete new or
+    the old one.
 
-    Threads and processes may write one path concurrently: a reader gets the complete file of one of them.
+    Threads and processes may write one path concurrently: a reader gets the complete file of one of
+    them.
 
     Args:
-        mode: permissions of a new file, before the umask is applied; a replaced file keeps its permissions, as far as
-            ``mode`` allows them.
+        mode: permissions of a new file, before the umask is applied; a replaced file keeps its
+            permissions, as far as ``mode`` allows them.
 
     Raises:
-        FileError: it cannot be written. The file is unchanged (unless only the fsync of its directory failed).
+        FileError: it cannot be written. The file is unchanged (unless only the fsync of its
+            directory failed).
     """
     with file_errors(path, "written"):
         _write_whole(path, parts, mode)
@@ -159,7 +171,8 @@ def _write_whole(path: Path, parts: Iterable[Any], mode: int) -> None:
                 file.write(part)
             file.flush()
             os.fsync(fd)
-            if sys.platform != "win32":  # while the file is locked, and so not removed as a leftover
+            # while the file is locked, and so not removed as a leftover
+            if sys.platform != "win32":
                 os.replace(temporary, path)
         if sys.platform == "win32":  # which cannot rename open files
             os.replace(temporary, path)
@@ -171,7 +184,8 @@ def _write_whole(path: Path, parts: Iterable[Any], mode: int) -> None:
 
 @contextmanager
 def written_elsewhere(path: Path) -> Iterator[Path]:
-    """Yield a path of the same name in a temporary folder, to write a file by name; copy it to ``path`` atomically.
+    """Yield a path of the same name in a temporary folder, to write a file by name; copy it to
+    ``path`` atomically.
 
     Raises:
         FileError: ``path`` cannot be written, or there is no folder for temporary files.
@@ -192,7 +206,10 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def try_lock(fd: int) -> bool:
-    """Lock a file while ``fd`` is open; False if another process has locked it. ``OSError``: no locks here."""
+    """Lock a file while ``fd`` is open; False if another process has locked it.
+
+    ``OSError``: no locks here.
+    """
     if sys.platform != "win32":  # no locks on Windows
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,8 @@
 """Policy weights: publishing them in the learner, and taking them in workers.
 
 ``SharedMemory`` and ``NoSync`` are the transports: ``weight_sync_schemes={"policy": NoSync()}``.
-TorchRL's weight sync schemes, which also work without a collector, are defined in ``muster.compat.torchrl``.
+TorchRL's weight sync schemes, which also work without a collector, are defined in
+``muster.compat.torchrl``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Weights as one block of bytes: a version and every tensor, at offsets known to sender and receiver."""
+"""Weights as one block of bytes: a version and every tensor, at offsets known to sender and
+receiver.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ HEADER_BYTES = 128
 ALIGNMENT = 64
 TEXT_BYTES = 64
 WRITING = -1  # instead of a sequence number
-_SEQUENCE, _TEXT_LENGTH, _NUMBER, _TEXT = 0, 1, 2, 3  # int64 cells of the header; a number has no length (-1)
+# int64 cells of the header; a number has no length (-1)
+_SEQUENCE = 0
+_TEXT_LENGTH = 1
+_NUMBER = 2
+_TEXT = 3
 
 
 @dataclass(frozen=True)
@@ -39,10 +45,14 @@ class Manifest:
     @classmethod
     def of(cls, weights: Mapping[str, torch.Tensor]) -> Manifest:
         """Raises BadWeights for sparse and quantized tensors."""
-        entries, end = {}, HEADER_BYTES
+        entries = {}
+        end = HEADER_BYTES
         for name, tensor in weights.items():
             if tensor.layout != torch.strided or tensor.is_quantized:
-                raise BadWeights(f"weight {name} is sparse or quantized ({tensor.dtype}); only dense tensors are sent")
+                raise BadWeights(
+                    f"weight {name} is sparse or quantized ({tensor.dtype}); only dense tensors are"
+                    " sent"
+                )
             entries[name] = Entry(tuple(tensor.shape), tensor.dtype, end)
             end += -(-tensor.numel() * tensor.itemsize // ALIGNMENT) * ALIGNMENT
         return cls(entries, end)
@@ -81,7 +91,11 @@ class Buffer:
     @property
     def version(self) -> int | str:
         length = int(self._header[_TEXT_LENGTH])
-        return int(self._header[_NUMBER]) if length < 0 else self._header[_TEXT:].tobytes()[:length].decode()
+        return (
+            int(self._header[_NUMBER])
+            if length < 0
+            else self._header[_TEXT:].tobytes()[:length].decode()
+        )
 
     def write(self, weights: Mapping[str, torch.Tensor], version: int | str, sequence: int) -> None:
         """Copy everything in, between two changes of ``sequence``.
@@ -93,8 +107,8 @@ class Buffer:
         number, text = (0, version.encode()) if isinstance(version, str) else (int(version), b"")
         if len(text) > TEXT_BYTES or not -(2**63) <= number < 2**63:
             raise BadWeights(
-                f"policy version {version!r} cannot be sent: expected a 64-bit integer, or text of at most "
-                f"{TEXT_BYTES} bytes as UTF-8"
+                f"policy version {version!r} cannot be sent: expected a 64-bit integer, or text of"
+                f" at most {TEXT_BYTES} bytes as UTF-8"
             )
         self._header[_SEQUENCE] = WRITING
         self._header[_TEXT_LENGTH] = len(text) if isinstance(version, str) else -1
@@ -123,4 +137,8 @@ def _view(memory: Array, entry: Entry) -> torch.Tensor:
     nbytes = math.prod(entry.shape) * entry.dtype.itemsize
     if nbytes == 0:
         return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-    return torch.from_numpy(memory[entry.offset : entry.offset + nbytes]).view(entry.dtype).view(entry.shape)
+    return (
+        torch.from_numpy(memory[entry.offset : entry.offset + nbytes])
+        .view(entry.dtype)
+        .view(entry.shape)
+    )

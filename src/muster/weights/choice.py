@@ -29,8 +29,8 @@ def transport_for(given: Any) -> Transport:
     """The transport for one value of ``weight_sync_schemes``.
 
     Args:
-        given: a transport, "shared" or "none", a weight sync scheme for one machine (Muster's or TorchRL's);
-            None is shared memory.
+        given: a transport, "shared" or "none", a weight sync scheme for one machine (Muster's or
+            TorchRL's); None is shared memory.
 
     Raises:
         BadOption: anything else.
@@ -40,17 +40,20 @@ def transport_for(given: Any) -> Transport:
         return meaning
     if isinstance(meaning, str) and meaning in OF_NODES:
         raise BadOption(
-            f"{meaning} is for {OF_NODES[meaning]}, whose workers are on other machines. Leave weight_sync_schemes out "
-            f"here, or give SharedMemoryWeightSyncScheme or MultiProcessWeightSyncScheme"
+            f"{meaning} is for {OF_NODES[meaning]}, whose workers are on other machines. Leave"
+            " weight_sync_schemes out here, or give SharedMemoryWeightSyncScheme or"
+            " MultiProcessWeightSyncScheme"
         )
     raise BadOption(
-        f"{given!r} is no way to send weights to workers on this machine: expected muster.weights.SharedMemory() "
-        f"or NoSync(), or one of {', '.join(_TRANSPORTS)} (Muster's or TorchRL's)"
+        f"{given!r} is no way to send weights to workers on this machine: expected"
+        f" muster.weights.SharedMemory() or NoSync(), or one of {', '.join(_TRANSPORTS)} (Muster's"
+        " or TorchRL's)"
     )
 
 
 def one_transport(given: Mapping[str, Any] | None) -> Any:
-    """The one value for all models of a collector, which are published together; None if there is none.
+    """The one value for all models of a collector, which are published together; None if there is
+    none.
 
     Args:
         given: by model id, see ``transport_for``.
@@ -61,13 +64,15 @@ def one_transport(given: Mapping[str, Any] | None) -> Any:
     if given is None:
         return None
     if not isinstance(given, Mapping):
-        raise BadOption(f"weight_sync_schemes={given!r}: expected a dict, such as {{'policy': 'shared'}}")
+        raise BadOption(
+            f"weight_sync_schemes={given!r}: expected a dict, such as {{'policy': 'shared'}}"
+        )
     first, value = next(iter(given.items()), ("", None))
     for model_id, other in given.items():
         if _meaning(other) != _meaning(value):
             raise BadOption(
-                f"weight_sync_schemes: {first!r} has {value!r} and {model_id!r} has {other!r}, but models are "
-                f"published together, as one version: give all of them the same"
+                f"weight_sync_schemes: {first!r} has {value!r} and {model_id!r} has {other!r}, but"
+                " models are published together, as one version: give all of them the same"
             )
     return value
 

@@ -1,8 +1,9 @@
 """What a publish brings: new values for everything that acts, or none.
 
-A policy is more than its network: heads have parameters of their own, wrappers and normalisers have buffers. So a
-module that is a part of the user's policy stands for all of it, and weights from elsewhere (a copy, a dict, a
-TensorDict) must cover all of the policy, or of the model that they are for.
+A policy is more than its network: heads have parameters of their own, wrappers and normalisers have
+buffers. So a module that is a part of the user's policy stands for all of it, and weights from
+elsewhere (a copy, a dict, a TensorDict) must cover all of the policy, or of the model that they are
+for.
 """
 
 from __future__ import annotations
@@ -15,12 +16,19 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from muster.errors import BadWeights
-from muster.weights.names import Weights, check_fit, named_weights, place_of, tensors_in, weight_bearer
+from muster.weights.names import (
+    Weights,
+    check_fit,
+    named_weights,
+    place_of,
+    tensors_in,
+    weight_bearer,
+)
 
 ModelId = Callable[[str], "str | None"]  # of a part of the policy, by its path; None: it has none
 OF_COLLECTOR = (
-    "Call update_policy_weights_() to publish the policy that the collector was made with, or give the weights of all "
-    "of it"
+    "Call update_policy_weights_() to publish the policy that the collector was made with, or give"
+    " the weights of all of it"
 )
 
 
@@ -31,7 +39,8 @@ class NewWeights:
     Attributes:
         weights: by name in the module; all of its parameters and buffers.
         is_own: they are those of the user's policy.
-        given: the names that the source has itself; the others were taken from the user's policy beside it.
+        given: the names that the source has itself; the others were taken from the user's policy
+            beside it.
     """
 
     weights: Weights
@@ -62,7 +71,9 @@ def taken(
     if is_own(source, own):
         weights = tensors_of(own)
         inside = None if held is None else {place_of(tensor) for tensor in tensors_in(held)}
-        given = frozenset(name for name, tensor in weights.items() if inside is None or place_of(tensor) in inside)
+        given = frozenset(
+            name for name, tensor in weights.items() if inside is None or place_of(tensor) in inside
+        )
         if own is not target:
             _check_not_lazy(weights)
             check_fit(weights, tensors_of(target))
@@ -90,17 +101,26 @@ def is_own(source: Any, own: torch.nn.Module) -> bool:
 
 def tensors_of(module: torch.nn.Module) -> Weights:
     """The tensors of a module's ``state_dict``; those of lazy layers have no values yet."""
-    return {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if torch.is_tensor(tensor)}
+    return {
+        name: tensor
+        for name, tensor in module.state_dict(keep_vars=True).items()
+        if torch.is_tensor(tensor)
+    }
 
 
 def _module_of(source: Any) -> torch.nn.Module | None:
-    """A source that is a module, or a function that uses modules, as a module; None for other sources."""
-    if isinstance(source, (Mapping, type)) or hasattr(source, "flatten_keys"):  # ``TensorDictParams`` is a module, too
+    """A source that is a module, or a function that uses modules, as a module; None for other
+    sources.
+    """
+    # ``TensorDictParams`` is a module, too
+    if isinstance(source, (Mapping, type)) or hasattr(source, "flatten_keys"):
         return None
     return weight_bearer(source) if callable(source) else None
 
 
-def _fitted(new: Weights, target: torch.nn.Module, model_id: ModelId | None, remedy: str) -> Weights:
+def _fitted(
+    new: Weights, target: torch.nn.Module, model_id: ModelId | None, remedy: str
+) -> Weights:
     """The new weights by name in the target."""
     whole = tensors_of(target)
     named = _without_unsaved(new, target, whole)
@@ -108,13 +128,17 @@ def _fitted(new: Weights, target: torch.nn.Module, model_id: ModelId | None, rem
         check_fit(named, {name: whole[name] for name in named})
         return named
     parts = _parts_named_like(new, target)
-    fitting = {path: part for path, part in parts.items() if all(part[0][n].shape == part[1][n].shape for n in part[0])}
+    fitting = {
+        path: part
+        for path, part in parts.items()
+        if all(part[0][n].shape == part[1][n].shape for n in part[0])
+    }
     if len(fitting) > 1:
         ids = [] if model_id is None else list(map(model_id, fitting))
         which = f", or name the part: {' or '.join(filter(None, ids))}" if all(ids) and ids else ""
         raise BadWeights(
-            f"weights named {sorted(new)} fit several parts of the policy: {', '.join(fitting)}. Give those of the "
-            f"whole policy{which}. Nothing was changed."
+            f"weights named {sorted(new)} fit several parts of the policy: {', '.join(fitting)}."
+            f" Give those of the whole policy{which}. Nothing was changed."
         )
     if not parts:
         check_fit(named, whole, f"{remedy}.")  # raises: the names differ
@@ -125,14 +149,16 @@ def _fitted(new: Weights, target: torch.nn.Module, model_id: ModelId | None, rem
         named_part = None if model_id is None else model_id(path)
         which = "" if named_part is None else f", or publish only this part with {named_part}"
         raise BadWeights(
-            f"the weights are those of {path}, which is only a part of the policy: missing {missing}. {remedy}{which}. "
-            f"Nothing was changed."
+            f"the weights are those of {path}, which is only a part of the policy: missing"
+            f" {missing}. {remedy}{which}. Nothing was changed."
         )
     return {f"{path}.{name}": tensor for name, tensor in weights.items()}
 
 
 def _parts_named_like(new: Weights, target: torch.nn.Module) -> dict[str, tuple[Weights, Weights]]:
-    """The parts of the target that have these names, by path: the new weights and the part's tensors, by name in it."""
+    """The parts of the target that have these names, by path: the new weights and the part's
+    tensors, by name in it.
+    """
     found = {}
     for path, module in target.named_modules():
         part = tensors_of(module)
@@ -143,7 +169,9 @@ def _parts_named_like(new: Weights, target: torch.nn.Module) -> dict[str, tuple[
 
 
 def _covers(named: Weights, tensors: Weights) -> bool:
-    """Whether these are names of all tensors; of a tensor with several names (tied weights), one is enough."""
+    """Whether these are names of all tensors; of a tensor with several names (tied weights), one is
+    enough.
+    """
     if not named.keys() <= tensors.keys():
         return False
     covered = {place_of(tensors[name]) for name in named}
@@ -151,7 +179,9 @@ def _covers(named: Weights, tensors: Weights) -> bool:
 
 
 def _without_unsaved(new: Weights, module: torch.nn.Module, saved: Weights) -> Weights:
-    """Leave out buffers that are not in the ``state_dict``: ``named_buffers`` and TensorDicts have them, too."""
+    """Leave out buffers that are not in the ``state_dict``: ``named_buffers`` and TensorDicts have
+    them, too.
+    """
     unsaved = {name for name, _ in module.named_buffers()} - saved.keys()
     return {name: tensor for name, tensor in new.items() if name not in unsaved}
 
@@ -160,6 +190,6 @@ def _check_not_lazy(weights: Weights) -> None:
     for name, tensor in weights.items():
         if is_lazy(tensor):
             raise BadWeights(
-                f"weight {name} is of a lazy layer, which has no values before the policy's first call. Call the "
-                f"policy once, or collect a batch. Nothing was changed."
+                f"weight {name} is of a lazy layer, which has no values before the policy's first"
+                " call. Call the policy once, or collect a batch. Nothing was changed."
             )

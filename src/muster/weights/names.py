@@ -1,4 +1,6 @@
-"""The weights of a policy: the modules that have them, the names of their tensors, checks and copies."""
+"""The weights of a policy: the modules that have them, the names of their tensors, checks and
+copies.
+"""
 
 from __future__ import annotations
 
@@ -22,30 +24,37 @@ Weights = dict[str, torch.Tensor]
 DEPTH = 6  # a function, in it an agent, in it a dict, in it a list, in it a module, and one more
 TORCH_GRAIN = 32_768  # elements; with more, torch may copy and add in several threads
 MAX_ITEMS = 256  # longer lists and dicts hold data
-LIBRARIES = {"torch", "numpy", "gymnasium"}  # hold no modules of the user, but thousands of functions
-EXTRA_STATE = "extra_state"  # torch's name in a state_dict for what ``get_extra_state`` returns, with underscores
+# hold no modules of the user, but thousands of functions
+LIBRARIES = {"torch", "numpy", "gymnasium"}
+# torch's name in a state_dict for what ``get_extra_state`` returns, with underscores
+EXTRA_STATE = "extra_state"
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))  # attributes: parameters, submodules, hooks
 
 
 def named_weights(source: Any) -> Weights:
     """The tensors of a module, TensorDict or dict, by ``state_dict`` name.
 
-    A dict may be nested, as the result of ``TensorDict.to_dict()`` is; its values may also be modules and TensorDicts.
+    A dict may be nested, as the result of ``TensorDict.to_dict()`` is; its values may also be
+    modules and TensorDicts.
 
     Raises:
         BadWeights: of anything else.
     """
     if isinstance(source, torch.nn.Module) and not _is_tensordict(source):
         state = _uncompiled(source).state_dict()
-        return {name: _detached(tensor) for name, tensor in state.items() if torch.is_tensor(tensor)}
+        return {
+            name: _detached(tensor) for name, tensor in state.items() if torch.is_tensor(tensor)
+        }
     if _is_tensordict(source):
         flat = source.flatten_keys(".")
-        return {str(name): _detached(tensor) for name, tensor in flat.items() if torch.is_tensor(tensor)}
+        return {
+            str(name): _detached(tensor) for name, tensor in flat.items() if torch.is_tensor(tensor)
+        }
     if isinstance(source, Mapping):
         return _named_in_dict(source)
     raise BadWeights(
-        f"cannot take weights from {type(source).__name__}: expected a module, a TensorDict, or a dict of tensors "
-        f"such as module.state_dict()"
+        f"cannot take weights from {type(source).__name__}: expected a module, a TensorDict, or a"
+        " dict of tensors such as module.state_dict()"
     )
 
 
@@ -53,8 +62,11 @@ def _named_in_dict(given: Mapping[Any, Any]) -> Weights:
     named: Weights = {}
     for key, value in given.items():
         name = ".".join(map(str, key)) if isinstance(key, tuple) else str(key)
-        is_extra_state = name.rpartition(".")[2].lstrip("_") == EXTRA_STATE and not torch.is_tensor(value)
-        if value is None or is_extra_state:  # a layer without bias; what ``get_extra_state`` returned
+        is_extra_state = name.rpartition(".")[2].lstrip("_") == EXTRA_STATE and not torch.is_tensor(
+            value
+        )
+        # a layer without bias; what ``get_extra_state`` returned
+        if value is None or is_extra_state:
             continue
         if torch.is_tensor(value):
             found = {name: _detached(value)}
@@ -62,8 +74,9 @@ def _named_in_dict(given: Mapping[Any, Any]) -> Weights:
             found = {f"{name}.{inner}": tensor for inner, tensor in named_weights(value).items()}
         else:
             raise BadWeights(
-                f"cannot take weights from {type(given).__name__}: its entry {key!r} is {type(value).__name__}, "
-                f"expected tensors, or dicts of tensors such as module.state_dict()"
+                f"cannot take weights from {type(given).__name__}: its entry {key!r} is"
+                f" {type(value).__name__}, expected tensors, or dicts of tensors such as"
+                " module.state_dict()"
             )
         if twice := named.keys() & found.keys():
             raise BadWeights(f"the dict of weights has {sorted(twice)} twice. Nothing was changed.")
@@ -83,10 +96,12 @@ def _is_tensordict(thing: Any) -> bool:
 def named_tensors(policy: Any) -> Weights:
     """The parameters and buffers of a policy; writing to them changes the policy.
 
-    A copy of the policy in another process has the same names. Tied weights appear once, under their first name.
+    A copy of the policy in another process has the same names. Tied weights appear once, under
+    their first name.
 
     Args:
-        policy: a module; or a function, method, partial or object, whose modules are numbered: "0.weight", ...
+        policy: a module; or a function, method, partial or object, whose modules are numbered:
+            "0.weight", ...
 
     Raises:
         BadWeights: the policy has lazy layers that were not called yet.
@@ -95,29 +110,38 @@ def named_tensors(policy: Any) -> Weights:
 
 
 def each_once(module: torch.nn.Module | None) -> Weights:
-    """The tensors of a module's ``state_dict``, which change with it; tied weights under their first name."""
+    """The tensors of a module's ``state_dict``, which change with it; tied weights under their
+    first name.
+    """
     seen: set[int] = set()
     named: Weights = {}
     for name, tensor in ({} if module is None else module.state_dict(keep_vars=True)).items():
         if torch.is_tensor(tensor) and id(tensor) not in seen:
             if torch.nn.parameter.is_lazy(tensor):
-                raise BadWeights(f"weight {name} is of a lazy layer, which has none before the policy's first call")
+                raise BadWeights(
+                    f"weight {name} is of a lazy layer, which has none before the policy's first"
+                    " call"
+                )
             seen.add(id(tensor))
             named[name] = tensor.detach()
     return named
 
 
 def weight_bearer(policy: Any) -> torch.nn.Module | None:
-    """The module with all weights of the policy: itself, or a ``ModuleList`` of those it uses; None without any."""
+    """The module with all weights of the policy: itself, or a ``ModuleList`` of those it uses; None
+    without any.
+    """
     if isinstance(policy, torch.nn.Module):
         return with_unregistered(_uncompiled(policy))
     return _list_of(*_reached([policy]))
 
 
 def with_unregistered(module: torch.nn.Module) -> torch.nn.Module:
-    """The module; or a ``ModuleList`` of it and of the modules that its functions use without being submodules.
+    """The module; or a ``ModuleList`` of it and of the modules that its functions use without being
+    submodules.
 
-    The network of ``TensorDictModule(lambda obs: net(obs), ...)`` is not in the ``state_dict``, and acts.
+    The network of ``TensorDictModule(lambda obs: net(obs), ...)`` is not in the ``state_dict``, and
+    acts.
     """
     functions = [function for part in module.modules() for function in _functions_of(part)]
     if not functions:
@@ -130,7 +154,9 @@ def with_unregistered(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def tensors_in(module: torch.nn.Module) -> list[torch.Tensor]:
-    """The parameters and buffers of a module, each once, with those that are not in the ``state_dict``."""
+    """The parameters and buffers of a module, each once, with those that are not in the
+    ``state_dict``.
+    """
     return [*module.parameters(), *module.buffers()]
 
 
@@ -139,8 +165,8 @@ def replica(module: torch.nn.Module, *, only_weights: bool = False) -> torch.nn.
 
     Args:
         module: the user's.
-        only_weights: where ``copy.deepcopy`` fails, return plain modules with the same names, and copies of the
-            tensors.
+        only_weights: where ``copy.deepcopy`` fails, return plain modules with the same names, and
+            copies of the tensors.
 
     Raises:
         BadWeights: the module cannot be copied.
@@ -149,7 +175,9 @@ def replica(module: torch.nn.Module, *, only_weights: bool = False) -> torch.nn.
         return copy.deepcopy(module).cpu()
     except Exception as error:
         skeleton = _skeleton(module) if only_weights else torch.nn.Module()
-        if skeleton.state_dict().keys() == {name for name, t in module.state_dict().items() if torch.is_tensor(t)}:
+        if skeleton.state_dict().keys() == {
+            name for name, t in module.state_dict().items() if torch.is_tensor(t)
+        }:
             return skeleton
         raise BadWeights(
             f"the policy cannot be copied for its workers: copy.deepcopy raised {described(error)}"
@@ -171,7 +199,9 @@ def _skeleton(module: torch.nn.Module) -> torch.nn.Module:
         saved = part.state_dict(keep_vars=True).keys()
         for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
             data = parameter.detach().to("cpu", copy=True)
-            copied = copies.setdefault(id(parameter), torch.nn.Parameter(data, parameter.requires_grad))
+            copied = copies.setdefault(
+                id(parameter), torch.nn.Parameter(data, parameter.requires_grad)
+            )
             plain.register_parameter(name, copied)
         for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
             copied = copies.setdefault(id(buffer), buffer.detach().to("cpu", copy=True))
@@ -180,7 +210,9 @@ def _skeleton(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def acting_modules(policy: Any) -> list[torch.nn.Module]:
-    """The modules that act: the policy, and those that it or its functions use without being submodules."""
+    """The modules that act: the policy, and those that it or its functions use without being
+    submodules.
+    """
     if not isinstance(policy, torch.nn.Module):
         return modules_of(policy)
     functions = [function for part in policy.modules() for function in _functions_of(part)]
@@ -188,17 +220,20 @@ def acting_modules(policy: Any) -> list[torch.nn.Module]:
 
 
 def place_of(tensor: torch.Tensor) -> Any:
-    """A key that is equal for tensors in the same memory, also where a ``state_dict`` makes new ones for each call."""
+    """A key that is equal for tensors in the same memory, also where a ``state_dict`` makes new
+    ones for each call.
+    """
     if torch.nn.parameter.is_lazy(tensor) or not (address := tensor.data_ptr()):
         return id(tensor)
     return address, tensor.device, tensor.shape, tensor.stride()
 
 
 def modules_of(policy: Any) -> list[torch.nn.Module]:
-    """The policy if it is a module, else the modules that a function or object reaches by name, each once.
+    """The policy if it is a module, else the modules that a function or object reaches by name,
+    each once.
 
-    Searches closures, used globals, arguments of partials, attributes, and short lists and dicts, a few levels deep.
-    The order is the same in a copy.
+    Searches closures, used globals, arguments of partials, attributes, and short lists and dicts, a
+    few levels deep. The order is the same in a copy.
     """
     return _reached([policy])[0]
 
@@ -213,11 +248,17 @@ def _reached(things: list[Any]) -> tuple[list[torch.nn.Module], list[torch.Tenso
         level = [held for thing in new.values() for held in _held(thing)]
     modules = [thing for thing in seen.values() if isinstance(thing, torch.nn.Module)]
     inside = {id(tensor) for module in modules for tensor in tensors_in(module)}
-    trained = [thing for thing in seen.values() if torch.is_tensor(thing) and thing.is_leaf and thing.requires_grad]
+    trained = [
+        thing
+        for thing in seen.values()
+        if torch.is_tensor(thing) and thing.is_leaf and thing.requires_grad
+    ]
     return modules, [tensor for tensor in trained if id(tensor) not in inside]
 
 
-def _list_of(modules: list[torch.nn.Module], parameters: list[torch.Tensor]) -> torch.nn.ModuleList | None:
+def _list_of(
+    modules: list[torch.nn.Module], parameters: list[torch.Tensor]
+) -> torch.nn.ModuleList | None:
     if not modules and not parameters:
         return None
     listed = torch.nn.ModuleList(modules)
@@ -243,7 +284,11 @@ def _functions_in(value: Any, depth: int) -> Iterator[Any]:
         if depth and len(value) <= MAX_ITEMS:
             for item in value.values() if isinstance(value, dict) else value:
                 yield from _functions_in(item, depth - 1)
-    elif callable(value) and not isinstance(value, (type, torch.nn.Module)) and not _is_of_library(value):
+    elif (
+        callable(value)
+        and not isinstance(value, (type, torch.nn.Module))
+        and not _is_of_library(value)
+    ):
         yield value
 
 
@@ -260,12 +305,15 @@ def overwrite(old: Weights, new: Weights) -> None:
 
 
 def check_fit(new: Mapping[str, torch.Tensor], old: Mapping[str, Any], remedy: str = "") -> None:
-    """Raise BadWeights unless ``new`` has the names, shapes and dtypes of ``old``: of tensors, or of what has both."""
+    """Raise BadWeights unless ``new`` has the names, shapes and dtypes of ``old``: of tensors, or
+    of what has both.
+    """
     if new.keys() != old.keys():
         missing, extra = sorted(old.keys() - new.keys()), sorted(new.keys() - old.keys())
         raise BadWeights(
-            f"the weights are named differently from those of the policy: missing {missing or 'nothing'}, unknown "
-            f"{extra or 'nothing'}; expected {sorted(old)}. {remedy and remedy + ' '}Nothing was changed."
+            "the weights are named differently from those of the policy: missing"
+            f" {missing or 'nothing'}, unknown {extra or 'nothing'}; expected {sorted(old)}."
+            f" {remedy and remedy + ' '}Nothing was changed."
         )
     for name, expected in old.items():
         tensor = new[name]
@@ -280,7 +328,9 @@ def check_finite(weights: Weights) -> None:
     """Raise BadWeights if a value is infinite or not a number."""
     for name, tensor in weights.items():
         if not is_finite(tensor):
-            raise BadWeights(f"weight {name} is not finite: training has diverged. Nothing was published.")
+            raise BadWeights(
+                f"weight {name} is not finite: training has diverged. Nothing was published."
+            )
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -292,7 +342,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
     if tensor.itemsize == 1:  # float8 has no arithmetic
         tensor = tensor.float()
     elif tensor.dtype != torch.complex32 and math.isfinite(abs(_sum(tensor))):
-        return True  # a sum with one infinite or NaN term is one too, and takes a thirtieth of the time
+        # a sum with one infinite or NaN term is one too, and takes a thirtieth of the time
+        return True
     return bool(torch.isfinite(tensor).all())
 
 
@@ -304,11 +355,16 @@ def _sum(tensor: torch.Tensor) -> complex:
 
 
 def copy_tensor(into: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy the values; on the CPU in this thread only, because the threads of torch's pool wait for one another, which
-    takes long while workers use the cores.
+    """Copy the values; on the CPU in this thread only, because the threads of torch's pool wait for
+    one another, which takes long while workers use the cores.
     """
     with torch.no_grad():
-        if into.dtype == source.dtype and into.shape == source.shape and _is_large(into) and _is_large(source):
+        if (
+            into.dtype == source.dtype
+            and into.shape == source.shape
+            and _is_large(into)
+            and _is_large(source)
+        ):
             np.copyto(_bytes(into), _bytes(source))
             into.view(-1)[:0].zero_()  # autograd is to know
         else:
@@ -356,7 +412,9 @@ def _is_of_library(thing: Any) -> bool:
 
 
 def _is_env(thing: Any) -> bool:
-    """Environments are left alone: CPython 3.11 makes an object's attributes slower for ever once its dict is seen."""
+    """Environments are left alone: CPython 3.11 makes an object's attributes slower for ever once
+    its dict is seen.
+    """
     spaces = hasattr(thing, "observation_space") or hasattr(thing, "observation_spec")
     return spaces and hasattr(thing, "reset") and hasattr(thing, "step")
 
@@ -364,9 +422,16 @@ def _is_env(thing: Any) -> bool:
 def _captured(function: Callable[..., Any]) -> list[Any]:
     """Objects that a plain function, method or partial can reach by name."""
     if isinstance(function, functools.partial):
-        return [function.func, *function.args, *function.keywords.values(), *_captured(function.func)]
+        return [
+            function.func,
+            *function.args,
+            *function.keywords.values(),
+            *_captured(function.func),
+        ]
     bound = getattr(function, "__self__", None)
-    held = [bound, *vars(bound).values()] if hasattr(bound, "__dict__") and not _is_env(bound) else []
+    held = (
+        [bound, *vars(bound).values()] if hasattr(bound, "__dict__") and not _is_env(bound) else []
+    )
     plain = inspect.unwrap(getattr(function, "__func__", function))
     if not inspect.isfunction(plain):
         return [*held, *vars(function).values()] if hasattr(function, "__dict__") else held

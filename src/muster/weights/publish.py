@@ -1,4 +1,6 @@
-"""Publishing the weights of a policy: checked as a whole, copied, counted, and visible between rollouts only."""
+"""Publishing the weights of a policy: checked as a whole, copied, counted, and visible between
+rollouts only.
+"""
 
 from __future__ import annotations
 
@@ -37,17 +39,19 @@ REMEMBERED = 10_000  # versions whose age is known
 class PolicyWeights:
     """The weights of a policy; safe to publish from any thread.
 
-    Constructed directly, ``policy`` acts in this process: its weights are replaced in place. Constructed by
-    ``of_workers``, copies of it act in workers: weights are published into ``policy``, a private copy, and from
-    there to the workers, all at once.
+    Constructed directly, ``policy`` acts in this process: its weights are replaced in place.
+    Constructed by ``of_workers``, copies of it act in workers: weights are published into
+    ``policy``, a private copy, and from there to the workers, all at once.
 
-    Between ``hold`` and ``release`` (a rollout) a publish waits for the end: one batch has one version. Workers that
-    were left out keep their weights until their next publish, which brings all earlier ones.
+    Between ``hold`` and ``release`` (a rollout) a publish waits for the end: one batch has one
+    version. Workers that were left out keep their weights until their next publish, which brings
+    all earlier ones.
 
     Args:
         policy: the policy that acts.
         original: the user's policy, where ``policy`` is a copy of it.
-        counter: an object with ``version`` and ``increment_version()`` that counts versions instead.
+        counter: an object with ``version`` and ``increment_version()`` that counts versions
+            instead.
         mode: the mode in which ``policy`` acts here; None: its modules keep theirs.
 
     Attributes:
@@ -57,17 +61,25 @@ class PolicyWeights:
         publishes: their number, whatever counts versions.
     """
 
-    def __init__(self, policy: Any, original: Any = None, counter: Any = None, mode: ActingMode | None = None) -> None:
-        self.policy, self.original, self.counter, self._mode = policy, original, counter, mode
+    def __init__(
+        self, policy: Any, original: Any = None, counter: Any = None, mode: ActingMode | None = None
+    ) -> None:
+        self.policy = policy
+        self.original = original
+        self.counter = counter
+        self._mode = mode
         self.workers: int | None = None
         self.publishes = 0
         self._count = 0
         self._named = name_of(policy)
-        self._users: torch.nn.Module | None = None  # all modules of the user's policy, where ``policy`` is a copy
+        # all modules of the user's policy, where ``policy`` is a copy
+        self._users: torch.nn.Module | None = None
         self._roots = [policy, original]  # objects that stand for the whole policy
         self._has_model_ids = False  # parts of the policy have ids: see ``get_model``
-        self._elsewhere: set[Any] = set()  # tensors of ``policy`` that were given for a model, from elsewhere
-        self._unbounded: set[Any] = set()  # its buffers that were infinite from the start, such as masks
+        # tensors of ``policy`` that were given for a model, from elsewhere
+        self._elsewhere: set[Any] = set()
+        # its buffers that were infinite from the start, such as masks
+        self._unbounded: set[Any] = set()
         self._look_at_modules()
         self._born: dict[int | str, int] = {}  # publishes before each of the last versions
         self._lock = threading.Lock()
@@ -79,7 +91,13 @@ class PolicyWeights:
 
     @classmethod
     def of_workers(
-        cls, policy: Any, workers: int, transport: Any = None, counter: Any = None, *, only_weights: bool = False
+        cls,
+        policy: Any,
+        workers: int,
+        transport: Any = None,
+        counter: Any = None,
+        *,
+        only_weights: bool = False,
     ) -> Self:
         """The weights of a policy whose copies act in ``workers``.
 
@@ -94,7 +112,11 @@ class PolicyWeights:
             BadWeights: the policy cannot be copied.
         """
         made = cls(None, None, counter)
-        made._named, made.workers, made._transport = name_of(policy), workers, transport_for(transport)
+        made._named, made.workers, made._transport = (
+            name_of(policy),
+            workers,
+            transport_for(transport),
+        )
         users = made._users = weight_bearer(policy)
         if users is not None:
             made.original = policy if isinstance(policy, torch.nn.Module) else users
@@ -110,16 +132,18 @@ class PolicyWeights:
         """Number of publishes, or the version of ``counter``."""
         return self._count if self.counter is None else self.counter.version
 
-    def publish(self, source: Any = None, *, model: Any = None, workers: Collection[int] | None = None) -> int | str:
+    def publish(
+        self, source: Any = None, *, model: Any = None, workers: Collection[int] | None = None
+    ) -> int | str:
         """Take over the weights of ``source``; all or nothing.
 
-        They are weights for all of the policy, or for all of ``model``. A module that is a part of the user's policy
-        stands for all of it: its other parameters and buffers are taken from there, too, except those that were given
-        for a model from elsewhere.
+        They are weights for all of the policy, or for all of ``model``. A module that is a part of
+        the user's policy stands for all of it: its other parameters and buffers are taken from
+        there, too, except those that were given for a model from elsewhere.
 
         Args:
-            source: the user's policy or a part of it, a copy of the whole, a TensorDict, a dict of tensors by
-                ``state_dict`` name, which may be nested, or None for the user's policy.
+            source: the user's policy or a part of it, a copy of the whole, a TensorDict, a dict of
+                tensors by ``state_dict`` name, which may be nested, or None for the user's policy.
             model: the part of the policy that they are for.
             workers: those that get them; None is all.
 
@@ -127,15 +151,20 @@ class PolicyWeights:
             the new version.
 
         Raises:
-            BadWeights: keys, shapes or dtypes that do not fit, weights of a part only, or values that are not finite.
-                Nothing was changed.
+            BadWeights: keys, shapes or dtypes that do not fit, weights of a part only, or values
+                that are not finite. Nothing was changed.
             BadOption: there is no such worker.
             SlotsExhausted: no memory; the publish is repeated with the next one.
         """
         return self.publish_all([(source, model)], workers=workers)
 
-    def publish_all(self, sources: Sequence[tuple[Any, Any]], *, workers: Collection[int] | None = None) -> int | str:
-        """``publish`` for several (source, model), as one version; all or none. Without any it counts a version."""
+    def publish_all(
+        self, sources: Sequence[tuple[Any, Any]], *, workers: Collection[int] | None = None
+    ) -> int | str:
+        """``publish`` for several (source, model), as one version; all or none.
+
+        Without any it counts a version.
+        """
         receiving = set(chosen(workers, self.workers or 1))
         changes = self._changes(sources)
         pairs = changes.pairs
@@ -159,7 +188,9 @@ class PolicyWeights:
             self.release()
 
     def hold(self) -> int | str:
-        """The newest weights are in place, and stay as they are until ``release``. Returns their version.
+        """The newest weights are in place, and stay as they are until ``release``.
+
+        Returns their version.
 
         The policy is in the mode in which it acts.
         """
@@ -175,11 +206,14 @@ class PolicyWeights:
         """Publishes take effect again, and the policy has the user's mode."""
         if self._mode is not None:
             self._mode.leave()
-        self._in_rollout = False  # without the lock: a publish that reads it meanwhile was during the rollout
+        # without the lock: a publish that reads it meanwhile was during the rollout
+        self._in_rollout = False
 
     @contextmanager
     def in_mode(self) -> Iterator[None]:
-        """The policy is in the mode in which it acts: for calls of it outside of rollouts, and for copies of it."""
+        """The policy is in the mode in which it acts: for calls of it outside of rollouts, and for
+        copies of it.
+        """
         if self._mode is None:
             yield
             return
@@ -194,14 +228,18 @@ class PolicyWeights:
         self._mode = None
 
     def act_with(self, policy: torch.nn.Module) -> None:
-        """From now on, a copy of the user's policy acts in this process, in its own mode; publishing copies to it."""
+        """From now on, a copy of the user's policy acts in this process, in its own mode;
+        publishing copies to it.
+        """
         self.original, self.policy = self.policy, policy
         self._mode = None
         self._roots.append(policy)
         self._look_at_modules()
 
     def restore(self, version: int | str) -> None:
-        """Set the version after a load into ``policy``, which the user's policy and the workers then get too."""
+        """Set the version after a load into ``policy``, which the user's policy and the workers
+        then get too.
+        """
         if self.counter is not None:
             self.counter.version = version
         elif isinstance(version, int):
@@ -223,7 +261,9 @@ class PolicyWeights:
 
     @property
     def lazy(self) -> bool:
-        """Layers of the policy have no weights before its first call; ``materialise`` them before anything else."""
+        """Layers of the policy have no weights before its first call; ``materialise`` them before
+        anything else.
+        """
         if self.workers is None or self.policy is None:
             return False
         return any(map(torch.nn.parameter.is_lazy, self.policy.state_dict(keep_vars=True).values()))
@@ -240,9 +280,15 @@ class PolicyWeights:
         assert self._transport is not None
         assert self.workers is not None
         first: dict[int, str] = {}  # tied weights were sent once
-        names = {name: first.setdefault(id(t), name) for name, t in self.policy.state_dict(keep_vars=True).items()}
+        names = {
+            name: first.setdefault(id(t), name)
+            for name, t in self.policy.state_dict(keep_vars=True).items()
+        }
         if missing := set(names.values()) - state.keys():
-            raise BadWeights(f"the worker's policy has no weights named {sorted(missing)}, but the collector's has")
+            raise BadWeights(
+                f"the worker's policy has no weights named {sorted(missing)}, but the"
+                " collector's has"
+            )
         full = {name: state[sent] for name, sent in names.items()}
         assert self._users is not None
         self.policy.load_state_dict(full)
@@ -255,7 +301,9 @@ class PolicyWeights:
             self._apply()
 
     def ticket(self, worker: int) -> Ticket:
-        """How a (new) worker subscribes to what was published last for it; its ``take`` wants ``named_tensors``."""
+        """How a (new) worker subscribes to what was published last for it; its ``take`` wants
+        ``named_tensors``.
+        """
         with self._lock:
             self._check_not_lazy()
             assert self._publisher is not None
@@ -278,12 +326,15 @@ class PolicyWeights:
             if part is None:  # no weights
                 continue
             target, own, path = part
-            new = taken(source, target, own, partial(_model_id, path) if self._has_model_ids else None)
+            new = taken(
+                source, target, own, partial(_model_id, path) if self._has_model_ids else None
+            )
             self._check_finite(new.weights, tensors_of(target))
             if own is not target or not new.is_own:
                 self._add(changes, new, tensors_of(target), model)
         for place, (tensor, old) in changes.pairs.items():
-            if place_of(tensor) in changes.pairs:  # a policy that acts here gets weights of another part of it
+            # a policy that acts here gets weights of another part of it
+            if place_of(tensor) in changes.pairs:
                 changes.pairs[place] = tensor.clone(), old
         return changes
 
@@ -297,8 +348,8 @@ class PolicyWeights:
             first, _ = pairs.setdefault(place, (tensor, old[name]))
             if first is not tensor and not new.is_own and not torch.equal(first, tensor):
                 raise BadWeights(
-                    f"weight {name} has another name in the policy, too (tied weights), and the two have different "
-                    f"values. Nothing was changed."
+                    f"weight {name} has another name in the policy, too (tied weights), and the two"
+                    " have different values. Nothing was changed."
                 )
         changes.pairs |= pairs
         if model is not None and not new.is_own:
@@ -309,17 +360,20 @@ class PolicyWeights:
             changes.elsewhere -= pairs.keys()
 
     def _part(self, source: Any, model: Any) -> tuple[torch.nn.Module, torch.nn.Module, str] | None:
-        """The part of ``policy`` that is meant, the same part of the user's policy, and its path in both.
+        """The part of ``policy`` that is meant, the same part of the user's policy, and its path in
+        both.
 
         None: there are no weights, and none were given.
         """
-        policy, users = self.policy, self.policy if self._users is None else self._users
+        policy = self.policy
+        users = self.policy if self._users is None else self._users
         if self.workers is not None and policy is None:
             if source is None and model is None:
                 return None
             raise BadWeights(
-                f"the policy ({self._named}) has no modules that Muster can find, so there is nothing in the workers "
-                f"to copy weights to. Make the policy a module, or let it hold its networks as attributes."
+                f"the policy ({self._named}) has no modules that Muster can find, so there is"
+                " nothing in the workers to copy weights to. Make the policy a module, or let it"
+                " hold its networks as attributes."
             )
         if not isinstance(policy, torch.nn.Module):
             return self._part_of_function(source, model)
@@ -331,26 +385,39 @@ class PolicyWeights:
                 if module is model:
                     return policy.get_submodule(path), users.get_submodule(path), path
         if self.workers is not None:
-            raise BadWeights(f"the model {type(model).__name__} is no part of the policy that workers have")
+            raise BadWeights(
+                f"the model {type(model).__name__} is no part of the policy that workers have"
+            )
         return model, model, ""
 
-    def _part_of_function(self, source: Any, model: Any) -> tuple[torch.nn.Module, torch.nn.Module, str] | None:
+    def _part_of_function(
+        self, source: Any, model: Any
+    ) -> tuple[torch.nn.Module, torch.nn.Module, str] | None:
         """``_part`` of a function that acts here, whose modules are the user's."""
         bearer = weight_bearer(self.policy) if model is None else model
         if model is None and source is None:
             return None if bearer is None else (bearer, bearer, "")
         if bearer is None or (model is None and not is_own(source, bearer)):
             raise BadWeights(
-                f"the policy ({self._named}) is not a module, so Muster cannot reach its weights. Change them where "
-                f"the policy finds them, and call update_policy_weights_() without arguments to count a version."
+                f"the policy ({self._named}) is not a module, so Muster cannot reach its weights."
+                " Change them where the policy finds them, and call update_policy_weights_()"
+                " without arguments to count a version."
             )
         return bearer, bearer, ""
 
     def _check_finite(self, new: Weights, old: Weights) -> None:
-        check_finite({name: tensor for name, tensor in new.items() if place_of(old[name]) not in self._unbounded})
+        check_finite(
+            {
+                name: tensor
+                for name, tensor in new.items()
+                if place_of(old[name]) not in self._unbounded
+            }
+        )
 
     def _look_at_modules(self) -> None:
-        """Find modules beside the submodules of a policy that acts here, and values that are infinite on purpose."""
+        """Find modules beside the submodules of a policy that acts here, and values that are
+        infinite on purpose.
+        """
         if isinstance(self.original, torch.nn.Module):
             self._users = with_unregistered(self.original)
         if not isinstance(self.policy, torch.nn.Module):
@@ -361,7 +428,9 @@ class PolicyWeights:
         self._unbounded = _infinite(self.policy)
 
     def _queue(self, update: _Update) -> None:
-        """No worker waits for two updates: one that has no receivers left becomes part of the one after it."""
+        """No worker waits for two updates: one that has no receivers left becomes part of the one
+        after it.
+        """
         kept, before = [], Pairs()
         for earlier in self._updates:
             earlier.pairs = {**before, **earlier.pairs}
@@ -377,7 +446,8 @@ class PolicyWeights:
             update = self._updates[0]
             for new, old in update.pairs.values():
                 copy_tensor(old, new)
-            update.pairs = {}  # should the rest fail and be repeated: the user's tensors may be others by then
+            # should the rest fail and be repeated: the user's tensors may be others by then
+            update.pairs = {}
             if self._publisher is not None:
                 self._publisher.publish(self._tensors, update.version, update.workers)
             del self._updates[0]
@@ -402,7 +472,10 @@ class PolicyWeights:
 
     def _check_not_lazy(self) -> None:
         if self.workers is not None and self._publisher is None:
-            raise BadWeights("the policy has lazy layers, which get their weights with its first call in a worker")
+            raise BadWeights(
+                "the policy has lazy layers, which get their weights with its first call in a"
+                " worker"
+            )
 
 
 @dataclass
@@ -431,12 +504,20 @@ class _Update:
 
 def _infinite(module: torch.nn.Module | None) -> set[Any]:
     """The buffers with infinite values, such as the mask of an attention."""
-    return set() if module is None else {place_of(buffer) for buffer in module.buffers() if not is_finite(buffer)}
+    return (
+        set()
+        if module is None
+        else {place_of(buffer) for buffer in module.buffers() if not is_finite(buffer)}
+    )
 
 
 def _model_id(path: str, inner: str) -> str | None:
-    """The argument that names a part of the policy, such as ``model_id='policy.module[0]'``; None: there is none."""
+    """The argument that names a part of the policy, such as ``model_id='policy.module[0]'``; None:
+    there is none.
+    """
     names = f"{path}.{inner}".removeprefix(".").split(".")
     if not all(name.isdecimal() or name.isidentifier() for name in names):
         return None
-    return "model_id=" + repr("policy" + "".join(f"[{name}]" if name.isdecimal() else f".{name}" for name in names))
+    return "model_id=" + repr(
+        "policy" + "".join(f"[{name}]" if name.isdecimal() else f".{name}" for name in names)
+    )

@@ -17,14 +17,14 @@ from muster.weights.publish import PolicyWeights
 class Receivers:
     """The receiving ends of a collector's weight sync schemes.
 
-    A scheme writes into a copy of the model, at any time and in any thread. Weights that it announces are published
-    like any others, so that the policy changes between rollouts only. A collector with workers publishes to them, so
-    that weights reach all levels of a hierarchy.
+    A scheme writes into a copy of the model, at any time and in any thread. Weights that it
+    announces are published like any others, so that the policy changes between rollouts only. A
+    collector with workers publishes to them, so that weights reach all levels of a hierarchy.
 
     Args:
         weights: of the policy.
-        collector: whose ``get_model(id)`` finds the model. It is held weakly: one without references
-            ends at once, with its environment, and not when garbage is collected.
+        collector: whose ``get_model(id)`` finds the model. It is held weakly: one without
+            references ends at once, with its environment, and not when garbage is collected.
         worker_idx: given to schemes that ask.
 
     Attributes:
@@ -32,7 +32,11 @@ class Receivers:
     """
 
     def __init__(self, weights: PolicyWeights, collector: Any, worker_idx: int | None) -> None:
-        self._weights, self._collector, self._worker_idx = weights, weakref.ref(collector), worker_idx
+        self._weights, self._collector, self._worker_idx = (
+            weights,
+            weakref.ref(collector),
+            worker_idx,
+        )
         self.schemes: dict[str, Any] = {}
         self._contexts: dict[str, _Context] = {}
 
@@ -46,13 +50,18 @@ class Receivers:
         for model_id, scheme in schemes.items():
             for method in ("init_on_receiver", "connect", "receive"):
                 if not hasattr(scheme, method):
-                    raise BadOption(f"the weight sync scheme for {model_id!r} is {scheme!r}, which has no {method}()")
+                    raise BadOption(
+                        f"the weight sync scheme for {model_id!r} is {scheme!r}, which has no"
+                        f" {method}()"
+                    )
             before = self.schemes.get(model_id)
             if before is not None and before is not scheme:
                 before.shutdown()
             context = self._contexts[model_id] = _Context(self, model_id, self._worker_idx)
             if not getattr(scheme, "initialized_on_receiver", False):
-                scheme.init_on_receiver(model_id=model_id, context=context, worker_idx=self._worker_idx)
+                scheme.init_on_receiver(
+                    model_id=model_id, context=context, worker_idx=self._worker_idx
+                )
             else:
                 scheme.context = context
             self.schemes[model_id] = scheme
@@ -74,7 +83,9 @@ class Receivers:
         """The collector's model."""
         collector = self._collector()
         if collector is None:
-            raise CollectorClosed("the collector that these weights are for does not exist any more")
+            raise CollectorClosed(
+                "the collector that these weights are for does not exist any more"
+            )
         return collector.get_model(model_id)
 
     def close(self) -> None:
@@ -90,8 +101,12 @@ class _Context:
     def __init__(self, receivers: Receivers, model_id: str, worker_idx: int | None) -> None:
         model = receivers.model(model_id)
         if not isinstance(model, torch.nn.Module):
-            raise BadWeights(f"model {model_id!r} is {type(model).__name__}, which has no weights to receive")
-        self._receivers, self._model_id, self.worker_idx = receivers, model_id, worker_idx
+            raise BadWeights(
+                f"model {model_id!r} is {type(model).__name__}, which has no weights to receive"
+            )
+        self._receivers = receivers
+        self._model_id = model_id
+        self.worker_idx = worker_idx
         try:
             self.model = copy.deepcopy(model)
         except Exception:  # noqa: BLE001  (the user's code)
@@ -101,6 +116,8 @@ class _Context:
     def get_model(self, model_id: str) -> Any:
         return self.model
 
-    def update_policy_weights_(self, policy_or_weights: Any = None, *, model_id: str | None = None, **_: Any) -> None:
+    def update_policy_weights_(
+        self, policy_or_weights: Any = None, *, model_id: str | None = None, **_: Any
+    ) -> None:
         weights = self.model if policy_or_weights is None else policy_or_weights
         self._receivers.publish(model_id or self._model_id, weights)

@@ -9,8 +9,8 @@
     publisher.publish(weights, 7)
     assert subscriber.take(into) == 7  # at a rollout boundary, in the thread that runs the policy
 
-Versions do not queue up: the latest wins. A worker that has received a message takes the weights that were published
-before that message was sent, or newer ones.
+Versions do not queue up: the latest wins. A worker that has received a message takes the weights
+that were published before that message was sent, or newer ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from muster.errors import BadOption
 if TYPE_CHECKING:
     import torch
 
-    Weights = Mapping[str, torch.Tensor]  # on the CPU where they are sent, anywhere where they are taken
+    # on the CPU where they are sent, anywhere where they are taken
+    Weights = Mapping[str, torch.Tensor]
 
 
 class Subscriber(Protocol):
@@ -38,10 +39,12 @@ class Subscriber(Protocol):
     version: int | str | None
 
     def take(self, into: Weights) -> int | str | None:
-        """Copy the newest weights into these tensors, all of one version, if they are newer than the last taken.
+        """Copy the newest weights into these tensors, all of one version, if they are newer than
+        the last taken.
 
         Returns:
-            their version; None if there is no newer one. The first call always takes weights (except with ``NoSync``).
+            their version; None if there is no newer one. The first call always takes weights
+            (except with ``NoSync``).
 
         Raises:
             BadWeights: names, shapes or dtypes differ. Nothing was changed.
@@ -53,20 +56,26 @@ class Subscriber(Protocol):
 
 
 class Ticket:
-    """The data with which a worker subscribes. Its pickle does not contain the descriptors: send them with it.
+    """The data with which a worker subscribes.
+
+    Its pickle does not contain the descriptors: send them with it.
 
     Attributes:
         fds: the publisher's duplicates for this ticket, until ``close``.
     """
 
-    def __init__(self, opener: Callable[[Sequence[int]], Subscriber], fds: Sequence[int] = ()) -> None:
-        self._opener, self.fds = opener, list(fds)
+    def __init__(
+        self, opener: Callable[[Sequence[int]], Subscriber], fds: Sequence[int] = ()
+    ) -> None:
+        self._opener = opener
+        self.fds = list(fds)
 
     def open(self, fds: Sequence[int]) -> Subscriber:
         """Subscribe, once per ticket.
 
         Args:
-            fds: ``self.fds``, or the descriptors received in another process. The caller closes them.
+            fds: ``self.fds``, or the descriptors received in another process. The caller closes
+                them.
         """
         return self._opener(fds)
 
@@ -82,7 +91,9 @@ class Ticket:
 class Publisher(Protocol):
     """The end in the learner; used by one thread at a time."""
 
-    def publish(self, weights: Weights, version: int | str, workers: Collection[int] | None = None) -> None:
+    def publish(
+        self, weights: Weights, version: int | str, workers: Collection[int] | None = None
+    ) -> None:
         """Publish weights to workers. They are copied before this returns.
 
         Args:
@@ -96,7 +107,10 @@ class Publisher(Protocol):
         """
 
     def ticket(self, worker: int) -> Ticket:
-        """The ticket of a worker. A restarted worker gets the weights that were published last for its number."""
+        """The ticket of a worker.
+
+        A restarted worker gets the weights that were published last for its number.
+        """
 
     def close(self) -> None:
         """Release everything; subscribers keep the weights they have taken. May be called again."""
@@ -126,7 +140,9 @@ def chosen(workers: Collection[int] | None, count: int) -> Collection[int]:
 
 @dataclass(frozen=True)
 class NoSync:
-    """For policies that never change, or that fetch their weights themselves; publishing only counts versions."""
+    """For policies that never change, or that fetch their weights themselves; publishing only
+    counts versions.
+    """
 
     def publisher(self, weights: Weights, workers: int, version: int | str = 0) -> NoPublisher:
         return NoPublisher(workers)
@@ -138,7 +154,9 @@ class NoPublisher:
     def __init__(self, workers: int) -> None:
         self._workers = workers
 
-    def publish(self, weights: Weights, version: int | str, workers: Collection[int] | None = None) -> None:
+    def publish(
+        self, weights: Weights, version: int | str, workers: Collection[int] | None = None
+    ) -> None:
         chosen(workers, self._workers)
 
     def ticket(self, worker: int) -> Ticket:

@@ -1,8 +1,8 @@
 """Acting on rows of several groups in one call of the policy.
 
-For a single group the policy reads and writes the rows of its lane. Rows of several groups are copied into a *gather
-buffer*, a lane of a few steps for all their environments. The outputs are copied back to the lanes. Each row is copied
-once, whatever its size.
+For a single group the policy reads and writes the rows of its lane. Rows of several groups are
+copied into a *gather buffer*, a lane of a few steps for all their environments. The outputs are
+copied back to the lanes. Each row is copied once, whatever its size.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ from muster.workers.messages import GroupInfo, RolloutRequest
 if TYPE_CHECKING:
     from muster.protocols import EnvBatch
 
-GATHER_BYTES = 1 << 20  # maximum size of a buffer with several steps; policies prepare for its steps at once
+# maximum size of a buffer with several steps; policies prepare for its steps at once
+GATHER_BYTES = 1 << 20
 
-_Pairs = list[tuple[Array, Array]]  # arrays of a buffer and of lanes: rows first, all other dimensions equal
+# arrays of a buffer and of lanes: rows first, all other dimensions equal
+_Pairs = list[tuple[Array, Array]]
 _Pairs3 = tuple[_Pairs, _Pairs, _Pairs]
 
 
@@ -53,7 +55,8 @@ class ServedRollout:
     error: Exception | None = None  # error of the policy that interrupted the rollout
     act: Act | None = None  # for this lane alone, while ``epoch`` is the current one
     epoch: int = -1  # epoch of ``act``, see ``Actor``
-    prepared: dict[tuple[int, int], _Prepared] = field(default_factory=dict)  # by size of the buffer, as its leader
+    # by size of the buffer, as its leader
+    prepared: dict[tuple[int, int], _Prepared] = field(default_factory=dict)
     pairs: dict[Any, _Pairs3 | None] = field(default_factory=dict)  # see ``Actor._parts``
 
     @property
@@ -71,20 +74,30 @@ class _Prepared:
 
 
 class Actor:
-    """A policy, which it owns, the random streams of groups, and memory for acting on several of them.
+    """A policy, which it owns, the random streams of groups, and memory for acting on several of
+    them.
 
     Args:
         weights: subscriber from which the newest weights are taken at the start of rollouts.
-        exclusive: no other thread draws from the process's global generators during a call, so that they are replaced
-            by the streams of the group.
-        keeps_streams: no thread draws between calls either (no environment threads): replaced until ``settle``.
+        exclusive: no other thread draws from the process's global generators during a call, so that
+            they are replaced by the streams of the group.
+        keeps_streams: no thread draws between calls either (no environment threads): replaced until
+            ``settle``.
     """
 
     def __init__(
-        self, policy: Any, options: WorkerOptions, weights: Subscriber, *, exclusive: bool, keeps_streams: bool
+        self,
+        policy: Any,
+        options: WorkerOptions,
+        weights: Subscriber,
+        *,
+        exclusive: bool,
+        keeps_streams: bool,
     ) -> None:
-        self._options, self._weights = options, weights
-        self._exclusive, self._keeps_streams = exclusive, keeps_streams
+        self._options = options
+        self._weights = weights
+        self._exclusive = exclusive
+        self._keeps_streams = keeps_streams
         self._policy, self._device = place(policy, options.policy_device)
         self._in_place = self._device is None or self._device.type == "cpu"
         self._into = named_tensors(self._policy)
@@ -92,7 +105,8 @@ class Actor:
         self._rngs: dict[int, GroupRng] = {}  # by group
         self._policies: dict[tuple[int, ...], Policy] = {}  # by shape of the batch
         self._buffers: dict[tuple[int, int], Lane] = {}  # by number of environments and of steps
-        self._prepared: dict[tuple[int, int], _Prepared] = {}  # likewise; used if runs need not be reproducible
+        # likewise; used if runs need not be reproducible
+        self._prepared: dict[tuple[int, int], _Prepared] = {}
         self._columns: list[Column] = []
         self._acted: set[int] = set()  # groups that the policy has acted for
         self._installed: GroupRng | None = None  # group streams that are the global ones now
@@ -102,13 +116,20 @@ class Actor:
         self._epoch = 0  # grows with each change after which policies have to prepare again
 
     def open(self, infos: Mapping[int, GroupInfo]) -> None:
-        """Register groups by number. Raises ``BadOption`` if one policy call cannot act for all of them."""
+        """Register groups by number.
+
+        Raises ``BadOption`` if one policy call cannot act for all of them.
+        """
         for info in infos.values():
             check_alike(info, next(iter(infos.values())))
         self._infos = infos
 
-    def adopt(self, groups: Mapping[int, tuple[dict[Key, Array], dict[str, Any]]], acts: bool) -> list[Column]:
-        """Return the columns that the policy writes. A policy that was not called yet is called once to determine them.
+    def adopt(
+        self, groups: Mapping[int, tuple[dict[Key, Array], dict[str, Any]]], acts: bool
+    ) -> list[Column]:
+        """Return the columns that the policy writes.
+
+        A policy that was not called yet is called once to determine them.
 
         Args:
             groups: observations to act on and state of the random streams, by group.
@@ -120,30 +141,44 @@ class Actor:
         if not self._policies:
             number = min(groups)
             info, (obs, state) = self._infos[number], groups[number]
-            tensors = {key: torch.from_numpy(a).reshape((*info.batch_shape, *a.shape[1:])) for key, a in obs.items()}
+            tensors = {
+                key: torch.from_numpy(a).reshape((*info.batch_shape, *a.shape[1:]))
+                for key, a in obs.items()
+            }
             self._take_weights()
-            policy = self._policy_for(info.batch_shape, lambda: tensors, self._restored(number, state))
+            policy = self._policy_for(
+                info.batch_shape, lambda: tensors, self._restored(number, state)
+            )
             self._columns = list(policy.columns())
         return self._columns
 
     # --- random streams ---------------------------------------------------------------------------
 
     def reseed(self, groups: Sequence[int], seed: int | None, generation: int = 0) -> None:
-        """Replace the random streams of groups that have some here; ``adopt`` brings the streams of the others."""
+        """Replace the random streams of groups that have some here; ``adopt`` brings the streams of
+        the others.
+        """
         for number in set(groups) & self._rngs.keys():
             self._rngs[number] = GroupRng(seed, number, self._device, generation)
         if not generation:  # a restart must not change the rollouts of other groups
             self._epoch += 1
 
     def add_streams(self, groups: Sequence[int], states: Sequence[dict[str, Any]]) -> None:
-        """Write the policy's random streams into the states of groups; the environments' streams are unchanged."""
+        """Write the policy's random streams into the states of groups; the environments' streams
+        are unchanged.
+        """
         for number, state in zip(groups, states, strict=True):
             if number in self._rngs:
                 streams = self._rngs[number].state_dict()
-                state["group"]["rng"] |= {name: streams[name] for name in ("numpy", "streams", "torch", "cuda")}
+                state["group"]["rng"] |= {
+                    name: streams[name] for name in ("numpy", "streams", "torch", "cuda")
+                }
 
     def load(self, states: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
-        """Restore the streams in states of groups. Return the states for workers, without those of torch."""
+        """Restore the streams in states of groups.
+
+        Return the states for workers, without those of torch.
+        """
         left = {}
         for number, state in states.items():
             streams = state["group"]["rng"]
@@ -153,7 +188,10 @@ class Actor:
             else:  # ``adopt`` brings the streams before the first call
                 self._rngs.pop(number, None)
                 self._acted.discard(number)
-            left[number] = {**state, "group": {**state["group"], "rng": {**streams, "torch": None, "cuda": None}}}
+            left[number] = {
+                **state,
+                "group": {**state["group"], "rng": {**streams, "torch": None, "cuda": None}},
+            }
         self._epoch += 1
         return left
 
@@ -167,10 +205,15 @@ class Actor:
     def begin(self, request: RolloutRequest, slot: Slot) -> ServedRollout:
         """Start a rollout with the newest weights."""
         self._take_weights()
-        return ServedRollout(request.number, request.group, slot, request.lane, self._weights.version or 0)
+        return ServedRollout(
+            request.number, request.group, slot, request.lane, self._weights.version or 0
+        )
 
     def act(self, asked: Sequence[tuple[ServedRollout, int]]) -> None:
-        """Act on a row of each rollout in one call of the policy. The caller converts the policy's own errors."""
+        """Act on a row of each rollout in one call of the policy.
+
+        The caller converts the policy's own errors.
+        """
         version = self._weights.version or 0
         for rollout, row in asked:
             if POLICY_VERSION in rollout.lane.arrays:
@@ -198,9 +241,13 @@ class Actor:
 
     def value(self, group: int, made: BootstrapRows) -> BootstrapRows:
         """Fill in the values of next observations of a group."""
-        info, rng = self._infos[group], self._rngs[group]
+        info = self._infos[group]
+        rng = self._rngs[group]
         lead, some = info.batch_shape, np.arange(info.num_envs) % len(made.t)
-        seen = {key: torch.from_numpy(rows[some]).reshape((*lead, *rows.shape[1:])) for key, rows in made.rows.items()}
+        seen = {
+            key: torch.from_numpy(rows[some]).reshape((*lead, *rows.shape[1:]))
+            for key, rows in made.rows.items()
+        }
         policy = self._policy_for(lead, lambda: seen, rng)
 
         @contextmanager
@@ -216,7 +263,8 @@ class Actor:
         return made
 
     def _act_alone(self, rollout: ServedRollout, row: int, *, first: bool) -> None:
-        lane, rng = rollout.lane, self._rngs[rollout.group]
+        lane = rollout.lane
+        rng = self._rngs[rollout.group]
         policy = self._policy_for(lane.layout.lead, lambda: self._seen(lane, row), rng)
         if first:
             self._act_first(policy, lane, row, rng)
@@ -224,15 +272,20 @@ class Actor:
         with self._context(policy, rng):
             if rollout.act is None or rollout.epoch != self._epoch:
                 lane.acts_from = lane.done_steps = row
-                rollout.act, rollout.epoch = call_policy(policy, lambda: policy.start(lane, rng)), self._epoch
+                rollout.act, rollout.epoch = (
+                    call_policy(policy, lambda: policy.start(lane, rng)),
+                    self._epoch,
+                )
             rollout.act(row)
 
     def _act_together(self, asked: Sequence[tuple[ServedRollout, int]], *, first: bool) -> None:
         """Gather rows, act on all of them in one call, and copy the outputs to the lanes."""
         (leader, row), B = asked[0], sum(rollout.lane.B for rollout, _ in asked)
-        rng, size = self._rngs[leader.group], (B, leader.lane.T)
+        rng = self._rngs[leader.group]
+        size = (B, leader.lane.T)
         buffer = self._buffer(*size, leader.lane.layout)
-        # Noise is drawn for many steps at once. Each leader has its own: it must not depend on which other groups ask.
+        # Noise is drawn for many steps at once. Each leader has its own: it must not depend on
+        # which other groups ask.
         prepared = leader.prepared if self._exclusive else self._prepared
         ready = prepared.get(size)
         if ready is not None and (ready.epoch != self._epoch or ready.row == buffer.T):
@@ -267,8 +320,12 @@ class Actor:
             outputs = call_policy(policy, lambda: policy.first(self._seen(lane, row), rng))
         store_outputs(keep(outputs), lane, row)
 
-    def _parts(self, asked: Sequence[tuple[ServedRollout, int]], buffer: Lane) -> list[tuple[_Pairs3, int]]:
-        """Return the arrays to copy: a single part if all lanes lie evenly in one slot, else one part per rollout."""
+    def _parts(
+        self, asked: Sequence[tuple[ServedRollout, int]], buffer: Lane
+    ) -> list[tuple[_Pairs3, int]]:
+        """Return the arrays to copy: a single part if all lanes lie evenly in one slot, else one
+        part per rollout.
+        """
         leader, row = asked[0]
         if all(other == row for _, other in asked):
             together = (buffer.B, buffer.T, *(rollout.number for rollout, _ in asked))
@@ -287,23 +344,30 @@ class Actor:
         return parts
 
     def _pairs(self, buffer: Lane, begin: int, rollouts: Sequence[ServedRollout]) -> _Pairs3 | None:
-        """Pair arrays of a buffer (from environment ``begin``) and lanes: inputs, outputs, outputs of the next row.
+        """Pair arrays of a buffer (from environment ``begin``) and lanes: inputs, outputs, outputs
+        of the next row.
 
-        None: the lanes are not evenly spaced in one slot. (A view over several slots would also cover the memory
-        between them: NumPy sees overlaps, and copies take very long.)
+        None: the lanes are not evenly spaced in one slot. (A view over several slots would also
+        cover the memory between them: NumPy sees overlaps, and copies take very long.)
         """
-        slot, n, places = rollouts[0].slot, len(rollouts), [rollout.index for rollout in rollouts]
+        slot = rollouts[0].slot
+        n = len(rollouts)
+        places = [rollout.index for rollout in rollouts]
         apart = places[1] - places[0] if n > 1 else 1
-        if any(rollout.slot is not slot for rollout in rollouts) or places != [places[0] + i * apart for i in range(n)]:
+        if any(rollout.slot is not slot for rollout in rollouts) or places != [
+            places[0] + i * apart for i in range(n)
+        ]:
             return None
         lane, written = rollouts[0].lane, self._written()
         B = lane.B
         parts: _Pairs3 = ([], [], [])
         into, out, later = parts
         for column in buffer.layout.columns:
-            here, there = lane.arrays[column.key], buffer.arrays[column.key][:, begin : begin + n * B]
+            here = lane.arrays[column.key]
+            there = buffer.arrays[column.key][:, begin : begin + n * B]
             if n > 1:
-                step, shape = apart * slot.layout.lane_bytes, (len(here), n, *here.shape[1:])
+                step = apart * slot.layout.lane_bytes
+                shape = (len(here), n, *here.shape[1:])
                 strides = here.strides[0], step, *here.strides[1:]
                 here = np.lib.stride_tricks.as_strided(here, shape, strides)
                 there = there.reshape(len(there), n, B, *there.shape[2:])
@@ -314,10 +378,14 @@ class Actor:
         return parts
 
     def _buffer(self, B: int, T: int, like: Layout) -> Lane:
-        """Return the buffer for ``B`` environments, with at most ``T`` steps; pinned if the policy is on a GPU."""
+        """Return the buffer for ``B`` environments, with at most ``T`` steps; pinned if the policy
+        is on a GPU.
+        """
         if (B, T) not in self._buffers:
             written, infos = self._written(), next(iter(self._infos.values())).info_specs
-            columns = tuple(c for c in like.columns if c.key in written or (c.carry and c.key not in infos))
+            columns = tuple(
+                c for c in like.columns if c.key in written or (c.carry and c.key not in infos)
+            )
             row_bytes = B * sum(math.prod(c.shape) * c.dtype.itemsize for c in columns)
             steps = min(T, max(1, GATHER_BYTES // row_bytes))
             pinned = self._device is not None and self._device.type == "cuda"
@@ -326,22 +394,34 @@ class Actor:
         return self._buffers[B, T]
 
     def _written(self) -> set[Key]:
-        """Return the keys that the policy writes. ``is_init`` is not among them: only resets write it."""
-        return {*next(iter(self._infos.values())).action_specs, *(column.key for column in self._columns)} - {IS_INIT}
+        """Return the keys that the policy writes.
+
+        ``is_init`` is not among them: only resets write it.
+        """
+        return {
+            *next(iter(self._infos.values())).action_specs,
+            *(column.key for column in self._columns),
+        } - {IS_INIT}
 
     def _seen(self, lane: Lane, row: int) -> dict[Key, Any]:
         """Return the observations of a row, and its ``is_init`` if there is that column."""
         keys = (*next(iter(self._infos.values())).observation_specs, IS_INIT)
         return {key: lane.rows(key)[row] for key in keys if key in lane.tensors}
 
-    def _policy_for(self, shape: tuple[int, ...], obs: Callable[[], dict[Key, Any]], rng: GroupRng) -> Policy:
-        """Return the policy for a batch shape. A new one is called once to determine its columns."""
+    def _policy_for(
+        self, shape: tuple[int, ...], obs: Callable[[], dict[Key, Any]], rng: GroupRng
+    ) -> Policy:
+        """Return the policy for a batch shape.
+
+        A new one is called once to determine its columns.
+        """
         if shape not in self._policies:
             built = BuiltEnv(cast("EnvBatch", next(iter(self._infos.values()))), shape)
             policy = build_policy(self._policy, self._options, built, self._device)
             if (coroutines := getattr(policy, "coroutines", None)) is not None:
                 coroutines.look = self.look
-            probe = self._restored(0, rng.state_dict())  # a copy: this call must not draw from the group's
+            # a copy: this call must not draw from the group's
+            probe = self._restored(0, rng.state_dict())
             try:
                 with self._context(policy, probe, first=True):
                     call_policy(policy, lambda: policy.first(obs(), probe))
@@ -357,7 +437,8 @@ class Actor:
         inference = self._options.rollout.inference_mode and not (first or self._grad)
         mode = torch.inference_mode() if inference else torch.no_grad()
         called = gradients_enabled(policy) if self._grad else nullcontext()
-        if alone and self._installed is not rng:  # kept for the next calls: a change takes as long as a network's call
+        # kept for the next calls: a change takes as long as a network's call
+        if alone and self._installed is not rng:
             self.settle()
             self._streams.enter_context(rng.as_global())
             self._installed = rng
@@ -379,24 +460,31 @@ class Actor:
 
 
 def check_alike(info: GroupInfo, first: GroupInfo) -> None:
-    """Raise ``BadOption`` for a group that an inference server cannot act for together with the first one."""
+    """Raise ``BadOption`` for a group that an inference server cannot act for together with the
+    first one.
+    """
     specs = {**info.observation_specs, **info.action_specs}
     if info.device is not None and info.device.type != "cpu":
-        raise BadOption(f"inference='server': {info.name} steps on {info.device} itself; leave inference out")
+        raise BadOption(
+            f"inference='server': {info.name} steps on {info.device} itself; leave inference out"
+        )
     if AGENT in info.observation_specs:
-        raise BadOption(f"inference='server': the agents of {info.name} take turns; leave inference out")
+        raise BadOption(
+            f"inference='server': the agents of {info.name} take turns; leave inference out"
+        )
     if masks := [dotted(key) for key in info.action_masks.values() if key[0] == INFO]:
         raise BadOption(
-            f"inference='server' sends observations to the policy, and the action mask of {info.name} is in {masks}: "
-            f"leave inference out, or make the mask a part of the observation"
+            "inference='server' sends observations to the policy, and the action mask of"
+            f" {info.name} is in {masks}: leave inference out, or make the mask a part of the"
+            " observation"
         )
     if objects := [dotted(key) for key, spec in specs.items() if not spec.is_tensor]:
         raise BadOption(
-            f"inference='server' needs fixed shapes, and {info.name} has Python objects in {objects}: leave inference "
-            f"out, or encode them as arrays"
+            f"inference='server' needs fixed shapes, and {info.name} has Python objects in"
+            f" {objects}: leave inference out, or encode them as arrays"
         )
     if (info.observations, info.actions) != (first.observations, first.actions):
         raise BadOption(
-            f"inference='server' acts with one policy for all environments, and {info.name} and {first.name} differ in "
-            f"observations or actions: use a collector for each kind"
+            f"inference='server' acts with one policy for all environments, and {info.name} and"
+            f" {first.name} differ in observations or actions: use a collector for each kind"
         )

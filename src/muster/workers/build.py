@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 else:
     from muster.utils import lazy_torch as torch
 
-CLOSE_SHARE = 0.6  # share of its deadline in which a worker closes coroutines; it reports errors in the rest
+# share of its deadline in which a worker closes coroutines; it reports errors in the rest
+CLOSE_SHARE = 0.6
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class WorkerOptions:
     """The options of a collector that its workers need; see ``CollectorOptions`` for their meaning."""
 
     frames_per_batch: int
-    shared_frames: bool  # all groups fill a batch together; False: each group fills batches of its own
+    # all groups fill a batch together; False: each group fills batches of its own
+    shared_frames: bool
     num_envs: int | None
     env_device: torch.device | None
     policy_device: torch.device | None
@@ -55,11 +57,13 @@ class WorkerOptions:
     compile_policy: bool | dict[str, Any] | None
     cudagraph_policy: bool | dict[str, Any] | None
     rollout: RolloutOptions
-    obs_dtype: np.dtype[Any] | None = None  # of stored floating-point observations; None: that of the environments
+    # of stored floating-point observations; None: that of the environments
+    obs_dtype: np.dtype[Any] | None = None
     info: Any = False  # infos to store; False: none
     timeouts: Mapping[str, float | None] = field(default_factory=dict)  # by phase, for coroutines
     policy_mode: PolicyMode = "eval"
-    # ids of modules that threads may share with the user: those that a function of an importable file uses by name
+    # ids of modules that threads may share with the user: those that a function of an importable
+    # file uses by name
     users_modules: frozenset[int] = frozenset()
 
     @property
@@ -72,7 +76,10 @@ class WorkerOptions:
 
 
 def build_envs(
-    factories: Sequence[Any], kwargs: Sequence[Mapping[str, Any] | None], options: WorkerOptions, made: ExitStack
+    factories: Sequence[Any],
+    kwargs: Sequence[Mapping[str, Any] | None],
+    options: WorkerOptions,
+    made: ExitStack,
 ) -> list[BuiltEnv]:
     """Make an env batch for each factory, and register its ``close`` with ``made``."""
     built: list[BuiltEnv] = []
@@ -83,7 +90,9 @@ def build_envs(
         _check_env(env := built[-1].env, options.rollout)
         if (dtype := options.obs_dtype) is not None:
             specs = env.observation_specs.items()
-            env.observation_specs = {key: s if key in env.own_dtype else s.stored_as(dtype) for key, s in specs}
+            env.observation_specs = {
+                key: s if key in env.own_dtype else s.stored_as(dtype) for key, s in specs
+            }
         if (coroutines := getattr(env, "coroutines", None)) is not None:
             coroutines.timeouts = options.deadlines
         if env.casts is not None:
@@ -97,35 +106,46 @@ def build_envs(
             built[-1] = replace(built[-1], env=with_previous(built[-1].env, dtype))
     objects = [id(_innermost(env)) for b in built for env in b.env.objects()]
     if len(set(objects)) < len(objects):
-        raise BadOption("create_env_fn has the same environment object twice; give functions that make one")
+        raise BadOption(
+            "create_env_fn has the same environment object twice; give functions that make one"
+        )
     return built
 
 
-def _infos_of(built: BuiltEnv, factory: Any, kwargs: Mapping[str, Any] | None, options: WorkerOptions) -> Seen:
-    """What infos look like: of a reset and a random step of an environment that is made for this and closed.
+def _infos_of(
+    built: BuiltEnv, factory: Any, kwargs: Mapping[str, Any] | None, options: WorkerOptions
+) -> Seen:
+    """What infos look like: of a reset and a random step of an environment that is made for this
+    and closed.
 
     An environment that exists already is only reset.
     """
     mine = {id(_innermost(env)) for env in built.env.objects()}
     seen: Seen = {}
     with ExitStack() as made:
-        env, steps = built.env, False
+        env = built.env
+        steps = False
         if not is_environment(factory):
-            probe = build_env(factory, None if options.num_envs is None else 1, kwargs, options.env_device).env
+            probe = build_env(
+                factory, None if options.num_envs is None else 1, kwargs, options.env_device
+            ).env
             if steps := mine.isdisjoint(id(_innermost(each)) for each in probe.objects()):
                 env = probe
                 made.callback(env.close)
                 env.keeps_infos = True
         lane = _one_row(env)
         rng = GroupRng(0)
-        if current_thread() is main_thread():  # what belongs to the process is not for other threads to exchange
+        # what belongs to the process is not for other threads to exchange
+        if current_thread() is main_thread():
             made.enter_context(rng.as_global())
-            made.enter_context(warnings.catch_warnings())  # the environments that are kept warn of the same
+            # the environments that are kept warn of the same
+            made.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
         env.reset(lane.arrays, 0, range(env.num_envs), range(env.num_envs) if steps else None)
         look_at(env, seen)
         if steps:
-            if isinstance(seen.get(ACTION_MASK), ArraySpec) and not env.action_masks:  # the action must be allowed
+            # the action must be allowed
+            if isinstance(seen.get(ACTION_MASK), ArraySpec) and not env.action_masks:
                 env = with_infos(env, [ACTION_MASK], lambda: seen)
                 lane = _one_row(env)
                 env.reset(lane.arrays, 0, range(env.num_envs), range(env.num_envs))
@@ -140,11 +160,25 @@ def _one_row(env: EnvBatch) -> Lane:
 
 
 def make_group(
-    built: BuiltEnv, number: int, first: int, total: int, options: RolloutOptions, rng: GroupRng, *, shared: bool
+    built: BuiltEnv,
+    number: int,
+    first: int,
+    total: int,
+    options: RolloutOptions,
+    rng: GroupRng,
+    *,
+    shared: bool,
 ) -> Group:
     """Make a group of the environments ``first``, ``first + 1``, ... of ``total``."""
     ids = np.arange(first, first + built.env.num_envs)
-    group = Group(built.env, batch_shape=built.batch_shape, env_ids=ids, total_envs=total, rng=rng, options=options)
+    group = Group(
+        built.env,
+        batch_shape=built.batch_shape,
+        env_ids=ids,
+        total_envs=total,
+        rng=rng,
+        options=options,
+    )
     group.number = number
     if options.on_step is not None:
         group.watch = watching(group, options.on_step)
@@ -154,14 +188,19 @@ def make_group(
 
 
 def seeds_of(seed: int, env_ids: Sequence[int], generation: int) -> list[int]:
-    """Return seeds for environments. Those of a restarted worker get others, so that episodes are not repeated."""
+    """Return seeds for environments.
+
+    Those of a restarted worker get others, so that episodes are not repeated.
+    """
     if not generation:
         return [seed + i for i in env_ids]
     roots = (np.random.SeedSequence([seed, i, generation]) for i in env_ids)
     return [int(root.generate_state(1)[0] >> 1) for root in roots]
 
 
-def build_policy(policy: Any, options: WorkerOptions, built: Group | BuiltEnv, device: torch.device | None) -> Policy:
+def build_policy(
+    policy: Any, options: WorkerOptions, built: Group | BuiltEnv, device: torch.device | None
+) -> Policy:
     """Adapt a policy to ``Policy`` for these environments; None is a uniformly random policy."""
     from muster.policies.adapt import adapt, takes_tensordict
 
@@ -184,15 +223,22 @@ def _compiled(policy: Any, options: WorkerOptions) -> Any:
     from muster.policies.adapt import is_coroutine_policy
     from muster.policies.heads import Head
 
-    wanted = [name for name in ("compile_policy", "cudagraph_policy") if getattr(options, name) not in (None, False)]
+    wanted = [
+        name
+        for name in ("compile_policy", "cudagraph_policy")
+        if getattr(options, name) not in (None, False)
+    ]
     if policy is None or not wanted:
         return policy
     if is_coroutine_policy(policy):
-        raise BadOption(f"{wanted[0]} is for modules and functions, and {name_of(policy)} is a coroutine function.")
+        raise BadOption(
+            f"{wanted[0]} is for modules and functions, and {name_of(policy)} is a coroutine"
+            " function."
+        )
     if isinstance(policy, Head):
         raise BadOption(
-            f"{wanted[0]} is for whole policies, and {policy.name} is a head: compile its network instead, as in "
-            f"muster.policies.{policy.name}(torch.compile(net))"
+            f"{wanted[0]} is for whole policies, and {policy.name} is a head: compile its network"
+            f" instead, as in muster.policies.{policy.name}(torch.compile(net))"
         )
     compiled: Any = policy
     if "compile_policy" in wanted:
@@ -213,13 +259,13 @@ def _check_env(env: EnvBatch, options: RolloutOptions) -> None:
         nested = nested_truncations(env.observation_specs)
         if nested and options.compact_obs:
             raise BadOption(
-                f"set_truncated=True marks {dotted(next_of(nested[0]))}, which compact_obs=True leaves out: "
-                f"leave one of them out."
+                f"set_truncated=True marks {dotted(next_of(nested[0]))}, which compact_obs=True"
+                " leaves out: leave one of them out."
             )
         if not nested:
             raise BadOption(
                 f"set_truncated=True, but {env.name} has no 'truncated' flag. Add one (TorchRL: "
-                f"env.add_truncated_keys()), or leave set_truncated out."
+                "env.add_truncated_keys()), or leave set_truncated out."
             )
     others = {
         "reset_when_done=False": not options.reset_when_done,
@@ -229,29 +275,38 @@ def _check_env(env: EnvBatch, options: RolloutOptions) -> None:
     refused = {"max_frames_per_traj": options.max_frames_per_traj, **others}
     if env.ready_envs is not None and (name := next(filter(refused.get, refused), None)):
         raise BadOption(
-            f"{name}: {env.name} is asynchronous (batch_size={len(env.ready_envs)} of num_envs={env.num_envs}): "
-            f"its environments reset themselves, and are at different steps. Remove the option "
-            f"(max_episode_steps of envpool.make_gymnasium limits episodes), or leave batch_size out"
+            f"{name}: {env.name} is asynchronous (batch_size={len(env.ready_envs)} of"
+            f" num_envs={env.num_envs}): its environments reset themselves, and are at different"
+            " steps. Remove the option (max_episode_steps of envpool.make_gymnasium limits"
+            " episodes), or leave batch_size out"
         )
     refused = {"set_truncated": options.set_truncated, "compact_obs": options.compact_obs, **others}
     if env.agents and (name := next(filter(refused.get, refused), None)):
-        raise BadOption(f"{name}: the agents of {env.name} take turns, which this option does not know. Remove it")
+        raise BadOption(
+            f"{name}: the agents of {env.name} take turns, which this option does not know."
+            " Remove it"
+        )
     if options.max_frames_per_traj and STEP_COUNT in env.observation_specs:
         raise BadOption(
-            f"max_frames_per_traj adds 'step_count', which {env.name} has already. Let the environment truncate "
-            f"(TorchRL: StepCounter(max_steps)), or rename its key."
+            f"max_frames_per_traj adds 'step_count', which {env.name} has already. Let the"
+            " environment truncate (TorchRL: StepCounter(max_steps)), or rename its key."
         )
     if options.compact_obs and env.writes_next:
-        raise BadOption(f"compact_obs: {env.name} resets on the device, where last observations cannot be set aside")
+        raise BadOption(
+            f"compact_obs: {env.name} resets on the device, where last observations cannot be set"
+            " aside"
+        )
 
 
 def _innermost(env: Any) -> Any:
     """Return the environment inside all wrappers of Gymnasium and of Muster.
 
-    Does not access its ``__dict__``: reading it makes all later attribute accesses of the object slower (CPython 3.11:
-    15 % of a CartPole step).
+    Does not access its ``__dict__``: reading it makes all later attribute accesses of the object
+    slower (CPython 3.11: 15 % of a CartPole step).
     """
-    wraps = any(kind.__module__.startswith(("gymnasium.", "muster.envs.")) for kind in type(env).__mro__)
+    wraps = any(
+        kind.__module__.startswith(("gymnasium.", "muster.envs.")) for kind in type(env).__mro__
+    )
     for name in ("env", "pool") if wraps else ():
         if (inner := getattr(env, name, None)) is not None and inner is not env:
             return _innermost(inner)

@@ -1,11 +1,13 @@
-"""Channels: messages and descriptors between two processes, over an unnamed socket pair; wake-ups; status pages.
+"""Channels: messages and descriptors between two processes, over an unnamed socket pair; wake-ups;
+status pages.
 
-A message is a header (length, number of descriptors) and a pickle. Only processes of one collector have an end of a
-channel, so that messages are as trusted as this process.
+A message is a header (length, number of descriptors) and a pickle. Only processes of one collector
+have an end of a channel, so that messages are as trusted as this process.
 
-Both directions stay consistent when a signal handler raises at any point (Ctrl-C in a notebook, after which collecting
-continues). For this, system calls append their results to a deque from within C (``extend(map(...))``): between a call
-and the assignment of its result, the result could be lost.
+Both directions stay consistent when a signal handler raises at any point (Ctrl-C in a notebook,
+after which collecting continues). For this, system calls append their results to a deque from
+within C (``extend(map(...))``): between a call and the assignment of its result, the result could
+be lost.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from muster.rollout.progress import CELLS
 _HEADER = struct.Struct("=QQ")
 _SIZE = 1 << 16  # bytes per read
 _ITEM = array.array("i").itemsize
-_SPACE = getattr(socket, "CMSG_SPACE", int)(253 * _ITEM)  # 253 is the most that Linux passes with one message
+# 253 is the most that Linux passes with one message
+_SPACE = getattr(socket, "CMSG_SPACE", int)(253 * _ITEM)
 # Plain integers: enums cost a microsecond.
 _NOSIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
 _DONTWAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
@@ -48,9 +51,9 @@ _ONE = (1).to_bytes(8, sys.byteorder)
 class Channel:
     """One end of a channel. At any time one thread may send and one may receive.
 
-    Messages that arrive together are read together: after waiting for ``fileno()``, receive until ``poll()`` is false.
-    When either end is closed, ``send`` raises EOFError, and so does ``receive`` after all messages sent before.
-    A channel owns its socket.
+    Messages that arrive together are read together: after waiting for ``fileno()``, receive until
+    ``poll()`` is false. When either end is closed, ``send`` raises EOFError, and so does
+    ``receive`` after all messages sent before. A channel owns its socket.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -78,8 +81,8 @@ class Channel:
         """Send an object that can be pickled, and duplicates of descriptors (at most 253).
 
         Raises:
-            TimeoutError: the other end has not read within ``timeout`` seconds. An unsent message is withdrawn. Of a
-                partly sent message the rest is sent before the next one.
+            TimeoutError: the other end has not read within ``timeout`` seconds. An unsent message
+                is withdrawn. Of a partly sent message the rest is sent before the next one.
             EOFError: the other end is closed.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -97,10 +100,12 @@ class Channel:
         self._flush(deadline)
 
     def receive(self, timeout: float | None = None) -> tuple[Any, list[int]]:
-        """Return the next message and its descriptors, which the caller owns and no program inherits.
+        """Return the next message and its descriptors, which the caller owns and no program
+        inherits.
 
         Raises:
-            TimeoutError: no message is complete after ``timeout`` seconds; it can still be received later.
+            TimeoutError: no message is complete after ``timeout`` seconds; it can still be received
+                later.
             EOFError: the other end is closed, possibly in the middle of a message.
         """
         self._fill(None if timeout is None else time.monotonic() + timeout)
@@ -112,7 +117,8 @@ class Channel:
         try:
             message.extend(loading)
         except Exception:
-            if not message:  # drop an unreadable message. Otherwise a signal handler raised: keep the message.
+            # drop an unreadable message. Otherwise a signal handler raised: keep the message.
+            if not message:
                 del self._data[:end]
                 del self._fds[:count]
                 for fd in fds:
@@ -123,7 +129,9 @@ class Channel:
         return message[0], fds
 
     def poll(self, timeout: float | None = 0.0) -> bool:
-        """Return whether ``receive`` would return or raise EOFError at once, after waiting up to ``timeout``."""
+        """Return whether ``receive`` would return or raise EOFError at once, after waiting up to
+        ``timeout``.
+        """
         try:
             self._fill(None if timeout is None else time.monotonic() + timeout)
         except TimeoutError:
@@ -140,7 +148,8 @@ class Channel:
 
     def _flush(self, deadline: float | None) -> None:
         while True:
-            # No signal handler can run between these two lines: handlers run after calls, and at jumps backwards.
+            # No signal handler can run between these two lines: handlers run after calls, and at
+            # jumps backwards.
             self._rest = self._rest[sum(self._sent) :]
             self._sent.clear()
             if not self._rest:
@@ -162,13 +171,18 @@ class Channel:
     def _fill(self, deadline: float | None) -> None:
         """Read until a message is complete."""
         self._absorb()
-        while len(self._data) < _HEADER.size or len(self._data) < _HEADER.size + _HEADER.unpack_from(self._data)[0]:
+        while (
+            len(self._data) < _HEADER.size
+            or len(self._data) < _HEADER.size + _HEADER.unpack_from(self._data)[0]
+        ):
             self._check_open()
             if deadline is not None:
                 self._wait(self._readable, deadline, "sent a message")
             try:
                 self._arrived.extend(map(self._sock.recvmsg, (_SIZE,), (_SPACE,), (_CLOEXEC,)))
-            except ConnectionResetError:  # closed with unread messages; all its messages have arrived
+            except (
+                ConnectionResetError
+            ):  # closed with unread messages; all its messages have arrived
                 raise EOFError("The other end of the channel is closed.") from None
             self._absorb()
 
@@ -176,7 +190,11 @@ class Channel:
         if not self._arrived:
             return
         data, ancillary, flags, _ = self._arrived[0]
-        fds = [fd for _, _, raw in ancillary for fd in array.array("i", raw[: len(raw) // _ITEM * _ITEM])]
+        fds = [
+            fd
+            for _, _, raw in ancillary
+            for fd in array.array("i", raw[: len(raw) // _ITEM * _ITEM])
+        ]
         for fd in () if _CLOEXEC else fds:
             os.set_inheritable(fd, False)
         # As in _flush, no signal handler can run between these lines.
@@ -185,7 +203,9 @@ class Channel:
         self._arrived.clear()
         if flags & _TRUNCATED:  # descriptors of an unknown message are missing
             self.close()
-            raise OSError(errno.EMFILE, "descriptors that another process sent are lost: too many open files")
+            raise OSError(
+                errno.EMFILE, "descriptors that another process sent are lost: too many open files"
+            )
         if not data:
             raise EOFError("The other end of the channel is closed.")
 
@@ -200,16 +220,23 @@ class Channel:
 
 
 class WakeUp:
-    """Wakes a thread that waits for it, from another thread or process. Repeated rings are one. Uses one descriptor, or
-    two on systems without eventfd.
+    """Wakes a thread that waits for it, from another thread or process. Repeated rings are one.
+    Uses one descriptor, or two on systems without eventfd.
 
-    Threads of the same process can say who rings: then only these senders are looked at, however many there are.
+    Threads of the same process can say who rings: then only these senders are looked at, however
+    many there are.
     """
 
     def __init__(self, *fds: int) -> None:
         if not fds:
-            fds = (os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC),) if hasattr(os, "eventfd") else os.pipe()
-        self.fds, self._read = fds, fds[0]  # for ``WakeUp(*fds)`` in another process; owned by this object
+            fds = (
+                (os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC),)
+                if hasattr(os, "eventfd")
+                else os.pipe()
+            )
+        # for ``WakeUp(*fds)`` in another process; owned by this object
+        self.fds = fds
+        self._read = fds[0]
         self._closing = threading.Lock()
         self._senders: dict[Any, None] = {}  # as an ordered set
         self._close = weakref.finalize(self, _close_all, fds)  # a thread may never reach this
@@ -238,7 +265,10 @@ class WakeUp:
 
     @contextlib.contextmanager
     def senders(self) -> Iterator[list[Any]]:
-        """A context with the senders that have rung since the last one. After an error in it they ring again."""
+        """A context with the senders that have rung since the last one.
+
+        After an error in it they ring again.
+        """
         with self._closing:
             senders, self._senders = list(self._senders), {}
         try:
@@ -273,10 +303,11 @@ def _close_all(fds: Sequence[int]) -> None:
 
 
 class StatusPage:
-    """The status page of a worker, which its parent can read at any time, also when the worker hangs or is dead.
+    """The status page of a worker, which its parent can read at any time, also when the worker
+    hangs or is dead.
 
-    A page of counters that the worker stores into, then text: the stacks that ``faulthandler`` writes, which works
-    without the GIL and during a crash.
+    A page of counters that the worker stores into, then text: the stacks that ``faulthandler``
+    writes, which works without the GIL and during a crash.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -306,18 +337,24 @@ class StatusPage:
         return self._arena.fd
 
     def arm(self) -> None:
-        """In a worker process: write the stacks of all threads on SIGUSR1 and on a crash of the interpreter."""
+        """In a worker process: write the stacks of all threads on SIGUSR1 and on a crash of the
+        interpreter.
+        """
         faulthandler.register(signal.SIGUSR1, file=self.fd, all_threads=True)
         faulthandler.enable(file=self.fd, all_threads=True)
 
     def disarm(self) -> None:
-        """In a fork of a worker process: detach it, so that it writes neither stacks nor counters to this page."""
+        """In a fork of a worker process: detach it, so that it writes neither stacks nor counters
+        to this page.
+        """
         faulthandler.unregister(signal.SIGUSR1)
         faulthandler.disable()
         self._arena.isolate()
 
     def stack(self, within_s: float = 0.0) -> str:
-        """In the parent: return the text since the last call; waits up to ``within_s`` for complete text."""
+        """In the parent: return the text since the last call; waits up to ``within_s`` for complete
+        text.
+        """
         deadline = time.monotonic() + within_s
         size = os.fstat(self.fd).st_size
         while time.monotonic() < deadline:

@@ -39,27 +39,39 @@ def check_timeouts(timeouts: Any) -> None:
         raise BadOption(f"timeouts={timeouts!r}: expected a dict of seconds by phase")
     for phase, seconds in timeouts.items():
         if phase not in TIMEOUTS:
-            raise BadOption(f"timeouts: there is no phase {phase!r}; expected some of {', '.join(TIMEOUTS)}")
-        if seconds is not None and not (isinstance(seconds, (int, float)) and 0 < seconds < math.inf):
-            raise BadOption(f"timeouts[{phase!r}]={seconds!r}: expected seconds, more than 0, or None for no limit")
+            raise BadOption(
+                f"timeouts: there is no phase {phase!r}; expected some of {', '.join(TIMEOUTS)}"
+            )
+        if seconds is not None and not (
+            isinstance(seconds, (int, float)) and 0 < seconds < math.inf
+        ):
+            raise BadOption(
+                f"timeouts[{phase!r}]={seconds!r}: expected seconds, more than 0, or None for no"
+                " limit"
+            )
 
 
 def timeout_of(timeouts: Mapping[str, float | None], phase: str) -> float | None:
-    """Return the deadline of a phase in seconds (None: none), from the user's ``timeouts`` or the defaults."""
+    """Return the deadline of a phase in seconds (None: none), from the user's ``timeouts`` or the
+    defaults.
+    """
     seconds = {**TIMEOUTS, **timeouts}
     return seconds.get(phase, seconds["step"])
 
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """The place of a worker's groups among all groups, known once all are made; and settings that change later."""
+    """The place of a worker's groups among all groups, known once all are made; and settings that
+    change later.
+    """
 
     firsts: Mapping[int, int]  # global number of the first environment, by group
     total: int  # number of environments over all groups
     marks_valid: bool  # see ``RolloutOptions``
     seed: int | None  # seed of all environments and random streams; None: no seed
     static: bool = False  # all environments have the same seed
-    episodes: Mapping[int, Array] | None = None  # number of each environment's first episode, by group; None: 0
+    # number of each environment's first episode, by group; None: 0
+    episodes: Mapping[int, Array] | None = None
     marks_resumed: bool = False  # rollouts have the column of resumed episodes
     grad: bool = False  # the policy acts with gradients enabled
     columns: LayOut | None = None  # columns of the current rollouts; None: not laid out yet
@@ -68,26 +80,30 @@ class WorkerPlace:
         """Return the place of these groups only."""
         episodes = self.episodes
         own = None if episodes is None else {number: episodes[number] for number in groups}
-        return replace(self, firsts={number: self.firsts[number] for number in groups}, episodes=own)
+        return replace(
+            self, firsts={number: self.firsts[number] for number in groups}, episodes=own
+        )
 
 
 @dataclass(frozen=True)
 class WorkerConfig:
     """The configuration of a worker: pickled for a process, passed as it is to a thread.
 
-    A restarted worker gets the config that its predecessor would have now: with the next ``generation`` and the present
-    ``place``.
+    A restarted worker gets the config that its predecessor would have now: with the next
+    ``generation`` and the present ``place``.
     """
 
     index: int  # number of the worker
     groups: Sequence[int]  # numbers of the worker's groups
-    factories: Sequence[Any]  # environment factories, one for each group; pickled by ``pickling.dumps`` for processes
+    # environment factories, one for each group; pickled by ``pickling.dumps`` for processes
+    factories: Sequence[Any]
     kwargs: Any  # list of keyword arguments for the factories; pickled likewise
     policy: bytes  # pickled policy or policy factory
     is_factory: bool  # ``policy`` is a factory
     options: Any  # ``WorkerOptions``; pickled likewise
-    # ``Turns`` by which threads call the policy, one at a time, with their group's random streams as global ones. None:
-    # workers are processes, or the user's thread does not wait for the threads
+    # ``Turns`` by which threads call the policy, one at a time, with their group's random streams
+    # as global ones. None: workers are processes, or the user's thread does not wait for the
+    # threads
     policy_turns: Any = None
     # number of workers in the mailbox of the inference server; None: the worker runs the policy
     served_by: int | None = None
@@ -96,22 +112,29 @@ class WorkerConfig:
     stoppable: bool = False  # check the cell ``STOP`` after every step
     in_thread: bool = False  # the worker is a thread of the parent's process
     generation: int = 0  # number of earlier starts of the worker
-    place: WorkerPlace | None = None  # place among all workers; None until all workers have made their groups
+    # place among all workers; None until all workers have made their groups
+    place: WorkerPlace | None = None
     node: str = ""  # number and host of the worker's node, for messages; empty on this machine
-    registered: SentIds | None = None  # ids of the program's registry; None: the worker is in a process that has them
-    # ticket for the weights, whose descriptors are sent with it; None: the worker does not subscribe
+    # ids of the program's registry; None: the worker is in a process that has them
+    registered: SentIds | None = None
+    # ticket for the weights, whose descriptors are sent with it; None: the worker does not
+    # subscribe
     ticket: Ticket | None = None
 
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """The configuration of a worker pool; see also ``MultiOptions``. The config of a node's pool can be pickled."""
+    """The configuration of a worker pool; see also ``MultiOptions``.
+
+    The config of a node's pool can be pickled.
+    """
 
     workers: Sequence[WorkerConfig]  # configs of the workers, without the policy
     policy: bytes  # pickled policy or policy factory
     count: int  # number of workers of the collector, over all nodes
     server: ServerConfig | None  # config of the inference server; None: the workers run the policy
-    origins: Sequence[Any]  # ``EnvFactory`` of each group, for crash reports; each is pickled for a node
+    # ``EnvFactory`` of each group, for crash reports; each is pickled for a node
+    origins: Sequence[Any]
     max_frames_per_traj: Any
     crash_dir: Any
     on_failure: OnFailure
@@ -119,7 +142,8 @@ class PoolConfig:
     max_restarts: int | None
     start_method: str | None
     cpu_affinity: Literal["auto"] | Sequence[Sequence[int]] | None = None
-    registered: SentIds | None = None  # ids of the program's registry; None: all workers are threads of the program
+    # ids of the program's registry; None: all workers are threads of the program
+    registered: SentIds | None = None
     node: str = ""  # number and host of the node, for messages; empty on this machine
 
     @property
@@ -133,12 +157,17 @@ class PoolConfig:
         return self.workers[0].in_thread
 
     def timeout(self, phase: str) -> float | None:
-        """Return the deadline of a phase in seconds; of a step if the phase has none. None: no deadline."""
+        """Return the deadline of a phase in seconds; of a step if the phase has none.
+
+        None: no deadline.
+        """
         return timeout_of(self.timeouts, phase)
 
 
 def made_policy(policy: bytes, options: WorkerOptions, *, is_factory: bool) -> Any:
-    """Unpickle the policy of a worker or server, or unpickle its factory and call it, and set its mode."""
+    """Unpickle the policy of a worker or server, or unpickle its factory and call it, and set its
+    mode.
+    """
     made = loads(policy, "policy_factory" if is_factory else "policy")
     if is_factory:
         made = made()

@@ -36,7 +36,8 @@ class FrameCounters:
     lag: int = 0  # see ``WorkerStats.policy_lag``
     discarded: Counter[str] = field(default_factory=Counter)
     timing: Timing = field(default_factory=Timing)
-    clock: Array | None = None  # episode numbers and steps as of the last result, ``[2, B]``; None: no result yet
+    # episode numbers and steps as of the last result, ``[2, B]``; None: no result yet
+    clock: Array | None = None
     dropped: bool = False  # no worker runs the group any more
     late: bool = False  # the node of the group was absent for some time
     unseen: int = 0  # upper bound on the steps of lost nodes that were never reported
@@ -53,19 +54,25 @@ class FrameCounters:
             kept -= sum(result.discarded.values())
         self.in_flight += kept
         self.partial = 0 if result.error is None and not result.lost else self.partial + kept
-        timing, more = self.timing, result.timing
+        timing = self.timing
+        more = result.timing
         timing.env += more.env
         timing.policy += more.policy
         timing.copy += more.copy
         timing.total += more.total
 
     def counts(self) -> NodeCounts:
-        """Return the counts so far. Safe in another thread: steps that it sees discarded it also sees executed."""
+        """Return the counts so far.
+
+        Safe in another thread: steps that it sees discarded it also sees executed.
+        """
         discarded = dict(self.discarded)
         return NodeCounts(self.executed, discarded, astuple(self.timing), self.clock)
 
     def add_counts(self, now: NodeCounts, before: NodeCounts) -> None:
-        """Add the counts of a node between two times. The steps count as partial until ``arrived`` is called.
+        """Add the counts of a node between two times.
+
+        The steps count as partial until ``arrived`` is called.
 
         Steps that were already given up here are not discarded again.
         """
@@ -78,7 +85,9 @@ class FrameCounters:
             self.discard(reason, gone)
             self.partial -= gone
         added = (a - b for a, b in zip(now.timing, before.timing, strict=True))
-        self.timing = Timing(*(have + more for have, more in zip(astuple(self.timing), added, strict=True)))
+        self.timing = Timing(
+            *(have + more for have, more in zip(astuple(self.timing), added, strict=True))
+        )
         self.clock = self.clock if now.clock is None else now.clock
 
     def arrived(self, frames: int) -> None:
@@ -86,14 +95,18 @@ class FrameCounters:
         self.partial -= min(frames, self.partial)
 
     def cut_short(self, steps: int) -> None:
-        """Add the unreported steps of an interrupted rollout: ``steps`` in its lane, minus ``partial``."""
+        """Add the unreported steps of an interrupted rollout: ``steps`` in its lane, minus
+        ``partial``.
+        """
         more = max(0, steps - self.partial)
         self.executed += more
         self.in_flight += more
         self.partial += more
 
     def next_episodes(self) -> Array:
-        """Advance the clock to new episodes for a successor, and return the numbers of these episodes."""
+        """Advance the clock to new episodes for a successor, and return the numbers of these
+        episodes.
+        """
         none_yet = np.zeros((2, len(self.env_ids)), np.int64)
         episode, steps = none_yet if self.clock is None else self.clock
         begin = episode + (steps > 0)

@@ -1,4 +1,6 @@
-"""The action logs of a worker pool for episodes under way; crash reports and kept episodes are made from them."""
+"""The action logs of a worker pool for episodes under way; crash reports and kept episodes are made
+from them.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,25 @@ if TYPE_CHECKING:
     from muster.workers.requests import Request
     from muster.workers.under_way import AtWork
 
-TURNS = "It cannot be replayed: agents take turns, and the actions of their last turns are in no row yet."
+TURNS = (
+    "It cannot be replayed: agents take turns, and the actions of their last turns are in no row"
+    " yet."
+)
 Replay = tuple[Path | None, str]  # a crash report, and the command that replays it
 MOST_STEPS = 8192  # that ``LocalLog`` joins
 MOST_BYTES = 1 << 20
 
 TOGETHER = "Episodes cannot be repeated: the environments are made together and reset themselves."
-OBJECT = "Episodes cannot be repeated: an environment object cannot be made again. Give an id, or a function."
+OBJECT = (
+    "Episodes cannot be repeated: an environment object cannot be made again. Give an id, or a"
+    " function."
+)
 
 
 class CrashNotes:
-    """The action logs of groups that were just made, in the parent; ``origins``: ``EnvFactory`` of each group."""
+    """The action logs of groups that were just made, in the parent; ``origins``: ``EnvFactory`` of
+    each group.
+    """
 
     def __init__(
         self,
@@ -85,24 +95,44 @@ class CrashNotes:
         for number in groups:
             self._histories[number].forget()
 
-    def seeded(self, groups: Sequence[int], seed: int | None, *, static: bool = False, generation: int = 0) -> None:
+    def seeded(
+        self, groups: Sequence[int], seed: int | None, *, static: bool = False, generation: int = 0
+    ) -> None:
         """Note a reset of all environments of these groups with the seeds of ``Worker.seed``."""
         if seed is None:
             return
         for number in groups:
             history = self._histories[number]
-            history.reset(None, seeds_of(seed, [0] * len(history.env_ids) if static else history.env_ids, generation))
+            history.reset(
+                None,
+                seeds_of(
+                    seed, [0] * len(history.env_ids) if static else history.env_ids, generation
+                ),
+            )
 
     def reported(self, result: RolloutResult, lane: Lane) -> None:
         """Log the actions of a complete rollout."""
         begin = self._begun.pop(result.number, 0)
         end = result.done_steps
-        actions, ids = self._actions(result.group, lane, begin, end), lane.arrays[TRAJ_IDS][begin:end]
+        actions, ids = (
+            self._actions(result.group, lane, begin, end),
+            lane.arrays[TRAJ_IDS][begin:end],
+        )
         self.add(result.group, actions, ids, result.anchors, result.episodes)
 
-    def add(self, group: int, actions: Mapping[Key, Array], ids: Array, log: ResetLog, ended: Episodes | None) -> None:
-        """Log a rollout (actions ``[n, B, *shape]``, trajectory ids ``[n, B]``), and keep episodes that ended in it."""
-        history, stepped = self._histories[group], ids >= 0 if self._infos[group].replays_alone else None
+    def add(
+        self,
+        group: int,
+        actions: Mapping[Key, Array],
+        ids: Array,
+        log: ResetLog,
+        ended: Episodes | None,
+    ) -> None:
+        """Log a rollout (actions ``[n, B, *shape]``, trajectory ids ``[n, B]``), and keep episodes
+        that ended in it.
+        """
+        history = self._histories[group]
+        stepped = ids >= 0 if self._infos[group].replays_alone else None
         if ended and self.kept is not None:
             self.kept.add(ended, ids, history, actions, log, stepped)
         history.add(actions, log, stepped)
@@ -111,7 +141,9 @@ class CrashNotes:
         """Return the keys of the actions in a lane."""
         return [key for key in self._infos[group].action_specs if key in lane.arrays]
 
-    def failed(self, result: RolloutResult, lane: Lane, error: BaseException, index: int | None) -> Replay:
+    def failed(
+        self, result: RolloutResult, lane: Lane, error: BaseException, index: int | None
+    ) -> Replay:
         """Save a crash report for an error of an environment or policy in a worker that still runs."""
         begin, row = self._begun.get(result.number, 0), result.done_steps
         self._begun[result.number] = row
@@ -123,26 +155,39 @@ class CrashNotes:
         return self._save(self._crash_report(result.group, lane, begin, end, **known))
 
     def died(self, at_work: AtWork, error: MusterError) -> Callable[[], Replay]:
-        """Make a crash report for a worker that is dead or hangs, from the rows that it has written into its lane.
+        """Make a crash report for a worker that is dead or hangs, from the rows that it has written
+        into its lane.
 
-        Returns a function that saves it, which can take long on a busy disk. That function does not use the lane.
+        Returns a function that saves it, which can take long on a busy disk. That function does not
+        use the lane.
         """
-        request, lane, index = at_work.request, at_work.lane, at_work.index
+        request = at_work.request
+        lane = at_work.lane
+        index = at_work.index
         begin, phase = self._begun.pop(request.number, 0), error.phase or "step"
         done = max(begin, at_work.row + (phase == "reset"))
-        flags = (TRAJ_DONE,) if TRAJ_DONE in lane.arrays else (next_of(TERMINATED), next_of(TRUNCATED))
+        flags = (
+            (TRAJ_DONE,) if TRAJ_DONE in lane.arrays else (next_of(TERMINATED), next_of(TRUNCATED))
+        )
         ended = np.logical_or.reduce([lane.arrays[flag][begin:done] for flag in flags]).astype(bool)
         if phase == "reset" and len(ended) and ended[-1].sum() == 1:
             index = int(ended[-1].argmax())
         known = {"error": error, "phase": phase, "index": index, "ended": ended}
-        return partial(self._save, self._crash_report(request.group, lane, begin, done + (phase == "step"), **known))
+        return partial(
+            self._save,
+            self._crash_report(request.group, lane, begin, done + (phase == "step"), **known),
+        )
 
-    def _crash_report(self, group: int, lane: Lane, begin: int, end: int, **known: Any) -> CrashReport:
+    def _crash_report(
+        self, group: int, lane: Lane, begin: int, end: int, **known: Any
+    ) -> CrashReport:
         history = self._histories[group]
         observed: Mapping[Key, Array] = {}
         if end > begin:
             keys = [key for key in self._infos[group].observation_specs if key in lane.arrays]
-            observed = {key: np.array(lane.arrays[key][end - (known["phase"] == "step")]) for key in keys}
+            observed = {
+                key: np.array(lane.arrays[key][end - (known["phase"] == "step")]) for key in keys
+            }
         history.factory = unpickled(history.factory, "create_env_fn")
         crash_report = history.crash_report(
             actions=self._actions(group, lane, begin, end), observation=observed, **known
@@ -160,25 +205,30 @@ class CrashNotes:
         return {key: lane.arrays[key][begin:end] for key in self.action_keys(group, lane)}
 
 
-# --- a worker in the user's thread ---------------------------------------------------------------------
+# --- a worker in the user's thread ----------------------------------------------------------------
 
 
 class LocalLog:
-    """Adds the rollouts of a worker in the user's thread, whose groups had no reset yet, to their action logs.
+    """Adds the rollouts of a worker in the user's thread, whose groups had no reset yet, to their
+    action logs.
 
-    It does as little work per rollout and reset as possible: short rollouts are joined, and added as one.
+    It does as little work per rollout and reset as possible: short rollouts are joined, and added
+    as one.
     """
 
     def __init__(self, notes: CrashNotes, groups: Sequence[Group]) -> None:
         self._notes = notes
         self._of = {group.number: _JoinedRollouts(notes, group) for group in groups}
-        self.add = self._add if len(groups) > 1 else self._of[groups[0].number].add  # see ``Worker.after_rollout``
+        # see ``Worker.after_rollout``
+        self.add = self._add if len(groups) > 1 else self._of[groups[0].number].add
 
     def _add(self, result: RolloutResult, lane: Lane, begin: int) -> None:
         self._of[result.group].add(result, lane, begin)
 
     def before_request(self, request: Request, groups: Sequence[int]) -> None:
-        """Note a request that these groups will execute, which may reset environments or replace their states."""
+        """Note a request that these groups will execute, which may reset environments or replace
+        their states.
+        """
         self.flush()
         request.noted(self._notes, groups)
 
@@ -194,7 +244,9 @@ class _JoinedRollouts:
     """The rollouts of a group that are not in its action log yet."""
 
     def __init__(self, notes: CrashNotes, group: Group) -> None:
-        self._notes, self._number, self._waiting = notes, group.number, group.waiting
+        self._notes = notes
+        self._number = group.number
+        self._waiting = group.waiting
         self._num_envs, self._anchors = group.B, Anchors(group.env)
         self._keys: list[Key] = []  # of the actions, then of the trajectory ids
         self._columns: list[Array] = []  # [most, B, *shape] of each
@@ -215,7 +267,8 @@ class _JoinedRollouts:
         if result.episodes is not NO_EPISODES and result.episodes is not None:
             self._ended.append(result.episodes)
         newest_due = self._ended and self._notes.kept is not None and self._notes.kept.newest_due
-        if rows >= self._full or newest_due or not self._waiting.idle:  # bypassed rows have to be the last ones
+        # bypassed rows have to be the last ones
+        if rows >= self._full or newest_due or not self._waiting.idle:
             self.flush()
 
     def flush(self) -> None:
@@ -237,12 +290,14 @@ class _JoinedRollouts:
         self._notes.forget([self._number])
 
     def _before_reset(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
-        # A rollout begins in row 0 of its lane, or continues after an error, which has forgotten all earlier rows.
+        # A rollout begins in row 0 of its lane, or continues after an error, which has forgotten
+        # all earlier rows.
         self._anchors.before_reset(self._rows + row, which, seeds)
 
     def _allocate(self, lane: Lane, rows: int) -> None:
         """Make columns for at least ``rows`` rows."""
-        before, known = self._columns, self._rows
+        before = self._columns
+        known = self._rows
         self._keys = [*self._notes.action_keys(self._number, lane), TRAJ_IDS]
         like = [lane.arrays[key] for key in self._keys]
         row_bytes = sum(array[0].nbytes for array in like)

@@ -40,12 +40,16 @@ CLASSES: dict[str, type[MusterError]] = {  # classes for foreign errors, by phas
 }
 CRASHES = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT")
 
-_MUSTERS = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, MusterError)]
+_MUSTERS = [
+    cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, MusterError)
+]
 _CAUSE = vars(BaseException)["__cause__"].__get__  # no overrides
 
 Kind = TypeVar("Kind", bound=MusterError)
 
-_FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+)(?: in (?P<name>.+))?$', re.MULTILINE)
+_FRAME = re.compile(
+    r'^ *File "(?P<file>.+)", line (?P<line>\d+)(?: in (?P<name>.+))?$', re.MULTILINE
+)
 _WORKING = str(Path("workers", "main.py"))
 
 
@@ -73,10 +77,19 @@ class Where:
             parts.append(f"worker {self.worker}" + (f" ({', '.join(more)})" if more else ""))
         if self.env_ids:
             ids = ", ".join(map(str, self.env_ids))
-            parts.append(f"environment {ids}" if len(self.env_ids) == 1 else f"one of the environments {ids}")
+            parts.append(
+                f"environment {ids}" if len(self.env_ids) == 1 else f"one of the environments {ids}"
+            )
         if self.step is not None:
-            parts.append(f"step {self.step} of its episode" + ("" if self.episode is None else f" {self.episode}"))
-        parts += [f"{name} {value}" for name in ("row", "seed") if (value := getattr(self, name)) is not None]
+            parts.append(
+                f"step {self.step} of its episode"
+                + ("" if self.episode is None else f" {self.episode}")
+            )
+        parts += [
+            f"{name} {value}"
+            for name in ("row", "seed")
+            if (value := getattr(self, name)) is not None
+        ]
         return ", ".join(parts) or "a worker"
 
     def known(self, phase: str) -> dict[str, Any]:
@@ -98,8 +111,10 @@ class SentError:
     message: str
     known: Mapping[str, Any]  # attributes of the error
     cause: RemoteError | None = None  # text of the original exception; None: there is none
-    pickled: bytes | None = field(default=None, repr=False)  # the original; None if it does not survive pickling
-    crash_report: tuple[str, bytes] | None = None  # name and content of a crash report from another machine
+    # the original; None if it does not survive pickling
+    pickled: bytes | None = field(default=None, repr=False)
+    # name and content of a crash report from another machine
+    crash_report: tuple[str, bytes] | None = None
 
     def here(self, directory: CrashDirectory) -> SentError:
         """Return the error with its crash report saved in a directory of this machine."""
@@ -127,7 +142,10 @@ class SentError:
 
 
 def send_error(error: BaseException) -> SentError:
-    """Convert an exception of a worker pool to plain data. Includes its crash report and deletes that file here."""
+    """Convert an exception of a worker pool to plain data.
+
+    Includes its crash report and deletes that file here.
+    """
     nearest = _nearest(error)
     if nearest is None:
         return pack(error, phase="call")
@@ -150,7 +168,9 @@ def pack(error: BaseException, *, phase: str, **where: Any) -> SentError:
     """
     place, nearest, text = Where(**where), _nearest(error), _text(error)
     if (index := env_index_of(error, phase)) is not None:
-        place = replace(place, env_index=index, env_ids=place.env_ids[index : index + 1] or place.env_ids)
+        place = replace(
+            place, env_index=index, env_ids=place.env_ids[index : index + 1] or place.env_ids
+        )
     original = error if nearest is None else _CAUSE(error)
     if nearest is None:
         nearest = CLASSES.get(phase, WorkerError)
@@ -160,16 +180,25 @@ def pack(error: BaseException, *, phase: str, **where: Any) -> SentError:
         full = _traceback(original)
         trim(original)
     cause, pickled = _sent_cause(original)
-    stack = f"Traceback in the worker:\n{cause.traceback}" if cause is not None and cause.traceback else ""
+    stack = (
+        f"Traceback in the worker:\n{cause.traceback}"
+        if cause is not None and cause.traceback
+        else ""
+    )
     sentence = text if text.endswith((".", "!", "?")) else f"{text}."
     message = _sections(f"{sentence} In {place}, phase {phase}.", stack)
-    return SentError(nearest.__name__, message, place.known(phase) | {"traceback": full}, cause, pickled)
+    return SentError(
+        nearest.__name__, message, place.known(phase) | {"traceback": full}, cause, pickled
+    )
 
 
 def env_index_of(error: BaseException, phase: str) -> int | None:
-    """Return the index in its group of the environment that an adapter's error names, or None. Never raises.
+    """Return the index in its group of the environment that an adapter's error names, or None.
 
-    None for phase "policy" and for user-defined classes: such an error may be that of a nested collector.
+    Never raises.
+
+    None for phase "policy" and for user-defined classes: such an error may be that of a nested
+    collector.
     """
     if phase == "policy" or type(error) is not _nearest(error):
         return None
@@ -177,14 +206,17 @@ def env_index_of(error: BaseException, phase: str) -> int | None:
     return index if type(index) is int and index >= 0 else None
 
 
-def died(where: Where, *, phase: str, exitcode: int | None, oom_kills: int = 0, stack: str = "") -> WorkerDied:
+def died(
+    where: Where, *, phase: str, exitcode: int | None, oom_kills: int = 0, stack: str = ""
+) -> WorkerDied:
     """Return the error for a worker process that exited unexpectedly.
 
     Args:
         exitcode: exit code as in ``subprocess``: negative for signals; None: unknown.
         oom_kills: growth of ``oom_kills()`` since the supervisor was made.
     """
-    how, name = "ended in an unknown way", ""
+    how = "ended in an unknown way"
+    name = ""
     if exitcode is not None and exitcode < 0:
         name = _signal_name(-exitcode)
         how = f"was killed by {name}"
@@ -199,12 +231,14 @@ def died(where: Where, *, phase: str, exitcode: int | None, oom_kills: int = 0, 
 
 
 def not_started(where: Where, error: Exception, *, again: bool) -> WorkerNotStarted:
-    """Return the error for a worker that could not be started because of ``error``, which becomes its cause.
+    """Return the error for a worker that could not be started because of ``error``, which becomes
+    its cause.
 
     Args:
         again: the next call of the collector starts it again.
     """
-    seen = error.__cause__ if type(error) is MusterError and error.__cause__ is not None else error  # of ``launch``
+    # of ``launch``
+    seen = error.__cause__ if type(error) is MusterError and error.__cause__ is not None else error
     reason = text_of(seen) if isinstance(seen, (MusterError, OSError)) else described(seen)
     sentences = [f"{_capital(where)} could not be started: {reason.rstrip('.')}.", _remedy(error)]
     if again:
@@ -215,28 +249,48 @@ def not_started(where: Where, error: Exception, *, again: bool) -> WorkerNotStar
 
 
 def node_lost(where: Where, *, phase: str, why: str) -> WorkerDied:
-    """Return the error for a worker whose node was lost or did not join; ``why``: reason given by its link."""
+    """Return the error for a worker whose node was lost or did not join; ``why``: reason given by
+    its link.
+    """
     message = f"{_capital(where)} is lost with its node, during {phase}: {why}"
     return _at(WorkerDied(message), where, phase)
 
 
 def hung(
-    where: Where, *, phase: str, seconds: float, deadline: float, stack: str = "", stopped: bool = False
+    where: Where,
+    *,
+    phase: str,
+    seconds: float,
+    deadline: float,
+    stack: str = "",
+    stopped: bool = False,
 ) -> WorkerHung:
-    """Return the error for a worker that made no progress for longer than its deadline; ``stopped``: by SIGSTOP."""
+    """Return the error for a worker that made no progress for longer than its deadline;
+    ``stopped``: by SIGSTOP.
+    """
     frame = innermost_user_frame(stack)
     at = f" at {frame}" if frame else ""
-    message = f"{_capital(where)} has been in {phase} for {seconds:.1f} s{at}; its deadline is {deadline:g} s."
+    message = (
+        f"{_capital(where)} has been in {phase} for {seconds:.1f} s{at}; its deadline is"
+        f" {deadline:g} s."
+    )
     if stopped:
-        message += " The process is stopped (SIGSTOP, or a debugger), so its stack could not be taken."
+        message += (
+            " The process is stopped (SIGSTOP, or a debugger), so its stack could not be taken."
+        )
     elif not stack:
-        message += " Its stack could not be taken: the process does not answer signals, or has no handler yet."
+        message += (
+            " Its stack could not be taken: the process does not answer signals, or has no handler"
+            " yet."
+        )
     message += " If it may take that long, give this phase a longer deadline (None: no deadline)."
     return _at(WorkerHung(_sections(message, _stack_of("worker", stack))), where, phase)
 
 
 def on_server(error: Exception, seen: MusterError) -> MusterError:
-    """Return the error of a policy on the inference server, with the place of the worker's error ``seen``."""
+    """Return the error of a policy on the inference server, with the place of the worker's error
+    ``seen``.
+    """
     cls = _nearest(error) or PolicyError
     full = _traceback(error)
     trim(error)
@@ -247,34 +301,41 @@ def on_server(error: Exception, seen: MusterError) -> MusterError:
 
 
 def server_hung(ident: int | None, *, seconds: float, deadline: float) -> WorkerHung:
-    """Return the error for an inference server whose policy does not return, in the thread ``ident``."""
+    """Return the error for an inference server whose policy does not return, in the thread
+    ``ident``.
+    """
     stack = "" if ident is None else thread_stack(ident)
     frame = innermost_user_frame(stack)
     message = (
-        f"The policy on the inference server has not returned for {seconds:.1f} s{f' at {frame}' if frame else ''}; "
-        f"its deadline is {deadline:g} s. If it may take that long, give timeouts={{'policy': ...}} more (None: no "
-        f"deadline). A thread cannot be ended: shut this collector down."
+        f"The policy on the inference server has not returned for {seconds:.1f}"
+        f" s{f' at {frame}' if frame else ''}; its deadline is {deadline:g} s. If it may take that"
+        " long, give timeouts={'policy': ...} more (None: no deadline). A thread cannot be"
+        " ended: shut this collector down."
     )
     return WorkerHung(_sections(message, _stack_of("server", stack)))
 
 
 def node_hung(node: str, ident: int, *, seconds: float, deadline: float) -> WorkerHung:
-    """Return the error for a node whose own thread ``ident`` looks neither at its workers nor at its messages."""
+    """Return the error for a node whose own thread ``ident`` looks neither at its workers nor at
+    its messages.
+    """
     stack = thread_stack(ident)
     frame = innermost_user_frame(stack)
     message = (
-        f"The main thread of node {node} has not returned for {seconds:.1f} s{f' at {frame}' if frame else ''}; its "
-        f"deadline is {deadline:g} s. If it may take that long, give timeouts={{'construct': ...}} more (None: no "
-        f"deadline)."
+        f"The main thread of node {node} has not returned for {seconds:.1f}"
+        f" s{f' at {frame}' if frame else ''}; its deadline is {deadline:g} s. If it may take that"
+        " long, give timeouts={'construct': ...} more (None: no deadline)."
     )
     return WorkerHung(_sections(message, _stack_of("node", stack)))
 
 
 def innermost_user_frame(stack: str) -> str | None:
-    """Return ``FILE:LINE in NAME`` for the innermost frame of the user's own code in a ``faulthandler`` dump.
+    """Return ``FILE:LINE in NAME`` for the innermost frame of the user's own code in a
+    ``faulthandler`` dump.
 
-    This is the innermost frame that is neither Muster's nor of an installed package; else the innermost that is not
-    Muster's. Of several threads, the one in the worker's main loop is used, else one with frames of Muster.
+    This is the innermost frame that is neither Muster's nor of an installed package; else the
+    innermost that is not Muster's. Of several threads, the one in the worker's main loop is used,
+    else one with frames of Muster.
     """
     threads = re.split(r"\n\s*\n", stack.strip())
     works = [t for t in threads if _WORKING in t]  # not Muster's helper threads
@@ -284,17 +345,30 @@ def innermost_user_frame(stack: str) -> str | None:
     foreign = [frame for frame in frames if not is_muster(frame["file"])]
     own = [f for f in foreign if not is_installed(f["file"])]
     chosen = next(iter(own or foreign or frames), None)
-    return None if chosen is None else f"{chosen['file']}:{chosen['line']} in {chosen['name'] or '?'}"
+    return (
+        None if chosen is None else f"{chosen['file']}:{chosen['line']} in {chosen['name'] or '?'}"
+    )
 
 
 def thread_stack(ident: int) -> str:
-    """Return the stack of a thread of this process in the format of ``faulthandler``; empty for an unknown thread."""
-    frames = traceback.extract_stack(sys._current_frames().get(ident)) if ident in sys._current_frames() else []
-    return "\n".join(f'  File "{frame.filename}", line {frame.lineno} in {frame.name}' for frame in reversed(frames))
+    """Return the stack of a thread of this process in the format of ``faulthandler``; empty for an
+    unknown thread.
+    """
+    frames = (
+        traceback.extract_stack(sys._current_frames().get(ident))
+        if ident in sys._current_frames()
+        else []
+    )
+    return "\n".join(
+        f'  File "{frame.filename}", line {frame.lineno} in {frame.name}'
+        for frame in reversed(frames)
+    )
 
 
 def oom_kills() -> int:
-    """Return the number of out-of-memory kills in this process's control group; 0 if it is not available."""
+    """Return the number of out-of-memory kills in this process's control group; 0 if it is not
+    available.
+    """
     try:
         groups = Path("/proc/self/cgroup").read_text().splitlines()
         own = next((line[3:] for line in groups if line.startswith("0::")), "/")
@@ -307,11 +381,13 @@ def oom_kills() -> int:
     return 0
 
 
-# --- parts -----------------------------------------------------------------------------------------
+# --- parts ----------------------------------------------------------------------------------------
 
 
 def _remedy(error: BaseException) -> str:
-    """Return what to do about an error of the system while a process or thread is started; empty if that is unknown."""
+    """Return what to do about an error of the system while a process or thread is started; empty if
+    that is unknown.
+    """
     while not isinstance(error, OSError) and error.__cause__ is not None:
         error = error.__cause__
     number = error.errno if isinstance(error, OSError) else None
@@ -319,8 +395,8 @@ def _remedy(error: BaseException) -> str:
         return "Close files, or allow more with `ulimit -n 4096` before starting Python."
     if number == errno.EAGAIN or "new thread" in text_of(error):
         return (
-            "This user or container may have no more processes and threads: use fewer workers, or raise the limit "
-            "(`ulimit -u`, pids.max of the control group)."
+            "This user or container may have no more processes and threads: use fewer workers, or"
+            " raise the limit (`ulimit -u`, pids.max of the control group)."
         )
     if number == errno.ENOMEM or isinstance(error, MemoryError):
         return "There is not enough memory: use fewer or smaller workers."
@@ -331,20 +407,27 @@ def _why_it_died(name: str, exitcode: int | None, oom_kills: int) -> str:
     if name == "SIGKILL":
         if oom_kills > 0:
             return (
-                f"Probably out of memory: the kernel has killed {oom_kills} process{'es' * (oom_kills > 1)} of this "
-                f"control group since the collector was made. Use fewer or smaller environments, or more memory."
+                f"Probably out of memory: the kernel has killed {oom_kills}"
+                f" process{'es' * (oom_kills > 1)} of this control group since the collector was"
+                " made. Use fewer or smaller environments, or more memory."
             )
-        return "Another program sent SIGKILL: the out-of-memory killer (see dmesg), a batch system, or a user."
+        return (
+            "Another program sent SIGKILL: the out-of-memory killer (see dmesg), a batch system, or"
+            " a user."
+        )
     if name in CRASHES:
         return "That is a crash in native code, of the environment or of a library it uses."
     if name:
         return "Muster did not send that signal."
     if exitcode is None:
         return "Another part of this program reaped the process, so its exit code is unknown."
-    message = "No end was requested: code in the worker called os._exit, or native code ended the process"
+    message = (
+        "No end was requested: code in the worker called os._exit, or native code ended the process"
+    )
     if exitcode == 1:  # as Python does
         message += (
-            ", or the worker could not go on (closed descriptors, for example): see standard error for a traceback"
+            ", or the worker could not go on (closed descriptors, for example): see standard error"
+            " for a traceback"
         )
     return f"{message}."
 
@@ -367,7 +450,8 @@ def _made(cls: type[MusterError], message: str) -> MusterError:
 
 def _sent_cause(cause: BaseException | None) -> tuple[RemoteError | None, bytes | None]:
     """Return an exception as text, and pickled if possible."""
-    if cause is None or type(cause) is RemoteError:  # ``isinstance`` would run code of a user's exception class
+    # ``isinstance`` would run code of a user's exception class
+    if cause is None or type(cause) is RemoteError:
         return cause, None
     name = _type_name(cause)
     return RemoteError(f"{name}: {_text(cause)}", name, _traceback(cause)), _pickled(cause)
@@ -392,18 +476,28 @@ def _traceback(error: BaseException) -> str:
 
 def _text(error: BaseException) -> str:
     """Return the message of an exception with its notes."""
-    text, notes = text_of(error), shown(lambda: "\n".join(map(str, getattr(error, "__notes__", ()))))
+    text, notes = (
+        text_of(error),
+        shown(lambda: "\n".join(map(str, getattr(error, "__notes__", ())))),
+    )
     return f"{text}\n{notes}" if notes else text
 
 
 def _type_name(error: BaseException) -> str:
     cls = type(error)
-    return shown(lambda: cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}")
+    return shown(
+        lambda: (
+            cls.__qualname__
+            if cls.__module__ == "builtins"
+            else f"{cls.__module__}.{cls.__qualname__}"
+        )
+    )
 
 
 def _nearest(error: BaseException) -> type[MusterError] | None:
     """Return the most derived class of ``muster.errors`` of which this is an instance, or None."""
-    return next((cls for cls in reversed(_MUSTERS) if issubclass(type(error), cls)), None)  # bases are defined first
+    # bases are defined first
+    return next((cls for cls in reversed(_MUSTERS) if issubclass(type(error), cls)), None)
 
 
 def _signal_name(number: int) -> str:

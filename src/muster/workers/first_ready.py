@@ -25,7 +25,9 @@ FAIR_SHARE = 0.5  # fraction of an equal share below which a warning is issued
 
 @dataclass(eq=False)
 class _Requested:
-    """Requested, undelivered rollouts of a bundle; ``born`` is the number of publishes before the request."""
+    """Requested, undelivered rollouts of a bundle; ``born`` is the number of publishes before the
+    request.
+    """
 
     requests: list[RolloutRequest]  # by lane
     bundle: Bundle
@@ -45,22 +47,31 @@ class _Requested:
 
 
 class _Undelivered:
-    """The requested, undelivered rollouts of all bundles. No method that every batch calls looks at all of them."""
+    """The requested, undelivered rollouts of all bundles.
+
+    No method that every batch calls looks at all of them.
+    """
 
     def __init__(self, bundles: Sequence[Bundle], lead: int) -> None:
         self._lead = lead
         self._of: dict[int, _Requested] = {}  # by request
-        self._queues: dict[int, list[_Requested]] = {bundle.groups[0]: [] for bundle in bundles}  # oldest first
+        # oldest first
+        self._queues: dict[int, list[_Requested]] = {bundle.groups[0]: [] for bundle in bundles}
         self._complete: dict[_Requested, None] = {}  # as an ordered set
         self._count = 0
-        self.lacking = {bundle.groups[0]: bundle for bundle in bundles}  # bundles with fewer than ``lead``
+        # bundles with fewer than ``lead``
+        self.lacking = {bundle.groups[0]: bundle for bundle in bundles}
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[_Requested]:
         """Iterate over a copy, oldest first."""
-        return iter(sorted((one for queue in self._queues.values() for one in queue), key=lambda one: one.order))
+        return iter(
+            sorted(
+                (one for queue in self._queues.values() for one in queue), key=lambda one: one.order
+            )
+        )
 
     def add(self, requested: _Requested) -> None:
         self._of.update({request.number: requested for request in requested.requests})
@@ -95,25 +106,29 @@ class _Undelivered:
         return self._queues[bundle.groups[0]]
 
     def oldest_complete(self) -> _Requested | None:
-        """Return the oldest complete rollout of those that are the first of their bundle; None if there is none."""
+        """Return the oldest complete rollout of those that are the first of their bundle; None if
+        there is none.
+        """
         firsts = (one for one in self._complete if one is self.of_bundle(one.bundle)[0])
         return min(firsts, key=lambda one: one.order, default=None)
 
 
 class FirstReady(Schedule):
-    """Every batch has the rollouts of one bundle, whichever is complete first. Workers run while the user trains.
+    """Every batch has the rollouts of one bundle, whichever is complete first.
+
+    Workers run while the user trains.
 
     Args:
         bundles: groups that share batches; most often one group each.
-        max_lag: maximum of publishes between the weights that act in a batch and its delivery, if weights are published
-            once per batch. Workers are idle where they would exceed it.
+        max_lag: maximum of publishes between the weights that act in a batch and its delivery, if
+            weights are published once per batch. Workers are idle where they would exceed it.
         publishes: returns the number of publishes so far.
         lead: maximum of undelivered rollouts per bundle.
 
     Attributes:
-        idle_groups: groups may be idle for any time, since their environments wait for clients. Then a group that falls
-            behind causes no warning, and the number of batches left does not limit requests: an idle group would hold
-            one of the last.
+        idle_groups: groups may be idle for any time, since their environments wait for clients.
+            Then a group that falls behind causes no warning, and the number of batches left does
+            not limit requests: an idle group would hold one of the last.
     """
 
     overlaps = True
@@ -130,12 +145,16 @@ class FirstReady(Schedule):
         lead: int = LEAD,
     ) -> None:
         super().__init__(pool, bundles, T)
-        self._max_lag, self._publishes = max_lag, publishes
+        self._max_lag = max_lag
+        self._publishes = publishes
         self._requested, self._lead = _Undelivered(bundles, lead), lead
-        self._unsure = False  # a call was interrupted, so that rollouts may have to be requested again
-        self._has_failed = False  # an error has cut a rollout short, which was not requested again since
+        # a call was interrupted, so that rollouts may have to be requested again
+        self._unsure = False
+        # an error has cut a rollout short, which was not requested again since
+        self._has_failed = False
         self._delivered = 0
-        self._begun: Counter[int] = Counter()  # number of requested rollouts, by the bundle's first group
+        # number of requested rollouts, by the bundle's first group
+        self._begun: Counter[int] = Counter()
         self._behind: set[int] = set()  # groups for which ``_compare_shares`` has warned
 
     def collect(self, wanted: CollectRequest, into: Slot | None = None) -> FilledSlot:
@@ -147,21 +166,26 @@ class FirstReady(Schedule):
             self._resize(wanted.rows)
         if self._unsure:
             self._resubmit()
-        self._unsure, postponed = True, False
+        self._unsure = True
+        postponed = False
         self._request_rollouts(wanted, wanted.batches)
         while (found := self._deliverable()) is None:
             self.pool.check_alive()
             result = self.pool.next_result()
             self._take_note(result)
             is_away = self.pool.elastic and not self._is_there(result.group)
-            if (result.dropped or result.lost or is_away) and not (postponed := self.pool.has_bad_news):
+            if (result.dropped or result.lost or is_away) and not (
+                postponed := self.pool.has_bad_news
+            ):
                 self._resubmit()
                 self._request_rollouts(wanted, wanted.batches)  # from other groups in its place
         give_warnings(self.pool)
         self._requested.remove(found)
         results = [found.results[request.number] for request in found.requests]
         try:
-            self._request_rollouts(wanted, None if wanted.batches is None else wanted.batches - 1, delivered=1)
+            self._request_rollouts(
+                wanted, None if wanted.batches is None else wanted.batches - 1, delivered=1
+            )
         except SlotsExhausted:
             pass  # the next call raises it; this one has a batch
         except BaseException:
@@ -181,7 +205,10 @@ class FirstReady(Schedule):
         if not self.ahead_of_user:
             self._resize(rows)
         counters = self.pool.counters
-        sizes = [sum(self.T[n] * counters[n].info.num_envs for n in bundle.groups) for bundle in self.bundles]
+        sizes = [
+            sum(self.T[n] * counters[n].info.num_envs for n in bundle.groups)
+            for bundle in self.bundles
+        ]
         return -(-frames // min(sizes))
 
     def _batch_groups(self) -> Sequence[int]:
@@ -189,7 +216,10 @@ class FirstReady(Schedule):
 
     @postponed()
     def state_dict(self, version: int | str | None) -> dict[str, Any]:
-        """See ``Schedule``. The rollouts are oldest first. Completes those that only a hook has interrupted."""
+        """See ``Schedule``.
+
+        The rollouts are oldest first. Completes those that only a hook has interrupted.
+        """
         if self._unsure and not self._has_failed:
             self._resubmit()
         self._unsure = True
@@ -201,12 +231,16 @@ class FirstReady(Schedule):
                 continue
             results = [requested.results[request.number] for request in requested.requests]
             age = self._publishes() - requested.born
-            made.append({"groups": requested.bundle.groups, "age": age, **to_plain(requested.slot, results)})
+            made.append(
+                {"groups": requested.bundle.groups, "age": age, **to_plain(requested.slot, results)}
+            )
         return {"rollouts": made, "T": list(self.T)}
 
     def can_load(self, state: Mapping[str, Any]) -> bool:
         bundles = [bundle.groups for bundle in self.bundles]
-        return all("age" in rollout and rollout["groups"] in bundles for rollout in state["rollouts"])
+        return all(
+            "age" in rollout and rollout["groups"] in bundles for rollout in state["rollouts"]
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.T = [index(rows) for rows in state["T"]]
@@ -267,26 +301,39 @@ class FirstReady(Schedule):
             if counts.delivered < fair * FAIR_SHARE and number not in self._behind and there:
                 self._behind.add(number)
                 warnings.warn(
-                    f"worker {self.pool.handle(number).index} is falling behind: environments "
-                    f"{counts.env_ids.tolist()} ({counts.info.name}) have delivered {counts.delivered:,} frames, "
-                    f"where an equal share would be {fair:,.0f}. The data is mostly that of quicker environments; "
-                    f"MultiSyncCollector gives all the same share.",
+                    f"worker {self.pool.handle(number).index} is falling behind: environments"
+                    f" {counts.env_ids.tolist()} ({counts.info.name}) have delivered"
+                    f" {counts.delivered:,} frames, where an equal share would be {fair:,.0f}. The"
+                    " data is mostly that of quicker environments; MultiSyncCollector gives all"
+                    " the same share.",
                     stacklevel=2,
                 )
 
-    def _request_rollouts(self, wanted: CollectRequest, batches: int | None, *, delivered: int = 0) -> None:
-        """Request rollouts from every bundle with fewer than ``lead``, as far as ``batches`` and ``max_lag`` allow."""
+    def _request_rollouts(
+        self, wanted: CollectRequest, batches: int | None, *, delivered: int = 0
+    ) -> None:
+        """Request rollouts from every bundle with fewer than ``lead``, as far as ``batches`` and
+        ``max_lag`` allow.
+        """
         # A rollout that is being delivered is followed by a publish.
         lag = None if self._max_lag is None else self._max_lag + 1 - delivered
         bounds = [n for n in (None if self.idle_groups else batches, lag) if n is not None]
         left = min(bounds, default=self._lead * len(self.bundles)) - len(self._requested)
         for level in range(self._lead):
             known = self._requested
-            lacking = [bundle for bundle in known.lacking.values() if len(known.of_bundle(bundle)) <= level]
-            for bundle in sorted(lacking, key=lambda bundle: (self._begun[bundle.groups[0]], bundle.groups[0])):
+            lacking = [
+                bundle for bundle in known.lacking.values() if len(known.of_bundle(bundle)) <= level
+            ]
+            for bundle in sorted(
+                lacking, key=lambda bundle: (self._begun[bundle.groups[0]], bundle.groups[0])
+            ):
                 if left <= 0:
                     return
-                requested = self._requested_from(bundle, wanted, delivered) if self._can_work(bundle) else None
+                requested = (
+                    self._requested_from(bundle, wanted, delivered)
+                    if self._can_work(bundle)
+                    else None
+                )
                 if requested is not None:
                     self._send(requested, requested.requests)
                     self._begun[bundle.groups[0]] += 1
@@ -302,9 +349,13 @@ class FirstReady(Schedule):
         return self.pool.counters[group].dropped or not self.pool.handle(group).absent
 
     def _can_work(self, bundle: Bundle) -> bool:
-        return not self._is_dropped(bundle) and all(self._is_there(group) for group in bundle.groups)
+        return not self._is_dropped(bundle) and all(
+            self._is_there(group) for group in bundle.groups
+        )
 
-    def _requested_from(self, bundle: Bundle, wanted: CollectRequest, delivered: int) -> _Requested | None:
+    def _requested_from(
+        self, bundle: Bundle, wanted: CollectRequest, delivered: int
+    ) -> _Requested | None:
         """Make requests for one rollout of each group of a bundle; None if the bundle is dropped."""
         policy = wanted.policy(len(self._requested) + delivered)
         self._prepare(bundle, policy)
@@ -334,7 +385,9 @@ class FirstReady(Schedule):
             self._lay_out([bundle], policy, None)  # waits for earlier requests
 
     def _deliverable(self) -> _Requested | None:
-        """Return the oldest complete rollout that may overtake all older incomplete ones; None if there is none."""
+        """Return the oldest complete rollout that may overtake all older incomplete ones; None if
+        there is none.
+        """
         if self._max_lag is None:
             return self._requested.oldest_complete()
         overtaken: set[int] = set()  # bundles
@@ -350,7 +403,8 @@ class FirstReady(Schedule):
 
     def _take_note(self, result: RolloutResult) -> None:
         requested = self._requested.with_request(result.number)
-        if requested is None:  # the bundle was dropped, or the result belongs to no request (``news``)
+        # the bundle was dropped, or the result belongs to no request (``news``)
+        if requested is None:
             pass
         elif result.dropped and self._is_dropped(requested.bundle):
             self._drop(requested)
@@ -364,9 +418,13 @@ class FirstReady(Schedule):
             raise result.error
 
     def _resubmit(self) -> None:
-        """Submit requests again that have no result and are not under way, after an error or a loss."""
+        """Submit requests again that have no result and are not under way, after an error or a
+        loss.
+        """
         self._has_failed = False
-        under_way = {number for handle in self.pool.handles for number in handle.under_way.outstanding}
+        under_way = {
+            number for handle in self.pool.handles for number in handle.under_way.outstanding
+        }
         for requested in self._requested:
             without = [o for o in requested.requests if o.number not in requested.results]
             missing = [o for o in without if o.number not in under_way]
@@ -375,7 +433,9 @@ class FirstReady(Schedule):
             elif missing and self._can_work(requested.bundle):
                 self._send(requested, missing)
                 self._requested.note(requested)
-            elif missing and missing == without:  # the node was lost, and does not write into the slot
+            elif (
+                missing and missing == without
+            ):  # the node was lost, and does not write into the slot
                 for result in requested.results.values():
                     self.pool.counters[result.group].discard("worker_died", result.frames)
                 self._drop(requested)
@@ -389,7 +449,9 @@ class FirstReady(Schedule):
             for request in requests:
                 handle, after = self.pool.handle(request.group), request.after
                 if self.pool.counters[request.group].dropped:
-                    requested.results[request.number] = RolloutResult(request.number, request.group, dropped=True)
+                    requested.results[request.number] = RolloutResult(
+                        request.number, request.group, dropped=True
+                    )
                 elif (
                     after in handle.under_way.outstanding
                     or (earlier := self._requested.with_request(after)) is None

@@ -1,13 +1,16 @@
-"""The fork server: a process that has imported the workers' modules, and forks a worker in milliseconds.
+"""The fork server: a process that has imported the workers' modules, and forks a worker in
+milliseconds.
 
-One per parent process, started by ``launch``. It runs no code of the user's, initialises no device and starts no
-threads. It receives requests over a socket. It forks keepers, each of which forks a worker. A second socket ties its
-life to the parent's: when the parent exits for any reason, the kernel kills the fork server at once; its keepers detect
-that, and end their workers with all processes that these have started.
+One per parent process, started by ``launch``. It runs no code of the user's, initialises no device
+and starts no threads. It receives requests over a socket. It forks keepers, each of which forks a
+worker. A second socket ties its life to the parent's: when the parent exits for any reason, the
+kernel kills the fork server at once; its keepers detect that, and end their workers with all
+processes that these have started.
 
-Environments start simulators, often in sessions of their own, where no signal to the worker reaches them. On Linux the
-keeper is the worker's parent and a *child subreaper*: it becomes the parent of all orphans below it. So when the worker
-has exited for any reason, the descendants of its keeper are exactly the processes that the worker has started.
+Environments start simulators, often in sessions of their own, where no signal to the worker reaches
+them. On Linux the keeper is the worker's parent and a *child subreaper*: it becomes the parent of
+all orphans below it. So when the worker has exited for any reason, the descendants of its keeper
+are exactly the processes that the worker has started.
 """
 
 from __future__ import annotations
@@ -43,12 +46,40 @@ KILLED_S = 5.0  # timeout for killed processes to exit; some are blocked in the 
 
 # Heavy, and safe to import before a fork: they start no threads that a fork would lose. (Not jax.)
 PRELOADED = (
-    *("numpy", "numpy.random", "torch", "gymnasium", "gymnasium.wrappers", "gymnasium.vector", "tensordict"),
-    *("tensordict.nn", "torchrl.data", "torchrl.envs", "torchrl.modules", "cloudpickle", "pettingzoo", "dm_env"),
-    *("gymnasium.envs.classic_control", "gymnasium.envs.toy_text", "stable_baselines3.common.vec_env"),
+    *(
+        "numpy",
+        "numpy.random",
+        "torch",
+        "gymnasium",
+        "gymnasium.wrappers",
+        "gymnasium.vector",
+        "tensordict",
+    ),
+    *(
+        "tensordict.nn",
+        "torchrl.data",
+        "torchrl.envs",
+        "torchrl.modules",
+        "cloudpickle",
+        "pettingzoo",
+        "dm_env",
+    ),
+    *(
+        "gymnasium.envs.classic_control",
+        "gymnasium.envs.toy_text",
+        "stable_baselines3.common.vec_env",
+    ),
 )
 LIGHT = (  # modules that do not import torch
-    *("numpy", "numpy.random", "gymnasium", "gymnasium.wrappers", "gymnasium.vector", "cloudpickle", "dm_env"),
+    *(
+        "numpy",
+        "numpy.random",
+        "gymnasium",
+        "gymnasium.wrappers",
+        "gymnasium.vector",
+        "cloudpickle",
+        "dm_env",
+    ),
     *("gymnasium.envs.classic_control", "gymnasium.envs.toy_text", "muster.workers.main"),
 )
 
@@ -57,7 +88,8 @@ LIGHT = (  # modules that do not import torch
 class ForkRequest:
     """A request to start a worker in the parent's present environment.
 
-    It is sent with descriptors: the worker's channel, the write end of its exit pipe, standard output and error.
+    It is sent with descriptors: the worker's channel, the write end of its exit pipe, standard
+    output and error.
     """
 
     number: int  # also in the answer
@@ -74,7 +106,8 @@ class ForkRequest:
 
 class _Server:
     def __init__(self, sock: socket.socket, lifeline: socket.socket) -> None:
-        self.sock, self.lifeline = sock, lifeline
+        self.sock = sock
+        self.lifeline = lifeline
         self.orders = Channel(sock)
         self.keepers: dict[int, socket.socket] = {}  # by pid: the other end of its lifeline
 
@@ -97,15 +130,19 @@ class _Server:
         """Fork a worker, and return its pid; or the reason of the failure."""
         sys.path[:] = order.path
         for module in order.preload:
-            with contextlib.suppress(Exception):  # a worker that needs the module gets the error itself
+            # a worker that needs the module gets the error itself
+            with contextlib.suppress(Exception):
                 if module not in sys.modules:
                     importlib.import_module(module)
-                    gc.freeze()  # garbage collections in workers do not touch these pages, so that they stay shared
+                    # garbage collections in workers do not touch these pages, so that they stay
+                    # shared
+                    gc.freeze()
         told, tell = os.pipe()
         try:
             ours, lifeline = socket.socketpair()
             with lifeline, _uninterrupted(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # OpenBLAS has threads, which it stops before a fork
+                # OpenBLAS has threads, which it stops before a fork
+                warnings.simplefilter("ignore")
                 keeper = os.fork()
                 if keeper == 0:
                     ours.close()
@@ -135,7 +172,9 @@ class _Server:
                 kill_group(pid)
 
     def end(self) -> NoReturn:
-        """Make keepers end their workers, wait for them, and exit: when the parent sees this, no worker is left."""
+        """Make keepers end their workers, wait for them, and exit: when the parent sees this, no
+        worker is left.
+        """
         deadline = time.monotonic() + END_S
         for lifeline in list(self.keepers.values()):
             lifeline.close()
@@ -145,7 +184,10 @@ class _Server:
 
 
 def serve(fd: int, lifeline_fd: int) -> None:
-    """Run the fork server of the process at the other ends of two sockets. ``tie_life`` was already called."""
+    """Run the fork server of the process at the other ends of two sockets.
+
+    ``tie_life`` was already called.
+    """
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # nothing of what this process has inherited
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent handles it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -176,15 +218,19 @@ def run(target: str, channel: Channel) -> NoReturn:
         os._exit(code)
 
 
-def _keep(server: _Server, order: ForkRequest, fds: list[int], lifeline: socket.socket, tell: int) -> NoReturn:
-    """In a fork of the server: fork a worker, wait for its exit, and end all processes that it leaves behind.
+def _keep(
+    server: _Server, order: ForkRequest, fds: list[int], lifeline: socket.socket, tell: int
+) -> NoReturn:
+    """In a fork of the server: fork a worker, wait for its exit, and end all processes that it
+    leaves behind.
 
-    When the other end of ``lifeline`` is closed, all of them are killed, and no exit code is reported. The worker's pid
-    is not reused before its exit code is reported.
+    When the other end of ``lifeline`` is closed, all of them are killed, and no exit code is
+    reported. The worker's pid is not reused before its exit code is reported.
     """
     try:
         channel, exit_pipe, out, err = fds
-        os.setsid()  # leave the server's process group, which the kernel kills when the parent exits
+        # leave the server's process group, which the kernel kills when the parent exits
+        os.setsid()
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         server.sock.close()
         server.lifeline.close()
@@ -237,7 +283,10 @@ def _keep(server: _Server, order: ForkRequest, fds: list[int], lifeline: socket.
 
 
 def _reap(worker: int) -> int | None:
-    """Return the exit code of the worker, which stays a zombie; None while it runs. Reaps other zombies until then."""
+    """Return the exit code of the worker, which stays a zombie; None while it runs.
+
+    Reaps other zombies until then.
+    """
     while dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
         if dead.si_pid == worker:
             return dead.si_status if dead.si_code == os.CLD_EXITED else -dead.si_status
@@ -246,14 +295,18 @@ def _reap(worker: int) -> int | None:
 
 
 def _end_the_rest(worker: int, *, gently: bool, woken: int) -> None:
-    """End all processes below this one except the dead worker: children of a killed process become our children."""
+    """End all processes below this one except the dead worker: children of a killed process become
+    our children.
+    """
     kill_at = time.monotonic() + (GRACE_S if gently else 0.0)
     asked: set[int] = set()
     poller = select.poll()
     poller.register(woken, select.POLLIN)
     if not gently:
         kill_group(worker)
-    while rest := [pid for pid in children() if pid != worker and not os.waitpid(pid, os.WNOHANG)[0]]:
+    while rest := [
+        pid for pid in children() if pid != worker and not os.waitpid(pid, os.WNOHANG)[0]
+    ]:
         late = time.monotonic() - kill_at
         if late > KILLED_S:
             return
@@ -272,8 +325,12 @@ def _drain(woken: int) -> None:
             pass
 
 
-def _in_worker(order: ForkRequest, channel: int, streams: Sequence[int], lifeline: socket.socket) -> NoReturn:
-    """In a fork of the keeper, or in a spawned server: set up the environment of the parent, and run the target."""
+def _in_worker(
+    order: ForkRequest, channel: int, streams: Sequence[int], lifeline: socket.socket
+) -> NoReturn:
+    """In a fork of the keeper, or in a spawned server: set up the environment of the parent, and
+    run the target.
+    """
     try:
         for number, stream in enumerate(streams, 1):
             os.dup2(stream, number)
@@ -304,12 +361,15 @@ def _show(name: str) -> None:
 
 
 def _reseed() -> None:
-    """Seed the global random generators: all workers have inherited the same states from the server."""
+    """Seed the global random generators: all workers have inherited the same states from the
+    server.
+    """
     random.seed()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "torch" in sys.modules:
-        sys.modules["torch"].default_generator.seed()  # the CPU's; `torch.seed` would reach for CUDA
+        # the CPU's; `torch.seed` would reach for CUDA
+        sys.modules["torch"].default_generator.seed()
 
 
 @contextlib.contextmanager

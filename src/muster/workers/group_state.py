@@ -21,11 +21,14 @@ from muster.rollout.marks import Final
 from muster.rollout.resets import Due
 from muster.workers.messages import RolloutResult
 
-PARTS = "group", "frames", "rows", "version", "path", "dropped"  # fields of a result that are plain data already
+# fields of a result that are plain data already
+PARTS = "group", "frames", "rows", "version", "path", "dropped"
 
 
 def take(group: Group, acting: str | None) -> dict[str, Any]:
-    """Return the state that a group carries between rollouts, without the state of its environments."""
+    """Return the state that a group carries between rollouts, without the state of its
+    environments.
+    """
     return {
         "acting": acting,
         "clock": group.clock.state_dict(),
@@ -40,7 +43,9 @@ def take(group: Group, acting: str | None) -> dict[str, Any]:
     }
 
 
-def load(group: Group, state: dict[str, Any], reasons: list[str | None], policy: Policy | None) -> dict[int, str]:
+def load(
+    group: Group, state: dict[str, Any], reasons: list[str | None], policy: Policy | None
+) -> dict[int, str]:
     """Restore a state from ``take``, in which ``policy`` acted last.
 
     Args:
@@ -54,14 +59,23 @@ def load(group: Group, state: dict[str, Any], reasons: list[str | None], policy:
     rows = {key: _row(row, group.env.device) for key, row in state["carry"].items()}
     for key, row in rows.items():
         like = group.carry.get(key)  # None: a recurrent state that the policy has not made yet
-        if row.shape[:2] != (1, group.B) or (like is not None and (row.shape, row.dtype) != (like.shape, like.dtype)):
-            raise BadCheckpoint(f"the row of {dotted(key)} has shape {tuple(row.shape)} and dtype {row.dtype}")
+        if row.shape[:2] != (1, group.B) or (
+            like is not None and (row.shape, row.dtype) != (like.shape, like.dtype)
+        ):
+            raise BadCheckpoint(
+                f"the row of {dotted(key)} has shape {tuple(row.shape)} and dtype {row.dtype}"
+            )
     group.carry.clear()  # also of columns of this process's policy
     group.carry.update(rows)
     call = state["call"]
-    group._primed = None if call is None or policy is None else (policy, _call(call), call["version"])
+    group._primed = (
+        None if call is None or policy is None else (policy, _call(call), call["version"])
+    )
     group.resumed = None if group.resumed is None else []
-    pending, seeds = map(index, state["pending"]), {index(i): index(seed) for i, seed in state["seeds"].items()}
+    pending, seeds = (
+        map(index, state["pending"]),
+        {index(i): index(seed) for i, seed in state["seeds"].items()},
+    )
     group.due = Due([range(group.B)[i] for i in pending], seeds)
     group.started = bool(state["started"])
     group.unreported = index(state["unreported"])
@@ -76,7 +90,10 @@ def load(group: Group, state: dict[str, Any], reasons: list[str | None], policy:
     lost = [i for i, why in enumerate(reasons) if why] if per_env else list(range(group.B))
     group.reset(lost)
     group.resumed = lost
-    return {int(group.clock.env_ids[i]): str(reasons[i] if per_env else next(filter(None, reasons))) for i in lost}
+    return {
+        int(group.clock.env_ids[i]): str(reasons[i] if per_env else next(filter(None, reasons)))
+        for i in lost
+    }
 
 
 def _call_state(outputs: Outputs, version: int | str) -> dict[str, Any]:
@@ -104,7 +121,7 @@ def _row(row: Any, device: Any) -> Any:
     return row.copy() if isinstance(row, np.ndarray) else row.to(device)
 
 
-# --- undelivered rollouts --------------------------------------------------------------------------
+# --- undelivered rollouts -------------------------------------------------------------------------
 
 
 def to_plain(slot: Slot, results: Sequence[RolloutResult]) -> dict[str, Any]:
@@ -123,7 +140,9 @@ def to_plain(slot: Slot, results: Sequence[RolloutResult]) -> dict[str, Any]:
 def layout_of(saved: Mapping[str, Any]) -> Layout:
     """Return the layout of the saved slot."""
     columns = _columns_of(saved["columns"])
-    return Layout(saved["T"], saved["B"], columns, len(saved["lanes"]), batch_shape=saved["batch_shape"])
+    return Layout(
+        saved["T"], saved["B"], columns, len(saved["lanes"]), batch_shape=saved["batch_shape"]
+    )
 
 
 def write(saved: Mapping[str, Any], slot: Slot) -> None:
@@ -139,13 +158,18 @@ def write(saved: Mapping[str, Any], slot: Slot) -> None:
 
 
 def result_of(saved: Mapping[str, Any], number: int) -> RolloutResult:
-    """Return a saved result as the result of request ``number``, with its steps already in the counters."""
+    """Return a saved result as the result of request ``number``, with its steps already in the
+    counters.
+    """
     return RolloutResult(
         number,
         **{name: saved[name] for name in PARTS},
         episodes=None if saved["episodes"] is None else Episodes.from_state(saved["episodes"]),
         values=None if saved["values"] is None else _values_of(saved["values"]),
-        finals=[Final(f["t"], f["envs"], {k: _leaf(v) for k, v in f["leaves"].items()}) for f in saved["finals"]],
+        finals=[
+            Final(f["t"], f["envs"], {k: _leaf(v) for k, v in f["leaves"].items()})
+            for f in saved["finals"]
+        ],
         entered=True,
     )
 
@@ -182,7 +206,11 @@ def _values_of(saved: Mapping[str, Any]) -> BootstrapRows:
 
 def _result(result: RolloutResult) -> dict[str, Any]:
     finals = [
-        {"t": f.t, "envs": [int(i) for i in f.envs], "leaves": {key: plain(leaf) for key, leaf in f.leaves.items()}}
+        {
+            "t": f.t,
+            "envs": [int(i) for i in f.envs],
+            "leaves": {key: plain(leaf) for key, leaf in f.leaves.items()},
+        }
         for f in result.finals
     ]
     return {

@@ -1,6 +1,8 @@
-"""Central inference: one thread of the collector's process acts for all workers, which only step environments.
+"""Central inference: one thread of the collector's process acts for all workers, which only step
+environments.
 
-It reads observations in the rows that workers have written, and writes actions into the same rows; see ``actor``.
+It reads observations in the rows that workers have written, and writes actions into the same rows;
+see ``actor``.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ LOST_S = 5.0  # timeout for a call of the policy that may write into the lane of
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """What a ``PoolConfig`` says of an inference server only; see ``MultiOptions``. Can be pickled."""
+    """What a ``PoolConfig`` says of an inference server only; see ``MultiOptions``.
+
+    Can be pickled.
+    """
 
     options: Any  # ``WorkerOptions``; pickled by ``pickling.dumps`` for a node
     alternating: bool  # half of the workers step while the server acts for the other half
@@ -64,7 +69,8 @@ class InferenceServer:
     """Acts for the workers of a pool, in a thread of its own, with a policy of its own.
 
     Attributes:
-        actor: policy and random streams; only the server's thread uses them while workers are at work.
+        actor: policy and random streams; only the server's thread uses them while workers are at
+            work.
     """
 
     def __init__(self, pool: PoolConfig, ticket: Ticket) -> None:
@@ -73,7 +79,8 @@ class InferenceServer:
         self._deadline_s = pool.timeout("policy")
         every = [worker.index for worker in pool.workers]
         half = -(-len(every) // 2) if config.alternating else len(every)
-        self._client_groups = [part for part in (every[:half], every[half:]) if part]  # workers answered together
+        # workers answered together
+        self._client_groups = [part for part in (every[:half], every[half:]) if part]
         lockstep = config.max_wait_s is None and config.max_batch is None
         self.mailbox = Mailbox(pool.count, self._client_groups if lockstep else ())
         options = unpickled(config.options, "the options")
@@ -105,7 +112,10 @@ class InferenceServer:
     # --- called by the collector ------------------------------------------------------------------
 
     def open(self, handles: Sequence[WorkerProxy], infos: Mapping[int, GroupInfo]) -> None:
-        """Start to act for these workers; ``infos`` describes their groups. Raises ``BadOption`` if it cannot."""
+        """Start to act for these workers; ``infos`` describes their groups.
+
+        Raises ``BadOption`` if it cannot.
+        """
         self.actor.open(infos)
         self._clients = {h.index: _Client(h.index, h, infos[h.groups[0]].num_envs) for h in handles}
         self._thread.start()
@@ -116,7 +126,9 @@ class InferenceServer:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Do not act inside this context: requests submitted in it count as submitted at the same time."""
+        """Do not act inside this context: requests submitted in it count as submitted at the same
+        time.
+        """
         self._holds += 1
         try:
             yield
@@ -129,19 +141,27 @@ class InferenceServer:
         self._between_calls(self.actor.settle)
 
     def ask(self, method: str, *args: Any, group: int | None = None) -> Any:
-        """Call a method of the actor in the thread; ``group`` selects the server where there are several."""
+        """Call a method of the actor in the thread; ``group`` selects the server where there are
+        several.
+        """
         return self._in_thread(lambda: getattr(self.actor, method)(*args))
 
     def complete(self, result: RolloutResult) -> None:
-        """Add the data to a result that its worker does not have: version, path, and the error of the policy."""
-        rollout = self._rollouts.pop(result.number, None)  # after an error it continues with the newest weights
+        """Add the data to a result that its worker does not have: version, path, and the error of
+        the policy.
+        """
+        # after an error it continues with the newest weights
+        rollout = self._rollouts.pop(result.number, None)
         if rollout is None:  # the worker has asked no question
             return
         result.version, result.path = rollout.version, self.actor.path(rollout)
         if result.error is not None and rollout.error is not None:
-            again = rollout.error is self._told  # one call that failed for several workers is raised once
+            # one call that failed for several workers is raised once
+            again = rollout.error is self._told
             seen = result.error
-            result.error, result.lost = (None, True) if again else (on_server(rollout.error, seen), False)
+            result.error, result.lost = (
+                (None, True) if again else (on_server(rollout.error, seen), False)
+            )
             self._told = rollout.error
 
     def waits(self, worker: int) -> bool:
@@ -159,7 +179,9 @@ class InferenceServer:
         return 0.0 if since is None else time.monotonic() - since
 
     def check(self) -> None:
-        """Raise ``WorkerHung`` if the policy does not return, ``MusterError`` if the thread has ended."""
+        """Raise ``WorkerHung`` if the policy does not return, ``MusterError`` if the thread has
+        ended.
+        """
         seconds, deadline = self.acting_for(), self._deadline_s
         if deadline is not None and seconds > deadline:
             raise server_hung(self._thread.ident, seconds=seconds, deadline=deadline)
@@ -170,7 +192,10 @@ class InferenceServer:
             ) from self._ended_by
 
     def _look(self) -> bool:
-        """Restart the deadline of the call: a coroutine has one of its own. Return whether the server is closing."""
+        """Restart the deadline of the call: a coroutine has one of its own.
+
+        Return whether the server is closing.
+        """
         self._acting_since = time.monotonic()
         return self._closing
 
@@ -244,14 +269,19 @@ class InferenceServer:
         longest = self._config.max_wait_s
         if longest is None or self._holds % 2:
             return LOOK_S
-        since = [client.since for client in self._clients.values() if self.mailbox.question(client.worker)]
+        since = [
+            client.since
+            for client in self._clients.values()
+            if self.mailbox.question(client.worker)
+        ]
         if not since:
             return LOOK_S
         return min(LOOK_S, max(0.0, min(since) + longest - time.monotonic()))
 
     def _choose(self) -> list[_Client]:
         """Return the clients to act for now, in the order of the workers; client groups take turns."""
-        holds, groups = self._holds, self._client_groups
+        holds = self._holds
+        groups = self._client_groups
         for step in range(len(groups) if holds % 2 == 0 else 0):
             turn = (self._turn + step) % len(groups)
             chosen = self._of_group(groups[turn])
@@ -262,7 +292,8 @@ class InferenceServer:
 
     def _of_group(self, group: Sequence[int]) -> list[_Client]:
         questions, at_work = self.mailbox.look(group)
-        most, longest = self._config.max_batch, self._config.max_wait_s
+        most = self._config.max_batch
+        longest = self._config.max_wait_s
         if not questions or (most is None and longest is None and len(questions) < at_work):
             return []
         asking = [self._clients[worker] for worker, _ in questions]
@@ -271,19 +302,29 @@ class InferenceServer:
                 client.seen, client.since = number, time.monotonic()
         if most is not None and sum(client.envs for client in asking) >= most:
             return _oldest(asking, most)
-        late = longest is not None and time.monotonic() - min(client.since for client in asking) >= longest
+        late = (
+            longest is not None
+            and time.monotonic() - min(client.since for client in asking) >= longest
+        )
         return asking if late or len(asking) == at_work else []
 
     def _serve(self, clients: list[_Client]) -> None:
         with self._acting:
-            questions = [(client, number) for client in clients if (number := self.mailbox.question(client.worker))]
+            questions = [
+                (client, number)
+                for client in clients
+                if (number := self.mailbox.question(client.worker))
+            ]
             if not questions:  # the workers were lost
                 return
             began = self._acting_since = time.monotonic()
             error: Exception | None = None
             asked: list[tuple[ServedRollout, int]] = []
             try:
-                asked += [(self._rollout(client), self.mailbox.row(client.worker)) for client, _ in questions]
+                asked += [
+                    (self._rollout(client), self.mailbox.row(client.worker))
+                    for client, _ in questions
+                ]
                 self.actor.act(asked)
             except OWN as known:
                 error = known
@@ -293,7 +334,9 @@ class InferenceServer:
             for rollout, _ in asked:
                 rollout.error = error
             self._acting_since = None
-            self._stats = self._stats.plus(sum(client.envs for client, _ in questions), time.monotonic() - began)
+            self._stats = self._stats.plus(
+                sum(client.envs for client, _ in questions), time.monotonic() - began
+            )
             for client, number in questions:
                 self.mailbox.answer(client.worker, number, failed=error is not None)
 
@@ -312,7 +355,9 @@ def _limit_threads(number: int) -> None:
 
 
 def _oldest(clients: Sequence[_Client], most: int) -> list[_Client]:
-    """Return the clients that have waited longest, as many as fit into ``most`` environments, and at least one."""
+    """Return the clients that have waited longest, as many as fit into ``most`` environments, and
+    at least one.
+    """
     chosen: list[_Client] = []
     envs = 0
     for client in sorted(clients, key=lambda client: client.since):

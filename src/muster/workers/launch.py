@@ -1,4 +1,7 @@
-"""Starting worker processes, detecting their exits, and ending them. No worker process outlives this process."""
+"""Starting worker processes, detecting their exits, and ending them.
+
+No worker process outlives this process.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,26 @@ from muster.workers.channel import Channel, StatusPage
 from muster.workers.forkserver import LIGHT, PRELOADED, STATUS_BYTES, ForkRequest, serve
 from muster.workers.lifelines import hung_up, kill_group, tie_life
 
-UNKNOWN = 1 << 16  # exit code of a worker whose exit was not observed, because the fork server was killed
+# exit code of a worker whose exit was not observed, because the fork server was killed
+UNKNOWN = 1 << 16
 SPARE_DESCRIPTORS = 10  # free descriptors required to start a worker
 METHODS = ("forkserver", "spawn")
-START_S = 300.0  # timeout for the fork server's answer; it may have to import torch on a busy machine
+# timeout for the fork server's answer; it may have to import torch on a busy machine
+START_S = 300.0
 END_S = 2.0
 
-_OWN = ("envs", "memory", "policies", "restore", "rollout", "testing", "utils", "weights", "workers")  # of muster
+# of muster
+_OWN = (
+    "envs",
+    "memory",
+    "policies",
+    "restore",
+    "rollout",
+    "testing",
+    "utils",
+    "weights",
+    "workers",
+)
 
 
 def launch(
@@ -46,19 +62,23 @@ def launch(
 ) -> Child:
     """Start a process that calls ``target``.
 
-    The process has the present environment variables, directory, ``sys.path``, ``sys.argv``, umask, standard output and
-    error of this process, and a session of its own. It ignores SIGINT. It exits when its target returns.
+    The process has the present environment variables, directory, ``sys.path``, ``sys.argv``, umask,
+    standard output and error of this process, and a session of its own. It ignores SIGINT. It exits
+    when its target returns.
 
     Args:
         target: ``"module:function"``, called as ``function(channel)``.
         channel_end: channel end for the target; closed in this process.
         name: name of the process in ``ps`` and ``top``.
-        method: ``"forkserver"`` (default on Linux: some milliseconds) or ``"spawn"`` (a new interpreter).
-        preload: the fork server first imports modules that this process has imported, which can take seconds, once.
+        method: ``"forkserver"`` (default on Linux: some milliseconds) or ``"spawn"`` (a new
+            interpreter).
+        preload: the fork server first imports modules that this process has imported, which can
+            take seconds, once.
         light: start the process without torch imported.
 
     Raises:
-        BadOption: the method is unknown, the system has no worker processes, or too few descriptors are left.
+        BadOption: the method is unknown, the system has no worker processes, or too few descriptors
+            are left.
         CollectorTimeout: the fork server does not answer.
     """
     if sys.platform == "win32":
@@ -70,8 +90,11 @@ def launch(
     alone = method == "spawn" or sys.platform != "linux"
     here = [*sys.modules] if not alone and (preload or light not in _ForkServer.shared) else []
     suits = LIGHT.__contains__ if light else _preloadable
-    modules = [module for module in [*here, target.partition(":")[0]] if suits(module) and not alone]
-    authkey = bytes(process.current_process().authkey)  # of managers; it is sent over private sockets only
+    modules = [
+        module for module in [*here, target.partition(":")[0]] if suits(module) and not alone
+    ]
+    # of managers; it is sent over private sockets only
+    authkey = bytes(process.current_process().authkey)
     surroundings = (sys.path[:], sys.argv[:], dict(os.environ), _cwd(), _umask(), authkey)
     order = ForkRequest(next(_numbers), target, name, modules, *surroundings)
     with contextlib.closing(channel_end):
@@ -82,10 +105,14 @@ def launch(
                 f"The fork server ended before it had started {name}. Standard error may say why."
             ) from None
         except TimeoutError:
-            raise CollectorTimeout(f"The fork server has not started {name} in {START_S:g} s.") from None
+            raise CollectorTimeout(
+                f"The fork server has not started {name} in {START_S:g} s."
+            ) from None
 
 
-def in_process(method: str | None, *, light: bool = False) -> Callable[[str, bool], tuple[Child, Any, Any]]:
+def in_process(
+    method: str | None, *, light: bool = False
+) -> Callable[[str, bool], tuple[Child, Any, Any]]:
     """Return a function that launches workers as processes, without torch imported if ``light``."""
 
     def start(name: str, preload: bool) -> tuple[Child, Channel, StatusPage]:
@@ -93,7 +120,11 @@ def in_process(method: str | None, *, light: bool = False) -> Callable[[str, boo
         status_page = StatusPage.create()
         try:
             target = "muster.workers.main:main"
-            return launch(target, theirs, name=name, method=method, preload=preload, light=light), ours, status_page
+            return (
+                launch(target, theirs, name=name, method=method, preload=preload, light=light),
+                ours,
+                status_page,
+            )
         except BaseException:
             ours.close()
             theirs.close()
@@ -109,7 +140,9 @@ class Child:
     With ``alone``, the fork server is for this process only.
     """
 
-    def __init__(self, order: ForkRequest, channel_end: Channel, *, alone: bool, light: bool) -> None:
+    def __init__(
+        self, order: ForkRequest, channel_end: Channel, *, alone: bool, light: bool
+    ) -> None:
         self._owner = os.getpid()
         self._code: int | None = None
         self._server: _ForkServer | None = None  # with ``alone``
@@ -136,17 +169,25 @@ class Child:
         return self._fd
 
     def exit_code(self) -> int | None:
-        """Return the exit code as in ``subprocess``; None while it runs; ``UNKNOWN`` if its exit was not observed."""
+        """Return the exit code as in ``subprocess``; None while it runs; ``UNKNOWN`` if its exit
+        was not observed.
+        """
         if self._owner != os.getpid():  # a fork of this process does not own the worker
             return UNKNOWN
         if self._code is None and self._fd >= 0:
             with contextlib.suppress(BlockingIOError):
                 status = os.read(self._fd, STATUS_BYTES)
-                self._code = int.from_bytes(status, "little", signed=True) if status else self._ended_unseen()
+                self._code = (
+                    int.from_bytes(status, "little", signed=True)
+                    if status
+                    else self._ended_unseen()
+                )
         return self._code
 
     def _ended_unseen(self) -> int:
-        """Return the exit code if no keeper has written it: the keeper was killed, or the system has no keepers."""
+        """Return the exit code if no keeper has written it: the keeper was killed, or the system
+        has no keepers.
+        """
         if self._server is not None and sys.platform != "linux":
             code = self._server.wait(END_S)
             return UNKNOWN if code is None else code
@@ -167,7 +208,9 @@ class Child:
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the process and its group, without waiting; its keeper kills all else that it has started."""
+        """Kill the process and its group, without waiting; its keeper kills all else that it has
+        started.
+        """
         if self.exit_code() is None:
             kill_group(self.pid)
 
@@ -181,7 +224,10 @@ class Child:
         return bool(poller.poll(max(0.0, timeout) * 1000))
 
     def close(self) -> None:
-        """Close descriptors, after the process has exited; idempotent. Ends a process with a fork server of its own."""
+        """Close descriptors, after the process has exited; idempotent.
+
+        Ends a process with a fork server of its own.
+        """
         self.exit_code()
         self._close()
         self._fd = -1
@@ -197,7 +243,9 @@ class _ForkServer:
     all: ClassVar[weakref.WeakSet[_ForkServer]] = weakref.WeakSet()
 
     def __init__(self, channel: Channel, life: socket.socket, pid: int) -> None:
-        self._channel, self._life, self.pid = channel, life, pid
+        self._channel = channel
+        self._life = life
+        self.pid = pid
         self._code: int | None = None
         self.all.add(self)
 
@@ -216,7 +264,10 @@ class _ForkServer:
 
     @classmethod
     def fork_shared(cls, order: ForkRequest, fds: list[int], light: bool) -> int:
-        """Fork a worker from the shared server for ``light``, and return its pid. Starts the server if necessary."""
+        """Fork a worker from the shared server for ``light``, and return its pid.
+
+        Starts the server if necessary.
+        """
 
         def forked(held: bool) -> int:
             if not held:  # another thread is launching
@@ -239,10 +290,13 @@ class _ForkServer:
         deadline = time.monotonic() + START_S
         try:
             self._channel.send(order, fds, timeout=START_S)
-            number, answer = -1, None
+            number = -1
+            answer = None
             while number != order.number:  # else it is the answer to an earlier, interrupted launch
                 with allowed():
-                    (number, answer), _ = self._channel.receive(timeout=max(0.0, deadline - time.monotonic()))
+                    (number, answer), _ = self._channel.receive(
+                        timeout=max(0.0, deadline - time.monotonic())
+                    )
         except (EOFError, TimeoutError):
             self.end()
             raise
@@ -260,7 +314,8 @@ class _ForkServer:
         """Wait for the end of the process, and return its exit code; None if it still runs."""
         if self._code is None and hung_up(self._life, seconds):
             self._code = UNKNOWN
-            with contextlib.suppress(ChildProcessError):  # another part of the program has reaped it
+            # another part of the program has reaped it
+            with contextlib.suppress(ChildProcessError):
                 self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self._code
 
@@ -277,8 +332,12 @@ class _ForkServer:
 
 
 def shutdown_forkserver() -> None:
-    """End the fork servers and all their workers. The next ``launch`` starts a new server. Idempotent."""
-    if _ForkServer.lock.acquire(timeout=END_S):  # else a thread is launching; the servers end with this process
+    """End the fork servers and all their workers.
+
+    The next ``launch`` starts a new server. Idempotent.
+    """
+    # else a thread is launching; the servers end with this process
+    if _ForkServer.lock.acquire(timeout=END_S):
         try:
             for server in list(_ForkServer.shared.values()):
                 server.end()
@@ -287,7 +346,10 @@ def shutdown_forkserver() -> None:
 
 
 def fork_server_here() -> None:
-    """Make a fork of this process its fork server, with all imported modules. Requires a process with one thread."""
+    """Make a fork of this process its fork server, with all imported modules.
+
+    Requires a process with one thread.
+    """
     (channel, theirs), (life, lifeline) = Channel.pair(), socket.socketpair()
     with contextlib.closing(theirs), lifeline:
         pid = os.fork()
@@ -316,7 +378,9 @@ def _forget_servers() -> None:
 
 @contextlib.contextmanager
 def _standard_streams() -> Iterator[list[int]]:
-    """Standard output and error of this process as open descriptors; ``os.devnull`` for a closed one."""
+    """Standard output and error of this process as open descriptors; ``os.devnull`` for a closed
+    one.
+    """
     with open(os.devnull, "wb") as null:
         # If Python was started without a stream, its number may be that of any other file now.
         std = ((1, sys.__stdout__), (2, sys.__stderr__))
@@ -328,18 +392,25 @@ def _interpreter_flags() -> list[str]:
     known = getattr(subprocess, "_args_from_interpreter_flags", None)
     if known is not None:
         return list(known())
-    return ["-" + "O" * sys.flags.optimize] * bool(sys.flags.optimize) + [f"-W{each}" for each in sys.warnoptions]
+    return ["-" + "O" * sys.flags.optimize] * bool(sys.flags.optimize) + [
+        f"-W{each}" for each in sys.warnoptions
+    ]
 
 
 def _python(lifeline: socket.socket, channel: Channel, streams: list[int]) -> int:
-    """Start an interpreter that first ties its life to this process, and then becomes a fork server. Return its pid."""
+    """Start an interpreter that first ties its life to this process, and then becomes a fork
+    server. Return its pid.
+    """
     ends = (channel.fileno(), lifeline.fileno())
     surroundings = f"import sys; sys.path[:] = {sys.path!r}; sys.argv[:] = {sys.argv!r}"
     tied = f"from muster.workers.lifelines import tie_life; tie_life({lifeline.fileno()})"
     server = subprocess.Popen(
         [
             *(sys.executable, *_interpreter_flags()),
-            *("-c", f"{surroundings}; {tied}; from muster.workers.forkserver import serve; serve{ends}"),
+            *(
+                "-c",
+                f"{surroundings}; {tied}; from muster.workers.forkserver import serve; serve{ends}",
+            ),
         ],
         stdin=subprocess.DEVNULL,
         stdout=streams[0],
@@ -354,7 +425,9 @@ def _python(lifeline: socket.socket, channel: Channel, streams: list[int]) -> in
 
 def _preloadable(module: str) -> bool:
     package, _, own = module.partition(".")
-    return module in PRELOADED or (package == "muster" and own.startswith(_OWN) and own != "envs.jax")
+    return module in PRELOADED or (
+        package == "muster" and own.startswith(_OWN) and own != "envs.jax"
+    )
 
 
 def _check_descriptors(name: str) -> None:
@@ -368,9 +441,9 @@ def _check_descriptors(name: str) -> None:
 
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             raise BadOption(
-                f"{name} cannot be started: of the {limit} descriptors that this process may have (RLIMIT_NOFILE), "
-                f"{len(free)} are left, and {SPARE_DESCRIPTORS} are needed. Use fewer workers, or allow more with "
-                "`ulimit -n 4096` before starting Python."
+                f"{name} cannot be started: of the {limit} descriptors that this process may have"
+                f" (RLIMIT_NOFILE), {len(free)} are left, and {SPARE_DESCRIPTORS} are needed. Use"
+                " fewer workers, or allow more with `ulimit -n 4096` before starting Python."
             )
     finally:
         for fd in free:
@@ -393,7 +466,9 @@ def _cwd() -> str | None:
 
 
 def _umask() -> int | None:
-    """Return the umask without changing it temporarily for all threads, as ``os.umask`` would; None if unknown."""
+    """Return the umask without changing it temporarily for all threads, as ``os.umask`` would; None
+    if unknown.
+    """
     with contextlib.suppress(OSError), open("/proc/self/status") as status:
         for line in status:
             if line.startswith("Umask:"):

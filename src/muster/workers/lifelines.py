@@ -1,4 +1,5 @@
-"""Lifelines: a process holds one end of a socket until it exits; the other end then reports a hang-up.
+"""Lifelines: a process holds one end of a socket until it exits; the other end then reports a
+hang-up.
 
 This module imports little, because a process ties its life before it does anything that takes time.
 """
@@ -16,17 +17,21 @@ _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
 
 def tie_life(lifeline: socket.socket | int) -> None:
-    """Have the kernel kill this process and its process group when the other end of ``lifeline`` is closed.
+    """Have the kernel kill this process and its process group when the other end of ``lifeline`` is
+    closed.
 
-    This needs no thread, which a C function holding the GIL would keep from running. Unlike PR_SET_PDEATHSIG, it
-    reaches grandchildren and does not depend on the thread that started this process.
+    This needs no thread, which a C function holding the GIL would keep from running. Unlike
+    PR_SET_PDEATHSIG, it reaches grandchildren and does not depend on the thread that started this
+    process.
     """
     if os.getsid(0) != os.getpid():
         os.setsid()
     import fcntl
 
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())  # from now on, every event of the socket is a signal
-    if hasattr(fcntl, "F_SETSIG"):  # elsewhere it is SIGIO, which also ends a process unless it is handled
+    # from now on, every event of the socket is a signal
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())
+    # elsewhere it is SIGIO, which also ends a process unless it is handled
+    if hasattr(fcntl, "F_SETSIG"):
         fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
     if hung_up(lifeline):  # closed before the signal was set up
@@ -41,8 +46,11 @@ def hung_up(sock: socket.socket | int, seconds: float = 0.0) -> bool:
 
 
 def kill_group(pid: int, *, reaped: bool = False) -> None:
-    """Kill the process group of a worker, and the worker itself unless it was reaped: its pid may have been reused."""
-    for kill in (os.killpg,) if reaped else (os.killpg, os.kill):  # just forked, it has no group yet
+    """Kill the process group of a worker, and the worker itself unless it was reaped: its pid may
+    have been reused.
+    """
+    # just forked, it has no group yet
+    for kill in (os.killpg,) if reaped else (os.killpg, os.kill):
         try:
             kill(pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
@@ -58,7 +66,10 @@ def become_subreaper() -> None:
 
 
 def children() -> list[int]:
-    """Return the pids of this process's children, zombies included. This process must have one thread."""
+    """Return the pids of this process's children, zombies included.
+
+    This process must have one thread.
+    """
     try:
         return [int(pid) for pid in _text("/proc/thread-self/children").split()]
     except OSError:  # no Linux, or one without CONFIG_PROC_CHILDREN

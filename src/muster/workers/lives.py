@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from muster.workers.messages import RolloutRequest
     from muster.workers.requests import Request
 
-BACK_OFF = (0.0, 0.1, 0.5, 2.0)  # seconds before a restart, by number of restarts since the last complete rollout
+# seconds before a restart, by number of restarts since the last complete rollout
+BACK_OFF = (0.0, 0.1, 0.5, 2.0)
 FRUITLESS = 3  # maximum of restarts since the last complete rollout
-START_ERRORS = (OSError, MemoryError, MusterError, RuntimeError)  # RuntimeError: "can't start new thread"
+# RuntimeError: "can't start new thread"
+START_ERRORS = (OSError, MemoryError, MusterError, RuntimeError)
 SLOW_S = 5.0  # seconds after which a construction logs what it waits for
 SLOW_AGAIN_S = 30.0  # seconds after which it logs the same again
 _log = logging.getLogger(__name__)
@@ -71,13 +73,17 @@ class Record:
 
     signs: tuple[Any, ...] = ()  # the last ones
     since: float = 0.0  # time (``time.monotonic``) of their last change
-    restarts: deque[float] = field(default_factory=deque)  # times of the restarts within the last minute
+    # times of the restarts within the last minute
+    restarts: deque[float] = field(default_factory=deque)
     fruitless: int = 0  # number of restarts since the last complete rollout
     revive_at: float | None = None  # time of the next restart; None: none is planned
-    not_started_since: float | None = None  # time of the first of the last starts that failed; None: the last did not
+    # time of the first of the last starts that failed; None: the last did not
+    not_started_since: float | None = None
 
     def may_restart(self, most: int | None) -> bool:
-        """Return whether the budget of ``most`` per minute allows one more restart, and if so, count it."""
+        """Return whether the budget of ``most`` per minute allows one more restart, and if so,
+        count it.
+        """
         now = time.monotonic()
         while self.restarts and self.restarts[0] < now - 60:
             self.restarts.popleft()
@@ -88,7 +94,9 @@ class Record:
         return True
 
     def has_failed_for(self, seconds: float | None) -> bool:
-        """Return whether every start in the last ``seconds`` (None: for ever) has failed, and there was one."""
+        """Return whether every start in the last ``seconds`` (None: for ever) has failed, and there
+        was one.
+        """
         since = self.not_started_since
         return since is not None and seconds is not None and time.monotonic() - since > seconds
 
@@ -102,12 +110,16 @@ class Proxy(ABC):
     late = False  # the node was called and did not join in time
 
     def __init__(self, index: int, groups: Sequence[int], watcher: Watcher) -> None:
-        self.index, self.groups, self._watcher = index, list(groups), watcher
+        self.index = index
+        self.groups = list(groups)
+        self._watcher = watcher
         self.under_way = UnderWay()
-        self.infos: list[GroupInfo] | None = None  # descriptions of its groups; None: it has made none yet
+        # descriptions of its groups; None: it has made none yet
+        self.infos: list[GroupInfo] | None = None
         self.cause: Exception | None = None  # error with which it was lost
         self.starts, self.record = 0, Record()
-        self.place: WorkerPlace | None = None  # place of its groups for a successor; None: not known yet
+        # place of its groups for a successor; None: not known yet
+        self.place: WorkerPlace | None = None
         self._state = WorkerState.NEW
         self._owner = Owner("collector", "workers")
         self._asked = 0  # number of the newest request
@@ -127,11 +139,15 @@ class Proxy(ABC):
         self._watcher.changes += 1
 
     def _check_next(self, state: WorkerState) -> None:
-        assert state in _NEXT[self._state], f"{type(self).__name__} {self.index}: {self._state.name} -> {state.name}"
+        assert state in _NEXT[self._state], (
+            f"{type(self).__name__} {self.index}: {self._state.name} -> {state.name}"
+        )
 
     @property
     def alive(self) -> bool:
-        """Whether it has a process, thread or session, as far as is known; always False in a fork of this process."""
+        """Whether it has a process, thread or session, as far as is known; always False in a fork
+        of this process.
+        """
         return self._state in _ALIVE and self._owner.is_here()
 
     @property
@@ -141,7 +157,9 @@ class Proxy(ABC):
 
     @property
     def stranded(self) -> bool:
-        """Whether it has requests and no process, and no restart is planned: an exception has come between these."""
+        """Whether it has requests and no process, and no restart is planned: an exception has come
+        between these.
+        """
         return self._state is WorkerState.DEAD and bool(self.under_way)
 
     @property
@@ -192,18 +210,22 @@ class Proxy(ABC):
 
     @abstractmethod
     def call(self, request: Request) -> list[Any]:
-        """Send a request to each of its workers, and return their answers. Raises the error of a worker."""
+        """Send a request to each of its workers, and return their answers.
+
+        Raises the error of a worker.
+        """
 
     def close(self, *, wait: bool = True) -> None:
         """Close the environments and end the worker, by force if necessary. May be called again.
 
-        Without ``wait``, only start to close: many workers close at the same time, and share one deadline. Raises the
-        error of an environment; the worker has ended nevertheless.
+        Without ``wait``, only start to close: many workers close at the same time, and share one
+        deadline. Raises the error of an environment; the worker has ended nevertheless.
         """
         if self._state is WorkerState.RUNNING and self.alive:
             self._closing_since = time.monotonic()
             self.state = WorkerState.CLOSING
-            self._awaited, self._answer = CLOSED, None
+            self._awaited = CLOSED
+            self._answer = None
             self._ask_to_close()
         if wait and self.alive:
             self._wait_for_close()
@@ -237,7 +259,10 @@ class Proxy(ABC):
         """Send a message. Does not wait."""
 
     def _ask(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Have the worker or node call a method, and return the answer. A successor gets the message again."""
+        """Have the worker or node call a method, and return the answer.
+
+        A successor gets the message again.
+        """
         while True:
             self.post(lambda number: self.send(Tell(method, args, number)))
             try:
@@ -248,7 +273,9 @@ class Proxy(ABC):
     def post(self, send: Callable[[int], None]) -> None:
         """Send a message with a new number. ``answer`` returns the answer."""
         self._asked += 1
-        self._awaited, self._answer, self._posted_to = self._asked, None, self.starts
+        self._awaited = self._asked
+        self._answer = None
+        self._posted_to = self.starts
         self.record.signs = ()
         try:
             send(self._asked)
@@ -257,7 +284,9 @@ class Proxy(ABC):
             raise
 
     def is_answered(self, until: float) -> bool:
-        """Wait for the answer to the last message until this time (``time.monotonic()``). Return whether it is there.
+        """Wait for the answer to the last message until this time (``time.monotonic()``).
+
+        Return whether it is there.
 
         Raises ``Restarted`` if the message went to a predecessor.
         """
@@ -269,7 +298,10 @@ class Proxy(ABC):
         return self._answer is not None
 
     def answer(self) -> Any:
-        """Wait for the answer to the last message. Raises ``Restarted`` if it went to a predecessor."""
+        """Wait for the answer to the last message.
+
+        Raises ``Restarted`` if it went to a predecessor.
+        """
         try:
             self._watcher.wait_for(self, lambda: self._answer is not None, self._posted_to)
         finally:
@@ -283,13 +315,15 @@ class Proxy(ABC):
 class Watcher(ABC):
     """Supervises the workers or nodes of a worker pool, from their start to their end.
 
-    A start that fails is a loss like any other: ``_pass_on`` decides what becomes of the worker and its requests. So a
-    request belongs to a worker that runs, to one whose restart is planned, or it has a result. Waits rely on that.
+    A start that fails is a loss like any other: ``_pass_on`` decides what becomes of the worker and
+    its requests. So a request belongs to a worker that runs, to one whose restart is planned, or it
+    has a result. Waits rely on that.
 
     Args:
-        config: its ``on_failure``: "raise": raise the error to the user; the next batch restarts the worker.
-            "restart": restart the worker at once. "drop": continue without the worker.
-        elastic: nodes may join late and leave: requests of a lost node are returned as lost, for other nodes.
+        config: its ``on_failure``: "raise": raise the error to the user; the next batch restarts
+            the worker. "restart": restart the worker at once. "drop": continue without the worker.
+        elastic: nodes may join late and leave: requests of a lost node are returned as lost, for
+            other nodes.
     """
 
     changes = 0  # number of changes of the states of workers or nodes
@@ -298,8 +332,10 @@ class Watcher(ABC):
     def __init__(self, config: PoolConfig, *, elastic: bool = False) -> None:
         self.handles: Sequence[Any] = ()  # proxies of all workers, or of all nodes
         self.counters: Sequence[FrameCounters] = ()  # of the groups; empty before there is a pool
-        self.elastic, self.config = elastic, config
-        self.lost: list[RolloutResult] = []  # results of requests of lost workers, until ``take_lost``
+        self.elastic = elastic
+        self.config = config
+        # results of requests of lost workers, until ``take_lost``
+        self.lost: list[RolloutResult] = []
         self._due: list[Any] = []  # proxies whose restart is planned
         self._begun = time.monotonic()
         self._missed = ""  # what was logged last as missing
@@ -308,9 +344,12 @@ class Watcher(ABC):
 
     @abstractmethod
     def wait(self, timeout: float | None, *, revives: bool = True) -> None:
-        """Wait until a worker has sent a message or is lost, and process all messages. May return early.
+        """Wait until a worker has sent a message or is lost, and process all messages.
 
-        With ``revives``, restart workers whose restart is due; return at once if losses were not taken yet.
+        May return early.
+
+        With ``revives``, restart workers whose restart is due; return at once if losses were not
+        taken yet.
         """
 
     @abstractmethod
@@ -328,7 +367,9 @@ class Watcher(ABC):
             self.begin(handle)
 
     def begin(self, handle: Any) -> None:
-        """Start a worker or node that has no process. If that fails, the worker is lost once more, with this reason.
+        """Start a worker or node that has no process.
+
+        If that fails, the worker is lost once more, with this reason.
 
         Raises:
             CollectorClosed: after ``end``.
@@ -354,13 +395,18 @@ class Watcher(ABC):
             handle.record.not_started_since = None
 
     def begin_or_raise(self, handle: Any) -> None:
-        """Start a worker or node that has no process. Raises the reason if it is lost and not restarted."""
+        """Start a worker or node that has no process.
+
+        Raises the reason if it is lost and not restarted.
+        """
         self.begin(handle)
         if not (handle.alive or handle.reviving):
             self.raise_once(handle)
 
     def _begin_stranded(self) -> None:
-        """Start workers whose requests would otherwise be waited for without an end; see ``Proxy.stranded``."""
+        """Start workers whose requests would otherwise be waited for without an end; see
+        ``Proxy.stranded``.
+        """
         for handle in self.handles:
             if handle.stranded and handle not in self._due:
                 self.begin(handle)
@@ -394,12 +440,15 @@ class Watcher(ABC):
                 while not handle.alive:
                     if not handle.reviving:
                         self.raise_once(handle)
-                    self.wait(None, revives=False)  # for messages of others, until its restart is due
+                    # for messages of others, until its restart is due
+                    self.wait(None, revives=False)
                     self._revive_due()
                 raise Restarted
 
     def _log_slow_construction(self) -> None:
-        """Log what is missing after ``SLOW_S``, again when it changes, and again after ``SLOW_AGAIN_S``."""
+        """Log what is missing after ``SLOW_S``, again when it changes, and again after
+        ``SLOW_AGAIN_S``.
+        """
         now = time.monotonic()
         if now < self._next_log:
             return
@@ -411,16 +460,21 @@ class Watcher(ABC):
             self._same_log = now + SLOW_AGAIN_S
 
     def _until_due(self, *seconds: float | None) -> float:
-        """Return the minimum of these timeouts and the time until the next planned restart, at least 0."""
+        """Return the minimum of these timeouts and the time until the next planned restart, at
+        least 0.
+        """
         now = time.monotonic()
         due: list[float] = [handle.record.revive_at - now for handle in self._due]
         return max(0.0, min([*due, *(s for s in seconds if s is not None)]))
 
     def _pass_on(self, handle: Any, error: Exception) -> None:
-        """Keep the requests of a lost worker for a successor, or return them as lost or dropped results."""
+        """Keep the requests of a lost worker for a successor, or return them as lost or dropped
+        results.
+        """
         if not self.counters:
             return  # it was never part of the worker pool
-        record, lost = handle.record, self.lost
+        record = handle.record
+        lost = self.lost
         episodes = {number: self.counters[number].next_episodes() for number in handle.groups}
         if handle.place is not None:
             handle.place = replace(handle.place, episodes=episodes)
@@ -431,7 +485,9 @@ class Watcher(ABC):
             self._due.append(handle)
             handle.state = WorkerState.RESTARTING
             if self.elastic:
-                lost += [RolloutResult(o.number, o.group, lost=True) for o in handle.under_way.give_up()]
+                lost += [
+                    RolloutResult(o.number, o.group, lost=True) for o in handle.under_way.give_up()
+                ]
                 lost.append(news(handle.groups[0]))
             return
         requests = handle.under_way.give_up()
@@ -441,17 +497,22 @@ class Watcher(ABC):
                 self.counters[number].dropped = True
             why = f"a worker is dropped, and the others go on without it: {error}"
             lost.append(RolloutResult(0, handle.groups[0], lost=True, warnings=[why]))
-            lost += [RolloutResult(request.number, request.group, dropped=True) for request in requests]
+            lost += [
+                RolloutResult(request.number, request.group, dropped=True) for request in requests
+            ]
             return
-        if not requests:  # it has done them all, or was idle: its environments are lost nevertheless
+        # it has done them all, or was idle: its environments are lost nevertheless
+        if not requests:
             lost.append(news(handle.groups[0], error))
         lost += [
-            RolloutResult(o.number, o.group, lost=True, error=None if i else error) for i, o in enumerate(requests)
+            RolloutResult(o.number, o.group, lost=True, error=None if i else error)
+            for i, o in enumerate(requests)
         ]
 
     def _may_restart(self, handle: Any) -> bool:
         """Return whether a lost worker or node is restarted at once, and if so, count the restart."""
-        config, record = self.config, handle.record
+        config = self.config
+        record = handle.record
         if config.on_failure != "restart" or record.has_failed_for(config.timeout("construct")):
             return False
         return bool(handle.late) or record.may_restart(config.max_restarts)
@@ -465,7 +526,8 @@ class Watcher(ABC):
         record = handle.record
         if record.revive_at is None or record.revive_at > time.monotonic():
             return
-        # In this order, so that an exception of a signal handler between two lines leaves the worker due or stranded.
+        # In this order, so that an exception of a signal handler between two lines leaves the
+        # worker due or stranded.
         if handle.reviving:
             handle.state = WorkerState.DEAD
         self._due.remove(handle)
@@ -496,9 +558,9 @@ def news(group: int, error: Exception | None = None) -> RolloutResult:
 def unlike(where: Where, expected: GroupInfo, got: GroupInfo) -> EnvError:
     """Return the error for a late node whose number of environments is not the expected one."""
     error = EnvError(
-        f"{where} has come with {got.num_envs} environments in a batch of shape {got.batch_shape} ({got.name}), where "
-        f"{expected.num_envs} in {expected.batch_shape} ({expected.name}) were expected: with min_nodes, all entries "
-        f"of create_env_fn have to make equally many."
+        f"{where} has come with {got.num_envs} environments in a batch of shape {got.batch_shape}"
+        f" ({got.name}), where {expected.num_envs} in {expected.batch_shape} ({expected.name}) were"
+        " expected: with min_nodes, all entries of create_env_fn have to make equally many."
     )
     error.worker, error.phase = where.worker, "construct"
     return error

@@ -1,9 +1,11 @@
-"""The mailbox of an inference server: integers in shared memory, and wake-ups for sleeping processes.
+"""The mailbox of an inference server: integers in shared memory, and wake-ups for sleeping
+processes.
 
-A question is two numbers, the current request and the row to act on; the observations lie in that row. A side that
-waits polls the cells for some microseconds, then sleeps, and waking it costs the other side a system call. Nothing
-is queued: a worker has one question at a time. What lies in the rows is stored before the number that announces it, and
-loaded after that number; see ``muster.utils.fences``.
+A question is two numbers, the current request and the row to act on; the observations lie in that
+row. A side that waits polls the cells for some microseconds, then sleeps, and waking it costs the
+other side a system call. Nothing is queued: a worker has one question at a time. What lies in the
+rows is stored before the number that announces it, and loaded after that number; see
+``muster.utils.fences``.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ from muster.utils.fences import keep_order
 from muster.workers.channel import WakeUp
 
 ASKED, ANSWERED, ASLEEP, ORDER, ROW, FINISHED, NEWEST, GROUP = range(8)  # the cells of a client
-CELLS = 8  # per client: one cache line of the processor, so that no two workers write into the same one
+# per client: one cache line of the processor, so that no two workers write into the same one
+CELLS = 8
 SERVER_SPIN_S = 50e-6  # the next question often arrives sooner than a sleeping thread wakes up
-WORKER_SPIN_S = 100e-6  # if there are more processors than workers; else spinning delays the process that is awaited
+# if there are more processors than workers; else spinning delays the process that is awaited
+WORKER_SPIN_S = 100e-6
 LOOK_S = 0.1  # interval of checks for conditions that ring no wake-up
 
 
@@ -36,7 +40,8 @@ class Mailbox:
     """The server's end. Its clients are all workers.
 
     Args:
-        groups: client groups. A group is answered when all its workers at work have asked, and only the last one rings.
+        groups: client groups. A group is answered when all its workers at work have asked, and only
+            the last one rings.
     """
 
     def __init__(self, workers: int, groups: Sequence[Sequence[int]] = ()) -> None:
@@ -51,7 +56,9 @@ class Mailbox:
                 self.cells[worker * CELLS + GROUP] = number + 1
 
     def fds_for(self, worker: int) -> list[int]:
-        """Return the descriptors for the ``MailboxClient`` of a worker; this object keeps owning them."""
+        """Return the descriptors for the ``MailboxClient`` of a worker; this object keeps owning
+        them.
+        """
         return [self._arena.fd, *self.wake_up.fds, *self._wake_ups[worker].fds]
 
     def question(self, worker: int) -> int:
@@ -70,11 +77,16 @@ class Mailbox:
         return int(self.cells[worker * CELLS + ROW])
 
     def look(self, group: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
-        """Return the open questions of a group as (worker, number), and the number of its workers at work."""
-        cells, asking, at_work = self.cells, [], 0
+        """Return the open questions of a group as (worker, number), and the number of its workers
+        at work.
+        """
+        cells = self.cells
+        asking = []
+        at_work = 0
         for worker in group:
             at = worker * CELLS
-            number, answered = cells[at + ASKED], cells[at + ANSWERED]
+            number = cells[at + ASKED]
+            answered = cells[at + ANSWERED]
             if number != answered and number != -answered:
                 asking.append((worker, number))
                 at_work += 1
@@ -84,7 +96,9 @@ class Mailbox:
         return asking, at_work
 
     def expect(self, worker: int, request: int) -> None:
-        """Count a worker as at work on a request, which may be a failed one that is submitted again."""
+        """Count a worker as at work on a request, which may be a failed one that is submitted
+        again.
+        """
         at = worker * CELLS
         self.cells[at + FINISHED] = min(self.cells[at + FINISHED], request - 1)
         self.cells[at + NEWEST] = max(self.cells[at + NEWEST], request)
@@ -99,7 +113,9 @@ class Mailbox:
             self._wake_ups[worker].ring()
 
     def sleep(self, ready: Callable[[], bool], seconds: float) -> None:
-        """Wait until ``ready()``: poll for a while, then sleep until a worker rings or ``seconds`` have passed."""
+        """Wait until ``ready()``: poll for a while, then sleep until a worker rings or ``seconds``
+        have passed.
+        """
         if not _spun(ready, SERVER_SPIN_S):
             self.cells[self._own] = 1
             keep_order()
@@ -121,13 +137,16 @@ class Mailbox:
 
 
 class MailboxClient:
-    """The end of worker ``number`` of ``workers``, which owns the descriptors from ``Mailbox.fds_for``.
+    """The end of worker ``number`` of ``workers``, which owns the descriptors from
+    ``Mailbox.fds_for``.
 
     Args:
         given_up: returns whether the results of this worker are ignored from now on.
     """
 
-    def __init__(self, number: int, workers: int, fds: list[int], given_up: Callable[[], bool]) -> None:
+    def __init__(
+        self, number: int, workers: int, fds: list[int], given_up: Callable[[], bool]
+    ) -> None:
         self._arena = Arena.attach(fds[0])
         half = 1 + (len(fds) - 1) // 2
         self._server, self._wake_up = WakeUp(*fds[1:half]), WakeUp(*fds[half:])
@@ -172,10 +191,13 @@ class MailboxClient:
             raise PolicyError("the policy on the inference server raised an error")
 
     def _is_last(self) -> bool:
-        """Return whether all other workers of the group that are at work have asked: then this one has to ring."""
+        """Return whether all other workers of the group that are at work have asked: then this one
+        has to ring.
+        """
         cells = self._all
         return all(
-            cells[at + NEWEST] <= cells[at + FINISHED] or abs(cells[at + ANSWERED]) != cells[at + ASKED]
+            cells[at + NEWEST] <= cells[at + FINISHED]
+            or abs(cells[at + ANSWERED]) != cells[at + ASKED]
             for at in self._group
         )
 
@@ -194,9 +216,13 @@ class MailboxClient:
 
 
 class ServedPolicy:
-    """Implements ``Policy`` by one question per row to the server, which reads and writes the rows of the lanes."""
+    """Implements ``Policy`` by one question per row to the server, which reads and writes the rows
+    of the lanes.
+    """
 
-    name, path, draws_globally = "policy", "server", False
+    name = "policy"
+    path = "server"
+    draws_globally = False
     raises = (MusterError,)  # none of them is raised by the user's policy, which runs in the server
 
     def __init__(self, mailbox: MailboxClient, progress: Progress) -> None:
@@ -216,7 +242,8 @@ class ServedPolicy:
         return self._columns
 
     def start(self, lane: Lane, rng: GroupRng) -> Act:
-        ask, request = self.mailbox.ask, int(self._progress.cells[AT_WORK])
+        ask = self.mailbox.ask
+        request = int(self._progress.cells[AT_WORK])
         return lambda t: ask(request, t)
 
 

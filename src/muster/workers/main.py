@@ -1,4 +1,6 @@
-"""The main loop of a worker: makes its environments, then fills lanes and answers requests, one after another."""
+"""The main loop of a worker: makes its environments, then fills lanes and answers requests, one
+after another.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,8 @@ def main(channel: Channel) -> None:
     status_page.arm()
     worker = WorkerMain(channel, config, Progress(status_page.cells), Arena.attach(arena), fds)
     if worker.mailbox is not None and hasattr(os, "SCHED_BATCH"):
-        with suppress(OSError):  # a woken worker must not preempt the inference server while it answers the others
+        # a woken worker must not preempt the inference server while it answers the others
+        with suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     signal.signal(signal.SIGTERM, worker.terminate)
     os.register_at_fork(
@@ -67,7 +70,10 @@ def main(channel: Channel) -> None:
     )
     try:
         worker.serve()
-    except (EOFError, Terminated):  # the parent has exited; or SIGTERM before there was anything to close
+    except (
+        EOFError,
+        Terminated,
+    ):  # the parent has exited; or SIGTERM before there was anything to close
         pass
     if worker.terminated:  # the exit code shows the signal
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -75,9 +81,12 @@ def main(channel: Channel) -> None:
 
 
 def _leave_to_user(worker: WorkerMain, status_page: StatusPage) -> None:
-    """Detach a fork that an environment or policy has made: it may do anything except act as the worker."""
+    """Detach a fork that an environment or policy has made: it may do anything except act as the
+    worker.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))  # deliver one that arrived since the fork
+    # deliver one that arrived since the fork
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
     worker.channel.close()
     worker.arena.isolate()
     status_page.disarm()
@@ -90,27 +99,37 @@ class WorkerMain:
     ``fds`` are descriptors of the inference server's mailbox, or of the ticket for the weights.
     """
 
-    def __init__(self, channel: Any, config: WorkerConfig, progress: Progress, arena: Arena, fds: list[int]) -> None:
-        self.channel, self.config, self.arena, self.progress = channel, config, arena, progress
+    def __init__(
+        self, channel: Any, config: WorkerConfig, progress: Progress, arena: Arena, fds: list[int]
+    ) -> None:
+        self.channel = channel
+        self.config = config
+        self.arena = arena
+        self.progress = progress
         self.made = ExitStack()
         self.mailbox: MailboxClient | None = None
         self._ticket_fds: list[int] = []
         if (workers := config.served_by) is not None:
-            self.mailbox = MailboxClient(config.index, workers, fds, lambda: progress.cells[STOP] >= ALL_ORDERS)
+            self.mailbox = MailboxClient(
+                config.index, workers, fds, lambda: progress.cells[STOP] >= ALL_ORDERS
+            )
             self.made.callback(self.mailbox.close)
         else:
             self._ticket_fds = fds
         self.built: list[BuiltEnv] = []
         self.worker: Worker
         self._anchors: dict[int, Anchors] = {}  # by group
-        self._lanes: dict[tuple[int, int], tuple[Lane, Lane]] = {}  # by group and offset: on the device, and shared
+        # by group and offset: on the device, and shared
+        self._lanes: dict[tuple[int, int], tuple[Lane, Lane]] = {}
         self._lanes_of: dict[int, Layout] = {}  # layouts of ``_lanes``
         self._at: dict[int, int] = {}  # number of the last request, by id of the lane
         self._failed: set[int] = set()  # numbers of requests that are not complete
         self.ending = self.terminated = self._closing = self._sending = False
 
     def serve(self) -> None:
-        """Make the environments, then execute messages until ``close``; EOFError if the parent exits."""
+        """Make the environments, then execute messages until ``close``; EOFError if the parent
+        exits.
+        """
         self.progress.begin(Phase.CONSTRUCT)
         if self.config.cpus:
             os.sched_setaffinity(0, self.config.cpus)  # of this thread, and of all that it starts
@@ -122,7 +141,8 @@ class WorkerMain:
             while not self.ending:
                 self.progress.begin(Phase.IDLE)
                 self.channel.receive()[0].reach(self)
-            self._closing = True  # inside ``try``: SIGTERM before this line must not skip ``_close``
+            # inside ``try``: SIGTERM before this line must not skip ``_close``
+            self._closing = True
         except Terminated:
             self._closing = True
         finally:
@@ -168,7 +188,12 @@ class WorkerMain:
 
     def _pack(self, error: BaseException, phase: str, **where: Any) -> SentError:
         config = self.config
-        known = {"worker": config.index, "pid": os.getpid(), "generation": config.generation, "node": config.node}
+        known = {
+            "worker": config.index,
+            "pid": os.getpid(),
+            "generation": config.generation,
+            "node": config.node,
+        }
         return pack(error, phase=phase, **known, **where)
 
     def _construct(self) -> list[GroupInfo]:
@@ -176,10 +201,18 @@ class WorkerMain:
         served = config.served_by is not None
         with installed(config.registered):
             self.options: WorkerOptions = unpickled(config.options, "the options")
-            self._policy = None if served else made_policy(config.policy, self.options, is_factory=config.is_factory)
+            self._policy = (
+                None
+                if served
+                else made_policy(config.policy, self.options, is_factory=config.is_factory)
+            )
             numbered = zip(config.groups, config.factories, strict=True)
-            factories = [unpickled(factory, f"create_env_fn[{number}]") for number, factory in numbered]
-        self.built = build_envs(factories, unpickled(config.kwargs, "create_env_kwargs"), self.options, self.made)
+            factories = [
+                unpickled(factory, f"create_env_fn[{number}]") for number, factory in numbered
+            ]
+        self.built = build_envs(
+            factories, unpickled(config.kwargs, "create_env_kwargs"), self.options, self.made
+        )
         if config.place is not None:
             self.progress.begin(Phase.CALL)
             self.configure(config.place)
@@ -201,7 +234,8 @@ class WorkerMain:
 
     def configure(self, place: WorkerPlace) -> None:
         """Make the groups at their place, and apply all settings in it; nothing if that is done."""
-        if hasattr(self, "worker"):  # done with the place in the config; this message was first sent to a predecessor
+        # done with the place in the config; this message was first sent to a predecessor
+        if hasattr(self, "worker"):
             return
         self._make_groups(place)
         self.worker.seed(place.seed, place.static)
@@ -215,7 +249,9 @@ class WorkerMain:
             self.worker.layouts(place.columns)
 
     def _make_groups(self, place: WorkerPlace) -> None:
-        config, policy, device = self.config, None, None
+        config = self.config
+        policy = None
+        device = None
         if self.mailbox is None:
             from muster.policies import adapt
 
@@ -226,12 +262,16 @@ class WorkerMain:
         groups: list[Group] = []
         for number, b in zip(config.groups, self.built, strict=True):
             rng = GroupRng(place.seed, number, device or b.env.device, config.generation)
-            first, shared = place.firsts[number], self.options.shared_frames
+            first = place.firsts[number]
+            shared = self.options.shared_frames
             group = make_group(b, number, first, place.total, rollout, rng, shared=shared)
             if config.in_thread:
                 group.in_background = lambda: True
             self._anchors[number] = Anchors(b.env)
-            group.before_reset, group.lost_track = self._anchors[number].before_reset, self._anchors[number].lose
+            group.before_reset, group.lost_track = (
+                self._anchors[number].before_reset,
+                self._anchors[number].lose,
+            )
             if place.episodes is not None:
                 group.clock.begin_at(place.episodes[number])
             group.resumed = [] if place.marks_resumed else None
@@ -239,8 +279,9 @@ class WorkerMain:
         kinds = {(b.batch_shape, str(b.env.action_specs)) for b in self.built}
         if len(kinds) > 1:
             raise BadOption(
-                f"the groups {list(config.groups)} of worker {config.index} differ in number of environments or in "
-                f"actions, and one policy acts for all of them: leave num_workers out, so that each has its own"
+                f"the groups {list(config.groups)} of worker {config.index} differ in number of"
+                " environments or in actions, and one policy acts for all of them: leave"
+                " num_workers out, so that each has its own"
             )
         self._policy = policy
         random = RandomPolicy(b.env.sample, b.batch_shape, masks=masks_of(b.env))
@@ -305,7 +346,10 @@ class WorkerMain:
         result.anchors = self._anchors[result.group].take(begin, group.pending)
 
     def _begin_early(self, group: Group) -> None:
-        """Reset environments that wait for the next rollout. That rollout raises the error, SystemExit included."""
+        """Reset environments that wait for the next rollout.
+
+        That rollout raises the error, SystemExit included.
+        """
         try:
             group.begin(early=True)
         except (EOFError, Terminated):
@@ -317,10 +361,13 @@ class WorkerMain:
         if self._lanes_of is not self.worker.laid_out:
             self._lanes_of = self.worker.laid_out
             self._lanes.clear()
-        layout, at = self._lanes_of[request.group], (request.group, request.offset)
+        layout = self._lanes_of[request.group]
+        at = (request.group, request.offset)
         if at not in self._lanes:
             begin = request.lane * layout.lane_bytes
-            block = self.arena.view(request.offset, request.nbytes)[begin : begin + layout.lane_bytes]
+            block = self.arena.view(request.offset, request.nbytes)[
+                begin : begin + layout.lane_bytes
+            ]
             shared = lane = Lane(layout, block)
             device = self.worker.group(request.group).env.device
             if device is not None and device.type != "cpu":
@@ -330,15 +377,22 @@ class WorkerMain:
 
     def _explain(self, error: BaseException, phase: str, group: Group, lane: Lane) -> Any:
         """Pack an error with the place where it happened."""
-        row, clock = lane.done_steps, group.clock
+        row = lane.done_steps
+        clock = group.clock
         where: dict[str, Any] = {"env_ids": tuple(clock.env_ids.tolist()), "row": row}
         index = env_index_of(error, phase)
         if (index is None or index >= group.B) and group.B == 1:
             index = 0
         if index is not None and index < group.B:
-            ended = (lane.arrays[next_of(TERMINATED)] | lane.arrays[next_of(TRUNCATED)])[:row, index].nonzero()[0]
+            ended = (lane.arrays[next_of(TERMINATED)] | lane.arrays[next_of(TRUNCATED)])[
+                :row, index
+            ].nonzero()[0]
             steps = row - 1 - int(ended[-1]) if len(ended) else int(clock.steps[index]) + row
-            where |= {"env_index": index, "episode": int(clock.episode[index]) + len(ended), "step": steps}
+            where |= {
+                "env_index": index,
+                "episode": int(clock.episode[index]) + len(ended),
+                "step": steps,
+            }
             where["env_ids"] = (int(clock.env_ids[index]),)
             where["seed"] = self._anchors[group.number].seeds[index]
         return self._pack(error, phase, **where)
@@ -367,7 +421,8 @@ class _Stop:
     """An interruptor that ends a rollout early for the parent or for the user's interruptor."""
 
     def __init__(self, cells: Any, other: Any) -> None:
-        self._cells, self._other = cells, other
+        self._cells = cells
+        self._other = other
 
     def collection_stopped(self) -> bool:
         stopped = self._cells[STOP] >= self._cells[ORDER]

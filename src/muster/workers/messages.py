@@ -1,4 +1,6 @@
-"""The messages between a proxy and its worker or node, and the records in them; the data itself stays in the slots."""
+"""The messages between a proxy and its worker or node, and the records in them; the data itself
+stays in the slots.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class GroupInfo:
         num_envs: number of environments, B.
         batch_shape: batch dimensions for the policy and the user; see ``Layout``.
         device: device of the rows; None: the host.
-        observation_specs, action_specs, info_specs, bookkeeping, reward_key, action_masks: see ``EnvBatch``.
+        observation_specs, action_specs, info_specs, bookkeeping, reward_key, action_masks: see
+        ``EnvBatch``.
         replays_alone: each environment can be replayed without the others.
     """
 
@@ -68,12 +71,16 @@ class RolloutRequest:
         version: version of the weights; None: the worker sets it when it takes the weights.
         closes: the rollout ends a batch.
         limit: number of valid steps in the batch, over all groups that share it; None: all steps.
-        sharing: index of the first environment among those of the same batch, and their number; None: as before.
+        sharing: index of the first environment among those of the same batch, and their number;
+            None: as before.
         spans: record spans for the timeline.
-        after: number of the group's previous request. If that failed, this request is returned as lost.
+        after: number of the group's previous request. If that failed, this request is returned as
+            lost.
         rule: see ``Group``; the worker owns it.
-        bootstrap: next observations whose values are part of the result; see ``muster.rollout.bootstrap``.
-        offset, nbytes: byte range of the slot in the arena, for a worker in a process or thread of its own.
+        bootstrap: next observations whose values are part of the result; see
+            ``muster.rollout.bootstrap``.
+        offset, nbytes: byte range of the slot in the arena, for a worker in a process or thread of
+            its own.
     """
 
     number: int
@@ -104,14 +111,16 @@ class RolloutResult:
     """The result of a rollout request. Counts are of this request alone.
 
     Attributes:
-        frames, rows: number of valid steps, and of time steps with valid steps; 0 unless the rollout is complete.
+        frames, rows: number of valid steps, and of time steps with valid steps; 0 unless the
+            rollout is complete.
         executed: number of environment steps.
         discarded: number of environment steps that are in no batch, by reason.
         finals: see ``Group.finals``.
         clock: episode numbers, and steps since the starts of these episodes, ``[2, B]``.
         objects: columns of Python objects, from a worker in a process or thread of its own.
         values: values of next observations, if the request has ``bootstrap``.
-        error: error that interrupted the rollout (in transit, a ``SentError``); the same request continues the rollout.
+        error: error that interrupted the rollout (in transit, a ``SentError``); the same request
+            continues the rollout.
         phase: phase that the error interrupted.
         paused: the error is Ctrl-C, between two rows: see ``Group.paused``.
         lost: the rollout was not completed, and has to be requested again.
@@ -162,7 +171,9 @@ class WorkerStatus:
     restarts: int
 
 
-BIRTH, CLOSED = 0, -1  # numbers of a worker's first and last answers: its groups are made; its environments are closed
+# numbers of a worker's first and last answers: its groups are made; its environments are closed
+BIRTH = 0
+CLOSED = -1
 
 
 @dataclass(frozen=True)

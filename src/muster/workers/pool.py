@@ -28,12 +28,18 @@ if TYPE_CHECKING:
 
 
 class LocalWorker:
-    """A worker in the caller's thread, with the methods of ``Proxy``. It executes requests synchronously."""
+    """A worker in the caller's thread, with the methods of ``Proxy``.
 
-    alive, reviving, absent = True, False, False
+    It executes requests synchronously.
+    """
+
+    alive = True
+    reviving = False
+    absent = False
 
     def __init__(self, worker: Worker) -> None:
-        self.worker, self.index = worker, worker.index
+        self.worker = worker
+        self.index = worker.index
         self.groups = [group.number for group in worker.groups]
         self.under_way = UnderWay()
 
@@ -78,7 +84,9 @@ Handle: TypeAlias = LocalWorker | Proxy
 
 
 class Servers(Protocol):
-    """The interface of central inference for the collector: one ``InferenceServer``, or the servers of all nodes."""
+    """The interface of central inference for the collector: one ``InferenceServer``, or the servers
+    of all nodes.
+    """
 
     def settle(self) -> None: ...
     def ask(self, method: str, *args: Any, group: int | None = None) -> Any: ...
@@ -96,10 +104,12 @@ class WorkerPool:
         local: the only worker, if it runs in this thread: it is never waited for, lost or dropped.
 
     Attributes:
-        owner: process that owns the workers. None: they run in this thread, and a fork has its own copies.
+        owner: process that owns the workers. None: they run in this thread, and a fork has its own
+            copies.
         counters: frame counters, by group number.
         server: inference server; None: the workers run the policy.
-        hold: context manager. Requests submitted inside are simultaneous for a server, and one message for a node.
+        hold: context manager. Requests submitted inside are simultaneous for a server, and one
+            message for a node.
         numbers: numbers for new requests.
         elastic: workers may be absent (see ``Proxy``), at the start and later.
         engine: see ``CollectorStats``.
@@ -117,20 +127,26 @@ class WorkerPool:
         first_env: int = 0,
         local: Worker | None = None,
     ) -> None:
-        self.handles, self._watch, self.local = list(handles), watch, local
+        self.handles = list(handles)
+        self._watch = watch
+        self.local = local
         self.owner = None if watch is None else Owner("collector", "workers")
         firsts = itertools.accumulate((info.num_envs for info in infos), initial=first_env)
         counters = [
-            FrameCounters(info, np.arange(b, b + info.num_envs)) for info, b in zip(infos, firsts, strict=False)
+            FrameCounters(info, np.arange(b, b + info.num_envs))
+            for info, b in zip(infos, firsts, strict=False)
         ]
         first = handles[0].groups[0]
         # On a node the first number need not be 0; the pool of a node is only indexed.
-        self.counters = cast("Sequence[FrameCounters]", dict(enumerate(counters, first))) if first else counters
+        self.counters = (
+            cast("Sequence[FrameCounters]", dict(enumerate(counters, first))) if first else counters
+        )
         self.num_envs = sum(info.num_envs for info in infos)
         self._of = {number: handle for handle in handles for number in handle.groups}
         self.numbers = itertools.count(1)
         self._results: deque[RolloutResult] = deque()  # of requests that no worker has any more
-        self._lost: set[int] = set()  # numbers of lost requests given by ``give`` that were not given again
+        # numbers of lost requests given by ``give`` that were not given again
+        self._lost: set[int] = set()
         self._turn = 0
         self._warnings: dict[str, None] = {}  # distinct texts of all workers, as an ordered set
         self._warned = 0
@@ -148,8 +164,8 @@ class WorkerPool:
     def give(self, request: RolloutRequest, slot: Slot) -> None:
         """Submit a request to the worker of its group; its result comes from ``ready_result``.
 
-        The sender may not know the last results yet. A request after a lost one is lost too, until both are requested
-        again, in order.
+        The sender may not know the last results yet. A request after a lost one is lost too, until
+        both are requested again, in order.
         """
         self._lost.discard(request.number)
         if self.counters[request.group].dropped:
@@ -161,7 +177,9 @@ class WorkerPool:
             self._of[request.group].submit(request, slot)
 
     def welcome(self) -> None:
-        """Start absent workers whose absence was raised before, and process new arrivals and losses without waiting."""
+        """Start absent workers whose absence was raised before, and process new arrivals and losses
+        without waiting.
+        """
         start_dead(self, absent=True)
         if self._watch is not None:
             self._watch.wait(0.0)
@@ -172,13 +190,15 @@ class WorkerPool:
         if self.local is None and all(counts.dropped for counts in self.counters):
             give_warnings(self)
             raise WorkerDied(
-                "all workers have been dropped, so nothing can be collected any more. Each was warned about with its "
-                "cause; on_failure='restart' starts workers again."
+                "all workers have been dropped, so nothing can be collected any more. Each was"
+                " warned about with its cause; on_failure='restart' starts workers again."
             )
 
     @property
     def has_bad_news(self) -> bool:
-        """Whether an untaken result has an error: requests lost with it are resubmitted only after it was raised."""
+        """Whether an untaken result has an error: requests lost with it are resubmitted only after
+        it was raised.
+        """
         return any(result.error is not None for result in self._untaken())
 
     def _untaken(self) -> Iterator[RolloutResult]:
@@ -189,7 +209,9 @@ class WorkerPool:
             yield from self._watch.lost
 
     def _forget_failed_starts(self) -> None:
-        """One failed start is raised: the next call tries all again, and raises what is still wrong then."""
+        """One failed start is raised: the next call tries all again, and raises what is still wrong
+        then.
+        """
         for result in self._untaken():
             if isinstance(result.error, WorkerNotStarted):
                 result.error = None
@@ -198,19 +220,31 @@ class WorkerPool:
     def outstanding(self) -> bool:
         """Whether there are requests whose results were not taken."""
         # Most results are taken in the order of the workers: begin with those that come next.
-        later, earlier = self.handles[self._turn :], self.handles[: self._turn]
-        if self._results or any(handle.under_way.outstanding for part in (later, earlier) for handle in part):
+        later = self.handles[self._turn :]
+        earlier = self.handles[: self._turn]
+        if self._results or any(
+            handle.under_way.outstanding for part in (later, earlier) for handle in part
+        ):
             return True
-        return self._watch is not None and bool(self._watch.lost)  # of workers that could not be started
+        # of workers that could not be started
+        return self._watch is not None and bool(self._watch.lost)
 
     @property
     def untaken(self) -> int:
         """The number of steps in untaken results of nodes that the counters already include."""
-        results = (result for handle in self.handles for result in handle.under_way.results if result.entered)
+        results = (
+            result
+            for handle in self.handles
+            for result in handle.under_way.results
+            if result.entered
+        )
         return sum(result.executed - sum(result.discarded.values()) for result in results)
 
     def next_result(self) -> RolloutResult:
-        """Wait for the next result of any request. Workers with results at the same time are served round-robin."""
+        """Wait for the next result of any request.
+
+        Workers with results at the same time are served round-robin.
+        """
         while True:
             result = self._take()
             if result is not None:
@@ -258,7 +292,12 @@ class WorkerPool:
         if self.log is not None:
             self.log.before_request(request, self.handles[0].groups)
         parts = [(handle, request.part(handle.groups)) for handle in self.handles]
-        return [answer for handle, part in parts if part is not None for answer in self.ask(handle, part)]
+        return [
+            answer
+            for handle, part in parts
+            if part is not None
+            for answer in self.ask(handle, part)
+        ]
 
     def ask(self, handle: Handle, request: Request) -> list[Any]:
         """Return the answers of a handle's workers; an empty list if they are dropped."""
@@ -316,11 +355,17 @@ class WorkerPool:
 
 
 def stats_of(
-    index: int, groups: Sequence[int], counters: Sequence[FrameCounters], status: WorkerStatus, node: str
+    index: int,
+    groups: Sequence[int],
+    counters: Sequence[FrameCounters],
+    status: WorkerStatus,
+    node: str,
 ) -> WorkerStats:
     """Return the statistics of a worker with these groups; ``counters`` are those of all groups."""
-    own, every = [counters[number] for number in groups], sum(counts.delivered for counts in counters)
-    frames, busy = sum(a.delivered for a in own), sum(a.timing.total for a in own) / 1e9
+    own = [counters[number] for number in groups]
+    every = sum(counts.delivered for counts in counters)
+    frames = sum(a.delivered for a in own)
+    busy = sum(a.timing.total for a in own) / 1e9
     return WorkerStats(
         index,
         status.pid,
@@ -338,7 +383,10 @@ def stats_of(
 
 
 def give_warnings(pool: WorkerPool) -> None:
-    """Issue the workers' warnings. Filters can turn them into exceptions, so call this where one loses no data."""
+    """Issue the workers' warnings.
+
+    Filters can turn them into exceptions, so call this where one loses no data.
+    """
     if pool._warned == len(pool._warnings):
         return
     for text in list(pool._warnings)[pool._warned :]:
@@ -347,12 +395,18 @@ def give_warnings(pool: WorkerPool) -> None:
 
 
 def start_dead(pool: WorkerPool, *, absent: bool) -> None:
-    """Start dead workers that no supervisor will restart: the absent ones if ``absent``, otherwise all others.
+    """Start dead workers that no supervisor will restart: the absent ones if ``absent``, otherwise
+    all others.
 
     Raises the reason if a worker that is not absent cannot be started.
     """
     for handle in pool.handles:
-        if handle.absent is not absent or handle.alive or handle.reviving or pool.is_dropped(handle):
+        if (
+            handle.absent is not absent
+            or handle.alive
+            or handle.reviving
+            or pool.is_dropped(handle)
+        ):
             continue
         assert pool._watch is not None  # else the only worker is this thread, which is alive
         pool._watch.begin(handle)

@@ -78,15 +78,23 @@ class WorkerProxy(Proxy):
 
     def __init__(self, config: WorkerConfig, supervisor: Supervisor) -> None:
         super().__init__(config.index, config.groups, supervisor)
-        self.config, self._supervisor = config, supervisor  # config of a successor, except ``generation`` and ``place``
+        # config of a successor, except ``generation`` and ``place``
+        self.config = config
+        self._supervisor = supervisor
         self.process: WorkerProcess  # the most recent one
-        self.failure: SentError | None = None  # error before any request, while it made its environments or groups
-        self.unwritten: Exception | None = None  # why a rollout was not written to its destination, and no later one is
+        # error before any request, while it made its environments or groups
+        self.failure: SentError | None = None
+        # why a rollout was not written to its destination, and no later one is
+        self.unwritten: Exception | None = None
 
     @property
     def awaited(self) -> bool:
-        """Whether the process has something to do: a rollout, an answer, or making its environments."""
-        return self.alive and (bool(self.under_way) or self._awaited is not None or self.infos is None)
+        """Whether the process has something to do: a rollout, an answer, or making its
+        environments.
+        """
+        return self.alive and (
+            bool(self.under_way) or self._awaited is not None or self.infos is None
+        )
 
     @property
     def phase(self) -> Phase:
@@ -95,7 +103,10 @@ class WorkerProxy(Proxy):
     # --- its process ------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start a process. A successor gets the present config and all requests that have no result yet."""
+        """Start a process.
+
+        A successor gets the present config and all requests that have no result yet.
+        """
         self._owner.check()
         self._check_next(WorkerState.RUNNING)
         is_successor = self._state is WorkerState.DEAD
@@ -104,7 +115,9 @@ class WorkerProxy(Proxy):
             registered = config.registered and with_later_ids(config.registered)
             config = replace(config, generation=config.generation + 1, registered=registered)
             self.process.close()  # it is closed, unless an exception has come in between
-        process = WorkerProcess(*self._supervisor.launch(f"muster-worker-{self.index}", not config.generation))
+        process = WorkerProcess(
+            *self._supervisor.launch(f"muster-worker-{self.index}", not config.generation)
+        )
         try:
             self._send_config(process, config)
             if is_successor and self.place is not None:
@@ -114,7 +127,8 @@ class WorkerProxy(Proxy):
         except BaseException:
             process.close()
             raise
-        self.config, self.process = config, process
+        self.config = config
+        self.process = process
         self.infos = self.failure = self.unwritten = self._answer = self._awaited = None
         for requested in self.under_way.outstanding.values():
             requested.entered = False
@@ -145,7 +159,9 @@ class WorkerProxy(Proxy):
         self.process.child.kill()
 
     def forget_answers(self) -> None:
-        """Drop the answers of a process that has hung: it is lost, even if it has gone on before it was killed."""
+        """Drop the answers of a process that has hung: it is lost, even if it has gone on before it
+        was killed.
+        """
         self._answer = self.infos = self.failure = None
 
     def end(self) -> None:
@@ -158,7 +174,9 @@ class WorkerProxy(Proxy):
             self.abandon()
 
     def abandon(self) -> None:
-        """Kill the process if it runs, and release its resources; nothing more is added to the counters."""
+        """Kill the process if it runs, and release its resources; nothing more is added to the
+        counters.
+        """
         if not self.alive:
             return
         self.state = WorkerState.DEAD if self._state is WorkerState.RUNNING else WorkerState.CLOSED
@@ -169,7 +187,11 @@ class WorkerProxy(Proxy):
     # --- methods of Proxy -------------------------------------------------------------------------
 
     def stats(self, counters: Sequence[FrameCounters]) -> list[WorkerStats]:
-        return [stats_of(self.index, self.groups, counters, status_of(self), self._supervisor.config.node)]
+        return [
+            stats_of(
+                self.index, self.groups, counters, status_of(self), self._supervisor.config.node
+            )
+        ]
 
     def submit(self, request: RolloutRequest, slot: Slot) -> None:
         request.offset, request.nbytes = slot.offset, slot.layout.nbytes
@@ -220,7 +242,10 @@ class WorkerProxy(Proxy):
             self.end()
 
     def send(self, message: Any) -> None:
-        """Send a message; if the process has ended, the next wait detects that. One that does not read is lost here."""
+        """Send a message; if the process has ended, the next wait detects that.
+
+        One that does not read is lost here.
+        """
         try:
             self.process.channel.send(message, (), SEND_S)
         except EOFError:
@@ -231,10 +256,19 @@ class WorkerProxy(Proxy):
     # --- parts ------------------------------------------------------------------------------------
 
     def _send_config(self, process: WorkerProcess, config: WorkerConfig) -> None:
-        server, subscribe = self._supervisor.server, self._supervisor.subscribe
-        ticket = None if subscribe is None or config.served_by is not None else subscribe(self.index)
+        server = self._supervisor.server
+        subscribe = self._supervisor.subscribe
+        ticket = (
+            None if subscribe is None or config.served_by is not None else subscribe(self.index)
+        )
         fds = [*([] if config.in_thread else [process.status_page.fd]), self._supervisor.arena.fd]
-        fds += server.mailbox.fds_for(self.index) if server is not None else [] if ticket is None else ticket.fds
+        fds += (
+            server.mailbox.fds_for(self.index)
+            if server is not None
+            else []
+            if ticket is None
+            else ticket.fds
+        )
         try:
             with allowed():  # a process that does not read delays Ctrl-C otherwise
                 process.send(replace(config, place=self.place, ticket=ticket), fds)
@@ -243,15 +277,20 @@ class WorkerProxy(Proxy):
                 ticket.close()
 
     def _note_successor(self, generation: int, place: WorkerPlace) -> None:
-        """Prepare the inference server and the crash notes for a successor, before it gets its first request."""
+        """Prepare the inference server and the crash notes for a successor, before it gets its
+        first request.
+        """
         if self._supervisor.server is not None:
             self._supervisor.server.actor.reseed(self.groups, place.seed, generation)
         self._supervisor.notes.forget(self.groups)
-        self._supervisor.notes.seeded(self.groups, place.seed, static=place.static, generation=generation)
+        self._supervisor.notes.seeded(
+            self.groups, place.seed, static=place.static, generation=generation
+        )
 
     def answered(self, answer: Answer) -> None:
         if answer.number == BIRTH:
-            self.infos, self.failure = answer.value, answer.failure
+            self.infos = answer.value
+            self.failure = answer.failure
         super().answered(answer)
 
     def _note(self, message: RolloutResult | Answer) -> None:
@@ -261,10 +300,14 @@ class WorkerProxy(Proxy):
             self.under_way.finished(message)
 
     def _with_columns(self, server: InferenceServer, request: Request) -> Request:
-        """Add the columns that the server's policy writes to a ``LayOut`` request; return other requests unchanged."""
+        """Add the columns that the server's policy writes to a ``LayOut`` request; return other
+        requests unchanged.
+        """
         if not isinstance(request, LayOut):
             return request
-        served = server.ask("adopt", self._ask(WorkerMain.call, Call(Worker.observe)), request.policy == "policy")
+        served = server.ask(
+            "adopt", self._ask(WorkerMain.call, Call(Worker.observe)), request.policy == "policy"
+        )
         return replace(request, served=served)
 
 
@@ -272,6 +315,8 @@ def status_of(handle: WorkerProxy) -> WorkerStatus:
     """Return the state of a worker for ``WorkerStats``."""
     if handle.state is WorkerState.NEW:
         return WorkerStatus(0, "working", "construct", handle.config.generation)
-    state = "dropped" if handle.state is WorkerState.DROPPED else "working" if handle.alive else "dead"
+    state = (
+        "dropped" if handle.state is WorkerState.DROPPED else "working" if handle.alive else "dead"
+    )
     phase = handle.phase.name.lower() if handle.alive else state
     return WorkerStatus(handle.process.child.pid, state, phase, handle.config.generation)

@@ -1,7 +1,8 @@
 """The requests to workers, other than for rollouts.
 
-A request defines what it does in the worker (``run``), and its effects in this process: on the place of the worker's
-successors (``placed``), on crash reports (``noted``) and on the inference server (``through``, ``answered``).
+A request defines what it does in the worker (``run``), and its effects in this process: on the
+place of the worker's successors (``placed``), on crash reports (``noted``) and on the inference
+server (``through``, ``answered``).
 """
 
 from __future__ import annotations
@@ -25,25 +26,32 @@ if TYPE_CHECKING:
 class Request(ABC):
     """A request to a worker, other than for a rollout."""
 
-    waits: ClassVar[bool] = False  # not sent to absent workers. They get its effect with their ``WorkerPlace``
+    # not sent to absent workers. They get its effect with their ``WorkerPlace``
+    waits: ClassVar[bool] = False
 
     @abstractmethod
     def run(self, worker: Worker) -> Any:
         """Execute the request in the worker, and return the answer."""
 
     def part(self, groups: Sequence[int]) -> Request | None:
-        """Return the part of the request for a worker with these groups; None if it has no part in it."""
+        """Return the part of the request for a worker with these groups; None if it has no part in
+        it.
+        """
         return self
 
     def noted(self, notes: CrashNotes, groups: Sequence[int]) -> None:  # noqa: B027 (most change no episodes)
-        """Note the effect on the episodes of the worker's groups; called in the parent, after the answer."""
+        """Note the effect on the episodes of the worker's groups; called in the parent, after the
+        answer.
+        """
 
     def placed(self, place: WorkerPlace) -> WorkerPlace:
         """Return the place of a successor; called in the parent, before the request is sent."""
         return place
 
     def through(self, actor: Actor, groups: Sequence[int]) -> Request:
-        """Execute the inference server's part, and return the worker's; called in the parent, before ``run``."""
+        """Execute the inference server's part, and return the worker's; called in the parent,
+        before ``run``.
+        """
         return self
 
     def answered(self, actor: Actor, groups: Sequence[int], result: Any) -> None:  # noqa: B027 (most add nothing)
@@ -67,7 +75,8 @@ class LayOut(Request):
 
     policy: str  # "policy" or "random"
     T: Mapping[int, int]  # number of time steps, by group
-    version: int | str | None = None  # of the weights; None: the worker sets it when it takes the weights
+    # of the weights; None: the worker sets it when it takes the weights
+    version: int | str | None = None
     served: Sequence[Column] = ()  # columns that an inference server writes
 
     def run(self, worker: Worker) -> dict[int, Layout]:
@@ -107,7 +116,8 @@ class Reset(Request):
     waits = True
     which: Mapping[int, Sequence[int]]
     options: dict[str, Any] | None = None
-    check: bool = False  # do not reset; raise ``UnsupportedEnv`` if a group cannot reset only some environments
+    # do not reset; raise ``UnsupportedEnv`` if a group cannot reset only some environments
+    check: bool = False
 
     def part(self, groups: Sequence[int]) -> Reset | None:
         which = {number: self.which[number] for number in groups if number in self.which}
@@ -142,7 +152,10 @@ class EnableGrad(Request):
 
 @dataclass(frozen=True)
 class Profile(Request):
-    """See ``Worker.profile``. Pickling raises ``BadOption`` if the user's function cannot be pickled."""
+    """See ``Worker.profile``.
+
+    Pickling raises ``BadOption`` if the user's function cannot be pickled.
+    """
 
     waits = True
     config: Any
@@ -178,7 +191,9 @@ class LoadState(Request):
     trust: bool
 
     def part(self, groups: Sequence[int]) -> LoadState:
-        return replace(self, states={number: self.states[number] for number in groups if number in self.states})
+        return replace(
+            self, states={number: self.states[number] for number in groups if number in self.states}
+        )
 
     def run(self, worker: Worker) -> Any:
         return worker.load(self.states, self.cut, self.trust)

@@ -26,7 +26,8 @@ class FilledSlot(NamedTuple):
     """The slots and results of one batch.
 
     Attributes:
-        slots: complete slots with their rings. If there are several, the batch is their concatenation.
+        slots: complete slots with their rings. If there are several, the batch is their
+            concatenation.
         results: results of the rollouts in the lanes, in order.
     """
 
@@ -86,7 +87,8 @@ class Bundle:
 
     def __init__(self, groups: Sequence[int], *, limit_bytes: int, memory: Memory) -> None:
         self.groups = list(groups)
-        self._limit_bytes, self._memory = limit_bytes, memory
+        self._limit_bytes = limit_bytes
+        self._memory = memory
         self._ring: SlotRing | None = None
         self._rings: list[SlotRing] = []  # the last used ones, with the current one at the end
         self.laid_out = False
@@ -104,13 +106,18 @@ class Bundle:
         """
         if any(_shape(layout) != _shape(layouts[0]) for layout in layouts):
             raise BadOption(
-                "the groups of create_env_fn differ in number of environments, spaces or policy outputs, so they "
-                "cannot share a batch: "
-                + "; ".join(f"{name}: {layout.B} environments" for name, layout in zip(names, layouts, strict=True))
+                "the groups of create_env_fn differ in number of environments, spaces or policy"
+                " outputs, so they cannot share a batch: "
+                + "; ".join(
+                    f"{name}: {layout.B} environments"
+                    for name, layout in zip(names, layouts, strict=True)
+                )
             )
         self.laid_out = True
         first = layouts[0]
-        self._ring = self.ring_of(Layout(first.T, first.B, first.columns, len(layouts), batch_shape=first.batch_shape))
+        self._ring = self.ring_of(
+            Layout(first.T, first.B, first.columns, len(layouts), batch_shape=first.batch_shape)
+        )
 
     def ring_of(self, layout: Layout) -> SlotRing:
         """Return the ring of this layout; make it if necessary."""
@@ -137,7 +144,10 @@ class Ahead(Protocol):
         """Prepare the batch of a slot that is being filled."""
 
     def drop(self, slot: Slot) -> bool:
-        """Drop what was prepared for a slot that will not be filled. Return whether this frees the slot."""
+        """Drop what was prepared for a slot that will not be filled.
+
+        Return whether this frees the slot.
+        """
 
 
 class Schedule(ABC):
@@ -158,7 +168,9 @@ class Schedule(ABC):
     preempts = False
 
     def __init__(self, pool: WorkerPool, bundles: Sequence[Bundle], T: Sequence[int]) -> None:
-        self.pool, self.bundles, self.T = pool, list(bundles), list(T)
+        self.pool = pool
+        self.bundles = list(bundles)
+        self.T = list(T)
         self._usual_T = list(T)
         self.ahead: Ahead | None = None
 
@@ -175,7 +187,10 @@ class Schedule(ABC):
 
     @abstractmethod
     def layout(self, policy: str, version: int | str | None = None) -> Layout:
-        """Return the layout of slots for a policy. The policy may be called for it; ``collect`` uses that call."""
+        """Return the layout of slots for a policy.
+
+        The policy may be called for it; ``collect`` uses that call.
+        """
 
     @abstractmethod
     def abandon(self, reason: str) -> None:
@@ -187,7 +202,9 @@ class Schedule(ABC):
         return False
 
     def rollouts_for(self, frames: int, rows: int | None) -> int | None:
-        """Return the number of rollouts, of any groups, with at least these frames; None if a batch has all groups."""
+        """Return the number of rollouts, of any groups, with at least these frames; None if a batch
+        has all groups.
+        """
         return None
 
     @property
@@ -197,7 +214,9 @@ class Schedule(ABC):
 
     def slots(self) -> dict[str, int]:
         """Return the number of slots by state."""
-        return {state.value: sum(bundle.slots(state) for bundle in self.bundles) for state in SlotState}
+        return {
+            state.value: sum(bundle.slots(state) for bundle in self.bundles) for state in SlotState
+        }
 
     @property
     def in_flight(self) -> int:
@@ -208,8 +227,9 @@ class Schedule(ABC):
     def state_dict(self, version: int | str | None) -> dict[str, Any]:
         """Wait for the rollouts that were requested, and return all undelivered ones as plain data.
 
-        The rollouts are kept, and delivered later as usual. The state has "rollouts", a list of results of
-        ``group_state.to_plain`` with the "groups" of each. Rollouts that an error has cut short are not in it.
+        The rollouts are kept, and delivered later as usual. The state has "rollouts", a list of
+        results of ``group_state.to_plain`` with the "groups" of each. Rollouts that an error has
+        cut short are not in it.
 
         Args:
             version: version of the weights, as in ``CollectRequest``.
@@ -227,7 +247,9 @@ class Schedule(ABC):
         """Return whether this schedule can deliver the rollouts of a ``state_dict``."""
 
     def look_again(self) -> None:
-        """Invalidate layouts and views, because restored environments may have other inner objects and columns."""
+        """Invalidate layouts and views, because restored environments may have other inner objects
+        and columns.
+        """
         for bundle in self.bundles:
             bundle.forget()
 
@@ -239,7 +261,10 @@ class Schedule(ABC):
             self._discard("shutdown")
 
     def _resize(self, rows: int | None) -> bool:
-        """Set the number of time steps per rollout (None: the usual one). Return whether it has changed."""
+        """Set the number of time steps per rollout (None: the usual one).
+
+        Return whether it has changed.
+        """
         T = self._usual_T if rows is None else [rows] * len(self.T)
         if self.T == T:
             return False
@@ -252,7 +277,9 @@ class Schedule(ABC):
         return range(len(self.pool.counters))
 
     def _limit(self, limit: int | None, groups: Sequence[int]) -> int | None:
-        """Return the number of valid steps in a batch of these groups; None if all of them are valid."""
+        """Return the number of valid steps in a batch of these groups; None if all of them are
+        valid.
+        """
         cells = 0
         for number in groups:
             cells += self.T[number] * self.pool.counters[number].info.num_envs
@@ -269,11 +296,18 @@ class Schedule(ABC):
             ring.give_back(slot)
 
     def _handles(self, bundles: Sequence[Bundle]) -> list[Handle]:
-        counters, groups = self.pool.counters, [group for bundle in bundles for group in bundle.groups]
-        return list(dict.fromkeys(self.pool.handle(group) for group in groups if not counters[group].dropped))
+        counters = self.pool.counters
+        groups = [group for bundle in bundles for group in bundle.groups]
+        return list(
+            dict.fromkeys(
+                self.pool.handle(group) for group in groups if not counters[group].dropped
+            )
+        )
 
     def _is_prepared(self, bundles: Sequence[Bundle], policy: str) -> bool:
-        """Return whether these bundles are laid out for the policy and the environments of their workers."""
+        """Return whether these bundles are laid out for the policy and the environments of their
+        workers.
+        """
         if not all(bundle.laid_out for bundle in bundles):
             return False
         if self.pool.local is not None:
@@ -284,7 +318,8 @@ class Schedule(ABC):
         """Lay out all groups of the workers of these bundles."""
         layouts: dict[int, Layout] = {}
         for handle in self._handles(bundles):
-            start_dead(self.pool, absent=False)  # all of them: with a server, the workers of a node wait for each other
+            # all of them: with a server, the workers of a node wait for each other
+            start_dead(self.pool, absent=False)
             rows = {number: self.T[number] for number in handle.groups}
             for of_worker in self.pool.ask(handle, LayOut(policy, rows, version)):
                 layouts |= of_worker
@@ -294,9 +329,13 @@ class Schedule(ABC):
                 bundle.lay_out([self._layout_of(group, layouts) for group in bundle.groups], names)
 
     def _layout_of(self, group: int, layouts: Mapping[int, Layout]) -> Layout:
-        """Return the layout of a group, or of one like it if it is dropped: it has no worker to ask."""
+        """Return the layout of a group, or of one like it if it is dropped: it has no worker to
+        ask.
+        """
         info, like = self.pool.counters[group].info, next(iter(layouts.values()))
-        return layouts.get(group) or replace(like, T=self.T[group], B=info.num_envs, batch_shape=info.batch_shape)
+        return layouts.get(group) or replace(
+            like, T=self.T[group], B=info.num_envs, batch_shape=info.batch_shape
+        )
 
     def _sharing(self, groups: Sequence[int], group: int) -> tuple[int, int]:
         """Return ``RolloutRequest.sharing`` of a group among these, without those that are dropped."""

@@ -53,13 +53,16 @@ class Supervisor(Watcher):
         subscribe: returns a ticket for the weights, by number of the worker; None: no weights yet.
         made: exit stack; its callbacks close everything that the supervisor makes.
         light: with an inference server, start worker processes that have not imported torch.
-        caller: node that owns the pool. While the pool waits for workers, and ``fileno()`` of the node is readable, its
-            ``hear()`` handles its messages; an exception ends the wait. ``attends()`` is called in every wait.
+        caller: node that owns the pool. While the pool waits for workers, and ``fileno()`` of the
+            node is readable, its ``hear()`` handles its messages; an exception ends the wait.
+            ``attends()`` is called in every wait.
 
     Attributes:
-        launch: starts a process or thread with a name; returns it, the parent's end of its channel, and its status
-            page. The second argument: whether to spend time on preloading modules for later starts.
-        write: writes a rollout to its destination, if that is not its lane; its errors count as the worker's.
+        launch: starts a process or thread with a name; returns it, the parent's end of its channel,
+            and its status page. The second argument: whether to spend time on preloading modules
+            for later starts.
+        write: writes a rollout to its destination, if that is not its lane; its errors count as the
+            worker's.
     """
 
     def __init__(
@@ -72,7 +75,8 @@ class Supervisor(Watcher):
         caller: Any = None,
     ) -> None:
         super().__init__(config)
-        self.subscribe, self._caller = subscribe, caller
+        self.subscribe = subscribe
+        self._caller = caller
         self.arena = Arena.create("muster-slots")  # memory of all lanes
         made.callback(self.arena.close)
         self.write: Callable[[RolloutResult, Slot], None] | None = None
@@ -83,7 +87,8 @@ class Supervisor(Watcher):
             self.launch: Callable[[str, bool], tuple[Any, ...]] = in_thread(self._wake_up)
         else:
             self.launch = in_process(config.start_method, light=light and config.server is not None)
-        self.server: InferenceServer | None = None  # for all workers; None: the workers run the policy
+        # for all workers; None: the workers run the policy
+        self.server: InferenceServer | None = None
         if config.server is not None:
             assert subscribe is not None, "weights come before the server"
             ticket = subscribe(config.workers[0].index)
@@ -94,17 +99,27 @@ class Supervisor(Watcher):
         self._oom_kills = failures.oom_kills()
         self._look_at = 0.0
         self._listening: tuple[int, select.poll, dict[Any, WorkerProxy]] | None = None
-        affinity, numbers = config.cpu_affinity, [worker.index for worker in config.workers]
+        affinity = config.cpu_affinity
+        numbers = [worker.index for worker in config.workers]
         cpus = [()] * len(numbers) if affinity is None else pinned(affinity, numbers)
         configs = [
-            replace(worker, policy=config.policy, node=config.node, cpus=own, registered=config.registered)
+            replace(
+                worker,
+                policy=config.policy,
+                node=config.node,
+                cpus=own,
+                registered=config.registered,
+            )
             for worker, own in zip(config.workers, cpus, strict=True)
         ]
         self.handles = [WorkerProxy(worker, self) for worker in configs]
         made.callback(self.end)
 
     def built(self) -> list[GroupInfo]:
-        """Wait until all workers have made their environments, and describe the groups. Raises a worker's error."""
+        """Wait until all workers have made their environments, and describe the groups.
+
+        Raises a worker's error.
+        """
         infos: list[GroupInfo] = []
         for handle in self.handles:
             self.wait_for(handle, lambda: handle.infos is not None or handle.failure is not None)  # noqa: B023
@@ -124,7 +139,9 @@ class Supervisor(Watcher):
             self.server.open(self.handles, dict(zip(groups, infos, strict=True)))
             pool.server, pool.hold = self.server, self.server.held
         config = self.config
-        self.notes = CrashNotes(groups, config.origins, pool.counters, config.max_frames_per_traj, config.crash_dir)
+        self.notes = CrashNotes(
+            groups, config.origins, pool.counters, config.max_frames_per_traj, config.crash_dir
+        )
         pool.notes = self.notes
         for handle in self.handles:
             generation = handle.config.generation
@@ -157,14 +174,18 @@ class Supervisor(Watcher):
         poller, of = self._listen()
         in_threads, due = self._wake_up, self._until_due(SAMPLED_EVERY, timeout)
         with allowed():
-            ready = poller.poll(0 if in_threads is not None and in_threads.unattended else due * 1000)
+            ready = poller.poll(
+                0 if in_threads is not None and in_threads.unattended else due * 1000
+            )
         if in_threads is not None and ready:  # do not clear a wake-up rung after the poll
             in_threads.clear()
         if self._caller is not None:
             self._caller.attends()
             if ready:
                 self._caller.hear()
-        with nullcontext([fd for fd, _ in ready]) if in_threads is None else in_threads.senders() as senders:
+        with (
+            nullcontext([fd for fd, _ in ready]) if in_threads is None else in_threads.senders()
+        ) as senders:
             # Others are the caller, and threads that were given up.
             for handle in dict.fromkeys(of[sender] for sender in senders if sender in of):
                 if in_threads is not None and not handle.process.channel.poll():
@@ -201,10 +222,13 @@ class Supervisor(Watcher):
         if error is not None:
             self._lose(handle, error, "worker_died" if handle.unwritten is error else "env_error")
 
-    def _take_note_of_reports(self, handle: WorkerProxy, *, ending: bool = False) -> Exception | None:
+    def _take_note_of_reports(
+        self, handle: WorkerProxy, *, ending: bool = False
+    ) -> Exception | None:
         """Process new results; with ``ending``, errors are handled like the end of the worker.
 
-        Returns the first error for which the worker has to be ended. Requests with such errors are under way again.
+        Returns the first error for which the worker has to be ended. Requests with such errors are
+        under way again.
         """
         first = None
         fresh = handle.under_way.fresh
@@ -227,27 +251,39 @@ class Supervisor(Watcher):
                 is_ending = ending or result.unfinished
                 if not is_ending:
                     self._explain(handle, result)
-                raises = self.config.on_failure == "raise" or not isinstance(result.error, (EnvError, BadEnvOutput))
+                raises = self.config.on_failure == "raise" or not isinstance(
+                    result.error, (EnvError, BadEnvOutput)
+                )
                 if is_ending or not raises:
                     first = first or (None if result.unfinished else result.error)
-                    for earlier in handle.under_way.results:  # in order: only the last one has a partial lane
+                    # in order: only the last one has a partial lane
+                    for earlier in handle.under_way.results:
                         self.counters[earlier.group].add(earlier)
                     handle.under_way.take_back(result)
             del fresh[0]  # only now, in case that a signal handler has raised
         return first
 
     def _is_written(self, handle: WorkerProxy, result: RolloutResult) -> bool:
-        """Write a rollout to its destination. False after an error, also for later rollouts: they follow a gap."""
+        """Write a rollout to its destination.
+
+        False after an error, also for later rollouts: they follow a gap.
+        """
         if self.write is not None and handle.unwritten is None:
             try:
                 self.write(result, handle.under_way.outstanding[result.number].slot)
             except WorkerError as error:
-                where = {"worker": handle.index, "pid": handle.process.child.pid, "node": self.config.node}
+                where = {
+                    "worker": handle.index,
+                    "pid": handle.process.child.pid,
+                    "node": self.config.node,
+                }
                 handle.unwritten = failures.pack(error, phase="call", **where).error()
         return handle.unwritten is None
 
     def _explain(self, handle: WorkerProxy, result: RolloutResult) -> None:
-        """Replace the ``SentError`` in a result by the exception, with a crash report if one can be made."""
+        """Replace the ``SentError`` in a result by the exception, with a crash report if one can be
+        made.
+        """
         if isinstance(result.error, failures.SentError):
             result.error = result.error.error()
         error = result.error
@@ -269,11 +305,13 @@ class Supervisor(Watcher):
             if not handle.awaited or self._is_served(handle):
                 record.signs = ()
                 continue
-            if handle.process.child.exit_code() is not None:  # no event while a child holds the descriptor
+            # no event while a child holds the descriptor
+            if handle.process.child.exit_code() is not None:
                 self._has_ended(handle)
                 continue
             signs = handle.under_way.signs(handle.process.status_page.cells)
-            if signs != record.signs or handle.phase is Phase.WAIT:  # the thread at work has a deadline
+            # the thread at work has a deadline
+            if signs != record.signs or handle.phase is Phase.WAIT:
                 record.signs, record.since = signs, now
                 continue
             phase = handle.phase.name.lower()
@@ -282,8 +320,14 @@ class Supervisor(Watcher):
                 self._hung(handle, phase, now - record.since, deadline)
 
     def _is_served(self, handle: WorkerProxy) -> bool:
-        """Return whether a worker waits for the server; raises if the server exceeds its deadline or has ended."""
-        if self.server is None or not self.server.waits(handle.index) or handle.process.child.exit_code() is not None:
+        """Return whether a worker waits for the server; raises if the server exceeds its deadline
+        or has ended.
+        """
+        if (
+            self.server is None
+            or not self.server.waits(handle.index)
+            or handle.process.child.exit_code() is not None
+        ):
             return False
         self.server.check()
         return True
@@ -314,7 +358,11 @@ class Supervisor(Watcher):
         self._hung(handle, handle.phase.name.lower(), seconds, seconds)
 
     def _hung(self, handle: WorkerProxy, phase: str, seconds: float, deadline: float) -> None:
-        where, at_work, stopped = self._where(handle), self._at_work(handle), handle.process.child.is_stopped()
+        where, at_work, stopped = (
+            self._where(handle),
+            self._at_work(handle),
+            handle.process.child.is_stopped(),
+        )
         stack = "" if stopped else handle.process.stack()
         known: dict[str, Any] = {"phase": phase, "seconds": seconds, "deadline": deadline}
         error: MusterError = failures.hung(where, stack=stack, stopped=stopped, **known)
@@ -330,21 +378,36 @@ class Supervisor(Watcher):
         known: dict[str, Any] = {"worker": handle.index, "pid": handle.process.child.pid}
         known |= {"generation": config.generation, "node": self.config.node}
         if at_work is None:
-            ids = [int(i) for group in handle.groups for i in self.counters[group].env_ids] if self.counters else []
+            ids = (
+                [int(i) for group in handle.groups for i in self.counters[group].env_ids]
+                if self.counters
+                else []
+            )
             return failures.Where(env_ids=tuple(ids), **known)
         assert handle.place is not None
-        counts, seed = self.counters[at_work.request.group], handle.place.seed
+        counts = self.counters[at_work.request.group]
+        seed = handle.place.seed
         row = at_work.row if at_work.row >= 0 else None
         if at_work.index is None or not counts.info.replays_alone:
-            return failures.Where(env_ids=tuple(counts.env_ids.tolist()), row=row, seed=seed, **known)
+            return failures.Where(
+                env_ids=tuple(counts.env_ids.tolist()), row=row, seed=seed, **known
+            )
         env_id = int(counts.env_ids[at_work.index])
         seed = None if seed is None else seed + env_id * (not handle.place.static)
-        return failures.Where(env_ids=(env_id,), env_index=at_work.index, row=row, seed=seed, **known)
+        return failures.Where(
+            env_ids=(env_id,), env_index=at_work.index, row=row, seed=seed, **known
+        )
 
-    def _lose(self, handle: WorkerProxy, error: Exception, reason: str, at_work: AtWork | None = None) -> None:
-        """End a worker, and pass its requests on as ``on_failure`` says; ``at_work`` is for a crash report."""
+    def _lose(
+        self, handle: WorkerProxy, error: Exception, reason: str, at_work: AtWork | None = None
+    ) -> None:
+        """End a worker, and pass its requests on as ``on_failure`` says; ``at_work`` is for a crash
+        report.
+        """
         handle.cause = error
-        crash_report = None if at_work is None else self.notes.died(at_work, cast(MusterError, error))
+        crash_report = (
+            None if at_work is None else self.notes.died(at_work, cast(MusterError, error))
+        )
         if self.config.on_failure != "restart":
             _add_crash_report(error, crash_report)
         try:
@@ -364,7 +427,8 @@ class Supervisor(Watcher):
         if not self.counters:
             return  # it was never part of the worker pool
         self._take_note_of_reports(handle, ending=True)
-        under_way, cells = handle.under_way, handle.process.status_page.cells
+        under_way = handle.under_way
+        cells = handle.process.status_page.cells
         for result in under_way.results:
             self.counters[result.group].add(result)
         at_work = under_way.at_work(cells)
@@ -373,8 +437,12 @@ class Supervisor(Watcher):
 
 
 def _halt(handle: WorkerProxy) -> None:
-    """Stop a worker, and process its messages until then. After this its status page does not change."""
-    process, in_thread = handle.process, handle.config.in_thread
+    """Stop a worker, and process its messages until then.
+
+    After this its status page does not change.
+    """
+    process = handle.process
+    in_thread = handle.config.in_thread
     if in_thread:  # a thread runs on: its messages are ignored, then ``kill`` isolates its memory
         process.channel.close()
         handle.pump()
@@ -395,4 +463,6 @@ def _add_crash_report(error: Exception, save: Callable[[], Replay] | None) -> No
             warnings.warn(f"No crash report was written: {described(problem)}", stacklevel=2)
         return
     if error.replay_command:
-        error.args = (f"{error}\n\nTo see it happen again under a debugger: {error.replay_command}",)
+        error.args = (
+            f"{error}\n\nTo see it happen again under a debugger: {error.replay_command}",
+        )

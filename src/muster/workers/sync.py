@@ -41,11 +41,12 @@ class SyncBatch:
 class Sync(Schedule):
     """Every batch has a rollout of every group. Between batches the workers are idle.
 
-    After an error or Ctrl-C the batch under way stays as it is. An equal request completes it: it requests the rollouts
-    that are missing. Any other request discards it.
+    After an error or Ctrl-C the batch under way stays as it is. An equal request completes it: it
+    requests the rollouts that are missing. Any other request discards it.
 
     Args:
-        enough: number of complete groups after which the others end at their current step; None: all groups.
+        enough: number of complete groups after which the others end at their current step; None:
+            all groups.
         streams: checks whether threads draw from the process's random generators; None: no check.
     """
 
@@ -65,10 +66,14 @@ class Sync(Schedule):
         self._batch: SyncBatch | None = None
         # Of every group: index of its bundle, lane in the bundle's slots, number.
         self._places: list[tuple[int, int, int]] = [
-            (i, lane, group) for i, bundle in enumerate(bundles) for lane, group in enumerate(bundle.groups)
+            (i, lane, group)
+            for i, bundle in enumerate(bundles)
+            for lane, group in enumerate(bundle.groups)
         ]
 
-    def collect(self, wanted: CollectRequest, into: Slot | None = None, *, keep: bool = False) -> FilledSlot:
+    def collect(
+        self, wanted: CollectRequest, into: Slot | None = None, *, keep: bool = False
+    ) -> FilledSlot:
         """Return slots with a rollout of every group; see ``Schedule``.
 
         Args:
@@ -99,7 +104,8 @@ class Sync(Schedule):
                             _raise_error_of(result)
                         batch.results[group] = result
             else:
-                # A thread that is at work since an interrupted call has the generators of its group in place.
+                # A thread that is at work since an interrupted call has the generators of its group
+                # in place.
                 is_quiet = not self.pool.outstanding
                 before = self._streams.before() if self._streams is not None and is_quiet else None
                 self._work(batch)
@@ -115,7 +121,9 @@ class Sync(Schedule):
         return FilledSlot(batch.slots, results)
 
     def _begun(self, wanted: CollectRequest, policy: str, into: Slot | None) -> SyncBatch:
-        """Return the batch under way, or a new one in free slots (``into``, if it still has the layout)."""
+        """Return the batch under way, or a new one in free slots (``into``, if it still has the
+        layout).
+        """
         batch = self._batch
         if batch is not None:
             batch.wanted = wanted
@@ -127,8 +135,12 @@ class Sync(Schedule):
         batch = self._batch = SyncBatch(wanted, policy, slots)
         return batch
 
-    def _request(self, group: int, lane: int, batch: SyncBatch, limit: int | None) -> RolloutRequest:
-        """Return the request of a group for its lane: a new one, or the same number to continue an interrupted one."""
+    def _request(
+        self, group: int, lane: int, batch: SyncBatch, limit: int | None
+    ) -> RolloutRequest:
+        """Return the request of a group for its lane: a new one, or the same number to continue an
+        interrupted one.
+        """
         wanted = batch.wanted
         if group not in batch.numbers:
             batch.numbers[group] = next(self.pool.numbers)
@@ -204,7 +216,9 @@ class Sync(Schedule):
         batch = self._batch
         if batch is None or batch.has_failed:
             return state
-        self.collect(replace(batch.wanted, policy=lambda ahead: batch.policy, version=version), keep=True)
+        self.collect(
+            replace(batch.wanted, policy=lambda ahead: batch.policy, version=version), keep=True
+        )
         for bundle, (_, slot) in zip(self.bundles, batch.slots, strict=True):
             results = [batch.results[group] for group in bundle.groups]
             state["rollouts"].append({"groups": bundle.groups, **to_plain(slot, results)})
@@ -213,7 +227,9 @@ class Sync(Schedule):
 
     def can_load(self, state: Mapping[str, Any]) -> bool:
         groups = [rollout["groups"] for rollout in state["rollouts"]]
-        return not groups or ("request" in state and groups == [bundle.groups for bundle in self.bundles])
+        return not groups or (
+            "request" in state and groups == [bundle.groups for bundle in self.bundles]
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.T = [index(rows) for rows in state["T"]]
@@ -244,7 +260,8 @@ class Sync(Schedule):
 
     def _prepare(self, policy: str, version: int | str | None) -> None:
         local = self.pool.local
-        if local is not None and self.bundles[0].laid_out and local.prepared(policy):  # its groups share one bundle
+        # its groups share one bundle
+        if local is not None and self.bundles[0].laid_out and local.prepared(policy):
             return
         if not self._is_prepared(self.bundles, policy):
             self.abandon("policy_changed")
@@ -260,7 +277,9 @@ class Sync(Schedule):
 
 
 def _is_like(begun: CollectRequest, wanted: CollectRequest) -> bool:
-    """Return whether a batch that was begun for one request fulfils another one of the same policy and length."""
+    """Return whether a batch that was begun for one request fulfils another one of the same policy
+    and length.
+    """
     return (
         begun.limit == wanted.limit
         and begun.closes == wanted.closes

@@ -1,4 +1,7 @@
-"""Workers in threads of this process, for environments that mostly wait. They get the same messages as processes."""
+"""Workers in threads of this process, for environments that mostly wait.
+
+They get the same messages as processes.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +35,21 @@ ENDED = "This worker was ended while the policy was called, or while it waited f
 
 
 class GlobalStreams:
-    """Warns if environments in threads draw from the process's random generators, which all threads share.
+    """Warns if environments in threads draw from the process's random generators, which all threads
+    share.
 
-    Their data are then not reproducible, and the user's random numbers change. A check takes some microseconds, so only
-    the first few batches are checked, and only those that the main thread waits for: while a collector runs in the
-    background the user may draw.
+    Their data are then not reproducible, and the user's random numbers change. A check takes some
+    microseconds, so only the first few batches are checked, and only those that the main thread
+    waits for: while a collector runs in the background the user may draw.
     """
 
     def __init__(self) -> None:
         self._left = LOOKED_AT
 
     def before(self) -> dict[str, Any] | None:
-        """Return the states of the generators before a batch, while no thread has the turn; None: do not check."""
+        """Return the states of the generators before a batch, while no thread has the turn; None:
+        do not check.
+        """
         if not self._left or threading.current_thread() is not threading.main_thread():
             return None
         self._left -= 1
@@ -51,13 +57,16 @@ class GlobalStreams:
 
     def check(self, before: dict[str, Any]) -> None:
         """Warn, once, if the states have changed during the batch."""
-        if moved := [name for name, state in global_streams().items() if state != before.get(name, state)]:
+        if moved := [
+            name for name, state in global_streams().items() if state != before.get(name, state)
+        ]:
             self._left = 0
             warnings.warn(
-                f"The global random generators of {', '.join(moved)} moved while threads collected. An environment, a "
-                f"hook or another thread of this program draws from them. Threads share them: the same seed does not "
-                f"give the same data, and your own random numbers change. Let environments draw from self.np_random, "
-                f"or use backend='processes'.",
+                f"The global random generators of {', '.join(moved)} moved while threads collected."
+                " An environment, a hook or another thread of this program draws from them."
+                " Threads share them: the same seed does not give the same data, and your own"
+                " random numbers change. Let environments draw from self.np_random, or use"
+                " backend='processes'.",
                 stacklevel=2,
             )
 
@@ -65,8 +74,9 @@ class GlobalStreams:
 class WorkerThread:
     """A thread that replaces a worker process, its channel and its status page. Nothing is pickled.
 
-    A thread cannot be killed: it runs on, and its writes no longer reach shared memory. The methods are those of
-    ``Child``, ``Channel`` and ``StatusPage``. ``wake_up`` rings with every message of the thread, and at its end.
+    A thread cannot be killed: it runs on, and its writes no longer reach shared memory. The methods
+    are those of ``Child``, ``Channel`` and ``StatusPage``. ``wake_up`` rings with every message of
+    the thread, and at its end.
     """
 
     fd = -1
@@ -171,7 +181,8 @@ class _ThreadEnd:
     """The thread's end of the channel."""
 
     def __init__(self, thread: WorkerThread, requests: queue.SimpleQueue[Any]) -> None:
-        self._thread, self._requests = thread, requests
+        self._thread = thread
+        self._requests = requests
 
     def send(self, message: Any) -> None:
         if self._thread.closed:
@@ -187,18 +198,21 @@ class _ThreadEnd:
 
 
 def in_thread(wake_up: WakeUp) -> Callable[[str, bool], tuple[WorkerThread, ...]]:
-    """Return a function that launches workers as threads, which ring ``wake_up`` with every message."""
+    """Return a function that launches workers as threads, which ring ``wake_up`` with every
+    message.
+    """
     return lambda name, preload: (WorkerThread(name, wake_up),) * 3
 
 
-# --- policies that draw from the process's generators ------------------------------------------------
+# --- policies that draw from the process's generators ---------------------------------------------
 
 
 class Turns:
     """Lets one thread at a time act, with the streams of its group as the global ones.
 
-    ``revoke`` ends the turn of a thread that hangs: the user's streams are the global ones again, and other threads
-    continue. If the thread continues later, the end of its revoked turn changes nothing.
+    ``revoke`` ends the turn of a thread that hangs: the user's streams are the global ones again,
+    and other threads continue. If the thread continues later, the end of its revoked turn changes
+    nothing.
     """
 
     def __init__(self) -> None:
@@ -258,8 +272,11 @@ class OneAtATime:
     """
 
     def __init__(self, policy: Policy, turns: Turns, progress: Progress) -> None:
-        self.inner, self._turns, self._progress = policy, turns, progress
-        self.name, self.draws_globally = policy.name, False
+        self.inner = policy
+        self._turns = turns
+        self._progress = progress
+        self.name = policy.name
+        self.draws_globally = False
 
     @property
     def path(self) -> str:
@@ -277,7 +294,8 @@ class OneAtATime:
         act = self.inner.start(lane, rng)
         if not self.inner.draws_globally:
             return act
-        turn, progress = self._turns.turn, self._progress
+        turn = self._turns.turn
+        progress = self._progress
 
         def act_alone(t: int) -> None:
             with turn(rng, progress):

@@ -48,11 +48,13 @@ class AtWork:
 class UnderWay:
     """The requests of one worker, with their slots, until their results are taken.
 
-    True while a request has no result. Methods with ``cells`` read the worker's progress; see ``Progress``.
+    True while a request has no result. Methods with ``cells`` read the worker's progress; see
+    ``Progress``.
     """
 
     def __init__(self) -> None:
-        self.outstanding: dict[int, Requested] = {}  # requests whose results were not taken, by number, oldest first
+        # requests whose results were not taken, by number, oldest first
+        self.outstanding: dict[int, Requested] = {}
         self.fresh: list[RolloutResult] = []  # results that the supervisor has not processed
 
     def __bool__(self) -> bool:
@@ -61,7 +63,11 @@ class UnderWay:
     @property
     def results(self) -> Sequence[RolloutResult]:
         """The results that have arrived and were not taken, in the order of their requests."""
-        return [requested.result for requested in self.outstanding.values() if requested.result is not None]
+        return [
+            requested.result
+            for requested in self.outstanding.values()
+            if requested.result is not None
+        ]
 
     def add(self, request: RolloutRequest, slot: Slot) -> None:
         self.outstanding[request.number] = Requested(request, slot)
@@ -98,7 +104,9 @@ class UnderWay:
 
     def requests(self) -> list[RolloutRequest]:
         """Return the requests without a result, oldest first."""
-        return [requested.request for requested in self.outstanding.values() if requested.result is None]
+        return [
+            requested.request for requested in self.outstanding.values() if requested.result is None
+        ]
 
     def at_work(self, cells: Any) -> AtWork | None:
         """Return the rollout at which the worker is working, or None."""
@@ -106,11 +114,20 @@ class UnderWay:
         if requested is None or requested.result is not None:
             return None
         lane = requested.lane
-        index = stepped_in_row(cells, lane, reward_key(lane)) if phase_of(cells) is Phase.STEP else None
-        return AtWork(requested.request, lane, int(cells[ACTING]), None if index is None or index >= lane.B else index)
+        index = (
+            stepped_in_row(cells, lane, reward_key(lane)) if phase_of(cells) is Phase.STEP else None
+        )
+        return AtWork(
+            requested.request,
+            lane,
+            int(cells[ACTING]),
+            None if index is None or index >= lane.B else index,
+        )
 
     def steps_seen(self, cells: Any) -> int:
-        """Return the number of steps in the lane of the current rollout, counted from its first row."""
+        """Return the number of steps in the lane of the current rollout, counted from its first
+        row.
+        """
         at_work = self.at_work(cells)
         if at_work is None:
             return 0
@@ -119,7 +136,11 @@ class UnderWay:
     def signs(self, cells: Any) -> tuple[Any, ...]:
         """Return values that change while the worker makes progress."""
         in_row = self.steps_seen(cells) if cells[PHASE] == Phase.STEP else 0
-        return (*(cells[i] for i in (PHASE, ORDER, ACTING, STEPPING, LOOKED)), in_row, len(self.outstanding))
+        return (
+            *(cells[i] for i in (PHASE, ORDER, ACTING, STEPPING, LOOKED)),
+            in_row,
+            len(self.outstanding),
+        )
 
 
 def phase_of(cells: Any) -> Phase:

@@ -52,11 +52,13 @@ class Worker:
         generation: number of earlier starts of the worker.
 
     Attributes:
-        laid_out: layouts for which requests are made, by group; a new dict when lanes have to be made again.
+        laid_out: layouts for which requests are made, by group; a new dict when lanes have to be
+            made again.
         acting: policy that acted last, or was called for its columns since then.
-        newest: takes the newest weights and returns their version. None: the policy always has the newest weights, and
-            the version is part of each request.
-        after_rollout: called with the result of each rollout, its lane, and the first row of this request; or None.
+        newest: takes the newest weights and returns their version. None: the policy always has the
+            newest weights, and the version is part of each request.
+        after_rollout: called with the result of each rollout, its lane, and the first row of this
+            request; or None.
     """
 
     def __init__(
@@ -70,23 +72,28 @@ class Worker:
         index: int = 0,
         generation: int = 0,
     ) -> None:
-        self.groups, self.policies, self.policy = list(groups), policies, model
+        self.groups = list(groups)
+        self.policies = policies
+        self.policy = model
         self.progress, self.index, self._generation = progress or Progress(), index, generation
         self.laid_out: dict[int, Layout] = {}
         self.acting: Policy | None = None
-        self._known: tuple[Policy, Mapping[Key, Array]] | None = None  # policy that was called; its objects then
+        # policy that was called; its objects then
+        self._known: tuple[Policy, Mapping[Key, Array]] | None = None
         self.newest: Callable[[], int | str] | None = None
         self.after_rollout: Callable[[RolloutResult, Lane, int], None] | None = None
         self._device = device
         self._profiler: RolloutProfiler | None = None
         self._watches: dict[int, Any] = {}  # by group: ``Group.watch`` before ``render``
-        self._grad, self._inference_mode = False, self.groups[0].options.inference_mode
+        self._grad = False
+        self._inference_mode = self.groups[0].options.inference_mode
         for group in self.groups:
             group.progress = self.progress
             if group.env.ready_envs is not None and isinstance(policies["policy"], ServedPolicy):
                 raise BadOption(
-                    f"inference='server': {group.env.name} is asynchronous, and calls the policy itself for the "
-                    f"environments that are ready. Leave inference out, or leave batch_size of EnvPool out"
+                    f"inference='server': {group.env.name} is asynchronous, and calls the policy"
+                    " itself for the environments that are ready. Leave inference out, or leave"
+                    " batch_size of EnvPool out"
                 )
         for part in (*policies.values(), *(group.env for group in self.groups)):
             if (coroutines := getattr(part, "coroutines", None)) is not None:
@@ -104,8 +111,8 @@ class Worker:
     def layouts(self, columns: LayOut) -> list[Layout]:
         """Return the layouts of the next rollouts, one for each group.
 
-        A policy that did not act last makes its first call here, and the next rollout continues from that call.
-        Rollouts of "random" have the columns of "policy".
+        A policy that did not act last makes its first call here, and the next rollout continues
+        from that call. Rollouts of "random" have the columns of "policy".
         """
         served = self.policies["policy"]
         if isinstance(served, ServedPolicy):
@@ -115,17 +122,23 @@ class Worker:
             Layout(
                 columns.T[group.number],
                 group.B,
-                lane_columns(group.env, policy.columns(), group.options, resumed=group.resumed is not None),
+                lane_columns(
+                    group.env, policy.columns(), group.options, resumed=group.resumed is not None
+                ),
                 batch_shape=group.batch_shape,
             )
             for group in self.groups
         ]
         if made != list(self.laid_out.values()):
-            self.laid_out = {group.number: layout for group, layout in zip(self.groups, made, strict=True)}
+            self.laid_out = {
+                group.number: layout for group, layout in zip(self.groups, made, strict=True)
+            }
         return made
 
     def observe(self) -> dict[int, tuple[dict[Key, Array], dict[str, Any]]]:
-        """Return the current observations and the state of the random streams by group, for the server's first call."""
+        """Return the current observations and the state of the random streams by group, for the
+        server's first call.
+        """
         for group in self.groups:
             group.begin()
         return {
@@ -152,13 +165,18 @@ class Worker:
             if name != "policy" and isinstance(policy, RandomPolicy):
                 self._show_columns(policy)
             self.progress.begin(phase)
-        elif isinstance(policy, RandomPolicy) and isinstance(served := self.policies["policy"], ServedPolicy):
-            policy.learn(served.columns(), {})  # ``load`` adopts "random" before the server's columns are known
+        elif isinstance(policy, RandomPolicy) and isinstance(
+            served := self.policies["policy"], ServedPolicy
+        ):
+            # ``load`` adopts "random" before the server's columns are known
+            policy.learn(served.columns(), {})
         self.acting = policy
         return policy
 
     def _show_columns(self, random: RandomPolicy) -> None:
-        """Set the columns of random rollouts to those of "policy", which is called once if it was not called before."""
+        """Set the columns of random rollouts to those of "policy", which is called once if it was
+        not called before.
+        """
         policy = self.policies["policy"]
         if isinstance(policy, ServedPolicy):
             random.learn(policy.columns(), {})
@@ -171,7 +189,8 @@ class Worker:
     def run(self, request: RolloutRequest, lane: Lane) -> RolloutResult:
         """Make the rollout of a request. An error is returned in the result."""
         group = self.groups[request.group - self.groups[0].number]
-        policy, cells = self.policies[request.policy], self.progress.cells
+        policy = self.policies[request.policy]
+        cells = self.progress.cells
         group.executed, group.timing, begin = 0, Timing(), lane.done_steps
         group.discarded.clear()
         group.closes_batch, group.frame_limit = request.closes, request.limit
@@ -198,14 +217,22 @@ class Worker:
             result.error, result.phase = error, phase_ended_by(error, self.progress)
             result.paused = group.paused is not None
         else:
-            result.frames, result.rows, result.episodes = group.delivered, group.rows, group.episodes
+            result.frames, result.rows, result.episodes = (
+                group.delivered,
+                group.rows,
+                group.episodes,
+            )
             if self._profiler is not None:
                 self._profiler.step()
         cells[PHASE] = Phase.IDLE
         result.executed = group.executed
         if group.discarded:
             result.discarded = +group.discarded
-        result.done_steps, result.version, result.finals = lane.done_steps, group.version, group.finals
+        result.done_steps, result.version, result.finals = (
+            lane.done_steps,
+            group.version,
+            group.finals,
+        )
         result.path = policy.path
         if group.env.casts is not None:
             result.warnings = group.env.casts.take_warnings()
@@ -216,9 +243,16 @@ class Worker:
         return result
 
     def _run_specially(
-        self, group: Group, policy: Policy, lane: Lane, request: RolloutRequest, result: RolloutResult
+        self,
+        group: Group,
+        policy: Policy,
+        lane: Lane,
+        request: RolloutRequest,
+        result: RolloutResult,
     ) -> None:
-        """Make a rollout with gradients enabled, or one whose result includes values of next observations."""
+        """Make a rollout with gradients enabled, or one whose result includes values of next
+        observations.
+        """
         with self._gradients(policy):
             if request.bootstrap is None:
                 rollout(group, policy, lane)
@@ -232,7 +266,9 @@ class Worker:
     # --- other operations on groups ---------------------------------------------------------------
 
     def render(self, seconds: float | None) -> None:
-        """Render the environments after every step, and sleep ``seconds`` each time; None ends rendering."""
+        """Render the environments after every step, and sleep ``seconds`` each time; None ends
+        rendering.
+        """
         for group in self.groups:
             group.watch = self._watches.pop(group.number, group.watch)
             if seconds is not None:
@@ -240,7 +276,9 @@ class Worker:
                 group.watch = rendering(group, seconds)
 
     def enable_grad(self, on: bool) -> None:
-        """Run the user's modules and functions with gradients enabled or not; their outputs are always detached."""
+        """Run the user's modules and functions with gradients enabled or not; their outputs are
+        always detached.
+        """
         self._grad = on
         for group in self.groups:
             group.options = replace(group.options, inference_mode=self._inference_mode and not on)
@@ -253,12 +291,17 @@ class Worker:
         return gradients_enabled(policy)
 
     def seed(self, seed: int | None, static: bool) -> None:
-        """See ``Collector.set_seed``. A restarted worker derives other random streams and episodes from the seed."""
+        """See ``Collector.set_seed``.
+
+        A restarted worker derives other random streams and episodes from the seed.
+        """
         if seed is None:
             return
         for group in self.groups:
             ids = [0] * group.B if static else group.clock.env_ids.tolist()
-            group.rng = GroupRng(seed, group.number, self._device or group.env.device, self._generation)
+            group.rng = GroupRng(
+                seed, group.number, self._device or group.env.device, self._generation
+            )
             group.reset(seeds=seeds_of(seed, ids, self._generation))
 
     def state(self) -> list[dict[str, Any]]:
@@ -268,11 +311,16 @@ class Worker:
         names = {id(policy): name for name, policy in self.policies.items()}
         acting = names.get(id(self.acting))
         return [
-            {"group": group_state.take(group, acting), "envs": [snapshot.take(env) for env in group.env.objects()]}
+            {
+                "group": group_state.take(group, acting),
+                "envs": [snapshot.take(env) for env in group.env.objects()],
+            }
             for group in self.groups
         ]
 
-    def load(self, states: Mapping[int, Mapping[str, Any]], cut: str | None, trust: bool) -> list[dict[int, str]]:
+    def load(
+        self, states: Mapping[int, Mapping[str, Any]], cut: str | None, trust: bool
+    ) -> list[dict[int, str]]:
         """Restore states that were taken by ``state``.
 
         Args:
@@ -281,7 +329,8 @@ class Worker:
             trust: unpickle environments.
 
         Returns:
-            for every group, the environments that start new episodes (global numbers), each with the reason.
+            for every group, the environments that start new episodes (global numbers), each with
+            the reason.
         """
         from muster.restore import snapshot
 
@@ -333,7 +382,10 @@ class Worker:
 
 
 def phase_ended_by(error: BaseException, progress: Progress) -> str:
-    """Return the phase that an error interrupted and set phase IDLE. A ``MusterError`` gets the attribute ``phase``."""
+    """Return the phase that an error interrupted and set phase IDLE.
+
+    A ``MusterError`` gets the attribute ``phase``.
+    """
     phase = Phase(progress.begin(Phase.IDLE))
     if phase is not Phase.IDLE and issubclass(type(error), MusterError):
         vars(error)["phase"] = phase.name.lower()
@@ -344,7 +396,9 @@ def execute(worker: Worker, path: str, args: Sequence[Any], kwargs: Mapping[str,
     """Call the attribute of a worker at a path such as "env.unwrapped.set_gravity"."""
     found = resolve(worker, path)
     if not callable(found):
-        raise BadOption(f"cascade_execute({path!r}): that is {type(found).__name__}, which cannot be called")
+        raise BadOption(
+            f"cascade_execute({path!r}): that is {type(found).__name__}, which cannot be called"
+        )
     return found(*args, **kwargs)
 
 

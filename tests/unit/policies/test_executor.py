@@ -93,16 +93,23 @@ def test_convolutions_run_in_torch():
 
 def test_a_bare_linear_and_a_leading_flatten_are_networks():
     x = torch.randn(3, 2, 2)
-    for net, batch in ((nn.Linear(2, 5), x[:, 0]), (nn.Sequential(nn.Flatten(), nn.Linear(4, 5)), x)):
+    for net, batch in (
+        (nn.Linear(2, 5), x[:, 0]),
+        (nn.Sequential(nn.Flatten(), nn.Linear(4, 5)), x),
+    ):
         for numpy_ok in (True, False):
             program = plan(net, batch, numpy_ok=numpy_ok)
             out = program(batch.numpy() if numpy_ok else batch)
-            np.testing.assert_allclose(np.asarray(out), net(batch).detach().numpy(), rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(
+                np.asarray(out), net(batch).detach().numpy(), rtol=1e-5, atol=1e-6
+            )
 
 
 def test_torchrl_mlp_and_parameter_extractors():
     torchrl = pytest.importorskip("torchrl.modules")
-    net = nn.Sequential(torchrl.MLP(in_features=4, out_features=6, num_cells=[8]), torchrl.NormalParamExtractor())
+    net = nn.Sequential(
+        torchrl.MLP(in_features=4, out_features=6, num_cells=[8]), torchrl.NormalParamExtractor()
+    )
     x = torch.randn(7, 4)
     loc, scale = plan(net, x)(x)
     assert torch.equal(loc, net(x)[0])
@@ -161,10 +168,22 @@ def _change(name):
     return pytest.param(change, id=name)
 
 
-CHANGES = ["parameter", "data", "no bias", "layer", "longer", "hook", "pre-hook", "forward", "parametrization"]
+CHANGES = [
+    "parameter",
+    "data",
+    "no bias",
+    "layer",
+    "longer",
+    "hook",
+    "pre-hook",
+    "forward",
+    "parametrization",
+]
 
 
-@pytest.mark.parametrize("change", [*map(_change, [*CHANGES, "dtype", "class", "dropout", "slope"])])
+@pytest.mark.parametrize(
+    "change", [*map(_change, [*CHANGES, "dtype", "class", "dropout", "slope"])]
+)
 @pytest.mark.parametrize("numpy_ok", [True, False])
 def test_changes_that_need_a_new_plan_are_noticed(change, numpy_ok):
     net = nn.Sequential(*mlp(), nn.Dropout().eval(), nn.LeakyReLU(0.1))
@@ -175,7 +194,8 @@ def test_changes_that_need_a_new_plan_are_noticed(change, numpy_ok):
 
 
 @pytest.mark.parametrize(
-    "change", [*map(_change, ["hook", "pre-hook", "forward", "parametrization", "class", "dropout"])]
+    "change",
+    [*map(_change, ["hook", "pre-hook", "forward", "parametrization", "class", "dropout"])],
 )
 def test_what_is_not_exactly_what_it_seems_is_not_planned(change):
     net = nn.Sequential(*mlp(), nn.Dropout().eval(), nn.LeakyReLU(0.1))

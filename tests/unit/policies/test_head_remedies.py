@@ -1,4 +1,6 @@
-"""What the errors of heads say to do: each remedy, followed to the letter, leads to a policy that acts."""
+"""What the errors of heads say to do: each remedy, followed to the letter, leads to a policy that
+acts.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def integers(low: Any, high: Any) -> ArraySpec:
 
 
 def box(n: int, high: float = 1.0) -> ArraySpec:
-    return ArraySpec((n,), np.dtype(np.float32), np.full(n, -high, np.float32), np.full(n, high, np.float32))
+    return ArraySpec(
+        (n,), np.dtype(np.float32), np.full(n, -high, np.float32), np.full(n, high, np.float32)
+    )
 
 
 SPACES = {
@@ -62,17 +66,23 @@ def act(head: str, keywords: dict[str, Any], outputs: int, spec: ArraySpec) -> N
     HeadPolicy(made, setting).first({OBS: torch.randn(5, 4)}, GroupRng(0))
 
 
-def remedies(text: str, head: str, keywords: dict[str, Any], outputs: int) -> list[tuple[str, dict[str, Any], int]]:
+def remedies(
+    text: str, head: str, keywords: dict[str, Any], outputs: int
+) -> list[tuple[str, dict[str, Any], int]]:
     """All that a message says to do, as heads with keywords and numbers of outputs."""
     others = {name: value for name, value in keywords.items() if name not in ("log_std", "nvec")}
     found: list[tuple[str, dict[str, Any], int]] = []
     for name, width in re.findall(r"(\w+)\(net\), with (?:a network|one) that returns (\d+)", text):
         found.append((name, {}, int(width)))
-    for width in re.findall(r"Use gaussian\(net, log_std=None\), with a network that returns (\d+)", text):
+    for width in re.findall(
+        r"Use gaussian\(net, log_std=None\), with a network that returns (\d+)", text
+    ):
         found.append(("gaussian", {"log_std": None}, int(width)))
     if "Pass log_std=None if the network returns mean and log_std" in text:
         found.append((head, others | {"log_std": None}, outputs))
-    for n, width in re.findall(r"log_std=torch\.zeros\((\d+)\) with a network that returns (\d+)", text):
+    for n, width in re.findall(
+        r"log_std=torch\.zeros\((\d+)\) with a network that returns (\d+)", text
+    ):
         found.append((head, others | {"log_std": torch.zeros(int(n))}, int(width)))
     for width in re.findall(r"log_std=None with one that returns (\d+)", text):
         found.append((head, others | {"log_std": None}, int(width)))
@@ -80,7 +90,9 @@ def remedies(text: str, head: str, keywords: dict[str, Any], outputs: int) -> li
         found.append((head, others | {"log_std": None}, int(width)))
     for n in re.findall(r"Or pass log_std=torch\.zeros\((\d+)\) if it returns the mean only", text):
         found.append((head, others | {"log_std": torch.zeros(int(n))}, outputs))
-    for n in re.findall(r"If the network returns \d+ values? all the same, pass log_std=torch\.zeros\((\d+)\)", text):
+    for n in re.findall(
+        r"If the network returns \d+ values? all the same, pass log_std=torch\.zeros\((\d+)\)", text
+    ):
         found.append((head, others | {"log_std": torch.zeros(int(n))}, int(n)))
     for width in re.findall(r"Leave nvec out, and let the network return (\d+)", text):
         found.append((head, others, int(width)))
@@ -103,12 +115,16 @@ def test_every_remedy_of_every_error_leads_to_a_policy_that_acts(head: str, spac
         named = remedies(text, name, keywords, outputs)
         assert named, f"no remedy in: {text}"
         mentioned = set(ZEROS.findall(text))
-        assert mentioned <= {str(len(k["log_std"])) for _, k, _ in named if k.get("log_std") is not None}
+        assert mentioned <= {
+            str(len(k["log_std"])) for _, k, _ in named if k.get("log_std") is not None
+        }
         for other, given, width in named:
             try:
                 act(other, given, width, SPACES[space])
             except (BadOption, BadPolicyOutput) as again:
-                pytest.fail(f"{text}\n  {other}(net with {width} outputs, {given}) is refused: {again}")
+                pytest.fail(
+                    f"{text}\n  {other}(net with {width} outputs, {given}) is refused: {again}"
+                )
 
 
 def collect(policy: Any, space: gymnasium.Space[Any], **options: Any) -> Any:
@@ -130,8 +146,12 @@ def test_a_deterministic_head_for_several_choices() -> None:
 
 
 def test_a_space_of_several_parts() -> None:
-    space = gymnasium.spaces.Dict({"gas": gymnasium.spaces.Box(0, 1, (1,)), "gear": gymnasium.spaces.Discrete(3)})
-    with pytest.raises(BadOption, match=r"parts: \['action.gas', 'action.gear'\]. Use a function or a TensorDict"):
+    space = gymnasium.spaces.Dict(
+        {"gas": gymnasium.spaces.Box(0, 1, (1,)), "gear": gymnasium.spaces.Discrete(3)}
+    )
+    with pytest.raises(
+        BadOption, match=r"parts: \['action.gas', 'action.gear'\]. Use a function or a TensorDict"
+    ):
         collect(policies.categorical(nn.Linear(4, 3)), space)
     net = nn.Linear(4, 4)
 
@@ -151,7 +171,9 @@ def test_objects_and_unbounded_integers_have_no_head(name: str) -> None:
     ):
         with pytest.raises(BadOption, match=what):
             act(name, {}, 2, spec)
-    with pytest.raises(BadOption, match=f"{name}: the network is the class Linear. Pass an nn.Module"):
+    with pytest.raises(
+        BadOption, match=f"{name}: the network is the class Linear. Pass an nn.Module"
+    ):
         head(nn.Linear)
     with pytest.raises(BadOption, match=f"{name}: the network is of type int. Pass an nn.Module"):
         head(3)
@@ -159,7 +181,9 @@ def test_objects_and_unbounded_integers_have_no_head(name: str) -> None:
 
 @pytest.mark.parametrize("wrong", [[0.0], np.zeros(1), "0"], ids=["list", "array", "text"])
 def test_log_std_of_another_type(wrong: Any) -> None:
-    with pytest.raises(BadOption, match=r"log_std is \w+, expected a number, a tensor, or None.*torch.as_tensor"):
+    with pytest.raises(
+        BadOption, match=r"log_std is \w+, expected a number, a tensor, or None.*torch.as_tensor"
+    ):
         policies.gaussian(nn.Linear(4, 1), log_std=wrong)
 
 
@@ -167,11 +191,18 @@ def test_a_head_may_use_a_function_as_its_network() -> None:
     """Functions have no layers to look at: the number of actions has to be said."""
     net = nn.Linear(4, 2)
     space = gymnasium.spaces.Box(-1.0, 1.0, (2,))
-    with pytest.raises(BadOption, match=r"cannot see from function how many actions it returns. For n actions pass"):
+    with pytest.raises(
+        BadOption, match=r"cannot see from function how many actions it returns. For n actions pass"
+    ):
         policies.gaussian(lambda obs: net(obs))
-    for head in (policies.gaussian(lambda obs: net(obs), log_std=torch.zeros(2)), policies.gaussian(net)):
+    for head in (
+        policies.gaussian(lambda obs: net(obs), log_std=torch.zeros(2)),
+        policies.gaussian(net),
+    ):
         assert collect(head, space)["action"].shape == (2, 4, 2)
-    assert policies.gaussian(lambda obs: net(obs), log_std=torch.zeros(2)).mode(torch.ones(3, 4)).shape == (3, 2)
+    assert policies.gaussian(lambda obs: net(obs), log_std=torch.zeros(2)).mode(
+        torch.ones(3, 4)
+    ).shape == (3, 2)
 
 
 def test_programs_of_a_newcomer() -> None:
@@ -179,15 +210,22 @@ def test_programs_of_a_newcomer() -> None:
     space = gymnasium.spaces.Box(-2.0, 2.0, (1,))
     for keywords in ({}, {"log_std": torch.zeros(1)}):
         with pytest.raises(
-            (BadOption, BadPolicyOutput), match="Pass log_std=None if the network returns mean and log_std"
+            (BadOption, BadPolicyOutput),
+            match="Pass log_std=None if the network returns mean and log_std",
         ):
             collect(policies.gaussian(nn.Linear(4, 2), **keywords), space)
-    assert collect(policies.gaussian(nn.Linear(4, 2), log_std=None), space)["action"].shape == (2, 4, 1)
+    assert collect(policies.gaussian(nn.Linear(4, 2), log_std=None), space)["action"].shape == (
+        2,
+        4,
+        1,
+    )
 
 
 def test_the_users_head_with_a_function_is_fitted_where_workers_act() -> None:
     net = nn.Linear(4, 5)
-    env = partial(SpaceEnv, gymnasium.spaces.Box(-1.0, 1.0, (4,)), gymnasium.spaces.MultiDiscrete([2, 3]))
+    env = partial(
+        SpaceEnv, gymnasium.spaces.Box(-1.0, 1.0, (4,)), gymnasium.spaces.MultiDiscrete([2, 3])
+    )
     head = policies.categorical(lambda obs: net(obs))
     with MultiSyncCollector([env], head, num_envs=2, frames_per_batch=8, backend="threads") as c:
         batch = c.next()

@@ -50,7 +50,10 @@ HEADS = {
     "multi": lambda: (categorical(net(6), nvec=(3, 3)), multi(3, 3)),
     "uneven": lambda: (categorical(net(7)), multi(2, 4, 1)),
     "gaussian": lambda: (gaussian(net(2), log_std=-0.5), box()),
-    "gaussian64": lambda: (gaussian(net(2), log_std=torch.tensor([0.1, -1.0])), box(dtype=np.float64)),
+    "gaussian64": lambda: (
+        gaussian(net(2), log_std=torch.tensor([0.1, -1.0])),
+        box(dtype=np.float64),
+    ),
     "gaussian by state": lambda: (gaussian(net(4), log_std=None), box()),
     "tanh": lambda: (tanh_gaussian(net(4)), box()),
     "deterministic": lambda: (deterministic(net(2)), box()),
@@ -65,14 +68,21 @@ def case(request) -> tuple[Head, ArraySpec]:
 
 def make(head, spec, *, batched=True, keys=(OBS,), **options) -> HeadPolicy:
     specs = dict.fromkeys(keys, ArraySpec((4,), np.dtype(np.float32)))
-    return HeadPolicy(head, PolicySetting(specs, {ACTION: spec}, (8,) if batched else (), **options))
+    return HeadPolicy(
+        head, PolicySetting(specs, {ACTION: spec}, (8,) if batched else (), **options)
+    )
 
 
 def lane_for(policy, spec, obs, *, batched=True) -> Lane:
     """A lane with observations ``[T + 1, B, 4]``."""
-    columns = (Column(OBS, obs.shape[2:], obs.dtype, carry=True), Column(ACTION, spec.shape, spec.dtype))
+    columns = (
+        Column(OBS, obs.shape[2:], obs.dtype, carry=True),
+        Column(ACTION, spec.shape, spec.dtype),
+    )
     lead = None if batched else ()
-    lane = Slot(Layout(len(obs) - 1, obs.shape[1], (*columns, *policy.columns()), batch_shape=lead)).lanes[0]
+    lane = Slot(
+        Layout(len(obs) - 1, obs.shape[1], (*columns, *policy.columns()), batch_shape=lead)
+    ).lanes[0]
     lane.arrays[OBS][...] = obs
     return lane
 
@@ -89,7 +99,9 @@ def collect(policy, spec, obs, *, batched=True, seed=0):
     act = policy.start(lane, rng)
     for t in range(lane.T):
         act(t)
-    return lane.arrays[ACTION].copy(), lane.arrays[LOG_PROB].copy() if LOG_PROB in lane.arrays else None
+    return lane.arrays[ACTION].copy(), lane.arrays[
+        LOG_PROB
+    ].copy() if LOG_PROB in lane.arrays else None
 
 
 @pytest.mark.parametrize("B", [1, 8])
@@ -129,7 +141,9 @@ def test_unbatched_equals_a_batch_of_one(case, executor):
     head, spec = case
     obs = observations(1)
     batched = collect(make(head, spec, executor=executor), spec, obs)
-    unbatched = collect(make(head, spec, batched=False, executor=executor), spec, obs, batched=False)
+    unbatched = collect(
+        make(head, spec, batched=False, executor=executor), spec, obs, batched=False
+    )
     np.testing.assert_allclose(unbatched[0], batched[0], rtol=1e-5, atol=1e-6)
     if batched[1] is not None:
         np.testing.assert_allclose(unbatched[1], batched[1], rtol=1e-4, atol=1e-5)
@@ -190,7 +204,11 @@ def test_tanh_density_integrates_to_one(log_std):
     inside = (squashed - 1.25).abs() < 2.75 * (1 - 1e-12)
     u, squashed = u[inside], squashed[inside]
     head = head.double()
-    density = head.distribution(torch.zeros(len(u), 4, dtype=torch.float64)).log_prob(squashed[:, None]).exp()
+    density = (
+        head.distribution(torch.zeros(len(u), 4, dtype=torch.float64))
+        .log_prob(squashed[:, None])
+        .exp()
+    )
     total = torch.trapezoid(density * 2.75 / torch.cosh(u) ** 2, u)
     assert total.item() == pytest.approx(1, abs=2e-3)
 
@@ -201,7 +219,9 @@ def test_saturated_tanh_actions_have_a_finite_log_prob():
     head.net.bias.data = torch.tensor([30.0, -1.0])
     action, log_prob = collect(make(head, box(1)), box(1), observations())
     assert (action <= 3.0).all()
-    assert (abs(log_prob - 2 * 30) < 10).all(), "log |da/du| is about -2 u, so the log-prob grows with the mean"
+    assert (abs(log_prob - 2 * 30) < 10).all(), (
+        "log |da/du| is about -2 u, so the log-prob grows with the mean"
+    )
 
 
 def test_impossible_actions_are_never_taken():
@@ -209,7 +229,9 @@ def test_impossible_actions_are_never_taken():
         def forward(self, x):
             return torch.cat([x[..., :2], torch.full_like(x[..., :1], -torch.inf)], -1)
 
-    action, log_prob = collect(make(categorical(Masked()), discrete(3)), discrete(3), observations())
+    action, log_prob = collect(
+        make(categorical(Masked()), discrete(3)), discrete(3), observations()
+    )
     assert (action < 2).all()
     assert np.isfinite(log_prob).all()
 
@@ -255,7 +277,13 @@ def test_float64_networks():
         policy = make(head, discrete(3), executor=executor)
         lane = Slot(
             Layout(
-                T, 8, (Column(OBS, (4,), obs.dtype, carry=True), Column(ACTION, (), np.dtype(int)), *policy.columns())
+                T,
+                8,
+                (
+                    Column(OBS, (4,), obs.dtype, carry=True),
+                    Column(ACTION, (), np.dtype(int)),
+                    *policy.columns(),
+                ),
             )
         ).lanes[0]
         lane.arrays[OBS][...] = obs

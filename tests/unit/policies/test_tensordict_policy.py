@@ -64,13 +64,17 @@ def torchrl_actor(name, **options):
 
 def actor_critic():
     actor, spec = probabilistic(torch.distributions.Categorical, DISCRETE)
-    return TensorDictSequential(actor, TensorDictModule(net(1), ["observation"], ["state_value"])), spec
+    return TensorDictSequential(
+        actor, TensorDictModule(net(1), ["observation"], ["state_value"])
+    ), spec
 
 
 POLICIES = {
     "plain": lambda: (TensorDictModule(net(2), ["observation"], ["action"]), BOX),
     "categorical": lambda: probabilistic(torch.distributions.Categorical, DISCRETE),
-    "no log prob": lambda: probabilistic(torch.distributions.Categorical, DISCRETE, return_log_prob=False),
+    "no log prob": lambda: probabilistic(
+        torch.distributions.Categorical, DISCRETE, return_log_prob=False
+    ),
     "normal": lambda: probabilistic(torch.distributions.Normal, BOX, ("loc", "scale")),
     "laplace": lambda: probabilistic(torch.distributions.Laplace, BOX, ("loc", "scale")),
     "actor critic": actor_critic,
@@ -78,7 +82,9 @@ POLICIES = {
     "torchrl one-hot": lambda: torchrl_actor("OneHotCategorical"),
     "torchrl normal": lambda: torchrl_actor("IndependentNormal"),
     "torchrl tanh": lambda: torchrl_actor("TanhNormal"),
-    "torchrl tanh bounds": lambda: torchrl_actor("TanhNormal", low=-2.0, high=torch.tensor([1.0, 3.0])),
+    "torchrl tanh bounds": lambda: torchrl_actor(
+        "TanhNormal", low=-2.0, high=torch.tensor([1.0, 3.0])
+    ),
     "torchrl truncated": lambda: torchrl_actor("TruncatedNormal"),
 }
 
@@ -98,13 +104,20 @@ def case(request):
 
 def make(module, spec=BOX, *, batched=True, num_envs=B, **options) -> TensorDictPolicy:
     options = {"obs_specs": OBS_SPECS, "action_specs": {ACTION: spec}, **options}
-    return TensorDictPolicy(module, PolicySetting(batch_shape=(num_envs,) if batched else (), **options))
+    return TensorDictPolicy(
+        module, PolicySetting(batch_shape=(num_envs,) if batched else (), **options)
+    )
 
 
 def lane_for(policy, spec, obs, *, batched=True) -> Lane:
-    columns = (Column(OBS, (4,), np.dtype(np.float32), carry=True), Column(ACTION, spec.shape, spec.dtype))
+    columns = (
+        Column(OBS, (4,), np.dtype(np.float32), carry=True),
+        Column(ACTION, spec.shape, spec.dtype),
+    )
     lead = None if batched else ()
-    lane = Slot(Layout(len(obs) - 1, obs.shape[1], (*columns, *policy.columns()), batch_shape=lead)).lanes[0]
+    lane = Slot(
+        Layout(len(obs) - 1, obs.shape[1], (*columns, *policy.columns()), batch_shape=lead)
+    ).lanes[0]
     lane.arrays[OBS][...] = obs
     return lane
 
@@ -114,7 +127,9 @@ def observations(num_envs=B):
 
 
 def begin(policy, spec, *, batched=True, seed=0):
-    """A lane and its act, after the first call; the global generator is left where the policy left it."""
+    """A lane and its act, after the first call; the global generator is left where the policy left
+    it.
+    """
     obs = observations(B if batched else 1)
     torch.manual_seed(seed)
     first = obs[0] if batched else obs[0, 0]
@@ -214,7 +229,9 @@ def test_torchrl_lstm():
     assert carried == {("recurrent_state_h",), ("recurrent_state_c",), ("is_init",)}
     lane.arrays[("is_init",)][0] = True
     act(0)
-    assert np.array_equal(lane.arrays[ACTION][0], outputs.action[ACTION].numpy()), "a first row again"
+    assert np.array_equal(lane.arrays[ACTION][0], outputs.action[ACTION].numpy()), (
+        "a first row again"
+    )
     act(1)
     before = lane.arrays[ACTION][1].copy()
     lane.arrays[("is_init",)][1, 0] = True
@@ -250,7 +267,9 @@ def test_a_changed_module_is_planned_anew_or_called():
         act(0)
     assert policy.path == "torch executor"
     assert (lane.arrays[ACTION][0] == 2).all()
-    module.register_forward_hook(lambda module, args, out: out.set("action", torch.zeros(B, dtype=torch.int64)))
+    module.register_forward_hook(
+        lambda module, args, out: out.set("action", torch.zeros(B, dtype=torch.int64))
+    )
     with torch.no_grad():
         policy.start(lane, GroupRng(0))(1)
     assert policy.path == "module"
@@ -286,9 +305,18 @@ def test_missing_inputs_are_named():
     [
         (TensorDictModule(net(2), ["observation"], ["act"]), r"did not return action.*\['act'\]"),
         (lambda td: 3, "returned int, expected a TensorDict"),
-        (TensorDictModule(net(3), ["observation"], ["action"]), r"shape \(5, 3\), expected \(5, 2\)"),
-        (lambda td: td.set("action", torch.ones(B, 2, dtype=torch.int64)), "dtype torch.int64, expected float32"),
-        (lambda td: td.update({"action": torch.ones(B, 2), "done": torch.ones(B, 1)}), "done, a name"),
+        (
+            TensorDictModule(net(3), ["observation"], ["action"]),
+            r"shape \(5, 3\), expected \(5, 2\)",
+        ),
+        (
+            lambda td: td.set("action", torch.ones(B, 2, dtype=torch.int64)),
+            "dtype torch.int64, expected float32",
+        ),
+        (
+            lambda td: td.update({"action": torch.ones(B, 2), "done": torch.ones(B, 1)}),
+            "done, a name",
+        ),
         (lambda td: td.set("action", td["observation"].mul_(2)[..., :2].clone()), "in place"),
     ],
 )
@@ -307,12 +335,18 @@ def test_outputs_that_change_are_refused(change):
         td["action"] = td["observation"][..., :2].clone()
         value = torch.zeros(B, 1)
         if len(calls) > 2:
-            value = {"missing": None, "shape": torch.zeros(B, 2), "dtype": torch.zeros(B, 1, dtype=torch.int64)}[change]
+            value = {
+                "missing": None,
+                "shape": torch.zeros(B, 2),
+                "dtype": torch.zeros(B, 1, dtype=torch.int64),
+            }[change]
         return td if value is None else td.set("value", value)
 
     _, act, _ = begin(make(policy), BOX)
     act(0)
-    with pytest.raises(BadPolicyOutput, match="policy policy returned value with shape .*same keys"):
+    with pytest.raises(
+        BadPolicyOutput, match="policy policy returned value with shape .*same keys"
+    ):
         act(1)
 
 

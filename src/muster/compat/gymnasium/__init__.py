@@ -1,4 +1,5 @@
-"""Muster's worker processes as a vector environment of Gymnasium: replaces ``SyncVectorEnv`` and ``AsyncVectorEnv``.
+"""Muster's worker processes as a vector environment of Gymnasium: replaces ``SyncVectorEnv`` and
+``AsyncVectorEnv``.
 
 ::
 

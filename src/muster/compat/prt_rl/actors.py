@@ -32,14 +32,21 @@ TAKEN = frozenset({"state", "next_state", "reward", "done", "last_value_est"})
 class PrtRlActor:
     """A policy with ``act(state, deterministic=False) -> (action, dict)``; implements ``Policy``.
 
-    If the caller has gradients enabled, outputs keep their graph, which prt_rl's ``PolicyGradient`` needs. ``unused``:
-    a result of another kind than those before, with which a new actor must start.
+    If the caller has gradients enabled, outputs keep their graph, which prt_rl's ``PolicyGradient``
+    needs. ``unused``: a result of another kind than those before, with which a new actor must
+    start.
     """
 
-    path, draws_globally = "prt_rl policy", True
+    path = "prt_rl policy"
+    draws_globally = True
 
     def __init__(self, policy: Any, side: Side, unused: Any = None) -> None:
-        self.policy, self.name, self._side, self.unused = policy, type(policy).__name__, side, unused
+        self.policy, self.name, self._side, self.unused = (
+            policy,
+            type(policy).__name__,
+            side,
+            unused,
+        )
         self._like: Tensors = {}  # outputs of a first call, by name, the action first
         self._graphs: dict[str, list[torch.Tensor]] = {}
         self._grad = False
@@ -58,10 +65,14 @@ class PrtRlActor:
         got, self.unused = self.unused, None
         returned = self._named(self._ask(self._side.show(obs[OBSERVATION])) if got is None else got)
         if taken := sorted(TAKEN.intersection(returned)):
-            raise BadPolicyOutput(f"policy {self.name} returned {taken}, which the experience has already")
+            raise BadPolicyOutput(
+                f"policy {self.name} returned {taken}, which the experience has already"
+            )
         self._check_action(returned["action"])
         self._like = {name: value.detach() for name, value in returned.items()}
-        self._graphs = {name: [_with_graph(value)] for name, value in returned.items() if value.requires_grad}
+        self._graphs = {
+            name: [_with_graph(value)] for name, value in returned.items() if value.requires_grad
+        }
         return Outputs(
             {self._action_key: self._like["action"]},
             {self._key(name): value for name, value in self._like.items() if name != "action"},
@@ -69,12 +80,17 @@ class PrtRlActor:
 
     def columns(self) -> Sequence[Column]:
         lead = (self._side.env.num_envs,)
-        return [column_of(self._key(name), like, lead, self.name) for name, like in self._like.items()][1:]
+        return [
+            column_of(self._key(name), like, lead, self.name) for name, like in self._like.items()
+        ][1:]
 
     def start(self, lane: Lane, rng: GroupRng) -> Act:
         if self not in lane.cache:
             like = self._like.items()
-            places = [(name, self._rows(lane, name).unbind(0), value.shape, value.dtype) for name, value in like]
+            places = [
+                (name, self._rows(lane, name).unbind(0), value.shape, value.dtype)
+                for name, value in like
+            ]
             lane.cache[self] = places, lane.rows(OBSERVATION)
         (places, states), graphs, show = lane.cache[self], self._graphs, self._side.show
 
@@ -85,7 +101,11 @@ class PrtRlActor:
                 self._refuse(got, returned, t)
             for name, rows, shape, dtype in places:
                 value = returned.get(name, NOTHING)
-                if value.shape != shape or value.dtype is not dtype or (value.requires_grad and name not in graphs):
+                if (
+                    value.shape != shape
+                    or value.dtype is not dtype
+                    or (value.requires_grad and name not in graphs)
+                ):
                     self._refuse(got, returned, t)
                 rows[t].copy_(value)
             for name, graph in graphs.items():
@@ -96,14 +116,21 @@ class PrtRlActor:
     def results(self, lane: Lane) -> Tensors:
         """Return the outputs of all rows, ``[n, N, ...]``, on the device of the policy's outputs."""
         return {
-            name: torch.stack(self._graphs[name])
-            if name in self._graphs
-            else self._rows(lane, name)[: lane.done_steps].to(like.device, like.dtype, copy=True)
+            name: (
+                torch.stack(self._graphs[name])
+                if name in self._graphs
+                else self._rows(lane, name)[: lane.done_steps].to(
+                    like.device, like.dtype, copy=True
+                )
+            )
             for name, like in self._like.items()
         }
 
     def last_value(self, state: torch.Tensor, done: torch.Tensor) -> torch.Tensor:
-        """``"value"`` of ``state`` ``[N, ...]``, 0 where ``done``: ``[N, 1]``. Restores RNG and recurrent state."""
+        """``"value"`` of ``state`` ``[N, ...]``, 0 where ``done``: ``[N, 1]``.
+
+        Restores RNG and recurrent state.
+        """
         like = self._like["value"]
         if done.all():
             return torch.zeros_like(like).reshape(len(done), -1)
@@ -119,20 +146,29 @@ class PrtRlActor:
             return self.policy.act(state, deterministic=False)
 
     def _named(self, got: Any) -> Tensors:
-        if not isinstance(got, tuple) or len(got) != 2 or not isinstance(got[1], dict) or "action" in got[1]:
+        if (
+            not isinstance(got, tuple)
+            or len(got) != 2
+            or not isinstance(got[1], dict)
+            or "action" in got[1]
+        ):
             raise BadPolicyOutput(
-                f"policy {self.name} returned {type(got).__name__}, expected (action, dict), the dict without 'action'"
+                f"policy {self.name} returned {type(got).__name__}, expected (action, dict), the"
+                " dict without 'action'"
             )
         returned = {"action": got[0], **got[1]}
         for name, value in returned.items():
             if not isinstance(value, torch.Tensor):
-                raise BadPolicyOutput(f"policy {self.name} returned {name!r} as {type(value).__name__}, not a tensor")
+                raise BadPolicyOutput(
+                    f"policy {self.name} returned {name!r} as {type(value).__name__}, not a tensor"
+                )
         return returned
 
     def _refuse(self, got: Any, returned: Tensors, t: int) -> NoReturn:
         self.unused = got
         raise BadPolicyOutput(
-            f"policy {self.name} returned {_kinds(returned)} at row {t}, and {_kinds(self._like)} at the row before"
+            f"policy {self.name} returned {_kinds(returned)} at row {t}, and {_kinds(self._like)}"
+            " at the row before"
         )
 
     def _check_action(self, action: torch.Tensor) -> None:
@@ -143,11 +179,15 @@ class PrtRlActor:
             env.action_device = action.device
             return
         (spec,) = env.action_specs.values()
-        expected = [(env.num_envs, *shape) for shape in ([spec.shape] if spec.shape else [(1,), ()])]
-        if tuple(action.shape) not in expected or action.is_floating_point() != (spec.dtype.kind == "f"):
+        expected = [
+            (env.num_envs, *shape) for shape in ([spec.shape] if spec.shape else [(1,), ()])
+        ]
+        if tuple(action.shape) not in expected or action.is_floating_point() != (
+            spec.dtype.kind == "f"
+        ):
             raise BadPolicyOutput(
-                f"policy {self.name} returned an action of shape {tuple(action.shape)}, dtype {action.dtype}, expected "
-                f"{expected[0]} and {spec.dtype}"
+                f"policy {self.name} returned an action of shape {tuple(action.shape)}, dtype"
+                f" {action.dtype}, expected {expected[0]} and {spec.dtype}"
             )
 
     @property
@@ -168,10 +208,13 @@ class HeadActor:
     def __init__(self, head: Head, side: Side) -> None:
         if isinstance(side.env, PrtEnvs):
             raise BadOption(
-                f"{head.name} needs to know the action space: give the Gymnasium environments themselves (or prt_rl's "
-                f"GymnasiumWrapper), or a policy with act(state)"
+                f"{head.name} needs to know the action space: give the Gymnasium environments"
+                " themselves (or prt_rl's GymnasiumWrapper), or a policy with act(state)"
             )
-        self.policy, self._env, self.unused, self._begun = head, side.env, None, False
+        self.policy = head
+        self._env = side.env
+        self.unused = None
+        self._begun = False
         self.adapted: Policy = adapt(head, side.env, batch_shape=(side.env.num_envs,))
 
     def begin(self) -> bool:
@@ -183,9 +226,13 @@ class HeadActor:
         """Return ``"action"`` and ``"log_prob"`` of all rows, like those of a prt_rl policy."""
         (key,), n = self._env.action_specs, lane.done_steps
         found = {
-            name: lane.tensors[k][:n] for name, k in (("action", key), ("log_prob", LOG_PROB)) if k in lane.tensors
+            name: lane.tensors[k][:n]
+            for name, k in (("action", key), ("log_prob", LOG_PROB))
+            if k in lane.tensors
         }
-        return {name: rows.unsqueeze(-1) if rows.ndim == 2 else rows for name, rows in found.items()}
+        return {
+            name: rows.unsqueeze(-1) if rows.ndim == 2 else rows for name, rows in found.items()
+        }
 
 
 def _with_graph(value: torch.Tensor) -> torch.Tensor:
@@ -200,10 +247,12 @@ def _kinds(tensors: Tensors) -> dict[str, Any]:
 
 @contextmanager
 def undisturbed(policy: Any, device: torch.device) -> Iterator[None]:
-    """Restore the process's generators (those of ``device``, too) and the state of ``policy`` afterwards.
+    """Restore the process's generators (those of ``device``, too) and the state of ``policy``
+    afterwards.
 
-    The state is the attributes of the policy and of all its modules, and the contents of tensors, arrays, generators,
-    lists and dicts in them. Parameters are not restored, because ``act`` does not change them.
+    The state is the attributes of the policy and of all its modules, and the contents of tensors,
+    arrays, generators, lists and dicts in them. Parameters are not restored, because ``act`` does
+    not change them.
     """
     parts = list(policy.modules()) if isinstance(policy, torch.nn.Module) else [policy]
     with ExitStack() as undo:
@@ -216,7 +265,9 @@ def undisturbed(policy: Any, device: torch.device) -> Iterator[None]:
 
 
 def _keep(value: Any, undo: ExitStack) -> None:
-    """Register callbacks in ``undo`` that restore the present contents of ``value``; they run in reverse order."""
+    """Register callbacks in ``undo`` that restore the present contents of ``value``; they run in
+    reverse order.
+    """
     if isinstance(value, torch.nn.Parameter):
         return
     if isinstance(value, torch.Tensor):
@@ -226,7 +277,9 @@ def _keep(value: Any, undo: ExitStack) -> None:
     elif isinstance(value, torch.Generator):
         undo.callback(value.set_state, value.get_state())
     elif isinstance(value, np.random.Generator):
-        undo.callback(setattr, value.bit_generator, "state", copy.deepcopy(value.bit_generator.state))
+        undo.callback(
+            setattr, value.bit_generator, "state", copy.deepcopy(value.bit_generator.state)
+        )
     elif isinstance(value, dict):
         undo.callback(value.update, dict(value))
         undo.callback(value.clear)

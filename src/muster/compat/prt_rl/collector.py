@@ -33,15 +33,19 @@ class Collector:
         experience = collector.collect_experience(policy, num_steps=2048)
         experience["state"]  # (T, N, ...)
 
-    An environment whose episode is over is reset, and collecting continues. Do not collect trajectories if episodes
-    never end. The caller owns the returned tensors. After an error all environments are reset.
+    An environment whose episode is over is reset, and collecting continues. Do not collect
+    trajectories if episodes never end. The caller owns the returned tensors. After an error all
+    environments are reset.
 
     Args:
-        env: with prt_rl's interface (``get_num_envs``, ``get_parameters``, ``reset``, ``reset_index``, ``step``), or a
-            Gymnasium environment or vector environment. The collector does not close it.
-        logger: a logger of prt_rl (``should_log``, ``log_scalar``) or any that ``muster.observing.loggers.as_logger``
-            accepts; gets every episode that ends. None: no logging.
-        flatten: ``collect_experience`` returns ``(T * N, ...)``, ordered by time step; else ``(T, N, ...)``.
+        env: with prt_rl's interface (``get_num_envs``, ``get_parameters``, ``reset``,
+            ``reset_index``, ``step``), or a Gymnasium environment or vector environment. The
+            collector does not close it.
+        logger: a logger of prt_rl (``should_log``, ``log_scalar``) or any that
+            ``muster.observing.loggers.as_logger`` accepts; gets every episode that ends. None: no
+            logging.
+        flatten: ``collect_experience`` returns ``(T * N, ...)``, ordered by time step; else ``(T,
+            N, ...)``.
 
     Raises:
         UnsupportedEnv: another kind of environment.
@@ -49,7 +53,9 @@ class Collector:
     """
 
     def __init__(self, env: Any, logger: Any = None, flatten: bool = True) -> None:
-        self.env, self.logger, self.flatten = env, logger, flatten
+        self.env = env
+        self.logger = logger
+        self.flatten = flatten
         self._side = side_of(env)
         self.metric = MetricsTracker(self._side.env.num_envs, logger)
         self._runner: GroupRunner | None = None
@@ -57,18 +63,23 @@ class Collector:
         self._failure: HookError | None = None
 
     @trimmed
-    def collect_experience(self, policy: Any, num_steps: int = 1, bootstrap: bool = True) -> Tensors:
-        """Collect ``T = ceil(num_steps / N)`` steps in each of N environments, from their present state.
+    def collect_experience(
+        self, policy: Any, num_steps: int = 1, bootstrap: bool = True
+    ) -> Tensors:
+        """Collect ``T = ceil(num_steps / N)`` steps in each of N environments, from their present
+        state.
 
         Args:
-            policy: has ``act(state, deterministic=False) -> (action, dict)``; or one of Muster's heads.
+            policy: has ``act(state, deterministic=False) -> (action, dict)``; or one of Muster's
+                heads.
             num_steps: steps over all environments.
             bootstrap: add ``"last_value_est"`` if the policy returns a ``"value"``.
 
         Returns:
-            ``"state"``, ``"action"``, ``"next_state"`` (at the end of an episode, its last state), ``"reward"`` float32
-            and ``"done"`` bool, both ``(..., 1)``; all entries of the policy's dict; ``"last_value_est"`` ``(N, 1)``:
-            the policy's value of the last next state, 0 where the episode ended.
+            ``"state"``, ``"action"``, ``"next_state"`` (at the end of an episode, its last state),
+            ``"reward"`` float32 and ``"done"`` bool, both ``(..., 1)``; all entries of the policy's
+            dict; ``"last_value_est"`` ``(N, 1)``: the policy's value of the last next state, 0
+            where the episode ended.
 
         Raises:
             BadOption: ``num_steps`` is less than 1.
@@ -88,17 +99,20 @@ class Collector:
     def collect_trajectory(
         self, policy: Any, num_trajectories: int | None = None, min_num_steps: int | None = None
     ) -> Tensors:
-        """Reset all environments, and collect whole trajectories, concatenated in the order of their ends.
+        """Reset all environments, and collect whole trajectories, concatenated in the order of
+        their ends.
 
         Args:
             policy: see ``collect_experience``.
-            num_trajectories: total number n (1 if neither is given): ``n // N`` from each of N environments, and the
-                rest from the first environments to end one more; if ``n < N``, one from each of the first n.
-            min_num_steps: instead, collect trajectories until they have this number of steps together.
+            num_trajectories: total number n (1 if neither is given): ``n // N`` from each of N
+                environments, and the rest from the first environments to end one more; if ``n <
+                N``, one from each of the first n.
+            min_num_steps: instead, collect trajectories until they have this number of steps
+                together.
 
         Returns:
-            the entries of ``collect_experience``, ``(B, ...)`` with the steps of all trajectories as B for every
-            ``flatten``, without ``"last_value_est"``.
+            the entries of ``collect_experience``, ``(B, ...)`` with the steps of all trajectories
+            as B for every ``flatten``, without ``"last_value_est"``.
 
         Raises:
             BadOption: both numbers are given, or one is less than 1.
@@ -106,10 +120,13 @@ class Collector:
         """
         if num_trajectories is not None and min_num_steps is not None:
             raise BadOption(
-                f"num_trajectories={num_trajectories} and min_num_steps={min_num_steps} were given: give one of them"
+                f"num_trajectories={num_trajectories} and min_num_steps={min_num_steps} were given:"
+                " give one of them"
             )
         if min_num_steps is None:
-            num_trajectories = integer("num_trajectories", 1 if num_trajectories is None else num_trajectories)
+            num_trajectories = integer(
+                "num_trajectories", 1 if num_trajectories is None else num_trajectories
+            )
         else:
             min_num_steps = integer("min_num_steps", min_num_steps)
         self._begin_episodes()
@@ -119,14 +136,22 @@ class Collector:
             parts.append(self._roll(policy, ROWS, chosen)[1])
             chosen.before += len(parts[-1]["state"])
         rows = torch.cat([torch.arange(s.begin, s.end, device="cpu") for s in chosen.segments])
-        envs = torch.cat([torch.full((s.end - s.begin,), s.env, device="cpu") for s in chosen.segments])
-        return self._logged({name: torch.cat([part[name] for part in parts])[rows, envs] for name in parts[0]})
+        envs = torch.cat(
+            [torch.full((s.end - s.begin,), s.env, device="cpu") for s in chosen.segments]
+        )
+        return self._logged(
+            {name: torch.cat([part[name] for part in parts])[rows, envs] for name in parts[0]}
+        )
 
     def get_metric_tracker(self) -> MetricsTracker:
-        """Return statistics of all steps and episodes so far, including those that no call returned."""
+        """Return statistics of all steps and episodes so far, including those that no call
+        returned.
+        """
         return self.metric
 
-    def _roll(self, policy: Any, T: int, chosen: Selection | None = None) -> tuple[PrtRlActor | HeadActor, Tensors]:
+    def _roll(
+        self, policy: Any, T: int, chosen: Selection | None = None
+    ) -> tuple[PrtRlActor | HeadActor, Tensors]:
         """Collect ``T`` steps, or fewer if ``chosen`` is complete: ``(n, N, ...)`` each."""
         if self._actor is None or self._actor.policy is not policy:
             self._actor = _actor_of(policy, self._side)
@@ -151,7 +176,8 @@ class Collector:
         except BadPolicyOutput:
             if actor.unused is None or lane.done_steps or (chosen is not None and chosen.before):
                 raise
-            self._actor = PrtRlActor(actor.policy, self._side, actor.unused)  # for outputs of another kind
+            # for outputs of another kind
+            self._actor = PrtRlActor(actor.policy, self._side, actor.unused)
             return self._fill(self._actor, T, chosen)
         finally:
             self._count(lane)
@@ -162,7 +188,8 @@ class Collector:
             env = self._side.env
             if isinstance(env, PrtEnvs):
                 env.look()
-            self._runner = GroupRunner(env, borrowed(), rng=GroupRng(torch.initial_seed()))  # for Muster's heads
+            # for Muster's heads
+            self._runner = GroupRunner(env, borrowed(), rng=GroupRng(torch.initial_seed()))
         return self._runner
 
     def _begin_episodes(self) -> None:
@@ -174,8 +201,11 @@ class Collector:
 
     def _experience(self, actor: PrtRlActor | HeadActor, lane: Lane) -> Tensors:
         """Return copies of all columns of a lane, ``(n, N, ...)`` each."""
-        side, n = self._side, lane.done_steps
-        state, next_state = (side.show(lane.tensors[key][:n]) for key in (OBSERVATION, next_of(OBSERVATION)))
+        side = self._side
+        n = lane.done_steps
+        state, next_state = (
+            side.show(lane.tensors[key][:n]) for key in (OBSERVATION, next_of(OBSERVATION))
+        )
         returned = actor.results(lane)
         return {
             "state": state,
@@ -191,7 +221,9 @@ class Collector:
         n = lane.done_steps
         reward = lane.arrays[REWARD][:n]  # the sum over several agents
         try:
-            self.metric.update_rows(reward, lane.arrays[TERMINATED][:n] | lane.arrays[TRUNCATED][:n])
+            self.metric.update_rows(
+                reward, lane.arrays[TERMINATED][:n] | lane.arrays[TRUNCATED][:n]
+            )
         except HookError as error:
             self._failure = self._failure or error
 
@@ -208,14 +240,17 @@ def _actor_of(policy: Any, side: Side) -> PrtRlActor | HeadActor:
         return HeadActor(policy, side)
     if not callable(getattr(policy, "act", None)):
         raise BadOption(
-            f"policy is {type(policy).__name__}, expected an object with act(state, deterministic=False) -> (action, "
-            f"dict), or a head such as muster.policies.categorical(net)"
+            f"policy is {type(policy).__name__}, expected an object with act(state,"
+            " deterministic=False) -> (action, dict), or a head such as"
+            " muster.policies.categorical(net)"
         )
     return PrtRlActor(policy, side)
 
 
 class Segment(NamedTuple):
-    """A whole trajectory: rows ``begin`` to ``end`` of one environment, counted from the first row of the call."""
+    """A whole trajectory: rows ``begin`` to ``end`` of one environment, counted from the first row
+    of the call.
+    """
 
     env: int
     begin: int
@@ -223,10 +258,13 @@ class Segment(NamedTuple):
 
 
 class Selection:
-    """Chooses whole trajectories; all environments continue until the last one is complete. Implements ``Rule``.
+    """Chooses whole trajectories; all environments continue until the last one is complete.
 
-    Either ``trajectories``: the same number from each environment, the rest from the first to end one more (one from
-    each of the first environments, if there are more environments); or, in the order of ends, until ``min_steps``.
+    Implements ``Rule``.
+
+    Either ``trajectories``: the same number from each environment, the rest from the first to end
+    one more (one from each of the first environments, if there are more environments); or, in the
+    order of ends, until ``min_steps``.
     """
 
     def __init__(self, num_envs: int, trajectories: int | None, min_steps: int = 0) -> None:
@@ -242,7 +280,9 @@ class Selection:
 
     def ended(self, which: Sequence[int]) -> list[int]:
         end = self.before + self.lane.done_steps
-        for i in (counted := self._first_of(which, end) if self._rule is None else self._rule.ended(which)):
+        for i in (
+            counted := self._first_of(which, end) if self._rule is None else self._rule.ended(which)
+        ):
             self.segments.append(Segment(i, self._begun[i], end))
         for i in which:
             self._begun[i] = end
@@ -265,7 +305,10 @@ class Selection:
 
 
 class LastRow:
-    """Defers resets after the last row of a lane to the next call, as prt_rl does. Implements ``Rule``."""
+    """Defers resets after the last row of a lane to the next call, as prt_rl does.
+
+    Implements ``Rule``.
+    """
 
     biased = False
 

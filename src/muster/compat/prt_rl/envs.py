@@ -1,4 +1,6 @@
-"""Environments with prt_rl's interface, or Gymnasium's, as an env batch; and their states in prt_rl's form."""
+"""Environments with prt_rl's interface, or Gymnasium's, as an env batch; and their states in
+prt_rl's form.
+"""
 
 from __future__ import annotations
 
@@ -38,38 +40,56 @@ class Side(NamedTuple):
 
 
 def side_of(env: Any) -> Side:
-    """Return the environments of a collector, recognized by their methods; ``UnsupportedEnv`` for other objects.
+    """Return the environments of a collector, recognized by their methods; ``UnsupportedEnv`` for
+    other objects.
 
-    The environments inside prt_rl's own ``GymnasiumWrapper`` are stepped one by one, as in its vector environment,
-    and reset once. Subclasses and wrappers of it are stepped through their own methods.
+    The environments inside prt_rl's own ``GymnasiumWrapper`` are stepped one by one, as in its
+    vector environment, and reset once. Subclasses and wrappers of it are stepped through their own
+    methods.
     """
     if (inside := _inside(env)) is not None:
         return _gymnasium(StackedEnvs(inside), env.device)
     if all(callable(getattr(env, name, None)) for name in METHODS):
         envs = PrtEnvs(env)
-        return Side(envs, lambda rows: rows.to(envs.state_device) if envs.state_device.type != "cpu" else rows.clone())
+        return Side(
+            envs,
+            lambda rows: (
+                rows.to(envs.state_device) if envs.state_device.type != "cpu" else rows.clone()
+            ),
+        )
     return _gymnasium(build_env(env, None).env, torch.device("cpu"))
 
 
 class PrtEnvs(EnvBatch):
-    """N environments behind one object with prt_rl's interface; implements ``EnvBatch``. Rows are on the host.
+    """N environments behind one object with prt_rl's interface; implements ``EnvBatch``.
 
-    ``resets_all``: the next reset of all environments is one call of ``reset``, not one ``reset_index`` for each.
+    Rows are on the host.
+
+    ``resets_all``: the next reset of all environments is one call of ``reset``, not one
+    ``reset_index`` for each.
     """
 
     bypasses = True
 
     def __init__(self, env: Any) -> None:
         self.env, self.name, self.num_envs = env, type(env).__name__, int(env.get_num_envs())
-        self.resets_all, self.state_device, self.action_device = True, torch.device("cpu"), torch.device("cpu")
-        self.observation_specs, self.action_specs = {}, {}  # set at the first reset and the first action
+        self.resets_all, self.state_device, self.action_device = (
+            True,
+            torch.device("cpu"),
+            torch.device("cpu"),
+        )
+        # set at the first reset and the first action
+        self.observation_specs = {}
+        self.action_specs = {}
         self._first: torch.Tensor | None = None
         self._reward_kind: tuple[tuple[int, ...], torch.dtype] | None = None
         self._plain_rewards = False
         self._vector = _sync_vector_in(env)
 
     def look(self) -> None:
-        """Reset the environments to find shape and dtype of states; the first ``reset`` uses these states."""
+        """Reset the environments to find shape and dtype of states; the first ``reset`` uses these
+        states.
+        """
         if self.observation_specs:
             return
         self._first = state = self._reset_all().clone()
@@ -78,9 +98,13 @@ class PrtEnvs(EnvBatch):
         self.state_device = state.device
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
-        raise NotImplementedError(f"{self.name}: actions are the policy's, and random ones are not supported")
+        raise NotImplementedError(
+            f"{self.name}: actions are the policy's, and random ones are not supported"
+        )
 
-    def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def reset(
+        self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None
+    ) -> None:
         rows: Array = arrays[OBSERVATION][row]
         one_by_one = hasattr(self.env, "reset_index")
         if len(which) == self.num_envs and (self.resets_all or not one_by_one):
@@ -89,42 +113,60 @@ class PrtEnvs(EnvBatch):
             return
         if not one_by_one:
             raise UnsupportedEnv(
-                f"{self.name} has no reset_index(index), by which one of {self.num_envs} environments is reset "
-                f"where its episode is over"
+                f"{self.name} has no reset_index(index), by which one of {self.num_envs}"
+                " environments is reset where its episode is over"
             )
         for i in which:
             state = self._pair("reset_index", i)
             if isinstance(state, torch.Tensor) and state.ndim < rows.ndim:
                 state = state.unsqueeze(0)
             rows[i] = self._checked(state, 1, "reset_index")[0].cpu().numpy()
-            if self._vector is not None:  # else it would reset the environment again instead of its next step
+            # else it would reset the environment again instead of its next step
+            if self._vector is not None:
                 self._vector._autoreset_envs[i] = False
 
     def start(self, lane: Lane) -> Step:
         if self not in lane.cache:
             (action_key,) = self.action_specs
-            columns = lane.tensors[action_key], lane.tensors[OBSERVATION][1:], lane.tensors[REWARD].unsqueeze(-1)
+            columns = (
+                lane.tensors[action_key],
+                lane.tensors[OBSERVATION][1:],
+                lane.tensors[REWARD].unsqueeze(-1),
+            )
             lane.cache[self] = [column.unbind(0) for column in columns]
         actions, states, rewards = lane.cache[self]
-        terminated, B, device = lane.arrays[TERMINATED], self.num_envs, self.action_device
+        terminated = lane.arrays[TERMINATED]
+        B = self.num_envs
+        device = self.action_device
         plain = (B, 1)
 
         def step(t: int) -> Sequence[int] | None:
             got = call(
-                self.env, "step", self.name, actions[t].clone() if device.type == "cpu" else actions[t].to(device)
+                self.env,
+                "step",
+                self.name,
+                actions[t].clone() if device.type == "cpu" else actions[t].to(device),
             )
             self.executed_in_row = B
             if not isinstance(got, tuple) or len(got) != 4:
-                raise BadEnvOutput(f"{self.name}.step returned {_kind(got)}, expected (state, reward, done, info)")
+                raise BadEnvOutput(
+                    f"{self.name}.step returned {_kind(got)}, expected (state, reward, done, info)"
+                )
             state, reward, done, _ = got
             states[t].copy_(self._checked(state, B, "step"))
-            if self._plain_rewards and getattr(reward, "shape", None) == plain and reward.dtype is torch.float32:
+            if (
+                self._plain_rewards
+                and getattr(reward, "shape", None) == plain
+                and reward.dtype is torch.float32
+            ):
                 rewards[t].copy_(reward)
             else:
                 self._store_reward(lane, t, reward)
             flags = torch.as_tensor(done, device="cpu").reshape(-1).tolist()
             if len(flags) != B:
-                raise BadEnvOutput(f"{self.name}.step returned {len(flags)} done flags for {B} environments")
+                raise BadEnvOutput(
+                    f"{self.name}.step returned {len(flags)} done flags for {B} environments"
+                )
             finished = [i for i, over in enumerate(flags) if over]
             if finished:
                 terminated[t, finished] = True
@@ -140,21 +182,26 @@ class PrtEnvs(EnvBatch):
         return [self.env]
 
     def _store_reward(self, lane: Lane, t: int, reward: Any) -> None:
-        """Store rewards, which must be like the first; if not ``[N, 1]`` float32, in addition to the column of sums."""
+        """Store rewards, which must be like the first; if not ``[N, 1]`` float32, in addition to
+        the column of sums.
+        """
         B, reward = self.num_envs, torch.as_tensor(reward, device="cpu")
         reward = reward.reshape(-1, 1) if reward.ndim < 2 else reward
         kind = tuple(reward.shape), reward.dtype
         if self._reward_kind is None and len(reward) == B:
-            self._reward_kind, self._plain_rewards = kind, kind == ((B, 1), torch.float32)
+            self._reward_kind = kind
+            self._plain_rewards = kind == ((B, 1), torch.float32)
         if kind != self._reward_kind:
             raise BadEnvOutput(
-                f"{self.name}.step returned rewards of shape {kind[0]} and dtype {kind[1]}, expected "
-                f"{self._reward_kind or f'one for each of {B} environments, [{B}, 1]'}"
+                f"{self.name}.step returned rewards of shape {kind[0]} and dtype {kind[1]},"
+                f" expected {self._reward_kind or f'one for each of {B} environments, [{B}, 1]'}"
             )
         lane.tensors[REWARD][t] = reward.reshape(B, -1).sum(1)
         if not self._plain_rewards:
             if REWARD not in lane.cache:
-                lane.cache[REWARD] = torch.zeros((lane.T, *reward.shape), dtype=reward.dtype, device="cpu")
+                lane.cache[REWARD] = torch.zeros(
+                    (lane.T, *reward.shape), dtype=reward.dtype, device="cpu"
+                )
             lane.cache[REWARD][t] = reward
 
     def _reset_all(self) -> torch.Tensor:
@@ -164,49 +211,69 @@ class PrtEnvs(EnvBatch):
         """Return the state from a method that returns ``(state, info)``."""
         got = call(self.env, method, self.name, *args)
         if not isinstance(got, tuple) or len(got) != 2:
-            raise BadEnvOutput(f"{self.name}.{method} returned {_kind(got)}, expected (state, info)")
+            raise BadEnvOutput(
+                f"{self.name}.{method} returned {_kind(got)}, expected (state, info)"
+            )
         return got[0]
 
     def _checked(self, state: Any, n: int, method: str) -> torch.Tensor:
-        """Return ``state`` if it is a tensor ``[n, *shape]`` like the first one; else raise ``BadEnvOutput``."""
+        """Return ``state`` if it is a tensor ``[n, *shape]`` like the first one; else raise
+        ``BadEnvOutput``.
+        """
         spec = self.observation_specs.get(OBSERVATION)
         if not isinstance(state, torch.Tensor):
-            raise BadEnvOutput(f"{self.name}.{method} returned a state that is {_kind(state)}, expected a tensor")
+            raise BadEnvOutput(
+                f"{self.name}.{method} returned a state that is {_kind(state)}, expected a tensor"
+            )
         shape = tuple(state.shape[1:]) if spec is None else spec.shape
-        if state.shape != (n, *shape) or (spec and not torch.can_cast(state.dtype, torch_dtype(spec.dtype))):
+        if state.shape != (n, *shape) or (
+            spec and not torch.can_cast(state.dtype, torch_dtype(spec.dtype))
+        ):
             expected = f"({n}, ...)" if spec is None else f"{(n, *shape)}, dtype {spec.dtype}"
             raise BadEnvOutput(
-                f"{self.name}.{method} returned a state of shape {tuple(state.shape)}, dtype {state.dtype}, expected "
-                f"{expected}: one row for each of {self.num_envs} environments, always of the same kind"
+                f"{self.name}.{method} returned a state of shape {tuple(state.shape)}, dtype"
+                f" {state.dtype}, expected {expected}: one row for each of {self.num_envs}"
+                " environments, always of the same kind"
             )
         return state
 
 
 def _gymnasium(env: EnvBatch, device: torch.device) -> Side:
-    """Environments with states in the form of ``GymnasiumWrapper``: float32 instead of float64, scalars as ``[1]``."""
+    """Environments with states in the form of ``GymnasiumWrapper``: float32 instead of float64,
+    scalars as ``[1]``.
+    """
     if len(env.observation_specs) != 1 or len(env.action_specs) != 1 or env.device is not None:
         raise UnsupportedEnv(
-            f"{env.name} has observations {sorted(env.observation_specs)} and actions {sorted(env.action_specs)}, and "
-            f"a prt_rl policy gets one tensor and returns one, in the host's memory. Flatten them with a wrapper, or "
-            f"use muster.Collector"
+            f"{env.name} has observations {sorted(env.observation_specs)} and actions"
+            f" {sorted(env.action_specs)}, and a prt_rl policy gets one tensor and returns one, in"
+            " the host's memory. Flatten them with a wrapper, or use muster.Collector"
         )
     (spec,) = env.observation_specs.values()
     if not spec.is_tensor:
-        raise UnsupportedEnv(f"{env.name} observes what is no array, and a prt_rl policy gets a tensor")
+        raise UnsupportedEnv(
+            f"{env.name} observes what is no array, and a prt_rl policy gets a tensor"
+        )
 
     if spec.shape and spec.dtype != np.float64 and device.type == "cpu":
         return Side(env, torch.clone)
 
     def show(rows: torch.Tensor) -> torch.Tensor:
         rows = rows if spec.shape else rows.unsqueeze(-1)
-        return rows.to(device, torch.float32 if rows.dtype == torch.float64 else rows.dtype, copy=True)
+        return rows.to(
+            device, torch.float32 if rows.dtype == torch.float64 else rows.dtype, copy=True
+        )
 
     return Side(env, show)
 
 
 def _inside(env: Any) -> list[Any] | None:
-    """The environments in prt_rl's own wrapper, if the wrapper adds nothing to their behaviour; else None."""
-    if f"{type(env).__module__}.{type(env).__name__}" != GYMNASIUM_WRAPPER or env.render_mode == "rgb_array":
+    """The environments in prt_rl's own wrapper, if the wrapper adds nothing to their behaviour;
+    else None.
+    """
+    if (
+        f"{type(env).__module__}.{type(env).__name__}" != GYMNASIUM_WRAPPER
+        or env.render_mode == "rgb_array"
+    ):
         return None
     composite = not isinstance(env.get_parameters().action_continuous, bool)
     if composite or not vars(env).keys().isdisjoint({*METHODS, "reset_index"}):
@@ -217,21 +284,25 @@ def _inside(env: Any) -> list[Any] | None:
 
 
 def _sync_vector_in(env: Any) -> Any:
-    """The inner vector environment that resets environments at the step after their last one; or None."""
+    """The inner vector environment that resets environments at the step after their last one; or
+    None.
+    """
     for _ in range(DEPTH):
         mode = getattr(getattr(env, "autoreset_mode", None), "name", "")
         if mode and hasattr(env, "envs"):
             if mode == "SAME_STEP":
                 raise UnsupportedEnv(
-                    f"{type(env).__name__} resets an environment within the last step of its episode, and the last "
-                    f"state is lost on the way: make it with autoreset_mode=AutoresetMode.DISABLED"
+                    f"{type(env).__name__} resets an environment within the last step of its"
+                    " episode, and the last state is lost on the way: make it with"
+                    " autoreset_mode=AutoresetMode.DISABLED"
                 )
             if usable("gymnasium", (env, ("_autoreset_envs",))):
                 return env
             if mode == "NEXT_STEP":
                 raise UnsupportedEnv(
-                    f"{type(env).__name__} resets an environment with the step after its last one, and this version "
-                    f"of Gymnasium has no way to keep it from that: make it with autoreset_mode=AutoresetMode.DISABLED"
+                    f"{type(env).__name__} resets an environment with the step after its last one,"
+                    " and this version of Gymnasium has no way to keep it from that: make it with"
+                    " autoreset_mode=AutoresetMode.DISABLED"
                 )
             return None
         env = getattr(env, "env", None)
@@ -239,4 +310,8 @@ def _sync_vector_in(env: Any) -> Any:
 
 
 def _kind(value: Any) -> str:
-    return f"{type(value).__name__} of {len(value)}" if isinstance(value, tuple) else type(value).__name__
+    return (
+        f"{type(value).__name__} of {len(value)}"
+        if isinstance(value, tuple)
+        else type(value).__name__
+    )

@@ -1,12 +1,13 @@
-"""rlpyt's collectors, based on Muster: change the import of ``CollectorCls``, keep sampler, agent and algorithm.
+"""rlpyt's collectors, based on Muster: change the import of ``CollectorCls``, keep sampler, agent
+and algorithm.
 
 ::
 
     from muster.compat.rlpyt import CpuResetCollector  # was: from rlpyt.samplers.parallel.cpu.collectors import ...
 
-This package does not import rlpyt: it uses arrays, spaces, environments and agents by their methods. Names, arguments,
-the protocol with samplers and action servers, and recorded values are those of rlpyt at its last commit (f04f23d).
-docs/rlpyt.md lists the differences.
+This package does not import rlpyt: it uses arrays, spaces, environments and agents by their
+methods. Names, arguments, the protocol with samplers and action servers, and recorded values are
+those of rlpyt at its last commit (f04f23d). docs/rlpyt.md lists the differences.
 """
 
 from __future__ import annotations

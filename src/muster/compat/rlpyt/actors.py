@@ -1,4 +1,6 @@
-"""Adapters that choose actions: an agent in this process, or an action server in another one; both as policies."""
+"""Adapters that choose actions: an agent in this process, or an action server in another one; both
+as policies.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from muster.protocols import Act, Outputs
 from muster.rng import GroupRng
 
 AGENT_INFO: Key = ("agent_info",)
-COPY: dict[str, Callable[[Any], Any]] = {"tensors": methodcaller("clone"), "arrays": np.copy}  # a leaf
+# a leaf
+COPY: dict[str, Callable[[Any], Any]] = {"tensors": methodcaller("clone"), "arrays": np.copy}
 LOOK_EVERY_S = 1.0  # interval of checks that the action server's process is alive
 
 
@@ -40,13 +43,15 @@ class RlpytActor(ABC):
         memory: attribute of lanes with the columns in the form that the actor uses.
     """
 
-    path, draws_globally = "rlpyt agent", True
+    path = "rlpyt agent"
+    draws_globally = True
     stops = False
     name: str
     memory: ClassVar[Literal["tensors", "arrays"]]
 
     def __init__(self, collector: Any, envs: RlpytEnvs, agent_info: BufferPart | None) -> None:
-        self.envs, self.agent_info = envs, agent_info
+        self.envs = envs
+        self.agent_info = agent_info
 
     @staticmethod
     @abstractmethod
@@ -69,7 +74,9 @@ class RlpytActor(ABC):
         def act(t: int) -> None:
             action, agent_info = self.step(*(part[t] for part in inputs))
             for part, value in ((self.envs.action, action), (self.agent_info, agent_info)):
-                problem = None if part is None else part.write(lane.arrays, t, value, lead=(lane.B,))
+                problem = (
+                    None if part is None else part.write(lane.arrays, t, value, lead=(lane.B,))
+                )
                 if problem:
                     raise BadPolicyOutput(f"what {self.name} returned {problem}")
             self.envs.agent_info = agent_info
@@ -77,7 +84,9 @@ class RlpytActor(ABC):
         return act
 
     def inputs(self, columns: Mapping[Key, Any]) -> tuple[Any, Any, Any]:
-        """Observations, previous actions and rewards of the rows of a lane, ``[T + 1, B, ...]``, from its columns."""
+        """Observations, previous actions and rewards of the rows of a lane, ``[T + 1, B, ...]``,
+        from its columns.
+        """
         return (
             self.envs.observation.over(columns),
             self.envs.action.over(columns, (PREV_ACTION,)),
@@ -97,7 +106,9 @@ class RlpytActor(ABC):
         return
 
     def finish(self, lane: Lane, calls: int = 0, value: Any = None) -> None:
-        """Finish after the last row: make ``calls`` more calls of the actor, and write the next observation's value."""
+        """Finish after the last row: make ``calls`` more calls of the actor, and write the next
+        observation's value.
+        """
         columns = getattr(lane, self.memory)
         last = [mapped(COPY[self.memory], part[lane.done_steps]) for part in self.inputs(columns)]
         for _ in range(calls):
@@ -126,9 +137,9 @@ class LocalAgent(RlpytActor):
     def check(collector: Any) -> None:
         if collector.agent is None:
             raise BadOption(
-                f"{type(collector).__name__} got no agent, which acts in its own process. It belongs to SerialSampler "
-                f"and CpuSampler; under GpuSampler and AlternatingSampler the collectors that begin with Gpu do the "
-                f"same."
+                f"{type(collector).__name__} got no agent, which acts in its own process. It"
+                " belongs to SerialSampler and CpuSampler; under GpuSampler and AlternatingSampler"
+                " the collectors that begin with Gpu do the same."
             )
 
     def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> tuple[Any, Any]:
@@ -153,27 +164,37 @@ class LocalAgent(RlpytActor):
 class Server(RlpytActor):
     """An action server in another process; rows are exchanged through a shared buffer ``[B]``.
 
-    It uses rlpyt's ``step_buffer_np`` and ``sync``. The collector's ``max_wait_s`` limits the wait for one answer,
-    which needs the steps of all workers. If it ``stops``, it checks ``sync.stop_eval`` after every answer.
+    It uses rlpyt's ``step_buffer_np`` and ``sync``. The collector's ``max_wait_s`` limits the wait
+    for one answer, which needs the steps of all workers. If it ``stops``, it checks
+    ``sync.stop_eval`` after every answer.
     """
 
     raises = (MusterError,)  # the user's agent is in the other process
-    name, memory = "the action server", "arrays"
+    name = "the action server"
+    memory = "arrays"
 
     def __init__(self, collector: Any, envs: RlpytEnvs, agent_info: BufferPart | None) -> None:
         super().__init__(collector, envs, agent_info)
-        self.step_buffer, self.sync, self.max_wait_s = collector.step_buffer_np, collector.sync, collector.max_wait_s
+        self.step_buffer = collector.step_buffer_np
+        self.sync = collector.sync
+        self.max_wait_s = collector.max_wait_s
         self._parent = os.getppid()
 
     @staticmethod
     def check(collector: Any) -> None:
-        missing = [name for name in ("obs_ready", "act_ready") if getattr(collector.sync, name, None) is None]
-        missing = [f"sync.{name}" for name in missing] + ["step_buffer_np"] * (collector.step_buffer_np is None)
+        missing = [
+            name
+            for name in ("obs_ready", "act_ready")
+            if getattr(collector.sync, name, None) is None
+        ]
+        missing = [f"sync.{name}" for name in missing] + ["step_buffer_np"] * (
+            collector.step_buffer_np is None
+        )
         if missing:
             raise BadOption(
-                f"{type(collector).__name__} got no {', '.join(missing)}, through which it asks an action server. It "
-                f"belongs to GpuSampler and AlternatingSampler; under SerialSampler and CpuSampler the collectors that "
-                f"begin with Cpu do the same."
+                f"{type(collector).__name__} got no {', '.join(missing)}, through which it asks an"
+                " action server. It belongs to GpuSampler and AlternatingSampler; under"
+                " SerialSampler and CpuSampler the collectors that begin with Cpu do the same."
             )
 
     def step(self, observation: Any, prev_action: Any, prev_reward: Any) -> tuple[Any, Any]:
@@ -196,10 +217,12 @@ class Server(RlpytActor):
         while not self.sync.act_ready.acquire(True, min(LOOK_EVERY_S, self.max_wait_s)):
             if os.getppid() != self._parent:
                 raise WorkerDied(
-                    f"the process {self._parent} that started this worker is gone, and the actions with it"
+                    f"the process {self._parent} that started this worker is gone, and the actions"
+                    " with it"
                 )
             if time.monotonic() > deadline:
                 raise CollectorTimeout(
-                    f"no actions from the action server within {self.max_wait_s:g} s: it or another worker has died or "
-                    f"hangs, or steps take that long (then raise max_wait_s of the collector's class)"
+                    f"no actions from the action server within {self.max_wait_s:g} s: it or another"
+                    " worker has died or hangs, or steps take that long (then raise max_wait_s of"
+                    " the collector's class)"
                 )

@@ -21,7 +21,12 @@ from muster.rng import GroupRng
 from muster.utils.tracebacks import trimmed
 
 NEEDED = ("env", "observation"), ("env", "reward"), ("env", "done"), ("agent", "action")
-OPTIONAL = ("env", "prev_reward"), ("env", "env_info"), ("agent", "prev_action"), ("agent", "agent_info")
+OPTIONAL = (
+    ("env", "prev_reward"),
+    ("env", "env_info"),
+    ("agent", "prev_action"),
+    ("agent", "agent_info"),
+)
 ROWS = 32  # of memory, which an evaluation reuses
 
 log = logging.getLogger(__name__)
@@ -63,15 +68,25 @@ class RlpytRunner(GroupRunner):
         ranks = np.arange(envs.num_envs) if env_ranks is None else np.asarray(env_ranks, np.int64)
         seed = int(np.random.randint(2**31)) if decorrelation else 0
         total_envs = max(global_B, int(ranks.max()) + 1)
-        super().__init__(with_previous(envs), options, rng=GroupRng(seed, rank), env_ids=ranks, total_envs=total_envs)
+        super().__init__(
+            with_previous(envs),
+            options,
+            rng=GroupRng(seed, rank),
+            env_ids=ranks,
+            total_envs=total_envs,
+        )
         self.envs = envs
         carry = {key: row[0] for key, row in self.group.carry.items()}
         prev_action = envs.action.over(carry, (PREV_ACTION,))
         self.inputs = AgentInputs(envs.observation.over(carry), prev_action, carry[PREV_REWARD])
 
 
-def envs_of(samples: Any, T: int, envs: Sequence[Any], TrajInfoCls: Any) -> tuple[RlpytEnvs, BufferPart | None]:
-    """Return the environments with the columns of ``samples``, and the buffer of ``agent_info``; or ``BadOption``."""
+def envs_of(
+    samples: Any, T: int, envs: Sequence[Any], TrajInfoCls: Any
+) -> tuple[RlpytEnvs, BufferPart | None]:
+    """Return the environments with the columns of ``samples``, and the buffer of ``agent_info``; or
+    ``BadOption``.
+    """
     for side, name in (*NEEDED, *OPTIONAL):
         tree = getattr(getattr(samples, side, None), name, None)
         if tree is None and (side, name) in NEEDED:
@@ -79,10 +94,12 @@ def envs_of(samples: Any, T: int, envs: Sequence[Any], TrajInfoCls: Any) -> tupl
         for key, leaf in leaves(tree, (side, name)).items():
             if np.shape(leaf)[:2] != (T, len(envs)):
                 raise BadOption(
-                    f"samples_np.{dotted(key)} is {np.shape(leaf)}, expected ({T}, {len(envs)}, ...): batch_T={T} "
-                    f"rows for {len(envs)} environments. A worker gets its own part of the sampler's buffer."
+                    f"samples_np.{dotted(key)} is {np.shape(leaf)}, expected ({T}, {len(envs)},"
+                    f" ...): batch_T={T} rows for {len(envs)} environments. A worker gets its own"
+                    " part of the sampler's buffer."
                 )
-    env, agent = samples.env, samples.agent
+    env = samples.env
+    agent = samples.agent
     return RlpytEnvs(
         envs,
         TrajInfoCls,
@@ -90,16 +107,18 @@ def envs_of(samples: Any, T: int, envs: Sequence[Any], TrajInfoCls: Any) -> tupl
         action=BufferPart(agent.action, ACTION, 2),
         env_info=BufferPart(env.env_info, ENV_INFO, 2) if hasattr(env, "env_info") else None,
         reward_dtype=env.reward.dtype,
-    ), BufferPart(agent.agent_info, AGENT_INFO, 2) if hasattr(agent, "agent_info") else None
+    ), (BufferPart(agent.agent_info, AGENT_INFO, 2) if hasattr(agent, "agent_info") else None)
 
 
 def store(lane: Lane, samples: Any) -> None:
     """Copy a batch into rlpyt's buffers.
 
-    If ``prev_action`` and ``action`` (or the rewards) share memory, as in rlpyt's samplers, only the first row is
-    written, and the others are the actions of the row before, even if the agent got other inputs.
+    If ``prev_action`` and ``action`` (or the rewards) share memory, as in rlpyt's samplers, only
+    the first row is written, and the others are the actions of the row before, even if the agent
+    got other inputs.
     """
-    env, agent = samples.env, samples.agent
+    env = samples.env
+    agent = samples.agent
     _copy(lane, env.observation, OBSERVATION)
     _copy(lane, env.reward, REWARD)
     _copy(lane, env.done, next_of(DONE))
@@ -129,12 +148,13 @@ class BaseCollector(ABC):
     Args:
         rank: rank of the worker.
         envs: environments of this worker; the sampler closes them.
-        samples_np: buffer for batches, ``[batch_T, len(envs), ...]``; or two buffers, of which ``sync.db_idx`` is the
-            index of the next.
+        samples_np: buffer for batches, ``[batch_T, len(envs), ...]``; or two buffers, of which
+            ``sync.db_idx`` is the index of the next.
         batch_T: time steps per batch.
         TrajInfoCls: class of the record of an episode; see ``TrajInfo``.
         agent: the agent that acts, under ``SerialSampler`` and ``CpuSampler``.
-        sync, step_buffer_np: the connection to the action server, under ``GpuSampler`` and ``AlternatingSampler``.
+        sync, step_buffer_np: the connection to the action server, under ``GpuSampler`` and
+            ``AlternatingSampler``.
         global_B: number of environments of all workers.
         env_ranks: ranks of this worker's environments.
     """
@@ -155,15 +175,24 @@ class BaseCollector(ABC):
         global_B: int = 1,
         env_ranks: Sequence[int] | None = None,
     ) -> None:
-        self.rank, self.envs, self.samples_np, self.batch_T = rank, envs, samples_np, batch_T
-        self.TrajInfoCls, self.agent, self.sync, self.step_buffer_np = TrajInfoCls, agent, sync, step_buffer_np
-        self.global_B, self.env_ranks = global_B, env_ranks
+        self.rank = rank
+        self.envs = envs
+        self.samples_np = samples_np
+        self.batch_T = batch_T
+        self.TrajInfoCls = TrajInfoCls
+        self.agent = agent
+        self.sync = sync
+        self.step_buffer_np = step_buffer_np
+        self.global_B = global_B
+        self.env_ranks = env_ranks
         if self._acts is not None:
             self._acts.check(self)
 
     @abstractmethod
     def start_envs(self, max_decorrelation_steps: int = 0) -> tuple[Any, list[Any]]:
-        """Reset all environments; returns the first inputs of the agent, and a new record for each environment."""
+        """Reset all environments; returns the first inputs of the agent, and a new record for each
+        environment.
+        """
 
     def start_agent(self) -> None:
         """Initialize the agent, if there is one, with the ranks of its environments, and reset it."""
@@ -173,7 +202,9 @@ class BaseCollector(ABC):
             self.agent.sample_mode(itr=0)
 
     @abstractmethod
-    def collect_batch(self, agent_inputs: Any, traj_infos: list[Any], itr: int = 0) -> tuple[Any, list[Any], list[Any]]:
+    def collect_batch(
+        self, agent_inputs: Any, traj_infos: list[Any], itr: int = 0
+    ) -> tuple[Any, list[Any], list[Any]]:
         """Fill ``samples_np``.
 
         Args:
@@ -181,7 +212,8 @@ class BaseCollector(ABC):
             itr: iteration of the algorithm, for the agent's ``sample_mode``.
 
         Returns:
-            the next inputs of the agent, the records of running episodes, and those of episodes that ended.
+            the next inputs of the agent, the records of running episodes, and those of episodes
+            that ended.
         """
 
     def reset_if_needed(self, agent_inputs: Any) -> None:
@@ -192,7 +224,8 @@ class BaseCollector(ABC):
 class DecorrelatingStartCollector(BaseCollector):
     """A collector that can start with random steps, to decorrelate the states in a batch.
 
-    Its subclasses below define when environments are reset, and whether an agent or an action server acts.
+    Its subclasses below define when environments are reset, and whether an agent or an action
+    server acts.
 
     Attributes:
         max_wait_s: maximum seconds for an answer of the action server.
@@ -203,7 +236,8 @@ class DecorrelatingStartCollector(BaseCollector):
     _runner: RlpytRunner | None = None
 
     def start_envs(self, max_decorrelation_steps: int = 0) -> tuple[AgentInputs, list[Any]]:
-        """Reset every environment, and execute 1 to ``max_decorrelation_steps`` random steps in each; 0: none.
+        """Reset every environment, and execute 1 to ``max_decorrelation_steps`` random steps in
+        each; 0: none.
 
         The records include these steps. Episodes that end in these steps are not delivered.
 
@@ -235,8 +269,15 @@ class DecorrelatingStartCollector(BaseCollector):
         self, agent_inputs: Any, traj_infos: list[Any], itr: int = 0
     ) -> tuple[AgentInputs, list[Any], list[Any]]:
         if self._acts is None:
-            raise NotImplementedError(f"{type(self).__name__} does not say who acts; define collect_batch")
-        runner, envs, lane, samples = self._started(), self._started().envs, self._lane, self._next_samples()
+            raise NotImplementedError(
+                f"{type(self).__name__} does not say who acts; define collect_batch"
+            )
+        runner, envs, lane, samples = (
+            self._started(),
+            self._started().envs,
+            self._lane,
+            self._next_samples(),
+        )
         self.reset_if_needed(agent_inputs)
         if agent_inputs is not None and agent_inputs is not runner.inputs:
             overwrite(runner.inputs, agent_inputs)
@@ -246,12 +287,16 @@ class DecorrelatingStartCollector(BaseCollector):
         self._actor.begin(itr)
         runner.run(self._actor, lane)
         with runner.group.context():
-            self._actor.finish(lane, lane.T - lane.done_steps, getattr(samples.agent, "bootstrap_value", None))
+            self._actor.finish(
+                lane, lane.T - lane.done_steps, getattr(samples.agent, "bootstrap_value", None)
+            )
         store(lane, samples)
         return runner.inputs, traj_infos, completed
 
     def reset_if_needed(self, agent_inputs: Any) -> None:
-        """Do the deferred resets of environments, and reset the agent in those whose episode has ended."""
+        """Do the deferred resets of environments, and reset the agent in those whose episode has
+        ended.
+        """
         if self.mid_batch_reset or self._runner is None:
             return
         self._runner.group.begin()
@@ -274,23 +319,29 @@ class DecorrelatingStartCollector(BaseCollector):
 
 
 class CpuResetCollector(DecorrelatingStartCollector):
-    """The agent acts in this process; finished environments are reset at once: ``SerialSampler``, ``CpuSampler``.
+    """The agent acts in this process; finished environments are reset at once: ``SerialSampler``,
+    ``CpuSampler``.
 
-    An environment is finished if ``env_info.traj_done`` (default: ``done``) is true. The agent is reset by ``done``.
+    An environment is finished if ``env_info.traj_done`` (default: ``done``) is true. The agent is
+    reset by ``done``.
     """
 
     _acts = LocalAgent
 
 
 class CpuWaitResetCollector(DecorrelatingStartCollector):
-    """The agent acts in this process; an environment that is done waits for the next batch: rows are zero, and done."""
+    """The agent acts in this process; an environment that is done waits for the next batch: rows
+    are zero, and done.
+    """
 
     mid_batch_reset = False
     _acts = LocalAgent
 
 
 class GpuResetCollector(DecorrelatingStartCollector):
-    """An action server acts (``GpuSampler``, ``AlternatingSampler``); finished environments are reset at once."""
+    """An action server acts (``GpuSampler``, ``AlternatingSampler``); finished environments are
+    reset at once.
+    """
 
     _acts = Server
 
@@ -309,16 +360,18 @@ class BaseEvalCollector(ABC):
         rank: rank of the worker.
         envs: environments of this worker; the sampler closes them.
         TrajInfoCls: class of the record of an episode; see ``TrajInfo``.
-        traj_infos_queue: receives the record of every episode when it ends, and None after the last.
+        traj_infos_queue: receives the record of every episode when it ends, and None after the
+            last.
         max_T: time steps per evaluation.
         agent: the agent that acts, under ``CpuSampler``.
-        sync: its ``stop_eval`` ends an evaluation early; under ``GpuSampler`` also signals to the action server.
+        sync: its ``stop_eval`` ends an evaluation early; under ``GpuSampler`` also signals to the
+            action server.
         step_buffer_np: buffer for the action server.
 
     Attributes:
         max_wait_s: maximum seconds for an answer of the action server.
-        unfinished_infos: records of episodes that were running when the last evaluation ended. They are not
-            delivered, so the delivered records favour short episodes.
+        unfinished_infos: records of episodes that were running when the last evaluation ended. They
+            are not delivered, so the delivered records favour short episodes.
     """
 
     max_wait_s: ClassVar[float] = 300.0
@@ -335,9 +388,14 @@ class BaseEvalCollector(ABC):
         sync: Any = None,
         step_buffer_np: Any = None,
     ) -> None:
-        self.rank, self.envs, self.TrajInfoCls, self.max_T = rank, envs, TrajInfoCls, max_T
+        self.rank = rank
+        self.envs = envs
+        self.TrajInfoCls = TrajInfoCls
+        self.max_T = max_T
         self.traj_infos_queue = traj_infos_queue
-        self.agent, self.sync, self.step_buffer_np = agent, sync, step_buffer_np
+        self.agent = agent
+        self.sync = sync
+        self.step_buffer_np = step_buffer_np
         self.unfinished_infos: list[Any] = []
         self._parts: tuple[RlpytRunner, RlpytActor, Lane] | None = None
         if self._acts is not None:
@@ -347,10 +405,15 @@ class BaseEvalCollector(ABC):
     def collect_evaluation(self, itr: int = 0) -> Any:
         """Run the environments for at most ``max_T`` time steps each."""
 
-    def _evaluate(self, itr: int, deliver: Callable[[Any], None], enough: Callable[[], Any]) -> None:
-        """Run one evaluation; calls ``deliver`` with each record, and ``enough`` after every time step, to stop."""
+    def _evaluate(
+        self, itr: int, deliver: Callable[[Any], None], enough: Callable[[], Any]
+    ) -> None:
+        """Run one evaluation; calls ``deliver`` with each record, and ``enough`` after every time
+        step, to stop.
+        """
         runner, actor, lane = self._start()
-        envs, left = runner.envs, self.max_T
+        envs = runner.envs
+        left = self.max_T
 
         def watch(lane: Lane, t: int) -> None:
             nonlocal left
@@ -368,18 +431,35 @@ class BaseEvalCollector(ABC):
         except EvaluationStopped:
             pass
         actor.finish(lane)
-        self.unfinished_infos = [info for info, begun in zip(envs.traj_infos, envs.begun, strict=True) if begun]
+        self.unfinished_infos = [
+            info for info, begun in zip(envs.traj_infos, envs.begun, strict=True) if begun
+        ]
         lost = len(self.unfinished_infos)
-        log.info("evaluation %s, worker %s: %s episodes were not finished, and do not count", itr, self.rank, lost)
+        log.info(
+            "evaluation %s, worker %s: %s episodes were not finished, and do not count",
+            itr,
+            self.rank,
+            lost,
+        )
 
     def _start(self) -> tuple[RlpytRunner, RlpytActor, Lane]:
-        """Make environments and actor. Without a step buffer, resets one environment to find its observations."""
+        """Make environments and actor.
+
+        Without a step buffer, resets one environment to find its observations.
+        """
         if self._parts is None:
-            served, buffer, first = self._acts is Server, self.step_buffer_np, self.envs[0]
+            served = self._acts is Server
+            buffer = self.step_buffer_np
+            first = self.envs[0]
             resets = {} if served else {0: mapped(np.copy, first.reset())}
-            shown = (buffer.observation, buffer.action) if served else (resets[0], first.action_space.null_value())
+            shown = (
+                (buffer.observation, buffer.action)
+                if served
+                else (resets[0], first.action_space.null_value())
+            )
             observation, action = (
-                BufferPart(part, key, int(served)) for part, key in zip(shown, (OBSERVATION, ACTION), strict=True)
+                BufferPart(part, key, int(served))
+                for part, key in zip(shown, (OBSERVATION, ACTION), strict=True)
             )
             envs = RlpytEnvs(self.envs, self.TrajInfoCls, observation=observation, action=action)
             envs.resets_made = resets
@@ -392,14 +472,22 @@ class BaseEvalCollector(ABC):
 
     def _evaluate_into_queue(self, itr: int) -> None:
         if getattr(self.sync, "stop_eval", None) is None:
-            raise BadOption(f"{type(self).__name__} got no sync.stop_eval, by which its sampler ends an evaluation")
+            raise BadOption(
+                f"{type(self).__name__} got no sync.stop_eval, by which its sampler ends an"
+                " evaluation"
+            )
         served = self._acts is Server  # it checks before the step, as the server expects
-        self._evaluate(itr, self.traj_infos_queue.put, lambda: not served and self.sync.stop_eval.value)
+        self._evaluate(
+            itr, self.traj_infos_queue.put, lambda: not served and self.sync.stop_eval.value
+        )
         self.traj_infos_queue.put(None)
 
 
 class CpuEvalCollector(BaseEvalCollector):
-    """The agent acts in this process: ``CpuSampler``. ``sync.stop_eval`` is checked after every time step."""
+    """The agent acts in this process: ``CpuSampler``.
+
+    ``sync.stop_eval`` is checked after every time step.
+    """
 
     _acts = LocalAgent
 
@@ -408,7 +496,10 @@ class CpuEvalCollector(BaseEvalCollector):
 
 
 class GpuEvalCollector(BaseEvalCollector):
-    """An action server acts: ``GpuSampler``, ``AlternatingSampler``. It also stops the evaluation, with an answer."""
+    """An action server acts: ``GpuSampler``, ``AlternatingSampler``.
+
+    It also stops the evaluation, with an answer.
+    """
 
     _acts = Server
 
@@ -420,13 +511,19 @@ class SerialEvalCollector(BaseEvalCollector):
     """The agent acts in this process: ``SerialSampler``.
 
     Args:
-        max_trajectories: stop after the time step at which this number of episodes has ended; it may end more.
+        max_trajectories: stop after the time step at which this number of episodes has ended; it
+            may end more.
     """
 
     _acts = LocalAgent
 
     def __init__(
-        self, envs: Sequence[Any], agent: Any, TrajInfoCls: Any, max_T: int, max_trajectories: int | None = None
+        self,
+        envs: Sequence[Any],
+        agent: Any,
+        TrajInfoCls: Any,
+        max_T: int,
+        max_trajectories: int | None = None,
     ) -> None:
         super().__init__(0, envs, TrajInfoCls, None, max_T, agent)
         self.max_trajectories = max_trajectories

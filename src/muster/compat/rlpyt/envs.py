@@ -21,7 +21,9 @@ TERMINATED = next_of(("terminated",))
 
 
 class TrajInfo(dict[str, Any]):
-    """Statistics of one episode, as entries and attributes. All are logged, except names that begin with ``_``.
+    """Statistics of one episode, as entries and attributes.
+
+    All are logged, except names that begin with ``_``.
 
     A subclass can add more::
 
@@ -38,7 +40,8 @@ class TrajInfo(dict[str, Any]):
         Length: number of steps.
         Return: sum of rewards.
         NonzeroRewards: number of rewards that are not zero.
-        DiscountedReturn: by ``_discount``, which samplers set on the class (``traj_info_kwargs=dict(discount=0.99)``).
+        DiscountedReturn: by ``_discount``, which samplers set on the class
+            (``traj_info_kwargs=dict(discount=0.99)``).
     """
 
     _discount = 1.0
@@ -51,8 +54,12 @@ class TrajInfo(dict[str, Any]):
         self.DiscountedReturn = 0
         self._cur_discount = 1.0
 
-    def step(self, observation: Any, action: Any, reward: Any, done: Any, agent_info: Any, env_info: Any) -> None:
-        """Add a step: called after every step, with the agent's observation and action, and their results."""
+    def step(
+        self, observation: Any, action: Any, reward: Any, done: Any, agent_info: Any, env_info: Any
+    ) -> None:
+        """Add a step: called after every step, with the agent's observation and action, and their
+        results.
+        """
         self["Length"] += 1  # as entries, which is faster
         self["Return"] += reward
         self["NonzeroRewards"] += int(reward != 0)
@@ -67,7 +74,9 @@ class TrajInfo(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"{type(self).__name__} has no {name!r}; it has {sorted(self)}") from None
+            raise AttributeError(
+                f"{type(self).__name__} has no {name!r}; it has {sorted(self)}"
+            ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
@@ -77,13 +86,17 @@ class TrajInfo(dict[str, Any]):
 
 
 class RlpytEnvs(EnvBatch):
-    """B rlpyt environments stepped one after another; implements ``EnvBatch``. The sampler closes them.
+    """B rlpyt environments stepped one after another; implements ``EnvBatch``.
+
+    The sampler closes them.
 
     Attributes:
-        traj_infos: records of the running episodes, ``[B]``; ``deliver`` is called with those of ended ones.
+        traj_infos: records of the running episodes, ``[B]``; ``deliver`` is called with those of
+            ended ones.
         resets_made: observations of resets that were already done, by environment.
         agent_info: info of the agent about the next actions, ``[B]``; None: no agent acted.
-        done: whether the last step ended the agent's episode, ``[B]``; ``after_done`` is then called.
+        done: whether the last step ended the agent's episode, ``[B]``; ``after_done`` is then
+            called.
         begun: whether the environment's episode has steps and continues, ``[B]``.
     """
 
@@ -100,10 +113,14 @@ class RlpytEnvs(EnvBatch):
         reward_dtype: Any = np.float32,
     ) -> None:
         self.envs, self.num_envs, self.name = list(envs), len(envs), type(envs[0]).__name__
-        self.observation, self.action, self.env_info = observation, action, env_info
+        self.observation = observation
+        self.action = action
+        self.env_info = env_info
         self.reward_dtype, self.TrajInfoCls = np.dtype(reward_dtype), TrajInfoCls
         self.action_specs = action.specs
-        self.step_specs = {key[1:]: spec for key, spec in env_info.specs.items()} if env_info is not None else {}
+        self.step_specs = (
+            {key[1:]: spec for key, spec in env_info.specs.items()} if env_info is not None else {}
+        )
         self.observation_specs = observation.specs
         self.traj_infos = [TrajInfoCls() for _ in self.envs]
         self.deliver: Callable[[Any], None] = lambda info: None
@@ -114,29 +131,47 @@ class RlpytEnvs(EnvBatch):
         self._bypassed: frozenset[int] = frozenset()
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
-        """Draw actions from the environments' own action spaces, and so from the process's generators."""
-        drawn = {key: np.zeros((*shape, *spec.shape), spec.dtype) for key, spec in self.action_specs.items()}
+        """Draw actions from the environments' own action spaces, and so from the process's
+        generators.
+        """
+        drawn = {
+            key: np.zeros((*shape, *spec.shape), spec.dtype)
+            for key, spec in self.action_specs.items()
+        }
         for index in np.ndindex(shape):
             b = index[-1]
-            self._must(self.action.write(drawn, index, self.envs[b].action_space.sample()), b, "action_space.sample")
+            self._must(
+                self.action.write(drawn, index, self.envs[b].action_space.sample()),
+                b,
+                "action_space.sample",
+            )
         return drawn
 
-    def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def reset(
+        self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None
+    ) -> None:
         for b in which:
-            observation = self.resets_made.pop(b) if b in self.resets_made else self._call(b, "reset")
+            observation = (
+                self.resets_made.pop(b) if b in self.resets_made else self._call(b, "reset")
+            )
             self._must(self.observation.write(arrays, (row, b), observation), b, "reset")
 
     def start(self, lane: Lane) -> Step:
         arrays = lane.arrays
         for key in self.step_specs:
-            arrays[next_of(key)][lane.done_steps :] = 0  # for fields that an environment does not return
-        shown = {key: _read_only(arrays[key]) for key in self.observation_specs}  # to records of episodes
+            # for fields that an environment does not return
+            arrays[next_of(key)][lane.done_steps :] = 0
+        # to records of episodes
+        shown = {key: _read_only(arrays[key]) for key in self.observation_specs}
         observations, actions = self.observation.over(shown), self.action.over(arrays)
-        rewards, terminated = arrays[REWARD], arrays[TERMINATED]
+        rewards = arrays[REWARD]
+        terminated = arrays[TERMINATED]
 
         def step(t: int) -> Sequence[int] | None:
-            before, action = observations[t], mapped(np.copy, actions[t])  # an environment may keep or change it
-            finished, self.lives_lost = [], []
+            # an environment may keep or change it
+            before, action = observations[t], mapped(np.copy, actions[t])
+            finished = []
+            self.lives_lost = []
             for b in range(self.num_envs):
                 if b in self._bypassed:
                     rewards[t, b] = 0
@@ -147,9 +182,13 @@ class RlpytEnvs(EnvBatch):
                 rewards[t, b] = reward
                 self._must(self.observation.write(arrays, (t + 1, b), observation), b, "step")
                 if self.env_info is not None:
-                    self._must(self.env_info.write(arrays, (t, b), env_info, partial=True), b, "step")
+                    self._must(
+                        self.env_info.write(arrays, (t, b), env_info, partial=True), b, "step"
+                    )
                 agent_info = None if self.agent_info is None else self.agent_info[b]
-                self._note(b, over, observation, (before[b], action[b], reward, done, agent_info, env_info))
+                self._note(
+                    b, over, observation, (before[b], action[b], reward, done, agent_info, env_info)
+                )
                 self.done[b], self.begun[b], terminated[t, b] = done, not over, done
                 if done:
                     finished.append(b)
@@ -177,7 +216,9 @@ class RlpytEnvs(EnvBatch):
         self.executed_in_row = env + 1
         if not isinstance(got, tuple) or len(got) != 4:
             expected = "expected (observation, reward, done, env_info)"
-            raise BadEnvOutput(f"{self._who(env, 'step')} returned {type(got).__name__}, {expected}")
+            raise BadEnvOutput(
+                f"{self._who(env, 'step')} returned {type(got).__name__}, {expected}"
+            )
         observation, reward, done, env_info = got
         over = getattr(env_info, "traj_done", done)
         if type(reward) is not float and (problem := reward_problem(reward)):
@@ -192,14 +233,19 @@ class RlpytEnvs(EnvBatch):
         try:
             self.traj_infos[env].step(*step)
             if over:
-                ended, self.traj_infos[env] = self.traj_infos[env].terminate(last), self.TrajInfoCls()
+                ended, self.traj_infos[env] = (
+                    self.traj_infos[env].terminate(last),
+                    self.TrajInfoCls(),
+                )
                 self.deliver(ended)
         except Exception as error:
             who = f"{self.TrajInfoCls.__name__} of {type(self.envs[env]).__name__}[{env}]"
             raise MusterError(f"{who}: recording a step raised {described(error)}") from error
 
     def _call(self, env: int, method: str, *args: Any) -> Any:
-        return call(self.envs[env], method, f"{type(self.envs[env]).__name__}[{env}]", *args, index=env)
+        return call(
+            self.envs[env], method, f"{type(self.envs[env]).__name__}[{env}]", *args, index=env
+        )
 
     def _must(self, problem: str | None, env: int, method: str) -> None:
         if problem is not None:

@@ -1,4 +1,6 @@
-"""rlpyt's nested buffers, used by their ``_fields`` and indexing only, and their conversion to Muster's columns."""
+"""rlpyt's nested buffers, used by their ``_fields`` and indexing only, and their conversion to
+Muster's columns.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from muster.memory.specs import Array, ArraySpec, Specs
 
 
 def leaves(tree: Any, root: Key = ()) -> dict[Key, Any]:
-    """The arrays of a namedarraytuple, namedtuple or dict; ``tree`` itself if it is an array; none of None and ()."""
+    """The arrays of a namedarraytuple, namedtuple or dict; ``tree`` itself if it is an array; none
+    of None and ().
+    """
     if tree is None or (isinstance(tree, tuple) and not tree):
         return {}
     fields = getattr(tree, "_fields", None)
@@ -22,7 +26,11 @@ def leaves(tree: Any, root: Key = ()) -> dict[Key, Any]:
         parts = dict(tree)
     else:
         return {root: tree}
-    return {key: leaf for name, part in parts.items() for key, leaf in leaves(part, (*root, str(name))).items()}
+    return {
+        key: leaf
+        for name, part in parts.items()
+        for key, leaf in leaves(part, (*root, str(name))).items()
+    }
 
 
 def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -32,40 +40,62 @@ def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 class BufferPart:
-    """One of rlpyt's buffers (or an example of its content) as columns whose keys begin with ``root``.
+    """One of rlpyt's buffers (or an example of its content) as columns whose keys begin with
+    ``root``.
 
-    ``lead`` is the number of time and environment dimensions of its leaves; ``specs`` are those of one environment.
+    ``lead`` is the number of time and environment dimensions of its leaves; ``specs`` are those of
+    one environment.
     """
 
     def __init__(self, tree: Any, root: Key, lead: int) -> None:
-        self.tree, self.root = tree, root
+        self.tree = tree
+        self.root = root
         arrays = {key: as_array(leaf) for key, leaf in leaves(tree, root).items()}
-        self.specs: Specs = {key: ArraySpec(array.shape[lead:], array.dtype) for key, array in arrays.items()}
+        self.specs: Specs = {
+            key: ArraySpec(array.shape[lead:], array.dtype) for key, array in arrays.items()
+        }
         flat = all(len(key) == len(root) + 1 for key in arrays)
         self._fields = tuple(key[-1] for key in arrays) if flat else None
         self._numbers: set[tuple[Key, type]] = set()  # types of numbers known to fit, by column
 
     def over(self, columns: Mapping[Key, Any], root: Key | None = None) -> Any:
-        """Return the columns (below ``root``) as a tree like the buffer, whose ``[t]`` and ``[t, b]`` are rows."""
+        """Return the columns (below ``root``) as a tree like the buffer, whose ``[t]`` and ``[t,
+        b]`` are rows.
+        """
         base = root or self.root
         return _rebuilt(self.tree, (columns[base + key[len(self.root) :]] for key in self.specs))
 
     def write(
-        self, columns: Mapping[Key, Array], at: Any, value: Any, *, lead: tuple[int, ...] = (), partial: bool = False
+        self,
+        columns: Mapping[Key, Array],
+        at: Any,
+        value: Any,
+        *,
+        lead: tuple[int, ...] = (),
+        partial: bool = False,
     ) -> str | None:
-        """Copy ``value`` (leaves ``[*lead, *shape]``) to rows or entries ``at``; ``partial``: leaves may be missing.
+        """Copy ``value`` (leaves ``[*lead, *shape]``) to rows or entries ``at``; ``partial``:
+        leaves may be missing.
 
         Returns the problem as the end of a sentence about the value; None if it was copied.
         """
         spec = self.specs.get(self.root)
-        if spec and type(value) is np.ndarray and value.dtype == spec.dtype and value.shape == lead + spec.shape:
+        if (
+            spec
+            and type(value) is np.ndarray
+            and value.dtype == spec.dtype
+            and value.shape == lead + spec.shape
+        ):
             columns[self.root][at] = value
             return None
         found = self._leaves(value)
         if found.keys() != self.specs.keys():
             unknown, missing = found.keys() - self.specs.keys(), self.specs.keys() - found.keys()
             if unknown:
-                return f"has {_names(unknown)}, for which there is no buffer (there are {_names(self.specs.keys())})"
+                return (
+                    f"has {_names(unknown)}, for which there is no buffer (there are"
+                    f" {_names(self.specs.keys())})"
+                )
             if not partial:
                 return f"lacks {_names(missing)}"
         for key, leaf in found.items():
@@ -74,7 +104,10 @@ class BufferPart:
                 continue
             array, spec = as_array(leaf), self.specs[key]
             if array.shape != lead + spec.shape:
-                return f"has {dotted(key)} of shape {array.shape}, and its buffer is for {lead + spec.shape}"
+                return (
+                    f"has {dotted(key)} of shape {array.shape}, and its buffer is for"
+                    f" {lead + spec.shape}"
+                )
             if array.dtype != spec.dtype and not np.can_cast(array.dtype, spec.dtype, "same_kind"):
                 return f"has {dotted(key)} of dtype {array.dtype}, and its buffer is {spec.dtype}"
             columns[key][at] = array
@@ -96,7 +129,9 @@ def overwrite(target: Any, source: Any, which: Any = ...) -> None:
 
 
 def as_array(leaf: Any) -> Array:
-    """Convert a tensor (on any device, with or without gradients), array or number to an array; avoids copies."""
+    """Convert a tensor (on any device, with or without gradients), array or number to an array;
+    avoids copies.
+    """
     return leaf.detach().cpu().numpy() if hasattr(leaf, "detach") else np.asarray(leaf)
 
 

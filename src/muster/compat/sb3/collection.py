@@ -27,18 +27,27 @@ EnvFn = Callable[[], gymnasium.Env[Any, Any]]
 
 
 class SB3Collection:
-    """Muster's part of a model of Stable-Baselines3, until ``close``. A context manager. See ``collect_with_muster``.
+    """Muster's part of a model of Stable-Baselines3, until ``close``.
+
+    A context manager. See ``collect_with_muster``.
 
     Attributes:
         collector: makes the rollouts, with ``inference="worker"``; else None.
         env: the vector environment in Muster's workers, with ``inference="server"``; else None.
     """
 
-    def __init__(self, undo: ExitStack, collector: Collector | MultiSyncCollector | None, env: VecEnv | None) -> None:
-        self.collector, self.env, self._undo = collector, env, undo
+    def __init__(
+        self, undo: ExitStack, collector: Collector | MultiSyncCollector | None, env: VecEnv | None
+    ) -> None:
+        self.collector = collector
+        self.env = env
+        self._undo = undo
 
     def close(self) -> None:
-        """End the workers. The model collects with its former environments again, from new episodes on."""
+        """End the workers.
+
+        The model collects with its former environments again, from new episodes on.
+        """
         self._undo.close()
 
     def __enter__(self) -> SB3Collection:
@@ -58,7 +67,8 @@ def collect_with_muster(
     timeouts: Mapping[str, float | None] | None = None,
     start_method: Literal["forkserver", "spawn"] | None = None,
 ) -> SB3Collection:
-    """Let an algorithm of Stable-Baselines3 collect with Muster's workers, in environments of their own.
+    """Let an algorithm of Stable-Baselines3 collect with Muster's workers, in environments of their
+    own.
 
     ::
 
@@ -66,30 +76,34 @@ def collect_with_muster(
         collect_with_muster(model, "CartPole-v1", num_workers=2)
         model.learn(100_000)
 
-    The model's own environments are only reset by ``learn``. Buffers, callbacks, logs, ``save`` and ``load`` work as
-    before; docs/sb3.md has the differences.
+    The model's own environments are only reset by ``learn``. Buffers, callbacks, logs, ``save`` and
+    ``load`` work as before; docs/sb3.md has the differences.
 
     Args:
         model: PPO, A2C, DQN, SAC, TD3, DDPG, or another algorithm with ``collect_rollouts``.
-        env_fns: functions that make the environments, one for each of the model's; or one function for all; or an env
-            id, which is made as by ``make_vec_env``, with a ``Monitor``.
-        inference: "worker": workers act with copies of the policy and make whole rollouts, and callbacks are called
-            afterwards, for every step. Only for ``OnPolicyAlgorithm``. "server": SB3 collects, the policy acts in this
-            process, and workers only step, as in ``muster.compat.sb3.VecEnv``; equal to ``DummyVecEnv`` for the same
-            seeds. None: "worker" for PPO, A2C and others that derive from ``OnPolicyAlgorithm``, else "server".
-        num_workers: number of worker processes; None: one for each CPU that this process may use. At most one for each
-            environment. 0: whole rollouts in this process, only with "worker".
-        on_failure: "raise": raise the error of an environment or worker. "restart": restart the worker. With "worker",
-            the rollout is completed by its successor; with "server", the step is a truncation with reward 0.
-        timeouts: seconds without progress after which a worker counts as hanging, by phase; see ``VecEnv``.
+        env_fns: functions that make the environments, one for each of the model's; or one function
+            for all; or an env id, which is made as by ``make_vec_env``, with a ``Monitor``.
+        inference: "worker": workers act with copies of the policy and make whole rollouts, and
+            callbacks are called afterwards, for every step. Only for ``OnPolicyAlgorithm``.
+            "server": SB3 collects, the policy acts in this process, and workers only step, as in
+            ``muster.compat.sb3.VecEnv``; equal to ``DummyVecEnv`` for the same seeds. None:
+            "worker" for PPO, A2C and others that derive from ``OnPolicyAlgorithm``, else "server".
+        num_workers: number of worker processes; None: one for each CPU that this process may use.
+            At most one for each environment. 0: whole rollouts in this process, only with "worker".
+        on_failure: "raise": raise the error of an environment or worker. "restart": restart the
+            worker. With "worker", the rollout is completed by its successor; with "server", the
+            step is a truncation with reward 0.
+        timeouts: seconds without progress after which a worker counts as hanging, by phase; see
+            ``VecEnv``.
         start_method: "forkserver" or "spawn"; None: as the system allows.
 
     Returns:
         an object whose ``close`` undoes the call.
 
     Raises:
-        BadOption: an argument is wrong, or the model cannot collect in this way: with "worker", gSDE (``use_sde``),
-            wrappers such as ``VecNormalize``, and algorithms with a ``collect_rollouts`` of their own.
+        BadOption: an argument is wrong, or the model cannot collect in this way: with "worker",
+            gSDE (``use_sde``), wrappers such as ``VecNormalize``, and algorithms with a
+            ``collect_rollouts`` of their own.
         UnsupportedEnv: the environments have other spaces than the model.
         EnvError, WorkerDied, WorkerHung: making an environment failed.
     """
@@ -97,17 +111,21 @@ def collect_with_muster(
     acts = inference or ("worker" if isinstance(model, OnPolicyAlgorithm) else "server")
     options: dict[str, Any] = {"on_failure": on_failure, "start_method": start_method}
     with ExitStack() as made:
-        collector, env = None, None
+        collector = None
+        env = None
         if acts == "worker":
             if not isinstance(model, OnPolicyAlgorithm):
                 raise BadOption(
-                    f"inference='worker': {type(model).__name__} decides after every step (exploration rate, noise, "
-                    f"random actions at the start), so its policy acts in this process. Leave inference out."
+                    f"inference='worker': {type(model).__name__} decides after every step"
+                    " (exploration rate, noise, random actions at the start), so its policy acts"
+                    " in this process. Leave inference out."
                 )
             collector = _roll_out(model, fns, count, {**options, "timeouts": timeouts or {}}, made)
         elif acts == "server":
             if count == 0:
-                raise BadOption("num_workers=0 with inference='server': expected at least 1 worker, or None.")
+                raise BadOption(
+                    "num_workers=0 with inference='server': expected at least 1 worker, or None."
+                )
             env = _step(model, VecEnv(fns, num_workers=count, timeouts=timeouts, **options), made)
         else:
             raise BadOption(f"inference={inference!r}: expected 'worker', 'server' or None.")
@@ -121,7 +139,9 @@ _COLLECTIONS: weakref.WeakKeyDictionary[BaseAlgorithm, SB3Collection] = weakref.
 def _checked(model: Any, env_fns: Any, num_workers: int | None) -> tuple[list[EnvFn], int]:
     """Return a function for each environment, and the number of workers."""
     if not isinstance(model, BaseAlgorithm):
-        raise BadOption(f"model is of type {type(model).__name__}, expected an algorithm of Stable-Baselines3.")
+        raise BadOption(
+            f"model is of type {type(model).__name__}, expected an algorithm of Stable-Baselines3."
+        )
     if model in _COLLECTIONS:
         raise BadOption("This model collects with Muster already: close that collection first.")
     if model.env is None:
@@ -133,10 +153,18 @@ def _checked(model: Any, env_fns: Any, num_workers: int | None) -> tuple[list[En
         fns = [env_fns] * model.n_envs if callable(env_fns) else list(env_fns)
     for env_fn in fns:
         if not callable(env_fn):
-            raise BadOption(f"env_fns has an entry of type {type(env_fn).__name__}, expected functions.")
+            raise BadOption(
+                f"env_fns has an entry of type {type(env_fn).__name__}, expected functions."
+            )
     if len(fns) != model.n_envs:
-        raise BadOption(f"env_fns has {len(fns)} functions, but the model has {model.n_envs} environments.")
-    workers = max(1, int(usable_cores())) if num_workers is None else integer("num_workers", num_workers, 0)
+        raise BadOption(
+            f"env_fns has {len(fns)} functions, but the model has {model.n_envs} environments."
+        )
+    workers = (
+        max(1, int(usable_cores()))
+        if num_workers is None
+        else integer("num_workers", num_workers, 0)
+    )
     return fns, min(len(fns), workers)
 
 
@@ -145,14 +173,19 @@ def _monitored(env_id: str) -> gymnasium.Env[Any, Any]:
 
 
 def _roll_out(
-    model: OnPolicyAlgorithm, fns: list[EnvFn], count: int, options: Mapping[str, Any], made: ExitStack
+    model: OnPolicyAlgorithm,
+    fns: list[EnvFn],
+    count: int,
+    options: Mapping[str, Any],
+    made: ExitStack,
 ) -> Collector | MultiSyncCollector:
     """Let workers make the rollouts of a model."""
     rollouts = SB3Rollouts(model, fns, count, options)
     made.callback(rollouts.collector.shutdown)
     before, which = type(model), weakref.ref(model)
     # Not an attribute of the model: its ``save`` pickles these.
-    if not isinstance(model, RolloutsByMuster):  # it is for a copy of a model that collects with Muster
+    # it is for a copy of a model that collects with Muster
+    if not isinstance(model, RolloutsByMuster):
         model.__class__ = types.new_class(before.__name__, (RolloutsByMuster, before))
     ROLLOUTS[model] = rollouts
 
@@ -176,8 +209,8 @@ def _step(model: BaseAlgorithm, env: VecEnv, made: ExitStack) -> VecEnv:
     for name in ("observation_space", "action_space"):
         if getattr(env, name) != getattr(base, name):
             raise UnsupportedEnv(
-                f"env_fns[0] has the {name} {getattr(env, name)}, but the model's environments have "
-                f"{getattr(base, name)}. Make the same environments."
+                f"env_fns[0] has the {name} {getattr(env, name)}, but the model's environments have"
+                f" {getattr(base, name)}. Make the same environments."
             )
     env.seed(model.seed)
 

@@ -36,7 +36,8 @@ class SB3Rollout(NamedTuple):
         final_obs: by row, the observations after the step, also where the episode ended.
         actions: ``[T, N, ...]``, as the policy drew them.
         rewards, dones, truncated: ``[T, N]``. An episode that terminated is not truncated.
-        starts: ``[N]``, whether an episode starts with the first row; also where a lost worker was restarted.
+        starts: ``[N]``, whether an episode starts with the first row; also where a lost worker was
+            restarted.
         values, log_probs: ``[T, N, 1]`` and ``[T, N]``.
         infos: by row and environment, as in SB3, without the observations.
     """
@@ -81,11 +82,14 @@ class SB3Rollouts:
         self._traj_ids: Array = np.full(len(env_fns), -1)  # of its last row
         policy = model.policy
         policy.set_training_mode(False)
-        with torch.no_grad():  # the distribution of the last training step has gradients, which cannot be pickled
+        # the distribution of the last training step has gradients, which cannot be pickled
+        with torch.no_grad():
             zeros: Any = create_empty_array(self._space, n=1, fn=np.zeros)
             policy.get_distribution(policy.obs_to_tensor(zeros)[0])
         self._actor = actor(policy)
-        parts = [list(part) for part in np.array_split(np.arange(len(env_fns)), max(1, num_workers))]
+        parts = [
+            list(part) for part in np.array_split(np.arange(len(env_fns)), max(1, num_workers))
+        ]
         factories = [partial(stacked, [env_fns[i] for i in part], self.n_steps) for part in parts]
         common: dict[str, Any] = {
             "frames_per_batch": self.n_steps * len(env_fns),
@@ -94,7 +98,9 @@ class SB3Rollouts:
             "seed": model.seed,
         }
         if num_workers == 0:
-            self.collector: Collector | MultiSyncCollector = Collector(factories[0], self._actor, **common)
+            self.collector: Collector | MultiSyncCollector = Collector(
+                factories[0], self._actor, **common
+            )
         else:
             self.collector = MultiSyncCollector(
                 factories, self._actor, num_workers=num_workers, cat_results=1, **common, **options
@@ -104,9 +110,10 @@ class SB3Rollouts:
             for i, found in enumerate(self._of_envs("own_spaces")):
                 if found != expected:
                     raise UnsupportedEnv(
-                        f"env_fns[{i}] has the observation space {found[0]} and the action space {found[1]}, but the "
-                        f"model has {expected[0]} and {expected[1]}. Wrap the environment so that they are equal "
-                        f"(SB3 transposes images), or pass inference='server'."
+                        f"env_fns[{i}] has the observation space {found[0]} and the action space"
+                        f" {found[1]}, but the model has {expected[0]} and {expected[1]}. Wrap the"
+                        " environment so that they are equal (SB3 transposes images), or pass"
+                        " inference='server'."
                     )
         except BaseException:
             self.collector.shutdown()
@@ -117,8 +124,8 @@ class SB3Rollouts:
 
         Args:
             model: the algorithm.
-            last_obs: the model's last observations. If they are not those after the last rollout, the model has reset
-                its environments, and new episodes begin.
+            last_obs: the model's last observations. If they are not those after the last rollout,
+                the model has reset its environments, and new episodes begin.
         """
         if isinstance(self.collector, MultiSyncCollector):
             self.collector.update_policy_weights_()
@@ -142,7 +149,8 @@ class SB3Rollouts:
                 chosen = chosen.flatten(1) if chosen.ndim > 2 else chosen
                 values, log_probs, _ = model.policy.evaluate_actions(obs, chosen)
         else:
-            values, log_probs = batch["state_value"], batch["action_log_prob"]
+            values = batch["state_value"]
+            log_probs = batch["action_log_prob"]
         if isinstance(model.action_space, spaces.MultiBinary):
             actions = actions.float()  # as SB3 draws them
         after: Any = create_empty_array(self._space, n=len(traces))
@@ -175,7 +183,11 @@ class RolloutsByMuster(OnPolicyAlgorithm):
     """Base of the class that a model has while Muster collects its rollouts."""
 
     def collect_rollouts(
-        self, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer, n_rollout_steps: int
+        self,
+        env: VecEnv,
+        callback: BaseCallback,
+        rollout_buffer: RolloutBuffer,
+        n_rollout_steps: int,
     ) -> bool:
         """Fill the buffer as SB3 does, from a rollout of Muster. See ``collect_with_muster``.
 
@@ -190,8 +202,9 @@ class RolloutsByMuster(OnPolicyAlgorithm):
             return super().collect_rollouts(env, callback, rollout_buffer, n_rollout_steps)
         if n_rollout_steps != rollouts.n_steps:
             raise BadOption(
-                f"collect_rollouts was called for {n_rollout_steps} steps, but when collect_with_muster was called "
-                f"the model had n_steps={rollouts.n_steps}. Close the collection and call collect_with_muster again."
+                f"collect_rollouts was called for {n_rollout_steps} steps, but when"
+                f" collect_with_muster was called the model had n_steps={rollouts.n_steps}. Close"
+                " the collection and call collect_with_muster again."
             )
         self.policy.set_training_mode(False)
         rollout_buffer.reset()
@@ -203,7 +216,8 @@ class RolloutsByMuster(OnPolicyAlgorithm):
                 if not self._replay(rollout, t, env, callback, rollout_buffer):
                     return False
         finally:  # also if the callback ends training or raises: the environments are at the end of the rollout
-            self._last_obs, self._last_episode_starts = rollout.obs[-1], rollout.dones[-1]
+            self._last_obs = rollout.obs[-1]
+            self._last_episode_starts = rollout.dones[-1]
         with torch.no_grad():
             values = self.policy.predict_values(obs_as_tensor(rollout.obs[-1], self.device))
         dones = rollout.dones[-1]
@@ -213,11 +227,21 @@ class RolloutsByMuster(OnPolicyAlgorithm):
         return True
 
     def _replay(
-        self, rollout: SB3Rollout, t: int, env: VecEnv, callback: BaseCallback, rollout_buffer: RolloutBuffer
+        self,
+        rollout: SB3Rollout,
+        t: int,
+        env: VecEnv,
+        callback: BaseCallback,
+        rollout_buffer: RolloutBuffer,
     ) -> bool:
         """Do what SB3 does after a step; return False if the callback ends training."""
-        actions, rewards, dones, infos = rollout.actions[t], rollout.rewards[t], rollout.dones[t], rollout.infos[t]
-        values, log_probs, new_obs = rollout.values[t], rollout.log_probs[t], rollout.obs[t + 1]
+        actions = rollout.actions[t]
+        rewards = rollout.rewards[t]
+        dones = rollout.dones[t]
+        infos = rollout.infos[t]
+        values = rollout.values[t]
+        log_probs = rollout.log_probs[t]
+        new_obs = rollout.obs[t + 1]
         for info, cut in zip(infos, rollout.truncated[t].tolist(), strict=True):
             info["TimeLimit.truncated"] = cut
         for i in np.flatnonzero(dones).tolist():
@@ -255,7 +279,8 @@ class RolloutsByMuster(OnPolicyAlgorithm):
                 rewards[i] += (self.gamma * self.policy.predict_values(last)[0]).item()
         starts: Any = self._last_episode_starts
         rollout_buffer.add(rollout.obs[t], actions, rewards, starts, values, log_probs)
-        self._last_obs, self._last_episode_starts = new_obs, dones
+        self._last_obs = new_obs
+        self._last_episode_starts = dones
         return True
 
 
@@ -265,16 +290,28 @@ ROLLOUTS: weakref.WeakKeyDictionary[OnPolicyAlgorithm, SB3Rollouts] = weakref.We
 
 def _check(model: OnPolicyAlgorithm) -> None:
     """Raise ``BadOption`` if rollouts in workers cannot be those of the model."""
-    name, remedy = type(model).__name__, "Pass inference='server': then SB3 collects, and Muster's workers step."
-    if type(model).collect_rollouts not in (OnPolicyAlgorithm.collect_rollouts, RolloutsByMuster.collect_rollouts):
-        raise BadOption(f"{name} has a collect_rollouts of its own, which rollouts in workers would replace. {remedy}")
+    name, remedy = (
+        type(model).__name__,
+        "Pass inference='server': then SB3 collects, and Muster's workers step.",
+    )
+    if type(model).collect_rollouts not in (
+        OnPolicyAlgorithm.collect_rollouts,
+        RolloutsByMuster.collect_rollouts,
+    ):
+        raise BadOption(
+            f"{name} has a collect_rollouts of its own, which rollouts in workers would replace."
+            f" {remedy}"
+        )
     if model.use_sde:
-        raise BadOption(f"use_sde=True: gSDE draws its noise once for several steps of all environments. {remedy}")
+        raise BadOption(
+            "use_sde=True: gSDE draws its noise once for several steps of all environments."
+            f" {remedy}"
+        )
     if isinstance(model.env, VecEnvWrapper):
         wrapper = type(model.env).__name__
         raise BadOption(
-            f"The model's environments are wrapped by {wrapper}, which needs the steps of all environments in this "
-            f"process. {remedy} Or use wrappers of single environments."
+            f"The model's environments are wrapped by {wrapper}, which needs the steps of all"
+            f" environments in this process. {remedy} Or use wrappers of single environments."
         )
 
 

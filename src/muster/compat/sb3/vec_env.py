@@ -24,20 +24,25 @@ Indices = int | Iterable[int] | None
 
 
 class VecEnv(vec_env.VecEnv):
-    """Environments in Muster's worker processes, several in each, behind the interface of Stable-Baselines3.
+    """Environments in Muster's worker processes, several in each, behind the interface of
+    Stable-Baselines3.
 
-    Observations, rewards, dones and infos are those of ``DummyVecEnv`` with the same seeds, an ``OrderedDict`` for a
-    ``Dict`` space among them. Returned arrays belong to the caller. Only the process that made it can use it.
+    Observations, rewards, dones and infos are those of ``DummyVecEnv`` with the same seeds, an
+    ``OrderedDict`` for a ``Dict`` space among them. Returned arrays belong to the caller. Only the
+    process that made it can use it.
 
-    Environments that draw from global generators (``random``, NumPy's, torch's) have streams of their own, which the
-    seeds of ``seed`` set: the same seeds give the same numbers, with any number of workers.
+    Environments that draw from global generators (``random``, NumPy's, torch's) have streams of
+    their own, which the seeds of ``seed`` set: the same seeds give the same numbers, with any
+    number of workers.
 
     Args:
-        env_fns: functions that make the environments, one for each. Lambdas and closures are possible.
-        start_method: as in ``SubprocVecEnv``: "forkserver" (in milliseconds) or "spawn". None: as the system allows.
-            Also for "fork", which breaks libraries that use threads, such as torch.
-        num_workers, on_failure, timeouts: see ``muster.compat.gymnasium.VectorEnv``. The error of an environment that
-            was made again is ``info["muster"]["error"]``.
+        env_fns: functions that make the environments, one for each. Lambdas and closures are
+            possible.
+        start_method: as in ``SubprocVecEnv``: "forkserver" (in milliseconds) or "spawn". None: as
+            the system allows. Also for "fork", which breaks libraries that use threads, such as
+            torch.
+        num_workers, on_failure, timeouts: see ``muster.compat.gymnasium.VectorEnv``. The error of
+            an environment that was made again is ``info["muster"]["error"]``.
 
     Attributes:
         waiting: a step was sent, and not waited for.
@@ -72,7 +77,9 @@ class VecEnv(vec_env.VecEnv):
             observation_space, action_space, *_ = self._workers.described[0]
             self._workers.open(observation_space)
             if self._workers.rows.obs is None:
-                raise UnsupportedEnv(f"Stable-Baselines3 has no observations in a space such as {observation_space}.")
+                raise UnsupportedEnv(
+                    f"Stable-Baselines3 has no observations in a space such as {observation_space}."
+                )
             super().__init__(len(env_fns), observation_space, action_space)
         except BaseException:
             self.close()
@@ -85,7 +92,8 @@ class VecEnv(vec_env.VecEnv):
         return self._workers.state is AsyncState.WAITING_STEP
 
     def reset(self) -> Any:
-        """Reset all environments, with the seeds of ``seed`` and the options of ``set_options``, once.
+        """Reset all environments, with the seeds of ``seed`` and the options of ``set_options``,
+        once.
 
         The results of a step that was sent and not waited for are discarded.
         """
@@ -153,14 +161,19 @@ class VecEnv(vec_env.VecEnv):
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
         """Return an attribute of environments; of all without ``indices``."""
         try:
-            return self._workers.each(lambda env: env.get_wrapper_attr(attr_name), self._numbers(indices))
+            return self._workers.each(
+                lambda env: env.get_wrapper_attr(attr_name), self._numbers(indices)
+            )
         except Exception as error:
             if isinstance(error.__cause__, AttributeError):  # expected by ``has_attr`` and SB3
                 raise error.__cause__ from error
             raise
 
     def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
-        """Set an attribute of environments. Environments that are made again after a failure get it, too."""
+        """Set an attribute of environments.
+
+        Environments that are made again after a failure get it, too.
+        """
         self._workers.set_attribute(attr_name, dict.fromkeys(self._numbers(indices), value))
 
     def env_method(
@@ -194,7 +207,10 @@ class VecEnv(vec_env.VecEnv):
     def get_images(self) -> Sequence[Array | None]:
         """Return a frame of each environment; None unless the render mode is "rgb_array"."""
         if self.render_mode != "rgb_array":
-            said = f"The render mode is {self.render_mode}, but this method assumes it is `rgb_array` to obtain images."
+            said = (
+                f"The render mode is {self.render_mode}, but this method assumes it is `rgb_array`"
+                " to obtain images."
+            )
             warnings.warn(said, stacklevel=2)
             return [None] * self.num_envs
         return self.env_method("render")

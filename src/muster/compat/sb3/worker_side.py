@@ -1,4 +1,6 @@
-"""The worker's side of rollouts for Stable-Baselines3: its environments, and the policy that acts in them."""
+"""The worker's side of rollouts for Stable-Baselines3: its environments, and the policy that acts
+in them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from torch import nn
 from muster.envs.stacked import StackedEnvs
 from muster.policies.heads import Head, categorical, gaussian
 
-Trace = tuple[list[tuple[int, dict[str, Any]]], Any]  # infos that are not empty with their rows; the last observation
+# infos that are not empty with their rows; the last observation
+Trace = tuple[list[tuple[int, dict[str, Any]]], Any]
 
 
 class TracedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
@@ -34,7 +37,9 @@ class TracedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, env: gymnasium.Env[Any, Any], n_steps: int) -> None:
         super().__init__(env)
-        self._n_steps, self._count, self._obs = n_steps, 0, None
+        self._n_steps = n_steps
+        self._count = 0
+        self._obs = None
         self._infos: deque[tuple[int, dict[str, Any]]] = deque()
         self._bounds: tuple[Any, Any] | None = None
         if isinstance(space := env.action_space, spaces.Box):
@@ -59,7 +64,9 @@ class TracedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     @property
     def trace(self) -> Trace:
-        """Infos of the last ``n_steps`` steps, numbered as rows of a rollout of this length, and the observation."""
+        """Infos of the last ``n_steps`` steps, numbered as rows of a rollout of this length, and
+        the observation.
+        """
         first = self._count - self._n_steps + 1
         return [(count - first, info) for count, info in self._infos], self._obs
 
@@ -77,7 +84,10 @@ def stacked(env_fns: Sequence[Callable[[], gymnasium.Env[Any, Any]]], n_steps: i
 
 
 class WholePolicy(nn.Module):
-    """Calls a policy of SB3 as its algorithms do. Actions have values and log-probabilities as extras."""
+    """Calls a policy of SB3 as its algorithms do.
+
+    Actions have values and log-probabilities as extras.
+    """
 
     def __init__(self, policy: ActorCriticPolicy) -> None:
         super().__init__()
@@ -86,7 +96,8 @@ class WholePolicy(nn.Module):
     @torch.no_grad()
     def forward(self, obs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         space = self.policy.observation_space
-        if isinstance(space, spaces.Dict) and not isinstance(obs, dict):  # the only key is "observation"
+        # the only key is "observation"
+        if isinstance(space, spaces.Dict) and not isinstance(obs, dict):
             obs = dict.fromkeys(space.spaces, obs)
         actions, values, log_probs = self.policy(obs)
         if not isinstance(self.policy.action_space, spaces.Box):
@@ -95,10 +106,12 @@ class WholePolicy(nn.Module):
 
 
 def actor(policy: ActorCriticPolicy) -> Head | WholePolicy:
-    """Return a policy that draws actions from the same distribution as ``policy``, and shares its parameters.
+    """Return a policy that draws actions from the same distribution as ``policy``, and shares its
+    parameters.
 
-    Unchanged ``MlpPolicy`` networks act as a head of Muster, which is several times faster: the value network is not
-    called, and the actor runs without module dispatch. Other policies are called as they are.
+    Unchanged ``MlpPolicy`` networks act as a head of Muster, which is several times faster: the
+    value network is not called, and the actor runs without module dispatch. Other policies are
+    called as they are.
     """
     space = policy.observation_space
     is_vector = type(space) is spaces.Box and space.dtype == np.float32 and len(space.shape) == 1
@@ -112,7 +125,11 @@ def actor(policy: ActorCriticPolicy) -> Head | WholePolicy:
         kind, actions = type(policy.action_dist), policy.action_space
         if kind is DiagGaussianDistribution:
             return gaussian(net, log_std=policy.log_std)
-        if kind is CategoricalDistribution and isinstance(actions, spaces.Discrete) and actions.start == 0:
+        if (
+            kind is CategoricalDistribution
+            and isinstance(actions, spaces.Discrete)
+            and actions.start == 0
+        ):
             return categorical(net)
         if (
             kind is MultiCategoricalDistribution

@@ -1,14 +1,16 @@
-"""Tianshou's collectors, based on Muster: change the import, keep policy, environments, buffer and trainer.
+"""Tianshou's collectors, based on Muster: change the import, keep policy, environments, buffer and
+trainer.
 
 ::
 
     from muster.compat.tianshou import Collector  # was: from tianshou.data import Collector
 
-Names, arguments, and the contents of the buffer are those of Tianshou 2.0.1: the same seeds give the same bits.
-docs/tianshou.md lists the differences.
+Names, arguments, and the contents of the buffer are those of Tianshou 2.0.1: the same seeds give
+the same bits. docs/tianshou.md lists the differences.
 
-Three classes are Muster's: ``Collector``, ``AsyncCollector`` and ``EpisodeRolloutHookMerged``. The others are
-Tianshou's own, so that the import of everything around a collector can be changed at once.
+Three classes are Muster's: ``Collector``, ``AsyncCollector`` and ``EpisodeRolloutHookMerged``. The
+others are Tianshou's own, so that the import of everything around a collector can be changed at
+once.
 """
 
 from __future__ import annotations

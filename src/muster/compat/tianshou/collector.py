@@ -33,10 +33,13 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
     Args:
         policy: a ``Policy``, or an ``Algorithm``, whose policy is used.
         env: a vector environment, or one environment.
-        buffer: a replay buffer, not reset here. None: a ``VectorReplayBuffer`` of 10,000 steps per environment.
+        buffer: a replay buffer, not reset here. None: a ``VectorReplayBuffer`` of 10,000 steps per
+            environment.
         exploration_noise: apply the policy's ``add_exploration_noise`` to its actions.
-        on_episode_done_hook: called with each episode from the buffer; may return more entries for it.
-        on_step_hook: called with the actions and the steps of each row before they are added; may change the steps.
+        on_episode_done_hook: called with each episode from the buffer; may return more entries for
+            it.
+        on_step_hook: called with the actions and the steps of each row before they are added; may
+            change the steps.
         raise_on_nan_in_buffer: check the whole buffer after each ``collect``.
         collect_stats_class: class of the result of ``collect``.
 
@@ -48,7 +51,8 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
         UnsupportedEnv: ``env`` is a vector environment of Gymnasium.
     """
 
-    __class_getitem__: Any = classmethod(GenericAlias)  # Collector[CollectStats](...), as in Tianshou
+    # Collector[CollectStats](...), as in Tianshou
+    __class_getitem__: Any = classmethod(GenericAlias)
     _is_closed: bool
 
     def __init__(
@@ -64,14 +68,19 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
     ) -> None:
         if isinstance(env, VectorEnv):
             raise UnsupportedEnv(
-                f"{type(env).__name__} is a vector environment of Gymnasium: pass one of Tianshou's, such as "
-                f"DummyVectorEnv(env_fns) or SubprocVectorEnv(env_fns)"
+                f"{type(env).__name__} is a vector environment of Gymnasium: pass one of"
+                " Tianshou's, such as DummyVectorEnv(env_fns) or SubprocVectorEnv(env_fns)"
             )
         if not hasattr(env, "__len__"):
-            warnings.warn("A single environment was given; it is wrapped in a DummyVectorEnv.", stacklevel=2)
+            warnings.warn(
+                "A single environment was given; it is wrapped in a DummyVectorEnv.", stacklevel=2
+            )
             env = DummyVectorEnv([lambda one=env: one])
-        super().__init__(policy, env, buffer, exploration_noise, collect_stats_class, raise_on_nan_in_buffer)
-        self._on_episode_done_hook, self._on_step_hook = on_episode_done_hook, on_step_hook
+        super().__init__(
+            policy, env, buffer, exploration_noise, collect_stats_class, raise_on_nan_in_buffer
+        )
+        self._on_episode_done_hook = on_episode_done_hook
+        self._on_step_hook = on_step_hook
         self._sampling: Sampling | None = None
 
     @property
@@ -81,13 +90,19 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
         """Close the environments; later calls do nothing."""
         if not self._is_closed:
-            self._is_closed, self._sampling = True, None
+            self._is_closed = True
+            self._sampling = None
             self.env.close()
 
     set_on_episode_done_hook = TianshouCollector.set_on_episode_done_hook
@@ -128,9 +143,11 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
 
         Args:
             n_step: steps over all environments; rounded up to a multiple of their number.
-            n_episode: episodes, the first to begin; see ``LastEven``. All environments are reset afterwards.
+            n_episode: episodes, the first to begin; see ``LastEven``. All environments are reset
+                afterwards.
             random: sample actions from the action spaces.
-            render: seconds to wait after each step, after rendering the environments; 0: do not render.
+            render: seconds to wait after each step, after rendering the environments; 0: do not
+                render.
             no_grad: call the policy without gradients.
             reset_before_collect: reset environments and counters first.
             gym_reset_kwargs: keyword arguments for all resets in this call.
@@ -140,15 +157,18 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
 
         Raises:
             BadOption: neither or both numbers are given, or the environments were not reset yet.
-            Exception: what an environment, the policy, a hook or the buffer has raised, as it is, with a note of the
-                place. All complete steps before it are in the buffer and in the totals. After an error of an
-                environment, the next call first resets all environments; not after ``StopIteration`` in a reset, with
-                which finite vector environments end a call.
+            Exception: what an environment, the policy, a hook or the buffer has raised, as it is,
+                with a note of the place. All complete steps before it are in the buffer and in the
+                totals. After an error of an environment, the next call first resets all
+                environments; not after ``StopIteration`` in a reset, with which finite vector
+                environments end a call.
         """
         self._no_grad = no_grad
         begun = time.monotonic()
         try:
-            stats = super().collect(n_step, n_episode, random, render, reset_before_collect, gym_reset_kwargs)
+            stats = super().collect(
+                n_step, n_episode, random, render, reset_before_collect, gym_reset_kwargs
+            )
         except BaseException:
             self.collect_time += time.monotonic() - begun
             raise
@@ -157,7 +177,9 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
 
     def _validate_n_step_n_episode(self, n_episode: int | None, n_step: int | None) -> None:
         if bool(n_step) == bool(n_episode) or (n_step or n_episode or 0) < 0:
-            raise BadOption(f"n_step={n_step}, n_episode={n_episode}: give one of them, and a number above 0")
+            raise BadOption(
+                f"n_step={n_step}, n_episode={n_episode}: give one of them, and a number above 0"
+            )
         self._warn(n_step, n_episode)
 
     def _collect(
@@ -170,13 +192,17 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
     ) -> Any:
         if self._sampling is None:
             raise BadOption(
-                "the environments have not been reset since the collector was made or closed: call reset() or "
-                "reset_env(), or collect(..., reset_before_collect=True)"
+                "the environments have not been reset since the collector was made or closed: call"
+                " reset() or reset_env(), or collect(..., reset_before_collect=True)"
             )
         sampling = self._sampling
-        sampling.actor.begin(self.policy, random=random, noise=self.exploration_noise, no_grad=self._no_grad)
+        sampling.actor.begin(
+            self.policy, random=random, noise=self.exploration_noise, no_grad=self._no_grad
+        )
         sampling.envs.reset_kwargs, sampling.envs.render = gym_reset_kwargs or {}, render
-        made = Collection(self, sampling, by_row=self._looks_at_steps(), adds_entries=bool(n_episode))
+        made = Collection(
+            self, sampling, by_row=self._looks_at_steps(), adds_entries=bool(n_episode)
+        )
         try:
             with trimmed:
                 self._fill(made, n_step, n_episode)
@@ -218,14 +244,14 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
     def _warn(self, n_step: int | None, n_episode: int | None) -> None:
         if n_step and n_step % self.env_num:
             warnings.warn(
-                f"n_step={n_step} is no multiple of {self.env_num}, the number of environments: all of them make the "
-                f"last step, and more steps are collected",
+                f"n_step={n_step} is no multiple of {self.env_num}, the number of environments: all"
+                " of them make the last step, and more steps are collected",
                 stacklevel=5,
             )
         if n_episode and n_episode < self.env_num:
             warnings.warn(
-                f"n_episode={n_episode} is less than {self.env_num}, the number of environments: the last "
-                f"{self.env_num - n_episode} of them take no part",
+                f"n_episode={n_episode} is less than {self.env_num}, the number of environments:"
+                f" the last {self.env_num - n_episode} of them take no part",
                 stacklevel=5,
             )
 
@@ -233,17 +259,20 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
         """Raise ``BadOption`` if the buffer cannot store the steps of each environment separately."""
         name = type(self.buffer).__name__
         if isinstance(self.buffer, CachedReplayBuffer):
-            room, what = self.buffer.cached_buffer_num, "cached buffers"
+            room = self.buffer.cached_buffer_num
+            what = "cached buffers"
         elif isinstance(self.buffer, ReplayBufferManager):
-            room, what = self.buffer.buffer_num, "buffers"
+            room = self.buffer.buffer_num
+            what = "buffers"
         else:
-            room, what = 1, "buffer"
+            room = 1
+            what = "buffer"
             if self.buffer.maxsize == 0:
                 raise BadOption(f"{name} has maxsize=0: there is no room for a step")
         if room < self.env_num:
             raise BadOption(
-                f"{name} has {room} {what} for {self.env_num} environments: give it one for each, as "
-                f"VectorReplayBuffer(total_size, {self.env_num}) has"
+                f"{name} has {room} {what} for {self.env_num} environments: give it one for each,"
+                f" as VectorReplayBuffer(total_size, {self.env_num}) has"
             )
 
 
@@ -253,10 +282,10 @@ TianshouCollector.register(Collector)  # for isinstance, without inheritance
 class AsyncCollector(Collector):
     """Collects from a vector environment with ``wait_num`` or ``timeout``.
 
-    The policy acts for the environments whose results have arrived. A call returns as soon as the requested number has
-    arrived; it may collect more, see its statistics. Pending steps are part of the next call. A reset waits for them
-    and discards them. The first episodes to end count, which favours short ones. Environments are not reset after
-    ``n_episode``.
+    The policy acts for the environments whose results have arrived. A call returns as soon as the
+    requested number has arrived; it may collect more, see its statistics. Pending steps are part of
+    the next call. A reset waits for them and discards them. The first episodes to end count, which
+    favours short ones. Environments are not reset after ``n_episode``.
 
     Args:
         policy, env, buffer, exploration_noise, raise_on_nan_in_buffer: as for ``Collector``.
@@ -270,11 +299,13 @@ class AsyncCollector(Collector):
         exploration_noise: bool = False,
         raise_on_nan_in_buffer: bool = True,
     ) -> None:
-        super().__init__(policy, env, buffer, exploration_noise, raise_on_nan_in_buffer=raise_on_nan_in_buffer)
+        super().__init__(
+            policy, env, buffer, exploration_noise, raise_on_nan_in_buffer=raise_on_nan_in_buffer
+        )
         if not self.env.is_async:
             warnings.warn(
-                f"{type(env).__name__} has no wait_num and no timeout, so all its environments wait for the slowest: "
-                f"Collector does the same and collects exact numbers",
+                f"{type(env).__name__} has no wait_num and no timeout, so all its environments wait"
+                " for the slowest: Collector does the same and collects exact numbers",
                 stacklevel=2,
             )
 

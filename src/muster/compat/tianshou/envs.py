@@ -22,15 +22,19 @@ from muster.memory.specs import OBJECT, Array, ArraySpec
 from muster.protocols import EnvBatch, Step
 from muster.rng import GroupRng
 
-PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), np.float64, np.float32, np.int64, np.bool_})
+PLAIN = frozenset(
+    {bool, int, float, complex, str, bytes, type(None), np.float64, np.float32, np.int64, np.bool_}
+)
 
 NUMBERS = "biufc"  # kinds of dtypes
 
 
 class Actions(NamedTuple):
-    """The next actions of the environments ``ids`` (ascending): ``act`` of the policy, ``mapped`` for the environments.
+    """The next actions of the environments ``ids`` (ascending): ``act`` of the policy, ``mapped``
+    for the environments.
 
-    ``policy`` is stored with ``act``, ``dist`` is its distribution, ``state`` is the policy's state after it.
+    ``policy`` is stored with ``act``, ``dist`` is its distribution, ``state`` is the policy's state
+    after it.
     """
 
     ids: Array
@@ -42,10 +46,12 @@ class Actions(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One time step: the parts of the transitions of the environments ``ids`` (ascending) that the lane does not have.
+    """One time step: the parts of the transitions of the environments ``ids`` (ascending) that the
+    lane does not have.
 
-    ``rew`` is ``[R]`` or ``[R, agents]``; ``infos`` is None if they have ``env_id`` only; ``actions`` are those
-    chosen in this row, which may be of other transitions than those that arrived.
+    ``rew`` is ``[R]`` or ``[R, agents]``; ``infos`` is None if they have ``env_id`` only;
+    ``actions`` are those chosen in this row, which may be of other transitions than those that
+    arrived.
     """
 
     ids: Array
@@ -57,23 +63,29 @@ class Row(NamedTuple):
 
 
 class VectorEnvs(EnvBatch):
-    """A Tianshou vector environment; implements ``EnvBatch``. Observations that are not numeric arrays are objects.
+    """A Tianshou vector environment; implements ``EnvBatch``.
 
-    Environments that end are reset at once, as in Tianshou, but only after their step is complete (``on_row``).
-    Numeric observations keep the dtype and shape of ``obs``. Everything that the vector environment returns is copied
-    before it is called again: it may reuse its memory.
+    Observations that are not numeric arrays are objects.
+
+    Environments that end are reset at once, as in Tianshou, but only after their step is complete
+    (``on_row``). Numeric observations keep the dtype and shape of ``obs``. Everything that the
+    vector environment returns is copied before it is called again: it may reuse its memory.
 
     Attributes:
         ready: environments for the next actions, ascending.
         infos: the last info of each environment.
-        begun, rows: environments that began an episode, and time steps, since the list was last emptied.
-        render: seconds to wait after each step, after rendering it, before any reset; None or 0: do not render.
-        on_row: called with the lane and each complete row, before any reset. Its error becomes ``failure``.
-        failure: error of the vector environment, or of ``on_row``, as it was raised. After an error in a reset or in
-            ``on_row`` the row is complete, and ``check`` raises the error before the next one.
-        unreset: environments that the failure has left without a reset which they need: all after an error in a reset,
-            which leaves their states unknown. None after ``StopIteration`` in a reset, with which vector environments
-            say that they have no more episodes.
+        begun, rows: environments that began an episode, and time steps, since the list was last
+            emptied.
+        render: seconds to wait after each step, after rendering it, before any reset; None or 0: do
+            not render.
+        on_row: called with the lane and each complete row, before any reset. Its error becomes
+            ``failure``.
+        failure: error of the vector environment, or of ``on_row``, as it was raised. After an error
+            in a reset or in ``on_row`` the row is complete, and ``check`` raises the error before
+            the next one.
+        unreset: environments that the failure has left without a reset which they need: all after
+            an error in a reset, which leaves their states unknown. None after ``StopIteration`` in
+            a reset, with which vector environments say that they have no more episodes.
     """
 
     bypasses = True
@@ -82,7 +94,8 @@ class VectorEnvs(EnvBatch):
         self.venv, self.num_envs, self.name = venv, len(venv), type(venv).__name__
         numbers = obs.dtype.kind in NUMBERS
         self.spec = ArraySpec(obs.shape[1:], obs.dtype) if numbers else ArraySpec((), OBJECT)
-        self.observation_specs, self.action_specs = {OBSERVATION: self.spec}, {}
+        self.observation_specs = {OBSERVATION: self.spec}
+        self.action_specs = {}
         self.reward_dtype = np.dtype(np.float64)
         self.actions: Actions
         self.infos: list[dict[str, Any]] = [{}] * self.num_envs
@@ -95,21 +108,28 @@ class VectorEnvs(EnvBatch):
         self.unreset: list[int] = []
         self._repeats = not self.spec.is_tensor  # observations of environments without a result
         self._sent: Any = None  # the actions under way, and the policy's entries for them
-        self._finished: dict[int, Any] = {}  # last observations of environments that are to be reset
+        # last observations of environments that are to be reset
+        self._finished: dict[int, Any] = {}
         self._obs_ahead: dict[int, Any] = {}  # observations that the next ``reset`` writes
         self._all = self.ready = np.arange(self.num_envs)
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
-        raise NotImplementedError("Tianshou's collectors ask the environments' action spaces themselves")
+        raise NotImplementedError(
+            "Tianshou's collectors ask the environments' action spaces themselves"
+        )
 
     def takes(self, obs: Array) -> bool:
-        """Whether ``obs`` can be stored like the constructor's: same dtype and shape, or objects both."""
+        """Whether ``obs`` can be stored like the constructor's: same dtype and shape, or objects
+        both.
+        """
         if obs.dtype.kind not in NUMBERS:
             return not self.spec.is_tensor
         return obs.dtype == self.spec.dtype and obs.shape[1:] == self.spec.shape
 
     def begin(self, obs: Array, infos: Sequence[dict[str, Any]]) -> None:
-        """Set the results of a reset of all environments, which the next ``reset`` writes instead of resetting."""
+        """Set the results of a reset of all environments, which the next ``reset`` writes instead
+        of resetting.
+        """
         self.begun, self.infos = list(range(self.num_envs)), copied(list(infos))
         self._finished = {}
         self._obs_ahead = dict(enumerate(_one_by_one(obs)))
@@ -124,7 +144,9 @@ class VectorEnvs(EnvBatch):
         for i in which:
             self._obs_ahead.pop(i, None)
 
-    def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def reset(
+        self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None
+    ) -> None:
         self._reset_finished()
         if unknown := [i for i in which if i not in self._obs_ahead]:
             self._reset_ahead(unknown)
@@ -133,7 +155,11 @@ class VectorEnvs(EnvBatch):
 
     def start(self, lane: Lane) -> Step:
         arrays, advance, on_row = lane.arrays, self._direct() or self._by_vector, self.on_row
-        rewards, terminated, truncated = arrays[REWARD], arrays[next_of(TERMINATED)], arrays[next_of(TRUNCATED)]
+        rewards, terminated, truncated = (
+            arrays[REWARD],
+            arrays[next_of(TERMINATED)],
+            arrays[next_of(TRUNCATED)],
+        )
         observations = arrays[OBSERVATION]
 
         def step(t: int) -> Sequence[int] | None:
@@ -149,7 +175,8 @@ class VectorEnvs(EnvBatch):
             infos = [self.infos[i] for i in ids.tolist()]
             bare = all(len(info) == 1 and "env_id" in info for info in infos)
             self.rows.append(Row(ids, *self._chosen(ids), rew, None if bare else infos, actions))
-            if self.render and not getattr(self.venv, "waiting_id", ()):  # with pending steps Tianshou cannot render
+            # with pending steps Tianshou cannot render
+            if self.render and not getattr(self.venv, "waiting_id", ()):
                 self._render(self.render)
             if finished:
                 terminated[t, finished], truncated[t, finished] = flags
@@ -173,11 +200,14 @@ class VectorEnvs(EnvBatch):
 
     # --- parts ------------------------------------------------------------------------------------
 
-    def _by_vector(self, actions: Actions, observations: Array, row: int) -> tuple[Array, Array, list[int], Any]:
+    def _by_vector(
+        self, actions: Actions, observations: Array, row: int
+    ) -> tuple[Array, Array, list[int], Any]:
         """Step the vector environment.
 
         Returns:
-            environments with a result, their rewards, ended environments, and their terminated and truncated flags.
+            environments with a result, their rewards, ended environments, and their terminated and
+            truncated flags.
         """
         try:
             obs, rew, terminated, truncated, infos = self.venv.step(actions.mapped, actions.ids)
@@ -186,7 +216,10 @@ class VectorEnvs(EnvBatch):
             raise
         self.executed_in_row = len(actions.ids)
         ids, order = self._arrived(actions, infos)
-        terminated, truncated = np.asarray(terminated, bool)[order], np.asarray(truncated, bool)[order]
+        terminated, truncated = (
+            np.asarray(terminated, bool)[order],
+            np.asarray(truncated, bool)[order],
+        )
         self._take(ids, np.asarray(listed(infos), object)[order])
         self._write_all(observations, row, ids, obs[order])
         local = np.flatnonzero(terminated | truncated)
@@ -201,23 +234,41 @@ class VectorEnvs(EnvBatch):
         self._sent = copied(actions.act), copied(actions.policy)
 
     def _chosen(self, ids: Array) -> tuple[Array, Any]:
-        """Return the actions of these environments, and the policy's entries for them, which nothing else refers to."""
+        """Return the actions of these environments, and the policy's entries for them, which
+        nothing else refers to.
+        """
         act, policy = self._sent
         return act, policy
 
     def _direct(self) -> Any:
-        """A function that steps the environments of a ``DummyVectorEnv`` one by one, as it does; None for others."""
-        venv, infos, shape = self.venv, self.infos, self.spec.shape
+        """A function that steps the environments of a ``DummyVectorEnv`` one by one, as it does;
+        None for others.
+        """
+        venv = self.venv
+        infos = self.infos
+        shape = self.spec.shape
         dtype = self.spec.dtype if self.spec.is_tensor else None
-        if getattr(type(venv), "step", None) is not DummyVectorEnv.step or venv.is_async or venv.is_closed:
+        if (
+            getattr(type(venv), "step", None) is not DummyVectorEnv.step
+            or venv.is_async
+            or venv.is_closed
+        ):
             return None
         if any(type(worker) is not DummyEnvWorker for worker in venv.workers):
             return None
         steps = [worker.env.step for worker in venv.workers]
 
-        def advance(actions: Actions, observations: Array, row: int) -> tuple[Array, Array, list[int], Any]:
-            after, rewards, finished, flags = observations[row], [], list[int](), (list[bool](), list[bool]())
-            mapped, i = actions.mapped, 0
+        def advance(
+            actions: Actions, observations: Array, row: int
+        ) -> tuple[Array, Array, list[int], Any]:
+            after, rewards, finished, flags = (
+                observations[row],
+                [],
+                list[int](),
+                (list[bool](), list[bool]()),
+            )
+            mapped = actions.mapped
+            i = 0
             got: Any = ...  # nothing yet
             try:
                 for k, i in enumerate(actions.ids.tolist()):
@@ -257,7 +308,8 @@ class VectorEnvs(EnvBatch):
     def _reset_finished(self) -> None:
         """Reset the environments that ended in the last row, and keep their first observations.
 
-        After an error, or if there is a failure already, they have their last observations until the next reset.
+        After an error, or if there is a failure already, they have their last observations until
+        the next reset.
         """
         if not self._finished:
             return
@@ -276,7 +328,9 @@ class VectorEnvs(EnvBatch):
         self.begun += which
 
     def _reset_ahead(self, which: Sequence[int]) -> None:
-        """Reset environments, and keep their first observations for a later ``reset``, which may not come."""
+        """Reset environments, and keep their first observations for a later ``reset``, which may
+        not come.
+        """
         try:
             obs, infos = self.venv.reset(env_id=np.asarray(which), **self.reset_kwargs)
         except Exception as error:
@@ -291,7 +345,8 @@ class VectorEnvs(EnvBatch):
             self.infos[i] = copied(info)
 
     def _write_all(self, observations: Array, row: int, ids: Array, obs: Any) -> None:
-        is_numeric = self.spec.is_tensor and isinstance(obs, np.ndarray)  # objects may be views of the venv's memory
+        # objects may be views of the venv's memory
+        is_numeric = self.spec.is_tensor and isinstance(obs, np.ndarray)
         if is_numeric and obs.dtype == self.spec.dtype and obs.shape[1:] == self.spec.shape:
             observations[row, ids] = obs
             return
@@ -303,10 +358,13 @@ class VectorEnvs(EnvBatch):
             observations[row, env] = copied(obs)
             return
         value = np.asarray(obs)
-        if value.shape != self.spec.shape or not np.can_cast(value.dtype, self.spec.dtype, "same_kind"):
+        if value.shape != self.spec.shape or not np.can_cast(
+            value.dtype, self.spec.dtype, "same_kind"
+        ):
             raise BadEnvOutput(
-                f"environment {env} of {self.name} observed {value.dtype} {value.shape}, and after the last reset of "
-                f"all environments it was {self.spec.dtype} {self.spec.shape}. Give one dtype and shape always"
+                f"environment {env} of {self.name} observed {value.dtype} {value.shape}, and after"
+                f" the last reset of all environments it was {self.spec.dtype} {self.spec.shape}."
+                " Give one dtype and shape always"
             )
         observations[row, env] = value
 
@@ -318,10 +376,11 @@ class VectorEnvs(EnvBatch):
 
 
 class AsyncVectorEnvs(VectorEnvs):
-    """A vector environment with ``wait_num`` or ``timeout``: a step's result may arrive many rows after its action.
+    """A vector environment with ``wait_num`` or ``timeout``: a step's result may arrive many rows
+    after its action.
 
-    Until then the environment's observation is repeated. The row of arrival has the complete step: observation, action,
-    result. ``arrived`` and ``ended`` count results and ended episodes.
+    Until then the environment's observation is repeated. The row of arrival has the complete step:
+    observation, action, result. ``arrived`` and ``ended`` count results and ended episodes.
     """
 
     def __init__(self, venv: Any, obs: Array) -> None:
@@ -330,7 +389,9 @@ class AsyncVectorEnvs(VectorEnvs):
         self.arrived = self.ended = 0
         self._sent = Batch()  # ``[N, ...]``
 
-    def reset(self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def reset(
+        self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None
+    ) -> None:
         super().reset(arrays, row, which, seeds)
         self.ready = np.union1d(self.ready, which)
 
@@ -347,9 +408,15 @@ class AsyncVectorEnvs(VectorEnvs):
             self._sent.act = self._sent.act.astype(np.result_type(self._sent.act, actions.act))
         self._sent[actions.ids] = sent
 
-    def _by_vector(self, actions: Actions, observations: Array, row: int) -> tuple[Array, Array, list[int], Any]:
+    def _by_vector(
+        self, actions: Actions, observations: Array, row: int
+    ) -> tuple[Array, Array, list[int], Any]:
         result = ids, _, finished, _ = super()._by_vector(actions, observations, row)
-        self.ready, self.arrived, self.ended = ids, self.arrived + len(ids), self.ended + len(finished)
+        self.ready, self.arrived, self.ended = (
+            ids,
+            self.arrived + len(ids),
+            self.ended + len(finished),
+        )
         return result
 
     def _arrived(self, actions: Actions, infos: Any) -> tuple[Array, Any]:
@@ -374,7 +441,9 @@ def drain(venv: Any) -> None:
 
 
 def _one_by_one(obs: Any) -> Any:
-    return obs.astype(object) if isinstance(obs, np.ndarray) and obs.dtype.kind not in NUMBERS else obs
+    return (
+        obs.astype(object) if isinstance(obs, np.ndarray) and obs.dtype.kind not in NUMBERS else obs
+    )
 
 
 def listed(infos: Any) -> Any:
@@ -395,7 +464,8 @@ def stacked(obs: Array) -> Any:
 
 
 def copied(tree: Any) -> Any:
-    """Return a copy that shares no memory with objects that an environment or a policy may change later.
+    """Return a copy that shares no memory with objects that an environment or a policy may change
+    later.
 
     Objects that cannot be copied are returned as they are.
     """
@@ -424,7 +494,9 @@ def copied(tree: Any) -> Any:
 
 
 def unshared(tree: Any) -> Any:
-    """Return a tree of arrays as it is, except for arrays of objects: these are copied, with the objects."""
+    """Return a tree of arrays as it is, except for arrays of objects: these are copied, with the
+    objects.
+    """
     if type(tree) is np.ndarray:
         return copied(tree) if tree.dtype == OBJECT else tree
     if type(tree) is Batch:  # ``isinstance`` takes a microsecond
@@ -433,7 +505,9 @@ def unshared(tree: Any) -> Any:
 
 
 def noted(error: Exception, note: str) -> None:
-    """Add a note to an error of the user's code, which is raised as it is; only once, if it is raised again."""
+    """Add a note to an error of the user's code, which is raised as it is; only once, if it is
+    raised again.
+    """
     with suppress(Exception):  # its class may do anything
         if note not in getattr(error, "__notes__", ()):
             add_note: Any = vars(BaseException)["add_note"]  # Tianshou needs Python 3.11

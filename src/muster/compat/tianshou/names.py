@@ -1,4 +1,6 @@
-"""Tianshou's own classes around a collector, so that the import of everything can be changed at once."""
+"""Tianshou's own classes around a collector, so that the import of everything can be changed at
+once.
+"""
 
 from __future__ import annotations
 

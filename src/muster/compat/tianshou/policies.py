@@ -11,7 +11,15 @@ import torch
 from tianshou.data import Batch, to_numpy
 from tianshou.data.batch import create_value
 
-from muster.compat.tianshou.envs import Actions, VectorEnvs, batch_of, copied, noted, stacked, unshared
+from muster.compat.tianshou.envs import (
+    Actions,
+    VectorEnvs,
+    batch_of,
+    copied,
+    noted,
+    stacked,
+    unshared,
+)
 from muster.errors import BadPolicyOutput
 from muster.keys import OBSERVATION, Key
 from muster.memory.slots import Lane
@@ -21,25 +29,37 @@ from muster.rng import GroupRng
 
 
 class TianshouActor:
-    """Chooses actions for the environments that are ready; implements ``Policy``. Errors are raised as they are.
+    """Chooses actions for the environments that are ready; implements ``Policy``.
+
+    Errors are raised as they are.
 
     Attributes:
-        state: the policy's state, ``[N, ...]``, which nothing else refers to; None: no environment has one.
+        state: the policy's state, ``[N, ...]``, which nothing else refers to; None: no environment
+            has one.
     """
 
-    path, draws_globally, name = "tianshou policy", True, "policy"
+    path = "tianshou policy"
+    draws_globally = True
+    name = "policy"
     raises = (Exception,)  # none is replaced by a ``PolicyError``
     policy: Any
 
     def __init__(self, envs: VectorEnvs, action_spaces: Any) -> None:
-        self.envs, self.action_spaces = envs, action_spaces
-        self.random, self.noise, self.no_grad = False, False, True
+        self.envs = envs
+        self.action_spaces = action_spaces
+        self.random = False
+        self.noise = False
+        self.no_grad = True
         self.state: Any = None
 
     def begin(self, policy: Any, *, random: bool, noise: bool, no_grad: bool) -> None:
-        """Use this policy from now on; if ``random``, it only maps actions that are drawn from the action spaces."""
+        """Use this policy from now on; if ``random``, it only maps actions that are drawn from the
+        action spaces.
+        """
         self.policy, self.name = policy, type(policy).__name__
-        self.random, self.noise, self.no_grad = random, noise, no_grad
+        self.random = random
+        self.noise = noise
+        self.no_grad = no_grad
 
     def first(self, obs: Mapping[Key, Any], rng: GroupRng) -> Outputs:
         raise NotImplementedError(f"{self.name} acts for Tianshou's collectors only")
@@ -48,7 +68,8 @@ class TianshouActor:
         return ()
 
     def start(self, lane: Lane, rng: GroupRng) -> Act:
-        envs, observations = self.envs, lane.arrays[OBSERVATION]
+        envs = self.envs
+        observations = lane.arrays[OBSERVATION]
 
         def act(t: int) -> None:
             envs.check()
@@ -64,26 +85,38 @@ class TianshouActor:
                 with nullcontext() if self.no_grad else torch.enable_grad():
                     envs.actions = self._act(ids, obs)
             except Exception as error:
-                noted(error, f"{self.name} raised this. No environment was stepped since; the next call tries again.")
+                noted(
+                    error,
+                    f"{self.name} raised this. No environment was stepped since; the next call"
+                    " tries again.",
+                )
                 raise
 
         return act
 
     def _act(self, ids: Array, obs: Array) -> Actions:
-        policy, whole = self.policy, len(ids) == self.envs.num_envs
+        policy = self.policy
+        whole = len(ids) == self.envs.num_envs
         infos = self.envs.infos if whole else [self.envs.infos[i] for i in ids]
         batch = batch_of(obs=unshared(stacked(obs)), info=unshared(info_batch(infos)))
-        result = policy(batch, self.state if whole or self.state is None else unshared(self.state[ids]))
+        result = policy(
+            batch, self.state if whole or self.state is None else unshared(self.state[ids])
+        )
         act = to_numpy(result.act)
         if self.noise:
             act = policy.add_exploration_noise(act, batch)
         mapped = policy.map_action(act)
         if len(act) != len(ids):
-            raise BadPolicyOutput(f"{self.name} returned {len(act)} actions for {len(ids)} environments")
+            raise BadPolicyOutput(
+                f"{self.name} returned {len(act)} actions for {len(ids)} environments"
+            )
         entry, state = result.get("policy", None), result.get("state", None)
         entry = Batch() if entry is None else entry
         if not isinstance(entry, Batch):
-            raise BadPolicyOutput(f"what {self.name} returned has a policy of {type(entry).__name__}, expected a Batch")
+            raise BadPolicyOutput(
+                f"what {self.name} returned has a policy of {type(entry).__name__}, expected a"
+                " Batch"
+            )
         if state is not None:
             entry.hidden_state = state
         self._remember(ids, state, whole)
@@ -118,7 +151,9 @@ class TianshouActor:
 
 
 def info_batch(infos: Sequence[dict[str, Any]]) -> Any:
-    """Convert the last infos for a policy: an empty Batch if all are empty; zeros (or None) in place of empty ones."""
+    """Convert the last infos for a policy: an empty Batch if all are empty; zeros (or None) in
+    place of empty ones.
+    """
     some = next((info for info in infos if info), None)
     if some is None:
         return Batch()

@@ -1,4 +1,6 @@
-"""Between Tianshou's buffers and Muster's loop: a group of environments, its policy, and the steps of a ``collect``."""
+"""Between Tianshou's buffers and Muster's loop: a group of environments, its policy, and the steps
+of a ``collect``.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,15 @@ ADDS = ReplayBufferManager.add, PrioritizedReplayBuffer.add
 
 REAL = "biuf"  # kinds of dtypes whose values NumPy casts to one another
 
-KEYS = frozenset({"obs", "act", "rew", "terminated", "truncated", "done", "obs_next", "info", "policy"})
+KEYS = frozenset(
+    {"obs", "act", "rew", "terminated", "truncated", "done", "obs_next", "info", "policy"}
+)
 """Entries of a step that every buffer stores."""
 
 
 class Taken(NamedTuple):
-    """Steps of some rows: ``batch`` has Tianshou's keys, ``[M, ...]``, by row, then environment; ``env`` is ``[M]``.
+    """Steps of some rows: ``batch`` has Tianshou's keys, ``[M, ...]``, by row, then environment;
+    ``env`` is ``[M]``.
 
     ``ends`` are the indices between the rows, from 0 to M.
     """
@@ -73,11 +78,14 @@ class Going(NamedTuple):
         self.totals[which], self.steps[which] = 0, 0
 
     def after(self, taken: Taken) -> tuple[Going, list[Ended]]:
-        """Return the running episodes after these steps, and the episodes that ended in them, by time.
+        """Return the running episodes after these steps, and the episodes that ended in them, by
+        time.
 
         Rewards are added one by one in their own precision, as in Tianshou's buffers.
         """
-        rew, done, N = taken.batch.rew, taken.batch.done, len(self.steps)
+        rew = taken.batch.rew
+        done = taken.batch.done
+        N = len(self.steps)
         totals = np.zeros((N, *rew.shape[1:]), rew.dtype if rew.dtype.kind == "f" else float)
         totals += self.totals if self.totals.ndim == rew.ndim else self.totals.reshape(N, 1)
         going, ended = Going(totals, self.steps.copy()), list[Ended]()
@@ -87,12 +95,16 @@ class Going(NamedTuple):
             going.steps[which] += 1
             if done[begin:end].any():
                 over = taken.env[begin:end][done[begin:end]].tolist()
-                ended += [Ended(env, going.totals[env].copy(), int(going.steps[env])) for env in over]
+                ended += [
+                    Ended(env, going.totals[env].copy(), int(going.steps[env])) for env in over
+                ]
                 going.forget(over)
         return going, ended
 
 
-LANE_BYTES, LANE_ROWS = 1 << 26, 512  # limits of the memory between the environments and the buffer
+# limits of the memory between the environments and the buffer
+LANE_BYTES = 1 << 26
+LANE_ROWS = 512
 
 FLAGS = next_of(TERMINATED), next_of(TRUNCATED)
 OPTIONS = borrowed(validate="off")  # Tianshou accepts any reward
@@ -103,7 +115,8 @@ class Sampling(GroupRunner):
 
     def __init__(self, envs: VectorEnvs, actor: TianshouActor) -> None:
         super().__init__(envs, OPTIONS, rng=GroupRng(0))
-        self.envs, self.actor = envs, actor
+        self.envs = envs
+        self.actor = actor
         row_bytes = Layout(1, envs.num_envs, lane_columns(envs, (), OPTIONS)).nbytes
         self.most_rows = max(1, min(LANE_ROWS, LANE_BYTES // max(row_bytes, 1)))
         self.going: Going
@@ -122,17 +135,20 @@ class Sampling(GroupRunner):
         watch: Callable[[Lane, int], object] | None,
         on_row: Callable[[Lane, int], object] | None = None,
     ) -> Lane:
-        """Collect ``rows`` rows, fewer if the rule is complete, into ``last``; their number is its ``done_steps``.
+        """Collect ``rows`` rows, fewer if the rule is complete, into ``last``; their number is its
+        ``done_steps``.
 
         Args:
             watch: called after each row, and after the resets that are due in it.
             on_row: called after each row, before these resets.
 
         Raises:
-            Exception: what the environments, the policy or ``on_row`` have raised, as it is. After an error of the
-                environments all of them are reset before the next row, except after ``StopIteration`` in a reset.
+            Exception: what the environments, the policy or ``on_row`` have raised, as it is. After
+                an error of the environments all of them are reset before the next row, except after
+                ``StopIteration`` in a reset.
         """
-        envs, self.last = self.envs, None
+        envs = self.envs
+        self.last = None
         envs.rows.clear()
         lane = self.last = self.lane(self.actor, rows)
         envs.on_row, envs.failure, envs.unreset = on_row, None, []
@@ -151,12 +167,16 @@ class Sampling(GroupRunner):
         return lane
 
     def lose(self, which: Sequence[int]) -> None:
-        """Reset these environments before the next row: their episodes have ended, or their states are unknown."""
+        """Reset these environments before the next row: their episodes have ended, or their states
+        are unknown.
+        """
         self.envs.forget(which)
         self.group.reset(which)
 
     def pieces(self, lane: Lane) -> Iterator[tuple[int, int]]:
-        """Split the lane's rows into pieces of one structure: mostly one piece. Yields first row and end of each.
+        """Split the lane's rows into pieces of one structure: mostly one piece.
+
+        Yields first row and end of each.
 
         A row in which the environments' infos differ in structure is a piece.
         """
@@ -185,7 +205,9 @@ class Sampling(GroupRunner):
         flags = {"terminated": terminated, "truncated": truncated, "done": terminated | truncated}
         return Taken(env, ends, batch_of(rew=_joined([row.rew for row in rows]), **flags))
 
-    def taken(self, lane: Lane, begin: int, end: int, *, lent: bool = False, before_resets: bool = False) -> Taken:
+    def taken(
+        self, lane: Lane, begin: int, end: int, *, lent: bool = False, before_resets: bool = False
+    ) -> Taken:
         """Return the steps of rows ``begin`` to ``end``.
 
         Args:
@@ -197,12 +219,15 @@ class Sampling(GroupRunner):
         now = lane.arrays[OBSERVATION]
         after = now[1:] if before_resets else lane.arrays[next_of(OBSERVATION)]
         if ends[-1] == lane.B * len(rows):
-            obs, obs_next = (array[begin:end].reshape(-1, *array.shape[2:]) for array in (now, after))
+            obs, obs_next = (
+                array[begin:end].reshape(-1, *array.shape[2:]) for array in (now, after)
+            )
             if not lent:
                 obs, obs_next = obs.copy(), obs_next.copy()
         else:
             t = begin + np.repeat(np.arange(len(rows)), np.diff(ends))
-            obs, obs_next = now[t, env], after[t, env]
+            obs = now[t, env]
+            obs_next = after[t, env]
         batch = batch_of(
             obs=stacked(obs),
             act=_joined([row.act for row in rows]),
@@ -215,7 +240,10 @@ class Sampling(GroupRunner):
 
 
 class Structure:
-    """The types, dtypes and shapes of some rows. Infos may come and go, each with one type and shape."""
+    """The types, dtypes and shapes of some rows.
+
+    Infos may come and go, each with one type and shape.
+    """
 
     def __init__(self) -> None:
         self._arrays: Any = None
@@ -223,8 +251,15 @@ class Structure:
 
     def fits(self, row: Row) -> bool:
         """Add a row, and return True; False if it differs from the rows before."""
-        act, rew = row.act, row.rew
-        arrays = act.dtype, act.shape[1:], rew.dtype.kind in NUMBERS, rew.shape[1:], _kind(row.policy)
+        act = row.act
+        rew = row.rew
+        arrays = (
+            act.dtype,
+            act.shape[1:],
+            rew.dtype.kind in NUMBERS,
+            rew.shape[1:],
+            _kind(row.policy),
+        )
         if self._arrays not in (None, arrays):
             return False
         self._arrays = arrays
@@ -232,7 +267,9 @@ class Structure:
 
 
 def _info_fits(info: dict[str, Any], known: dict[str, Any]) -> bool:
-    """Add the kinds of an info's entries to the ``known`` ones, and return True; False if one differs."""
+    """Add the kinds of an info's entries to the ``known`` ones, and return True; False if one
+    differs.
+    """
     for key, value in info.items():
         if isinstance(value, dict):
             deeper = known.setdefault(key, {})
@@ -246,7 +283,9 @@ def _info_fits(info: dict[str, Any], known: dict[str, Any]) -> bool:
 
 
 def _kind(tree: Any, *, whole: bool = False) -> Any:
-    """Return type, dtype and shape (without the first dimension, unless ``whole``) of the leaves of a tree."""
+    """Return type, dtype and shape (without the first dimension, unless ``whole``) of the leaves of
+    a tree.
+    """
     kind = type(tree)
     if kind in PLAIN:
         return kind
@@ -269,7 +308,9 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 def _infos(rows: Sequence[Row], env: Array) -> Any:
-    """Return all infos as a Batch; skips its slow conversion if all infos have the same names and only numbers."""
+    """Return all infos as a Batch; skips its slow conversion if all infos have the same names and
+    only numbers.
+    """
     if all(row.infos is None for row in rows):
         return batch_of(env_id=env.copy())
     infos: list[dict[str, Any]] = []
@@ -285,13 +326,19 @@ def _infos(rows: Sequence[Row], env: Array) -> Any:
 
 
 def is_tianshous(buffer: Any) -> bool:
-    """Whether rows can be added some time after they were made: ``add`` is one of Tianshou's, and does nothing else."""
+    """Whether rows can be added some time after they were made: ``add`` is one of Tianshou's, and
+    does nothing else.
+    """
     known = *ADDS, ReplayBuffer.add, CachedReplayBuffer.add, HERReplayBuffer.add
-    return getattr(type(buffer), "add", None) in known and "add" not in getattr(buffer, "__dict__", {})
+    return getattr(type(buffer), "add", None) in known and "add" not in getattr(
+        buffer, "__dict__", {}
+    )
 
 
 def takes_many(buffer: Any) -> bool:
-    """Whether one ``add`` may get several steps per environment; classes with another ``add`` get single rows."""
+    """Whether one ``add`` may get several steps per environment; classes with another ``add`` get
+    single rows.
+    """
     own = isinstance(buffer, ReplayBufferManager) and type(buffer).add in ADDS
     return own and tianshou.__version__ == TESTED
 
@@ -299,14 +346,15 @@ def takes_many(buffer: Any) -> bool:
 def add(buffer: Any, taken: Taken, added: Callable[[Array], object] = lambda done: None) -> None:
     """Add steps, with the same result as adding every row separately.
 
-    Parts of several rows are so long that no ring overwrites itself; the first row is a part, because it allocates the
-    buffer.
+    Parts of several rows are so long that no ring overwrites itself; the first row is a part,
+    because it allocates the buffer.
 
     Args:
         added: called after each part with its done flags.
     """
     most = max(1, int(np.diff(buffer.subbuffer_edges).min())) if takes_many(buffer) else 1
-    row, last = 0, len(taken.ends) - 1
+    row = 0
+    last = len(taken.ends) - 1
     while row < last:
         after = min(last, row + (most if hasattr(buffer, "obs") else 1))
         part = slice(taken.ends[row], taken.ends[after])
@@ -316,7 +364,9 @@ def add(buffer: Any, taken: Taken, added: Callable[[Array], object] = lambda don
 
 
 def has_columns(buffer: Any, batch: Any) -> bool:
-    """Whether the buffer stores all entries as they are. Else it may make columns, refuse rows, or broadcast values.
+    """Whether the buffer stores all entries as they are.
+
+    Else it may make columns, refuse rows, or broadcast values.
 
     Observations are not compared: they are always of one shape.
     """
@@ -331,21 +381,26 @@ def _alike(column: Any, values: Any) -> bool:
         own = values.__dict__
         if not own:
             return True
-        return isinstance(column, Batch) and all(_alike(column.__dict__.get(key), own[key]) for key in own)
+        return isinstance(column, Batch) and all(
+            _alike(column.__dict__.get(key), own[key]) for key in own
+        )
     if type(column) is not type(values) or column.shape[1:] != values.shape[1:]:
         return False
     if column.dtype == values.dtype:
         return True
-    return isinstance(values, np.ndarray) and column.dtype.kind in REAL and values.dtype.kind in REAL
+    return (
+        isinstance(values, np.ndarray) and column.dtype.kind in REAL and values.dtype.kind in REAL
+    )
 
 
 class Collection:
-    """The steps and episodes of one call of ``collect``: adds them to the ``owner``'s buffer, and counts them.
+    """The steps and episodes of one call of ``collect``: adds them to the ``owner``'s buffer, and
+    counts them.
 
     Args:
         owner: the collector.
-        by_row: add every row as soon as it is complete, and call hooks and statistics with it. Else rows are added
-            together.
+        by_row: add every row as soon as it is complete, and call hooks and statistics with it. Else
+            rows are added together.
         adds_entries: an ``on_episode_done_hook`` may return entries.
 
     Attributes:
@@ -354,13 +409,19 @@ class Collection:
     """
 
     def __init__(self, owner: Any, sampling: Sampling, *, by_row: bool, adds_entries: bool) -> None:
-        self.owner, self.sampling, self.by_row, self.adds_entries = owner, sampling, by_row, adds_entries
+        self.owner = owner
+        self.sampling = sampling
+        self.by_row = by_row
+        self.adds_entries = adds_entries
         self.stats, self.steps, self.episodes = owner.collect_stats_class(), 0, 0
         self._ended: list[Ended] = []
-        self._in_buffer: list[tuple[Ended, int, int]] = []  # with the first and last place of each in the buffer
+        # with the first and last place of each in the buffer
+        self._in_buffer: list[tuple[Ended, int, int]] = []
         self._deviations: list[Array] = []
 
-    def make(self, rows: int, rule: Rule | None = None, enough: Callable[[], bool] | None = None) -> None:
+    def make(
+        self, rows: int, rule: Rule | None = None, enough: Callable[[], bool] | None = None
+    ) -> None:
         """Collect rows: ``rows``, or fewer if the rule is complete, or after a row if ``enough()``."""
         sampling = self.sampling
 
@@ -372,7 +433,9 @@ class Collection:
 
         try:
             watches = self.by_row or enough is not None
-            sampling.make(rows, rule, watch if watches else None, self._add_row if self.by_row else None)
+            sampling.make(
+                rows, rule, watch if watches else None, self._add_row if self.by_row else None
+            )
         finally:
             if sampling.last is not None and not self.by_row:
                 self._add_all(sampling.last)
@@ -387,12 +450,19 @@ class Collection:
         with torch.no_grad():
             for begin, end in pieces:
                 self._add_piece(lane, begin, end)
-        dists = [row.actions.dist for row in sampling.envs.rows[: lane.done_steps] if row.actions.dist is not None]
+        dists = [
+            row.actions.dist
+            for row in sampling.envs.rows[: lane.done_steps]
+            if row.actions.dist is not None
+        ]
         self._deviations += [np.atleast_2d(to_numpy(get_stddev_from_dist(dist))) for dist in dists]
 
     def _add_piece(self, lane: Lane, begin: int, end: int) -> None:
-        """Add rows of one structure: all at once if the buffer has columns for them, maybe after the first row."""
-        buffer, sampling = self.owner.buffer, self.sampling
+        """Add rows of one structure: all at once if the buffer has columns for them, maybe after
+        the first row.
+        """
+        buffer = self.owner.buffer
+        sampling = self.sampling
         for t in range(begin, end):
             rest = sampling.taken(lane, t, end, lent=takes_many(buffer)) if t <= begin + 1 else None
             if rest is not None and has_columns(buffer, rest.batch):
@@ -407,7 +477,10 @@ class Collection:
     def close(self) -> Any:
         """Return the statistics, complete except for times and summaries."""
         if not self.by_row:
-            self.stats.n_collected_steps, self.stats.n_collected_episodes = self.steps, self.episodes
+            self.stats.n_collected_steps, self.stats.n_collected_episodes = (
+                self.steps,
+                self.episodes,
+            )
         if self._ended:
             self.stats.returns = np.array([episode.total for episode in self._ended], float)
             self.stats.lens = np.array([episode.steps for episode in self._ended], int)
@@ -417,9 +490,11 @@ class Collection:
 
     def _add_row(self, lane: Lane, t: int) -> None:
         """Call the hook with a complete row, then add it."""
-        owner, row = self.owner, self.sampling.envs.rows[t]
+        owner = self.owner
+        row = self.sampling.envs.rows[t]
         actions, taken = row.actions, self.sampling.taken(lane, t, t + 1, before_resets=True)
-        step, done = taken.batch, taken.batch.done
+        step = taken.batch
+        done = taken.batch.done
         step.dist = actions.dist if np.array_equal(row.ids, actions.ids) else None
         chosen = Batch(
             act=actions.act,
@@ -433,7 +508,9 @@ class Collection:
             owner.run_on_step_hook(chosen, step)
             rew = step.rew
         finally:  # the episodes go on, also if this row is lost
-            self.sampling.going, ended = self.sampling.going.after(taken._replace(batch=Batch(rew=rew, done=done)))
+            self.sampling.going, ended = self.sampling.going.after(
+                taken._replace(batch=Batch(rew=rew, done=done))
+            )
         self.stats.update_at_step_batch(step)
         step.pop("dist")
         places, _, _, starts = owner.buffer.add(step, buffer_ids=taken.env)
@@ -450,14 +527,16 @@ class Collection:
 
     def _end(self, episode: Ended, first: int, last: int) -> None:
         """Process an ended episode, which is in the buffer from position ``first`` to ``last``."""
-        owner, stats = self.owner, self.stats
+        owner = self.owner
+        stats = self.stats
         where = _places(owner.buffer, first, last, episode)
         batch = owner.buffer[where]
         entries = owner.run_on_episode_done(batch)
         if entries is not None and not self.adds_entries:
             raise BadOption(
-                f"the on_episode_done_hook returned {sorted(entries)}: these can be stored with n_episode only, as "
-                f"with n_step some of an episode's steps can be missing. Collect episodes, or return None"
+                f"the on_episode_done_hook returned {sorted(entries)}: these can be stored with"
+                " n_episode only, as with n_step some of an episode's steps can be missing."
+                " Collect episodes, or return None"
             )
         for key, values in (entries or {}).items():
             owner.buffer.set_array_at_key(values, key, index=where)
@@ -469,7 +548,9 @@ class Collection:
 
 
 def _places(buffer: Any, first: int, last: int, episode: Ended) -> Array:
-    """The positions of an episode in the buffer, in order; only its last steps if it is longer than its ring."""
+    """The positions of an episode in the buffer, in order; only its last steps if it is longer than
+    its ring.
+    """
     edges = buffer.subbuffer_edges
     begin = edges[np.searchsorted(edges, last, side="right") - 1]
     size = edges[np.searchsorted(edges, last, side="right")] - begin
@@ -480,19 +561,25 @@ def _places(buffer: Any, first: int, last: int, episode: Ended) -> Array:
 
 
 def _add_entries(buffer: Any, step: Any, places: Array) -> None:
-    """Store entries that a hook has added to a row; a single ring has stored them already, others drop them."""
+    """Store entries that a hook has added to a row; a single ring has stored them already, others
+    drop them.
+    """
     if not isinstance(buffer, ReplayBufferManager):
         return
     added = [key for key in step.get_keys() if key not in KEYS]
     if added and isinstance(buffer, CachedReplayBuffer):
         raise BadOption(
-            f"the on_step_hook added {added}, which a CachedReplayBuffer does not move to its main buffer: use "
-            f"another buffer, or put them into rollout_batch.policy"
+            f"the on_step_hook added {added}, which a CachedReplayBuffer does not move to its main"
+            " buffer: use another buffer, or put them into rollout_batch.policy"
         )
     for key in added:
         if not hasattr(buffer, key):
             own = isinstance(step[key], np.ndarray | Batch) or hasattr(step[key], "new_zeros")
-            made = create_value(step[key], buffer.maxsize, stack=False) if own else np.full(buffer.maxsize, None)
+            made = (
+                create_value(step[key], buffer.maxsize, stack=False)
+                if own
+                else np.full(buffer.maxsize, None)
+            )
             buffer.set_array_at_key(made, key)
         stored = getattr(buffer, key)
         if isinstance(stored, np.ndarray) and not isinstance(step[key], np.ndarray):
@@ -503,11 +590,14 @@ def _add_entries(buffer: Any, step: Any, places: Array) -> None:
 
 
 class EpisodeRolloutHookMerged(TianshouMerged):  # type: ignore[misc] # of a package that mypy skips
-    """Merges several episode hooks. Tianshou's own class refuses every entry that the first hook returns.
+    """Merges several episode hooks.
+
+    Tianshou's own class refuses every entry that the first hook returns.
 
     Args:
         episode_rollout_hooks: called in this order.
-        check_overlapping_keys: raise ``KeyError`` if two hooks return an entry of one name; else the last one is used.
+        check_overlapping_keys: raise ``KeyError`` if two hooks return an entry of one name; else
+            the last one is used.
     """
 
     def __call__(self, episode_batch: Any) -> dict[str, Any] | None:
@@ -515,6 +605,9 @@ class EpisodeRolloutHookMerged(TianshouMerged):  # type: ignore[misc] # of a pac
         for hook in self.episode_rollout_hooks:
             entries = hook(episode_batch) or {}
             if self.check_overlapping_keys and (twice := sorted(merged.keys() & entries.keys())):
-                raise KeyError(f"{hook} returns {twice}, as a hook before it does: give them names of their own")
+                raise KeyError(
+                    f"{hook} returns {twice}, as a hook before it does: give them names of"
+                    " their own"
+                )
             merged.update(entries)
         return merged or None

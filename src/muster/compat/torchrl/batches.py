@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
 
-def tidy(batch: TensorDictBase, *, track_traj_ids: bool, limit: int | None, dropped: Sequence[Any]) -> TensorDictBase:
+def tidy(
+    batch: TensorDictBase, *, track_traj_ids: bool, limit: int | None, dropped: Sequence[Any]
+) -> TensorDictBase:
     """Return a batch with TorchRL's columns.
 
     Args:
         track_traj_ids: keep the trajectory ids. All other columns below ``collector`` are removed.
-        limit: ``max_frames_per_traj``. Like TorchRL, mark its last step as truncated even if the episode terminated.
+        limit: ``max_frames_per_traj``. Like TorchRL, mark its last step as truncated even if the
+            episode terminated.
         dropped: keys to omit.
     """
     version = batch.get(POLICY_VERSION, None)
@@ -39,7 +42,8 @@ def tidy(batch: TensorDictBase, *, track_traj_ids: bool, limit: int | None, drop
 
 
 def add_next_states(batch: TensorDictBase, last: Mapping[Key, torch.Tensor | None]) -> None:
-    """Add the policy's own states below ``next``: those of the following row, which are zero where episodes start.
+    """Add the policy's own states below ``next``: those of the following row, which are zero where
+    episodes start.
 
     Args:
         last: states after the last row, by key; None: zeros.
@@ -48,7 +52,9 @@ def add_next_states(batch: TensorDictBase, last: Mapping[Key, torch.Tensor | Non
     for key, after in last.items():
         if (state := batch.get(key, None)) is not None:
             following = state.roll(-1, dim)
-            following.select(dim, -1).copy_(torch.zeros((), device="cpu") if after is None else after)
+            following.select(dim, -1).copy_(
+                torch.zeros((), device="cpu") if after is None else after
+            )
             batch.set(next_of(key), following)
 
 
@@ -61,7 +67,9 @@ def restore_classes(batch: TensorDictBase, kinds: Mapping[Key, Any]) -> None:
 
 
 def mark_end(batch: TensorDictBase, truncated: Sequence[Any]) -> TensorDictBase:
-    """Implement ``set_truncated``: mark the last time step as truncated and done. The episode continues.
+    """Implement ``set_truncated``: mark the last time step as truncated and done.
+
+    The episode continues.
 
     TorchRL's own function fails for batches that are locked, which those on a device are.
     """
@@ -73,9 +81,17 @@ def mark_end(batch: TensorDictBase, truncated: Sequence[Any]) -> TensorDictBase:
 
 
 def compact_keys(env: Any) -> list[Any]:
-    """Return the keys that ``compact_obs`` omits: next observations, states, step counts and policy versions."""
-    keys = [*getattr(env, "_observation_keys_step_mdp", ()), *getattr(env, "_state_keys_step_mdp", ())]
-    return [("next", *as_key(key)) for key in keys] + [next_of(STEP_COUNT), ("next", "policy_version")]
+    """Return the keys that ``compact_obs`` omits: next observations, states, step counts and policy
+    versions.
+    """
+    keys = [
+        *getattr(env, "_observation_keys_step_mdp", ()),
+        *getattr(env, "_state_keys_step_mdp", ()),
+    ]
+    return [("next", *as_key(key)) for key in keys] + [
+        next_of(STEP_COUNT),
+        ("next", "policy_version"),
+    ]
 
 
 def truncated_keys(env: Any, *, limited: bool) -> list[Any]:
@@ -84,11 +100,14 @@ def truncated_keys(env: Any, *, limited: bool) -> list[Any]:
     Raises:
         RuntimeError: the environment has no such flags.
     """
-    keys = [key for key in getattr(env, "done_keys", ["truncated"]) if as_key(key)[-1] == "truncated"]
+    keys = [
+        key for key in getattr(env, "done_keys", ["truncated"]) if as_key(key)[-1] == "truncated"
+    ]
     keys = keys or (["truncated"] if limited else [])
     if not keys:
         raise RuntimeError(
-            "set_truncated was set to True but no truncated key could be found in the environment. Make sure the "
-            "truncated keys are properly set using `env.add_truncated_keys()` before passing the env to the collector."
+            "set_truncated was set to True but no truncated key could be found in the environment."
+            " Make sure the truncated keys are properly set using `env.add_truncated_keys()` before"
+            " passing the env to the collector."
         )
     return keys

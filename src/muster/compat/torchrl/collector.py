@@ -33,7 +33,9 @@ from muster.workers.build import build_policy
 
 
 class _ByBackend(type(torchrl.collectors.Collector)):  # type: ignore[misc]
-    """Metaclass with which ``Collector(backend=..., num_collectors=...)`` makes collectors of this package."""
+    """Metaclass with which ``Collector(backend=..., num_collectors=...)`` makes collectors of this
+    package.
+    """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is Collector:
@@ -51,11 +53,12 @@ class Collector(
     torchrl.collectors.Collector,  # type: ignore[misc]
     metaclass=_ByBackend,
 ):
-    """TorchRL 0.14's ``Collector`` with the same arguments, defaults, attributes and results; Muster collects.
+    """TorchRL 0.14's ``Collector`` with the same arguments, defaults, attributes and results;
+    Muster collects.
 
-    ``torchrl.collectors.Collector`` documents them, and docs/torchrl.md the differences. Besides TorchRL's
-    environments and policies, those of ``muster.Collector`` are supported. Batches are views on memory that is reused
-    only after the last tensor of the batch was dropped.
+    ``torchrl.collectors.Collector`` documents them, and docs/torchrl.md the differences. Besides
+    TorchRL's environments and policies, those of ``muster.Collector`` are supported. Batches are
+    views on memory that is reused only after the last tensor of the batch was dropped.
 
     Raises:
         TypeError: an argument is unknown, or the policy cannot be wrapped.
@@ -65,7 +68,8 @@ class Collector(
     env_device: Any
     _wrapped_policy: Any = None
     _use_buffers: bool  # all batches have the full shape
-    _ignore_rb = False  # True while BaseCollector assembles complete trajectories, and writes them itself
+    # True while BaseCollector assembles complete trajectories, and writes them itself
+    _ignore_rb = False
     _thread: Background | None = None
     _same: Any = None  # with return_same_td: the TensorDict of all batches
     _acting: Any = None
@@ -77,7 +81,7 @@ class Collector(
 
     __init__.__signature__ = inspect.signature(torchrl.collectors.Collector.__init__)  # type: ignore[attr-defined]
 
-    # --- steps of TorchRL's constructor, in its order -----------------------------------------------
+    # --- steps of TorchRL's constructor, in its order ---------------------------------------------
 
     def _init_env(self, create_env_fn: Any, create_env_kwargs: dict[str, Any] | None) -> Any:
         make = setup.one_env(create_env_fn)
@@ -85,7 +89,9 @@ class Collector(
         self._env_kwargs = create_env_kwargs if isinstance(env, str) else None
         return env if isinstance(env, EnvBase) else setup.Foreign(env)
 
-    def _init_policy(self, policy: Any, policy_factory: Any, env: Any, trust_policy: bool | None) -> Any:
+    def _init_policy(
+        self, policy: Any, policy_factory: Any, env: Any, trust_policy: bool | None
+    ) -> Any:
         if isinstance(env, EnvBase):
             return super()._init_policy(policy, policy_factory, env, trust_policy)
         if policy is not None and policy_factory is not None:
@@ -101,7 +107,11 @@ class Collector(
             self.policy_version_tracker = PolicyVersion()
 
     def _maybe_setup_policy_env_transforms(self, env: Any, policy: Any) -> Any:
-        return super()._maybe_setup_policy_env_transforms(env, policy) if isinstance(env, EnvBase) else env
+        return (
+            super()._maybe_setup_policy_env_transforms(env, policy)
+            if isinstance(env, EnvBase)
+            else env
+        )
 
     def _setup_policy_and_weights(self, policy: Any) -> None:
         self._registered = self.env
@@ -120,7 +130,9 @@ class Collector(
 
     def _setup_max_frames_per_traj(self, max_frames_per_traj: int | None) -> None:
         self.max_frames_per_traj = int(max_frames_per_traj or 0)
-        self.env, self._limit = setup.limit_steps(self.env, self._wrapped_policy, self.max_frames_per_traj)
+        self.env, self._limit = setup.limit_steps(
+            self.env, self._wrapped_policy, self.max_frames_per_traj
+        )
 
     def _setup_compact_obs(self, compact_obs: bool) -> None:
         self.compact_obs = bool(compact_obs)
@@ -133,19 +145,30 @@ class Collector(
         """See ``_make_carrier``."""
 
     def _set_truncated_keys(self) -> None:
-        self._truncated = batches.truncated_keys(self.env, limited=bool(self._limit)) if self.set_truncated else []
+        self._truncated = (
+            batches.truncated_keys(self.env, limited=bool(self._limit))
+            if self.set_truncated
+            else []
+        )
 
     def _setup_weight_sync(self, weight_updater: Any, weight_sync_schemes: Any) -> None:
         self._make_engine()
         if weight_sync_schemes is not None:
-            # Schemes of ours that name a transport are for workers, which this collector does not have.
+            # Schemes of ours that name a transport are for workers, which this collector does not
+            # have.
             weight_sync_schemes = {
-                model_id: scheme for model_id, scheme in weight_sync_schemes.items() if not is_for_workers(scheme)
+                model_id: scheme
+                for model_id, scheme in weight_sync_schemes.items()
+                if not is_for_workers(scheme)
             }
         super()._setup_weight_sync(weight_updater, weight_sync_schemes)
 
     def _make_engine(self) -> None:
-        self._per_step = self.replay_buffer is not None and not self.extend_buffer and self.trajs_per_batch is None
+        self._per_step = (
+            self.replay_buffer is not None
+            and not self.extend_buffer
+            and self.trajs_per_batch is None
+        )
         self.options = self._make_options()
         with _original_errors():
             self._engine = setup.make_engine(
@@ -159,13 +182,19 @@ class Collector(
             )
             self._on_demand = OnDemand(self._engine)
             self._acting = self._engine.policy
-            self.n_env, self.frames_per_batch = self._engine.num_envs, self._engine.rows
+            self.n_env = self._engine.num_envs
+            self.frames_per_batch = self._engine.rows
             self.requested_frames_per_batch = self.n_env * self.frames_per_batch
             self._classes = setup.classes_of(self._engine.groups[0].env)
-            self._numbering = Numbering(self.n_env, getattr(self.env, "done_keys", ["done"]), self._traj_pool)
+            self._numbering = Numbering(
+                self.n_env, getattr(self.env, "done_keys", ["done"]), self._traj_pool
+            )
 
     def _make_options(self) -> CollectorOptions:
-        """Return Muster's options of the engine. The compat layer implements all other arguments."""
+        """Return Muster's options of the engine.
+
+        The compat layer implements all other arguments.
+        """
         native = isinstance(self.env, EnvBase)
         return CollectorOptions(
             self.env,
@@ -183,7 +212,8 @@ class Collector(
             storing_device=self.storing_device,
             policy_device=self.policy_device,
             exploration_type=self.exploration_type,
-            # As in TorchRL, values are not checked, and all draws use torch's global generator, seeded by the program.
+            # As in TorchRL, values are not checked, and all draws use torch's global generator,
+            # seeded by the program.
             validate="off",
             obs_dtype="env",  # a network of another dtype fails in TorchRL, too
             # Environments and policies may keep their tensors.
@@ -194,15 +224,23 @@ class Collector(
 
     def _compiled(self, policy: Any) -> Any:
         """Return the policy compiled as in TorchRL, with ``compile_policy``."""
-        return policies.Compiled(policy, self.compiled_policy_kwargs) if self.compiled_policy else policy
+        return (
+            policies.Compiled(policy, self.compiled_policy_kwargs)
+            if self.compiled_policy
+            else policy
+        )
 
     def _compile_options(self) -> bool | dict[str, Any]:
         """Return ``compile_policy`` for Muster, which compiles at the first call."""
-        options = {name: value for name, value in self.compiled_policy_kwargs.items() if name != "warmup"}
+        options = {
+            name: value for name, value in self.compiled_policy_kwargs.items() if name != "warmup"
+        }
         return options or self.compiled_policy
 
     def _graph_options(self) -> bool | dict[str, Any]:
-        """Return ``cudagraph_policy`` for Muster: False without CUDA, where TorchRL's graphs only call the policy."""
+        """Return ``cudagraph_policy`` for Muster: False without CUDA, where TorchRL's graphs only
+        call the policy.
+        """
         options = dict(self.cudagraphed_policy_kwargs)
         if self.cudagraphed_policy and not torch.cuda.is_available():
             policies.check_graph(self._wrapped_policy, self.policy_device, options)
@@ -212,7 +250,10 @@ class Collector(
     # --- collecting -------------------------------------------------------------------------------
 
     def iterator(self) -> Iterator[Any]:
-        """Yield batches until ``total_frames``; None if the replay buffer got the batch. See ``iter(collector)``."""
+        """Yield batches until ``total_frames``; None if the replay buffer got the batch.
+
+        See ``iter(collector)``.
+        """
         self._check_open()
         while self._frames < self.total_frames:
             self._check_open()
@@ -237,21 +278,29 @@ class Collector(
         return super().next()
 
     def rollout(self) -> Any:
-        """Collect a batch ``[*env batch, T]`` without postprocessing; None if its steps are in the replay buffer."""
+        """Collect a batch ``[*env batch, T]`` without postprocessing; None if its steps are in the
+        replay buffer.
+        """
         self._check_open()
         if self.pre_collect_hook is not None:
             self.pre_collect_hook()
         with _original_errors():
             if self.reset_at_each_iter:
                 self._begin_episodes(None, {})
-            return self._add_steps() if self._per_step else batches.mark_end(self._collect(), self._truncated)
+            return (
+                self._add_steps()
+                if self._per_step
+                else batches.mark_end(self._collect(), self._truncated)
+            )
 
     def fake_tensordict(self) -> Any:
         """Return a batch of zeros."""
         self._check_open()
         with _original_errors():
             self._engine.policy = self._acting
-            return self._postproc(batches.mark_end(self._tidy(self._engine.blank()), self._truncated))
+            return self._postproc(
+                batches.mark_end(self._tidy(self._engine.blank()), self._truncated)
+            )
 
     def reset(self, index: Any = None, **kwargs: Any) -> None:
         """Reset environments now, and start new trajectories with new ids.
@@ -277,8 +326,8 @@ class Collector(
         """Seed the environment; torch is not seeded. TorchRL's environments are not reset.
 
         Returns:
-            the next seed, from TorchRL's environment. Other environments are reset, and the last seed is returned, as
-            in ``muster.Collector``.
+            the next seed, from TorchRL's environment. Other environments are reset, and the last
+            seed is returned, as in ``muster.Collector``.
         """
         if isinstance(self.env, EnvBase):
             return int(self.env.set_seed(seed, static_seed=static_seed))
@@ -289,10 +338,12 @@ class Collector(
             raise TypeError("an endless collector (total_frames=-1) has no length")
         return int(-(-self.total_frames // self.requested_frames_per_batch))
 
-    # --- background thread, shutdown ---------------------------------------------------------------
+    # --- background thread, shutdown --------------------------------------------------------------
 
     def start(self) -> None:
-        """Collect into the replay buffer in a background thread, until ``total_frames`` or ``async_shutdown``."""
+        """Collect into the replay buffer in a background thread, until ``total_frames`` or
+        ``async_shutdown``.
+        """
         if self.replay_buffer is None:
             raise RuntimeError("Replay buffer must be defined for execution.")
         self._check_open()
@@ -310,21 +361,30 @@ class Collector(
         return contextlib.nullcontext() if self._thread is None else self._thread.paused()
 
     def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
-        """End the background thread after its batch, and shut down. Raises the error of the thread."""
+        """End the background thread after its batch, and shut down.
+
+        Raises the error of the thread.
+        """
         self.shutdown(timeout=timeout, close_env=close_env)
 
-    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """End the background thread, and close the environment. Batches stay valid. May be called again.
+    def shutdown(
+        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
+    ) -> None:
+        """End the background thread, and close the environment.
+
+        Batches stay valid. May be called again.
 
         Args:
             timeout: timeout in seconds for the current batch of the thread.
             close_env: False: leave the environment open.
             raise_on_error: False: ignore errors of the environment and of the thread.
         """
-        thread, error = self._thread, None
+        thread = self._thread
+        error = None
         if thread is not None and not thread.here():
             thread.stop(timeout)
-            self._thread, error = None, thread.error
+            self._thread = None
+            error = thread.error
         if not self.closed:
             self.closed = True
             self._receivers.close()
@@ -346,7 +406,9 @@ class Collector(
 
     @property
     def _exclude_private_keys(self) -> bool:
-        """TorchRL's switch: False, set before the first batch, keeps the policy's outputs that begin with ``_``."""
+        """TorchRL's switch: False, set before the first batch, keeps the policy's outputs that
+        begin with ``_``.
+        """
         return not getattr(self._acting, "keeps_private", False)
 
     @_exclude_private_keys.setter
@@ -363,23 +425,33 @@ class Collector(
         self._engine.reset(chosen, options)
         for group in self._engine.groups:
             group.begin()
-        replaced: list[int] = self._numbering.renumber(range(self.n_env) if chosen is None else chosen).tolist()
+        replaced: list[int] = self._numbering.renumber(
+            range(self.n_env) if chosen is None else chosen
+        ).tolist()
         return replaced
 
     def _random(self) -> Any:
-        """Return the policy of random frames: the environment's random actions, zeros in the policy's other columns."""
+        """Return the policy of random frames: the environment's random actions, zeros in the
+        policy's other columns.
+        """
         if self._random_policy is None:
             group, zeros = self._engine.groups[0], self._zeros_of_policy()
             if isinstance(self.env, EnvBase):
                 policy = policies.RandomWithZeros(group, zeros)
-                self._random_policy = build_policy(policy, worker_options(self.options, policy), group, None)
+                self._random_policy = build_policy(
+                    policy, worker_options(self.options, policy), group, None
+                )
             else:
-                self._random_policy = UniformPolicy(group.env.sample, group.batch_shape, unknown=0.0)
+                self._random_policy = UniformPolicy(
+                    group.env.sample, group.batch_shape, unknown=0.0
+                )
                 self._random_policy.learn([c for c in self._acting.columns() if c.key in zeros], {})
         return self._random_policy
 
     def _zeros_of_policy(self) -> Any:
-        """Return zeros for the outputs of the policy other than its actions, ``[*batch shape, *shape]``."""
+        """Return zeros for the outputs of the policy other than its actions, ``[*batch shape,
+        *shape]``.
+        """
         if not self._use_buffers:
             return {}
         if not self._acting.columns():
@@ -388,7 +460,10 @@ class Collector(
                 self._engine.source.layout("policy")
         plain = [c for c in self._acting.columns() if c.is_tensor and c.key != IS_INIT]
         return {
-            c.key: torch.zeros((*self._batch_shape, *c.shape), dtype=torch_dtype(c.dtype), device="cpu") for c in plain
+            c.key: torch.zeros(
+                (*self._batch_shape, *c.shape), dtype=torch_dtype(c.dtype), device="cpu"
+            )
+            for c in plain
         }
 
     def _collect(self) -> Any:
@@ -415,14 +490,23 @@ class Collector(
         for _ in range(self._engine.rows):
             step = self._collect()
             self.replay_buffer.add(step[..., 0])
-            if self._count(step.numel()) or (self.interruptor is not None and self.interruptor.collection_stopped()):
+            if self._count(step.numel()) or (
+                self.interruptor is not None and self.interruptor.collection_stopped()
+            ):
                 return
 
     def _tidy(self, batch: Any) -> Any:
         group = self._engine.groups[0]
-        batch = batches.tidy(batch, track_traj_ids=self.track_traj_ids, limit=self._limit, dropped=self._compact)
-        carried = {c.key for c in self._acting.columns() if c.carry} - {IS_INIT, *group.env.observation_specs}
-        batches.add_next_states(batch, {key: group.carry.seen(key) if key in group.carry else None for key in carried})
+        batch = batches.tidy(
+            batch, track_traj_ids=self.track_traj_ids, limit=self._limit, dropped=self._compact
+        )
+        carried = {c.key for c in self._acting.columns() if c.carry} - {
+            IS_INIT,
+            *group.env.observation_specs,
+        }
+        batches.add_next_states(
+            batch, {key: group.carry.seen(key) if key in group.carry else None for key in carried}
+        )
         batches.restore_classes(batch, self._classes)
         return batch.clear_device_() if self.storing_device is None else batch
 
@@ -440,7 +524,9 @@ class Collector(
 
 @contextlib.contextmanager
 def _original_errors() -> Iterator[None]:
-    """Raise the original error of an environment or policy, with Muster's error, which has the location, as cause."""
+    """Raise the original error of an environment or policy, with Muster's error, which has the
+    location, as cause.
+    """
     with trimmed:
         try:
             yield

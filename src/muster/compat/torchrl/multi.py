@@ -1,15 +1,19 @@
-"""TorchRL's collectors with worker processes: Muster collects in each worker, TorchRL joins the batches.
+"""TorchRL's collectors with worker processes: Muster collects in each worker, TorchRL joins the
+batches.
 
-Each of TorchRL's workers has a collector of the class ``collector_class``, which is Muster's here. Batches, hooks,
-states and attributes of workers are TorchRL's. ``WorkerCalls`` adds what TorchRL's classes lack: the errors of workers,
-the end of a collector that was shut down, and weights in every form.
+Each of TorchRL's workers has a collector of the class ``collector_class``, which is Muster's here.
+Batches, hooks, states and attributes of workers are TorchRL's. ``WorkerCalls`` adds what TorchRL's
+classes lack: the errors of workers, the end of a collector that was shut down, and weights in every
+form.
 
 The life of a collector:
 
 1. The constructor starts the workers. An error there is raised by it, and ends all workers.
-2. Every use of the workers is inside ``_workers()``: it raises ``CollectorClosed`` after the end, and, if a worker has
-   exited, the error that it has raised, or ``WorkerDied``. Then the collector is at its end, too.
-3. ``shutdown`` ends the workers. After ``start()``, where no call looks at them, it raises the error of a worker.
+2. Every use of the workers is inside ``_workers()``: it raises ``CollectorClosed`` after the end,
+   and, if a worker has exited, the error that it has raised, or ``WorkerDied``. Then the collector
+   is at its end, too.
+3. ``shutdown`` ends the workers. After ``start()``, where no call looks at them, it raises the
+   error of a worker.
 """
 
 from __future__ import annotations
@@ -32,11 +36,17 @@ from muster.compat.torchrl.collector import Collector
 from muster.compat.torchrl.setup import SELECTORS
 from muster.compat.torchrl.weight_update import NoWeightSyncScheme
 from muster.compat.torchrl.worker_calls import LOOK_S, WorkerCalls
-from muster.compat.torchrl.worker_errors import ErrorFolder, WatchedClass, WatchedFunction, raise_original
+from muster.compat.torchrl.worker_errors import (
+    ErrorFolder,
+    WatchedClass,
+    WatchedFunction,
+    raise_original,
+)
 from muster.compat.torchrl.worker_ids import with_ids
 from muster.utils.tracebacks import trimmed
 
-_DISPATCH: Any = type(torchrl.collectors.Collector)  # its metaclass, which selects the class for a backend
+# its metaclass, which selects the class for a backend
+_DISPATCH: Any = type(torchrl.collectors.Collector)
 
 
 class _ByArgument(type(torchrl.collectors.MultiCollector)):  # type: ignore[misc]
@@ -52,18 +62,21 @@ class _ByArgument(type(torchrl.collectors.MultiCollector)):  # type: ignore[misc
 class MultiCollector(WorkerCalls, metaclass=_ByArgument):
     """TorchRL 0.14's ``MultiCollector``: its arguments, defaults, attributes and results.
 
-    ``torchrl.collectors.MultiCollector`` documents them. ``sync=True`` makes a ``MultiSyncCollector``, ``sync=False`` a
-    ``MultiAsyncCollector``.
+    ``torchrl.collectors.MultiCollector`` documents them. ``sync=True`` makes a
+    ``MultiSyncCollector``, ``sync=False`` a ``MultiAsyncCollector``.
 
     Args:
-        create_env_fn: a list with an entry for each worker, or one entry: a function that makes an environment, an
-            environment, or an environment id.
+        create_env_fn: a list with an entry for each worker, or one entry: a function that makes an
+            environment, an environment, or an environment id.
         policy: TorchRL's argument.
         num_workers: number of workers, if ``create_env_fn`` is one entry. None: one.
-        collector_class: class of the workers' collectors: ``Collector`` of this package, or a subclass.
+        collector_class: class of the workers' collectors: ``Collector`` of this package, or a
+            subclass.
         init_fn: TorchRL's argument.
-        cat_results: TorchRL's argument. "cat", which its documentation has, is 0: the first dimension.
-        weight_sync_schemes: TorchRL's argument. A policy that is a module always has a scheme: TorchRL's default.
+        cat_results: TorchRL's argument. "cat", which its documentation has, is 0: the first
+            dimension.
+        weight_sync_schemes: TorchRL's argument. A policy that is a module always has a scheme:
+            TorchRL's default.
         **kwargs: TorchRL's arguments.
 
     Raises:
@@ -86,10 +99,14 @@ class MultiCollector(WorkerCalls, metaclass=_ByArgument):
         **kwargs: Any,
     ) -> None:
         self._errors = ErrorFolder()
-        several = isinstance(create_env_fn, Sequence) and not isinstance(create_env_fn, (str, bytes))
+        several = isinstance(create_env_fn, Sequence) and not isinstance(
+            create_env_fn, (str, bytes)
+        )
         if num_workers is None and not several:
             num_workers = 1
-        envs = [_function(entry) for entry in create_env_fn] if several else _function(create_env_fn)
+        envs = (
+            [_function(entry) for entry in create_env_fn] if several else _function(create_env_fn)
+        )
         made_by = Collector if collector_class is None else collector_class
         with trimmed:
             try:
@@ -99,8 +116,12 @@ class MultiCollector(WorkerCalls, metaclass=_ByArgument):
                     num_workers=num_workers,
                     collector_class=WatchedClass(made_by, self._errors.path),
                     init_fn=WatchedFunction(with_ids(init_fn), self._errors.path),
-                    cat_results=0 if isinstance(cat_results, str) and cat_results == "cat" else cat_results,
-                    weight_sync_schemes=_for_meta_policies(weight_sync_schemes, policy, kwargs.get("policy_factory")),
+                    cat_results=(
+                        0 if isinstance(cat_results, str) and cat_results == "cat" else cat_results
+                    ),
+                    weight_sync_schemes=_for_meta_policies(
+                        weight_sync_schemes, policy, kwargs.get("policy_factory")
+                    ),
                     **kwargs,
                 )
             except Exception as error:
@@ -113,10 +134,14 @@ class MultiCollector(WorkerCalls, metaclass=_ByArgument):
                 raise
         self.collector_class = made_by
         self._is_made = True
-        atexit.register(_shutdown, weakref.ref(self))  # else Python's exit and the workers wait for each other
+        # else Python's exit and the workers wait for each other
+        atexit.register(_shutdown, weakref.ref(self))
 
-    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """End the workers as TorchRL does, and the weight sync schemes, which can otherwise hang at Python's exit.
+    def shutdown(
+        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
+    ) -> None:
+        """End the workers as TorchRL does, and the weight sync schemes, which can otherwise hang at
+        Python's exit.
 
         Args:
             timeout: seconds until workers are killed. None: 10.
@@ -151,14 +176,16 @@ class AsyncCollector(MultiAsyncCollector, torchrl.collectors.AsyncCollector):  #
 
 
 class Evaluator(torchrl.collectors.Evaluator):  # type: ignore[misc]
-    """TorchRL 0.14's ``Evaluator``, which documents the arguments; collects with ``Collector`` of this package.
+    """TorchRL 0.14's ``Evaluator``, which documents the arguments; collects with ``Collector`` of
+    this package.
 
-    An error of the environment or the policy is raised by ``evaluate``, and after ``trigger_eval`` by ``wait`` and
-    ``poll``.
+    An error of the environment or the policy is raised by ``evaluate``, and after ``trigger_eval``
+    by ``wait`` and ``poll``.
 
     Args:
         *args: TorchRL's arguments.
-        collector_cls: another class, or the name of a class in ``muster.compat.torchrl.collectors``.
+        collector_cls: another class, or the name of a class in
+            ``muster.compat.torchrl.collectors``.
         collector_kwargs: TorchRL's argument.
         **options: TorchRL's arguments.
     """
@@ -166,24 +193,35 @@ class Evaluator(torchrl.collectors.Evaluator):  # type: ignore[misc]
     __signature__ = inspect.signature(torchrl.collectors.Evaluator)
 
     def __init__(
-        self, *args: Any, collector_cls: Any = None, collector_kwargs: dict[str, Any] | None = None, **options: Any
+        self,
+        *args: Any,
+        collector_cls: Any = None,
+        collector_kwargs: dict[str, Any] | None = None,
+        **options: Any,
     ) -> None:
         if isinstance(collector_cls, str):
             from muster.compat.torchrl import collectors
 
             collector_cls = getattr(collectors, collector_cls)
         self._errors = ErrorFolder()
-        self._in_process = options.get("backend") == "process" or options.get("weight_sync_schemes") is not None
+        self._in_process = (
+            options.get("backend") == "process" or options.get("weight_sync_schemes") is not None
+        )
         given = dict(collector_kwargs or {})
         if self._in_process:
-            given["collector_class"] = WatchedClass(given.get("collector_class") or Collector, self._errors.path)
+            given["collector_class"] = WatchedClass(
+                given.get("collector_class") or Collector, self._errors.path
+            )
         if self._in_process or options.get("backend") == "ray":
             options["init_fn"] = with_ids(options.get("init_fn"))
         chosen = WatchedClass(collector_cls or Collector, self._errors.path)
         super().__init__(*args, collector_cls=chosen, collector_kwargs=given, **options)
 
     def evaluate(self, *args: Any, **options: Any) -> dict[str, Any]:
-        """Evaluate as TorchRL. An error of the environment or the policy is raised as it was raised."""
+        """Evaluate as TorchRL.
+
+        An error of the environment or the policy is raised as it was raised.
+        """
         try:
             return dict(super().evaluate(*args, **options))
         except Exception:
@@ -222,15 +260,22 @@ class Evaluator(torchrl.collectors.Evaluator):  # type: ignore[misc]
                 raise_original(reported[1])
 
 
-def _for_meta_policies(schemes: dict[str, Any] | None, policy: Any, factory: Any) -> dict[str, Any] | None:
+def _for_meta_policies(
+    schemes: dict[str, Any] | None, policy: Any, factory: Any
+) -> dict[str, Any] | None:
     """Return the weight sync schemes with one for a policy that TorchRL sends without its weights.
 
-    It does so with every module, as soon as there is a scheme, also if that is for another model or sends nothing.
+    It does so with every module, as soon as there is a scheme, also if that is for another model or
+    sends nothing.
     """
     if not schemes:
         return schemes
     sending = {
-        model_id: NoWeightSyncScheme() if type(scheme) is torchrl.weight_update.NoWeightSyncScheme else scheme
+        model_id: (
+            NoWeightSyncScheme()
+            if type(scheme) is torchrl.weight_update.NoWeightSyncScheme
+            else scheme
+        )
         for model_id, scheme in schemes.items()
     }
     if isinstance(policy, torch.nn.Module) and factory is None:
@@ -239,7 +284,8 @@ def _for_meta_policies(schemes: dict[str, Any] | None, policy: Any, factory: Any
 
 
 def _function(entry: Any) -> Any:
-    """Return an entry of ``create_env_fn`` that TorchRL's workers can call, or an environment of TorchRL's.
+    """Return an entry of ``create_env_fn`` that TorchRL's workers can call, or an environment of
+    TorchRL's.
 
     Ids and environments of other libraries are returned by a function.
     """
@@ -247,7 +293,10 @@ def _function(entry: Any) -> Any:
 
 
 def _given(env: Any, **_kwargs: Any) -> Any:
-    """Return ``env``. The collector of the worker passes on the keyword arguments, if it is an id."""
+    """Return ``env``.
+
+    The collector of the worker passes on the keyword arguments, if it is an id.
+    """
     return env
 
 
@@ -257,9 +306,12 @@ def _shutdown(reference: weakref.ref[MultiCollector]) -> None:
 
 
 def made_elsewhere(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the collector for ``Collector(backend=..., num_collectors=...)``; None: collect in this process."""
+    """Return the collector for ``Collector(backend=..., num_collectors=...)``; None: collect in
+    this process.
+    """
     given = {"backend": None, "num_collectors": None, **kwargs}
-    count, backend = given["num_collectors"], given["backend"]
+    count = given["num_collectors"]
+    backend = given["backend"]
     if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
         raise TypeError("num_collectors must be a positive integer.")
     if count is not None and count < 1:
@@ -270,7 +322,9 @@ def made_elsewhere(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         backend = _get_service_backend() or ("direct" if count is None else "process")
     if backend not in _DISPATCH._BACKENDS:
         known = sorted(_DISPATCH._BACKENDS)
-        raise ValueError(f"Collector does not support backend={backend!r}. Expected one of {known}.")
+        raise ValueError(
+            f"Collector does not support backend={backend!r}. Expected one of {known}."
+        )
     sync, extra = given.get("sync"), given.get("backend_options") or {}
     if backend == "direct":
         if count not in (None, 1):
@@ -285,11 +339,14 @@ def made_elsewhere(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if sync is not None and not isinstance(sync, bool):
         raise TypeError("sync must be a boolean or None.")
     options = dict(zip(("create_env_fn", "policy"), args, strict=False))
-    options |= {name: value for name, value in kwargs.items() if name not in SELECTORS}  # a copy, changed below
+    # a copy, changed below
+    options |= {name: value for name, value in kwargs.items() if name not in SELECTORS}
     if reserved := _DISPATCH._RESERVED_OPTIONS & extra.keys():
         raise ValueError(f"backend_options contains reserved selector keys: {sorted(reserved)}.")
     if twice := extra.keys() & options.keys():
-        raise ValueError(f"Backend options duplicate top-level collector arguments: {sorted(twice)}.")
+        raise ValueError(
+            f"Backend options duplicate top-level collector arguments: {sorted(twice)}."
+        )
     _DISPATCH._normalize_env_fns((), options, count)
     if backend == "process":
         _DISPATCH._drop_inapplicable_defaults(torchrl.collectors.MultiCollector, options)

@@ -16,7 +16,8 @@ from muster.policies.tensordict_program import as_key
 class Numbering:
     """Numbers trajectories in the order of their starts: by time, then by environment.
 
-    A trajectory ends where any done flag is set, also of a single agent, and even if TorchRL does not reset there.
+    A trajectory ends where any done flag is set, also of a single agent, and even if TorchRL does
+    not reset there.
 
     Args:
         num_envs: number of environments, B.

@@ -22,21 +22,27 @@ from muster.policies.tensordict_program import as_key
 from muster.restore.pickling import dumps, loads
 from muster.rollout.group import Group
 
-AHEAD = "ahead"  # holds outputs below "next" that are no states of the policy, until ``batches.tidy`` moves them back
+# holds outputs below "next" that are no states of the policy, until ``batches.tidy`` moves them
+# back
+AHEAD = "ahead"
 
 
 def wrap_policy(policy: Any, env: Any, trust: bool | None) -> Any:
-    """Return the policy, or, if it takes no TensorDict, a module around it with inputs named as its arguments."""
+    """Return the policy, or, if it takes no TensorDict, a module around it with inputs named as its
+    arguments.
+    """
     if isinstance(policy, torch.nn.Module) and isinstance(env, EnvBase):
         set_exploration_modules_spec_from_env(policy, env)
     if trust or not isinstance(env, EnvBase) or isinstance(policy, RandomPolicy):
         return policy
     try:
-        return _make_compatible_policy(policy=policy, observation_spec=env.observation_spec, env=env)
+        return _make_compatible_policy(
+            policy=policy, observation_spec=env.observation_spec, env=env
+        )
     except (TypeError, AttributeError, ValueError) as error:
         raise TypeError(
-            "Failed to wrap the policy. If the policy needs to be trusted, set trust_policy=True. Scroll up for more "
-            "details."
+            "Failed to wrap the policy. If the policy needs to be trusted, set trust_policy=True."
+            " Scroll up for more details."
         ) from error
 
 
@@ -45,7 +51,8 @@ class Compiled:
 
     Args:
         policy: policy that takes a TensorDict.
-        options: keyword arguments of ``torch.compile``, and ``warmup``, the number of calls before (1).
+        options: keyword arguments of ``torch.compile``, and ``warmup``, the number of calls before
+            (1).
     """
 
     def __init__(self, policy: Any, options: Mapping[str, Any]) -> None:
@@ -60,18 +67,23 @@ class Compiled:
 
 
 def check_graph(policy: Any, device: torch.device | None, options: Mapping[str, Any]) -> None:
-    """Make the CUDA graph of TorchRL's ``cudagraph_policy`` where there is no CUDA: it only calls the policy.
+    """Make the CUDA graph of TorchRL's ``cudagraph_policy`` where there is no CUDA: it only calls
+    the policy.
 
     This raises the errors of its options, and warns.
     """
     CudaGraphModule(policy, in_keys=[], out_keys=[], device=device, **options)
 
 
-def take_actions_as_they_are(group: Group, policy: Any, device: torch.device | None, shown: bool) -> None:
-    """Call the policy once to set the specs of actions, because TorchRL stores actions of any shape and dtype.
+def take_actions_as_they_are(
+    group: Group, policy: Any, device: torch.device | None, shown: bool
+) -> None:
+    """Call the policy once to set the specs of actions, because TorchRL stores actions of any shape
+    and dtype.
 
     Args:
-        shown: TorchRL makes this call, too: raise its errors, and keep its change of torch's random state.
+        shown: TorchRL makes this call, too: raise its errors, and keep its change of torch's random
+            state.
     """
     try:
         with torch.random.fork_rng(devices=[], enabled=not shown), torch.no_grad():
@@ -81,7 +93,8 @@ def take_actions_as_they_are(group: Group, policy: Any, device: torch.device | N
         if shown:
             raise
         return
-    specs, dims = dict(group.env.action_specs), len(group.batch_shape)
+    specs = dict(group.env.action_specs)
+    dims = len(group.batch_shape)
     for key, spec in specs.items():
         action = (td if out is None else out).get(key, None) if spec.is_tensor else None
         if isinstance(action, torch.Tensor) and action.shape[:dims] == group.batch_shape:
@@ -92,7 +105,9 @@ def take_actions_as_they_are(group: Group, policy: Any, device: torch.device | N
 
 
 class CopiedEnv:
-    """Function that makes copies of an environment: TorchRL's collectors send environments to nodes, too."""
+    """Function that makes copies of an environment: TorchRL's collectors send environments to
+    nodes, too.
+    """
 
     def __init__(self, env: EnvBase) -> None:
         self._pickled = dumps(env, "create_env_fn")
@@ -103,7 +118,8 @@ class CopiedEnv:
 
 
 class ActedOn:
-    """Function that makes TorchRL environments for nodes, with the specs of the actions that the policy returns.
+    """Function that makes TorchRL environments for nodes, with the specs of the actions that the
+    policy returns.
 
     Args:
         make: function that makes the environment.
@@ -111,7 +127,8 @@ class ActedOn:
     """
 
     def __init__(self, make: Callable[..., Any], policy: Callable[[], Any]) -> None:
-        self._make, self._policy = make, policy
+        self._make = make
+        self._policy = policy
         self.__name__ = getattr(make, "__name__", type(make).__name__)
 
     def __call__(self, **kwargs: Any) -> Any:
@@ -140,28 +157,48 @@ class ActedOn:
 def as_torchrl_calls(policy: Any, group: Group, device: torch.device | None) -> Any:
     """Return a policy with the inputs that TorchRL's collector provides besides observations.
 
-    These are the policy's own outputs of the previous step, unless other keys have their names; the done flags, which
-    are False because the policy never acts after the end of an episode; and the TensorDict's device. Outputs below
-    ``next`` that the policy does not read are stored below ``next``.
+    These are the policy's own outputs of the previous step, unless other keys have their names; the
+    done flags, which are False because the policy never acts after the end of an episode; and the
+    TensorDict's device. Outputs below ``next`` that the policy does not read are stored below
+    ``next``.
     """
     if isinstance(policy, RandomPolicy):
         return policy
     env = group.env
-    reads = None if getattr(policy, "in_keys", None) is None else [as_key(key) for key in policy.in_keys]
+    reads = (
+        None
+        if getattr(policy, "in_keys", None) is None
+        else [as_key(key) for key in policy.in_keys]
+    )
     flags = [key for key in env.flags if reads is None or key in reads]
     writes = {as_key(key) for key in getattr(policy, "out_keys", None) or ()}
-    own = [k for k in reads or () if k in writes and k not in env.observation_specs and next_of(k) not in writes]
+    own = [
+        k
+        for k in reads or ()
+        if k in writes and k not in env.observation_specs and next_of(k) not in writes
+    ]
     foreign = not type(policy).__module__.startswith(("tensordict.", "torchrl."))
     remembers = own or any(part.startswith("_") for key in writes for part in key)
     ahead = any(key[0] == "next" and key[1:] not in (reads or ()) for key in writes)
-    return _Called(policy, flags, own, group, device) if flags or remembers or ahead or foreign else policy
+    return (
+        _Called(policy, flags, own, group, device)
+        if flags or remembers or ahead or foreign
+        else policy
+    )
 
 
 class _Called:
     def __init__(
-        self, policy: Any, flags: Sequence[Key], own: Sequence[Key], group: Group, device: torch.device | None
+        self,
+        policy: Any,
+        flags: Sequence[Key],
+        own: Sequence[Key],
+        group: Group,
+        device: torch.device | None,
     ) -> None:
-        self._policy, self._device, self._lead = policy, device, group.batch_shape
+        self._policy = policy
+        self._device = device
+        self._lead = group.batch_shape
         self._flags = [key[0] for key in flags]
         self._kept: dict[str, Any] = {}
         reads = [as_key(key) for key in getattr(policy, "in_keys", None) or ()]
@@ -189,7 +226,9 @@ class _Called:
         self._kept = {name: out.get(name) for name in set(out.keys()) - fresh}
         out = out.exclude(*self._flags)
         below = out.get("next", None)
-        for key in [] if below is None else [("next", *as_key(key)) for key in below.keys(True, True)]:
+        for key in (
+            [] if below is None else [("next", *as_key(key)) for key in below.keys(True, True)]
+        ):
             if self._stored(key) != key:
                 out.set(self._stored(key), out.pop(key))
         return out
@@ -205,8 +244,14 @@ class RandomWithZeros:
         env: Any = group.env.objects()[0]
         self._env = env
         self._zeros = zeros
-        kinds = {key: torch_dtype(spec.dtype) for key, spec in group.env.action_specs.items() if spec.is_tensor}
-        self._other = {key: kind for key, kind in kinds.items() if kind != env.full_action_spec[key].dtype}
+        kinds = {
+            key: torch_dtype(spec.dtype)
+            for key, spec in group.env.action_specs.items()
+            if spec.is_tensor
+        }
+        self._other = {
+            key: kind for key, kind in kinds.items() if kind != env.full_action_spec[key].dtype
+        }
 
     def __call__(self, td: Any) -> Any:
         td = self._env.rand_action(td)
@@ -235,7 +280,10 @@ def first_input(group: Group, policy: Any, device: torch.device | None) -> Any:
     """Return the input of TorchRL's first call of the policy."""
     specs = group.env.observation_specs
     inner = {key[:-1]: spec.shape[: spec.inner] for key, spec in specs.items() if spec.inner}
-    leaves = {k: v if torch.is_tensor(v) else v.reshape(group.batch_shape) for k, v in group.observations().items()}
+    leaves = {
+        k: v if torch.is_tensor(v) else v.reshape(group.batch_shape)
+        for k, v in group.observations().items()
+    }
     td = assemble(leaves, group.batch_shape, None, inner).clone()
     for flag in group.env.flags:
         td.set(flag, torch.zeros((*group.batch_shape, 1), dtype=torch.bool, device="cpu"))

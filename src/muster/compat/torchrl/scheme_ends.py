@@ -1,4 +1,5 @@
-"""The two ends of a weight sync scheme, in processes of one machine: connection, and notes about new versions.
+"""The two ends of a weight sync scheme, in processes of one machine: connection, and notes about
+new versions.
 
 ::
 
@@ -42,7 +43,8 @@ class SendingEnd:
     """
 
     def __init__(self, weights: Weights, workers: int, deadline_s: float) -> None:
-        self._workers, self._deadline_s = workers, deadline_s
+        self._workers = workers
+        self._deadline_s = deadline_s
         self._publisher = SharedMemory().publisher(weights, workers)
         self._readers: dict[int, _Reader] = {}
         self._state = threading.Lock()
@@ -52,7 +54,9 @@ class SendingEnd:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.path)
         self._listener.listen(workers + 8)
-        self._end = weakref.finalize(self, _end, os.getpid(), folder, self._listener, self._publisher, self._readers)
+        self._end = weakref.finalize(
+            self, _end, os.getpid(), folder, self._listener, self._publisher, self._readers
+        )
 
     def serve(self) -> None:
         """Start to accept receivers."""
@@ -61,7 +65,9 @@ class SendingEnd:
             args = (self._listener, weakref.ref(self))
             threading.Thread(target=_serve, args=args, name="muster-weights", daemon=True).start()
 
-    def publish(self, weights: Weights, version: int, workers: Collection[int] | None = None) -> None:
+    def publish(
+        self, weights: Weights, version: int, workers: Collection[int] | None = None
+    ) -> None:
         """See ``Publisher.publish``.
 
         Raises:
@@ -69,13 +75,16 @@ class SendingEnd:
         """
         with self._state:
             if not self._end.alive:
-                raise CollectorClosed("this weight sync scheme was shut down: it sends nothing any more")
+                raise CollectorClosed(
+                    "this weight sync scheme was shut down: it sends nothing any more"
+                )
             self._publisher.publish(weights, version, workers)
             for reader in self._meant(workers).values():
                 reader.note(version)
 
     def wait(self, workers: Collection[int] | None = None) -> None:
-        """Wait until the connected receivers among ``workers`` have taken the last version; one thread at a time.
+        """Wait until the connected receivers among ``workers`` have taken the last version; one
+        thread at a time.
 
         Raises:
             CollectorTimeout: a receiver has not taken it in time. The weights can still be taken.
@@ -85,13 +94,14 @@ class SendingEnd:
             readers = self._meant(workers)
         if late := sorted(worker for worker, reader in readers.items() if not reader.wait(until)):
             raise CollectorTimeout(
-                f"workers {late} have not taken their weights within {self._deadline_s} s: they get them with their "
-                f"next receive(). A scheme with sync=False does not wait for that."
+                f"workers {late} have not taken their weights within {self._deadline_s} s: they get"
+                " them with their next receive(). A scheme with sync=False does not wait for that."
             )
 
     def admit(self, reader: _Reader) -> None:
         """Send a connected receiver its ticket, and register it."""
-        worker, _ = reader.channel.receive(self._deadline_s)  # a pickle, from a process of the same user
+        # a pickle, from a process of the same user
+        worker, _ = reader.channel.receive(self._deadline_s)
         with self._state:  # no version may be published between the ticket and the registration
             ticket = self._publisher.ticket(worker)
             try:
@@ -108,7 +118,11 @@ class SendingEnd:
             self._end()
 
     def _meant(self, workers: Collection[int] | None) -> dict[int, _Reader]:
-        return {worker: self._readers[worker] for worker in chosen(workers, self._workers) if worker in self._readers}
+        return {
+            worker: self._readers[worker]
+            for worker in chosen(workers, self._workers)
+            if worker in self._readers
+        }
 
 
 class _Reader:
@@ -129,7 +143,10 @@ class _Reader:
             self.hang_up()
 
     def wait(self, until: float) -> bool:
-        """Wait until the last noted version is taken, or the receiver has disconnected. Return False on a timeout."""
+        """Wait until the last noted version is taken, or the receiver has disconnected.
+
+        Return False on a timeout.
+        """
         while self._taken < self._noted:
             try:
                 self._taken, _ = self.channel.receive(until - time.monotonic())
@@ -165,7 +182,8 @@ class ReceivingEnd:
     """
 
     def __init__(self, path: str, worker: int, *, deadline_s: float, answers: bool) -> None:
-        self._answers, self.alone = answers, False
+        self._answers = answers
+        self.alone = False
         self._socket = socket.socket(socket.AF_UNIX)
         try:
             self._socket.connect(path)
@@ -175,11 +193,14 @@ class ReceivingEnd:
         except TimeoutError as error:
             self._socket.close()
             raise CollectorTimeout(
-                f"no weights for worker {worker} came within {deadline_s} s: the sender has to call connect()"
+                f"no weights for worker {worker} came within {deadline_s} s: the sender has to call"
+                " connect()"
             ) from error
         except (OSError, EOFError) as error:
             self._socket.close()
-            raise CollectorClosed(f"no process sends weights to worker {worker} any more ({path})") from error
+            raise CollectorClosed(
+                f"no process sends weights to worker {worker} any more ({path})"
+            ) from error
         try:
             if isinstance(ticket, str):
                 self._socket.close()
@@ -190,7 +211,10 @@ class ReceivingEnd:
                 os.close(fd)
 
     def hear(self, timeout: float | None) -> bool:
-        """Read all notes, after waiting ``timeout`` seconds for one (None: no limit). Return whether there were any."""
+        """Read all notes, after waiting ``timeout`` seconds for one (None: no limit).
+
+        Return whether there were any.
+        """
         heard = False
         try:
             while self._channel.poll(0.0 if heard else timeout):
@@ -232,14 +256,24 @@ def _serve(listener: socket.socket, sender: weakref.ref[SendingEnd]) -> None:
             return
         try:
             serving.admit(reader)
-        except (BadOption, EOFError, OSError) as error:  # unknown number, disconnected, or a timeout
+        except (
+            BadOption,
+            EOFError,
+            OSError,
+        ) as error:  # unknown number, disconnected, or a timeout
             if isinstance(error, BadOption):
                 reader.channel.send(str(error))
             reader.hang_up()
         del serving, reader
 
 
-def _end(pid: int, folder: str, listener: socket.socket, publisher: Publisher, readers: dict[int, _Reader]) -> None:
+def _end(
+    pid: int,
+    folder: str,
+    listener: socket.socket,
+    publisher: Publisher,
+    readers: dict[int, _Reader],
+) -> None:
     if os.getpid() == pid:  # else in a fork: the connections are its parent's
         for reader in readers.values():
             reader.hang_up()

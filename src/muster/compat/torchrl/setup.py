@@ -20,7 +20,8 @@ from muster.policies.tensordict_program import as_key
 from muster.protocols import EnvBatch
 from muster.weights.publish import PolicyWeights
 
-SELECTORS = ("backend", "backend_options", "num_collectors", "sync")  # select another class than Collector
+# select another class than Collector
+SELECTORS = ("backend", "backend_options", "num_collectors", "sync")
 
 
 class Foreign:
@@ -39,7 +40,9 @@ def check_numbers(given: Mapping[str, Any]) -> None:
         if value is not None and (isinstance(value, bool) or value != int(value)):
             raise BadOption(f"{option}={value!r}: expected an integer")
     if given.get("frames_per_batch", 1) < 1:
-        raise BadOption(f"frames_per_batch={given['frames_per_batch']!r}: expected an integer of at least 1")
+        raise BadOption(
+            f"frames_per_batch={given['frames_per_batch']!r}: expected an integer of at least 1"
+        )
 
 
 def one_env(create_env_fn: Any) -> Any:
@@ -52,7 +55,8 @@ def one_env(create_env_fn: Any) -> Any:
 
 
 def limit_steps(env: Any, policy: Any, limit: int) -> tuple[Any, int | None]:
-    """Apply ``max_frames_per_traj`` with TorchRL's transform, unless Muster's own limit has the same results.
+    """Apply ``max_frames_per_traj`` with TorchRL's transform, unless Muster's own limit has the
+    same results.
 
     Returns:
         the environment, and the limit for Muster to apply (None: no limit).
@@ -61,12 +65,15 @@ def limit_steps(env: Any, policy: Any, limit: int) -> tuple[Any, int | None]:
         return env, limit if limit > 0 else None
     if any("step_count" in as_key(key) for key in env.output_spec.keys(True, True)):
         raise ValueError(
-            "A 'step_count' key is already present in the environment and the 'max_frames_per_traj' argument may "
-            "conflict with a 'StepCounter' that has already been set. Possible solutions: Set max_frames_per_traj to "
-            "0 or remove the StepCounter limit from the environment transforms."
+            "A 'step_count' key is already present in the environment and the 'max_frames_per_traj'"
+            " argument may conflict with a 'StepCounter' that has already been set. Possible"
+            " solutions: Set max_frames_per_traj to 0 or remove the StepCounter limit from the"
+            " environment transforms."
         )
     reads = getattr(policy, "in_keys", None)
-    unread = isinstance(policy, RandomPolicy) or (reads is not None and ("step_count",) not in map(as_key, reads))
+    unread = isinstance(policy, RandomPolicy) or (
+        reads is not None and ("step_count",) not in map(as_key, reads)
+    )
     if unread and all(len(as_key(key)) == 1 for key in env.done_keys):
         return env, limit
     return TransformedEnv(env, StepCounter(max_steps=limit)), None
@@ -74,7 +81,11 @@ def limit_steps(env: Any, policy: Any, limit: int) -> tuple[Any, int | None]:
 
 def count_of(env: Any) -> int:
     """Return the number of environments in ``env``; 1 if it is unknown before ``env`` is made."""
-    return int(env.batch_size.numel()) if isinstance(env, EnvBase) else int(getattr(env, "num_envs", 1))
+    return (
+        int(env.batch_size.numel())
+        if isinstance(env, EnvBase)
+        else int(getattr(env, "num_envs", 1))
+    )
 
 
 def make_engine(
@@ -96,7 +107,8 @@ def make_engine(
     with ExitStack() as made:
         groups = make_groups(env, options, policy, device, made)
         for group in groups:
-            group.env.action_masks = {}  # TorchRL reads masks by its own means only, such as ActionMask
+            # TorchRL reads masks by its own means only, such as ActionMask
+            group.env.action_masks = {}
             group.begin()
         if isinstance(env, EnvBase):
             acting = faster(policy)

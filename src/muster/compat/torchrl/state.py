@@ -28,17 +28,24 @@ class TorchRLState:
     _registered: Any  # the environment at which this collector is registered
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
-        """Load a ``state_dict``. The environment continues from where it is, with new trajectory ids."""
+        """Load a ``state_dict``.
+
+        The environment continues from where it is, with new trajectory ids.
+        """
         strict = kwargs.get("strict", True)
         if (strict or "env_state_dict" in state_dict) and isinstance(self.env, EnvBase):
             saved = state_dict["env_state_dict"]
-            if saved or isinstance(self.env, (TransformedEnv, BatchedEnvBase)):  # other environments save nothing
+            # other environments save nothing
+            if saved or isinstance(self.env, (TransformedEnv, BatchedEnvBase)):
                 self.env.load_state_dict(saved, **kwargs)
         if strict or "policy_state_dict" in state_dict:
             if not isinstance(self.policy, torch.nn.Module):
-                raise ValueError("Underlying policy does not have state_dict to load policy_state_dict into.")
+                raise ValueError(
+                    "Underlying policy does not have state_dict to load policy_state_dict into."
+                )
             self.policy.load_state_dict(state_dict["policy_state_dict"], **kwargs)
-        self._frames, self._iter = state_dict["frames"], state_dict["iter"]
+        self._frames = state_dict["frames"]
+        self._iter = state_dict["iter"]
         if self.track_traj_ids:
             if state_dict.get("traj_pool") is not None:
                 self._traj_pool.load_state_dict(state_dict["traj_pool"])
@@ -47,31 +54,44 @@ class TorchRLState:
             self.policy_version_tracker.version = state_dict["policy_version"]
 
     def muster_state_dict(self) -> dict[str, Any]:
-        """Return the full state: environments, their generators, open episodes; see ``muster.Collector.state_dict``.
+        """Return the full state: environments, their generators, open episodes; see
+        ``muster.Collector.state_dict``.
 
-        Torch's global generator, which environments and policies use, is not included: save it separately.
+        Torch's global generator, which environments and policies use, is not included: save it
+        separately.
         """
         self._check_open()
         with self._unregistered():
             state = resume.state_of(cast(Any, self))
         state["policy_is_module"] |= isinstance(self.policy, RandomPolicy)  # it has no state
-        own = {"frames": self._frames, "iter": self._iter, "trajectories": self._numbering.state_dict()}
+        own = {
+            "frames": self._frames,
+            "iter": self._iter,
+            "trajectories": self._numbering.state_dict(),
+        }
         return {**state, "torchrl": own}
 
-    def load_muster_state_dict(self, state: Mapping[str, Any], *, trust: bool = False) -> resume.ResumeReport:
-        """Restore a ``muster_state_dict`` for exact resume; see ``muster.Collector.load_state_dict``."""
+    def load_muster_state_dict(
+        self, state: Mapping[str, Any], *, trust: bool = False
+    ) -> resume.ResumeReport:
+        """Restore a ``muster_state_dict`` for exact resume; see
+        ``muster.Collector.load_state_dict``.
+        """
         self._check_open()
         with self._unregistered():
             report = resume.load(cast(Any, self), state, trust=trust)
         own = state["torchrl"]
-        self._frames, self._iter = own["frames"], own["iter"]
+        self._frames = own["frames"]
+        self._iter = own["iter"]
         self._numbering.load_state_dict(own["trajectories"])
         self._numbering.renumber(list(report.not_restored))
         return report
 
     @contextlib.contextmanager
     def _unregistered(self) -> Iterator[None]:
-        """Unregister this collector from the environment inside this context: it is not part of the state."""
+        """Unregister this collector from the environment inside this context: it is not part of the
+        state.
+        """
         known = isinstance(self._registered, EnvBase)
         if known:
             self._registered._collector = None

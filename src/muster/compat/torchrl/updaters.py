@@ -1,4 +1,7 @@
-"""TorchRL's weight updaters. TorchRL has deprecated them; they are kept for programs that use them."""
+"""TorchRL's weight updaters.
+
+TorchRL has deprecated them; they are kept for programs that use them.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,11 @@ __all__ = ["RayWeightUpdater", "VanillaWeightUpdater", "WeightUpdaterBase"]
 
 
 class WeightUpdaterBase(abc.ABC):
-    """Base of objects that update a policy's weights; ``collector.update_policy_weights_`` calls ``push_weights``.
+    """Base of objects that update a policy's weights; ``collector.update_policy_weights_`` calls
+    ``push_weights``.
 
-    The collector then publishes the weights of its policy. Subclasses implement ``_sync_weights_with_worker``, and may
-    override the other methods with an underscore.
+    The collector then publishes the weights of its policy. Subclasses implement
+    ``_sync_weights_with_worker``, and may override the other methods with an underscore.
     """
 
     _collectors: tuple[weakref.ref[Any], ...] = ()
@@ -31,9 +35,9 @@ class WeightUpdaterBase(abc.ABC):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         warnings.warn(
-            f"{cls.__name__} is a WeightUpdaterBase, which is deprecated: call "
-            "collector.update_policy_weights_(policy) without a weight_updater, and choose how weights get to workers "
-            "with weight_sync_schemes.",
+            f"{cls.__name__} is a WeightUpdaterBase, which is deprecated: call"
+            " collector.update_policy_weights_(policy) without a weight_updater, and choose how"
+            " weights get to workers with weight_sync_schemes.",
             DeprecationWarning,
             stacklevel=2,
         )
@@ -50,7 +54,8 @@ class WeightUpdaterBase(abc.ABC):
         """Send weights to workers, then call the hooks.
 
         Args:
-            policy_or_weights: a module, TensorDict or dict. None: the result of ``_get_server_weights``.
+            policy_or_weights: a module, TensorDict or dict. None: the result of
+                ``_get_server_weights``.
             worker_ids: one id or several. None: ``all_worker_ids()``.
         """
         self._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids)
@@ -71,7 +76,9 @@ class WeightUpdaterBase(abc.ABC):
         given = self._get_server_weights() if policy_or_weights is None else policy_or_weights
         weights = self._maybe_map_weights(given)
         several = isinstance(worker_ids, Collection) and not isinstance(worker_ids, (str, bytes))
-        ids = self.all_worker_ids() if worker_ids is None else worker_ids if several else [worker_ids]
+        ids = (
+            self.all_worker_ids() if worker_ids is None else worker_ids if several else [worker_ids]
+        )
         if ids is None:
             self._sync_weights_with_worker(server_weights=weights)
             return
@@ -89,12 +96,16 @@ class WeightUpdaterBase(abc.ABC):
             BadOption: the updater has several collectors; see ``collectors``.
         """
         if len(self._collectors) > 1:
-            raise BadOption("this weight updater belongs to several collectors: ask for `collectors`")
+            raise BadOption(
+                "this weight updater belongs to several collectors: ask for `collectors`"
+            )
         return self._collectors[0]() if self._collectors else None
 
     @property
     def collectors(self) -> list[Any] | None:
-        """The collectors of this updater, with None for deleted ones; None before the first is registered."""
+        """The collectors of this updater, with None for deleted ones; None before the first is
+        registered.
+        """
         return [reference() for reference in self._collectors] or None
 
     @property
@@ -114,7 +125,9 @@ class WeightUpdaterBase(abc.ABC):
                 collector.increment_version()
 
     def all_worker_ids(self) -> Collection[Any] | None:
-        """Return the ids of workers that are updated by default; None: there is a single target, without an id."""
+        """Return the ids of workers that are updated by default; None: there is a single target,
+        without an id.
+        """
         return None
 
     def _skip_update(self, worker_id: Any) -> bool:
@@ -133,7 +146,8 @@ class WeightUpdaterBase(abc.ABC):
         if isinstance(policy_or_weights, dict) or hasattr(policy_or_weights, "flatten_keys"):
             return policy_or_weights
         raise BadWeights(
-            f"cannot push weights from {type(policy_or_weights).__name__}: expected a module, a TensorDict or a dict"
+            f"cannot push weights from {type(policy_or_weights).__name__}: expected a module, a"
+            " TensorDict or a dict"
         )
 
     @abc.abstractmethod
@@ -146,19 +160,26 @@ class VanillaWeightUpdater(WeightUpdaterBase):
 
     Args:
         weight_getter: function that returns the weights if none are given.
-        policy_weights: TensorDict of the policy's own parameters, ``TensorDict.from_module(policy).lock_()``.
+        policy_weights: TensorDict of the policy's own parameters,
+            ``TensorDict.from_module(policy).lock_()``.
     """
 
-    def __init__(self, *, weight_getter: Callable[[], Any] | None = None, policy_weights: Any) -> None:
-        self.weight_getter, self.policy_weights = weight_getter, policy_weights
+    def __init__(
+        self, *, weight_getter: Callable[[], Any] | None = None, policy_weights: Any
+    ) -> None:
+        self.weight_getter = weight_getter
+        self.policy_weights = policy_weights
 
     @classmethod
     def from_policy(cls, policy: Any) -> VanillaWeightUpdater:
         from tensordict import TensorDict
 
         weights = TensorDict.from_module(policy)
-        unsaved = {name for name, _ in policy.named_buffers()} - policy.state_dict().keys()  # are no weights
-        return cls(policy_weights=weights.exclude(*(tuple(name.split(".")) for name in unsaved)).lock_())
+        # are no weights
+        unsaved = {name for name, _ in policy.named_buffers()} - policy.state_dict().keys()
+        return cls(
+            policy_weights=weights.exclude(*(tuple(name.split(".")) for name in unsaved)).lock_()
+        )
 
     def _get_server_weights(self) -> Any:
         return None if self.weight_getter is None else self.weight_getter()
@@ -174,8 +195,9 @@ class VanillaWeightUpdater(WeightUpdaterBase):
 class RayWeightUpdater(WeightUpdaterBase):
     """Calls ``update_policy_weights_`` of collectors in Ray actors that the user has made.
 
-    The weights are put into Ray's object store once per push. A push does not wait for the actors: an error of an actor
-    is raised by a later push to it. ``RayCollector`` needs no updater: its nodes are not such actors.
+    The weights are put into Ray's object store once per push. A push does not wait for the actors:
+    an error of an actor is raised by a later push to it. ``RayCollector`` needs no updater: its
+    nodes are not such actors.
 
     Args:
         policy_weights: weights to push if none are given: a module, TensorDict or dict.
@@ -186,11 +208,14 @@ class RayWeightUpdater(WeightUpdaterBase):
         BadOption: Ray is not installed.
     """
 
-    def __init__(self, policy_weights: Any, remote_collectors: Sequence[Any], max_interval: int = 0) -> None:
+    def __init__(
+        self, policy_weights: Any, remote_collectors: Sequence[Any], max_interval: int = 0
+    ) -> None:
         with optional("RayWeightUpdater", "ray", "ray"):
             import ray
         self._ray: Any = ray
-        self.policy_weights, self.remote_collectors = policy_weights, list(remote_collectors)
+        self.policy_weights = policy_weights
+        self.remote_collectors = list(remote_collectors)
         self.max_interval = max(0, max_interval)
         self._passed_by = [0] * len(self.remote_collectors)
         self._asked: dict[int, Any] = {}

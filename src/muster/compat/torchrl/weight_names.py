@@ -12,20 +12,29 @@ import torch
 from muster.errors import BadWeights
 from muster.weights.names import Weights, check_finite, check_fit, named_weights
 
-EXTRA_STATE = "__extra_state__"  # TorchRL's key for the extra state of a module, in a TensorDict of its weights
+# TorchRL's key for the extra state of a module, in a TensorDict of its weights
+EXTRA_STATE = "__extra_state__"
 
 
 def flattened(weights: Any) -> Any:
-    """Return a dict of weights with the names of a state dict. Anything that is not a dict is returned unchanged.
+    """Return a dict of weights with the names of a state dict.
 
-    ``{"net": {"weight": w}}``, ``{("net", "weight"): w}`` and ``{"net.weight": w}`` are the same weights. Values that
-    are dicts or TensorDicts are nested; arrays become tensors over their memory.
+    Anything that is not a dict is returned unchanged.
+
+    ``{"net": {"weight": w}}``, ``{("net", "weight"): w}`` and ``{"net.weight": w}`` are the same
+    weights. Values that are dicts or TensorDicts are nested; arrays become tensors over their
+    memory.
     """
-    return dict(_leaves(weights, ())) if isinstance(weights, Mapping) and not is_tensordict(weights) else weights
+    return (
+        dict(_leaves(weights, ()))
+        if isinstance(weights, Mapping) and not is_tensordict(weights)
+        else weights
+    )
 
 
 def by_name(given: Any) -> Weights:
-    """Return the tensors of a module, a TensorDict or a dict by name, without TorchRL's extra state.
+    """Return the tensors of a module, a TensorDict or a dict by name, without TorchRL's extra
+    state.
 
     Raises:
         BadWeights: of anything else.
@@ -40,7 +49,9 @@ def is_tensordict(weights: Any) -> bool:
 
 
 def unsaved_buffers(module: torch.nn.Module) -> Weights:
-    """Return the non-persistent buffers of a module, by name: TensorDicts of a module have them, state dicts do not."""
+    """Return the non-persistent buffers of a module, by name: TensorDicts of a module have them,
+    state dicts do not.
+    """
     saved = module.state_dict().keys()
     buffers = module.named_buffers(remove_duplicate=False)
     return {name: buffer.detach() for name, buffer in buffers if name not in saved}
@@ -50,7 +61,8 @@ def fitted(given: Any, model: torch.nn.Module) -> Weights:
     """Return weights of the whole model, without changing it.
 
     Args:
-        given: a module, a TensorDict or a dict; of the model, or of a module inside it. Other weights are the model's.
+        given: a module, a TensorDict or a dict; of the model, or of a module inside it. Other
+            weights are the model's.
 
     Raises:
         BadWeights: the weights do not fit, or are not finite.
@@ -78,7 +90,9 @@ def fitting_parts(names: AbstractSet[str], model: torch.nn.Module) -> dict[str, 
 
 
 def _place(new: Weights, model: torch.nn.Module) -> str:
-    """Return the path of the module inside the model that has these names and shapes; empty for the model."""
+    """Return the path of the module inside the model that has these names and shapes; empty for the
+    model.
+    """
     parts = fitting_parts(new.keys(), model)
     if "" in parts or not parts:
         return ""
@@ -90,8 +104,8 @@ def _place(new: Weights, model: torch.nn.Module) -> str:
             alike.append(path)
     if len(alike) > 1:
         raise BadWeights(
-            f"weights named {sorted(new)} fit several parts of the policy: {', '.join(alike)}. Give those of the whole "
-            f"policy. Nothing was changed."
+            f"weights named {sorted(new)} fit several parts of the policy: {', '.join(alike)}. Give"
+            " those of the whole policy. Nothing was changed."
         )
     return alike[0] if alike else next(iter(parts))
 
@@ -102,4 +116,7 @@ def _leaves(weights: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         if isinstance(value, Mapping) or (is_tensordict(value) and not torch.is_tensor(value)):
             yield from _leaves(value, names)
         else:
-            yield ".".join(names), torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+            yield (
+                ".".join(names),
+                (torch.from_numpy(value) if isinstance(value, np.ndarray) else value),
+            )

@@ -1,6 +1,9 @@
-"""TorchRL's weight sync schemes (``torchrl.weight_update``) over Muster's transports. TorchRL is not needed.
+"""TorchRL's weight sync schemes (``torchrl.weight_update``) over Muster's transports.
 
-As an option of a collector, a scheme selects a transport. Without a collector, it connects a sender and its receivers.
+TorchRL is not needed.
+
+As an option of a collector, a scheme selects a transport. Without a collector, it connects a sender
+and its receivers.
 """
 
 from __future__ import annotations
@@ -33,7 +36,13 @@ __all__ = [
 ]
 _OF_TORCHRL = {  # parts of TorchRL's own schemes
     *("DistributedTransport", "MPTransport", "RPCTransport", "RayTransport", "SharedMemTransport"),
-    *("InitialSyncTransport", "RayModuleTransformScheme", "TransportBackend", "WeightStrategy", "WeightSyncBackend"),
+    *(
+        "InitialSyncTransport",
+        "RayModuleTransformScheme",
+        "TransportBackend",
+        "WeightStrategy",
+        "WeightSyncBackend",
+    ),
 }
 _ALIASES = {"direct": "none", "thread": "shared", "multiprocessing": "process"}
 
@@ -47,8 +56,9 @@ def __getattr__(name: str) -> Any:
 class WeightSyncScheme:
     """Sends the weights of one model.
 
-    A collector takes one scheme per model: ``weight_sync_schemes={"policy": SharedMemoryWeightSyncScheme()}``. Without
-    a collector, one process sends, and others on this machine receive::
+    A collector takes one scheme per model: ``weight_sync_schemes={"policy":
+    SharedMemoryWeightSyncScheme()}``. Without a collector, one process sends, and others on this
+    machine receive::
 
         scheme.init_on_sender(model=policy, num_workers=2)  # in the training process
         scheme.connect()                                    # workers get copies of `scheme`: pickled or forked
@@ -59,18 +69,21 @@ class WeightSyncScheme:
         scheme.send()     # in the training process, to publish new weights
         scheme.receive()  # in the worker, between two rollouts
 
-    A collector in the worker receives automatically, with ``weight_recv_schemes={"policy": scheme}``: new weights act
-    from its next rollout on. Versions do not queue up: the latest wins.
+    A collector in the worker receives automatically, with ``weight_recv_schemes={"policy":
+    scheme}``: new weights act from its next rollout on. Versions do not queue up: the latest wins.
 
     Args:
         strategy: "tensordict" or "state_dict"; both have the same effect.
         sync: ``send`` waits until all connected receivers have taken the weights.
-        deadline_s: timeout of that wait, and of a receiver's wait for the first weights, in seconds.
-        per_worker_weights: no effect (an argument of TorchRL); every scheme can send different weights to receivers.
+        deadline_s: timeout of that wait, and of a receiver's wait for the first weights, in
+            seconds.
+        per_worker_weights: no effect (an argument of TorchRL); every scheme can send different
+            weights to receivers.
 
     Attributes:
         model_id: id of the model; "policy", unless it was initialized with another one.
-        version: version of the weights that were last sent or taken. 0: the first weights. None: none yet.
+        version: version of the weights that were last sent or taken. 0: the first weights. None:
+            none yet.
         context: collector of a receiver, which gets the weights; None: there is none.
         model: model of a receiver, which gets the weights.
         worker_idx: number of the receiver.
@@ -86,8 +99,10 @@ class WeightSyncScheme:
     initialized_on_receiver = synchronized_on_receiver = synchronized_on_sender = False
     _context: weakref.ref[Any] | None = None
     _source: Any = None  # the sender's model
-    _constants: frozenset[str] = frozenset()  # names of non-persistent buffers: in no state dict, and never published
-    _unsent: bytes | None = None  # tensors that only a receiver needs whose module has no memory yet
+    # names of non-persistent buffers: in no state dict, and never published
+    _constants: frozenset[str] = frozenset()
+    # tensors that only a receiver needs whose module has no memory yet
+    _unsent: bytes | None = None
     _path: str | None = None
     _pid = 0
     _sender: SendingEnd | None = None
@@ -104,7 +119,9 @@ class WeightSyncScheme:
         del per_worker_weights
         if strategy not in ("tensordict", "state_dict"):
             raise BadOption(f"strategy={strategy!r}: expected 'tensordict' or 'state_dict'")
-        self.strategy, self.sync, self.deadline_s = strategy, sync, deadline_s
+        self.strategy = strategy
+        self.sync = sync
+        self.deadline_s = deadline_s
         self._lock = threading.Lock()
 
     def __init_subclass__(cls) -> None:
@@ -113,13 +130,17 @@ class WeightSyncScheme:
 
     @classmethod
     def from_backend(cls, backend: str, **options: Any) -> WeightSyncScheme:
-        """Return the scheme for "none", "shared", "process", "distributed", "rpc" or "ray", made with ``options``."""
+        """Return the scheme for "none", "shared", "process", "distributed", "rpc" or "ray", made
+        with ``options``.
+        """
         name = _ALIASES.get(backend, backend)
         if name not in cls._by_backend:
-            raise BadOption(f"backend={backend!r}: expected one of {', '.join([*cls._by_backend, *_ALIASES])}")
+            raise BadOption(
+                f"backend={backend!r}: expected one of {', '.join([*cls._by_backend, *_ALIASES])}"
+            )
         return cls._by_backend[name](**options)
 
-    # --- sender -------------------------------------------------------------------------------------
+    # --- sender -----------------------------------------------------------------------------------
 
     def init_on_sender(
         self,
@@ -137,17 +158,21 @@ class WeightSyncScheme:
 
         Args:
             model_id: id of the model.
-            context: object with ``get_model(model_id)`` and ``num_workers``, used if these arguments are missing. If it
-                has no policy, its ``policy_factory`` (one function per worker) makes the first weights.
+            context: object with ``get_model(model_id)`` and ``num_workers``, used if these
+                arguments are missing. If it has no policy, its ``policy_factory`` (one function per
+                worker) makes the first weights.
             model: model whose weights are sent.
             weights: TensorDict or dict with the first weights, in place of ``model``.
             num_workers: number of receivers, which are numbered from 0.
-            devices: one device per receiver, in place of ``num_workers``. Receivers may use other devices.
-            params_map: the weights to send by number of the receiver, in place of ``model`` and ``num_workers``.
+            devices: one device per receiver, in place of ``num_workers``. Receivers may use other
+                devices.
+            params_map: the weights to send by number of the receiver, in place of ``model`` and
+                ``num_workers``.
             ctx: no effect (the ``multiprocessing`` context in TorchRL).
 
         Raises:
-            BadOption: the scheme is initialized already, or arguments are missing or contradict each other.
+            BadOption: the scheme is initialized already, or arguments are missing or contradict
+                each other.
             BadWeights: ``model`` or ``weights`` has no weights that can be sent.
         """
         del ctx
@@ -156,21 +181,26 @@ class WeightSyncScheme:
         if context is not None and model is None and weights is None:
             model, weights = _of_context(context, model_id)
         if params_map is not None and model is None:
-            model, num_workers = params_map, len(params_map)
+            model = params_map
+            num_workers = len(params_map)
         if (model is None) == (weights is None):
             raise BadOption(
-                "init_on_sender needs the first weights: give a model, weights=, params_map= or a context, and one only"
+                "init_on_sender needs the first weights: give a model, weights=, params_map= or a"
+                " context, and one only"
             )
         if not self.backend:
             raise BadOption(f"{self} cannot send by itself: take a subclass of WeightSyncScheme")
         count = _count(num_workers, devices, context)
         given = model if weights is None else weights
         modules = [
-            each for each in (given.values() if _differ(given) else [given]) if isinstance(each, torch.nn.Module)
+            each
+            for each in (given.values() if _differ(given) else [given])
+            if isinstance(each, torch.nn.Module)
         ]
         buffers = [unsaved_buffers(module) for module in modules]
         self._constants = frozenset(name for each in buffers for name in each)
-        self._unsent = _packed(buffers[0]) if buffers else None  # a worker that makes its policy does not need them
+        # a worker that makes its policy does not need them
+        self._unsent = _packed(buffers[0]) if buffers else None
         self._source = model
         first = self._by_worker(given)
         self._sender = SendingEnd(next(iter(first.values())), count, self.deadline_s)
@@ -184,7 +214,8 @@ class WeightSyncScheme:
         """Publish weights to receivers.
 
         Args:
-            weights: a module, TensorDict or dict; or a dict of these by number of the receiver. None: the model's.
+            weights: a module, TensorDict or dict; or a dict of these by number of the receiver.
+                None: the model's.
             worker_ids: one number of a receiver, or several. None: all receivers.
 
         Raises:
@@ -196,43 +227,61 @@ class WeightSyncScheme:
             raise BadOption("send() is for senders: call init_on_sender(...) and connect() before")
         self._publish(self._sender, weights, worker_ids)
 
-    # --- receiver -----------------------------------------------------------------------------------
+    # --- receiver ---------------------------------------------------------------------------------
 
     def init_on_receiver(
-        self, *, model_id: str = "policy", context: Any = None, model: Any = None, worker_idx: int | None = None
+        self,
+        *,
+        model_id: str = "policy",
+        context: Any = None,
+        model: Any = None,
+        worker_idx: int | None = None,
     ) -> None:
         """Make this copy of the sender's object a receiver.
 
         Args:
             model_id: id of the model.
-            context: object with ``get_model(model_id)``; its ``update_policy_weights_`` is called after new weights.
-            model: module, or TensorDict or dict of tensors, into which weights are written. Memory is allocated for a
-                module on the device "meta", as TorchRL sends it to workers.
+            context: object with ``get_model(model_id)``; its ``update_policy_weights_`` is called
+                after new weights.
+            model: module, or TensorDict or dict of tensors, into which weights are written. Memory
+                is allocated for a module on the device "meta", as TorchRL sends it to workers.
             worker_idx: number of this receiver. None: the context's ``worker_idx``.
 
         Raises:
             BadOption: this is not a copy of an initialized sender, or arguments are missing.
         """
         if self._sender is not None and os.getpid() == self._pid:
-            raise BadOption("this object is the sender: give the receiver a copy, copy.copy(scheme) or its pickle")
+            raise BadOption(
+                "this object is the sender: give the receiver a copy, copy.copy(scheme) or its"
+                " pickle"
+            )
         if self._path is None:
-            raise BadOption(f"there is no sender for {self}: call init_on_sender(...), then give receivers copies")
+            raise BadOption(
+                f"there is no sender for {self}: call init_on_sender(...), then give receivers"
+                " copies"
+            )
         told = self.__getstate__()
         self.__dict__.clear()  # a fork drops the objects of its parent
         self.__setstate__(told)
-        self.model_id, self.context = model_id, context
+        self.model_id = model_id
+        self.context = context
         self.model = self.model if model is None else model
         if self.model is None:
-            raise BadOption("init_on_receiver needs what gets the weights: give a model or a context")
+            raise BadOption(
+                "init_on_receiver needs what gets the weights: give a model or a context"
+            )
         _materialise(self.model, self._unsent)
         self.worker_idx = getattr(context, "worker_idx", None) if worker_idx is None else worker_idx
         self.initialized_on_receiver = True
 
     def receive(self, timeout: float | None = 0.0) -> Weights | None:
-        """Copy the newest weights into the model, unless they were taken before. Call this between rollouts.
+        """Copy the newest weights into the model, unless they were taken before.
+
+        Call this between rollouts.
 
         Args:
-            timeout: time to wait for new weights, in seconds. None: ``deadline_s``. With a collector this never waits.
+            timeout: time to wait for new weights, in seconds. None: ``deadline_s``. With a
+                collector this never waits.
 
         Returns:
             the model's tensors by name; None if there are no new weights.
@@ -244,7 +293,9 @@ class WeightSyncScheme:
         """
         end = self._receiver
         if end is None:
-            raise BadOption("receive() is for receivers: call init_on_receiver(...) and connect() before")
+            raise BadOption(
+                "receive() is for receivers: call init_on_receiver(...) and connect() before"
+            )
         if self._following is not None:  # the thread reads the notes
             return self._take(end)
         end.hear(0.0)
@@ -252,27 +303,36 @@ class WeightSyncScheme:
         if taken is None and wait_s > 0:
             taken = self._take(end) if end.hear(wait_s) else None
             if taken is None and end.alone:
-                raise CollectorClosed(f"the sender of {self.model_id!r} is gone: there will be no more weights")
+                raise CollectorClosed(
+                    f"the sender of {self.model_id!r} is gone: there will be no more weights"
+                )
         return taken
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Copy weights (a module, TensorDict or dict) into the model's tensors, which are never replaced.
+        """Copy weights (a module, TensorDict or dict) into the model's tensors, which are never
+        replaced.
 
         Raises:
             BadOption: there is no model, or ``inplace=False``.
             BadWeights: the weights do not fit, or are not finite. Nothing was changed.
         """
         if self.model is None or not inplace:
-            raise BadOption("apply_weights() writes into the model of a receiver: call init_on_receiver(...) before")
+            raise BadOption(
+                "apply_weights() writes into the model of a receiver: call init_on_receiver(...)"
+                " before"
+            )
         overwrite(named_weights(flattened(self.model)), named_weights(flattened(weights)))
 
-    # --- both ---------------------------------------------------------------------------------------
+    # --- both -------------------------------------------------------------------------------------
 
     def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
-        """Sender: publish ``weights``, if given, and accept receivers. Receiver: wait for the first weights.
+        """Sender: publish ``weights``, if given, and accept receivers.
+
+        Receiver: wait for the first weights.
 
         Raises:
-            BadOption: the scheme is not initialized, or the sender has no receiver with this number.
+            BadOption: the scheme is not initialized, or the sender has no receiver with this
+                number.
             CollectorClosed: the sender is closed, or its process has ended.
             CollectorTimeout: the sender has not called ``connect`` within ``deadline_s``.
         """
@@ -284,14 +344,20 @@ class WeightSyncScheme:
             return
         self.worker_idx = self.worker_idx if worker_idx is None else worker_idx
         if not self.initialized_on_receiver or self._path is None or self.worker_idx is None:
-            raise BadOption("connect() comes after init_on_sender(...), or init_on_receiver(...) with a worker_idx")
-        end = ReceivingEnd(self._path, self.worker_idx, deadline_s=self.deadline_s, answers=self.sync)
+            raise BadOption(
+                "connect() comes after init_on_sender(...), or init_on_receiver(...) with a"
+                " worker_idx"
+            )
+        end = ReceivingEnd(
+            self._path, self.worker_idx, deadline_s=self.deadline_s, answers=self.sync
+        )
         try:
             self._take(end, announce=False)  # the collector reads the first weights from the model
         except BaseException:
             end.close()
             raise
-        self._receiver, self.synchronized_on_receiver = end, True
+        self._receiver = end
+        self.synchronized_on_receiver = True
         self._follow_for_context()
 
     def shutdown(self) -> None:
@@ -330,19 +396,24 @@ class WeightSyncScheme:
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
-    # --- parts --------------------------------------------------------------------------------------
+    # --- parts ------------------------------------------------------------------------------------
 
     def _follow_for_context(self) -> None:
         """Start a thread that receives, once this is connected and has a context."""
         if self._receiver is not None and self.context is not None and self._following is None:
             args = (self._receiver, weakref.ref(self))
-            self._following = threading.Thread(target=_follow, args=args, name="muster-weights", daemon=True)
+            self._following = threading.Thread(
+                target=_follow, args=args, name="muster-weights", daemon=True
+            )
             self._following.start()
 
     def _publish(self, sender: SendingEnd, weights: Any, worker_ids: Any) -> None:
         given = self._source if weights is None else weights
         if given is None:
-            raise BadOption("send() without weights sends the model's, and init_on_sender got none: give weights")
+            raise BadOption(
+                "send() without weights sends the model's, and init_on_sender got none: give"
+                " weights"
+            )
         new = self._by_worker(given)
         several = worker_ids is None or isinstance(worker_ids, Collection)
         receivers = worker_ids if several else [worker_ids]
@@ -360,14 +431,17 @@ class WeightSyncScheme:
         """Return checked weights by number of the receiver; None stands for all receivers."""
         named = {}
         for worker, own in (given if _differ(given) else {None: given}).items():
-            named[worker] = {name: tensor for name, tensor in by_name(own).items() if name not in self._constants}
+            named[worker] = {
+                name: tensor for name, tensor in by_name(own).items() if name not in self._constants
+            }
             check_finite(named[worker])
         return named
 
     def _take(self, end: ReceivingEnd, *, announce: bool = True) -> Weights | None:
         with self._lock:
             context = self.context
-            # TorchRL's workers set `model` to the acting policy, which may change between rollouts only.
+            # TorchRL's workers set `model` to the acting policy, which may change between rollouts
+            # only.
             model = self.model if context is None else context.get_model(self.model_id)
             weights = named_weights(flattened(model))
             version = end.take(weights)
@@ -396,23 +470,36 @@ class MultiProcessWeightSyncScheme(WeightSyncScheme):
 
 
 class NoWeightSyncScheme(WeightSyncScheme):
-    """Sends nothing: receivers keep their weights. TorchRL's workers start with those that the policy has then."""
+    """Sends nothing: receivers keep their weights.
+
+    TorchRL's workers start with those that the policy has then.
+    """
 
     backend = "none"
     _sends = False
 
-    def init_on_sender(self, *, model_id: str = "policy", context: Any = None, model: Any = None, **_: Any) -> None:
+    def init_on_sender(
+        self, *, model_id: str = "policy", context: Any = None, model: Any = None, **_: Any
+    ) -> None:
         """Make this object the sender; see ``WeightSyncScheme.init_on_sender``."""
         if context is not None and model is None:
-            model = getattr(context, "policy", None) if model_id == "policy" else context.get_model(model_id)
+            model = (
+                getattr(context, "policy", None)
+                if model_id == "policy"
+                else context.get_model(model_id)
+            )
         if isinstance(model, torch.nn.Module):
             self._unsent = _packed(named_weights(model) | unsaved_buffers(model))
-        self.model_id, self._sends = model_id, True
+        self.model_id = model_id
+        self._sends = True
 
     def init_on_receiver(self, *, model_id: str = "policy", model: Any = None, **_: Any) -> None:
-        """Make this object a receiver, whose module on the device "meta" gets the weights of ``init_on_sender``."""
+        """Make this object a receiver, whose module on the device "meta" gets the weights of
+        ``init_on_sender``.
+        """
         _materialise(model, self._unsent)
-        self.model_id, self.initialized_on_receiver = model_id, True
+        self.model_id = model_id
+        self.initialized_on_receiver = True
 
     def connect(self, **_: Any) -> None:
         """Do not wait: no weights are sent."""
@@ -431,25 +518,31 @@ class NoWeightSyncScheme(WeightSyncScheme):
 
 
 class _OfNodes(WeightSyncScheme):
-    """An option of a collector with nodes, whose links carry the weights: one copy per version for all nodes.
+    """An option of a collector with nodes, whose links carry the weights: one copy per version for
+    all nodes.
 
     Args:
         strategy: see ``WeightSyncScheme``.
-        backend: no effect (an argument of TorchRL); weights use the same connection as the collector's data.
-        sync: no effect (an argument of TorchRL); publishing never waits. Workers use new weights in the next rollout.
+        backend: no effect (an argument of TorchRL); weights use the same connection as the
+            collector's data.
+        sync: no effect (an argument of TorchRL); publishing never waits. Workers use new weights in
+            the next rollout.
     """
 
     collector: ClassVar[str] = ""
 
-    def __init__(self, strategy: str = "tensordict", backend: str = "gloo", sync: bool = True) -> None:
+    def __init__(
+        self, strategy: str = "tensordict", backend: str = "gloo", sync: bool = True
+    ) -> None:
         super().__init__(strategy, sync=sync)
         del backend
 
     def init_on_sender(self, **_: Any) -> None:
         raise BadOption(
-            f"{type(self).__name__} is an option of {self.collector}, whose own links to its nodes carry the weights: "
-            f"{self.collector}(..., weight_sync_schemes={{{self.model_id!r}: {self}}}). Without a collector, "
-            f"SharedMemoryWeightSyncScheme and MultiProcessWeightSyncScheme send to processes of one machine."
+            f"{type(self).__name__} is an option of {self.collector}, whose own links to its nodes"
+            f" carry the weights: {self.collector}(..., weight_sync_schemes={{{self.model_id!r}:"
+            f" {self}}}). Without a collector, SharedMemoryWeightSyncScheme and"
+            " MultiProcessWeightSyncScheme send to processes of one machine."
         )
 
     init_on_receiver = init_on_sender
@@ -458,7 +551,8 @@ class _OfNodes(WeightSyncScheme):
 class DistributedWeightSyncScheme(_OfNodes):
     """The default of ``DistributedCollector``: sends weights over its links to the nodes."""
 
-    backend, collector = "distributed", "DistributedCollector"
+    backend = "distributed"
+    collector = "DistributedCollector"
 
     def __init__(self, backend: str = "gloo", sync: bool = True) -> None:
         super().__init__(backend=backend, sync=sync)
@@ -467,13 +561,15 @@ class DistributedWeightSyncScheme(_OfNodes):
 class RPCWeightSyncScheme(_OfNodes):
     """The default of ``RPCCollector``: sends weights over its links to the nodes."""
 
-    backend, collector = "rpc", "RPCCollector"
+    backend = "rpc"
+    collector = "RPCCollector"
 
 
 class RayWeightSyncScheme(_OfNodes):
     """The default of ``RayCollector``: sends weights over its links to the nodes."""
 
-    backend, collector = "ray", "RayCollector"
+    backend = "ray"
+    collector = "RayCollector"
 
 
 def _follow(end: ReceivingEnd, receiver: weakref.ref[WeightSyncScheme]) -> None:
@@ -487,15 +583,25 @@ def _follow(end: ReceivingEnd, receiver: weakref.ref[WeightSyncScheme]) -> None:
         except CollectorClosed:
             break
         except Exception as error:  # noqa: BLE001 - every error of the collector is reported to its user
-            warnings.warn(f"weights for {scheme.model_id!r} came and were not taken: {error}", RuntimeWarning, 1)
+            warnings.warn(
+                f"weights for {scheme.model_id!r} came and were not taken: {error}",
+                RuntimeWarning,
+                1,
+            )
             end.answer(scheme.version or 0)  # the sender must not wait for refused weights
         del scheme
 
 
 def _of_context(context: Any, model_id: str) -> tuple[Any, Any]:
-    """Return the context's model and None; or None and first weights, if its workers make the policy."""
+    """Return the context's model and None; or None and first weights, if its workers make the
+    policy.
+    """
     factories = getattr(context, "policy_factory", None)
-    if model_id != "policy" or not isinstance(factories, list) or getattr(context, "policy", None) is not None:
+    if (
+        model_id != "policy"
+        or not isinstance(factories, list)
+        or getattr(context, "policy", None) is not None
+    ):
         return context.get_model(model_id), None
     if all(factory is factories[0] for factory in factories):
         return None, factories[0]()
@@ -508,7 +614,9 @@ def _differ(given: Any) -> bool:
 
 
 def _materialise(model: Any, packed: bytes | None) -> None:
-    """Allocate memory for a module on the device "meta", as TorchRL sends it to workers, and fill in ``packed``."""
+    """Allocate memory for a module on the device "meta", as TorchRL sends it to workers, and fill
+    in ``packed``.
+    """
     if not isinstance(model, torch.nn.Module):
         return
     if not any(tensor.is_meta for tensor in itertools.chain(model.parameters(), model.buffers())):
@@ -522,7 +630,10 @@ def _materialise(model: Any, packed: bytes | None) -> None:
 
 def _packed(tensors: Weights) -> bytes | None:
     """Return tensors as bytes: pickled as tensors, they would be moved to shared memory."""
-    copies = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    copies = {
+        name: tensor.cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
     return safetensors.torch.save(copies) if copies else None
 
 
@@ -530,5 +641,8 @@ def _count(num_workers: int | None, devices: Collection[Any] | None, context: An
     counts = [n for n in (num_workers, None if devices is None else len(devices)) if n is not None]
     count = counts[0] if counts else getattr(context, "num_workers", 1)
     if len(set(counts)) > 1 or isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise BadOption(f"num_workers={num_workers!r}, devices={devices!r}: expected the number of receivers, once")
+        raise BadOption(
+            f"num_workers={num_workers!r}, devices={devices!r}: expected the number of receivers,"
+            " once"
+        )
     return count

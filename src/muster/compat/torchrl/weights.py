@@ -12,7 +12,13 @@ from torchrl.collectors import BaseCollector, WeightUpdaterBase
 
 from muster.collectors.weight_methods import WeightMethods
 from muster.compat.torchrl import updaters
-from muster.compat.torchrl.weight_names import by_name, fitting_parts, flattened, is_tensordict, unsaved_buffers
+from muster.compat.torchrl.weight_names import (
+    by_name,
+    fitting_parts,
+    flattened,
+    is_tensordict,
+    unsaved_buffers,
+)
 from muster.compat.torchrl.weight_update import WeightSyncScheme
 from muster.weights.publish import PolicyWeights
 from muster.weights.receive import Receivers
@@ -23,13 +29,18 @@ WeightUpdaterBase.register(updaters.WeightUpdaterBase)
 
 
 class TorchRLPolicyWeights(PolicyWeights):
-    """Weights of a policy in this process. Takes all forms in which TorchRL's functions and schemes give weights.
+    """Weights of a policy in this process.
 
-    These are nested dicts, and TensorDicts of modules, which have non-persistent buffers and extra state besides what
-    is in a state dict. The buffers are copied as well; extra state is left to the scheme that has sent it.
+    Takes all forms in which TorchRL's functions and schemes give weights.
+
+    These are nested dicts, and TensorDicts of modules, which have non-persistent buffers and extra
+    state besides what is in a state dict. The buffers are copied as well; extra state is left to
+    the scheme that has sent it.
     """
 
-    def publish_all(self, sources: Sequence[tuple[Any, Any]], *, workers: Collection[int] | None = None) -> int | str:
+    def publish_all(
+        self, sources: Sequence[tuple[Any, Any]], *, workers: Collection[int] | None = None
+    ) -> int | str:
         parts = [part for source, model in sources for part in self._parts(source, model)]
         return super().publish_all(parts, workers=workers)
 
@@ -37,7 +48,9 @@ class TorchRLPolicyWeights(PolicyWeights):
         """Return the weights, and apart from them the non-persistent buffers, each with its model."""
         source = flattened(source)
         target = self.policy if model is None else model
-        if not isinstance(target, torch.nn.Module) or not (isinstance(source, dict) or is_tensordict(source)):
+        if not isinstance(target, torch.nn.Module) or not (
+            isinstance(source, dict) or is_tensordict(source)
+        ):
             return [(source, model)]
         named = by_name(source)
         fitting = list(fitting_parts(named.keys(), target).values())
@@ -62,37 +75,50 @@ class TorchRLWeights:
     weight_updater: Any
     _weight_sync_schemes: Any
 
-    def update_policy_weights_(self, policy_or_weights: Any = None, *, worker_ids: Any = None, **kwargs: Any) -> None:
+    def update_policy_weights_(
+        self, policy_or_weights: Any = None, *, worker_ids: Any = None, **kwargs: Any
+    ) -> None:
         """Use new weights from the next batch on.
 
         Args:
-            policy_or_weights: a TensorDict, a module, or a dict of tensors: a state dict, or nested as a TensorDict is.
-                None: the policy that the collector was made with.
+            policy_or_weights: a TensorDict, a module, or a dict of tensors: a state dict, or nested
+                as a TensorDict is. None: the policy that the collector was made with.
             worker_ids: passed to weight updaters and schemes.
-            **kwargs: ``weights``, ``policy``, ``model_id``, ``weights_dict``, as in TorchRL. Without schemes, TorchRL
-                ignores ``weights_dict``; here its entry "policy" is used.
+            **kwargs: ``weights``, ``policy``, ``model_id``, ``weights_dict``, as in TorchRL.
+                Without schemes, TorchRL ignores ``weights_dict``; here its entry "policy" is used.
         """
         if "policy_weights" in kwargs:
-            warnings.warn("`policy_weights` is deprecated. Use `policy_or_weights` instead.", DeprecationWarning, 2)
+            warnings.warn(
+                "`policy_weights` is deprecated. Use `policy_or_weights` instead.",
+                DeprecationWarning,
+                2,
+            )
             policy_or_weights = kwargs.pop("policy_weights")
         named = {name: value for name, value in kwargs.items() if value is not None}
         direct = not self._weight_sync_schemes and self.weight_updater is None
         if direct and policy_or_weights is None and named.keys() == {"weights_dict"}:
             if unknown := kwargs.pop("weights_dict").keys() - {"policy"}:
-                raise KeyError(f"Collector has no local weight target for model_id={sorted(unknown)[0]!r}.")
+                raise KeyError(
+                    f"Collector has no local weight target for model_id={sorted(unknown)[0]!r}."
+                )
             policy_or_weights = named["weights_dict"]["policy"]
-        BaseCollector.update_policy_weights_(self, policy_or_weights, worker_ids=worker_ids, **kwargs)
+        BaseCollector.update_policy_weights_(
+            self, policy_or_weights, worker_ids=worker_ids, **kwargs
+        )
         if self._weight_sync_schemes or self.weight_updater is not None:
             self._weights.publish_all([])
 
     register_scheme_receiver = WeightMethods.register_scheme_receiver
 
-    def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
-        """Use the weights that the registered schemes have received, or, without schemes, the given weights.
+    def receive_weights(
+        self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None
+    ) -> None:
+        """Use the weights that the registered schemes have received, or, without schemes, the given
+        weights.
 
         Args:
-            policy_or_weights: see ``update_policy_weights_``. None: copy them from the policy that the collector was
-                made with.
+            policy_or_weights: see ``update_policy_weights_``. None: copy them from the policy that
+                the collector was made with.
             weights: the same as a keyword.
             policy: the same as a keyword.
 
@@ -100,7 +126,9 @@ class TorchRLWeights:
             ValueError: weights were given although schemes are registered, or twice.
             BadWeights: the weights do not fit, or are not finite. Nothing was changed.
         """
-        WeightMethods.receive_weights(cast(Any, self), policy_or_weights, weights=weights, policy=policy)
+        WeightMethods.receive_weights(
+            cast(Any, self), policy_or_weights, weights=weights, policy=policy
+        )
 
     def increment_version(self) -> None:
         """Increment the version, with ``track_policy_version``."""
@@ -115,17 +143,24 @@ class TorchRLWeights:
 
     def _set_up_weights(self, original: Any) -> None:
         """``original``: the policy before it was moved."""
-        acting = self._wrapped_policy if isinstance(self._wrapped_policy, torch.nn.Module) else self.policy
+        acting = (
+            self._wrapped_policy
+            if isinstance(self._wrapped_policy, torch.nn.Module)
+            else self.policy
+        )
         moved = None if original is self.policy else original
         self._weights = TorchRLPolicyWeights(acting, moved, self.policy_version_tracker)
         self._receivers = Receivers(self._weights, self, self.worker_idx)
 
-    def _maybe_fallback_update(self, policy_or_weights: Any = None, *, model_id: str | None = None) -> None:
+    def _maybe_fallback_update(
+        self, policy_or_weights: Any = None, *, model_id: str | None = None
+    ) -> None:
         if model_id not in (None, "policy"):
             raise KeyError(f"Collector has no local weight target for model_id={model_id!r}.")
         if not isinstance(self._weights.policy, torch.nn.Module):
             raise RuntimeError(
-                "Collector cannot update policy weights without explicit weights or an original policy module."
+                "Collector cannot update policy weights without explicit weights or an original"
+                " policy module."
             )
         self._weights.publish(policy_or_weights)
 

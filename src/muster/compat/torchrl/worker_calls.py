@@ -1,4 +1,6 @@
-"""What TorchRL's collectors with workers lack: errors of workers, the end of a collector, weights in every form."""
+"""What TorchRL's collectors with workers lack: errors of workers, the end of a collector, weights
+in every form.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from muster.weights.names import check_finite, copy_tensor, named_weights
 from muster.workers.failures import Where, died
 
 EXIT_S = 2.0  # time that a worker takes to exit after its connection was closed
-WEIGHTS_S = float(os.environ.get("TORCHRL_WEIGHT_SYNC_TIMEOUT", 120.0))  # TorchRL's limit for the first weights
+# TorchRL's limit for the first weights
+WEIGHTS_S = float(os.environ.get("TORCHRL_WEIGHT_SYNC_TIMEOUT", 120.0))
 LOOK_S = 0.2  # interval of looks at workers while waiting for something else
 _END = object()
 
@@ -35,7 +38,8 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
     """Base of the collectors with workers: every use of the workers is inside ``_workers()``.
 
     Attributes:
-        procs: the processes of the workers. After the death of one, those of which the state is still known.
+        procs: the processes of the workers. After the death of one, those of which the state is
+            still known.
     """
 
     procs: list[Any]
@@ -63,7 +67,9 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
         return super().next()
 
     def start(self) -> None:
-        """Let the workers fill the replay buffer, until ``shutdown``, which raises the error of a worker."""
+        """Let the workers fill the replay buffer, until ``shutdown``, which raises the error of a
+        worker.
+        """
         with self._workers():
             super().start()
         self._is_free = True
@@ -76,8 +82,12 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
                 paused.enter_context(super().pause())
             yield
 
-    def stats(self, workers: Literal["aggregate", "per_worker", "both"] = "aggregate") -> dict[str, Any]:
-        """Return the numbers of this collector, and those of its workers on request; also after the end."""
+    def stats(
+        self, workers: Literal["aggregate", "per_worker", "both"] = "aggregate"
+    ) -> dict[str, Any]:
+        """Return the numbers of this collector, and those of its workers on request; also after the
+        end.
+        """
         if workers == "aggregate":
             return dict(super().stats())
         with self._workers():
@@ -90,31 +100,38 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
 
     # --- weights ----------------------------------------------------------------------------------
 
-    def update_policy_weights_(self, policy_or_weights: Any = None, *, worker_ids: Any = None, **kwargs: Any) -> None:
+    def update_policy_weights_(
+        self, policy_or_weights: Any = None, *, worker_ids: Any = None, **kwargs: Any
+    ) -> None:
         """Send new weights to the workers.
 
         Args:
-            policy_or_weights: a module, a TensorDict, or a dict of tensors: a state dict, or nested as a TensorDict is;
-                of the policy, or of a module inside it. A dict of these by number of the worker, for schemes with
-                ``per_worker_weights``. None: the policy that the collector was made with.
+            policy_or_weights: a module, a TensorDict, or a dict of tensors: a state dict, or nested
+                as a TensorDict is; of the policy, or of a module inside it. A dict of these by
+                number of the worker, for schemes with ``per_worker_weights``. None: the policy that
+                the collector was made with.
             worker_ids: numbers of the workers that get the weights. None: all.
             **kwargs: ``weights``, ``policy``, ``model_id``, ``weights_dict``, as in TorchRL.
 
         Raises:
             BadWeights: the weights do not fit, or are not finite. Nothing was changed.
-            CollectorTimeout: a worker has not taken the weights in time. The collector was shut down.
+            CollectorTimeout: a worker has not taken the weights in time. The collector was shut
+                down.
         """
         with self._workers():
             if self._weight_sync_schemes:
                 policy_or_weights, kwargs = self._checked(policy_or_weights, kwargs)
             super().update_policy_weights_(policy_or_weights, worker_ids=worker_ids, **kwargs)
 
-    def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
-        """Use the weights that the registered schemes have received, or, without schemes, the given weights.
+    def receive_weights(
+        self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None
+    ) -> None:
+        """Use the weights that the registered schemes have received, or, without schemes, the given
+        weights.
 
         Args:
-            policy_or_weights: see ``update_policy_weights_``. They are copied into this collector's policy, and sent to
-                the workers. None: send the policy's.
+            policy_or_weights: see ``update_policy_weights_``. They are copied into this collector's
+                policy, and sent to the workers. None: send the policy's.
             weights: the same as a keyword.
             policy: the same as a keyword.
 
@@ -124,7 +141,9 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
         """
         sources = [source for source in (policy_or_weights, weights, policy) if source is not None]
         if len(sources) > 1:
-            raise ValueError("the weights are given more than once: as the argument, as weights= or as policy=")
+            raise ValueError(
+                "the weights are given more than once: as the argument, as weights= or as policy="
+            )
         given = sources[0] if sources else None
         with self._workers():
             if getattr(self, "_receiver_schemes", None):
@@ -133,7 +152,10 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
             if given is not None:
                 model = self._model("policy", None)
                 if model is None:
-                    raise BadWeights("the policy of this collector is not a module, so it has no weights to replace")
+                    raise BadWeights(
+                        "the policy of this collector is not a module, so it has no weights to"
+                        " replace"
+                    )
                 own = named_weights(model) | unsaved_buffers(model)
                 for name, tensor in fitted(given, model).items():
                     copy_tensor(own[name], tensor)
@@ -154,7 +176,9 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
             if options.get(name) is not None:
                 options[name] = self._fitted(options[name], model_id)
         if options.get("weights_dict") is not None:
-            options["weights_dict"] = {name: self._fitted(own, name) for name, own in options["weights_dict"].items()}
+            options["weights_dict"] = {
+                name: self._fitted(own, name) for name, own in options["weights_dict"].items()
+            }
         elif given is None and options.keys() <= {"model_id"}:
             model = self._model(model_id, None)
             if model is not None:
@@ -162,16 +186,22 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
         return given, options
 
     def _fitted(self, given: Any, model_id: str) -> Any:
-        """Return weights as TorchRL's schemes take them: a whole module, or a TensorDict of a whole module."""
+        """Return weights as TorchRL's schemes take them: a whole module, or a TensorDict of a whole
+        module.
+        """
         if model_id not in self._weight_sync_schemes:
             return given  # TorchRL raises KeyError
         if type(given) is dict and given and all(isinstance(worker, int) for worker in given):
             if isinstance(self._weight_sync_schemes[model_id], MultiProcessWeightSyncScheme):
                 raise BadOption(
-                    "weights were given by worker, and TorchRL's MultiProcessWeightSyncScheme sends the same weights "
-                    "to all workers: use SharedMemWeightSyncScheme(per_worker_weights=True)"
+                    "weights were given by worker, and TorchRL's MultiProcessWeightSyncScheme sends"
+                    " the same weights to all workers: use"
+                    " SharedMemWeightSyncScheme(per_worker_weights=True)"
                 )
-            return {worker: self._fitted_to(own, self._model(model_id, worker)) for worker, own in given.items()}
+            return {
+                worker: self._fitted_to(own, self._model(model_id, worker))
+                for worker, own in given.items()
+            }
         whole = self._fitted_to(given, self._model(model_id, None))
         is_module = isinstance(given, torch.nn.Module) and not is_tensordict(given)
         # TorchRL takes more from a module than from its weights: its extra state.
@@ -185,7 +215,8 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
         return TensorDict(named).unflatten_keys(".")
 
     def _model(self, model_id: str, worker: int | None) -> torch.nn.Module | None:
-        """Return a model of this process with the names and shapes of a worker's; None if there is none.
+        """Return a model of this process with the names and shapes of a worker's; None if there is
+        none.
 
         Args:
             worker: number of a worker, which may have a ``policy_factory`` of its own. None: any.
@@ -198,25 +229,33 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
             model = self.policy_factory[worker or 0]()
         return model if isinstance(model, torch.nn.Module) else None
 
-    def _send_weights_scheme(self, *, model_id: str, scheme: Any, processed_weights: Any, worker_ids: Any) -> None:
+    def _send_weights_scheme(
+        self, *, model_id: str, scheme: Any, processed_weights: Any, worker_ids: Any
+    ) -> None:
         with self._acknowledged(getattr(scheme, "_ack_queues", None) or {}):
             super()._send_weights_scheme(
-                model_id=model_id, scheme=scheme, processed_weights=processed_weights, worker_ids=worker_ids
+                model_id=model_id,
+                scheme=scheme,
+                processed_weights=processed_weights,
+                worker_ids=worker_ids,
             )
 
     @contextlib.contextmanager
     def _acknowledged(self, queues: Mapping[int, Any]) -> Iterator[None]:
-        """Return a context in which one of TorchRL's schemes waits for workers to take weights, which has no limit.
+        """Return a context in which one of TorchRL's schemes waits for workers to take weights,
+        which has no limit.
 
-        A thread ends the wait if a worker has exited, or after ``WEIGHTS_S``, with an acknowledgment in every
-        queue: a worker that exits also ends the receiving threads of the others.
+        A thread ends the wait if a worker has exited, or after ``WEIGHTS_S``, with an
+        acknowledgment in every queue: a worker that exits also ends the receiving threads of the
+        others.
 
         Args:
             queues: the scheme's queues of acknowledgments, by worker.
 
         Raises:
             EOFError: a worker has exited.
-            CollectorTimeout: a worker has not taken the weights in time. The collector was shut down.
+            CollectorTimeout: a worker has not taken the weights in time. The collector was shut
+                down.
         """
         if not queues:
             yield
@@ -248,9 +287,9 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
         if late.is_set():
             self.shutdown(raise_on_error=False)
             raise CollectorTimeout(
-                f"not all workers have taken their weights within {WEIGHTS_S:g} s, so the collector was shut "
-                f"down. Standard error has the warnings of the weight sync scheme. If weights take longer, set the "
-                f"environment variable TORCHRL_WEIGHT_SYNC_TIMEOUT."
+                f"not all workers have taken their weights within {WEIGHTS_S:g} s, so the collector"
+                " was shut down. Standard error has the warnings of the weight sync scheme. If"
+                " weights take longer, set the environment variable TORCHRL_WEIGHT_SYNC_TIMEOUT."
             )
 
     # --- workers ----------------------------------------------------------------------------------
@@ -286,7 +325,10 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
             raise CollectorClosed("this collector was shut down; make a new one")
 
     def _end(self) -> MusterError | None:
-        """Note the end of this collector. Return the error that a worker has raised since ``start()``."""
+        """Note the end of this collector.
+
+        Return the error that a worker has raised since ``start()``.
+        """
         if self._ended:
             return None
         # While it is made, TorchRL calls shutdown() after an error.
@@ -297,7 +339,8 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
         return failure if self._is_free and getattr(failure, "exitcode", None) != 0 else None
 
     def _failure(self, error: BaseException | None) -> MusterError | None:
-        """Return the error of the first worker that has raised one, or has exited; None if there is none.
+        """Return the error of the first worker that has raised one, or has exited; None if there is
+        none.
 
         Args:
             error: what TorchRL has raised in this process.
@@ -308,12 +351,16 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
 
     def _look(self, error: BaseException | None) -> MusterError | None:
         processes = list(getattr(self, "procs", ()))
-        if isinstance(error, (EOFError, OSError)) or isinstance(getattr(error, "__cause__", None), EOFError):
+        if isinstance(error, (EOFError, OSError)) or isinstance(
+            getattr(error, "__cause__", None), EOFError
+        ):
             _join_ended([process for process in processes if is_known(process)])
         reported = self._errors.first()
         if reported is not None:
             pid, found = reported
-            worker = next((n for n, each in enumerate(processes) if is_known(each) and each.pid == pid), None)
+            worker = next(
+                (n for n, each in enumerate(processes) if is_known(each) and each.pid == pid), None
+            )
             if found.worker is None:
                 found.worker = worker
             if worker is None or not self._is_made:
@@ -326,13 +373,16 @@ class WorkerCalls(torchrl.collectors.MultiCollector):  # type: ignore[misc]
         dead = [worker for worker, code in codes.items() if code is not None]
         if not dead:
             return None
-        first = min(dead, key=lambda worker: codes[worker] == -SIGTERM)  # with which TorchRL ends the others
+        # with which TorchRL ends the others
+        first = min(dead, key=lambda worker: codes[worker] == -SIGTERM)
         where = Where(worker=first, pid=processes[first].pid)
         return died(where, phase="call", exitcode=codes[first])
 
 
 def is_known(process: Any) -> bool:
-    """Return whether a process can still be asked: TorchRL closes the objects of some after the death of another."""
+    """Return whether a process can still be asked: TorchRL closes the objects of some after the
+    death of another.
+    """
     try:
         process.is_alive()
     except ValueError:
@@ -346,7 +396,9 @@ def exit_code(process: Any) -> int | None:
 
 
 def _join_ended(processes: Sequence[Any]) -> None:
-    """Wait until a process has exited, of which one has closed its connection, and its exit code is known."""
+    """Wait until a process has exited, of which one has closed its connection, and its exit code is
+    known.
+    """
     ended = connection.wait([process.sentinel for process in processes], timeout=EXIT_S)
     for process in processes:
         if process.sentinel in ended:

@@ -1,12 +1,14 @@
-"""Errors of the workers of TorchRL's collectors, raised in the main process as they were raised in the worker.
+"""Errors of the workers of TorchRL's collectors, raised in the main process as they were raised in
+the worker.
 
-TorchRL's workers print what they raise, and exit; the main process then knows no more than that one of them has
-exited. Here a worker also writes its first error into a file, before it exits:
+TorchRL's workers print what they raise, and exit; the main process then knows no more than that one
+of them has exited. Here a worker also writes its first error into a file, before it exits:
 
 1. ``ErrorFolder`` makes the folder of the files, in the main process.
-2. TorchRL gets a ``WatchedClass`` as ``collector_class``, and each of its workers makes its collector with it.
-3. The worker writes the errors that its collector raises, with their place, as other workers of Muster send theirs. The
-   last one stays: TorchRL's worker survives some, and sends them itself.
+2. TorchRL gets a ``WatchedClass`` as ``collector_class``, and each of its workers makes its
+   collector with it.
+3. The worker writes the errors that its collector raises, with their place, as other workers of
+   Muster send theirs. The last one stays: TorchRL's worker survives some, and sends them itself.
 4. When TorchRL notices the end of a worker, ``ErrorFolder.first`` returns its error.
 """
 
@@ -30,7 +32,8 @@ import cloudpickle
 from muster.errors import MusterError, RemoteError
 from muster.workers.failures import MAX_PICKLE_BYTES, SentError, pack
 
-PHASES = {  # methods that TorchRL's worker calls, besides the iterator, and the phases of their errors
+# methods that TorchRL's worker calls, besides the iterator, and the phases of their errors
+PHASES = {
     "register_scheme_receiver": "construct",
     "reset": "reset",
     **dict.fromkeys(("set_seed", "state_dict", "load_state_dict"), "call"),
@@ -39,7 +42,8 @@ FIRST = 100  # priority of a function at the exit of a process: before those tha
 
 
 class ErrorFolder:
-    """The folder into which workers write their errors, each a file that is named by its process id.
+    """The folder into which workers write their errors, each a file that is named by its process
+    id.
 
     Attributes:
         path: path of the folder. Only its user may enter it.
@@ -50,7 +54,8 @@ class ErrorFolder:
         self._end = weakref.finalize(self, _remove, os.getpid(), self.path)
 
     def first(self) -> tuple[int, MusterError] | None:
-        """Return the process id and the last error of the worker that was the first to raise; None if none has raised.
+        """Return the process id and the last error of the worker that was the first to raise; None
+        if none has raised.
 
         The original exception is the error's ``__cause__``; None if it is an error of Muster's.
         """
@@ -77,15 +82,16 @@ class WatchedClass:
     _ignore_rb = False  # TorchRL's worker sets it here, for the class of its collector
 
     def __init__(self, collector_class: Any, folder: str) -> None:
-        self.collector_class, self._folder = collector_class, folder
+        self.collector_class = collector_class
+        self._folder = folder
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         report = Report(self._folder, options.get("worker_idx"))
         self.collector_class._ignore_rb = self._ignore_rb
         with report.errors("construct"):
             collector = self.collector_class(*args, **options)
-        # TorchRL's worker takes an EOFError or BrokenPipeError, of a simulator's pipe for instance, for the end of its
-        # own pipe. So errors of the collector are written before it sees them.
+        # TorchRL's worker takes an EOFError or BrokenPipeError, of a simulator's pipe for instance,
+        # for the end of its own pipe. So errors of the collector are written before it sees them.
         collector.iterator = report.watched(collector.iterator)
         for method, phase in PHASES.items():
             setattr(collector, method, report.reported(getattr(collector, method), phase))
@@ -103,7 +109,8 @@ class WatchedFunction:
     """
 
     def __init__(self, function: Callable[[], Any], folder: str) -> None:
-        self._function, self._folder = function, folder
+        self._function = function
+        self._folder = folder
 
     def __call__(self) -> Any:
         return Report(self._folder, None).reported(self._function, "construct")()
@@ -168,9 +175,11 @@ class Report:
 
 
 def raise_original(error: MusterError) -> NoReturn:
-    """Raise the exception that ``error`` has replaced, with ``error``, which has the place, as its cause.
+    """Raise the exception that ``error`` has replaced, with ``error``, which has the place, as its
+    cause.
 
-    An exception that exists as text only, and SystemExit, which would end this process, stay the cause of ``error``.
+    An exception that exists as text only, and SystemExit, which would end this process, stay the
+    cause of ``error``.
     """
     original = error.__cause__
     if not isinstance(original, Exception) or isinstance(original, RemoteError):
@@ -180,7 +189,10 @@ def raise_original(error: MusterError) -> NoReturn:
 
 
 def _located(error: BaseException, phase: str, worker: int | None) -> SentError:
-    """Return an error of this process with its place. The collector has raised it from Muster's error, if possible."""
+    """Return an error of this process with its place.
+
+    The collector has raised it from Muster's error, if possible.
+    """
     place = error.__cause__
     if not isinstance(place, MusterError) or place.__cause__ is not None:
         return pack(error, phase=phase, worker=worker, pid=os.getpid())
@@ -204,7 +216,9 @@ def _parts(error: BaseException) -> bytes | None:
 
 
 def _restored(sent: SentError, parts: bytes | None) -> MusterError:
-    """Return the error of a worker with the original exception as its cause, or what is known of it."""
+    """Return the error of a worker with the original exception as its cause, or what is known of
+    it.
+    """
     error = sent.error()
     if parts is None or not isinstance(error.__cause__, RemoteError):
         return error

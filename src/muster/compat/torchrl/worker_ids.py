@@ -11,7 +11,8 @@ from muster.restore.registered import SentIds, ids_of_this_process, installed
 
 @dataclass(frozen=True)
 class WithIds:
-    """TorchRL's ``init_fn``, which a process calls before it makes environments: it first gets the program's ids.
+    """TorchRL's ``init_fn``, which a process calls before it makes environments: it first gets the
+    program's ids.
 
     Attributes:
         sent: the ids.

@@ -6,7 +6,12 @@ from muster.utils.private_names import require
 
 require("torchrl", extra="torchrl")  # before imports of its private names
 
-from torchrl.collectors import AsyncBatchedCollector, BaseCollector, ProfileConfig, RandomPolicy  # noqa: E402
+from torchrl.collectors import (  # noqa: E402
+    AsyncBatchedCollector,
+    BaseCollector,
+    ProfileConfig,
+    RandomPolicy,
+)
 
 from muster.compat.torchrl.collector import Collector  # noqa: E402
 from muster.compat.torchrl.collectors.weight_update import (  # noqa: E402

@@ -64,7 +64,9 @@ class _OverNodes:
     _joins = False  # TorchRL concatenates the batches of the nodes; else it stacks them
     _lead = 1  # as TorchRL, which requests a node's next batch when it delivers the one before
 
-    def _init_as_torchrl(self, create_env_fn: Any, policy: Any, frames_per_batch: int, options: dict[str, Any]) -> None:
+    def _init_as_torchrl(
+        self, create_env_fn: Any, policy: Any, frames_per_batch: int, options: dict[str, Any]
+    ) -> None:
         made_by_nodes = policy is not None and options.get("policy_factory") is not None
         told = _translated(create_env_fn, frames_per_batch, options, joins=self._joins)
         several = isinstance(create_env_fn, (list, tuple))
@@ -83,31 +85,44 @@ class _OverNodes:
             self.update_policy_weights_()
 
     def update_policy_weights_(self, policy_or_weights: Any = None, **options: Any) -> None:
-        """Publish weights as ``muster.Collector.update_policy_weights_``. Dicts may be nested, as TensorDicts are."""
+        """Publish weights as ``muster.Collector.update_policy_weights_``.
+
+        Dicts may be nested, as TensorDicts are.
+        """
         if policy_or_weights is None and not {"weights", "policy", "weights_dict"} & options.keys():
             policy_or_weights = self._kept_policy
         if options.get("weights") is not None:
             options["weights"] = flattened(options["weights"])
         if options.get("weights_dict") is not None:
-            options["weights_dict"] = {name: flattened(own) for name, own in options["weights_dict"].items()}
+            options["weights_dict"] = {
+                name: flattened(own) for name, own in options["weights_dict"].items()
+            }
         super().update_policy_weights_(flattened(policy_or_weights), **options)  # type: ignore[misc]
 
-    def receive_weights(self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None) -> None:
-        """Use weights as ``muster.Collector.receive_weights``. Dicts may be nested, as TensorDicts are."""
+    def receive_weights(
+        self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None
+    ) -> None:
+        """Use weights as ``muster.Collector.receive_weights``.
+
+        Dicts may be nested, as TensorDicts are.
+        """
         super().receive_weights(  # type: ignore[misc]
             flattened(policy_or_weights), weights=flattened(weights), policy=policy
         )
 
 
 class DistributedCollector(_OverNodes, clusters.DistributedCollector):
-    """``muster.DistributedCollector`` with TorchRL's ``frames_per_batch``: with ``sync=True``, the sum over all nodes.
+    """``muster.DistributedCollector`` with TorchRL's ``frames_per_batch``: with ``sync=True``, the
+    sum over all nodes.
 
     Args:
-        update_interval: publish the policy's weights to a node after this number of its batches. None: no effect.
+        update_interval: publish the policy's weights to a node after this number of its batches.
+            None: no effect.
         **options: TorchRL's arguments, and those of ``muster.DistributedCollector``.
 
     Raises:
-        BadOption: an option is wrong; or a list has different values of an option that all nodes share.
+        BadOption: an option is wrong; or a list has different values of an option that all nodes
+            share.
     """
 
     @passes_on(clusters.DistributedOptions, WithoutEffect)
@@ -120,24 +135,38 @@ class DistributedCollector(_OverNodes, clusters.DistributedCollector):
         update_interval: int | None = None,
         **options: Any,
     ) -> None:
-        self._init_as_torchrl(create_env_fn, policy, frames_per_batch, _published_every(update_interval, options))
+        self._init_as_torchrl(
+            create_env_fn, policy, frames_per_batch, _published_every(update_interval, options)
+        )
 
 
 class DistributedSyncCollector(DistributedCollector):
-    """TorchRL's older name of ``DistributedCollector(sync=True)``; by default it publishes after every batch."""
+    """TorchRL's older name of ``DistributedCollector(sync=True)``; by default it publishes after
+    every batch.
+    """
 
     @passes_on(clusters.DistributedOptions, WithoutEffect)
-    def __init__(self, create_env_fn: Any, policy: Any = None, *, update_interval: int = 1, **options: Any) -> None:
+    def __init__(
+        self, create_env_fn: Any, policy: Any = None, *, update_interval: int = 1, **options: Any
+    ) -> None:
         if "sync" in options:
-            raise TypeError("DistributedSyncCollector has no argument 'sync': use DistributedCollector")
+            raise TypeError(
+                "DistributedSyncCollector has no argument 'sync': use DistributedCollector"
+            )
         if options.get("max_weight_update_interval", -1) > -1:
-            raise BadOption("max_weight_update_interval is for first-ready batches: give update_interval instead")
-        super().__init__(create_env_fn, policy, update_interval=update_interval, sync=True, **options)
+            raise BadOption(
+                "max_weight_update_interval is for first-ready batches: give update_interval"
+                " instead"
+            )
+        super().__init__(
+            create_env_fn, policy, update_interval=update_interval, sync=True, **options
+        )
 
 
 @accept_remote_rref_udf_invocation
 class RPCCollector(_OverNodes, clusters.RPCCollector):
-    """``muster.RPCCollector`` with TorchRL's batches: with ``sync=True``, ``frames_per_batch`` over all nodes, joined.
+    """``muster.RPCCollector`` with TorchRL's batches: with ``sync=True``, ``frames_per_batch`` over
+    all nodes, joined.
 
     ``DistributedCollector`` and ``muster.RPCCollector`` document the arguments.
     """
@@ -145,17 +174,22 @@ class RPCCollector(_OverNodes, clusters.RPCCollector):
     _joins = True
 
     @passes_on(clusters.RPCOptions, WithoutEffect)
-    def __init__(self, create_env_fn: Any, policy: Any = None, *, frames_per_batch: int, **options: Any) -> None:
+    def __init__(
+        self, create_env_fn: Any, policy: Any = None, *, frames_per_batch: int, **options: Any
+    ) -> None:
         self._init_as_torchrl(create_env_fn, policy, frames_per_batch, options)
 
 
 class RayCollector(_OverNodes, clusters.RayCollector):
-    """``muster.RayCollector`` with TorchRL's ``frames_per_batch``: with ``sync=True``, the sum over all actors.
+    """``muster.RayCollector`` with TorchRL's ``frames_per_batch``: with ``sync=True``, the sum over
+    all actors.
 
     Args:
-        use_env_creator: no effect (an argument of TorchRL); environment factories are pickled unchanged.
-        **options: TorchRL's arguments, and those of ``muster.RayCollector``. If only ``collector_kwargs`` or
-            ``remote_configs`` is a list, its length is the number of actors.
+        use_env_creator: no effect (an argument of TorchRL); environment factories are pickled
+            unchanged.
+        **options: TorchRL's arguments, and those of ``muster.RayCollector``. If only
+            ``collector_kwargs`` or ``remote_configs`` is a list, its length is the number of
+            actors.
     """
 
     @passes_on(clusters.RayOptions, WithoutEffect)
@@ -181,7 +215,8 @@ class RayCollector(_OverNodes, clusters.RayCollector):
 
         Args:
             timeout: seconds to wait for the current batch of the background thread; None: no limit.
-            shutdown_ray: also disconnect this process from Ray, which ends a cluster that it started.
+            shutdown_ray: also disconnect this process from Ray, which ends a cluster that it
+                started.
         """
         super().shutdown(timeout, **options)
         if shutdown_ray:
@@ -190,13 +225,18 @@ class RayCollector(_OverNodes, clusters.RayCollector):
             ray.shutdown()
 
     async def async_shutdown(self, shutdown_ray: bool = False) -> None:  # type: ignore[override]
-        """End the background thread after its current batch, and shut down. Raises the error of the thread."""
+        """End the background thread after its current batch, and shut down.
+
+        Raises the error of the thread.
+        """
         super().async_shutdown()
         if shutdown_ray:
             self.shutdown(shutdown_ray=True)
 
 
-def _translated(create_env_fn: Any, frames_per_batch: int, options: dict[str, Any], *, joins: bool) -> dict[str, Any]:
+def _translated(
+    create_env_fn: Any, frames_per_batch: int, options: dict[str, Any], *, joins: bool
+) -> dict[str, Any]:
     """Return Muster's options for TorchRL's.
 
     Args:
@@ -206,7 +246,10 @@ def _translated(create_env_fn: Any, frames_per_batch: int, options: dict[str, An
     told |= {name: _one(name, value) for name, value in told.items() if name in _PER_NODE}
     of_nodes = told.get("collector_kwargs")
     several = isinstance(of_nodes, (list, tuple))
-    every = [_with_effect(given) for given in (of_nodes if isinstance(of_nodes, (list, tuple)) else [of_nodes])]
+    every = [
+        _with_effect(given)
+        for given in (of_nodes if isinstance(of_nodes, (list, tuple)) else [of_nodes])
+    ]
     if isinstance(told.get("tcp_port"), str):
         told["tcp_port"] = int(told["tcp_port"])
     frames = integer("frames_per_batch", frames_per_batch)
@@ -215,7 +258,10 @@ def _translated(create_env_fn: Any, frames_per_batch: int, options: dict[str, An
     nodes = _nodes(create_env_fn, told)
     if told.get("sync"):
         if frames % nodes:
-            raise BadOption(f"frames_per_batch={frames} cannot be shared equally by {nodes} nodes: use a multiple")
+            raise BadOption(
+                f"frames_per_batch={frames} cannot be shared equally by {nodes} nodes: use a"
+                " multiple"
+            )
         frames //= nodes
     for given in (told, *every):
         _name_trajectories(given, nodes if told.get("sync") else 1)
@@ -238,17 +284,22 @@ def _name_trajectories(options: dict[str, Any], share: int) -> None:
 
     Args:
         options: options, which are changed.
-        share: number of nodes that share a batch. In TorchRL each has that number of trajectories, those first done.
+        share: number of nodes that share a batch. In TorchRL each has that number of trajectories,
+            those first done.
     """
     count = options.get("trajs_per_batch")
     if count is not None and not isinstance(count, Trajectories):
-        options["trajs_per_batch"] = Trajectories(integer("trajs_per_batch", count) * share, rule="first_done")
+        options["trajs_per_batch"] = Trajectories(
+            integer("trajs_per_batch", count) * share, rule="first_done"
+        )
     if options.get("traj_format") == "padded":
         options["traj_format"] = "pad"
 
 
 def _padded(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options for the layout of whole trajectories: padded, as TorchRL's, but for replay buffers."""
+    """Return the options for the layout of whole trajectories: padded, as TorchRL's, but for replay
+    buffers.
+    """
     if options.get("replay_buffer") is not None:
         return {"traj_format": "cat"}
     if (options.get("traj_format") or "pad") != "pad":
@@ -257,7 +308,9 @@ def _padded(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _zero_padding(postproc: Any, batch: Any) -> Any:
-    """Set the trajectory ids of padding to zero, as TorchRL pads all columns, and call the user's ``postproc``."""
+    """Set the trajectory ids of padding to zero, as TorchRL pads all columns, and call the user's
+    ``postproc``.
+    """
     batch.get(TRAJ_IDS).masked_fill_(~batch.get(MASK), 0)
     return _processed(postproc, batch)
 
@@ -269,8 +322,9 @@ def _joined(options: Mapping[str, Any], nodes: int, *, joins: bool) -> dict[str,
     if joins:
         if options.get("return_same_td"):
             raise BadOption(
-                "return_same_td yields the same memory every time, and RPCCollector(sync=True) copies the batches of "
-                "its nodes into one: leave it out, or give cat_results='stack', which does not copy"
+                "return_same_td yields the same memory every time, and RPCCollector(sync=True)"
+                " copies the batches of its nodes into one: leave it out, or give"
+                " cat_results='stack', which does not copy"
             )
         return {"postproc": partial(_one_after_another, options.get("postproc"))}
     of_node = options.get("num_workers_per_collector", 1)
@@ -302,11 +356,15 @@ def _processed(postproc: Any, batch: Any) -> Any:
 
 
 def _with_effect(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the options without those that have no effect: here, or on this machine, as in TorchRL."""
+    """Return the options without those that have no effect: here, or on this machine, as in
+    TorchRL.
+    """
     acting = {name: value for name, value in (options or {}).items() if name not in OF_TORCHRL}
     compiling = acting.get("compile_policy")
     if isinstance(compiling, Mapping):
-        acting["compile_policy"] = {name: value for name, value in compiling.items() if name != "warmup"} or True
+        acting["compile_policy"] = {
+            name: value for name, value in compiling.items() if name != "warmup"
+        } or True
     graphs = acting.get("cudagraph_policy")
     if graphs not in (None, False) and not torch.cuda.is_available():
         check_graph(_nothing, None, graphs if isinstance(graphs, Mapping) else {})
@@ -323,8 +381,12 @@ def _nodes(create_env_fn: Any, options: dict[str, Any]) -> int:
     return options.get("num_collectors") or several
 
 
-def _show(collector: Any, create_env_fn: Any, frames_per_batch: int, options: dict[str, Any]) -> None:
-    """Set public attributes of TorchRL's collectors to the given arguments; devices are lists with one per node."""
+def _show(
+    collector: Any, create_env_fn: Any, frames_per_batch: int, options: dict[str, Any]
+) -> None:
+    """Set public attributes of TorchRL's collectors to the given arguments; devices are lists with
+    one per node.
+    """
     nodes = _nodes(create_env_fn, options)
     collector.num_workers = collector.num_collectors = nodes
     collector.frames_per_batch = collector.requested_frames_per_batch = frames_per_batch
@@ -334,7 +396,9 @@ def _show(collector: Any, create_env_fn: Any, frames_per_batch: int, options: di
     collector.split_trajs = bool(options.get("split_trajs"))
     for name in ("device", "storing_device", "env_device", "policy_device"):
         given = options.get(name)
-        setattr(collector, name, list(given) if isinstance(given, (list, tuple)) else [given] * nodes)
+        setattr(
+            collector, name, list(given) if isinstance(given, (list, tuple)) else [given] * nodes
+        )
 
 
 def _one(name: str, given: Any) -> Any:
@@ -342,7 +406,9 @@ def _one(name: str, given: Any) -> Any:
     if not isinstance(given, (list, tuple)):
         return given
     if not given or any(other != given[0] for other in given):
-        raise BadOption(f"{name}={given!r}: all nodes share one here; expected it, or a list with equal entries")
+        raise BadOption(
+            f"{name}={given!r}: all nodes share one here; expected it, or a list with equal entries"
+        )
     return given[0]
 
 
@@ -353,6 +419,7 @@ def _published_every(batches: int | None, options: dict[str, Any]) -> dict[str, 
     batches = integer("update_interval", batches)
     if options.get("update_after_each_batch") or options.get("max_weight_update_interval", -1) > -1:
         raise BadOption(
-            "update_interval, update_after_each_batch and max_weight_update_interval all say when to publish: give one"
+            "update_interval, update_after_each_batch and max_weight_update_interval all say when"
+            " to publish: give one"
         )
     return {**options, "max_weight_update_interval": batches - 1}
