@@ -24,7 +24,7 @@ from muster.workers.failures import Where, node_lost
 from muster.workers.lives import Proxy, WorkerState
 from muster.workers.messages import CLOSED, RolloutRequest, RolloutResult, Tell, WorkerStatus
 from muster.workers.pool import stats_of
-from muster.workers.requests import Request
+from muster.workers.requests import NOT_FOR_ABSENT, Request
 
 if TYPE_CHECKING:
     from muster.cluster.node_pool import NodePool
@@ -267,7 +267,7 @@ class NodeProxy(Proxy):
 
     @postponed()
     def call(self, request: Request) -> list[Any]:
-        if self.absent and request.waits:
+        if self.absent and isinstance(request, NOT_FOR_ABSENT):
             self.remember(request)
             return []
         self._wait_until_there()
