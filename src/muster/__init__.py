@@ -12,9 +12,9 @@ Layers, each importing only from those before it::
     recording/    experience as files
     restore/      states of environments, checkpoints, crash reports and their replay
     workers/      who fills slots: here, in threads, in processes; schedules, supervision, central inference
-    cluster/      workers on other machines
+    cluster/ vector/   workers on other machines; vector environments that workers step
     collectors/   what the user holds
-    evaluation/ tuning/   how good a policy is; which setup is fastest
+    serving/ evaluation/ tuning/   programs that ask for actions; how good a policy is; which setup is fastest
     compat/       other systems' names and semantics
     cli/          the muster command
 """
@@ -39,7 +39,7 @@ _NAMES = {  # by module
     "muster.collectors.multi_options": ("CentralInference", "Restart"),
     "muster.collectors.options": ("Autosave", "Execution", "Trajectories", "Watch"),
     "muster.collectors.resume": ("ResumeReport",),
-    "muster.collectors.serving": ("serve",),
+    "muster.serving.server": ("serve",),
     "muster.episodes.record": ("EpisodeRecord",),
     "muster.episodes.segment": ("split_trajectories",),
     "muster.episodes.summary": ("CollectStats",),
@@ -79,7 +79,6 @@ if TYPE_CHECKING:
     from muster.collectors.options import Trajectories as Trajectories
     from muster.collectors.options import Watch as Watch
     from muster.collectors.resume import ResumeReport as ResumeReport
-    from muster.collectors.serving import serve as serve
     from muster.episodes.record import EpisodeRecord as EpisodeRecord
     from muster.episodes.segment import split_trajectories as split_trajectories
     from muster.episodes.summary import CollectStats as CollectStats
@@ -95,6 +94,7 @@ if TYPE_CHECKING:
     from muster.recording import load as load
     from muster.restore.checkpoint import load as load_state  # noqa: F401 (named by _HOMES)
     from muster.restore.checkpoint import save as save_state  # noqa: F401
+    from muster.serving.server import serve as serve
     from muster.tuning import Tuning as Tuning
     from muster.tuning import tune as tune
     from muster.utils.interrupts import delayed_interrupt as delayed_interrupt

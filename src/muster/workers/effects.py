@@ -34,7 +34,7 @@ from muster.workers.worker import Worker
 
 if TYPE_CHECKING:
     from muster.workers.actor import Actor
-    from muster.workers.crash_notes import CrashNotes
+    from muster.restore.crash_notes import CrashNotes
 
 
 # --- in the worker --------------------------------------------------------------------------------
