@@ -13,13 +13,13 @@ import torch
 from muster.collectors.options import CollectorOptions
 from muster.errors import BadOption
 from muster.policies.adapt import observed_dtype
-from muster.restore.crash_notes import CrashNotes, LocalLog
 from muster.restore.crash_report import EnvFactory
 from muster.rng import GroupRng
 from muster.rollout.columns import RolloutOptions
 from muster.rollout.group import Group
 from muster.workers.build import WorkerOptions, build_envs, build_policy, make_group
-from muster.workers.pool import LocalWorker, WorkerPool
+from muster.workers.local import LocalPool
+from muster.workers.pool import Pool
 from muster.workers.schedule import Bundle
 from muster.workers.sync import Sync
 from muster.workers.worker import Worker, describe
@@ -63,7 +63,7 @@ def in_this_thread(
     }
     worker = Worker(groups, policies, policy, device=device, index=options.worker_idx or 0)
     infos = [describe(group.env, group.batch_shape) for group in groups]
-    pool = WorkerPool([LocalWorker(worker)], infos, local=worker)
+    pool = LocalPool(worker, infos)
     rows = options.rows_per_batch(pool.num_envs) if options.extend_buffer else 1
     memory = _memory(options, groups[0].env.device)
     bundle = Bundle(
@@ -72,18 +72,11 @@ def in_this_thread(
     return Sync(pool, [bundle], [rows] * len(groups)), worker
 
 
-def log_rollouts(
-    pool: WorkerPool, worker: Worker, create_env_fn: Any, options: CollectorOptions
-) -> None:
+def log_rollouts(pool: Pool, worker: Worker, create_env_fn: Any, options: CollectorOptions) -> None:
     """Keep the actions of a worker in this thread, from which ``watch`` repeats episodes."""
-    notes = CrashNotes(
-        range(len(worker.groups)),
-        origins_of(create_env_fn, options),
-        pool.counters,
-        options.max_frames_per_traj,
-    )
-    pool.notes, pool.log = notes, LocalLog(notes, worker.groups)
-    worker.after_rollout = pool.log.add
+    assert isinstance(pool, LocalPool)
+    log = pool.log_rollouts(origins_of(create_env_fn, options), options.max_frames_per_traj)
+    worker.after_rollout = log.add
 
 
 def origins_of(create_env_fn: Any, options: CollectorOptions) -> list[EnvFactory]:

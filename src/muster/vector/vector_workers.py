@@ -41,12 +41,11 @@ from muster.utils.interrupts import postponed
 from muster.vector.env_slice import EnvSlice, Exchange, Infos, VectorRows, execute, open_rows, serve
 from muster.workers.build import WorkerOptions
 from muster.workers.config import PoolConfig, WorkerConfig, WorkerPlace, check_timeouts
-from muster.workers.launch import in_process
-from muster.workers.lives import Restarted
 from muster.workers.mailbox import LOOK_S, Mailbox
-from muster.workers.messages import Tell
+from muster.workers.messages import Answer, Tell
 from muster.workers.proxy import WorkerProxy
-from muster.workers.supervision import Supervisor
+from muster.workers.supervision import value_of
+from muster.workers.worker_pool import WorkerPool
 
 MAX_RESTARTS = 10  # of a worker within a minute, as for collectors
 SliceCall = tuple[Callable[..., Any], Sequence[Any]]  # a method of ``EnvSlice``, and its arguments
@@ -140,15 +139,14 @@ class VectorWorkers:
         self._serving = [False] * count  # workers that serve calls in shared memory
         self._made = ExitStack()
         try:
-            self._workers = Supervisor(config, None, self._made)
-            self._workers.launch = in_process(start_method, light=True)
-            self._workers.server = cast(Any, self._mailbox)
+            responder = cast(Any, self._mailbox)
+            self._workers = WorkerPool(config, None, self._made, responder=responder)
             self._handles = cast(list[WorkerProxy], self._workers.handles)
             self._workers.start()
             infos = self._workers.built()
             firsts = {n: part.start for n, part in enumerate(self._parts)}
-            pool = self._workers.pool(infos, WorkerPlace(firsts, self.num_envs, False, None))
-            self._made.callback(pool.close)
+            self._workers.open(infos, WorkerPlace(firsts, self.num_envs, False, None))
+            self._made.callback(self._workers.close)
             # ``starts`` when it got the shared memory
             self._opened: list[int | None] = [None] * len(self._handles)
             self.rows: Any = None
@@ -255,7 +253,7 @@ class VectorWorkers:
         self._half ^= 1
         self.infos = []
         for n, answer in answers.items():
-            self._handles[n].record.fruitless = 0
+            self._handles[n].life.has_completed()
             if answer is None:
                 continue
             packed_infos, obs = pickle.loads(answer)
@@ -264,7 +262,7 @@ class VectorWorkers:
             if obs is not None:
                 self._objects[self._parts[n].start : self._parts[n].stop] = obs
             for _, info in infos:
-                if "muster" in info and not self._handles[n].record.may_restart(MAX_RESTARTS):
+                if "muster" in info and not self._handles[n].life.may_restart(MAX_RESTARTS):
                     self.failure = EnvError(
                         f"{info['muster']['error']}\n\nIt was replaced too often."
                     )
@@ -433,7 +431,7 @@ class VectorWorkers:
             self._wait()  # for a call whose result was not taken, because of Ctrl-C or an error
             if not mailbox.question(n):
                 self._serving[n] = False
-                with suppress(MusterError, Restarted):
+                with suppress(MusterError):
                     handle.answer()
                 self._ensure(n)
         if self.rows is not None and len(sent) <= Exchange.ROOM:
@@ -448,22 +446,27 @@ class VectorWorkers:
             self.rows.exchanges[n].put_call(b"")
             mailbox.answer(n, mailbox.question(n))
             self._serving[n] = False
-            handle.answer()
+            answer = handle.answer()
+            if answer is None:
+                self._ensure(n)
+            else:
+                value_of(answer)  # raises its failure
         handle.post(lambda number: handle.send(Tell(execute, (sent,), number)))
 
     def _send_serve(self, n: int, number: int) -> None:
         self._mailbox.expect(n, number)
         self._handles[n].send(Tell(serve, (number,), number))
 
-    def _result(self, n: int, deadline: float | None) -> Any:
-        """Return the result of a call to a worker. Raises ``Restarted`` if the worker was lost."""
+    def _result(self, n: int, deadline: float | None) -> Answer | None:
+        """Return the answer to a call of a worker; None if the worker was lost."""
         if self._serving[n] and self._mailbox.question(n):
-            return self.rows.exchanges[n].result()
+            return Answer(0, self.rows.exchanges[n].result())
         self._serving[n] = False
-        handle = self._handles[n]
-        if deadline is not None and not handle.is_answered(deadline):
-            raise _TimeIsUp
-        return handle.answer()  # a result that is too large for the shared memory, or an error
+        try:
+            # a result that is too large for the shared memory, or an error
+            return self._handles[n].answer(deadline)
+        except TimeoutError:
+            raise _TimeIsUp from None
 
     def _wait(self, deadline: float | None = None) -> None:
         """Wait until all workers that serve calls in shared memory have a result, or are lost."""
@@ -504,11 +507,12 @@ class VectorWorkers:
             try:
                 while n not in results:
                     self._wait(deadline)
-                    try:
-                        results[n] = self._result(n, deadline)
-                    except Restarted:
+                    answer = self._result(n, deadline)
+                    if answer is None:
                         self._ensure(n)
                         self._post(n, call)
+                    else:
+                        results[n] = value_of(answer)
             except MusterError as error:
                 self._locate(n, error)
                 raise
@@ -524,15 +528,15 @@ class VectorWorkers:
         while self.rows is not None and (not handle.alive or handle.starts != self._opened[n]):
             if not handle.alive and not handle.reviving:
                 self._workers.begin_or_raise(handle)
-            with suppress(Restarted):
-                self._workers.wait_for(handle, partial(getattr, handle, "alive"))
+            self._workers.wait_for(handle, partial(getattr, handle, "alive"))
             is_successor = self._opened[n] is not None
             if is_successor:
                 self._lost[n] = str(handle.cause).partition("\n")[0]
             self._opened[n], self._serving[n] = handle.starts, False
             handle.post(partial(self._send_rows, n, is_successor))
-            with suppress(Restarted):
-                handle.answer()
+            answer = handle.answer()
+            if answer is not None:
+                value_of(answer)  # raises its failure
 
     def _send_rows(self, n: int, is_successor: bool, number: int) -> None:
         part = self._parts[n]

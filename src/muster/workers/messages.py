@@ -121,7 +121,6 @@ class RolloutResult:
         paused: the error is Ctrl-C, between two rows: see ``Group.paused``.
         lost: the rollout was not completed, and has to be requested again.
         dropped: the group is dropped.
-        entered: the frame counters of the group include this result.
         warnings: texts of warnings since the last result, to be issued in the user's process.
         unfinished: a signal has terminated the worker; the request is still under way.
     """
@@ -148,7 +147,6 @@ class RolloutResult:
     paused: bool = False
     lost: bool = False
     dropped: bool = False
-    entered: bool = False
     warnings: Sequence[str] = ()
     unfinished: bool = False
 

@@ -11,7 +11,7 @@ from muster.memory.slots import Layout, Slot, SlotRing, SlotState
 from muster.utils.interrupts import postponed
 from muster.workers.group_state import layout_of, result_of, to_plain, write
 from muster.workers.messages import RolloutRequest, RolloutResult
-from muster.workers.pool import WorkerPool, give_warnings
+from muster.workers.pool import Pool
 from muster.workers.requests import Reset
 from muster.workers.schedule import Bundle, CollectRequest, FilledSlot, Schedule
 from muster.workers.turns import GlobalStreams
@@ -37,6 +37,15 @@ class SyncBatch:
     results: dict[int, RolloutResult] = field(default_factory=dict)
     has_failed: bool = False
 
+    def renew(self, wanted: CollectRequest) -> None:
+        """Continue the batch for an equal request, which may have a later version."""
+        self.wanted = wanted
+
+    def note_failure(self, result: RolloutResult) -> None:
+        """Note that an error has interrupted a rollout; Ctrl-C between two rows only pauses it."""
+        if not result.paused:
+            self.has_failed = True
+
 
 class Sync(Schedule):
     """Every batch has a rollout of every group. Between batches the workers are idle.
@@ -52,7 +61,7 @@ class Sync(Schedule):
 
     def __init__(
         self,
-        pool: WorkerPool,
+        pool: Pool,
         bundles: Sequence[Bundle],
         T: Sequence[int],
         *,
@@ -100,7 +109,7 @@ class Sync(Schedule):
                         result = local.run(request, batch.slots[place][1].lanes[lane])
                         self.pool.enter(result)
                         if result.error is not None:
-                            batch.has_failed |= not result.paused
+                            batch.note_failure(result)
                             _raise_error_of(result)
                         batch.results[group] = result
             else:
@@ -112,7 +121,7 @@ class Sync(Schedule):
                 if self._streams is not None and before is not None:
                     self._streams.check(before)
                 self.pool.check_alive()
-        give_warnings(self.pool)
+        self.pool.give_warnings()
         results = [batch.results[group] for _, _, group in self._places]
         if not keep:
             for (place, lane, _), result in zip(self._places, results, strict=True):
@@ -126,7 +135,7 @@ class Sync(Schedule):
         """
         batch = self._batch
         if batch is not None:
-            batch.wanted = wanted
+            batch.renew(wanted)
             return batch
         if into is not None and into.layout == self.bundles[0].ring.layout:
             slots = [(self.bundles[0].ring, into.begin())]
@@ -136,7 +145,15 @@ class Sync(Schedule):
         return batch
 
     def _request(
-        self, group: int, lane: int, batch: SyncBatch, limit: int | None
+        self,
+        group: int,
+        lane: int,
+        batch: SyncBatch,
+        limit: int | None,
+        *,
+        sharing: tuple[int, int] | None = None,
+        offset: int = 0,
+        nbytes: int = 0,
     ) -> RolloutRequest:
         """Return the request of a group for its lane: a new one, or the same number to continue an
         interrupted one.
@@ -153,9 +170,12 @@ class Sync(Schedule):
             wanted.version,
             wanted.closes,
             limit,
+            sharing=sharing,
             spans=wanted.spans,
             rule=rule,
             bootstrap=wanted.bootstrap,
+            offset=offset,
+            nbytes=nbytes,
         )
 
     def _work(self, batch: SyncBatch) -> None:
@@ -168,13 +188,21 @@ class Sync(Schedule):
                 under_way = self.pool.handle(group).under_way
                 if group in batch.results or batch.numbers.get(group) in under_way.outstanding:
                     continue
-                request = self._request(group, lane, batch, limit)
+                slot = batch.slots[place][1]
+                sharing = self._sharing(self._batch_groups(), group) if shares else None
+                request = self._request(
+                    group,
+                    lane,
+                    batch,
+                    limit,
+                    sharing=sharing,
+                    offset=slot.offset,
+                    nbytes=slot.layout.nbytes,
+                )
                 if self.pool.counters[group].dropped:
                     batch.results[group] = RolloutResult(request.number, group, dropped=True)
                 else:
-                    if shares:
-                        request.sharing = self._sharing(self._batch_groups(), group)
-                    self.pool.handle(group).submit(request, batch.slots[place][1])
+                    self.pool.handle(group).submit(request, slot)
         if self.ahead is not None:
             for ring, slot in batch.slots:
                 self.ahead.prepare(ring, slot)
@@ -187,7 +215,7 @@ class Sync(Schedule):
                     if len(batch.results) >= self._enough:
                         self.pool.stop()
                 elif result.error is not None:
-                    batch.has_failed |= not result.paused
+                    batch.note_failure(result)
                     failed = failed or result
         finally:
             if self.pool.server is not None:
@@ -256,7 +284,7 @@ class Sync(Schedule):
             for group, part in zip(bundle.groups, saved["results"], strict=True):
                 number = batch.numbers[group] = next(self.pool.numbers)
                 batch.results[group] = result_of(part, number)
-                self.pool.counters[group].in_flight += part["frames"]
+                self.pool.counters[group].restore(part["frames"])
 
     def _prepare(self, policy: str, version: int | str | None) -> None:
         local = self.pool.local
