@@ -50,10 +50,17 @@ class TrajectoryClock:
             self._since = 0
         return self._steps
 
-    @steps.setter
-    def steps(self, steps: Array) -> None:
-        self._steps = steps
-        self._since = 0
+    def take_back(self, steps: Array, ended: Sequence[int]) -> None:
+        """Correct the last ``advance`` by rows in which environments made no steps.
+
+        Args:
+            steps: number of these rows, ``[B]``.
+            ended: environments whose next episode has not begun.
+        """
+        current = self.steps
+        current -= steps
+        current[ended] = 0
+        self.returns[ended] = 0.0
 
     @property
     def returns(self) -> Array:

@@ -1,0 +1,497 @@
+"""A rollout of one group into one lane: all that it does beside acting and stepping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from muster.episodes.clock import MANY, TrajectoryClock
+from muster.errors import BadEnvOutput, BadPolicyOutput
+from muster.keys import AGENT, POLICY_VERSION, STEP_COUNT, TRAJ_DONE, next_of
+from muster.memory.slots import Lane
+from muster.memory.specs import Array
+from muster.protocols import Act, Policy, Step
+from muster.rollout.acting import store_outputs
+from muster.rollout.ends import ChosenByRule, Ends, ResetNow, StepLimit, WaitForBatch, Waiting
+from muster.rollout.group import FirstCall, Group, Reports
+from muster.rollout.hooks import rendering, watching
+from muster.rollout.lane_views import TERMINATED, TRUNCATED, LaneViews
+from muster.rollout.marks import NextObservations, end_agents, mark_end, mark_valid
+from muster.rollout.progress import BEFORE, KNOWN, Phase, Progress
+from muster.rollout.request import RolloutOutcome, RolloutPlan, Watch
+from muster.rollout.tally import Tally
+from muster.rollout.values import first_bad_value
+
+STOP = -1  # returned instead of a row: the rollout ends here
+
+
+class Prepared(NamedTuple):
+    """The functions that act and step in the lane of a rollout."""
+
+    policy: Policy
+    version: int | str
+    act: Act
+    step: Step
+
+
+class Rollout:
+    """A rollout of one group into one lane.
+
+    Its life:
+
+    1. It is made for a plan, which is never changed: what happens at the ends of episodes
+       (``ends``), who watches its steps.
+    2. ``begin`` executes the resets that are due, and writes the carried rows into row 0.
+    3. The loop (``muster.rollout.loop``) acts and steps, and calls ``after_step`` where
+       ``next_call`` says, and where an episode ends.
+    4. An error makes rows incomplete (``fail``), or leaves it paused between two rows (``pause``).
+       The next request for the same lane lets it ``go_on`` with the first incomplete row.
+    5. ``finish`` completes all columns, carries the last rows on, and returns the outcome.
+
+    Args:
+        tally: of the present request; ``go_on`` replaces it.
+
+    Attributes:
+        views: see ``LaneViews``.
+        waiting: environments that make no more steps.
+        paused: how it goes on after its last row as if nothing had happened; None: it does not, or
+            is not interrupted. A policy draws noise for all rows when it starts in a lane. So the
+            rest is filled by the same ``act``, if policy and version are the same.
+    """
+
+    def __init__(self, group: Group, plan: RolloutPlan, lane: Lane, tally: Tally) -> None:
+        self.group = group
+        self.plan = plan
+        self.lane = lane
+        self.tally = tally
+        self.views = _views_of(group, lane)
+        self.next_obs = NextObservations(
+            self.views.observed, self.views.next_rows, self.views.copied_every
+        )
+        self.paused: Prepared | None = None
+        self.reports = _reports_of(group, plan)
+        self.waiting = Waiting(group.env, group.bypass, ())
+        self._limit: StepLimit | None = None
+        self.ends: Ends = ResetNow(self.waiting)
+        self._watchers: tuple[Watch, ...] = ()
+        self._stopped = _interruptor(group, plan)
+
+    # --- the beginning ----------------------------------------------------------------------------
+
+    def begin(self) -> bool:
+        """Prepare the lane for the first row, and return whether it has an action already."""
+        group = self.group
+        lane = self.lane
+        lane.restart()
+        absent = self._begin_episodes()
+        self.waiting = Waiting(group.env, group.bypass, absent)
+        self._limit = self._step_limit(absent)
+        self.ends = self._choose_ends()
+        self._watchers = self._choose_watchers()
+        self._count_before()
+        if self.plan.rule is not None and self.plan.rule.complete:
+            lane.stop()
+        views = self.views
+        if self.reports.progress.watched:
+            self.reports.progress.mark_unwritten(lane, group.env.reward_key, 0)
+        for fill, value in views.fills:
+            fill(value)
+        if views.resumed is not None:
+            views.resumed[...] = False
+            views.resumed[0, group.take_resumed()] = True
+        for key, _, first, _ in views.carried:
+            first[...] = group.carry[key]
+        for array, is_init in views.states:
+            if is_init:
+                array[1:] = False  # resets set it; the slot may hold values of an earlier rollout
+        call = None if lane.stopped else group.take_call()
+        if call is not None:
+            store_outputs(call.outputs, lane)
+        self._stamp(0, call)
+        return call is not None
+
+    def go_on(self, plan: RolloutPlan, tally: Tally) -> None:
+        """Continue for another request: end episodes at the last row where resets are due."""
+        self.plan = plan._replace(rule=self.plan.rule)
+        self.tally = tally
+        self.reports = _reports_of(self.group, plan)
+        self._watchers = self._choose_watchers()
+        if self.group.pending:
+            self._cut(self.lane.done_steps - 1)
+        self._stamp(self.lane.done_steps, None)
+
+    def _begin_episodes(self) -> Collection[int]:
+        """Execute the resets that are due, and return the environments that make no steps.
+
+        What the rule does not need is not reset either.
+        """
+        due = self.group.due
+        unneeded: list[int] = []
+        if self.plan.rule is not None:
+            unneeded = self._choose_ends().unneeded(range(self.group.B))
+        if self.plan.rule is not None or due.which or due.begun:
+            held = due.leave_out(unneeded)
+            self.group.begin_episodes(reports=self.reports)
+            due.done(held)  # environments that were reset early are stepped in this rollout
+        return self.plan.absent or unneeded
+
+    def _choose_ends(self) -> Ends:
+        group = self.group
+        ends: Ends
+        if group.options.reset_when_done or self.plan.is_random_start:
+            ends = ResetNow(self.waiting)
+        else:
+            ends = WaitForBatch(self.waiting, group.bypass, self._limit, group.env.reward_key)
+        if self.plan.rule is None:
+            return ends
+        return ChosenByRule(self.plan.rule, ends, self.waiting, group.bypass, self._limit)
+
+    def _choose_watchers(self) -> tuple[Watch, ...]:
+        group = self.group
+        watchers: list[Watch] = []
+        if group.options.on_step is not None and not self.plan.is_random_start:
+            env_ids = group.clock.env_ids
+            on_step = group.options.on_step
+            repeats = group.env.repeats
+            watchers.append(watching(on_step, env_ids, self.waiting, repeats, self.next_obs))
+        if self.plan.pause is not None:
+            watchers.append(rendering(group.env, self.plan.pause))
+        if self.plan.watch is not None:
+            watchers.append(self.plan.watch)
+        return tuple(watchers)
+
+    def _step_limit(self, absent: Collection[int]) -> StepLimit | None:
+        limit = self.group.options.max_frames_per_traj
+        if limit is None or self.group.env.writes_next:
+            return None
+        return StepLimit(limit, self.group.clock.steps, absent)
+
+    def _count_before(self) -> None:
+        """Count the steps that were made before the first row."""
+        env = self.group.env
+        if env.dropped:
+            self.tally.execute(env.dropped)
+            self.tally.discard("reset", env.dropped)
+            env.dropped = 0
+        if self.plan.is_random_start or self.group.random_start.is_over:
+            return
+        steps = self.group.random_start.end()
+        self.tally.execute(steps)
+        self.tally.discard("decorrelation", steps)
+        self.reports.progress.cells[BEFORE] = steps
+
+    def _stamp(self, begin: int, call: FirstCall | None) -> None:
+        """Write the version of the policy into the rows from ``begin`` on; that of ``call`` into
+        row 0.
+        """
+        if self.reports.progress.watched:
+            self.reports.progress.count(waits=self.ends.leaves_out)
+        version = self.views.version
+        if version is None:
+            return
+        version[begin:] = self.plan.version
+        if call is not None:
+            extra = call.outputs.extras.get(POLICY_VERSION)
+            if extra is None:
+                version[0] = call.version
+            else:  # the policy tells its version itself
+                version[0] = extra.reshape(-1).numpy()
+
+    # --- rows -------------------------------------------------------------------------------------
+
+    @property
+    def absent(self) -> Collection[int]:
+        """The environments that make no steps in it."""
+        return self.waiting.absent
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it goes on after its last row as if nothing had happened."""
+        return self.paused is not None
+
+    def pause(self, prepared: Prepared) -> None:
+        """Note an interruption after a complete row."""
+        self.paused = prepared
+
+    def unpause(self) -> Prepared | None:
+        """Return how it goes on, if it is paused and policy and version are the same; it is not
+        paused any more.
+        """
+        paused = self.paused
+        self.paused = None
+        return paused
+
+    def next_call(self, t: int) -> int:
+        """Return the first row, from ``t`` on, after which ``after_step`` is due even if no episode
+        ends.
+        """
+        if self._stopped is not None or self._watchers:
+            return t
+        if self._limit is None:
+            return self.next_obs.due
+        return min(self.next_obs.due, self._limit.next)
+
+    def after_step(self, t: int, finished: Sequence[int] | None) -> int:
+        """Do all work due after row ``t`` except the next step; return the row of the next call, or
+        STOP.
+        """
+        lane = self.lane
+        lane.complete(t + 1)
+        late: list[int] = []
+        if self._limit is not None:
+            late = self._limit.reached(t)
+            if late:
+                cut = late if finished is None else [i for i in late if i not in finished]
+                lane.arrays[TRUNCATED][t, cut] = True
+                finished = sorted({*cut, *(finished or ())})
+        if finished is not None:
+            self.next_obs.copy(t + 1)  # before the reset overwrites the true last observations
+            if self.group.options.compact_obs:
+                self.next_obs.keep(lane, t, finished, self.waiting.all)
+            self._end_episodes(t, finished, late)
+        elif t >= self.next_obs.due or self._watchers:
+            self.next_obs.copy(t + 1)
+        for watch in self._watchers:
+            watch(lane, t)
+        if self._stopped is not None and not lane.stopped and self._stopped():
+            lane.stop()
+        return STOP if lane.stopped else self.next_call(t + 1)
+
+    def _end_episodes(self, t: int, finished: Sequence[int], late: Sequence[int]) -> None:
+        """End the episodes of ``finished`` at row ``t``; those of ``late`` reached the limit."""
+        lane = self.lane
+        env = self.group.env
+        lost = env.lives_lost
+        over = finished
+        going_on: Sequence[int] = ()
+        if lost:
+            going_on = [i for i in finished if i in lost and i not in late]
+            over = [i for i in finished if i not in going_on]
+        if self.group.options.traj_done_key is not None:
+            lane.arrays[TRAJ_DONE][t, over] = True
+            lane.arrays[TRUNCATED][t, [i for i in late if i in lost]] = True
+        decision = self.ends.decide(lane, t, over, going_on)
+        if decision.is_over:
+            lane.stop()
+        if decision.reset:
+            self._reset_rows(t + 1, decision.reset, None)
+        if decision.restart:
+            env.restart_agent(lane.data, t + 1, decision.restart)
+            self._restart_states(t + 1, decision.restart)
+
+    def _cut(self, t: int) -> None:
+        """Execute the resets that are due within the lane: end episodes at row ``t``, and start new
+        ones after it.
+        """
+        lane = self.lane
+        group = self.group
+        done = lane.data[TERMINATED][t] | lane.data[TRUNCATED][t]
+        over = group.pending
+        if self.ends.waits:
+            over = [i for i in over if i not in self.waiting.since]
+        cut = [i for i in over if not done[i]]
+        agents = group.agent_clock
+        if agents is not None:
+            cut = []
+            if group.due.is_lost:
+                end_agents(lane, t + 1, agents)
+            group.due.recover()
+        lane.data[TRUNCATED][t, cut] = True
+        if group.options.traj_done_key is not None:
+            lane.arrays[TRAJ_DONE][t, over] = True
+        self.next_obs.copy(t + 1)
+        if group.options.compact_obs:
+            self.next_obs.keep(lane, t, cut, self.waiting.since)
+        if self.ends.waits:
+            if self.waiting.add(lane, t, cut):
+                lane.stop()
+            if self._limit is not None:
+                self._limit.let_go(cut)
+            return
+        for part, seeds in group.due.parts(group.pending):
+            self._reset_rows(t + 1, part, seeds)
+        group.due.done(group.due.leave_out(self.waiting.absent))
+
+    def _reset_rows(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+        took_ns = self.group.reset_envs(self.lane.data, row, which, seeds, self.reports)
+        self.tally.add_reset(took_ns)
+        self._restart_states(row, which)
+        if self._limit is not None:
+            self._limit.restart(which, row)
+
+    def _restart_states(self, row: int, which: Sequence[int]) -> None:
+        for array, value in self.views.states:
+            array[row, which] = value
+
+    # --- errors -----------------------------------------------------------------------------------
+
+    def fail(self, t: int, reason: str, executed: int) -> None:
+        """Discard the ``executed`` steps of row ``t``, and reset all environments: their states are
+        unknown.
+        """
+        self.lane.complete(max(self.lane.done_steps, t))
+        self.tally.discard(reason, executed)
+        self.tally.execute(executed)
+        self.group.env.executed_in_row = 0
+        self._unmark()
+        self.group.lose()
+
+    def _check_values(self, without: Array | None) -> None:
+        """Check values, which is cheaper once per rollout than once per step."""
+        lane = self.lane
+        group = self.group
+        found = first_bad_value(lane, group.env, group.options.validate, without)
+        if found is None:
+            return
+        t, message, by_policy = found  # discard this row and all later ones
+        reason = "bad_policy_output" if by_policy else "bad_env_output"
+        self.tally.discard(reason, self.waiting.executed(t, lane.done_steps))
+        lane.take_back(t)
+        self.reports.progress.begin(Phase.POLICY if by_policy else Phase.STEP)
+        self._unmark()
+        group.lose()
+        error = BadPolicyOutput if by_policy else BadEnvOutput
+        raise error(f"{message}. The {t} rows before it are kept; the environments are reset.")
+
+    def _unmark(self) -> None:
+        """Undo the entries of incomplete rows."""
+        begin = self.lane.done_steps
+        self.next_obs.take_back(begin)
+        self.waiting.take_back(begin)
+        self.reports.progress.mark_unwritten(self.lane, self.group.env.reward_key, begin)
+        for marks, value in self.views.marks:
+            marks[begin:] = value
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def finish(self) -> RolloutOutcome:
+        """Complete all columns of the lane after its last step."""
+        lane = self.lane
+        group = self.group
+        options = group.options
+        views = self.views
+        n = lane.done_steps
+        if self.reports.progress.watched:
+            cells = self.reports.progress.cells
+            cells[KNOWN] = self.waiting.executed(0, n) + cells[BEFORE]
+        self.next_obs.copy(n)
+        if lane.mirrored:
+            lane.pull((group.env.reward_key, TERMINATED, TRUNCATED))
+        flags = views.flags if n == lane.T else [rows[:n] for rows in views.flags]
+        reward, done, terminated, truncated, ids = flags
+        # else it is False already
+        if group.B >= MANY or 1 in terminated.tobytes() or 1 in truncated.tobytes():
+            np.logical_or(terminated, truncated, out=done)
+        without = self.ends.without_transition(lane, done)
+        if without is not None or n < lane.T or views.is_fine is None or not views.is_fine():
+            self._check_values(without)
+        over = done if options.traj_done_key is None else lane.arrays[TRAJ_DONE][:n]
+        agents = group.agent_clock
+        if agents is not None:
+            agents.sort(lane.arrays[AGENT][:n])
+        clock = group.clock
+        clock.fill_ids(ids, over)
+        if options.max_frames_per_traj:
+            counts = lane.arrays[STEP_COUNT]
+            clock.fill_step_counts(counts[:n], over)
+            np.add(counts, 1, out=lane.arrays[next_of(STEP_COUNT)])
+        episodes = clock.advance(reward, terminated, truncated, over)
+        if group.env.info_specs and len(episodes):
+            episodes = replace(episodes, info=self.next_obs.infos(lane, over))
+        if without is not None:
+            self._take_back_steps(without, over)
+        if options.compact_obs and n:
+            going_on = np.flatnonzero(~done[-1]).tolist()
+            self.next_obs.keep(lane, n - 1, going_on, self.waiting.all)
+        closes = self.plan.closes and not self.plan.is_random_start
+        # a mark for the learner; the episode continues
+        if options.set_truncated and closes and n:
+            mark_end(lane, n - 1, group.env, limited=bool(options.max_frames_per_traj))
+        self._carry_on(n)
+        frames = self._mark_valid(n, without)
+        if lane.mirrored:  # the reward was copied from the device
+            keys = views.mirrored
+            if without is None:
+                keys = [key for key in keys if key != group.env.reward_key]
+            lane.push(keys)
+        group.closed()
+        if options.reset_at_each_iter and closes:
+            group.reset()
+        return RolloutOutcome(
+            frames, n, episodes, self.next_obs.finals, left_out=not self.waiting.is_idle
+        )
+
+    def _carry_on(self, n: int) -> None:
+        """Carry the rows after the last step on to the next rollout."""
+        group = self.group
+        for key, rows, _, last in self.views.carried:
+            row = last if n == self.lane.T else rows[n : n + 1]
+            group.carry.take(key, row, self.waiting.absent)
+        if self.waiting.is_idle:
+            return
+        going_on = self.waiting.resume(group.carry)
+        if going_on:
+            group.env.restart_agent(group.carry, 0, going_on)
+            group.carry.begin_anew(going_on)
+
+    def _take_back_steps(self, without: Array, over: Array) -> None:
+        """Correct the clock of environments that ended and waited for others; reset them before the
+        next batch.
+        """
+        clock = self.group.clock
+        assert isinstance(clock, TrajectoryClock)  # agents that take turns do not wait
+        ended = [i for i, t in self.waiting.since.items() if over[t, i]]
+        clock.take_back(without.sum(axis=0), ended)
+        self.group.due.add(ended)
+        if not self.group.bypass.is_possible:
+            self.tally.discard("after_done", int(without.sum()))
+
+    def _mark_valid(self, n: int, without: Array | None) -> int:
+        """Mark the cells with a transition, and return the number of valid ones."""
+        limit = self.plan.limit
+        if without is None and n == self.lane.T and limit is None:
+            if self.views.valid is not None:
+                self.views.valid[...] = True
+            return n * self.group.B
+        shared = None if limit is None else (*places_of(self.group, self.plan), limit)
+        frames, surplus = mark_valid(
+            self.lane, n, without, repeat_flags=self.ends.repeats_flags, shared=shared
+        )
+        self.tally.discard("surplus", surplus)
+        return frames
+
+
+def places_of(group: Group, plan: RolloutPlan) -> tuple[Array, int]:
+    """Return the indices of the environments among those of the same batch, ``[B]``, and the number
+    of the latter.
+    """
+    if plan.sharing is None:
+        return group.sharing
+    first, sharing = plan.sharing
+    return np.arange(first, first + group.B), sharing
+
+
+def _reports_of(group: Group, plan: RolloutPlan) -> Reports:
+    if plan.is_random_start:
+        return Reports(Progress(), [])
+    if plan.listener is None:
+        return group.reports
+    return Reports(group.progress, [*group.reports.listeners, plan.listener])
+
+
+def _views_of(group: Group, lane: Lane) -> LaneViews:
+    views: LaneViews | None = lane.cache.get(group)
+    if views is None:
+        views = lane.cache[group] = LaneViews(group.env, group.carry, group.options, lane)
+    return views
+
+
+def _interruptor(group: Group, plan: RolloutPlan) -> Callable[[], bool] | None:
+    """Return what is called after every step, and whether that ends the rollout."""
+    interruptor = group.options.interruptor
+    if interruptor is None or plan.is_random_start:
+        return None
+    return interruptor.collection_stopped  # type: ignore[no-any-return]
