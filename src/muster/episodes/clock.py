@@ -289,7 +289,7 @@ class AgentClock:
             *(self._apart(values) for values in (reward, terminated, truncated, done))
         )
         # the zeros
-        self._clock.steps -= T - np.bincount(self._at[1].reshape(-1), minlength=columns)
+        self._clock.take_back(T - np.bincount(self._at[1].reshape(-1), minlength=columns), [])
         if not len(records):
             return records
         rows = np.broadcast_to(np.arange(T)[:, None], reward.shape)

@@ -195,7 +195,7 @@ def _evaluate(group: Group, lane: Lane, made: BootstrapRows, policy: Policy) -> 
     if SPARE not in lane.cache:
         shape = acting_shape(group.env, group.batch_shape)
         lane.cache[SPARE] = spare_lane(made.columns, math.prod(shape), shape, group.env.device)
-    around = group.context()
+    around = group.contexts.usual
     if not policy.draws_globally:
         around = RolloutContext(group.rng, group.options, own_rng=False, inference=True)
     fill_values(made, policy, group.rng, lane.cache[SPARE], around)

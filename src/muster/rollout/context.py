@@ -66,7 +66,10 @@ class RolloutContext:
             # else no environment uses it, and the policy acts in another process
             if "torch" in sys.modules:
                 if not is_beside_user and self._num_threads is not None:
-                    self._set_threads(self._num_threads)
+                    threads = torch.get_num_threads()
+                    if threads != self._num_threads:
+                        self._threads_before = threads
+                        torch.set_num_threads(self._num_threads)
                 if self._mode is None:
                     self._mode = torch.inference_mode() if self._inference else torch.no_grad()
                 self._mode.__enter__()
@@ -86,25 +89,17 @@ class RolloutContext:
             self._rng.remove(self._user)
             self._user = None
 
-    def _set_threads(self, number: int) -> None:
-        threads = torch.get_num_threads()
-        if number != threads:
-            self._threads_before = threads
-            torch.set_num_threads(number)
-
 
 class Contexts:
     """The contexts of one group, made once.
 
     Attributes:
         rng: random streams of the group.
+        usual: the context of rollouts.
+        without_inference: that of a policy's first call, and of rollouts with gradients enabled.
     """
 
     def __init__(self, rng: GroupRng, options: RolloutOptions) -> None:
         self.rng = rng
-        self._without_inference = RolloutContext(rng, options, inference=False)
-        self._with_inference = RolloutContext(rng, options, inference=options.inference_mode)
-
-    def of(self, *, inference: bool) -> RolloutContext:
-        """Return the context in which torch's inference mode may be used, or not."""
-        return self._with_inference if inference else self._without_inference
+        self.usual = RolloutContext(rng, options, inference=options.inference_mode)
+        self.without_inference = RolloutContext(rng, options, inference=False)

@@ -31,17 +31,18 @@ class Bypass:
 
     Attributes:
         is_possible: whether it can.
+        is_used: some environments are left out.
     """
 
     def __init__(self, env: EnvBatch) -> None:
         self._env = env
-        self._any = False
         self.is_possible = env.bypasses
+        self.is_used = False
 
     def set(self, which: Collection[int]) -> None:
         """Leave these environments, and no others, out of all following steps."""
-        if self.is_possible and (which or self._any):
-            self._any = bool(which)
+        if self.is_possible:
+            self.is_used = bool(which)
             self._env.bypass(which)
 
 
@@ -67,7 +68,8 @@ class Waiting:
         self.is_idle = not absent
         # next observations of environments that only lost a life
         self._kept: dict[int, dict[Key, Any]] = {}
-        bypass.set(absent)
+        if absent or bypass.is_used:
+            bypass.set(absent)
 
     def add(self, lane: Lane, t: int, which: Sequence[int], going_on: Collection[int] = ()) -> bool:
         """Add environments that ended at row ``t``; those in ``going_on`` continue without a reset.
@@ -189,21 +191,17 @@ class Ends(Protocol):
     waits: bool
     repeats_flags: bool
 
-    def unneeded(self, which: Sequence[int]) -> list[int]:
-        """Return those of ``which`` that need no steps from the first row on."""
-
-    def decide(
-        self, lane: Lane, t: int, over: Sequence[int], going_on: Sequence[int]
-    ) -> Decision:
+    def decide(self, lane: Lane, t: int, over: Sequence[int], going_on: Sequence[int]) -> Decision:
         """Decide on the environments whose episode is ``over`` after row ``t``, and on those that
         only lost a life (``going_on``).
         """
 
-    def without_transition(self, lane: Lane, done: Array) -> Array | None:
+    def without_transition(self, lane: Lane, done: Array, waiting: Waiting) -> Array | None:
         """Return a mask of the stepped cells without a transition, ``[n, B]``; None: all have one.
 
         Args:
             done: done flags of the stepped rows; those after an end may be cleared.
+            waiting: the environments that wait.
         """
 
 
@@ -214,21 +212,14 @@ class ResetNow:
     waits = False
     repeats_flags = False
 
-    def __init__(self, waiting: Waiting) -> None:
-        self._waiting = waiting
-
-    def unneeded(self, which: Sequence[int]) -> list[int]:
-        return []
-
-    def decide(
-        self, lane: Lane, t: int, over: Sequence[int], going_on: Sequence[int]
-    ) -> Decision:
+    def decide(self, lane: Lane, t: int, over: Sequence[int], going_on: Sequence[int]) -> Decision:
         return Decision(over, going_on)
 
-    def without_transition(self, lane: Lane, done: Array) -> Array | None:
-        if self._waiting.is_idle:
-            return None
-        return self._waiting.without_transition(len(done))
+    def without_transition(self, lane: Lane, done: Array, waiting: Waiting) -> Array | None:
+        return waiting.without_transition(len(done))
+
+
+RESET_NOW = ResetNow()
 
 
 class WaitForBatch:
@@ -236,19 +227,16 @@ class WaitForBatch:
 
     repeats_flags = True
 
-    def __init__(self, waiting: Waiting, bypass: Bypass, limit: StepLimit | None, reward: Key) -> None:
+    def __init__(
+        self, waiting: Waiting, bypass: Bypass, limit: StepLimit | None, reward: Key
+    ) -> None:
         self._waiting = waiting
         self._limit = limit
         self._reward = reward
         self.leaves_out = bypass.is_possible
         self.waits = bypass.is_possible
 
-    def unneeded(self, which: Sequence[int]) -> list[int]:
-        return []
-
-    def decide(
-        self, lane: Lane, t: int, over: Sequence[int], going_on: Sequence[int]
-    ) -> Decision:
+    def decide(self, lane: Lane, t: int, over: Sequence[int], going_on: Sequence[int]) -> Decision:
         ended = sorted({*over, *going_on})
         all_wait = self._waiting.add(lane, t, ended, going_on)
         if not all_wait and not self.leaves_out:
@@ -257,7 +245,7 @@ class WaitForBatch:
             self._limit.let_go(ended)
         return Decision((), (), all_wait)
 
-    def without_transition(self, lane: Lane, done: Array) -> Array | None:
+    def without_transition(self, lane: Lane, done: Array, waiting: Waiting) -> Array | None:
         return cut_after_end(lane, done, self._reward)
 
 
@@ -271,27 +259,18 @@ class ChosenByRule:
         self._others = others
         self._waiting = waiting
         self._limit = limit
-        self._bypasses = bypass.is_possible
+        self._bypass = bypass
         self.leaves_out = bypass.is_possible
         self.waits = others.waits
         self.repeats_flags = others.repeats_flags
 
-    def unneeded(self, which: Sequence[int]) -> list[int]:
-        if self._rule.complete:
-            return list(which)
-        if not self._bypasses:
-            return []
-        return [i for i in which if not self._rule.awaits(i)]
-
-    def decide(
-        self, lane: Lane, t: int, over: Sequence[int], going_on: Sequence[int]
-    ) -> Decision:
+    def decide(self, lane: Lane, t: int, over: Sequence[int], going_on: Sequence[int]) -> Decision:
         self._rule.ended(over)
         complete = self._rule.complete
         if self._others.repeats_flags:
             decision = self._others.decide(lane, t, over, going_on)
             return Decision((), (), True) if complete else decision
-        let_go = self.unneeded(over)
+        let_go = unneeded_by(self._rule, over, self._bypass)
         if not let_go:
             return Decision(over, going_on, complete)
         all_wait = self._waiting.add(lane, t, let_go)
@@ -300,5 +279,16 @@ class ChosenByRule:
         rest = [i for i in over if i not in let_go]
         return Decision(rest, going_on, complete or all_wait)
 
-    def without_transition(self, lane: Lane, done: Array) -> Array | None:
-        return self._others.without_transition(lane, done)
+    def without_transition(self, lane: Lane, done: Array, waiting: Waiting) -> Array | None:
+        return self._others.without_transition(lane, done, waiting)
+
+
+def unneeded_by(rule: Rule, which: Sequence[int], bypass: Bypass) -> list[int]:
+    """Return those of ``which`` that need no more steps: all, after the last episode that counts;
+    before it, only if they can be left out.
+    """
+    if rule.complete:
+        return list(which)
+    if not bypass.is_possible:
+        return []
+    return [i for i in which if not rule.awaits(i)]

@@ -13,7 +13,7 @@ from muster.rollout.random_start import start_at_random
 
 def begin_episodes(group: Group, *, early: bool = False) -> None:
     """Execute the scheduled resets now, and the random steps that follow before the first batch."""
-    with group.context(inference=False):
+    with group.contexts.without_inference:
         which = group.begin_episodes(early=early)
         if which and group.random_start.is_due:
             start_at_random(group, which)
@@ -28,7 +28,7 @@ def begin_early(group: Group) -> None:
         return
     try:
         begin_episodes(group, early=True)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (raised by the next rollout)
         group.due.postpone(error)
 
 
@@ -59,7 +59,7 @@ def probe(group: Group, policy: Policy) -> Outputs:
 def _call(group: Group, policy: Policy) -> Outputs:
     """Make the policy's first call, on the rows for the next step."""
     begin_episodes(group)
-    with group.context(inference=False):
+    with group.contexts.without_inference:
         obs = group.observations()
         obs |= {key: group.carry.seen(key) for key in group.env.action_masks.values()}
         if IS_INIT in group.carry:  # the episodes may have begun with an earlier policy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,7 +16,7 @@ from muster.rng import GroupRng
 from muster.rollout.acting import env_error
 from muster.rollout.carry import Carry
 from muster.rollout.columns import RolloutOptions
-from muster.rollout.context import Contexts, RolloutContext
+from muster.rollout.context import Contexts
 from muster.rollout.ends import Bypass
 from muster.rollout.progress import Phase, Progress
 from muster.rollout.resets import Due, ResetListener, check_resets
@@ -44,11 +44,13 @@ class FirstCall(NamedTuple):
 
 
 class OpenRollout(Protocol):
-    """A rollout that has begun and is not complete; see ``muster.rollout.running.Rollout``."""
+    """A rollout that has begun and is not complete; see ``muster.rollout.running.Rollout``.
 
-    @property
-    def absent(self) -> Any:
-        """The environments that make no steps in it."""
+    Attributes:
+        absent: environments that make no step in it.
+    """
+
+    absent: Collection[int]
 
     @property
     def is_paused(self) -> bool:
@@ -62,17 +64,14 @@ class RandomStart:
         most: the option.
         unreported: number of steps that no rollout has counted yet.
         is_over: the first rollout has begun, and counted them.
+        is_due: environments that are reset now make random steps.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.unreported = 0
         self.is_over = False
-
-    @property
-    def is_due(self) -> bool:
-        """Whether environments that are reset now make random steps."""
-        return bool(self.most) and not self.is_over
+        self.is_due = bool(most)
 
     def execute(self, steps: int) -> None:
         """Count executed random steps."""
@@ -83,12 +82,14 @@ class RandomStart:
         steps = self.unreported
         self.unreported = 0
         self.is_over = True
+        self.is_due = False
         return steps
 
     def load(self, unreported: int, *, is_over: bool) -> None:
         """Restore the state."""
         self.unreported = unreported
         self.is_over = is_over
+        self.is_due = bool(self.most) and not is_over
 
 
 class Group:
@@ -123,6 +124,8 @@ class Group:
         reports: see ``Reports``.
         sharing: indices of the environments among those of the same batch, ``[B]``, and their
             number, unless a plan says otherwise.
+        first_call: the kept call; None: none.
+        contexts: the contexts for environments and policies.
         resumed: environments whose next row is the first after a load; None: the rollouts have no
             column for that.
     """
@@ -159,20 +162,20 @@ class Group:
         self.bypass = Bypass(env)
         self.resumed: list[int] | None = None
         self.open: OpenRollout | None = None
-        self._call: FirstCall | None = None
-        self._contexts = Contexts(rng, options)
+        self.first_call: FirstCall | None = None
+        self.contexts = Contexts(rng, options)
         env.max_steps = options.max_frames_per_traj
         check_resets(env, options)
 
     @property
-    def B(self) -> int:
+    def B(self) -> int:  # noqa: N802 (the field's name)
         """Number of environments."""
         return self.env.num_envs
 
     @property
     def rng(self) -> GroupRng:
         """The random streams."""
-        return self._contexts.rng
+        return self.contexts.rng
 
     @property
     def progress(self) -> Progress:
@@ -189,14 +192,6 @@ class Group:
         """The group's number on the timeline: that of its first environment."""
         return int(self.clock.env_ids[0])
 
-    def context(self, *, inference: bool = True) -> RolloutContext:
-        """Return the context for environments and policies.
-
-        Args:
-            inference: use torch's inference mode, if the option says so.
-        """
-        return self._contexts.of(inference=inference)
-
     def observations(self) -> dict[Key, torch.Tensor]:
         """Return the observations for the policy's next call, ``[*batch_shape, *shape]`` per leaf."""
         return {key: self.carry.seen(key) for key in self.env.observation_specs}
@@ -207,7 +202,7 @@ class Group:
 
     def reseed(self, rng: GroupRng, seeds: Sequence[int]) -> None:
         """Use other random streams, and reset each environment with its seed before its next step."""
-        self._contexts = Contexts(rng, self.options)
+        self.contexts = Contexts(rng, self.options)
         self.reset(seeds=seeds)
 
     # --- resets -----------------------------------------------------------------------------------
@@ -282,22 +277,23 @@ class Group:
 
     def call_of(self, policy: Policy) -> FirstCall | None:
         """Return the kept call, if it is this policy's."""
-        call = self._call
+        call = self.first_call
         return call if call is not None and call.policy is policy else None
 
     def keep_call(self, call: FirstCall) -> None:
         """Keep a call whose outputs become row 0 of the next rollout."""
-        self._call = call
+        self.first_call = call
 
-    def take_call(self) -> FirstCall | None:
+    def take_call(self) -> FirstCall:
         """Return the kept call, which is used now."""
-        call = self._call
-        self._call = None
+        call = self.first_call
+        assert call is not None
+        self.first_call = None
         return call
 
     def discard_call(self) -> None:
         """Discard the kept call: the rows that it was made on are not the next ones any more."""
-        self._call = None
+        self.first_call = None
 
     # --- rollouts ---------------------------------------------------------------------------------
 
@@ -314,9 +310,14 @@ class Group:
         """Whether the open rollout goes on after its last row as if nothing had happened."""
         return self.open is not None and self.open.is_paused
 
-    def mark_resumed(self, which: Sequence[int] = ()) -> None:
-        """Let rollouts have the column of resumed episodes; those of ``which`` are resumed."""
-        self.resumed = [*(self.resumed or []), *which]
+    def mark_resumed(self, which: Sequence[int] | None = None) -> None:
+        """Let rollouts have the column of resumed episodes, in which those of ``which`` are marked
+        (None: those that are marked already).
+        """
+        if which is not None:
+            self.resumed = list(which)
+        elif self.resumed is None:
+            self.resumed = []
 
     def take_resumed(self) -> list[int]:
         """Return the environments whose next row is the first after a load, for the last time."""

@@ -45,10 +45,18 @@ def rollout(
     """
     began = time.perf_counter_ns()
     tally = Tally() if tally is None else tally
-    cells = group.progress.cells
+    cells = group.reports.progress.cells
     cells[PHASE] = Phase.STEP
-    with group.context(inference=not plan.grad):
-        running, acted = _open(group, plan, lane, tally)
+    contexts = group.contexts
+    with contexts.without_inference if plan.grad else contexts.usual:
+        running = group.open
+        acted = False
+        if lane.done_steps and isinstance(running, Rollout) and running.lane is lane:
+            running.go_on(plan, tally)
+        else:
+            running = Rollout(group, plan, lane, tally)
+            group.opened(running)
+            acted = running.begin()
         prepared = _prepare(running, policy, acted=acted)
         signals = interrupts.here()
         if lane.acts_from > lane.done_steps:  # row 0 has the action of the policy's first call
@@ -73,26 +81,22 @@ def make_steps(
 
     Ctrl-C does not end it between two rows.
     """
-    running, _ = _open(group, plan, lane, tally)
+    running = Rollout(group, plan, lane, tally)
+    group.opened(running)
+    running.begin()
     prepared = _prepare(running, policy, acted=False)
     if not lane.stopped:
         _run(running, prepared, prepared.act, lane.acts_from, lane.T, interrupts.NEVER)
     return running.finish()
 
 
-def _open(
-    group: Group, plan: RolloutPlan, lane: Lane, tally: Tally
-) -> tuple[Rollout, bool]:
-    """Return the rollout that continues in this lane, or a new one; and whether row 0 has an
-    action already.
+def end_early(group: Group) -> None:
+    """Complete the columns of the rows before an error, and carry the row after them on; no request
+    continues the rollout.
     """
     running = group.open
-    if lane.done_steps and isinstance(running, Rollout) and running.lane is lane:
-        running.go_on(plan, tally)
-        return running, False
-    running = Rollout(group, plan, lane, tally)
-    group.opened(running)
-    return running, running.begin()
+    if isinstance(running, Rollout):
+        running.finish()
 
 
 def _prepare(running: Rollout, policy: Policy, *, acted: bool) -> Prepared:
@@ -104,14 +108,16 @@ def _prepare(running: Rollout, policy: Policy, *, acted: bool) -> Prepared:
     lane = running.lane
     begin = lane.done_steps
     version = running.plan.version
-    paused = running.unpause()
-    if paused is not None and begin and paused.policy is policy and paused.version == version:
-        lane.act_from(begin)
-        return paused
+    if running.paused is not None:
+        paused = running.unpause()
+        if begin and paused.policy is policy and paused.version == version:
+            lane.act_from(begin)
+            return paused
     if group.env.late > 0 and not lane.stopped:
         _catch_up(running, policy, acted)
         acted = False
-    lane.act_from(begin + acted)
+    if lane.acts_from != begin + acted:
+        lane.act_from(begin + acted)
     if group.env.ready_envs is not None:
         env = cast(ReadyFirst, group.env)
         written = [column.key for column in policy.columns()]
@@ -121,7 +127,7 @@ def _prepare(running: Rollout, policy: Policy, *, acted: bool) -> Prepared:
     phase = cells[PHASE]
     cells[PHASE] = Phase.POLICY
     try:
-        act = policy.start(lane, group.rng)
+        act = policy.start(lane, group.contexts.rng)
     except Exception as error:
         if is_own(policy, error):
             raise
@@ -259,10 +265,12 @@ def _run(
             # slot
             del raised
     finally:
-        running.tally.execute(running.waiting.executed(begin, lane.done_steps))
-        if timed:
-            steps = lane.done_steps - begin
-            running.tally.add_steps(in_env / timed * steps, in_policy / timed * steps)
+        rows = lane.done_steps - begin
+        executed = rows * lane.B
+        if not running.waiting.is_idle:
+            executed = running.waiting.executed(begin, lane.done_steps)
+        share = rows / timed if timed else 0.0  # of the timed rows
+        running.tally.execute(executed, in_env * share, in_policy * share)
 
 
 def _cut_short(

@@ -62,26 +62,22 @@ class NextObservations:
 
     Attributes:
         finals: observations that are in no row.
+        due: the row after which the next copy is due.
     """
 
-    def __init__(
-        self, keys: Sequence[Key], columns: Sequence[tuple[Any, Any]], every: int
-    ) -> None:
+    def __init__(self, keys: Sequence[Key], columns: Sequence[tuple[Any, Any]], every: int) -> None:
         self._keys = keys
         self._columns = columns
         self._every = every
         self._copied = 0
+        self.due = every - 1
         self.finals: list[Final] = []
-
-    @property
-    def due(self) -> int:
-        """The row after which the next copy is due."""
-        return self._copied + self._every - 1
 
     def copy(self, end: int) -> None:
         """Copy the rows before ``end`` that have not been copied yet."""
         begin = self._copied
         self._copied = end
+        self.due = end + self._every - 1
         if begin < end:
             for after, before in self._columns:
                 if end - begin == len(after):
@@ -115,6 +111,7 @@ class NextObservations:
     def take_back(self, begin: int) -> None:
         """Discard the rows from ``begin`` on, which are not complete."""
         self._copied = min(self._copied, begin)
+        self.due = self._copied + self._every - 1
         self.finals = [final for final in self.finals if final.t < begin]
 
 

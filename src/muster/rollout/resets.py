@@ -116,10 +116,14 @@ class Due:
             self.which = held.which
             self.seeds = held.seeds
 
-    @classmethod
-    def from_state(cls, which: Sequence[Any], seeds: Mapping[Any, Any], B: int) -> Self:
-        """Make it from plain data; raises ``IndexError`` or ``TypeError`` for other data."""
-        return cls(
-            [range(B)[index(i)] for i in which],
-            {index(i): index(seed) for i, seed in seeds.items()},
-        )
+    def load(self, which: Sequence[Any], seeds: Mapping[Any, Any], B: int) -> None:
+        """Restore ``which`` of ``B`` environments, and their seeds.
+
+        Raises ``IndexError`` or ``TypeError`` for other data.
+        """
+        due = [range(B)[index(i)] for i in which]
+        known = {index(i): index(seed) for i, seed in seeds.items()}
+        self.which = due
+        self.seeds = known
+        self.error = None
+        self.begun = set()

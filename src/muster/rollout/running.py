@@ -8,14 +8,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from muster.episodes.clock import MANY, TrajectoryClock
+from muster.episodes.clock import MANY, AgentClock, TrajectoryClock
 from muster.errors import BadEnvOutput, BadPolicyOutput
 from muster.keys import AGENT, POLICY_VERSION, STEP_COUNT, TRAJ_DONE, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
 from muster.protocols import Act, Policy, Step
 from muster.rollout.acting import store_outputs
-from muster.rollout.ends import ChosenByRule, Ends, ResetNow, StepLimit, WaitForBatch, Waiting
+from muster.rollout.ends import (
+    RESET_NOW,
+    ChosenByRule,
+    Ends,
+    StepLimit,
+    WaitForBatch,
+    Waiting,
+    unneeded_by,
+)
 from muster.rollout.group import FirstCall, Group, Reports
 from muster.rollout.hooks import rendering, watching
 from muster.rollout.lane_views import TERMINATED, TRUNCATED, LaneViews
@@ -56,6 +64,7 @@ class Rollout:
 
     Attributes:
         views: see ``LaneViews``.
+        absent: environments that make no step in it.
         waiting: environments that make no more steps.
         paused: how it goes on after its last row as if nothing had happened; None: it does not, or
             is not interrupted. A policy draws noise for all rows when it starts in a lane. So the
@@ -67,17 +76,23 @@ class Rollout:
         self.plan = plan
         self.lane = lane
         self.tally = tally
-        self.views = _views_of(group, lane)
-        self.next_obs = NextObservations(
-            self.views.observed, self.views.next_rows, self.views.copied_every
-        )
+        views: LaneViews | None = lane.cache.get(group)
+        if views is None:
+            views = lane.cache[group] = LaneViews(group.env, group.carry, group.options, lane)
+        self.views = views
+        self.next_obs = NextObservations(views.observed, views.next_rows, views.copied_every)
         self.paused: Prepared | None = None
-        self.reports = _reports_of(group, plan)
-        self.waiting = Waiting(group.env, group.bypass, ())
+        self.reports = group.reports
+        if plan.is_random_start or plan.listener is not None:
+            self.reports = _reports_of(group, plan)
+        self.absent = plan.absent
+        self.waiting: Waiting
+        self.ends: Ends
         self._limit: StepLimit | None = None
-        self.ends: Ends = ResetNow(self.waiting)
         self._watchers: tuple[Watch, ...] = ()
-        self._stopped = _interruptor(group, plan)
+        self._stopped: Callable[[], bool] | None = None
+        if group.options.interruptor is not None and not plan.is_random_start:
+            self._stopped = group.options.interruptor.collection_stopped
 
     # --- the beginning ----------------------------------------------------------------------------
 
@@ -85,16 +100,25 @@ class Rollout:
         """Prepare the lane for the first row, and return whether it has an action already."""
         group = self.group
         lane = self.lane
-        lane.restart()
-        absent = self._begin_episodes()
-        self.waiting = Waiting(group.env, group.bypass, absent)
-        self._limit = self._step_limit(absent)
-        self.ends = self._choose_ends()
-        self._watchers = self._choose_watchers()
-        self._count_before()
-        if self.plan.rule is not None and self.plan.rule.complete:
-            lane.stop()
+        plan = self.plan
         views = self.views
+        if lane.done_steps or lane.stopped:
+            lane.restart()
+        if plan.rule is not None or group.due.which or group.due.begun:
+            self._begin_episodes()
+        self.waiting = Waiting(group.env, group.bypass, self.absent)
+        if group.options.max_frames_per_traj is not None and not group.env.writes_next:
+            limit = group.options.max_frames_per_traj
+            self._limit = StepLimit(limit, group.clock.steps, self.absent)
+        self.ends = RESET_NOW
+        if plan.rule is not None or not group.options.reset_when_done:
+            self.ends = self._choose_ends()
+        if group.options.on_step is not None or plan.pause is not None or plan.watch is not None:
+            self._watchers = self._choose_watchers()
+        if group.env.dropped or not group.random_start.is_over:
+            self._count_before()
+        if plan.rule is not None and plan.rule.complete:
+            lane.stop()
         if self.reports.progress.watched:
             self.reports.progress.mark_unwritten(lane, group.env.reward_key, 0)
         for fill, value in views.fills:
@@ -107,10 +131,14 @@ class Rollout:
         for array, is_init in views.states:
             if is_init:
                 array[1:] = False  # resets set it; the slot may hold values of an earlier rollout
-        call = None if lane.stopped else group.take_call()
-        if call is not None:
+        call = None
+        if group.first_call is not None and not lane.stopped:
+            call = group.take_call()
             store_outputs(call.outputs, lane)
-        self._stamp(0, call)
+        if self.reports.progress.watched:
+            self.reports.progress.count(waits=self.ends.leaves_out)
+        if views.version is not None:
+            self._stamp(views.version, 0, call)
         return call is not None
 
     def go_on(self, plan: RolloutPlan, tally: Tally) -> None:
@@ -121,29 +149,28 @@ class Rollout:
         self._watchers = self._choose_watchers()
         if self.group.pending:
             self._cut(self.lane.done_steps - 1)
-        self._stamp(self.lane.done_steps, None)
+        if self.reports.progress.watched:
+            self.reports.progress.count(waits=self.ends.leaves_out)
+        if self.views.version is not None:
+            self._stamp(self.views.version, self.lane.done_steps, None)
 
-    def _begin_episodes(self) -> Collection[int]:
-        """Execute the resets that are due, and return the environments that make no steps.
-
-        What the rule does not need is not reset either.
+    def _begin_episodes(self) -> None:
+        """Execute the resets that are due, except those of environments that make no steps because
+        the rule does not need them.
         """
-        due = self.group.due
+        group = self.group
         unneeded: list[int] = []
         if self.plan.rule is not None:
-            unneeded = self._choose_ends().unneeded(range(self.group.B))
-        if self.plan.rule is not None or due.which or due.begun:
-            held = due.leave_out(unneeded)
-            self.group.begin_episodes(reports=self.reports)
-            due.done(held)  # environments that were reset early are stepped in this rollout
-        return self.plan.absent or unneeded
+            unneeded = unneeded_by(self.plan.rule, range(group.B), group.bypass)
+            self.absent = unneeded
+        held = group.due.leave_out(unneeded)
+        group.begin_episodes(reports=self.reports)
+        group.due.done(held)  # environments that were reset early are stepped in this rollout
 
     def _choose_ends(self) -> Ends:
         group = self.group
-        ends: Ends
-        if group.options.reset_when_done or self.plan.is_random_start:
-            ends = ResetNow(self.waiting)
-        else:
+        ends: Ends = RESET_NOW
+        if not group.options.reset_when_done and not self.plan.is_random_start:
             ends = WaitForBatch(self.waiting, group.bypass, self._limit, group.env.reward_key)
         if self.plan.rule is None:
             return ends
@@ -163,12 +190,6 @@ class Rollout:
             watchers.append(self.plan.watch)
         return tuple(watchers)
 
-    def _step_limit(self, absent: Collection[int]) -> StepLimit | None:
-        limit = self.group.options.max_frames_per_traj
-        if limit is None or self.group.env.writes_next:
-            return None
-        return StepLimit(limit, self.group.clock.steps, absent)
-
     def _count_before(self) -> None:
         """Count the steps that were made before the first row."""
         env = self.group.env
@@ -183,15 +204,10 @@ class Rollout:
         self.tally.discard("decorrelation", steps)
         self.reports.progress.cells[BEFORE] = steps
 
-    def _stamp(self, begin: int, call: FirstCall | None) -> None:
-        """Write the version of the policy into the rows from ``begin`` on; that of ``call`` into
-        row 0.
+    def _stamp(self, version: Array, begin: int, call: FirstCall | None) -> None:
+        """Write the version of the policy into the rows of ``version`` from ``begin`` on; that of
+        ``call`` into row 0.
         """
-        if self.reports.progress.watched:
-            self.reports.progress.count(waits=self.ends.leaves_out)
-        version = self.views.version
-        if version is None:
-            return
         version[begin:] = self.plan.version
         if call is not None:
             extra = call.outputs.extras.get(POLICY_VERSION)
@@ -203,11 +219,6 @@ class Rollout:
     # --- rows -------------------------------------------------------------------------------------
 
     @property
-    def absent(self) -> Collection[int]:
-        """The environments that make no steps in it."""
-        return self.waiting.absent
-
-    @property
     def is_paused(self) -> bool:
         """Whether it goes on after its last row as if nothing had happened."""
         return self.paused is not None
@@ -216,11 +227,10 @@ class Rollout:
         """Note an interruption after a complete row."""
         self.paused = prepared
 
-    def unpause(self) -> Prepared | None:
-        """Return how it goes on, if it is paused and policy and version are the same; it is not
-        paused any more.
-        """
+    def unpause(self) -> Prepared:
+        """Return how it goes on; it is not paused any more."""
         paused = self.paused
+        assert paused is not None
         self.paused = None
         return paused
 
@@ -313,7 +323,7 @@ class Rollout:
             return
         for part, seeds in group.due.parts(group.pending):
             self._reset_rows(t + 1, part, seeds)
-        group.due.done(group.due.leave_out(self.waiting.absent))
+        group.due.done(group.due.leave_out(self.absent))
 
     def _reset_rows(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         took_ns = self.group.reset_envs(self.lane.data, row, which, seeds, self.reports)
@@ -383,16 +393,17 @@ class Rollout:
         flags = views.flags if n == lane.T else [rows[:n] for rows in views.flags]
         reward, done, terminated, truncated, ids = flags
         # else it is False already
-        if group.B >= MANY or 1 in terminated.tobytes() or 1 in truncated.tobytes():
+        if lane.B >= MANY or 1 in terminated.tobytes() or 1 in truncated.tobytes():
             np.logical_or(terminated, truncated, out=done)
-        without = self.ends.without_transition(lane, done)
+        without = None
+        if self.ends.repeats_flags or not self.waiting.is_idle:
+            without = self.ends.without_transition(lane, done, self.waiting)
         if without is not None or n < lane.T or views.is_fine is None or not views.is_fine():
             self._check_values(without)
         over = done if options.traj_done_key is None else lane.arrays[TRAJ_DONE][:n]
-        agents = group.agent_clock
-        if agents is not None:
-            agents.sort(lane.arrays[AGENT][:n])
         clock = group.clock
+        if isinstance(clock, AgentClock):
+            clock.sort(lane.arrays[AGENT][:n])
         clock.fill_ids(ids, over)
         if options.max_frames_per_traj:
             counts = lane.arrays[STEP_COUNT]
@@ -410,8 +421,16 @@ class Rollout:
         # a mark for the learner; the episode continues
         if options.set_truncated and closes and n:
             mark_end(lane, n - 1, group.env, limited=bool(options.max_frames_per_traj))
-        self._carry_on(n)
-        frames = self._mark_valid(n, without)
+        for key, rows, _, last in views.carried:
+            row = last if n == lane.T else rows[n : n + 1]
+            group.carry.take(key, row, self.absent)
+        if not self.waiting.is_idle:
+            self._carry_on_lives()
+        frames = n * lane.B
+        if without is not None or n < lane.T or self.plan.limit is not None:
+            frames = self._mark_valid(n, without)
+        elif views.valid is not None:
+            views.valid[...] = True
         if lane.mirrored:  # the reward was copied from the device
             keys = views.mirrored
             if without is None:
@@ -424,14 +443,9 @@ class Rollout:
             frames, n, episodes, self.next_obs.finals, left_out=not self.waiting.is_idle
         )
 
-    def _carry_on(self, n: int) -> None:
-        """Carry the rows after the last step on to the next rollout."""
+    def _carry_on_lives(self) -> None:
+        """Let environments that only lost a life continue from their last observation."""
         group = self.group
-        for key, rows, _, last in self.views.carried:
-            row = last if n == self.lane.T else rows[n : n + 1]
-            group.carry.take(key, row, self.waiting.absent)
-        if self.waiting.is_idle:
-            return
         going_on = self.waiting.resume(group.carry)
         if going_on:
             group.env.restart_agent(group.carry, 0, going_on)
@@ -452,10 +466,6 @@ class Rollout:
     def _mark_valid(self, n: int, without: Array | None) -> int:
         """Mark the cells with a transition, and return the number of valid ones."""
         limit = self.plan.limit
-        if without is None and n == self.lane.T and limit is None:
-            if self.views.valid is not None:
-                self.views.valid[...] = True
-            return n * self.group.B
         shared = None if limit is None else (*places_of(self.group, self.plan), limit)
         frames, surplus = mark_valid(
             self.lane, n, without, repeat_flags=self.ends.repeats_flags, shared=shared
@@ -480,18 +490,3 @@ def _reports_of(group: Group, plan: RolloutPlan) -> Reports:
     if plan.listener is None:
         return group.reports
     return Reports(group.progress, [*group.reports.listeners, plan.listener])
-
-
-def _views_of(group: Group, lane: Lane) -> LaneViews:
-    views: LaneViews | None = lane.cache.get(group)
-    if views is None:
-        views = lane.cache[group] = LaneViews(group.env, group.carry, group.options, lane)
-    return views
-
-
-def _interruptor(group: Group, plan: RolloutPlan) -> Callable[[], bool] | None:
-    """Return what is called after every step, and whether that ends the rollout."""
-    interruptor = group.options.interruptor
-    if interruptor is None or plan.is_random_start:
-        return None
-    return interruptor.collection_stopped  # type: ignore[no-any-return]

@@ -37,41 +37,34 @@ class Tally:
         executed: number of environment steps.
         discarded: number of environment steps that are in no batch, by reason.
         spans: spans for the timeline; None: none are recorded.
+        env_ns, policy_ns, copy_ns, total_ns: see ``Timing``.
     """
 
     def __init__(self, *, spans: bool = False) -> None:
         self.executed = 0
         self.discarded: dict[str, int] = {}
         self.spans = Spans() if spans else None
-        self._env_ns = 0.0
-        self._policy_ns = 0.0
-        self._copy_ns = 0.0
-        self._total_ns = 0.0
+        self.env_ns = 0.0
+        self.policy_ns = 0.0
+        self.copy_ns = 0.0
+        self.total_ns = 0.0
 
-    def execute(self, steps: int) -> None:
-        """Count executed steps."""
+    def execute(self, steps: int, env_ns: float = 0.0, policy_ns: float = 0.0) -> None:
+        """Count executed steps, and the time that environments and policy took for them."""
         self.executed += steps
+        self.env_ns += env_ns
+        self.policy_ns += policy_ns
 
     def discard(self, reason: str, steps: int) -> None:
         """Count steps that are in no batch."""
         if steps:
             self.discarded[reason] = self.discarded.get(reason, 0) + steps
 
-    def add_steps(self, env_ns: float, policy_ns: float) -> None:
-        """Add the times of steps."""
-        self._env_ns += env_ns
-        self._policy_ns += policy_ns
-
     def add_reset(self, env_ns: float) -> None:
         """Add the time of a reset."""
-        self._env_ns += env_ns
+        self.env_ns += env_ns
 
     def add_rollout(self, copy_ns: float, total_ns: float) -> None:
         """Add the time in which columns were completed, and that of the whole rollout."""
-        self._copy_ns += copy_ns
-        self._total_ns += total_ns
-
-    @property
-    def timing(self) -> Timing:
-        """The times so far."""
-        return Timing(self._env_ns, self._policy_ns, self._copy_ns, self._total_ns)
+        self.copy_ns += copy_ns
+        self.total_ns += total_ns

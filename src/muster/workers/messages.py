@@ -13,9 +13,9 @@ from muster.episodes.rules import Rule
 from muster.keys import Key, dotted
 from muster.memory.specs import Array, Specs
 from muster.protocols import carried_specs
-from muster.rollout.bootstrap import Bootstrap
 from muster.rollout.marks import Final
-from muster.rollout.progress import Timing
+from muster.rollout.request import Bootstrap
+from muster.rollout.tally import Timing
 
 if TYPE_CHECKING:
     from muster.workers.failures import SentError
@@ -76,9 +76,11 @@ class RolloutRequest:
         spans: record spans for the timeline.
         after: number of the group's previous request. If that failed, this request is returned as
             lost.
-        rule: see ``Group``; the worker owns it.
+        rule: see ``RolloutPlan``; the worker copies it.
         bootstrap: next observations whose values are part of the result; see
             ``muster.rollout.bootstrap``.
+        grad: the policy acts with gradients enabled.
+        pause: render the environments after every step, and wait so many seconds; None: do not.
         offset, nbytes: byte range of the slot in the arena, for a worker in a process or thread of
             its own.
     """
@@ -95,6 +97,8 @@ class RolloutRequest:
     after: int | None = None
     rule: Rule | None = None
     bootstrap: Bootstrap | None = None
+    grad: bool = False
+    pause: float | None = None
     offset: int = 0
     nbytes: int = 0
 
@@ -115,14 +119,16 @@ class RolloutResult:
             rollout is complete.
         executed: number of environment steps.
         discarded: number of environment steps that are in no batch, by reason.
-        finals: see ``Group.finals``.
+        finals: see ``RolloutOutcome``.
         clock: episode numbers, and steps since the starts of these episodes, ``[2, B]``.
         objects: columns of Python objects, from a worker in a process or thread of its own.
         values: values of next observations, if the request has ``bootstrap``.
         error: error that interrupted the rollout (in transit, a ``SentError``); the same request
             continues the rollout.
         phase: phase that the error interrupted.
-        paused: the error is Ctrl-C, between two rows: see ``Group.paused``.
+        paused: the rollout goes on after its last row as if nothing had happened: Ctrl-C was
+            raised between two rows.
+        left_out: some environments made no steps in some rows.
         lost: the rollout was not completed, and has to be requested again.
         dropped: the group is dropped.
         entered: the frame counters of the group include this result.
@@ -150,6 +156,7 @@ class RolloutResult:
     error: Any = None
     phase: str = ""
     paused: bool = False
+    left_out: bool = False
     lost: bool = False
     dropped: bool = False
     entered: bool = False

@@ -78,6 +78,7 @@ class LayOut(Request):
     # of the weights; None: the worker sets it when it takes the weights
     version: int | str | None = None
     served: Sequence[Column] = ()  # columns that an inference server writes
+    grad: bool = False  # the policy makes its first call with gradients enabled
 
     def run(self, worker: Worker) -> dict[int, Layout]:
         layouts = worker.layouts(self)
@@ -135,19 +136,6 @@ class Reset(Request):
     def noted(self, notes: CrashNotes, groups: Sequence[int]) -> None:
         if not self.check:
             notes.reset(self.which, self.options)
-
-
-@dataclass(frozen=True)
-class EnableGrad(Request):
-    """See ``Worker.enable_grad``."""
-
-    on: bool
-
-    def run(self, worker: Worker) -> Any:
-        worker.enable_grad(self.on)
-
-    def placed(self, place: WorkerPlace) -> WorkerPlace:
-        return replace(place, grad=self.on)
 
 
 @dataclass(frozen=True)
@@ -214,7 +202,7 @@ class MarkResumed(Request):
 
     def run(self, worker: Worker) -> Any:
         for group in worker.groups:
-            group.resumed = group.resumed or []
+            group.mark_resumed()
 
     def placed(self, place: WorkerPlace) -> WorkerPlace:
         return replace(place, columns=None, marks_resumed=True)

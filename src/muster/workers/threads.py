@@ -162,8 +162,10 @@ class WorkerThread:
 
     def _run(self) -> None:
         from muster.memory.shared import Arena
+        from muster.rollout.context import run_beside_user
         from muster.workers.main import WorkerMain
 
+        run_beside_user()
         end = _ThreadEnd(self, self._requests)
         try:
             config, (arena, *fds) = end.receive()
