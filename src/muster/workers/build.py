@@ -184,17 +184,6 @@ def make_group(
     )
 
 
-def seeds_of(seed: int, env_ids: Sequence[int], generation: int) -> list[int]:
-    """Return seeds for environments.
-
-    Those of a restarted worker get others, so that episodes are not repeated.
-    """
-    if not generation:
-        return [seed + i for i in env_ids]
-    roots = (np.random.SeedSequence([seed, i, generation]) for i in env_ids)
-    return [int(root.generate_state(1)[0] >> 1) for root in roots]
-
-
 def build_policy(
     policy: Any, options: WorkerOptions, built: Group | BuiltEnv, device: torch.device | None
 ) -> Policy:

@@ -24,7 +24,7 @@ from muster.workers.under_way import UnderWay
 from muster.workers.worker import Worker, phase_ended_by
 
 if TYPE_CHECKING:
-    from muster.workers.crash_notes import CrashNotes, LocalLog
+    from muster.restore.crash_notes import CrashNotes, LocalLog
 
 
 class LocalWorker:

@@ -18,8 +18,8 @@ from muster.workers.config import WorkerPlace
 
 if TYPE_CHECKING:
     from muster.memory.slots import Layout
+    from muster.restore.crash_notes import CrashNotes
     from muster.workers.actor import Actor
-    from muster.workers.crash_notes import CrashNotes
     from muster.workers.worker import Worker
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from muster.errors import BadEnvOutput, EnvError, MusterError, WorkerError, described
 from muster.memory.shared import Arena
+from muster.restore.crash_notes import CrashNotes, Replay
 from muster.rollout.progress import Phase
 from muster.utils.cpus import pinned
 from muster.utils.interrupts import allowed
@@ -22,7 +23,6 @@ from muster.weights.transport import Ticket
 from muster.workers import failures
 from muster.workers.channel import WakeUp
 from muster.workers.config import PoolConfig, WorkerPlace
-from muster.workers.crash_notes import CrashNotes, Replay
 from muster.workers.inference import InferenceServer
 from muster.workers.launch import in_process
 from muster.workers.lives import Watcher, listed

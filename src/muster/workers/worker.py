@@ -18,7 +18,7 @@ from muster.observing.profiling import ProfileConfig, RolloutProfiler
 from muster.policies.random import RandomPolicy
 from muster.protocols import EnvBatch, Policy
 from muster.restore.action_log import replays_alone
-from muster.rng import GroupRng
+from muster.rng import GroupRng, seeds_of
 from muster.rollout.bootstrap import BootstrapRows, rollout_and_values
 from muster.rollout.columns import lane_columns
 from muster.rollout.first_call import begin_episodes, prime, probe
@@ -29,7 +29,6 @@ from muster.rollout.request import RolloutOutcome, RolloutPlan
 from muster.rollout.tally import Tally, Timing
 from muster.utils.attributes import resolve
 from muster.workers import group_state
-from muster.workers.build import seeds_of
 from muster.workers.mailbox import ServedPolicy
 from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult
 

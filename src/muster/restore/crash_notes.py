@@ -21,12 +21,12 @@ from muster.restore.action_log import LIMIT_BYTES, ActionLog, Anchors, ResetLog
 from muster.restore.crash_report import CrashDirectory, CrashReport
 from muster.restore.kept_episodes import KeptEpisodes
 from muster.restore.pickling import unpickled
-from muster.workers.build import seeds_of
-from muster.workers.messages import RolloutResult
+from muster.rng import seeds_of
 
 if TYPE_CHECKING:
     from muster.rollout.group import Group
     from muster.workers.counters import FrameCounters
+    from muster.workers.messages import RolloutResult
     from muster.workers.requests import Request
     from muster.workers.under_way import AtWork
 
