@@ -33,8 +33,8 @@ from muster.workers.requests import (
 from muster.workers.worker import Worker
 
 if TYPE_CHECKING:
-    from muster.workers.actor import Actor
     from muster.restore.crash_notes import CrashNotes
+    from muster.workers.actor import Actor
 
 
 # --- in the worker --------------------------------------------------------------------------------
