@@ -59,7 +59,7 @@ from muster.rollout.columns import RolloutOptions, lane_columns
 from muster.rollout.first_call import prime
 from muster.rollout.group import Group
 from muster.rollout.loop import rollout
-from muster.rollout.request import RolloutPlan
+from muster.rollout.request import RolloutRequest
 from muster.testing import CountingEnv, FaultyEnv, SpaceEnv, TorchCartPole
 from muster.workers.failures import send_error
 
@@ -155,7 +155,7 @@ class Rig:
     def rollout(self) -> None:
         """A whole one."""
         self.lane.restart()
-        rollout(self.group, self.policy, RolloutPlan(), self.lane)
+        rollout(self.group, self.policy, RolloutRequest(0, 0, 0, "policy"), self.lane)
         self.seen += list(self.lane.arrays[OBS][: self.T].copy())
         self.history.add(self.actions(self.T), self.anchors.take(due=self.group.pending))
 
@@ -168,7 +168,7 @@ class Rig:
             for _ in range(rollouts):
                 self.rollout()
             self.lane.restart()
-            rollout(self.group, self.policy, RolloutPlan(), self.lane)
+            rollout(self.group, self.policy, RolloutRequest(0, 0, 0, "policy"), self.lane)
             rows -= 1  # let the last step be the one that failed: nothing came after it
         except EnvError as raised:
             rows, error = self.lane.done_steps, raised

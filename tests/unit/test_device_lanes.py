@@ -31,7 +31,7 @@ from muster.rollout.columns import RolloutOptions, lane_columns
 from muster.rollout.first_call import prime
 from muster.rollout.group import Group
 from muster.rollout.loop import rollout
-from muster.rollout.request import RolloutPlan
+from muster.rollout.request import RolloutRequest
 from muster.rollout.running import Rollout
 from muster.rollout.tally import Tally
 from muster.testing import TorchCartPole
@@ -85,7 +85,7 @@ class Run:
     def fill(self) -> None:
         lane = self.slot.lanes[0]
         lane.restart()
-        rollout(self.group, self.policy, RolloutPlan(), lane)
+        rollout(self.group, self.policy, RolloutRequest(0, 0, 0, "policy"), lane)
 
     def batch(self) -> Any:
         self.fill()
@@ -498,7 +498,7 @@ def test_cuda_itself_sees_nothing_that_waits_in_a_step(kind):
     running.fill()
     group, lane = running.group, running.slot.lanes[0]
     with group.contexts.usual:
-        Rollout(group, RolloutPlan(), lane, Tally()).begin()
+        Rollout(group, RolloutRequest(0, 0, 0, "policy"), lane, Tally()).begin()
         act, step = running.policy.start(lane, group.rng), group.env.start(lane)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")

@@ -25,7 +25,7 @@ from muster.rollout.columns import RolloutOptions, lane_columns
 from muster.rollout.first_call import prime
 from muster.rollout.group import Group
 from muster.rollout.loop import rollout
-from muster.rollout.request import RolloutPlan
+from muster.rollout.request import RolloutRequest
 from muster.testing import CountingEnv, TorchCartPole
 from tests.fakes.buffers import Adds, Extends
 from tests.tools import assert_accounted, assert_same, column, counting, lengths, recorded, stable
@@ -263,7 +263,7 @@ def test_on_step_gets_tensors_where_environments_step_on_a_device():
         Layout(4, 3, lane_columns(env, policy.columns(), options), batch_shape=(3,)),
         torch.device("cpu"),
     )
-    outcome = rollout(group, policy, RolloutPlan(), lane := slot.lanes[0])
+    outcome = rollout(group, policy, RolloutRequest(0, 0, 0, "policy"), lane := slot.lanes[0])
     assert seen == [[], [0, 1, 2], [], [0, 1, 2]]
     assert torch.equal(lane.tensors[REWARD], torch.full((4, 3), 1.5))
     assert [e.episode_return for e in outcome.episodes] == [3.0] * 6

@@ -14,10 +14,11 @@ import pytest
 from muster.errors import WorkerError
 from muster.memory.shared import Arena
 from muster.memory.slots import Layout, Slot
+from muster.rollout.request import RolloutRequest
 from muster.workers.channel import StatusPage
 from muster.workers.config import WorkerConfig, WorkerPlace
 from muster.workers.failures import pack
-from muster.workers.messages import BIRTH, Answer, RolloutRequest, Tell
+from muster.workers.messages import BIRTH, Answer, Tell
 from muster.workers.proxy import WorkerProxy, WorkerState
 from muster.workers.requests import Call, LayOut, Seed
 from muster.workers.worker import running

@@ -29,7 +29,7 @@ from muster.rng import GroupRng
 from muster.rollout.first_call import begin_episodes
 from muster.rollout.loop import rollout
 from muster.rollout.progress import Progress
-from muster.rollout.request import RolloutPlan
+from muster.rollout.request import RolloutRequest
 from muster.workers.build import make_group
 from muster.testing.envs import CountingEnv
 
@@ -46,7 +46,7 @@ def rows(source, num_envs, steps, rollouts):
     found = {"observation": [], "next.reward": [], "next.terminated": [], "action": []}
     for _ in range(rollouts):
         (lane,) = Slot(layout).lanes
-        rollout(group, policy, RolloutPlan(), lane)
+        rollout(group, policy, RolloutRequest(0, 0, 0, "policy"), lane)
         for name in found:
             found[name] += lane.arrays[tuple(name.split("."))][:steps].tolist()
     built.env.close()

@@ -19,14 +19,15 @@ from muster.memory.specs import Array
 from muster.observing.stats import WorkerStats
 from muster.restore.crash_report import CrashDirectory
 from muster.restore.registered import with_later_ids
+from muster.rollout.request import RolloutRequest
 from muster.utils.interrupts import postponed
 from muster.workers.config import WorkerPlace
 from muster.workers.counters import FrameCounters, NodeCounts
 from muster.workers.failures import Where, node_lost
 from muster.workers.lives import Proxy, Watcher, WorkerState
-from muster.workers.messages import CLOSED, RolloutRequest, RolloutResult, Tell, WorkerStatus
+from muster.workers.messages import CLOSED, RolloutResult, Tell, WorkerStatus
 from muster.workers.pool import stats_of
-from muster.workers.requests import Request
+from muster.workers.requests import NOT_FOR_ABSENT, Request
 
 CLOSE_S = 5.0  # seconds beyond the deadline of its workers
 
@@ -280,7 +281,7 @@ class NodeProxy(Proxy):
 
     @postponed()
     def call(self, request: Request) -> list[Any]:
-        if self.absent and request.waits:
+        if self.absent and isinstance(request, NOT_FOR_ABSENT):
             self.remember(request)
             return []
         self._wait_until_there()

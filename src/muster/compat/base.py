@@ -18,7 +18,7 @@ from muster.rollout.columns import RolloutOptions, lane_columns
 from muster.rollout.first_call import begin_episodes, prime
 from muster.rollout.group import Group
 from muster.rollout.loop import end_early, rollout
-from muster.rollout.request import RolloutPlan
+from muster.rollout.request import RolloutRequest
 
 LANES_KEPT = 4  # for as many different numbers of rows
 
@@ -97,4 +97,5 @@ class GroupRunner:
         ``watch`` is called after every step with the lane and its row, which is complete.
         """
         lane.restart()
-        rollout(self.group, policy, RolloutPlan(rule=rule, watch=watch), lane)
+        request = RolloutRequest(0, self.group.number, 0, "policy", rule=rule)
+        rollout(self.group, policy, request, lane, watch=watch)

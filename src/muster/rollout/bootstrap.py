@@ -27,7 +27,7 @@ from muster.rollout.context import RolloutContext
 from muster.rollout.group import Group
 from muster.rollout.loop import rollout
 from muster.rollout.progress import Phase
-from muster.rollout.request import Bootstrap, RolloutOutcome, RolloutPlan
+from muster.rollout.request import Bootstrap, RolloutOutcome, RolloutRequest
 from muster.rollout.running import places_of
 from muster.rollout.tally import Tally
 
@@ -126,7 +126,7 @@ class NextRows:
         """Return the ``wanted`` rows of a complete rollout, without their values.
 
         Args:
-            limit, places: see ``RolloutPlan.limit`` and ``places_of``.
+            limit, places: see ``RolloutRequest.limit`` and ``places_of``.
         """
         lane = self._lane
         n = lane.done_steps
@@ -161,7 +161,7 @@ class NextRows:
 def rollout_and_values(
     group: Group,
     policy: Policy,
-    plan: RolloutPlan,
+    request: RolloutRequest,
     lane: Lane,
     wanted: Bootstrap,
     tally: Tally,
@@ -177,11 +177,11 @@ def rollout_and_values(
     rows = NextRows(group, lane, wanted)
     outcome: RolloutOutcome | None = lane.cache.get(COMPLETE)
     if outcome is None:
-        outcome = rollout(group, policy, plan._replace(listener=rows), lane, tally)
+        outcome = rollout(group, policy, request, lane, tally, listener=rows)
         # the group's clock has advanced, and must not do so again if the values fail
         lane.cache[COMPLETE] = outcome
     phase = group.progress.begin(Phase.POLICY)
-    made = rows.gather(plan.limit, places_of(group, plan))
+    made = rows.gather(request.limit, places_of(group, request))
     if valued_by is not None:
         _evaluate(group, lane, made, valued_by)
     group.progress.begin(phase)

@@ -107,7 +107,7 @@ class Group:
        continues it, and any other replaces it.
     5. An error of the environments makes all of them due again (``lose``).
 
-    What varies from one rollout to the next is not here, but in the ``RolloutPlan``.
+    What varies from one rollout to the next is not here, but in the ``RolloutRequest``.
 
     Args:
         env: env batch, owned by the group.
@@ -123,7 +123,7 @@ class Group:
         clock: numbers, steps and returns of the current episodes.
         reports: see ``Reports``.
         sharing: indices of the environments among those of the same batch, ``[B]``, and their
-            number, unless a plan says otherwise.
+            number, unless a request says otherwise.
         first_call: the kept call; None: none.
         contexts: the contexts for environments and policies.
         resumed: environments whose next row is the first after a load; None: the rollouts have no

@@ -12,7 +12,8 @@ from muster.protocols import Act, Policy, ReadyFirst
 from muster.rollout.acting import env_error, is_own, policy_error
 from muster.rollout.group import Group
 from muster.rollout.progress import ACTING, PHASE, STEPPING, Phase
-from muster.rollout.request import RolloutOutcome, RolloutPlan
+from muster.rollout.request import RolloutOutcome, RolloutRequest, Watch
+from muster.rollout.resets import ResetListener
 from muster.rollout.running import STOP, Prepared, Rollout
 from muster.rollout.tally import Tally
 from muster.utils import interrupts
@@ -22,7 +23,14 @@ TIMED_EVERY = 16  # a power of two; only one of so many steps is timed, so timin
 
 
 def rollout(
-    group: Group, policy: Policy, plan: RolloutPlan, lane: Lane, tally: Tally | None = None
+    group: Group,
+    policy: Policy,
+    request: RolloutRequest,
+    lane: Lane,
+    tally: Tally | None = None,
+    *,
+    listener: ResetListener | None = None,
+    watch: Watch | None = None,
 ) -> RolloutOutcome:
     """Fill ``lane`` with T steps of ``group``, from row ``lane.done_steps`` on; fewer if something
     stops it.
@@ -33,6 +41,8 @@ def rollout(
 
     Args:
         tally: counts what is executed and discarded, also if an error is raised.
+        listener: is told of resets, beside the group's listeners.
+        watch: called after every step with the lane and its row, which is complete.
 
     Raises:
         EnvError, BadEnvOutput: the environments failed. The next call resets them.
@@ -48,13 +58,13 @@ def rollout(
     cells = group.reports.progress.cells
     cells[PHASE] = Phase.STEP
     contexts = group.contexts
-    with contexts.without_inference if plan.grad else contexts.usual:
+    with contexts.without_inference if request.grad else contexts.usual:
         running = group.open
         acted = False
         if lane.done_steps and isinstance(running, Rollout) and running.lane is lane:
-            running.go_on(plan, tally)
+            running.go_on(request, tally, listener, watch)
         else:
-            running = Rollout(group, plan, lane, tally)
+            running = Rollout(group, request, lane, tally, listener, watch)
             group.opened(running)
             acted = running.begin()
         prepared = _prepare(running, policy, acted=acted)
@@ -75,13 +85,13 @@ def rollout(
 
 
 def make_steps(
-    group: Group, policy: Policy, plan: RolloutPlan, lane: Lane, tally: Tally
+    group: Group, policy: Policy, request: RolloutRequest, lane: Lane, tally: Tally
 ) -> RolloutOutcome:
     """Make a ``rollout`` in the group's context, for a policy without a first call.
 
     Ctrl-C does not end it between two rows.
     """
-    running = Rollout(group, plan, lane, tally)
+    running = Rollout(group, request, lane, tally)
     group.opened(running)
     running.begin()
     prepared = _prepare(running, policy, acted=False)
@@ -107,7 +117,7 @@ def _prepare(running: Rollout, policy: Policy, *, acted: bool) -> Prepared:
     group = running.group
     lane = running.lane
     begin = lane.done_steps
-    version = running.plan.version
+    version = running.request.version or 0
     if running.paused is not None:
         paused = running.unpause()
         if begin and paused.policy is policy and paused.version == version:
@@ -168,7 +178,7 @@ def _catch_up(running: Rollout, policy: Policy, acted: bool) -> None:
     first = lane.done_steps
     last = lane.T - 1
     step = group.env.start(lane)
-    prepared = Prepared(policy, running.plan.version, _no_act, step)
+    prepared = Prepared(policy, running.request.version or 0, _no_act, step)
     at = IN_POLICY
     try:
         while group.env.late > 0:

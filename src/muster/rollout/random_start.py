@@ -18,7 +18,7 @@ from muster.rollout.columns import lane_columns
 from muster.rollout.group import Group
 from muster.rollout.loop import make_steps
 from muster.rollout.progress import ACTING, KNOWN, STEPPING, Phase
-from muster.rollout.request import RolloutPlan
+from muster.rollout.request import RolloutRequest
 from muster.rollout.tally import Tally
 
 FIRST_STREAM = 1 << 20  # first stream for random steps; see ``GroupRng.stream``
@@ -53,9 +53,11 @@ def start_at_random(group: Group, which: Sequence[int]) -> None:
                 absent = []
                 if left < most:
                     group.reset(np.flatnonzero(steps == left).tolist())
-            plan = RolloutPlan(absent=absent, is_random_start=True)
+            request = RolloutRequest(
+                0, group.number, 0, "random", absent=absent, is_random_start=True
+            )
             lane.restart()
-            make_steps(group, policy, plan, lane, tally)
+            make_steps(group, policy, request, lane, tally)
             progress.cells[KNOWN] = tally.executed
             progress.cells[STEPPING] -= 1  # a change shows that the worker is alive
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -29,7 +29,8 @@ from muster.rollout.hooks import rendering, watching
 from muster.rollout.lane_views import TERMINATED, TRUNCATED, LaneViews
 from muster.rollout.marks import NextObservations, end_agents, mark_end, mark_valid
 from muster.rollout.progress import BEFORE, KNOWN, Phase, Progress
-from muster.rollout.request import RolloutOutcome, RolloutPlan, Watch
+from muster.rollout.request import RolloutOutcome, RolloutRequest, Watch
+from muster.rollout.resets import ResetListener
 from muster.rollout.tally import Tally
 from muster.rollout.values import first_bad_value
 
@@ -50,7 +51,7 @@ class Rollout:
 
     Its life:
 
-    1. It is made for a plan, which is never changed: what happens at the ends of episodes
+    1. It is made for a request, which is never changed: what happens at the ends of episodes
        (``ends``), who watches its steps.
     2. ``begin`` executes the resets that are due, and writes the carried rows into row 0.
     3. The loop (``muster.rollout.loop``) acts and steps, and calls ``after_step`` where
@@ -61,6 +62,8 @@ class Rollout:
 
     Args:
         tally: of the present request; ``go_on`` replaces it.
+        listener: is told of resets, beside the group's listeners.
+        watch: called after every step with the lane and its row, which is complete.
 
     Attributes:
         views: see ``LaneViews``.
@@ -71,9 +74,17 @@ class Rollout:
             rest is filled by the same ``act``, if policy and version are the same.
     """
 
-    def __init__(self, group: Group, plan: RolloutPlan, lane: Lane, tally: Tally) -> None:
+    def __init__(
+        self,
+        group: Group,
+        request: RolloutRequest,
+        lane: Lane,
+        tally: Tally,
+        listener: ResetListener | None = None,
+        watch: Watch | None = None,
+    ) -> None:
         self.group = group
-        self.plan = plan
+        self.request = request
         self.lane = lane
         self.tally = tally
         views: LaneViews | None = lane.cache.get(group)
@@ -83,15 +94,16 @@ class Rollout:
         self.next_obs = NextObservations(views.observed, views.next_rows, views.copied_every)
         self.paused: Prepared | None = None
         self.reports = group.reports
-        if plan.is_random_start or plan.listener is not None:
-            self.reports = _reports_of(group, plan)
-        self.absent = plan.absent
+        if request.is_random_start or listener is not None:
+            self.reports = _reports_of(group, request, listener)
+        self._watch = watch
+        self.absent = request.absent
         self.waiting: Waiting
         self.ends: Ends
         self._limit: StepLimit | None = None
         self._watchers: tuple[Watch, ...] = ()
         self._stopped: Callable[[], bool] | None = None
-        if group.options.interruptor is not None and not plan.is_random_start:
+        if group.options.interruptor is not None and not request.is_random_start:
             self._stopped = group.options.interruptor.collection_stopped
 
     # --- the beginning ----------------------------------------------------------------------------
@@ -100,24 +112,28 @@ class Rollout:
         """Prepare the lane for the first row, and return whether it has an action already."""
         group = self.group
         lane = self.lane
-        plan = self.plan
+        request = self.request
         views = self.views
         if lane.done_steps or lane.stopped:
             lane.restart()
-        if plan.rule is not None or group.due.which or group.due.begun:
+        if request.rule is not None or group.due.which or group.due.begun:
             self._begin_episodes()
         self.waiting = Waiting(group.env, group.bypass, self.absent)
         if group.options.max_frames_per_traj is not None and not group.env.writes_next:
             limit = group.options.max_frames_per_traj
             self._limit = StepLimit(limit, group.clock.steps, self.absent)
         self.ends = RESET_NOW
-        if plan.rule is not None or not group.options.reset_when_done:
+        if request.rule is not None or not group.options.reset_when_done:
             self.ends = self._choose_ends()
-        if group.options.on_step is not None or plan.pause is not None or plan.watch is not None:
+        if (
+            group.options.on_step is not None
+            or request.pause is not None
+            or self._watch is not None
+        ):
             self._watchers = self._choose_watchers()
         if group.env.dropped or not group.random_start.is_over:
             self._count_before()
-        if plan.rule is not None and plan.rule.complete:
+        if request.rule is not None and request.rule.complete:
             lane.stop()
         if self.reports.progress.watched:
             self.reports.progress.mark_unwritten(lane, group.env.reward_key, 0)
@@ -141,11 +157,21 @@ class Rollout:
             self._stamp(views.version, 0, call)
         return call is not None
 
-    def go_on(self, plan: RolloutPlan, tally: Tally) -> None:
-        """Continue for another request: end episodes at the last row where resets are due."""
-        self.plan = plan._replace(rule=self.plan.rule)
+    def go_on(
+        self,
+        request: RolloutRequest,
+        tally: Tally,
+        listener: ResetListener | None,
+        watch: Watch | None,
+    ) -> None:
+        """Continue for another request: end episodes at the last row where resets are due.
+
+        The rule is that of the first request, which counts its episodes.
+        """
+        self.request = request
         self.tally = tally
-        self.reports = _reports_of(self.group, plan)
+        self.reports = _reports_of(self.group, request, listener)
+        self._watch = watch
         self._watchers = self._choose_watchers()
         if self.group.pending:
             self._cut(self.lane.done_steps - 1)
@@ -160,8 +186,8 @@ class Rollout:
         """
         group = self.group
         unneeded: list[int] = []
-        if self.plan.rule is not None:
-            unneeded = unneeded_by(self.plan.rule, range(group.B), group.bypass)
+        if self.request.rule is not None:
+            unneeded = unneeded_by(self.request.rule, range(group.B), group.bypass)
             self.absent = unneeded
         held = group.due.leave_out(unneeded)
         group.begin_episodes(reports=self.reports)
@@ -170,24 +196,24 @@ class Rollout:
     def _choose_ends(self) -> Ends:
         group = self.group
         ends: Ends = RESET_NOW
-        if not group.options.reset_when_done and not self.plan.is_random_start:
+        if not group.options.reset_when_done and not self.request.is_random_start:
             ends = WaitForBatch(self.waiting, group.bypass, self._limit, group.env.reward_key)
-        if self.plan.rule is None:
+        if self.request.rule is None:
             return ends
-        return ChosenByRule(self.plan.rule, ends, self.waiting, group.bypass, self._limit)
+        return ChosenByRule(self.request.rule, ends, self.waiting, group.bypass, self._limit)
 
     def _choose_watchers(self) -> tuple[Watch, ...]:
         group = self.group
         watchers: list[Watch] = []
-        if group.options.on_step is not None and not self.plan.is_random_start:
+        if group.options.on_step is not None and not self.request.is_random_start:
             env_ids = group.clock.env_ids
             on_step = group.options.on_step
             repeats = group.env.repeats
             watchers.append(watching(on_step, env_ids, self.waiting, repeats, self.next_obs))
-        if self.plan.pause is not None:
-            watchers.append(rendering(group.env, self.plan.pause))
-        if self.plan.watch is not None:
-            watchers.append(self.plan.watch)
+        if self.request.pause is not None:
+            watchers.append(rendering(group.env, self.request.pause))
+        if self._watch is not None:
+            watchers.append(self._watch)
         return tuple(watchers)
 
     def _count_before(self) -> None:
@@ -197,7 +223,7 @@ class Rollout:
             self.tally.execute(env.dropped)
             self.tally.discard("reset", env.dropped)
             env.dropped = 0
-        if self.plan.is_random_start or self.group.random_start.is_over:
+        if self.request.is_random_start or self.group.random_start.is_over:
             return
         steps = self.group.random_start.end()
         self.tally.execute(steps)
@@ -208,7 +234,7 @@ class Rollout:
         """Write the version of the policy into the rows of ``version`` from ``begin`` on; that of
         ``call`` into row 0.
         """
-        version[begin:] = self.plan.version
+        version[begin:] = self.request.version or 0
         if call is not None:
             extra = call.outputs.extras.get(POLICY_VERSION)
             if extra is None:
@@ -417,7 +443,7 @@ class Rollout:
         if options.compact_obs and n:
             going_on = np.flatnonzero(~done[-1]).tolist()
             self.next_obs.keep(lane, n - 1, going_on, self.waiting.all)
-        closes = self.plan.closes and not self.plan.is_random_start
+        closes = self.request.closes and not self.request.is_random_start
         # a mark for the learner; the episode continues
         if options.set_truncated and closes and n:
             mark_end(lane, n - 1, group.env, limited=bool(options.max_frames_per_traj))
@@ -427,7 +453,7 @@ class Rollout:
         if not self.waiting.is_idle:
             self._carry_on_lives()
         frames = n * lane.B
-        if without is not None or n < lane.T or self.plan.limit is not None:
+        if without is not None or n < lane.T or self.request.limit is not None:
             frames = self._mark_valid(n, without)
         elif views.valid is not None:
             views.valid[...] = True
@@ -465,8 +491,8 @@ class Rollout:
 
     def _mark_valid(self, n: int, without: Array | None) -> int:
         """Mark the cells with a transition, and return the number of valid ones."""
-        limit = self.plan.limit
-        shared = None if limit is None else (*places_of(self.group, self.plan), limit)
+        limit = self.request.limit
+        shared = None if limit is None else (*places_of(self.group, self.request), limit)
         frames, surplus = mark_valid(
             self.lane, n, without, repeat_flags=self.ends.repeats_flags, shared=shared
         )
@@ -474,19 +500,19 @@ class Rollout:
         return frames
 
 
-def places_of(group: Group, plan: RolloutPlan) -> tuple[Array, int]:
+def places_of(group: Group, request: RolloutRequest) -> tuple[Array, int]:
     """Return the indices of the environments among those of the same batch, ``[B]``, and the number
     of the latter.
     """
-    if plan.sharing is None:
+    if request.sharing is None:
         return group.sharing
-    first, sharing = plan.sharing
+    first, sharing = request.sharing
     return np.arange(first, first + group.B), sharing
 
 
-def _reports_of(group: Group, plan: RolloutPlan) -> Reports:
-    if plan.is_random_start:
+def _reports_of(group: Group, request: RolloutRequest, listener: ResetListener | None) -> Reports:
+    if request.is_random_start:
         return Reports(Progress(), [])
-    if plan.listener is None:
+    if listener is None:
         return group.reports
-    return Reports(group.progress, [*group.reports.listeners, plan.listener])
+    return Reports(group.progress, [*group.reports.listeners, listener])

@@ -27,10 +27,11 @@ from muster.protocols import Act, Policy
 from muster.rng import GroupRng
 from muster.rollout.acting import call_policy, keep, store_outputs
 from muster.rollout.bootstrap import BootstrapRows, fill_values, spare_lane
+from muster.rollout.request import RolloutRequest
 from muster.weights.names import named_tensors
 from muster.weights.transport import Subscriber
 from muster.workers.build import WorkerOptions, build_policy
-from muster.workers.messages import GroupInfo, RolloutRequest
+from muster.workers.messages import GroupInfo
 
 if TYPE_CHECKING:
     from muster.protocols import EnvBatch

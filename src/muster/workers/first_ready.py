@@ -12,9 +12,10 @@ from typing import Any
 
 from muster.errors import MusterError, SlotsExhausted
 from muster.memory.slots import Layout, Slot, SlotRing, SlotState
+from muster.rollout.request import RolloutRequest
 from muster.utils.interrupts import postponed
 from muster.workers.group_state import layout_of, result_of, to_plain, write
-from muster.workers.messages import RolloutRequest, RolloutResult
+from muster.workers.messages import RolloutResult
 from muster.workers.pool import WorkerPool, give_warnings
 from muster.workers.schedule import Bundle, CollectRequest, FilledSlot, Schedule
 

@@ -136,7 +136,10 @@ class Supervisor(Watcher):
         for number, begin in (place.episodes or {}).items():  # on a node that has rejoined
             pool.counters[number].clock = np.stack([begin, np.zeros_like(begin)])
         if self.server is not None:
-            self.server.open(self.handles, dict(zip(groups, infos, strict=True)))
+            clients = {
+                handle.index: (handle.groups[0], handle.under_way) for handle in self.handles
+            }
+            self.server.open(clients, dict(zip(groups, infos, strict=True)))
             pool.server, pool.hold = self.server, self.server.held
         config = self.config
         self.notes = CrashNotes(

@@ -8,13 +8,14 @@ from operator import index
 from typing import Any
 
 from muster.memory.slots import Layout, Slot, SlotRing, SlotState
+from muster.rollout.request import RolloutRequest
 from muster.utils.interrupts import postponed
 from muster.workers.group_state import layout_of, result_of, to_plain, write
-from muster.workers.messages import RolloutRequest, RolloutResult
+from muster.workers.messages import RolloutResult
 from muster.workers.pool import WorkerPool, give_warnings
 from muster.workers.requests import Reset
 from muster.workers.schedule import Bundle, CollectRequest, FilledSlot, Schedule
-from muster.workers.threads import GlobalStreams
+from muster.workers.turns import GlobalStreams
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,12 +26,12 @@ from muster.rollout.first_call import begin_episodes, prime, probe
 from muster.rollout.group import Group
 from muster.rollout.loop import rollout
 from muster.rollout.progress import Phase, Progress
-from muster.rollout.request import RolloutOutcome, RolloutPlan
+from muster.rollout.request import RolloutOutcome, RolloutRequest
 from muster.rollout.tally import Tally, Timing
 from muster.utils.attributes import resolve
 from muster.workers import group_state
 from muster.workers.mailbox import ServedPolicy
-from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult
+from muster.workers.messages import GroupInfo, RolloutResult
 
 if TYPE_CHECKING:
     import torch
@@ -219,20 +220,14 @@ class Worker:
                 self._version = request.version
             if group.random_start.is_due and group.due.which:
                 begin_episodes(group)
-            plan = RolloutPlan(
-                version=self._version,
-                closes=request.closes,
-                limit=request.limit,
-                sharing=request.sharing,
+            if request.rule is not None or request.version is None:
                 # a rollout that has begun keeps its rule, which counts episodes
-                rule=None if begin or request.rule is None else copy.deepcopy(request.rule),
-                grad=request.grad,
-                pause=request.pause,
-            )
+                rule = None if begin else copy.deepcopy(request.rule)
+                request = replace(request, version=self._version, rule=rule)
             if request.bootstrap is None and not request.grad:
-                outcome = rollout(group, policy, plan, lane, tally)
+                outcome = rollout(group, policy, request, lane, tally)
             else:
-                outcome, values = self._run_specially(group, policy, plan, lane, request, tally)
+                outcome, values = self._run_specially(group, policy, request, lane, tally)
         except BaseException as raised:  # noqa: BLE001 (raised to the user by the schedule)
             error = raised
             phase = phase_ended_by(raised, self.progress)
@@ -269,9 +264,8 @@ class Worker:
         self,
         group: Group,
         policy: Policy,
-        plan: RolloutPlan,
-        lane: Lane,
         request: RolloutRequest,
+        lane: Lane,
         tally: Tally,
     ) -> tuple[RolloutOutcome, BootstrapRows | None]:
         """Make a rollout with gradients enabled, or one whose result includes values of next
@@ -279,10 +273,10 @@ class Worker:
         """
         with _gradients(policy, enabled=request.grad):
             if request.bootstrap is None:
-                return rollout(group, policy, plan, lane, tally), None
+                return rollout(group, policy, request, lane, tally), None
             valued_by = None if isinstance(policy, ServedPolicy) else policy
             return rollout_and_values(
-                group, policy, plan, lane, request.bootstrap, tally, valued_by
+                group, policy, request, lane, request.bootstrap, tally, valued_by
             )
 
     def group(self, number: int) -> Group:
