@@ -277,7 +277,9 @@ class Slot:
     def begin(self) -> Self:
         """Prepare all lanes to be filled from the first row on."""
         for lane in self.lanes:
-            lane.done_steps, lane.stopped = 0, False
+            # not ``restart``: a call per batch of one step
+            lane.done_steps = 0
+            lane.stopped = False
         return self
 
 

@@ -272,7 +272,7 @@ class Actor:
             return
         with self._context(policy, rng):
             if rollout.act is None or rollout.epoch != self._epoch:
-                lane.acts_from = lane.done_steps = row
+                lane.begin_at(row)
                 rollout.act, rollout.epoch = (
                     call_policy(policy, lambda: policy.start(lane, rng)),
                     self._epoch,
@@ -305,7 +305,7 @@ class Actor:
         else:
             with self._context(policy, rng):
                 if ready is None:
-                    buffer.acts_from = buffer.done_steps = here
+                    buffer.begin_at(here)
                     act = call_policy(policy, lambda: policy.start(buffer, rng))
                     ready = prepared[size] = _Prepared(act, here, self._epoch)
                 ready.act(here)

@@ -148,7 +148,7 @@ def write(saved: Mapping[str, Any], slot: Slot) -> None:
                 lane.arrays[key][...] = cells_of(rows) if isinstance(rows, list) else rows
             if lane.mirrored and key in lane.tensors:
                 lane.tensors[key].copy_(as_tensor(rows))
-        lane.done_steps = lane.T
+        lane.complete(lane.T)
     slot.state = SlotState.FULL
 
 

@@ -418,7 +418,8 @@ class BaseEvalCollector(ABC):
         def watch(lane: Lane, t: int) -> None:
             nonlocal left
             left = 0 if enough() else left - 1
-            lane.stopped = left <= 0
+            if left <= 0:
+                lane.stop()
 
         envs.traj_infos = [self.TrajInfoCls() for _ in self.envs]
         envs.deliver = deliver

@@ -428,8 +428,8 @@ class Collection:
         def watch(lane: Lane, t: int) -> None:
             if sampling.envs.failure is None:
                 self._end_episodes()
-            if enough is not None:
-                lane.stopped = enough()
+            if enough is not None and enough():
+                lane.stop()
 
         try:
             watches = self.by_row or enough is not None
