@@ -220,7 +220,7 @@ class Worker:
                 self._version = request.version
             if group.random_start.is_due and group.due.which:
                 begin_episodes(group)
-            if request.rule is not None or request.version is None:
+            if request.rule is not None or request.version != self._version:
                 # a rollout that has begun keeps its rule, which counts episodes
                 rule = None if begin else copy.deepcopy(request.rule)
                 request = replace(request, version=self._version, rule=rule)
