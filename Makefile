@@ -42,7 +42,7 @@ demo: $(STAMPS)/classic
 	"$(BIN)/muster" collect CartPole-v1 --frames 100k --num-envs 8 --policy mlp --seed 0 \
 	    --out "runs/demo-$$(date +%Y%m%d-%H%M%S)"
 
-# What is left out, and in which of the two processes tests run: tests/conftest.py.
+# What is left out: tests/selection.py. In which of the two processes tests run: tests/two_processes.py.
 test: $(STAMPS)/test
 	"$(BIN)/python" -m pytest -n 2 --durations=10 -m "not slow" $(ARGS)
 

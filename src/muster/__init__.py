@@ -24,6 +24,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from muster import weights
+
 __version__ = "0.1.0"
 
 _NAMES = {  # by module
@@ -52,6 +54,26 @@ _NAMES = {  # by module
     "muster.tuning": ("Tuning", "tune"),
     "muster.utils.interrupts": ("delayed_interrupt",),
 }
+# TorchRL's names for weights, which ``muster.weights`` shows, too
+_UPDATERS = "muster.compat.torchrl.updaters"
+_SCHEMES = "muster.compat.torchrl.weight_update"
+weights.add_schemes(
+    "muster.compat.torchrl.scheme_names",
+    {
+        "DistributedWeightSyncScheme": _SCHEMES,
+        "MultiProcessWeightSyncScheme": _SCHEMES,
+        "NoWeightSyncScheme": _SCHEMES,
+        "RPCWeightSyncScheme": _SCHEMES,
+        "RayWeightSyncScheme": _SCHEMES,
+        "RayWeightUpdater": _UPDATERS,
+        "SharedMemWeightSyncScheme": _SCHEMES,
+        "SharedMemoryWeightSyncScheme": _SCHEMES,
+        "VanillaWeightUpdater": _UPDATERS,
+        "WeightSyncScheme": _SCHEMES,
+        "WeightUpdaterBase": _UPDATERS,
+    },
+)
+
 _OWN_NAMES = {"load_state": "load", "save_state": "save"}  # in their modules
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = ("errors", "policies", "testing", "weights")
@@ -62,7 +84,6 @@ if TYPE_CHECKING:
     from muster import errors as errors
     from muster import policies as policies
     from muster import testing as testing
-    from muster import weights as weights
     from muster.cluster.ray_buffer import RayBuffer as RayBuffer
     from muster.collectors import AsyncCollector as AsyncCollector
     from muster.collectors import Collector as Collector

@@ -17,6 +17,7 @@ from muster.restore.crash_report import EnvFactory
 from muster.rng import GroupRng
 from muster.rollout.columns import RolloutOptions
 from muster.rollout.group import Group
+from muster.rollout.progress import Progress
 from muster.workers.build import WorkerOptions, build_envs, build_policy, make_group
 from muster.workers.local import LocalPool
 from muster.workers.pool import Pool
@@ -45,9 +46,12 @@ def make_groups(
     rollout = dataclasses.replace(told.rollout, marks_valid=marks_valid(options, total))
     groups: list[Group] = []
     first = 0
+    progress = Progress()
     for number, b in enumerate(built):
         rng = GroupRng(options.seed, number, policy_device or b.env.device)
-        groups.append(make_group(b, number, first, total, rollout, rng, shared=True))
+        groups.append(
+            make_group(b, number, first, total, rollout, rng, shared=True, progress=progress)
+        )
         first += b.env.num_envs
     return groups
 
@@ -76,7 +80,7 @@ def log_rollouts(pool: Pool, worker: Worker, create_env_fn: Any, options: Collec
     """Keep the actions of a worker in this thread, from which ``watch`` repeats episodes."""
     assert isinstance(pool, LocalPool)
     log = pool.log_rollouts(origins_of(create_env_fn, options), options.max_frames_per_traj)
-    worker.after_rollout = log.add
+    worker.log_rollouts(log.add)
 
 
 def origins_of(create_env_fn: Any, options: CollectorOptions) -> list[EnvFactory]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from muster.memory.specs import Array
-from muster.rollout.progress import Timing
+from muster.rollout.tally import Timing
 from muster.workers.messages import GroupInfo, RolloutResult
 
 
@@ -36,20 +36,25 @@ class FrameCounters:
     delivered: int = 0  # frames in batches
     lag: int = 0  # see ``WorkerStats.policy_lag``
     discarded: Counter[str] = field(default_factory=Counter)
-    timing: Timing = field(default_factory=Timing)
     # episode numbers and steps as of the last result, ``[2, B]``; None: no result yet
     clock: Array | None = None
     dropped: bool = False  # no worker runs the group any more
     late: bool = False  # the node of the group was absent for some time
     unseen: int = 0  # upper bound on the steps of lost nodes that were never reported
     # the last result that was added; weak, since its error refers to frames, and these to slots
+    _spent: list[float] = field(default_factory=lambda: [0.0] * 4)  # see ``timing``
     _newest: weakref.ref[RolloutResult] | None = None
+
+    @property
+    def timing(self) -> Timing:
+        """The time spent so far, by kind of work."""
+        return Timing(*self._spent)
 
     def add(self, result: RolloutResult) -> None:
         """Add a result. The same one a second time in a row changes nothing: what is done with a
         result can be interrupted, and is then repeated.
         """
-        if self._has_added(result):
+        if self._newest is not None and self._newest() is result:
             return
         discarded = sum(result.discarded.values()) if result.discarded else 0
         is_complete = result.error is None and not result.lost
@@ -60,25 +65,20 @@ class FrameCounters:
         self.partial = 0 if is_complete else self.partial + kept
         for reason, steps in result.discarded.items() if discarded else ():
             self.discarded[reason] += steps
-        before = self.timing
         more = result.timing
-        self.timing = Timing(
-            before.env + more.env,
-            before.policy + more.policy,
-            before.copy + more.copy,
-            before.total + more.total,
-        )
+        spent = self._spent
+        spent[0] += more.env
+        spent[1] += more.policy
+        spent[2] += more.copy
+        spent[3] += more.total
 
     def add_lost(self, result: RolloutResult, reason: str) -> None:
         """Add a complete rollout that was lost afterwards: all steps in its lane are discarded."""
-        if self._has_added(result):
+        if self._newest is not None and self._newest() is result:
             return
         in_lane = self.partial + result.executed - sum(result.discarded.values())
         self.add(result)
         self.discard(reason, in_lane)
-
-    def _has_added(self, result: RolloutResult) -> bool:
-        return self._newest is not None and self._newest() is result
 
     def deliver(self, frames: int) -> None:
         """Count frames in flight as delivered."""
@@ -115,7 +115,7 @@ class FrameCounters:
         Safe in another thread: steps that it sees discarded it also sees executed.
         """
         discarded = dict(self.discarded)
-        return NodeCounts(self.executed, discarded, astuple(self.timing), self.clock)
+        return NodeCounts(self.executed, discarded, tuple(self._spent), self.clock)
 
     def add_counts(self, now: NodeCounts, before: NodeCounts) -> None:
         """Add the counts of a node between two times.
@@ -132,10 +132,8 @@ class FrameCounters:
             gone = min(steps - before.discarded.get(reason, 0), self.partial)
             self.discard(reason, gone)
             self.partial -= gone
-        added = (a - b for a, b in zip(now.timing, before.timing, strict=True))
-        self.timing = Timing(
-            *(have + more for have, more in zip(astuple(self.timing), added, strict=True))
-        )
+        for kind, (spent, earlier) in enumerate(zip(now.timing, before.timing, strict=True)):
+            self._spent[kind] += spent - earlier
         self.clock = self.clock if now.clock is None else now.clock
 
     def arrived(self, frames: int) -> None:

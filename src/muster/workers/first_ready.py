@@ -12,9 +12,10 @@ from typing import Any
 
 from muster.errors import MusterError, SlotsExhausted
 from muster.memory.slots import Layout, Slot, SlotRing, SlotState
+from muster.rollout.request import RolloutRequest
 from muster.utils.interrupts import postponed
 from muster.workers.group_state import layout_of, result_of, to_plain, write
-from muster.workers.messages import RolloutRequest, RolloutResult
+from muster.workers.messages import RolloutResult
 from muster.workers.pool import Pool
 from muster.workers.schedule import Bundle, CollectRequest, FilledSlot, Schedule
 
@@ -179,7 +180,8 @@ class FirstReady(Schedule):
             ):
                 self._resubmit()
                 self._request_rollouts(wanted, wanted.batches)  # from other groups in its place
-        self.pool.give_warnings()
+        if self.pool.unwarned:
+            self.pool.give_warnings()
         self._requested.remove(found)
         results = [found.results[request.number] for request in found.requests]
         try:
@@ -270,13 +272,13 @@ class FirstReady(Schedule):
     def layout(self, policy: str, version: int | str | None = None) -> Layout:
         """See ``Schedule``. The slots are those of the first bundle that can work."""
         bundle = next(filter(self._can_work, self.bundles), self.bundles[0])
-        self._prepare(bundle, policy)
+        self._prepare(bundle, policy, grad=False)
         return bundle.ring.layout
 
     def lay_out_all(self, policy: str) -> None:
         """Lay out the rollouts of all bundles, which else happens before the first request to each."""
         for bundle in self.bundles:
-            self._prepare(bundle, policy)
+            self._prepare(bundle, policy, grad=False)
 
     def _discard(self, reason: str) -> None:
         super()._discard(reason)
@@ -358,7 +360,7 @@ class FirstReady(Schedule):
     ) -> _Requested | None:
         """Make requests for one rollout of each group of a bundle; None if the bundle is dropped."""
         policy = wanted.policy(len(self._requested) + delivered)
-        self._prepare(bundle, policy)
+        self._prepare(bundle, policy, grad=wanted.grad)
         if self._is_dropped(bundle):  # just now
             return None
         slot = bundle.ring.take()
@@ -375,6 +377,8 @@ class FirstReady(Schedule):
                 spans=wanted.spans,
                 after=earlier[-1].requests[lane].number if earlier else None,
                 bootstrap=wanted.bootstrap,
+                grad=wanted.grad,
+                pause=wanted.pause,
                 offset=slot.offset,
                 nbytes=slot.layout.nbytes,
             )
@@ -382,9 +386,9 @@ class FirstReady(Schedule):
         ]
         return _Requested(requests, bundle, bundle.ring, slot, self._publishes())
 
-    def _prepare(self, bundle: Bundle, policy: str) -> None:
+    def _prepare(self, bundle: Bundle, policy: str, *, grad: bool) -> None:
         if not self._is_prepared([bundle], policy):
-            self._lay_out([bundle], policy, None)  # waits for earlier requests
+            self._lay_out([bundle], policy, None, grad=grad)  # waits for earlier requests
 
     def _deliverable(self) -> _Requested | None:
         """Return the oldest complete rollout that may overtake all older incomplete ones; None if

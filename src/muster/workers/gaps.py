@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from muster.workers.messages import RolloutRequest
+from muster.rollout.request import RolloutRequest
 
 
 class Gaps:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from muster.memory.slots import Slot
 from muster.observing.stats import WorkerStats
 from muster.restore.crash_notes import CrashNotes, LocalLog
+from muster.rollout.request import RolloutRequest
 from muster.workers.counters import FrameCounters
 from muster.workers.effects import log_request, run_request
-from muster.workers.messages import GroupInfo, RolloutRequest
+from muster.workers.messages import GroupInfo
 from muster.workers.pool import Handle, Pool
 from muster.workers.requests import Request
 from muster.workers.worker import Worker, phase_ended_by

@@ -17,10 +17,11 @@ import numpy as np
 from muster.errors import MusterError, WorkerDied, WorkerNotStarted
 from muster.memory.slots import Slot
 from muster.observing.stats import InferenceStats, WorkerStats
+from muster.rollout.request import RolloutRequest
 from muster.utils.forks import Owner
 from muster.workers.counters import FrameCounters
 from muster.workers.effects import part_of
-from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult, WorkerStatus
+from muster.workers.messages import GroupInfo, RolloutResult, WorkerStatus
 from muster.workers.requests import Request
 from muster.workers.under_way import UnderWay
 
@@ -125,6 +126,7 @@ class Pool(ABC):
             copies.
         numbers: numbers for new requests.
         waited: nanoseconds spent waiting for results.
+        unwarned: texts of warnings that were not given to the user, see ``give_warnings``.
         elastic: workers may be absent (see ``Handle``), at the start and later.
         local: the only worker, if it runs in this thread: it is never waited for, lost or dropped.
         server: the inference server; None: the workers run the policy.
@@ -143,8 +145,8 @@ class Pool(ABC):
         self._of: dict[int, Any] = {}  # handle of each group
         self._returned: deque[RolloutResult] = deque()  # of requests that no worker has any more
         self._turn = 0  # index of the handle whose results are taken next
-        self._warnings: dict[str, None] = {}  # distinct texts of all workers, as an ordered set
-        self._warned = 0  # number of texts that were given to the user
+        self.unwarned: list[str] = []
+        self._warned: set[str] = set()  # all texts, which are given to the user once
 
     def _open(self, infos: Sequence[GroupInfo], first_env: int = 0) -> None:
         """Make the counters of groups with these descriptions.
@@ -231,7 +233,7 @@ class Pool(ABC):
             finally:
                 self.waited += time.perf_counter_ns() - began
         if result.warnings:
-            self._warn_later(result)
+            self.warn_later(result)
         if isinstance(result.error, WorkerNotStarted):
             # One failed start is raised: the next call tries all again, and raises what is still
             # wrong then.
@@ -246,14 +248,8 @@ class Pool(ABC):
         """Return a result that has already arrived, or None."""
         result = self._take()
         if result is not None and result.warnings:
-            self._warn_later(result)
+            self.warn_later(result)
         return result
-
-    def enter(self, result: RolloutResult) -> None:
-        """Add a result of the worker in this thread to the counters of its group."""
-        self.counters[result.group].add(result)
-        if result.warnings:
-            self._warn_later(result)
 
     def stop(self) -> None:
         """End all requested rollouts after their current step."""
@@ -314,19 +310,20 @@ class Pool(ABC):
 
     # --- warnings ---------------------------------------------------------------------------------
 
-    def _warn_later(self, result: RolloutResult) -> None:
-        self._warnings.update(dict.fromkeys(result.warnings))
+    def warn_later(self, result: RolloutResult) -> None:
+        """Keep the warnings of a result for ``give_warnings``."""
+        for text in result.warnings:
+            if text not in self._warned:
+                self._warned.add(text)
+                self.unwarned.append(text)
 
     def give_warnings(self) -> None:
         """Issue the workers' warnings.
 
         Filters can turn them into exceptions, so call this where one loses no data.
         """
-        if self._warned == len(self._warnings):
-            return
-        for text in list(self._warnings)[self._warned :]:
-            self._warned += 1
-            warnings.warn(text, stacklevel=3)
+        while self.unwarned:
+            warnings.warn(self.unwarned.pop(0), stacklevel=3)
 
     # --- workers ----------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from muster.memory.slots import Slot
 from muster.observing.stats import WorkerStats
 from muster.restore.registered import with_later_ids
 from muster.rollout.progress import STOP, Phase
+from muster.rollout.request import RolloutRequest
 from muster.utils.interrupts import allowed, postponed
 from muster.weights.transport import Ticket
 from muster.workers.config import PoolConfig, WorkerConfig, WorkerPlace
@@ -22,7 +23,7 @@ from muster.workers.effects import add_answer, log_request, sent_through
 from muster.workers.failures import SentError, Where
 from muster.workers.life import WorkerState
 from muster.workers.main import WorkerMain
-from muster.workers.messages import BIRTH, Answer, RolloutRequest, RolloutResult, Tell, WorkerStatus
+from muster.workers.messages import BIRTH, Answer, RolloutResult, Tell, WorkerStatus
 from muster.workers.pool import stats_of
 from muster.workers.requests import Call, LayOut, Request
 from muster.workers.supervision import Proxy, SupervisedPool

@@ -8,9 +8,10 @@ from operator import index
 from typing import Any
 
 from muster.memory.slots import Layout, Slot, SlotRing, SlotState
+from muster.rollout.request import RolloutRequest
 from muster.utils.interrupts import postponed
 from muster.workers.group_state import layout_of, result_of, to_plain, write
-from muster.workers.messages import RolloutRequest, RolloutResult
+from muster.workers.messages import RolloutResult
 from muster.workers.pool import Pool
 from muster.workers.requests import Reset
 from muster.workers.schedule import Bundle, CollectRequest, FilledSlot, Schedule
@@ -99,7 +100,7 @@ class Sync(Schedule):
             self.abandon("interrupted")
             batch = None
         if batch is None or batch.policy != policy or len(batch.results) < len(self._places):
-            self._prepare(policy, wanted.version)
+            self._prepare(policy, wanted.version, grad=wanted.grad)
             batch = self._begun(wanted, policy, into)
             if local is not None:
                 limit = self._limit(wanted.limit, self._batch_groups())
@@ -107,7 +108,9 @@ class Sync(Schedule):
                     if group not in batch.results:
                         request = self._request(group, lane, batch, limit)
                         result = local.run(request, batch.slots[place][1].lanes[lane])
-                        self.pool.enter(result)
+                        self.pool.counters[group].add(result)
+                        if result.warnings:
+                            self.pool.warn_later(result)
                         if result.error is not None:
                             batch.note_failure(result)
                             _raise_error_of(result)
@@ -121,7 +124,8 @@ class Sync(Schedule):
                 if self._streams is not None and before is not None:
                     self._streams.check(before)
                 self.pool.check_alive()
-        self.pool.give_warnings()
+        if self.pool.unwarned:
+            self.pool.give_warnings()
         results = [batch.results[group] for _, _, group in self._places]
         if not keep:
             for (place, lane, _), result in zip(self._places, results, strict=True):
@@ -174,6 +178,8 @@ class Sync(Schedule):
             spans=wanted.spans,
             rule=rule,
             bootstrap=wanted.bootstrap,
+            grad=wanted.grad,
+            pause=wanted.pause,
             offset=offset,
             nbytes=nbytes,
         )
@@ -234,7 +240,7 @@ class Sync(Schedule):
     def layout(self, policy: str, version: int | str | None = None) -> Layout:
         if self._batch is not None and self._batch.policy == policy:
             return self._batch.slots[0][0].layout
-        self._prepare(policy, version)
+        self._prepare(policy, version, grad=False)
         return self.bundles[0].ring.layout
 
     @postponed()
@@ -286,14 +292,14 @@ class Sync(Schedule):
                 batch.results[group] = result_of(part, number)
                 self.pool.counters[group].restore(part["frames"])
 
-    def _prepare(self, policy: str, version: int | str | None) -> None:
+    def _prepare(self, policy: str, version: int | str | None, *, grad: bool) -> None:
         local = self.pool.local
         # its groups share one bundle
         if local is not None and self.bundles[0].laid_out and local.prepared(policy):
             return
         if not self._is_prepared(self.bundles, policy):
             self.abandon("policy_changed")
-            self._lay_out(self.bundles, policy, version)
+            self._lay_out(self.bundles, policy, version, grad=grad)
             self.pool.check_alive()
 
     def _discard(self, reason: str) -> None:

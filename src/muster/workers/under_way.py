@@ -18,7 +18,8 @@ from muster.rollout.progress import (
     stepped_in_row,
     steps_made,
 )
-from muster.workers.messages import RolloutRequest, RolloutResult
+from muster.rollout.request import RolloutRequest
+from muster.workers.messages import RolloutResult
 
 
 class Requested:
@@ -76,7 +77,7 @@ class UnderWay:
     2. ``report``: its worker has reported. The pool decides the fate of reports in their order.
     3. ``complete``: the report is the result; or ``end``: it is not, the worker ends, and the
        request stays under way. Nothing else is done with a report, and nothing is put back.
-    4. ``take``: the schedule takes the result. Or ``give_up``: nobody has the request any more.
+    4. ``take``: the schedule takes the result. Or ``give_up``: no worker has the request any more.
 
     True while a request is under way. Methods with ``cells`` read the worker's progress; see
     ``Progress``.
