@@ -73,7 +73,7 @@ dist: $(STAMPS)/release
 	"$(BIN)/python" -m build $(if $(MAKE_TERMOUT),,--quiet) --outdir dist .
 	"$(BIN)/python" -m twine check --strict dist/*
 
-check: lint format-check types layers names words
+check: lint format-check types layers names owners words
 
 lint: $(STAMPS)/dev
 	"$(BIN)/ruff" check .
@@ -89,6 +89,9 @@ layers: $(STAMPS)/dev
 
 names: $(STAMPS)/dev
 	"$(BIN)/python" scripts/check_names.py
+
+owners: $(STAMPS)/dev
+	"$(BIN)/python" scripts/check_owners.py
 
 words: $(STAMPS)/dev
 	"$(BIN)/python" scripts/check_words.py
