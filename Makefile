@@ -24,7 +24,7 @@ help:
 	@echo "make test-all run all tests                 (ARGS='-k slots' goes to pytest; MUSTER_TESTS=quick leaves out nodes,"
 	@echo "              MUSTER_TESTS=full runs all combinations of parameters, not only all pairs)"
 	@echo "make test-rest run those that make test leaves out"
-	@echo "make check    lint, format, types, layers, names, words"
+	@echo "make check    lint, format, types, layers, names, owners, words"
 	@echo "make canary   run the core suite with the newest tensordict, gymnasium, NumPy and torch that can be installed"
 	@echo "make pythons  run what can be run with the other Pythons of this machine, and check types for newer ones"
 	@echo "make docs     build the documentation into build/docs"
@@ -73,7 +73,7 @@ dist: $(STAMPS)/release
 	"$(BIN)/python" -m build $(if $(MAKE_TERMOUT),,--quiet) --outdir dist .
 	"$(BIN)/python" -m twine check --strict dist/*
 
-check: lint format-check types layers names words
+check: lint format-check types layers names owners words
 
 lint: $(STAMPS)/dev
 	"$(BIN)/ruff" check .
@@ -89,6 +89,9 @@ layers: $(STAMPS)/dev
 
 names: $(STAMPS)/dev
 	"$(BIN)/python" scripts/check_names.py
+
+owners: $(STAMPS)/dev
+	"$(BIN)/python" scripts/check_owners.py
 
 words: $(STAMPS)/dev
 	"$(BIN)/python" scripts/check_words.py

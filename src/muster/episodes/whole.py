@@ -534,11 +534,11 @@ class WholeEpisodes:
         length = np.array([episode.length for episode in episodes])
         rows, numbers = _gathered(episodes)
         if self.layout == "pad":
-            group = padded(rows, numbers, length, NEVER)
+            joined = padded(rows, numbers, length, NEVER)
         else:
-            group = take(rows, numbers)
-            group.names = ["time"]
-        return EpisodeGroup(group, int(length.sum()))
+            joined = take(rows, numbers)
+            joined.names = ["time"]
+        return EpisodeGroup(joined, int(length.sum()))
 
     def _let_go(self, episodes: Sequence[HeldEpisode]) -> None:
         for episode in episodes:
