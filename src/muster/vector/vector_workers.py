@@ -44,7 +44,7 @@ from muster.workers.config import PoolConfig, WorkerConfig, WorkerPlace, check_t
 from muster.workers.mailbox import LOOK_S, Mailbox
 from muster.workers.messages import Answer, Tell
 from muster.workers.proxy import WorkerProxy
-from muster.workers.supervision import value_of
+from muster.workers.supervision import NotAnswered, value_of
 from muster.workers.worker_pool import WorkerPool
 
 MAX_RESTARTS = 10  # of a worker within a minute, as for collectors
@@ -465,7 +465,7 @@ class VectorWorkers:
         try:
             # a result that is too large for the shared memory, or an error
             return self._handles[n].answer(deadline)
-        except TimeoutError:
+        except NotAnswered:
             raise _TimeIsUp from None
 
     def _wait(self, deadline: float | None = None) -> None:

@@ -24,6 +24,10 @@ from muster.workers.slow_construction import SlowConstruction
 START_ERRORS = (OSError, MemoryError, MusterError, RuntimeError)
 
 
+class NotAnswered(Exception):
+    """An answer has not arrived in the time that the caller waits for it."""
+
+
 class Question:
     """The message of a worker or node that a caller waits for: there is one at a time.
 
@@ -181,7 +185,7 @@ class Proxy(Handle):
         """Wait for the answer to the last message; None: that went to a predecessor.
 
         Args:
-            until: raise TimeoutError at this time (``time.monotonic()``); the answer is still
+            until: raise ``NotAnswered`` at this time (``time.monotonic()``); the answer is still
                 awaited.
         """
 
@@ -196,7 +200,7 @@ class Proxy(Handle):
             self.question.forget()
             raise
         if is_there and self.question.answer is None:
-            raise TimeoutError("The worker has not answered in time.")
+            raise NotAnswered
         answer = self.question.take()
         return answer if is_there else None
 
