@@ -15,11 +15,12 @@ import numpy as np
 from muster.errors import MusterError, WorkerDied, WorkerNotStarted
 from muster.memory.slots import Slot
 from muster.observing.stats import InferenceStats, WorkerStats
+from muster.rollout.request import RolloutRequest
 from muster.utils.forks import Owner
 from muster.workers.counters import FrameCounters
 from muster.workers.effects import log_request, part_of, run_request
 from muster.workers.lives import Proxy, Watcher
-from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult, WorkerStatus
+from muster.workers.messages import GroupInfo, RolloutResult, WorkerStatus
 from muster.workers.requests import Request
 from muster.workers.under_way import UnderWay
 from muster.workers.worker import Worker, phase_ended_by
