@@ -38,7 +38,8 @@ from muster.utils.cpus import usable_cores
 from muster.utils.forks import Owner
 from muster.utils.integers import integer
 from muster.utils.interrupts import postponed
-from muster.vector.env_slice import EnvSlice, Exchange, Infos, VectorRows, execute, open_rows, serve
+from muster.vector.env_slice import EnvSlice, Infos, execute, open_rows, serve
+from muster.vector.rows import Exchange, VectorRows
 from muster.workers.build import WorkerOptions
 from muster.workers.config import PoolConfig, WorkerConfig, WorkerPlace, check_timeouts
 from muster.workers.launch import in_process
