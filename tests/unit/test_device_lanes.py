@@ -27,9 +27,10 @@ from muster.memory.slots import Layout, Slot
 from muster.memory.views import BatchView
 from muster.policies.adapt import adapt, place
 from muster.rng import GroupRng
-from muster.rollout.columns import RolloutOptions, lane_columns
+from muster.rollout.columns import lane_columns
 from muster.rollout.group import Group
 from muster.rollout.loop import rollout
+from muster.rollout.options import RolloutOptions
 from muster.testing import TorchCartPole
 from tests.tools import assert_same
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from torch.distributed import rpc
@@ -24,8 +24,9 @@ from muster.collectors.signatures import takes
 from muster.errors import BadOption
 from muster.utils.addresses import is_loopback
 from muster.utils.attributes import optional
+from muster.utils.checked import PositiveNumber, one_of
 from muster.utils.texts import first_line
-from muster.workers.config import timeout_of
+from muster.workers.options import timeout_of
 
 if TYPE_CHECKING:
     from muster.cluster.launchers import Launcher
@@ -89,12 +90,6 @@ class ClusterCollector(MultiCollector):
             self.update_policy_weights_(worker_ids=due)
 
 
-def check_transport(given: str, *known: str) -> None:
-    """Raise BadOption unless the transport is one of these."""
-    if given not in known:
-        raise BadOption(f"transport={given!r}: expected {' or '.join(map(repr, known))}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class JoiningOptions(ClusterOptions):
     """Checked options of collectors whose nodes join at an address of this process.
@@ -150,7 +145,9 @@ class DistributedOptions(JoiningOptions):
             not have is refused, and so is "mpi", whose ranks are fixed by mpirun.
     """
 
-    transport: Literal["torch_distributed", "direct"] = "torch_distributed"
+    transport: Annotated[
+        Literal["torch_distributed", "direct"], one_of("torch_distributed", "direct")
+    ] = "torch_distributed"
 
     def carrier(self, nodes: int, workers: int, deadline_s: float) -> Carrier:
         from muster.cluster.direct import DirectCarrier
@@ -158,7 +155,6 @@ class DistributedOptions(JoiningOptions):
         from muster.cluster.launchers import check_backend
         from muster.cluster.process_groups import check_backend as check_groups
 
-        check_transport(self.transport, "torch_distributed", "direct")
         if self.transport == "direct":
             check_backend(self.backend)
             return DirectCarrier(*self.joining(nodes, workers), deadline_s)
@@ -204,7 +200,7 @@ class RPCOptions(JoiningOptions):
             process that reaches it can run code in this process and in the nodes.
     """
 
-    transport: Literal["rpc", "direct"] = "rpc"
+    transport: Annotated[Literal["rpc", "direct"], one_of("rpc", "direct")] = "rpc"
     visible_devices: Sequence[Any] | None = None
     tensorpipe_options: Mapping[str, Any] | None = None
     trust_network: bool = False
@@ -215,7 +211,6 @@ class RPCOptions(JoiningOptions):
 
         devices = _checked_devices(self.visible_devices, nodes)
         _check_tensorpipe(dict(self.tensorpipe_options or {}))
-        check_transport(self.transport, "rpc", "direct")
         check_backend(self.backend)
         if self.transport == "direct":
             return DirectCarrier(*self.joining(nodes, workers), deadline_s)
@@ -343,8 +338,8 @@ class RayOptions(ClusterOptions):
             process.
     """
 
-    num_collectors: int | None = None
-    transport: Literal["ray", "direct"] = "ray"
+    num_collectors: PositiveNumber | None = None
+    transport: Annotated[Literal["ray", "direct"], one_of("ray", "direct")] = "ray"
     ray_init_config: Mapping[str, Any] | None = None
     remote_configs: Any = None
 
@@ -357,7 +352,6 @@ class RayOptions(ClusterOptions):
             from muster.cluster.ray_nodes import RayCarrier, RayDirectCarrier
 
         carriers: dict[str, type[Carrier]] = {"ray": RayCarrier, "direct": RayDirectCarrier}
-        check_transport(self.transport, *carriers)
         config = self.ray_init_config
         remote = self.remote_configs
         make: Any = carriers[self.transport]

@@ -17,15 +17,20 @@ from muster.cluster.node_pool import NodePool
 from muster.cluster.nodes import Nodes, nodes_transport
 from muster.collectors.auto import auto_workers
 from muster.collectors.base import BaseCollector
-from muster.collectors.contradictions import check_cat, check_multi
 from muster.collectors.engine import Engine
-from muster.collectors.multi_options import CentralInference, MultiOptions, PoolOptions, Restart
+from muster.collectors.multi_options import (
+    CentralInference,
+    MultiOptions,
+    PoolOptions,
+    check_cat,
+    check_multi,
+)
 from muster.collectors.setup import (
     factories_of,
     keywords_of,
     marks_valid,
     origins_of,
-    worker_options,
+    worker_setting,
 )
 from muster.collectors.signatures import takes
 from muster.envs.build import is_environment
@@ -35,15 +40,16 @@ from muster.policies.modes import warn_of_noise
 from muster.policies.sampling import check_masks
 from muster.restore.pickling import MAKE_KWARGS, MAKE_OPTION, MAKE_POLICY, dumps
 from muster.restore.registered import check_id, ids_of_this_process
+from muster.utils.checked import base_part
 from muster.weights.choice import one_transport
 from muster.weights.names import acting_modules
 from muster.weights.publish import PolicyWeights
 from muster.weights.transport import Ticket
-from muster.workers.build import WorkerOptions
 from muster.workers.config import PoolConfig, WorkerConfig, WorkerPlace
 from muster.workers.first_ready import LEAD, FirstReady
 from muster.workers.inference import ServerConfig
 from muster.workers.messages import GroupInfo
+from muster.workers.options import SupervisionOptions, WorkerSetting
 from muster.workers.pool import WorkerPool
 from muster.workers.requests import Call, LayOut, Request
 from muster.workers.schedule import Bundle
@@ -257,23 +263,12 @@ class MultiCollector(BaseCollector):
         Values for processes are pickled.
         """
         options = self.options
-        threads = self.options.in_threads
+        threads = options.in_threads
         served = options.server is not None and self.policy is not None  # else actions are random
         served &= not self._weights.lazy
-        told = worker_options(options, self.policy, shared_frames=not self._alone)
-        if threads or (served and self._nodes is None):
-            users = {
-                id(module) for root in acting_modules(self.policy) for module in root.modules()
-            }
-            told = dataclasses.replace(told, users_modules=frozenset(users))
-        in_worker = None if threads else options.num_sub_threads
-        told = dataclasses.replace(
-            told, rollout=dataclasses.replace(told.rollout, num_threads=in_worker)
-        )
-        factories, kwargs = (
-            self._factories,
-            list(keywords_of(options.create_env_kwargs, len(self._factories))),
-        )
+        setting = self._setting(served=served)
+        factories = self._factories
+        kwargs = list(keywords_of(options.create_env_kwargs, len(factories)))
         origins: list[Any] = list(origins_of(factories, options))
         given = dumps if not threads else lambda value, what, remedy: value
         if not threads:
@@ -284,8 +279,8 @@ class MultiCollector(BaseCollector):
             once = {id(factories[i]): dumps(factories[i], f"create_env_fn[{i}]") for i in indices}
             factories = [once[id(factory)] for factory in factories]
         turns = Turns() if threads and not self._alone else None
-        options_of_worker = given(
-            _without_torch(told) if served else told, "the options", MAKE_OPTION
+        setting_of_worker = given(
+            _without_torch(setting) if served else setting, "the options", MAKE_OPTION
         )
         workers = [
             WorkerConfig(
@@ -295,7 +290,7 @@ class MultiCollector(BaseCollector):
                 given([kwargs[number] for number in groups], "create_env_kwargs", MAKE_KWARGS),
                 b"",
                 options.policy_factory is not None,
-                options_of_worker,
+                setting_of_worker,
                 policy_turns=turns,
                 served_by=count if served else None,
                 threads=None if threads or served else options.num_sub_threads,
@@ -308,37 +303,53 @@ class MultiCollector(BaseCollector):
             origins = [
                 dumps(origin, f"create_env_fn[{number}]") for number, origin in enumerate(origins)
             ]
+        server = None
+        if served and options.server is not None:
+            server = self._server_config(options.server, setting)
         return PoolConfig(
-            workers,
-            self._sent,
-            count,
-            self._server_config(options.server, told) if served and options.server else None,
-            [origins[number] for groups in parts for number in groups],
-            options.max_frames_per_traj,
-            options.crash_dir,
-            "restart" if isinstance(options.on_failure, Restart) else options.on_failure,
-            options.timeouts,
-            None if options.restart is None else options.restart.max_restarts,
-            options.start_method,
-            options.cpu_affinity,
-            None if threads else ids_of_this_process(),
+            workers=workers,
+            policy=self._sent,
+            count=count,
+            server=server,
+            origins=[origins[number] for groups in parts for number in groups],
+            max_frames_per_traj=options.max_frames_per_traj,
+            timeouts=options.timeouts,
+            supervision=base_part(SupervisionOptions, options),
+            registered=None if threads else ids_of_this_process(),
+        )
+
+    def _setting(self, *, served: bool) -> WorkerSetting:
+        """Return what a worker needs of the options. ``served``: a server calls the policy."""
+        options = self.options
+        threads = options.in_threads
+        setting = worker_setting(options, self.policy)
+        users: frozenset[int] = frozenset()
+        if threads or (served and self._nodes is None):
+            users = frozenset(
+                id(module) for root in acting_modules(self.policy) for module in root.modules()
+            )
+        # those of the workers, not of this process
+        num_threads = None if threads else options.num_sub_threads
+        return dataclasses.replace(
+            setting,
+            options=dataclasses.replace(setting.options, num_threads=num_threads),
+            shared_frames=not self._alone,
+            users_modules=users,
         )
 
     def _pickled_policy(self) -> bytes:
         """The policy, or the function that makes it, for workers and nodes."""
         factory = self.options.policy_factory
-        return (
-            dumps(self.policy, "policy", MAKE_POLICY)
-            if factory is None
-            else dumps(factory, "policy_factory")
-        )
+        if factory is None:
+            return dumps(self.policy, "policy", MAKE_POLICY)
+        return dumps(factory, "policy_factory")
 
-    def _server_config(self, server: CentralInference, told: WorkerOptions) -> ServerConfig:
+    def _server_config(self, server: CentralInference, setting: WorkerSetting) -> ServerConfig:
         options = self.options
         away = self._nodes is not None
         wait = 0.0 if self._alone and server.max_wait_s is None else server.max_wait_s
         return ServerConfig(
-            dumps(told, "the options", MAKE_OPTION) if away else told,
+            dumps(setting, "the options", MAKE_OPTION) if away else setting,
             server.alternating,
             server.max_batch,
             wait,
@@ -362,17 +373,15 @@ def count_workers(create_env_fn: Any, num_workers: int | None) -> tuple[list[Any
     return factories, min(num_workers or len(factories), len(factories))
 
 
-def _without_torch(told: WorkerOptions) -> WorkerOptions:
-    """Return the options of workers that do not act."""
-    tracks = bool(told.rollout.track_policy_version)
-    return dataclasses.replace(
-        told,
-        env_device=None,
-        policy_device=None,
+def _without_torch(setting: WorkerSetting) -> WorkerSetting:
+    """Return the setting of workers that do not act."""
+    options = dataclasses.replace(
+        setting.options,
         compile_policy=None,
         cudagraph_policy=None,
-        rollout=dataclasses.replace(told.rollout, track_policy_version=tracks),
+        track_policy_version=bool(setting.options.track_policy_version),
     )
+    return dataclasses.replace(setting, options=options, env_device=None, policy_device=None)
 
 
 class MultiSyncCollector(MultiCollector):

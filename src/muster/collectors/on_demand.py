@@ -16,8 +16,8 @@ from muster.collectors.calls import (
     UserCall,
 )
 from muster.collectors.collect_arguments import CollectArguments, Collected
-from muster.collectors.contradictions import NEEDS_ENVS
 from muster.collectors.engine import Engine
+from muster.collectors.multi_options import NEEDS_ENVS
 from muster.collectors.pipeline import PipelineItem
 from muster.episodes.segment import ENDED
 from muster.episodes.summary import CollectStats, stats_of_call, stats_of_state, stats_state

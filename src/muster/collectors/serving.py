@@ -16,8 +16,8 @@ from muster.collectors.signatures import passes_on
 from muster.envs.clients import Clients
 from muster.errors import BadOption
 from muster.utils.integers import integer
-from muster.workers.config import check_timeouts
 from muster.workers.first_ready import FirstReady
+from muster.workers.options import check_timeouts
 from muster.workers.requests import Request, Reset, Seed
 
 CLIENT_TIMEOUTS: dict[str, float | None] = {"step": 60.0, "reset": None}

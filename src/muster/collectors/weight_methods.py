@@ -180,7 +180,7 @@ class WeightMethods:
 
     def _workers_on(self, device: torch.device) -> range:
         """The workers whose policies are on a device: all, or none."""
-        acts_on = self.options.devices["policy_device"]
+        acts_on = self.options.devices.policy
         if acts_on is None:
             first = next(
                 iter(tensors_in(self.policy) if isinstance(self.policy, torch.nn.Module) else ()),

@@ -32,28 +32,33 @@ from muster.errors import (
 from muster.restore.crash_report import EnvFactory
 from muster.restore.pickling import dumps
 from muster.restore.registered import ids_of_this_process
-from muster.rollout.columns import RolloutOptions
+from muster.rollout.options import Execution
 from muster.rollout.progress import ALL_ORDERS, STEPPING
 from muster.utils.cpus import usable_cores
 from muster.utils.forks import Owner
 from muster.utils.integers import integer
 from muster.utils.interrupts import postponed
-from muster.workers.build import WorkerOptions, seeds_of
-from muster.workers.config import PoolConfig, WorkerConfig, WorkerPlace, check_timeouts
+from muster.workers.build import seeds_of
+from muster.workers.config import PoolConfig, WorkerConfig, WorkerPlace
 from muster.workers.launch import in_process
 from muster.workers.lives import Restarted
 from muster.workers.mailbox import LOOK_S, Mailbox
 from muster.workers.messages import Tell
+from muster.workers.options import (
+    Restart,
+    SupervisionOptions,
+    WorkerOptions,
+    WorkerSetting,
+    check_timeouts,
+)
 from muster.workers.proxy import WorkerProxy
 from muster.workers.supervision import Supervisor
 
-MAX_RESTARTS = 10  # of a worker within a minute, as for collectors
 SliceCall = tuple[Callable[..., Any], Sequence[Any]]  # a method of ``EnvSlice``, and its arguments
 PROTOCOL = pickle.HIGHEST_PROTOCOL
 _PLAIN = (EnvSlice.step, EnvSlice.truncate)  # without functions and objects of the user
-_OPTIONS = WorkerOptions(
-    1, True, None, None, None, "random", False, None, False, False, RolloutOptions()
-)
+_MOST_RESTARTS = Restart().max_restarts  # as for collectors
+_SETTING = WorkerSetting(options=WorkerOptions(execution=Execution(executor=False)))
 
 
 class EnvsClosed(CollectorClosed, ClosedEnvironmentError):
@@ -263,7 +268,7 @@ class VectorWorkers:
             if obs is not None:
                 self._objects[self._parts[n].start : self._parts[n].stop] = obs
             for _, info in infos:
-                if "muster" in info and not self._handles[n].record.may_restart(MAX_RESTARTS):
+                if "muster" in info and not self._handles[n].record.may_restart(_MOST_RESTARTS):
                     self.failure = EnvError(
                         f"{info['muster']['error']}\n\nIt was replaced too often."
                     )
@@ -638,7 +643,7 @@ def _config(
         partial(make, env_fns[part.start : part.stop], part.start, mode, replaces=replaces)
         for part in parts
     ]
-    kwargs, options = dumps([None], "no arguments"), dumps(_OPTIONS, "the options")
+    kwargs, options = dumps([None], "no arguments"), dumps(_SETTING, "the options")
     workers = [
         WorkerConfig(
             n, [n], [dumps(factory, "env_fns")], kwargs, b"", False, options, served_by=count
@@ -653,11 +658,8 @@ def _config(
         None,
         origins,
         None,
-        None,
-        on_failure,
         timeouts,
-        MAX_RESTARTS,
-        start_method,
+        SupervisionOptions(on_failure=on_failure, start_method=start_method),
         registered=ids_of_this_process(),
     )
     return config, parts

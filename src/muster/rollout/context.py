@@ -40,7 +40,7 @@ class RolloutContext:
     def __enter__(self) -> None:
         options, background = self._group.options, self._group.in_background()
         try:
-            if self._own_rng and options.own_rng and not background:
+            if self._own_rng and options.execution.own_rng and not background:
                 self._user = self._group.rng.install()
             # else no environment uses it, and the policy acts in another process
             if "torch" in sys.modules:
@@ -50,7 +50,7 @@ class RolloutContext:
                 ):
                     self._threads_before = threads
                     torch.set_num_threads(options.num_threads)
-                inference = options.inference_mode and not self._first
+                inference = options.execution.inference_mode and not self._first
                 grad = self._modes.get(inference)
                 if grad is None:
                     grad = self._modes[inference] = (

@@ -21,7 +21,6 @@ from muster.protocols import EnvBatch, Outputs, Policy, carried_specs
 from muster.rng import GroupRng
 from muster.rollout.acting import call_policy, env_error, keep, store_outputs
 from muster.rollout.carry import Carry
-from muster.rollout.columns import RolloutOptions
 from muster.rollout.context import RolloutContext
 from muster.rollout.lane_views import TERMINATED, TRUNCATED, LaneViews
 from muster.rollout.marks import (
@@ -33,6 +32,7 @@ from muster.rollout.marks import (
     mark_end,
     mark_valid,
 )
+from muster.rollout.options import RolloutOptions
 from muster.rollout.progress import BEFORE, KNOWN, Phase, Progress, Timing
 from muster.rollout.resets import Due, Waiting, check_resets, decorrelate
 from muster.rollout.values import first_bad_value
@@ -87,11 +87,13 @@ class Group:
         total_envs: int,
         rng: GroupRng,
         options: RolloutOptions,
+        marks_valid: bool = False,
     ) -> None:
         self.env = env
         self.batch_shape = batch_shape
         self.rng = rng
         self.options = options
+        self.marks_valid = marks_valid  # batches have ``collector/valid``
         self.B = env.num_envs
         self.number = 0
         self.places = (env_ids, total_envs)

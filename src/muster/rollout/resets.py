@@ -20,7 +20,8 @@ from muster.policies.random import RandomPolicy
 from muster.policies.sampling import masks_of
 from muster.protocols import Act, EnvBatch, carried_specs
 from muster.rng import GroupRng
-from muster.rollout.columns import RolloutOptions, lane_columns
+from muster.rollout.columns import lane_columns
+from muster.rollout.options import RolloutOptions
 from muster.rollout.progress import ACTING, KNOWN, STEPPING, Phase, Progress
 
 if TYPE_CHECKING:

@@ -2,61 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from muster.errors import BadOption
 from muster.memory.specs import Array
 from muster.restore.pickling import loads
 from muster.restore.registered import SentIds
 from muster.weights.transport import Ticket
+from muster.workers.options import SupervisionOptions, WorkerSetting, timeout_of
 
 if TYPE_CHECKING:
-    from muster.workers.build import WorkerOptions
     from muster.workers.inference import ServerConfig
     from muster.workers.requests import LayOut
-
-OnFailure = Literal["raise", "restart", "drop"]
-
-TIMEOUTS: dict[str, float | None] = {  # seconds
-    "construct": 300.0,
-    "reset": 60.0,
-    "step": 60.0,
-    "policy": 60.0,
-    "weights": 60.0,
-    "call": 300.0,
-    "close": 5.0,
-    "join": 600.0,
-    "heartbeat": 15.0,
-}
-
-
-def check_timeouts(timeouts: Any) -> None:
-    """Raise ``BadOption`` unless these are seconds by phase."""
-    if not isinstance(timeouts, Mapping):
-        raise BadOption(f"timeouts={timeouts!r}: expected a dict of seconds by phase")
-    for phase, seconds in timeouts.items():
-        if phase not in TIMEOUTS:
-            raise BadOption(
-                f"timeouts: there is no phase {phase!r}; expected some of {', '.join(TIMEOUTS)}"
-            )
-        if seconds is not None and not (
-            isinstance(seconds, (int, float)) and 0 < seconds < math.inf
-        ):
-            raise BadOption(
-                f"timeouts[{phase!r}]={seconds!r}: expected seconds, more than 0, or None for no"
-                " limit"
-            )
-
-
-def timeout_of(timeouts: Mapping[str, float | None], phase: str) -> float | None:
-    """Return the deadline of a phase in seconds (None: none), from the user's ``timeouts`` or the
-    defaults.
-    """
-    seconds = {**TIMEOUTS, **timeouts}
-    return seconds.get(phase, seconds["step"])
 
 
 @dataclass(frozen=True)
@@ -67,7 +25,7 @@ class WorkerPlace:
 
     firsts: Mapping[int, int]  # global number of the first environment, by group
     total: int  # number of environments over all groups
-    marks_valid: bool  # see ``RolloutOptions``
+    marks_valid: bool  # batches have ``collector/valid``
     seed: int | None  # seed of all environments and random streams; None: no seed
     static: bool = False  # all environments have the same seed
     # number of each environment's first episode, by group; None: 0
@@ -100,7 +58,7 @@ class WorkerConfig:
     kwargs: Any  # list of keyword arguments for the factories; pickled likewise
     policy: bytes  # pickled policy or policy factory
     is_factory: bool  # ``policy`` is a factory
-    options: Any  # ``WorkerOptions``; pickled likewise
+    setting: Any  # ``WorkerSetting``; pickled likewise
     # ``Turns`` by which threads call the policy, one at a time, with their group's random streams
     # as global ones. None: workers are processes, or the user's thread does not wait for the
     # threads
@@ -135,13 +93,9 @@ class PoolConfig:
     server: ServerConfig | None  # config of the inference server; None: the workers run the policy
     # ``EnvFactory`` of each group, for crash reports; each is pickled for a node
     origins: Sequence[Any]
-    max_frames_per_traj: Any
-    crash_dir: Any
-    on_failure: OnFailure
+    max_frames_per_traj: int | None
     timeouts: Mapping[str, float | None]
-    max_restarts: int | None
-    start_method: str | None
-    cpu_affinity: Literal["auto"] | Sequence[Sequence[int]] | None = None
+    supervision: SupervisionOptions
     # ids of the program's registry; None: all workers are threads of the program
     registered: SentIds | None = None
     node: str = ""  # number and host of the node, for messages; empty on this machine
@@ -164,16 +118,16 @@ class PoolConfig:
         return timeout_of(self.timeouts, phase)
 
 
-def made_policy(policy: bytes, options: WorkerOptions, *, is_factory: bool) -> Any:
+def made_policy(policy: bytes, setting: WorkerSetting, *, is_factory: bool) -> Any:
     """Unpickle the policy of a worker or server, or unpickle its factory and call it, and set its
     mode.
     """
     made = loads(policy, "policy_factory" if is_factory else "policy")
     if is_factory:
         made = made()
-    if made is not None and options.policy_mode == "eval":
+    if made is not None and setting.options.execution.policy_mode == "eval":
         from muster.policies.modes import set_eval
         from muster.weights.names import acting_modules
 
-        set_eval(acting_modules(made), besides=options.users_modules)
+        set_eval(acting_modules(made), besides=setting.users_modules)
     return made

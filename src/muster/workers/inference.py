@@ -44,7 +44,7 @@ class ServerConfig:
     Can be pickled.
     """
 
-    options: Any  # ``WorkerOptions``; pickled by ``pickling.dumps`` for a node
+    setting: Any  # ``WorkerSetting``; pickled by ``pickling.dumps`` for a node
     alternating: bool  # half of the workers step while the server acts for the other half
     max_batch: int | None  # maximum number of environments in one call; None: no maximum
     # maximum wait of the first worker that asks for others at work; None: until all of them ask
@@ -83,13 +83,13 @@ class InferenceServer:
         self._client_groups = [part for part in (every[:half], every[half:]) if part]
         lockstep = config.max_wait_s is None and config.max_batch is None
         self.mailbox = Mailbox(pool.count, self._client_groups if lockstep else ())
-        options = unpickled(config.options, "the options")
-        own = made_policy(pool.policy, options, is_factory=pool.workers[0].is_factory)
+        setting = unpickled(config.setting, "the options")
+        own = made_policy(pool.policy, setting, is_factory=pool.workers[0].is_factory)
         self._weights = ticket.open(ticket.fds)
         ticket.close()
         self.actor = Actor(
             own,
-            options,
+            setting,
             self._weights,
             exclusive=config.exclusive,
             keeps_streams=config.keeps_streams,

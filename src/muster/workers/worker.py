@@ -86,7 +86,7 @@ class Worker:
         self._profiler: RolloutProfiler | None = None
         self._watches: dict[int, Any] = {}  # by group: ``Group.watch`` before ``render``
         self._grad = False
-        self._inference_mode = self.groups[0].options.inference_mode
+        self._inference_mode = self.groups[0].options.execution.inference_mode
         for group in self.groups:
             group.progress = self.progress
             if group.env.ready_envs is not None and isinstance(policies["policy"], ServedPolicy):
@@ -123,7 +123,11 @@ class Worker:
                 columns.T[group.number],
                 group.B,
                 lane_columns(
-                    group.env, policy.columns(), group.options, resumed=group.resumed is not None
+                    group.env,
+                    policy.columns(),
+                    group.options,
+                    marks_valid=group.marks_valid,
+                    resumed=group.resumed is not None,
                 ),
                 batch_shape=group.batch_shape,
             )
@@ -281,7 +285,9 @@ class Worker:
         """
         self._grad = on
         for group in self.groups:
-            group.options = replace(group.options, inference_mode=self._inference_mode and not on)
+            inference = self._inference_mode and not on
+            execution = replace(group.options.execution, inference_mode=inference)
+            group.options = replace(group.options, execution=execution)
 
     def _gradients(self, policy: Policy) -> AbstractContextManager[None]:
         if not self._grad or isinstance(policy, ServedPolicy):
