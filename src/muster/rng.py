@@ -14,7 +14,7 @@ import os
 import random
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -129,9 +129,9 @@ class GroupRng:
                 self.stream(number).bit_generator,
                 begun or self._stream_at_its_beginning(number).state,
             )
-        self._legacy = _NumpyStream(np.random.MT19937(0))
-        set_state(self._legacy.bit_generator, state["legacy"])
-        self._legacy.in_hand = dict(state["legacy_in_hand"])
+        legacy = np.random.MT19937(0)
+        set_state(legacy, state["legacy"])
+        self._legacy = _NumpyStream(legacy, state["legacy_in_hand"])
         version, words, gauss = state["python"]
         python = random.Random(0)
         python.setstate((version, tuple(words), gauss))
@@ -155,15 +155,20 @@ class GroupRng:
             *(s.bit_generator for s in known.values()),
         ]
         states = [generator.state for generator in generators]
-        others = self._python, self._torch, self._cuda_state, dict(self._legacy.in_hand)
+        python = self._python
+        torch_state = self._torch
+        cuda_state = self._cuda_state
+        in_hand = dict(self._legacy.in_hand)
         try:
             yield
         finally:
             self._streams = known
-            self._python, self._torch, self._cuda_state, self._legacy.in_hand = others
+            self._python = python
+            self._torch = torch_state
+            self._cuda_state = cuda_state
             for generator, state in zip(generators, states, strict=True):
                 generator.state = state
-            self._legacy.seen = b""  # the same draws come again, and end where these did
+            self._legacy.rewound(in_hand)
 
     @contextmanager
     def as_global(self) -> Iterator[None]:
@@ -178,7 +183,7 @@ class GroupRng:
         """Replace the global streams by the group's, until ``remove`` is called with the result."""
         numpy_user = _user_stream()
         numpy_user.remember()
-        _user_python.users = _user_python.state(_user_python.users)
+        python_user = _user_python.remember()
         torch_user = cuda_user = None
         if "torch" in sys.modules:
             generator = torch.default_generator
@@ -189,7 +194,7 @@ class GroupRng:
         if self._cuda is not None and self._cuda_state is not None:
             cuda_user = torch.cuda.get_rng_state(self._cuda)
             torch.cuda.set_rng_state(self._cuda_state, self._cuda)
-        return UserStreams(numpy_user, _user_python.users, torch_user, cuda_user)
+        return UserStreams(numpy_user, python_user, torch_user, cuda_user)
 
     def remove(self, user: UserStreams) -> None:
         """Restore the user's streams."""
@@ -225,10 +230,10 @@ class _NumpyStream:
     the same position, which is not detected).
     """
 
-    def __init__(self, bit_generator: Any) -> None:
+    def __init__(self, bit_generator: Any, in_hand: Mapping[str, Any] | None = None) -> None:
         self.bit_generator = bit_generator
-        self.in_hand: dict[str, Any] = {}
-        self.seen = b""
+        self.in_hand: dict[str, Any] = dict(in_hand or {})
+        self._seen = b""
         self._memory: Any = None
         if type(bit_generator) is np.random.MT19937:
             end = bit_generator.ctypes.state_address + MT_BYTES
@@ -243,13 +248,18 @@ class _NumpyStream:
         """Save the cached number, while this stream is installed."""
         if self._memory is not None:
             now = self._memory.raw
-            if now == self.seen and not self.in_hand:
+            if now == self._seen and not self.in_hand:
                 return
-            self.seen = now
+            self._seen = now
         state: dict[str, Any] = np.random.get_state(legacy=False)
         self.in_hand = (
             {key: state[key] for key in ("has_gauss", "gauss")} if state["has_gauss"] else {}
         )
+
+    def rewound(self, in_hand: dict[str, Any]) -> None:
+        """Note that the bit generator was set to an earlier state, with this cached number."""
+        self.in_hand = in_hand
+        self._seen = b""  # the same draws come again, and end where these did
 
 
 _user_numpy = _NumpyStream(None)  # the stream before the last rollout
@@ -261,13 +271,12 @@ class _PythonStream:
     ``getstate`` and ``setstate`` convert 625 Python integers each time, which costs 40 us per
     rollout.
 
-    Attributes:
-        users: the user's state before the last rollout.
+    ``remember`` keeps the user's state before the last rollout.
     """
 
     def __init__(self, generator: Any) -> None:
         self.generator = generator
-        self.users: Any = None
+        self._users: Any = None
         offset = None if os.environ.get(VARIABLE) == "never" else _python_offset()
         self._memory: Any = None
         if offset is not None:
@@ -282,6 +291,11 @@ class _PythonStream:
         if known is not None and known[1] == gauss and known[0].startswith(self._begin.raw):
             return known
         return self._memory.raw, gauss
+
+    def remember(self) -> Any:
+        """Return the user's state, before a group's replaces it."""
+        self._users = self.state(self._users)
+        return self._users
 
     def restore(self, state: Any) -> None:
         """Set a state from ``state()``."""
@@ -348,3 +362,17 @@ def global_streams() -> dict[str, Any]:
 
 def _word(sequence: np.random.SeedSequence) -> int:
     return int(sequence.generate_state(1, np.uint64)[0] >> 1)
+
+
+# --- seeds of environments ----------------------------------------------------------------------
+
+
+def seeds_of(seed: int, env_ids: Sequence[int], generation: int) -> list[int]:
+    """Return seeds for environments.
+
+    Those of a restarted worker get others, so that episodes are not repeated.
+    """
+    if not generation:
+        return [seed + i for i in env_ids]
+    roots = (np.random.SeedSequence([seed, i, generation]) for i in env_ids)
+    return [int(root.generate_state(1)[0] >> 1) for root in roots]

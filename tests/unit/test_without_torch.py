@@ -27,7 +27,10 @@ from muster.restore.snapshot import restore, take
 from muster.memory.slots import Layout, Slot
 from muster.policies.random import RandomPolicy
 from muster.rng import GroupRng
+from muster.rollout.first_call import begin_episodes
 from muster.rollout.loop import rollout
+from muster.rollout.progress import Progress
+from muster.rollout.request import RolloutRequest
 from muster.workers.build import make_group
 from muster.testing.envs import CountingEnv
 
@@ -35,15 +38,16 @@ from muster.testing.envs import CountingEnv
 def rows(source, num_envs, steps, rollouts):
     built = build_env(source, num_envs)
     options = RolloutOptions(execution=Execution(own_rng=False, inference_mode=False))
-    group = make_group(built, 0, 0, built.env.num_envs, options, GroupRng(3, 0, None), shared=True)
+    group = make_group(built, 0, 0, built.env.num_envs, options, GroupRng(3, 0, None), shared=True,
+                       progress=Progress())
     group.reset(seeds=range(built.env.num_envs))
-    group.begin()
+    begin_episodes(group)
     policy = RandomPolicy(built.env.sample, group.batch_shape)
     layout = Layout(steps, built.env.num_envs, lane_columns(built.env, (), options))
     found = {"observation": [], "next.reward": [], "next.terminated": [], "action": []}
     for _ in range(rollouts):
         (lane,) = Slot(layout).lanes
-        rollout(group, policy, lane)
+        rollout(group, policy, RolloutRequest(0, 0, 0, "policy"), lane)
         for name in found:
             found[name] += lane.arrays[tuple(name.split("."))][:steps].tolist()
     built.env.close()

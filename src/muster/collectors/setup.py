@@ -12,12 +12,13 @@ import torch
 from muster.collectors.options import CollectorOptions
 from muster.errors import BadOption
 from muster.policies.adapt import observed_dtype
+from muster.restore.crash_notes import CrashNotes, LocalLog
 from muster.restore.crash_report import EnvFactory
 from muster.rng import GroupRng
 from muster.rollout.group import Group
+from muster.rollout.progress import Progress
 from muster.utils.checked import base_part
 from muster.workers.build import build_envs, build_policy, make_group
-from muster.workers.crash_notes import CrashNotes, LocalLog
 from muster.workers.options import WorkerOptions, WorkerSetting
 from muster.workers.pool import LocalWorker, WorkerPool
 from muster.workers.schedule import Bundle
@@ -41,13 +42,13 @@ def make_groups(
     setting = worker_setting(options, policy)
     built = build_envs(factories, kwargs, setting, made)
     total = sum(b.env.num_envs for b in built)
-    marks = marks_valid(options, total)
     groups: list[Group] = []
     first = 0
+    progress = Progress()
     for number, b in enumerate(built):
         rng = GroupRng(options.seed, number, policy_device or b.env.device)
         group = make_group(
-            b, number, first, total, setting.options, rng, shared=True, marks_valid=marks
+            b, number, first, total, setting.options, rng, shared=True, progress=progress
         )
         groups.append(group)
         first += b.env.num_envs
@@ -63,7 +64,15 @@ def in_this_thread(
         name: build_policy(p, setting, groups[0], device)
         for name, p in (("policy", policy), ("random", None))
     }
-    worker = Worker(groups, policies, policy, device=device, index=options.worker_idx or 0)
+    total = sum(group.B for group in groups)
+    worker = Worker(
+        groups,
+        policies,
+        policy,
+        device=device,
+        index=options.worker_idx or 0,
+        marks_valid=marks_valid(options, total),
+    )
     infos = [describe(group.env, group.batch_shape) for group in groups]
     pool = WorkerPool([LocalWorker(worker)], infos, local=worker)
     rows = options.rows_per_batch(pool.num_envs) if options.extend_buffer else 1
@@ -85,7 +94,7 @@ def log_rollouts(
         options.max_frames_per_traj,
     )
     pool.notes, pool.log = notes, LocalLog(notes, worker.groups)
-    worker.after_rollout = pool.log.add
+    worker.log_rollouts(pool.log.add)
 
 
 def origins_of(create_env_fn: Any, options: CollectorOptions) -> list[EnvFactory]:

@@ -22,12 +22,13 @@ from muster.memory.specs import ArraySpec
 from muster.policies.random import RandomPolicy
 from muster.policies.sampling import masks_of
 from muster.protocols import EnvBatch, Policy, acting_shape
+from muster.restore.pickling import loads
 from muster.rng import GroupRng
 from muster.rollout.columns import lane_columns
 from muster.rollout.group import Group
-from muster.rollout.hooks import watching
 from muster.rollout.marks import nested_truncations
 from muster.rollout.options import RolloutOptions
+from muster.rollout.progress import Progress
 from muster.utils.attributes import name_of
 from muster.workers.options import WorkerOptions, WorkerSetting
 
@@ -35,6 +36,21 @@ if TYPE_CHECKING:
     import torch
 else:
     from muster.utils import lazy_torch as torch
+
+
+def made_policy(policy: bytes, setting: WorkerSetting, *, is_factory: bool) -> Any:
+    """Unpickle the policy of a worker or server, or unpickle its factory and call it, and set its
+    mode.
+    """
+    made = loads(policy, "policy_factory" if is_factory else "policy")
+    if is_factory:
+        made = made()
+    if made is not None and setting.options.execution.policy_mode == "eval":
+        from muster.policies.modes import set_eval
+        from muster.weights.names import acting_modules
+
+        set_eval(acting_modules(made), besides=setting.users_modules)
+    return made
 
 
 def build_envs(
@@ -131,36 +147,20 @@ def make_group(
     rng: GroupRng,
     *,
     shared: bool,
-    marks_valid: bool = False,
+    progress: Progress,
 ) -> Group:
     """Make a group of the environments ``first``, ``first + 1``, ... of ``total``."""
-    ids = np.arange(first, first + built.env.num_envs)
-    group = Group(
+    return Group(
         built.env,
         batch_shape=built.batch_shape,
-        env_ids=ids,
+        env_ids=np.arange(first, first + built.env.num_envs),
         total_envs=total,
         rng=rng,
         options=options,
-        marks_valid=marks_valid,
+        number=number,
+        progress=progress,
+        shares_batch=shared,
     )
-    group.number = number
-    if options.on_step is not None:
-        group.watch = watching(group, options.on_step)
-    if not shared:
-        group.places = np.arange(group.B), group.B
-    return group
-
-
-def seeds_of(seed: int, env_ids: Sequence[int], generation: int) -> list[int]:
-    """Return seeds for environments.
-
-    Those of a restarted worker get others, so that episodes are not repeated.
-    """
-    if not generation:
-        return [seed + i for i in env_ids]
-    roots = (np.random.SeedSequence([seed, i, generation]) for i in env_ids)
-    return [int(root.generate_state(1)[0] >> 1) for root in roots]
 
 
 def build_policy(
@@ -190,8 +190,8 @@ def _compiled(policy: Any, options: WorkerOptions) -> Any:
     from muster.policies.heads import Head
 
     compiles = options.compile_policy not in (None, False)
-    records = options.cudagraph_policy not in (None, False)
-    if policy is None or not (compiles or records):
+    records_graph = options.cudagraph_policy not in (None, False)
+    if policy is None or not (compiles or records_graph):
         return policy
     name = "compile_policy" if compiles else "cudagraph_policy"
     if is_coroutine_policy(policy):
@@ -206,7 +206,7 @@ def _compiled(policy: Any, options: WorkerOptions) -> Any:
     compiled: Any = policy
     if compiles:
         compiled = torch.compile(compiled, **_dict(options.compile_policy))
-    if records:
+    if records_graph:
         from tensordict.nn import CudaGraphModule
 
         compiled = CudaGraphModule(compiled, **_dict(options.cudagraph_policy))

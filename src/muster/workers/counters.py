@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass, field
 import numpy as np
 
 from muster.memory.specs import Array
-from muster.rollout.progress import Timing
+from muster.rollout.tally import Timing
 from muster.workers.messages import GroupInfo, RolloutResult
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from muster.errors import BadOption, CollectorClosed, EnvError, ForkedProcess, MusterError
 from muster.utils.forks import Owner
+from muster.workers.effects import place_after
 from muster.workers.failures import not_started
 from muster.workers.messages import CLOSED, Answer, GroupInfo, RolloutResult, Tell
 from muster.workers.under_way import UnderWay
@@ -20,10 +21,10 @@ from muster.workers.under_way import UnderWay
 if TYPE_CHECKING:
     from muster.memory.slots import Slot
     from muster.observing.stats import WorkerStats
+    from muster.rollout.request import RolloutRequest
     from muster.workers.config import PoolConfig, WorkerPlace
     from muster.workers.counters import FrameCounters
     from muster.workers.failures import Where
-    from muster.workers.messages import RolloutRequest
     from muster.workers.requests import Request
 
 # seconds before a restart, by number of restarts since the last complete rollout
@@ -194,7 +195,7 @@ class Proxy(ABC):
     def remember(self, request: Request) -> None:
         """Note the effect of a request on the place of a successor."""
         if self.place is not None:
-            self.place = request.placed(self.place)
+            self.place = place_after(request, self.place)
 
     @abstractmethod
     def stats(self, counters: Sequence[FrameCounters]) -> list[WorkerStats]:

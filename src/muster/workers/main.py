@@ -26,19 +26,30 @@ from muster.restore.action_log import Anchors
 from muster.restore.pickling import unpickled
 from muster.restore.registered import installed
 from muster.rng import GroupRng
+from muster.rollout.first_call import begin_early
 from muster.rollout.group import Group
 from muster.rollout.options import RolloutOptions
 from muster.rollout.progress import ALL_ORDERS, ORDER, PHASE, STOP, Phase, Progress
+from muster.rollout.request import RolloutRequest
 from muster.utils.forks import end_on_return
 from muster.weights.transport import Ticket
-from muster.workers.build import build_envs, build_policy, make_group
+from muster.workers.build import build_envs, build_policy, made_policy, make_group
 from muster.workers.channel import Channel, StatusPage
-from muster.workers.config import WorkerConfig, WorkerPlace, made_policy
+from muster.workers.config import WorkerConfig, WorkerPlace
+from muster.workers.effects import run_request
 from muster.workers.failures import SentError, env_index_of, pack
 from muster.workers.mailbox import MailboxClient, ServedPolicy
-from muster.workers.messages import BIRTH, CLOSED, Answer, GroupInfo, RolloutRequest, RolloutResult
+from muster.workers.messages import (
+    BIRTH,
+    CLOSED,
+    Answer,
+    GroupInfo,
+    RolloutResult,
+    Tell,
+)
 from muster.workers.options import WorkerSetting
 from muster.workers.requests import Request
+from muster.workers.turns import OneAtATime
 from muster.workers.worker import Worker, describe, objects_of
 
 if TYPE_CHECKING:
@@ -142,7 +153,11 @@ class WorkerMain:
                 return
             while not self.ending:
                 self.progress.begin(Phase.IDLE)
-                self.channel.receive()[0].reach(self)
+                message, _ = self.channel.receive()
+                if isinstance(message, RolloutRequest):
+                    self.follow(message)
+                else:
+                    carry_out(self, message)
             # inside ``try``: SIGTERM before this line must not skip ``_close``
             self._closing = True
         except Terminated:
@@ -157,7 +172,7 @@ class WorkerMain:
         self._answer(number, function)
 
     def call(self, request: Request) -> Any:
-        return request.run(self.worker)
+        return run_request(self.worker, request)
 
     def close(self) -> None:
         self.ending = True
@@ -241,8 +256,6 @@ class WorkerMain:
             return
         self._make_groups(place)
         self.worker.seed(place.seed, place.static)
-        if place.grad:
-            self.worker.enable_grad(True)
         if self.config.ticket is not None:
             phase = self.progress.begin(Phase.WEIGHTS)
             self._subscribe(self.config.ticket)
@@ -266,26 +279,16 @@ class WorkerMain:
         for number, b in zip(config.groups, self.built, strict=True):
             rng = GroupRng(place.seed, number, device or b.env.device, config.generation)
             first = place.firsts[number]
+            shared = self.setting.shared_frames
             group = make_group(
-                b,
-                number,
-                first,
-                place.total,
-                options,
-                rng,
-                shared=self.setting.shared_frames,
-                marks_valid=place.marks_valid,
+                b, number, first, place.total, options, rng, shared=shared, progress=self.progress
             )
-            if config.in_thread:
-                group.in_background = lambda: True
             self._anchors[number] = Anchors(b.env)
-            group.before_reset, group.lost_track = (
-                self._anchors[number].before_reset,
-                self._anchors[number].lose,
-            )
+            group.listen(self._anchors[number])
             if place.episodes is not None:
                 group.clock.begin_at(place.episodes[number])
-            group.resumed = [] if place.marks_resumed else None
+            if place.marks_resumed:
+                group.mark_resumed()
             groups.append(group)
         kinds = {(b.batch_shape, str(b.env.action_specs)) for b in self.built}
         if len(kinds) > 1:
@@ -302,9 +305,9 @@ class WorkerMain:
             policies,
             policy,
             device=device,
-            progress=self.progress,
             index=config.index,
             generation=config.generation,
+            marks_valid=place.marks_valid,
         )
 
     def _acting(self, group: Group, device: torch.device | None) -> Policy:
@@ -313,8 +316,6 @@ class WorkerMain:
         policy = build_policy(self._policy, self.setting, group, device)
         if (turns := self.config.policy_turns) is None:
             return policy
-        from muster.workers.threads import OneAtATime
-
         return OneAtATime(policy, turns, self.progress)
 
     # --- rollouts ---------------------------------------------------------------------------------
@@ -328,7 +329,7 @@ class WorkerMain:
         else:
             lane, shared = self._lane(request)
             if self._at.get(id(lane)) != request.number:  # else continue after an error
-                lane.done_steps, lane.stopped = 0, False
+                lane.restart()
                 self._at[id(lane)] = request.number
             begin = lane.done_steps
             result = self.worker.run(request, lane)
@@ -362,11 +363,11 @@ class WorkerMain:
         That rollout raises the error, SystemExit included.
         """
         try:
-            group.begin(early=True)
+            begin_early(group)
         except (EOFError, Terminated):
             raise
         except BaseException as error:  # noqa: BLE001 (raised by the next rollout)
-            group.due.error = error
+            group.due.postpone(error)
 
     def _lane(self, request: RolloutRequest) -> tuple[Lane, Lane]:
         if self._lanes_of is not self.worker.laid_out:
@@ -421,11 +422,22 @@ class WorkerMain:
             subscriber.take(into)
             return subscriber.version or 0
 
-        self.worker.newest = newest
+        self.worker.subscribe(newest)
 
     def _close_ticket(self) -> None:
         while self._ticket_fds:
             os.close(self._ticket_fds.pop())
+
+
+def carry_out(main: Any, message: Tell, *received: Any) -> None:
+    """Make the call of a message in the main loop of a worker or node, with what was received with
+    the message.
+    """
+    args = *message.args, *received
+    if message.number:
+        main.answer(message.number, lambda: message.method(main, *args))
+    else:
+        message.method(main, *args)
 
 
 class _Stop:
