@@ -52,7 +52,8 @@ POLICY = b""
 
 def setup(start_method=None):
     worker = WorkerConfig(0, [0], [], b"", b"?", False, b"")
-    supervision = SupervisionOptions(start_method=start_method)
+    supervision = SupervisionOptions()
+    vars(supervision)["start_method"] = start_method  # also one that a node does not know
     pool = PoolConfig([worker], b"", 1, None, [None], None, {}, supervision)
     return NodeSetup(pool, (), hashlib.sha256(POLICY).digest())
 
