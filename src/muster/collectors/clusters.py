@@ -20,12 +20,14 @@ from muster.collectors.engine import Engine
 from muster.collectors.multi import MultiCollector
 from muster.collectors.references import accept_remote_rref_udf_invocation
 from muster.collectors.replay_buffer import ReplaySink
+from muster.collectors.schedules import FirstReadyKind, ScheduleKind, SyncKind
 from muster.collectors.signatures import takes
 from muster.errors import BadOption
 from muster.utils.addresses import is_loopback
 from muster.utils.attributes import optional
 from muster.utils.checked import PositiveNumber, one_of
 from muster.utils.texts import first_line
+from muster.workers.first_ready import LEAD
 from muster.workers.options import timeout_of
 
 if TYPE_CHECKING:
@@ -37,10 +39,10 @@ class ClusterCollector(MultiCollector):
     """Base of collectors with nodes: places workers on nodes, and publishes weights to nodes."""
 
     options: ClusterOptions
+    _lead = LEAD  # number of batches of a bundle that may be undelivered
 
     def __init__(self, options: ClusterOptions) -> None:
         options, self._of_leaf, self._shared = over_nodes(options)
-        self._alone = not options.sync
         # batches since ``_before_batch`` last published, by node
         self._since = [0] * (self._of_leaf[-1] + 1)
         self._longest = 0 if options.update_after_each_batch else options.max_weight_update_interval
@@ -62,8 +64,10 @@ class ClusterCollector(MultiCollector):
         made.callback(nodes.close)
         return nodes
 
-    def _bundles(self) -> Sequence[Sequence[int]]:
-        return self._shared if self._alone else super()._bundles()
+    def _schedule_kind(self) -> ScheduleKind:
+        if self.options.sync:
+            return SyncKind()
+        return FirstReadyKind(self._shared, lead=self._lead)
 
     def _buffer_of_nodes(self) -> ReplaySink | None:
         """Return a sink through which nodes write into the replay buffer; None: batches pass

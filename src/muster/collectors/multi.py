@@ -6,9 +6,10 @@ import dataclasses
 import importlib
 import itertools
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +24,9 @@ from muster.collectors.multi_options import (
     MultiOptions,
     PoolOptions,
     check_cat,
-    check_multi,
+    check_pool,
 )
+from muster.collectors.schedules import FirstReadyKind, ScheduleKind, SyncKind
 from muster.collectors.setup import (
     factories_of,
     keywords_of,
@@ -46,15 +48,11 @@ from muster.weights.names import acting_modules
 from muster.weights.publish import PolicyWeights
 from muster.weights.transport import Ticket
 from muster.workers.config import PoolConfig, ServerConfig, WorkerConfig, WorkerPlace
-from muster.workers.first_ready import LEAD, FirstReady
 from muster.workers.messages import GroupInfo
 from muster.workers.options import SupervisionOptions, WorkerSetting
-from muster.workers.pool import WorkerPool
 from muster.workers.requests import Call, LayOut, Request
-from muster.workers.schedule import Bundle
 from muster.workers.supervision import Supervisor
-from muster.workers.sync import Sync
-from muster.workers.turns import GlobalStreams, Turns
+from muster.workers.turns import Turns
 from muster.workers.worker import Worker, env_attributes, execute
 
 
@@ -62,11 +60,10 @@ class MultiCollector(BaseCollector):
     """Base of ``MultiSyncCollector`` and ``MultiAsyncCollector``."""
 
     options: PoolOptions
-    _alone: bool  # every bundle of groups fills batches of its own
-    _lead = LEAD  # of these batches, how many may be undelivered per group
     _nodes: Nodes | None = None  # None: the workers are on this machine
     _factories: list[Any]  # of the environments of all groups
     _sent: bytes  # see ``_pickled_policy``
+    _kind: ScheduleKind
 
     @takes(MultiOptions)
     def __init__(self, options: MultiOptions) -> None:
@@ -74,7 +71,9 @@ class MultiCollector(BaseCollector):
 
     def _connect(self, made: ExitStack) -> Engine:
         options = self.options
-        check_multi(options, alone=self._alone)
+        self._kind = kind = self._schedule_kind()
+        kind.check(options)
+        check_pool(options)
         envs = options.create_env_fn
         wanted = options.num_workers
         self._factories, count = count_workers(envs, None if wanted == "auto" else wanted)
@@ -83,7 +82,7 @@ class MultiCollector(BaseCollector):
         )
         if wanted == "auto":
             self._factories, count = count_workers(
-                envs, auto_workers(envs, policy, options, alone=self._alone)
+                envs, auto_workers(envs, policy, options, alone=not kind.shares_batch)
             )
         transport = one_transport(options.weight_sync_schemes)
         acting = 1 if options.server is not None and policy is not None else count
@@ -124,11 +123,10 @@ class MultiCollector(BaseCollector):
         else:
             arena = Arena.create("muster-slots")
             made.callback(arena.close)
-        cat_dim = None if self._alone else options.cat_dim
-        stacked = cat_dim is None and not self._alone
-        return Engine(
-            options, self._schedule(pool, arena), self._weights, stacked=stacked, cat_dim=cat_dim
-        )
+        cat_dim = kind.cat_dim(options)
+        stacked = cat_dim is None and kind.shares_batch
+        schedule = kind.schedule(options, pool, arena, self._weights)
+        return Engine(options, schedule, self._weights, stacked=stacked, cat_dim=cat_dim)
 
     @property
     def env(self) -> Any:
@@ -178,13 +176,13 @@ class MultiCollector(BaseCollector):
 
     # --- parts ------------------------------------------------------------------------------------
 
+    @abstractmethod
+    def _schedule_kind(self) -> ScheduleKind:
+        """Return how groups share batches, and when they roll out."""
+
     def _make_nodes(self, made: ExitStack) -> Nodes | None:
         """Make the nodes of the workers; None: they are on this machine."""
         return None
-
-    def _bundles(self) -> Sequence[Sequence[int]]:
-        """Return the groups that share a slot, if not all groups share one."""
-        return [[number] for number in range(len(self._factories))]
 
     def _start(
         self, config: PoolConfig, ticket: Callable[[int], Ticket] | None, made: ExitStack
@@ -216,41 +214,11 @@ class MultiCollector(BaseCollector):
             pool.close()
         self._weights.materialise(weights)
 
-    def _schedule(self, pool: WorkerPool, arena: Arena) -> Sync | FirstReady:
-        options = self.options
-        infos = [counts.info for counts in pool.counters]
-        one_slot = options.cat_dim is None and not self._alone
-        parts = [list(range(len(infos)))] if one_slot else self._bundles()
-        limit = cast(int, options.slot_memory_limit) // len(parts)
-        bundles = [Bundle(part, limit_bytes=limit, memory=arena) for part in parts]
-        if self._alone:
-            T = [0] * len(infos)
-            for part in parts:
-                for number in part:
-                    T[number] = options.rows_per_batch(sum(infos[other].num_envs for other in part))
-            weights = self._weights
-            max_lag = options.max_policy_lag
-            return FirstReady(
-                pool,
-                bundles,
-                T,
-                max_lag=max_lag,
-                publishes=lambda: weights.publishes,
-                lead=self._lead,
-            )
-        rows = options.rows_per_batch(pool.num_envs) if options.extend_buffer else 1
-        streams = GlobalStreams() if options.in_threads else None
-        return Sync(
-            pool, bundles, [rows] * len(infos), enough=options.enough(len(infos)), streams=streams
-        )
-
     def _place(self, infos: Sequence[GroupInfo]) -> WorkerPlace:
         """Return the places of all groups."""
         options = self.options
         sizes = [info.num_envs for info in infos]
-        sharing = [sum(sizes)]
-        if self._alone:
-            sharing = [sum(sizes[number] for number in part) for part in self._bundles()]
+        sharing = self._kind.sharing(sizes)
         masks = any([marks_valid(options, number) for number in sorted(set(sharing))])  # noqa: C419 (each may warn)
         masks |= options.enough(len(sizes)) is not None or options.on_failure == "drop"
         firsts = dict(enumerate(itertools.accumulate(sizes[:-1], initial=0)))
@@ -277,7 +245,7 @@ class MultiCollector(BaseCollector):
             indices = reversed(range(len(factories)))
             once = {id(factories[i]): dumps(factories[i], f"create_env_fn[{i}]") for i in indices}
             factories = [once[id(factory)] for factory in factories]
-        turns = Turns() if threads and not self._alone else None
+        turns = Turns() if threads and not self._kind.overlaps else None
         setting_of_worker = given(
             _without_torch(setting) if served else setting, "the options", MAKE_OPTION
         )
@@ -332,7 +300,7 @@ class MultiCollector(BaseCollector):
         return dataclasses.replace(
             setting,
             options=dataclasses.replace(setting.options, num_threads=num_threads),
-            shared_frames=not self._alone,
+            shared_frames=self._kind.shares_batch,
             users_modules=users,
         )
 
@@ -346,14 +314,16 @@ class MultiCollector(BaseCollector):
     def _server_config(self, server: CentralInference, setting: WorkerSetting) -> ServerConfig:
         options = self.options
         away = self._nodes is not None
-        wait = 0.0 if self._alone and server.max_wait_s is None else server.max_wait_s
+        wait = server.max_wait_s
+        if wait is None and self._kind.overlaps:
+            wait = 0.0
         return ServerConfig(
             dumps(setting, "the options", MAKE_OPTION) if away else setting,
             server.alternating,
             server.max_batch,
             wait,
             options.num_sub_threads,
-            exclusive=away or not self._alone,
+            exclusive=away or not self._kind.overlaps,
             keeps_streams=not options.in_threads,
         )
 
@@ -405,7 +375,8 @@ class MultiSyncCollector(MultiCollector):
         WorkerDied, WorkerHung: a worker died or hangs. Also raised by iteration.
     """
 
-    _alone = False
+    def _schedule_kind(self) -> ScheduleKind:
+        return SyncKind()
 
 
 class MultiAsyncCollector(MultiCollector):
@@ -425,7 +396,8 @@ class MultiAsyncCollector(MultiCollector):
     ``set_seed()`` take effect after the rollouts that have been started.
     """
 
-    _alone = True
+    def _schedule_kind(self) -> ScheduleKind:
+        return FirstReadyKind()
 
 
 class AsyncCollector(MultiAsyncCollector):

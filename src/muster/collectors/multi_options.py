@@ -169,35 +169,11 @@ class MultiOptions(PoolOptions):
 # --- options that exclude each other --------------------------------------------------------------
 
 
-def check_multi(o: PoolOptions, *, alone: bool) -> None:
-    """The same for collectors with workers. ``alone``: every group fills batches of its own."""
-    cat = o.cat_dim is not None
-    threshold = o.preemptive_threshold
-    if alone and cat:
-        raise BadOption(
-            "cat_results joins the rollouts of a batch, and here every batch is one rollout: leave"
-            " it out"
-        )
-    if alone and threshold is not None and threshold < 1:
-        raise BadOption(
-            "preemptive_threshold stops workers that are late, and this collector does not wait for"
-            " them: leave it out"
-        )
-    if not alone and o.max_policy_lag is not None:
-        raise BadOption("max_policy_lag: here all have the newest weights; leave it out")
-    if alone and o.return_same_td:
-        raise BadOption(
-            "return_same_td yields the same memory every time, and workers go on while you read it:"
-            " leave it out"
-        )
-    if cat and o.return_same_td:
+def check_pool(o: PoolOptions) -> None:
+    """Raise ``BadOption`` for the first contradiction between options of a pool."""
+    if o.cat_dim is not None and o.return_same_td:
         raise BadOption(
             "return_same_td yields the same memory, and cat_results copies: give one of them"
-        )
-    if alone and not o.extend_buffer:
-        raise BadOption(
-            "extend_buffer=False adds single steps, and here every batch is a rollout of a worker:"
-            " leave it out"
         )
     if o.on_failure == "drop" and o.trajectories is not None and o.trajectories.rule == "per_env":
         raise BadOption(
