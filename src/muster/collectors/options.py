@@ -361,7 +361,7 @@ class CollectorOptions(BatchOptions, WorkerOptions):
         """Return the user's counter of policy versions, if there is one."""
         return None if isinstance(self.track_policy_version, bool) else self.track_policy_version
 
-    @property
+    @cached_property
     def frames(self) -> int:
         """Return the number of frames of a batch; 0: only ``collect`` is available."""
         return self.frames_per_batch or 0
