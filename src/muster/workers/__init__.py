@@ -12,12 +12,14 @@ Processes, and what connects them:
 Records:
     failures: errors of workers for the user
     requests: requests other than for rollouts
+    options: the options of workers and of their supervision
     config: what a worker, a server and a pool are made from
     messages: requests for rollouts and their results
 
 The worker:
     build: makes environments, groups and policies
     mailbox: questions to the inference server, and their answers
+    responder: what answers workers that wait
     group_state: the state of groups and rollouts as plain data
     worker: groups and policies; makes rollouts
     actor: acts on rows of several workers; used by the inference server

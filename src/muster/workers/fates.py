@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable
 
 from muster.errors import BadEnvOutput, EnvError
-from muster.workers.config import OnFailure
+from muster.workers.options import OnFailure
 
 
 class Fate(enum.Enum):

@@ -26,6 +26,7 @@ from muster.workers.main import WorkerMain
 from muster.workers.messages import BIRTH, Answer, RolloutResult, Tell, WorkerStatus
 from muster.workers.pool import stats_of
 from muster.workers.requests import Call, LayOut, Request
+from muster.workers.responder import Responder
 from muster.workers.supervision import Proxy, SupervisedPool
 from muster.workers.under_way import phase_of
 from muster.workers.worker import Worker
@@ -87,6 +88,7 @@ class Shared:
             for later starts.
         subscribe: returns a ticket for the weights, by number of the worker; None: no weights yet.
         server: inference server; None: the workers run the policy.
+        responder: answers workers that wait, the server if there is one; None: they ask nothing.
     """
 
     config: PoolConfig
@@ -94,6 +96,7 @@ class Shared:
     launch: Callable[[str, bool], tuple[Any, ...]]
     subscribe: Callable[[int], Ticket] | None
     server: InferenceServer | None
+    responder: Responder | None
 
 
 class WorkerProxy(Proxy):
@@ -238,8 +241,8 @@ class WorkerProxy(Proxy):
         is_running = self.life.state is WorkerState.RUNNING
         self.life.become(WorkerState.DEAD if is_running else WorkerState.CLOSED)
         self.process.close()
-        if self._shared.server is not None:
-            self._shared.server.lost(self.index, self.groups)
+        if self._shared.responder is not None:
+            self._shared.responder.lost(self.index, self.groups)
 
     # --- methods of Handle ------------------------------------------------------------------------
 
@@ -249,8 +252,8 @@ class WorkerProxy(Proxy):
     def submit(self, request: RolloutRequest, slot: Slot) -> None:
         self.under_way.add(request, slot)
         if self.alive:
-            if self._shared.server is not None:
-                self._shared.server.mailbox.expect(self.index, request.number)
+            if self._shared.responder is not None:
+                self._shared.responder.mailbox.expect(self.index, request.number)
             self.send(request)
         elif not self.reviving:
             self._pool.begin(self)
@@ -307,7 +310,7 @@ class WorkerProxy(Proxy):
     # --- parts ------------------------------------------------------------------------------------
 
     def _send_config(self, process: WorkerProcess, config: WorkerConfig) -> None:
-        server = self._shared.server
+        responder = self._shared.responder
         subscribe = self._shared.subscribe
         ticket: Ticket | None = None
         if subscribe is not None and config.served_by is None:
@@ -316,8 +319,8 @@ class WorkerProxy(Proxy):
         if not config.in_thread:
             fds.append(process.status_page.fd)
         fds.append(self._shared.arena.fd)
-        if server is not None:
-            fds += server.mailbox.fds_for(self.index)
+        if responder is not None:
+            fds += responder.mailbox.fds_for(self.index)
         elif ticket is not None:
             fds += ticket.fds
         try:

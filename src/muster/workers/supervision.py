@@ -263,7 +263,7 @@ class SupervisedPool(Pool):
     6. ``close``, or ``end``, which does not wait. Nothing is started any more.
 
     Args:
-        config: its ``on_failure``: "raise": raise the error to the user; the next batch restarts
+        config: its reaction to a failure: "raise": raise the error to the user; the next batch restarts
             the worker. "restart": restart the worker at once. "drop": continue without the worker.
     """
 
@@ -434,7 +434,7 @@ class SupervisedPool(Pool):
     def _decide(self, handle: Any, error: Exception | None, *, worker_ends: bool) -> Fate:
         return decide_fate(
             error,
-            self.config.on_failure,
+            self.config.supervision.reaction,
             worker_ends=worker_ends,
             is_elastic=self.elastic,
             may_restart=lambda: self._may_restart(handle),
@@ -447,7 +447,9 @@ class SupervisedPool(Pool):
         config = self.config
         if handle.life.has_failed_for(config.timeout("construct")):
             return False
-        return bool(handle.late) or handle.life.may_restart(config.max_restarts)
+        restart = config.supervision.restart
+        most = None if restart is None else restart.max_restarts
+        return bool(handle.late) or handle.life.may_restart(most)
 
     def _settle(self, handle: Any, error: Exception, fate: Fate | None = None) -> None:
         """Do with a lost worker and its requests what its fate says; None: decide it."""

@@ -26,6 +26,7 @@ from muster.workers.inference import InferenceServer
 from muster.workers.launch import in_process
 from muster.workers.messages import GroupInfo, RolloutResult
 from muster.workers.proxy import Shared, WorkerProxy
+from muster.workers.responder import Responder
 from muster.workers.slow_construction import listed
 from muster.workers.supervision import SupervisedPool
 from muster.workers.threads import in_thread
@@ -63,7 +64,7 @@ class WorkerPool(SupervisedPool):
         caller: node that owns the pool. While the pool waits for workers, and ``fileno()`` of the
             node is readable, its ``hear()`` handles its messages; an exception ends the wait.
             ``attends()`` is called in every wait.
-        responder: answers the workers' questions in the place of an inference server.
+        responder: answers workers that wait, where there is no inference server.
         write: writes a rollout to its destination, if that is not its lane; its errors count as the
             worker's.
     """
@@ -76,7 +77,7 @@ class WorkerPool(SupervisedPool):
         *,
         light: bool = True,
         caller: Any = None,
-        responder: InferenceServer | None = None,
+        responder: Responder | None = None,
         write: Callable[[RolloutResult, Slot], None] | None = None,
     ) -> None:
         super().__init__(config)
@@ -86,7 +87,8 @@ class WorkerPool(SupervisedPool):
         self.arena = Arena.create("muster-slots")  # memory of all lanes
         made.callback(self.arena.close)
         self._wake_up: WakeUp | None = None
-        self.server: InferenceServer | None = responder
+        self.server: InferenceServer | None = None
+        self._responder = responder  # None: workers ask no questions
         is_served = config.server is not None or responder is not None
         launch: Callable[[str, bool], tuple[Any, ...]]
         if config.in_threads:
@@ -94,18 +96,19 @@ class WorkerPool(SupervisedPool):
             made.callback(self._wake_up.close)
             launch = in_thread(self._wake_up)
         else:
-            launch = in_process(config.start_method, light=light and is_served)
+            launch = in_process(config.supervision.start_method, light=light and is_served)
         if config.server is not None:
             assert subscribe is not None, "weights come before the server"
             ticket = subscribe(config.workers[0].index)
             made.callback(ticket.close)  # if the server cannot be made
             self.server = InferenceServer(config, ticket)
             made.callback(self.server.close)
+            self._responder = self.server
         self._oom_kills = failures.oom_kills()
         self._look_at = 0.0  # time of the next look for hangs
         # number of changes for which the rest is valid; see ``_listen``
         self._listening: tuple[int, select.poll, dict[Any, WorkerProxy]] | None = None
-        shared = Shared(config, self.arena, launch, subscribe, self.server)
+        shared = Shared(config, self.arena, launch, subscribe, self.server, self._responder)
         self.handles = self._proxies(shared)
         made.callback(self.end)
 
@@ -113,8 +116,9 @@ class WorkerPool(SupervisedPool):
         config = self.config
         numbers = [worker.index for worker in config.workers]
         cpus: Sequence[Sequence[int]] = [()] * len(numbers)
-        if config.cpu_affinity is not None:
-            cpus = pinned(config.cpu_affinity, numbers)
+        affinity = config.supervision.cpu_affinity
+        if affinity is not None:
+            cpus = pinned(affinity, numbers)
         proxies = []
         for worker, own in zip(config.workers, cpus, strict=True):
             complete = replace(
@@ -148,7 +152,11 @@ class WorkerPool(SupervisedPool):
             }
             self.server.open(clients, dict(zip(groups, infos, strict=True)))
         notes = CrashNotes(
-            groups, config.origins, self.counters, config.max_frames_per_traj, config.crash_dir
+            groups,
+            config.origins,
+            self.counters,
+            config.max_frames_per_traj,
+            config.supervision.crash_dir,
         )
         self._notes = notes
         for handle in self.handles:
@@ -157,12 +165,12 @@ class WorkerPool(SupervisedPool):
             handle.assign(place.part(handle.groups))
 
     def end(self) -> None:
-        """See ``SupervisedPool``. Closes the server, too."""
+        """See ``SupervisedPool``. Closes the responder, too."""
         self.is_closed = True
         for handle in self.handles:
             handle.end()
-        if self.server is not None:
-            self.server.close()
+        if self._responder is not None:
+            self._responder.close()
 
     @property
     def notes(self) -> CrashNotes | None:
@@ -282,16 +290,16 @@ class WorkerPool(SupervisedPool):
                 self._hung(handle, phase, seconds, deadline)
 
     def _is_served(self, handle: WorkerProxy) -> bool:
-        """Return whether a worker waits for the server; raises if the server exceeds its deadline
-        or has ended.
+        """Return whether a worker waits for the responder; raises if that exceeds its deadline or
+        has ended.
         """
         if (
-            self.server is None
-            or not self.server.waits(handle.index)
+            self._responder is None
+            or not self._responder.waits(handle.index)
             or handle.process.child.exit_code() is not None
         ):
             return False
-        self.server.check()
+        self._responder.check()
         return True
 
     # --- reports ----------------------------------------------------------------------------------
@@ -478,7 +486,7 @@ class WorkerPool(SupervisedPool):
         if at_work is not None:
             assert self._notes is not None
             crash_report = self._notes.died(at_work, cast(MusterError, error))
-        if self.config.on_failure != "restart":
+        if self.config.supervision.reaction != "restart":
             _add_crash_report(error, crash_report)
         try:
             handle.end()
@@ -487,7 +495,7 @@ class WorkerPool(SupervisedPool):
             for number in handle.groups if self.counters else ():
                 self.counters[number].give_up(reason)
             self._settle(handle, error, fate)
-        if self.config.on_failure == "restart" and crash_report is not None:
+        if self.config.supervision.reaction == "restart" and crash_report is not None:
             self._revive(handle)  # before the crash report is written, which can take long
             _add_crash_report(error, crash_report)
 
