@@ -100,7 +100,7 @@ def proxy():
     arena = Arena.create("muster-test")
     config = WorkerConfig(3, [0], [b""], b"", b"", False, b"", in_thread=True)
     of_pool: Any = SimpleNamespace(timeout=lambda phase: 1.0)
-    shared = Shared(of_pool, arena, launch, None, None)
+    shared = Shared(of_pool, arena, launch, None, None, None)
     made = WorkerProxy(config, Answering(), shared)
     made.start()
     made.process.channel.said.append(Answer(BIRTH, ["info"]))
