@@ -24,7 +24,7 @@ from muster.rollout.columns import RolloutOptions, lane_columns
 from muster.envs.build import build_env
 from muster.restore.snapshot import restore, take
 from muster.memory.slots import Layout, Slot
-from muster.policies.random import RandomPolicy
+from muster.policies.random import random_policy
 from muster.rng import GroupRng
 from muster.rollout.loop import rollout
 from muster.workers.build import make_group
@@ -34,18 +34,18 @@ from muster.testing.envs import CountingEnv
 def rows(source, num_envs, steps, rollouts):
     built = build_env(source, num_envs)
     options = RolloutOptions(own_rng=False, inference_mode=False)
-    group = make_group(built, 0, 0, built.env.num_envs, options, GroupRng(3, 0, None), shared=True)
-    group.reset(seeds=range(built.env.num_envs))
+    group = make_group(built, 0, 0, built.spec.num_envs, options, GroupRng(3, 0, None), shared=True)
+    group.reset(seeds=range(built.spec.num_envs))
     group.begin()
-    policy = RandomPolicy(built.env.sample, group.batch_shape)
-    layout = Layout(steps, built.env.num_envs, lane_columns(built.env, (), options))
+    policy = random_policy(built)
+    layout = Layout(steps, built.spec.num_envs, lane_columns(built.spec, (), options))
     found = {"observation": [], "next.reward": [], "next.terminated": [], "action": []}
     for _ in range(rollouts):
         (lane,) = Slot(layout).lanes
         rollout(group, policy, lane)
         for name in found:
             found[name] += lane.arrays[tuple(name.split("."))][:steps].tolist()
-    built.env.close()
+    built.close()
     return found
 
 

@@ -77,7 +77,7 @@ class Collector(BaseCollector):
             self._weights.act_with(own)
             self.policy = own
             options, group = worker_options(self.options, own), self._engine.groups[0]
-            self._engine.policy = build_policy(own, options, group, self._policy_device)
+            self._engine.policy = build_policy(own, options, group.env, self._policy_device)
 
     def _copied(self) -> torch.nn.Module:
         """A copy of the policy: as Python copies it, as ``policy_factory`` makes it, or as workers

@@ -13,7 +13,7 @@ from muster.errors import BadOption
 if TYPE_CHECKING:
     from muster.collectors.multi_options import PoolOptions
     from muster.collectors.options import CollectorOptions
-    from muster.workers.messages import GroupInfo
+    from muster.env_spec import EnvSpec
 
 
 NEEDS_ENVS = (
@@ -81,7 +81,7 @@ def joins_time(o: CollectorOptions, cat_dim: int | None, batch_shape: Sequence[i
     return cat_dim is not None and cat_dim % ndim == (0 if o.layout == "time_major" else ndim - 1)
 
 
-def check_cat(o: PoolOptions, infos: Sequence[GroupInfo]) -> None:
+def check_cat(o: PoolOptions, infos: Sequence[EnvSpec]) -> None:
     """Raise ``BadOption`` if the rollouts of these groups cannot be concatenated as ``cat_results``
     says.
     """
@@ -92,7 +92,7 @@ def check_cat(o: PoolOptions, infos: Sequence[GroupInfo]) -> None:
     ndim, over_time = len(first.batch_shape) + 1, joins_time(o, o.cat_dim, first.batch_shape)
     along = None if over_time else dim % ndim - (o.layout == "time_major")
 
-    def kind(info: GroupInfo) -> object:
+    def kind(info: EnvSpec) -> object:
         sizes = [size for place, size in enumerate(info.batch_shape) if place != along]
         return sizes, info.observations, info.actions
 

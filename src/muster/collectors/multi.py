@@ -28,6 +28,7 @@ from muster.collectors.setup import (
     worker_options,
 )
 from muster.collectors.signatures import takes
+from muster.env_spec import EnvSpec
 from muster.envs.build import is_environment
 from muster.errors import BadOption
 from muster.memory.shared import Arena
@@ -43,7 +44,6 @@ from muster.workers.build import WorkerOptions
 from muster.workers.config import PoolConfig, WorkerConfig, WorkerPlace
 from muster.workers.first_ready import LEAD, FirstReady
 from muster.workers.inference import ServerConfig
-from muster.workers.messages import GroupInfo
 from muster.workers.pool import WorkerPool
 from muster.workers.requests import Call, LayOut, Request
 from muster.workers.schedule import Bundle
@@ -183,7 +183,7 @@ class MultiCollector(BaseCollector):
 
     def _start(
         self, config: PoolConfig, ticket: Callable[[int], Ticket] | None, made: ExitStack
-    ) -> tuple[Supervisor | NodePool, list[GroupInfo]]:
+    ) -> tuple[Supervisor | NodePool, list[EnvSpec]]:
         """Start workers, and wait until they have made their environments."""
         workers: Supervisor | NodePool
         if self._nodes is None:
@@ -239,7 +239,7 @@ class MultiCollector(BaseCollector):
             pool, bundles, [rows] * len(infos), enough=options.enough(len(infos)), streams=streams
         )
 
-    def _place(self, infos: Sequence[GroupInfo]) -> WorkerPlace:
+    def _place(self, infos: Sequence[EnvSpec]) -> WorkerPlace:
         """Return the places of all groups."""
         options = self.options
         sizes = [info.num_envs for info in infos]

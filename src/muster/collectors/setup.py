@@ -22,7 +22,7 @@ from muster.workers.crash_notes import CrashNotes, LocalLog
 from muster.workers.pool import LocalWorker, WorkerPool
 from muster.workers.schedule import Bundle
 from muster.workers.sync import Sync
-from muster.workers.worker import Worker, describe
+from muster.workers.worker import Worker
 
 if TYPE_CHECKING:
     from muster.memory.slots import Memory
@@ -41,14 +41,14 @@ def make_groups(
     built = build_envs(
         factories, keywords_of(options.create_env_kwargs, len(factories)), told, made
     )
-    total = sum(b.env.num_envs for b in built)
+    total = sum(env.spec.num_envs for env in built)
     rollout = dataclasses.replace(told.rollout, marks_valid=marks_valid(options, total))
     groups: list[Group] = []
     first = 0
-    for number, b in enumerate(built):
-        rng = GroupRng(options.seed, number, policy_device or b.env.device)
-        groups.append(make_group(b, number, first, total, rollout, rng, shared=True))
-        first += b.env.num_envs
+    for number, env in enumerate(built):
+        rng = GroupRng(options.seed, number, policy_device or env.spec.device)
+        groups.append(make_group(env, number, first, total, rollout, rng, shared=True))
+        first += env.spec.num_envs
     return groups
 
 
@@ -58,14 +58,14 @@ def in_this_thread(
     """Make a worker in this thread, and its schedule, which fills one slot at a time."""
     told = worker_options(options, policy)
     policies = {
-        name: build_policy(p, told, groups[0], device)
+        name: build_policy(p, told, groups[0].env, device)
         for name, p in (("policy", policy), ("random", None))
     }
     worker = Worker(groups, policies, policy, device=device, index=options.worker_idx or 0)
-    infos = [describe(group.env, group.batch_shape) for group in groups]
+    infos = [group.env.spec for group in groups]
     pool = WorkerPool([LocalWorker(worker)], infos, local=worker)
     rows = options.rows_per_batch(pool.num_envs) if options.extend_buffer else 1
-    memory = _memory(options, groups[0].env.device)
+    memory = _memory(options, groups[0].env.spec.device)
     bundle = Bundle(
         range(len(groups)), limit_bytes=cast(int, options.slot_memory_limit), memory=memory
     )

@@ -17,6 +17,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array
 
+from muster.env_spec import EnvSpec
 from muster.envs import checks, coroutines
 from muster.envs.build import advice_for
 from muster.errors import EnvError, UnsupportedEnv, described
@@ -152,7 +153,7 @@ class Exchange:
 def execute(main: WorkerMain, call: bytes) -> Any:
     """Call a pickled method of the worker's ``EnvSlice`` with its arguments."""
     method, args = pickle.loads(call)
-    return method(main.built[0].env, *args)
+    return method(main.built[0], *args)
 
 
 def serve(main: WorkerMain, number: int) -> bytes | None:
@@ -161,7 +162,7 @@ def serve(main: WorkerMain, number: int) -> bytes | None:
     Args:
         number: number of the answer.
     """
-    envs: Any = main.built[0].env
+    envs: Any = main.built[0]
     calls = 0
     cells = main.progress.cells
     exchange = envs.exchange
@@ -185,7 +186,7 @@ def serve(main: WorkerMain, number: int) -> bytes | None:
 
 def open_rows(main: WorkerMain, *args: Any) -> None:
     """Call ``EnvSlice.open``."""
-    envs: Any = main.built[0].env
+    envs: Any = main.built[0]
     envs.open(main, *args)
 
 
@@ -204,8 +205,6 @@ class EnvSlice(EnvBatch):
         replaces: make an environment again if it raises an error, instead of raising that.
     """
 
-    observation_specs = action_specs = {}  # noqa: RUF012 (no rollout is made)
-
     def __init__(
         self,
         env_fns: Sequence[Callable[[], Any]],
@@ -219,7 +218,6 @@ class EnvSlice(EnvBatch):
         self._mode = mode
         self._replaces = replaces
         self.num_envs = len(env_fns)
-        self.batch_shape = (self.num_envs,)
         self._streams = [GroupRng(None) for _ in env_fns]
         self._drawing: int | None = None  # the environment whose streams are the global ones
         self._replaced_streams: UserStreams | None = None  # those that they have replaced
@@ -232,7 +230,8 @@ class EnvSlice(EnvBatch):
             with suppress(Exception):
                 self.close()
             raise
-        self.name = type(self.envs[0]).__name__
+        name = type(self.envs[0]).__name__
+        self.spec = EnvSpec(name, self.num_envs, (self.num_envs,), {}, {})  # no rollout is made
         self._obs: list[Any] = [None] * self.num_envs
         self._due = [False] * self.num_envs  # environments to be reset before the next step
         self._seeds: list[int | None] = [None] * self.num_envs  # of the last reset with a seed

@@ -20,7 +20,7 @@ from muster.errors import BadOption, PolicyError, described
 from muster.keys import AGENT, IS_INIT, TERMINATED, TRAJ_IDS, TRUNCATED, Key, next_of
 from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import Array, Column
-from muster.protocols import Policy, acting_shape, carried_specs
+from muster.protocols import Policy
 from muster.rng import GroupRng
 from muster.rollout.acting import is_own
 from muster.rollout.context import RolloutContext
@@ -92,7 +92,7 @@ class After:
         self._group = group
         self._lane = lane
         self._wanted = wanted
-        of_env = carried_specs(group.env)
+        of_env = group.env.spec.carried_specs
         self._states = [c.key for c in lane.layout.columns if c.carry and c.key not in of_env]
         # recurrent states that resets would overwrite
         self._kept: dict[tuple[int, int], dict[Key, Any]]
@@ -121,8 +121,10 @@ class After:
             group = self._group
             cache = self._lane.cache
             if SPARE not in cache:
-                shape = acting_shape(group.env, group.batch_shape)
-                cache[SPARE] = spare_lane(made.columns, math.prod(shape), shape, group.env.device)
+                shape = group.env.spec.acting_shape
+                cache[SPARE] = spare_lane(
+                    made.columns, math.prod(shape), shape, group.env.spec.device
+                )
             around = (
                 group.context() if policy.draws_globally else RolloutContext(group, own_rng=False)
             )
@@ -152,7 +154,7 @@ class After:
         if self._wanted == "truncations":
             cells |= truncated
         t, env = np.nonzero(cells & shown & ~terminated)
-        observed = self._group.env.observation_specs
+        observed = self._group.env.spec.observation_specs
         rows: dict[Key, Any] = {key: _copy(lane.data[next_of(key)][t, env]) for key in observed}
         for key in self._states:
             rows[key] = _copy(lane.data[key][t + 1, env])

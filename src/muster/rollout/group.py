@@ -17,7 +17,7 @@ from muster.errors import BadEnvOutput, BadPolicyOutput
 from muster.keys import AGENT, IS_INIT, POLICY_VERSION, STEP_COUNT, TRAJ_DONE, Key, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
-from muster.protocols import EnvBatch, Outputs, Policy, carried_specs
+from muster.protocols import EnvBatch, Outputs, Policy
 from muster.rng import GroupRng
 from muster.rollout.acting import call_policy, env_error, keep, store_outputs
 from muster.rollout.carry import Carry
@@ -50,7 +50,6 @@ class Group:
 
     Args:
         env: env batch, owned by the group.
-        batch_shape: batch dimensions for policy and user.
         env_ids: global numbers of the group's environments.
         total_envs: number of environments over all groups.
         rng: random streams of the group.
@@ -82,24 +81,22 @@ class Group:
         self,
         env: EnvBatch,
         *,
-        batch_shape: tuple[int, ...],
         env_ids: Array,
         total_envs: int,
         rng: GroupRng,
         options: RolloutOptions,
     ) -> None:
         self.env = env
-        self.batch_shape = batch_shape
         self.rng = rng
         self.options = options
-        self.B = env.num_envs
+        self.B = env.spec.num_envs
         self.number = 0
         self.places = (env_ids, total_envs)
         self.progress = Progress()
         self.before_reset: Callable[[int, Sequence[int], Sequence[int] | None], None] | None = None
         self.lost_track: Callable[[Sequence[int]], None] = lambda which: None
         ids = env_ids, total_envs
-        self._agents = AgentClock(*ids, env.agents) if env.agents else None
+        self._agents = AgentClock(*ids, env.spec.agents) if env.spec.agents else None
         self.clock = cast(TrajectoryClock, self._agents or TrajectoryClock(*ids))
         self._lost = False  # open turns of agents were discarded
         self.timing = Timing()
@@ -112,14 +109,16 @@ class Group:
         self.version: int | str = 0
         self.closes_batch = True
         self.frame_limit: int | None = None
-        self.carry = Carry(env, batch_shape)
+        self.carry = Carry(env.spec)
         # environments whose next row is the first after a load; None: no load
         self.resumed: list[int] | None = None
         row_bytes, shown = (
             sum(row.nbytes for row in self.carry.values()),
             not (env.writes_next or options.compact_obs),
         )
-        self.next_obs = NextObservations(list(carried_specs(env)), shown=shown, row_bytes=row_bytes)
+        self.next_obs = NextObservations(
+            list(env.spec.carried_specs), shown=shown, row_bytes=row_bytes
+        )
         self._primed: tuple[Policy, Outputs, int | str] | None = None
         self.due = Due(range(self.B))
         # row at which max_frames_per_traj is reached
@@ -191,7 +190,7 @@ class Group:
 
     def observations(self) -> dict[Key, torch.Tensor]:
         """Return the observations for the policy's next call, ``[*batch_shape, *shape]`` per leaf."""
-        return {key: self.carry.seen(key) for key in self.env.observation_specs}
+        return {key: self.carry.seen(key) for key in self.env.spec.observation_specs}
 
     def context(self, *, first: bool = False) -> RolloutContext:
         """Return the context for environments and policies; without inference mode for the
@@ -267,7 +266,7 @@ class Group:
             cells[KNOWN] = waiting.made(0, n) + cells[BEFORE]
         self.next_obs.copy(n)
         if lane.mirrored:
-            lane.pull((self.env.reward_key, TERMINATED, TRUNCATED))
+            lane.pull((self.env.spec.reward_key, TERMINATED, TRUNCATED))
         reward, done, terminated, truncated, ids = (
             views.flags if n == lane.T else [rows[:n] for rows in views.flags]
         )
@@ -276,7 +275,7 @@ class Group:
             np.logical_or(terminated, truncated, out=done)
         late = None
         if not options.reset_when_done:
-            late = cut_after_end(lane, done, self.env.reward_key)
+            late = cut_after_end(lane, done, self.env.spec.reward_key)
         elif not waiting.idle:
             late = waiting.late(n)
         if late is not None or n < lane.T or views.is_fine is None or not views.is_fine():
@@ -290,7 +289,7 @@ class Group:
             self.clock.fill_step_counts(counts[:n], over)
             np.add(counts, 1, out=lane.arrays[next_of(STEP_COUNT)])
         self.episodes = self.clock.advance(reward, terminated, truncated, over)
-        if self.env.info_specs and len(self.episodes):
+        if self.env.spec.info_specs and len(self.episodes):
             self.episodes = replace(self.episodes, info=self.next_obs.infos(lane, over))
         if late is not None:
             self._begin_late(late, over)
@@ -298,7 +297,7 @@ class Group:
             self.next_obs.keep(lane, n - 1, np.flatnonzero(~done[-1]).tolist(), waiting.bypassed)
         # a mark for the learner; the episode continues
         if options.set_truncated and self.closes_batch and n:
-            mark_end(lane, n - 1, self.env, limited=bool(options.max_frames_per_traj))
+            mark_end(lane, n - 1, self.env.spec, limited=bool(options.max_frames_per_traj))
         for key, rows, _, last in views.carried:
             self.carry.take(key, last if n == lane.T else rows[n : n + 1], waiting.absent)
         if self.rule is not None:
@@ -319,7 +318,7 @@ class Group:
             views.valid[...] = True
         if lane.mirrored:  # the reward was copied from the device
             lane.push(
-                key for key in views.mirrored if late is not None or key != self.env.reward_key
+                key for key in views.mirrored if late is not None or key != self.env.spec.reward_key
             )
         if options.reset_at_each_iter and self.closes_batch:
             self.reset()
@@ -342,7 +341,7 @@ class Group:
         self.begin()
         with self.context(first=True):
             obs = self.observations() | {
-                key: self.carry.seen(key) for key in self.env.action_masks.values()
+                key: self.carry.seen(key) for key in self.env.spec.action_masks.values()
             }
             if IS_INIT in self.carry:  # the episodes may have begun with an earlier policy
                 obs[IS_INIT] = self.carry.seen(IS_INIT)
@@ -379,7 +378,7 @@ class Group:
         lane.stopped = self.rule is not None and self.rule.complete
         self.next_obs.begin(views.next_rows)
         if self.progress.watched:
-            self.progress.mark_unwritten(lane, self.env.reward_key, 0)
+            self.progress.mark_unwritten(lane, self.env.spec.reward_key, 0)
         for fill, value in views.fills:
             fill(value)
         if views.resumed is not None:
@@ -523,14 +522,14 @@ class Group:
         try:
             self.env.reset(data, row, which, seeds)
         except Exception as error:
-            if (raised := env_error(self.env.name, "reset", error)) is error:
+            if (raised := env_error(self.env.spec.name, "reset", error)) is error:
                 raise
             raise raised from error
         self.progress.begin(phase)
 
     def _check_values(self, lane: Lane, late: Array | None) -> None:
         """Check values, which is cheaper once per rollout than once per step."""
-        found = first_bad_value(lane, self.env, self.options.validate, late)
+        found = first_bad_value(lane, self.env.spec, self.options.validate, late)
         if found is None:
             return
         t, message, by_policy = found  # discard this row and all later ones
@@ -549,6 +548,6 @@ class Group:
         begin = lane.done_steps
         self.next_obs.take_back(begin)
         self.waiting.take_back(lane)
-        self.progress.mark_unwritten(lane, self.env.reward_key, begin)
+        self.progress.mark_unwritten(lane, self.env.spec.reward_key, begin)
         for marks, value in self._views_of(lane).marks:
             marks[begin:] = value

@@ -130,7 +130,7 @@ def watching(group: Group, on_step: Callable[[StepView], object]) -> Watch:
     """Return a ``Group.watch`` that calls ``on_step``."""
     env_ids = group.clock.env_ids
     waiting = group.waiting
-    repeats = group.env.repeats
+    repeats = group.env.spec.repeats
 
     def watch(lane: Lane, t: int) -> None:
         step = StepView(lane, t, env_ids, waiting, repeats)
@@ -192,7 +192,7 @@ def rendering(group: Group, seconds: float) -> Watch:
             "render",
             render,
             env.objects(),
-            f"Can {env.name} render? Gymnasium: render_mode='human'.",
+            f"Can {env.spec.name} render? Gymnasium: render_mode='human'.",
         )
         pause.wait(seconds)
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from muster.keys import IS_INIT, POLICY_VERSION, RESUMED, TRAJ_IDS, VALID, Key, next_of
 from muster.memory.slots import Lane
-from muster.protocols import carried_specs
 from muster.rollout.marks import marks_of
 from muster.rollout.values import quick_check
 
@@ -43,9 +42,9 @@ class LaneViews:
             group.carry.of(column)  # allocates it
         rows_of = [(column.key, data[column.key]) for column in carried]
         self.carried = [(key, rows, rows[:1], rows[lane.T :]) for key, rows in rows_of]
-        of_env = carried_specs(group.env)
+        of_env = group.env.spec.carried_specs
         self.states = [(rows, key == IS_INIT) for key, rows in rows_of if key not in of_env]
-        self.is_fine = quick_check(lane, group.env, group.options.validate)
+        self.is_fine = quick_check(lane, group.env.spec, group.options.validate)
         values, places = marks_of(lane), (data, arrays) if lane.mirrored else (arrays,)
         self.marks = [
             (part[key], value) for part in places for key, value in values.items() if key in part
@@ -59,7 +58,7 @@ class LaneViews:
         self.mirrored = [
             column.key for column in lane.layout.tensor_columns if column.host and lane.mirrored
         ]
-        keys = group.env.reward_key, DONE, TERMINATED, TRUNCATED, TRAJ_IDS
+        keys = group.env.spec.reward_key, DONE, TERMINATED, TRUNCATED, TRAJ_IDS
         self.flags = [arrays[key] for key in keys]
         self.version, self.valid, self.resumed = (
             arrays.get(POLICY_VERSION),

@@ -274,7 +274,7 @@ def _cut_short(
     reason = "bad_env_output" if issubclass(type(error), BadEnvOutput) else "env_error"
     group.fail(lane, t, reason, _executed(group, lane, t, at))
     return env_error(
-        group.env.name, f"{'reset' if resetting else 'step'} (row {t} of the batch)", error
+        group.env.spec.name, f"{'reset' if resetting else 'step'} (row {t} of the batch)", error
     )
 
 

@@ -18,7 +18,7 @@ from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import Array
 from muster.policies.random import RandomPolicy
 from muster.policies.sampling import masks_of
-from muster.protocols import Act, EnvBatch, carried_specs
+from muster.protocols import Act, EnvBatch
 from muster.rng import GroupRng
 from muster.rollout.columns import RolloutOptions, lane_columns
 from muster.rollout.progress import ACTING, KNOWN, STEPPING, Phase, Progress
@@ -35,12 +35,13 @@ def check_resets(env: EnvBatch, options: RolloutOptions) -> None:
     """
     if options.traj_done_key is not None:
         env.track_lives(options.traj_done_key)
-    if options.max_decorrelation_steps and (env.writes_next or env.device is not None):
+    if options.max_decorrelation_steps and (env.writes_next or env.spec.device is not None):
         raise BadOption(
-            f"max_decorrelation_steps: {env.name} steps all its environments at once on a device."
+            f"max_decorrelation_steps: {env.spec.name} steps all its environments at once on a"
+            " device."
             " Let it begin at random steps by itself, or leave the option out"
         )
-    if options.max_decorrelation_steps and not env.bypasses and env.num_envs > 1:
+    if options.max_decorrelation_steps and not env.bypasses and env.spec.num_envs > 1:
         env.check_partial_reset()
 
 
@@ -141,7 +142,7 @@ class Waiting:
         new = [i for i in which if i not in self.since]
         self.since.update(dict.fromkeys(new, t))
         if self._env.bypasses:
-            specs = carried_specs(self._env)
+            specs = self._env.spec.carried_specs
             for i in new:
                 if i in going_on:
                     self._kept[i] = {key: copied(lane.arrays[key][t + 1, i]) for key in specs}
@@ -177,7 +178,7 @@ class Waiting:
         """
         if not self.since and not self.absent:
             return None
-        late = np.zeros((n, self._env.num_envs), bool)
+        late = np.zeros((n, self._env.spec.num_envs), bool)
         for i, t in self.since.items():
             late[t + 1 :, i] = True
         late[:, list(self.absent)] = True
@@ -185,7 +186,7 @@ class Waiting:
 
     def made(self, begin: int, end: int) -> int:
         """Return the number of environment steps in rows ``begin`` to ``end`` (exclusive)."""
-        steps = (end - begin) * (self._env.num_envs - len(self.absent))
+        steps = (end - begin) * (self._env.spec.num_envs - len(self.absent))
         if self.since and self._env.bypasses:
             steps -= sum(max(0, end - max(begin, t + 1)) for t in self.since.values())
         return steps
@@ -211,7 +212,7 @@ def decorrelate(group: Group, which: Sequence[int]) -> None:
     steps = np.zeros(group.B, np.int64)
     steps[which] = 1 + rng.integers(options.max_decorrelation_steps, size=group.B)[which]
     lane = Slot(
-        Layout(1, group.B, lane_columns(env, (), options), batch_shape=group.batch_shape)
+        Layout(1, group.B, lane_columns(env.spec, (), options), batch_shape=env.spec.batch_shape)
     ).lanes[0]
     before_reset, spans, limit, phase = (
         group.before_reset,
@@ -260,7 +261,12 @@ def _step(group: Group, lane: Lane, absent: list[int]) -> int:
     streams = cast(GroupRng, _Streams(group.rng))
     fill(
         group,
-        _DrawingFrom(streams, group.env.sample, group.batch_shape, masks=masks_of(group.env)),
+        _DrawingFrom(
+            streams,
+            group.env.sample,
+            group.env.spec.batch_shape,
+            masks=masks_of(group.env.spec),
+        ),
         lane,
     )
     group.leave(lane)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from muster.env_spec import EnvSpec
 from muster.errors import MusterError, described
 from muster.observing.stats import InferenceStats
 from muster.restore.pickling import unpickled
@@ -29,7 +30,7 @@ from muster.workers.actor import Actor, ServedRollout
 from muster.workers.config import PoolConfig, made_policy
 from muster.workers.failures import on_server, server_hung
 from muster.workers.mailbox import LOOK_S, Mailbox
-from muster.workers.messages import GroupInfo, RolloutResult
+from muster.workers.messages import RolloutResult
 
 if TYPE_CHECKING:
     from muster.workers.proxy import WorkerProxy
@@ -111,7 +112,7 @@ class InferenceServer:
 
     # --- called by the collector ------------------------------------------------------------------
 
-    def open(self, handles: Sequence[WorkerProxy], infos: Mapping[int, GroupInfo]) -> None:
+    def open(self, handles: Sequence[WorkerProxy], infos: Mapping[int, EnvSpec]) -> None:
         """Start to act for these workers; ``infos`` describes their groups.
 
         Raises ``BadOption`` if it cannot.

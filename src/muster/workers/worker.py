@@ -16,8 +16,7 @@ from muster.memory.slots import Lane, Layout
 from muster.memory.specs import Array
 from muster.observing.profiling import ProfileConfig, RolloutProfiler
 from muster.policies.random import RandomPolicy
-from muster.protocols import EnvBatch, Policy
-from muster.restore.action_log import replays_alone
+from muster.protocols import Policy
 from muster.rng import GroupRng
 from muster.rollout.bootstrap import rollout_and_values
 from muster.rollout.columns import lane_columns
@@ -29,7 +28,7 @@ from muster.utils.attributes import resolve
 from muster.workers import group_state
 from muster.workers.build import seeds_of
 from muster.workers.mailbox import ServedPolicy
-from muster.workers.messages import GroupInfo, RolloutRequest, RolloutResult
+from muster.workers.messages import RolloutRequest, RolloutResult
 
 if TYPE_CHECKING:
     import torch
@@ -89,9 +88,10 @@ class Worker:
         self._inference_mode = self.groups[0].options.inference_mode
         for group in self.groups:
             group.progress = self.progress
-            if group.env.ready_envs is not None and isinstance(policies["policy"], ServedPolicy):
+            if group.env.spec.ready is not None and isinstance(policies["policy"], ServedPolicy):
                 raise BadOption(
-                    f"inference='server': {group.env.name} is asynchronous, and calls the policy"
+                    f"inference='server': {group.env.spec.name} is asynchronous, and calls the"
+                    " policy"
                     " itself for the environments that are ready. Leave inference out, or leave"
                     " batch_size of EnvPool out"
                 )
@@ -123,9 +123,12 @@ class Worker:
                 columns.T[group.number],
                 group.B,
                 lane_columns(
-                    group.env, policy.columns(), group.options, resumed=group.resumed is not None
+                    group.env.spec,
+                    policy.columns(),
+                    group.options,
+                    resumed=group.resumed is not None,
                 ),
-                batch_shape=group.batch_shape,
+                batch_shape=group.env.spec.batch_shape,
             )
             for group in self.groups
         ]
@@ -143,7 +146,7 @@ class Worker:
             group.begin()
         return {
             group.number: (
-                {key: np.array(group.carry[key][0]) for key in group.env.observation_specs},
+                {key: np.array(group.carry[key][0]) for key in group.env.spec.observation_specs},
                 group.rng.state_dict(),
             )
             for group in self.groups
@@ -300,7 +303,7 @@ class Worker:
         for group in self.groups:
             ids = [0] * group.B if static else group.clock.env_ids.tolist()
             group.rng = GroupRng(
-                seed, group.number, self._device or group.env.device, self._generation
+                seed, group.number, self._device or group.env.spec.device, self._generation
             )
             group.reset(seeds=seeds_of(seed, ids, self._generation))
 
@@ -414,23 +417,6 @@ def running(worker: Worker) -> dict[int, list[int]]:
         for group in worker.groups
         for moving in [group.clock.steps.reshape(group.B, -1).any(1)]
     }
-
-
-def describe(env: EnvBatch, batch_shape: tuple[int, ...]) -> GroupInfo:
-    """Return the public description of a group with these environments."""
-    return GroupInfo(
-        env.name,
-        env.num_envs,
-        batch_shape,
-        env.device,
-        dict(env.observation_specs),
-        dict(env.action_specs),
-        dict(env.info_specs),
-        env.bookkeeping,
-        env.reward_key,
-        replays_alone(env),
-        dict(env.action_masks),
-    )
 
 
 def objects_of(lane: Lane) -> dict[Key, Array]:
