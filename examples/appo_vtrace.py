@@ -1,11 +1,8 @@
-"""APPO: worker processes collect CartPole-v1 while this one trains, with V-trace.
+"""APPO: worker processes collect CartPole-v1 while this one trains, with V-trace. ``python examples/appo_vtrace.py``.
 
-``python examples/appo_vtrace.py``.
-
-The weights that made a batch may be ``--max-policy-lag`` publications old. V-trace corrects values
-for that: Espeholt et al., "IMPALA" (2018), eq. 1, with rho and c clipped at 1. The policy's loss is
-PPO's clipped objective (Schulman et al., 2017, eq. 7) with the ratio to the policy that acted, so
-that several passes over a batch are safe.
+The weights that made a batch may be ``--max-policy-lag`` publications old. V-trace corrects values for that: Espeholt
+et al., "IMPALA" (2018), eq. 1, with rho and c clipped at 1. The policy's loss is PPO's clipped objective (Schulman et
+al., 2017, eq. 7) with the ratio to the policy that acted, so that several passes over a batch are safe.
 """
 
 from __future__ import annotations
@@ -35,14 +32,10 @@ def mlp(outputs: int, scale: float) -> nn.Sequential:
 
 
 @torch.no_grad()
-def vtrace(
-    batch: TensorDict, log_prob: Tensor, value: Tensor, next_value: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return value targets (eq. 1) and advantages (``r + gamma v' - V``, section 4.2, without rho),
-    ``[B, T]``.
+def vtrace(batch: TensorDict, log_prob: Tensor, value: Tensor, next_value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return value targets (eq. 1) and advantages (``r + gamma v' - V``, section 4.2, without rho), ``[B, T]``.
 
-    Where an episode was truncated, its last step bootstraps from the value of its true last
-    observation.
+    Where an episode was truncated, its last step bootstraps from the value of its true last observation.
 
     Args:
         batch: a batch ``[B, T]``.
@@ -51,16 +44,10 @@ def vtrace(
         next_value: values of ``next/observation``, ``[B, T]``.
     """
     rho = (log_prob - batch["action_log_prob"]).exp().clamp(max=1)
-    discount, going_on = (
-        GAMMA * ~batch["next", "terminated"][..., 0],
-        ~batch["next", "done"][..., 0],
-    )
+    discount, going_on = GAMMA * ~batch["next", "terminated"][..., 0], ~batch["next", "done"][..., 0]
     reward = batch["next", "reward"][..., 0]
     delta = rho * (reward + discount * next_value - value)
-    correction, next_correction = (
-        torch.empty_like(delta),
-        torch.empty_like(delta),
-    )  # target - value, here and next
+    correction, next_correction = torch.empty_like(delta), torch.empty_like(delta)  # target - value, here and next
     last = torch.zeros(len(delta))
     for t in reversed(range(delta.shape[1])):
         next_correction[:, t] = going_on[:, t] * last
@@ -69,17 +56,12 @@ def vtrace(
     return value + correction, reward + discount * (next_value + next_correction) - value
 
 
-def update(
-    batch: TensorDict, actor: policies.Head, critic: nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
+def update(batch: TensorDict, actor: policies.Head, critic: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Make some passes over a batch."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for _ in range(PASSES):
         distribution = actor.distribution(batch["observation"])
-        log_prob, value = (
-            distribution.log_prob(batch["action"]),
-            critic(batch["observation"])[..., 0],
-        )
+        log_prob, value = distribution.log_prob(batch["action"]), critic(batch["observation"])[..., 0]
         next_value = critic(batch["next", "observation"])[..., 0]
         target, advantage = vtrace(batch, log_prob, value, next_value)
         advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
@@ -95,9 +77,7 @@ def update(
 
 def main(argv: list[str] | None = None) -> float:
     """Train and evaluate; return the mean return of the most probable actions."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--total-frames", type=int, default=102_400)
     parser.add_argument("--max-policy-lag", type=int, default=2, help="publications")
@@ -106,14 +86,8 @@ def main(argv: list[str] | None = None) -> float:
     torch.set_num_threads(1)  # the networks are small
     torch.manual_seed(args.seed)
     actor, critic = policies.categorical(mlp(2, 0.01)), mlp(1, 1.0)
-    optimizer = torch.optim.Adam(
-        [*actor.parameters(), *critic.parameters()], lr=LEARNING_RATE, eps=1e-5, fused=True
-    )
-    updates, returns, started = (
-        args.total_frames // (NUM_ENVS * T),
-        list[float](),
-        time.perf_counter(),
-    )
+    optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters()], lr=LEARNING_RATE, eps=1e-5, fused=True)
+    updates, returns, started = args.total_frames // (NUM_ENVS * T), list[float](), time.perf_counter()
     with MultiAsyncCollector(
         ["CartPole-v1"] * WORKERS,
         actor,
@@ -134,9 +108,7 @@ def main(argv: list[str] | None = None) -> float:
                     f"{fmean(returns[-20:]):6.1f}  {time.perf_counter() - started:5.1f} s",
                     flush=True,
                 )
-        print(
-            f"batches by the age of their weights, in publications: {dict(collector.stats().policy_lag)}"
-        )
+        print(f"batches by the age of their weights, in publications: {dict(collector.stats().policy_lag)}")
     with Evaluator("CartPole-v1", actor, episodes=args.eval_episodes, num_envs=4) as evaluator:
         score = evaluator.evaluate().mean
     print(f"evaluation: mean return {score:.1f} over {args.eval_episodes} episodes")

@@ -1,10 +1,8 @@
-"""Environments and a policy that live in another program, behind a network: Muster waits for all of
-them at once.
+"""Environments and a policy that live in another program, behind a network: Muster waits for all of them at once.
 
-A server on this machine plays 100 games, and answers every request after a random delay.
-``RemoteGame`` is its client: ``reset`` and ``step`` are coroutines. ``ask_policy`` asks the same
-server for actions. Your simulator takes the place of ``Server``. Run it: ``python
-examples/coroutine_envs.py``.
+A server on this machine plays 100 games, and answers every request after a random delay. ``RemoteGame`` is its
+client: ``reset`` and ``step`` are coroutines. ``ask_policy`` asks the same server for actions. Your simulator takes
+the place of ``Server``. Run it: ``python examples/coroutine_envs.py``.
 """
 
 from __future__ import annotations
@@ -60,9 +58,7 @@ class Server:
                 writer.write(json.dumps(self.answer(**json.loads(line))).encode() + b"\n")
         writer.close()
 
-    def answer(
-        self, game: int = 0, seed: int | None = None, action: int | None = None, obs: Any = None
-    ) -> Any:
+    def answer(self, game: int = 0, seed: int | None = None, action: int | None = None, obs: Any = None) -> Any:
         if obs is not None:  # a request for actions
             return {"action": [int(goal > at) for at, goal, _ in obs], "version": 1}
         if action is None:  # a new game
@@ -81,15 +77,11 @@ class Client:
         self.streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def request(self, **what: Any) -> Any:
-        self.streams = reader, writer = self.streams or await asyncio.open_connection(
-            "127.0.0.1", self.port
-        )
+        self.streams = reader, writer = self.streams or await asyncio.open_connection("127.0.0.1", self.port)
         try:
             writer.write(json.dumps(what).encode() + b"\n")
             return json.loads(await reader.readline())
-        except (
-            BaseException
-        ):  # also cancellation: the answer to this request must not be read as that to the next
+        except BaseException:  # also cancellation: the answer to this request must not be read as that to the next
             await self.close()
             raise
 
@@ -100,9 +92,7 @@ class Client:
 
 
 class RemoteGame:
-    """Observation ``[position, goal, step]``; action 1 goes up, 0 down; reward: minus the distance
-    before it.
-    """
+    """Observation ``[position, goal, step]``; action 1 goes up, 0 down; reward: minus the distance before it."""
 
     observation_space = spaces.Box(-LIMIT, LIMIT, (3,), np.float32)
     action_space = spaces.Discrete(2)
@@ -118,13 +108,7 @@ class RemoteGame:
 
     async def step(self, action: int) -> Any:
         answer = await self.client.request(game=self.number, action=action)
-        return (
-            np.array(answer["obs"], np.float32),
-            float(answer["reward"]),
-            False,
-            answer["over"],
-            {},
-        )
+        return np.array(answer["obs"], np.float32), float(answer["reward"]), False, answer["over"], {}
 
     async def close(self) -> None:
         await self.client.close()
@@ -158,9 +142,7 @@ def main(argv: list[str] | None = None) -> float:
             began = time.perf_counter()
             batch = collector.rollout()
             delays = (time.perf_counter() - began) / args.steps / args.delay
-            print(
-                f"{batch.numel():,} steps of {args.num_envs} remote environments: {delays:.1f} delays per time step"
-            )
+            print(f"{batch.numel():,} steps of {args.num_envs} remote environments: {delays:.1f} delays per time step")
     return float(batch["next", "reward"].mean())
 
 

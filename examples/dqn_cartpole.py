@@ -1,10 +1,7 @@
-"""DQN on CartPole-v1 in one file; Muster collects into TorchRL's replay buffer.
+"""DQN on CartPole-v1 in one file; Muster collects into TorchRL's replay buffer. ``python examples/dqn_cartpole.py``.
 
-``python examples/dqn_cartpole.py``.
-
-Mnih et al., "Human-level control through deep reinforcement learning" (2015), algorithm 1. Epsilon
-is a buffer of the policy, so it is published with the weights. A time limit is not an end:
-``terminated`` alone stops the bootstrap.
+Mnih et al., "Human-level control through deep reinforcement learning" (2015), algorithm 1. Epsilon is a buffer of the
+policy, so it is published with the weights. A time limit is not an end: ``terminated`` alone stops the bootstrap.
 """
 
 from __future__ import annotations
@@ -24,11 +21,7 @@ from muster import Collector, Evaluator, policies
 NUM_ENVS, T = 8, 32  # after each batch of 256 frames the target network is replaced
 FRAMES_PER_UPDATE = 2
 LEARNING_RATE, BATCH_SIZE, BUFFER_SIZE, GAMMA = 2.3e-3, 64, 100_000, 0.99
-LEARNING_STARTS, EPSILON_END, EXPLORATION = (
-    1000,
-    0.04,
-    0.16,
-)  # epsilon falls during this part of the run
+LEARNING_STARTS, EPSILON_END, EXPLORATION = 1000, 0.04, 0.16  # epsilon falls during this part of the run
 
 
 class EpsilonGreedy(nn.Module):
@@ -46,9 +39,7 @@ class EpsilonGreedy(nn.Module):
         return torch.where(explore, torch.randint(2, best.shape), best)
 
 
-def update(
-    q: nn.Module, target: nn.Module, optimizer: torch.optim.Optimizer, rows: TensorDict
-) -> None:
+def update(q: nn.Module, target: nn.Module, optimizer: torch.optim.Optimizer, rows: TensorDict) -> None:
     """Make a gradient step on the squared error of one-step targets."""
     with torch.no_grad():
         best = target(rows["next", "observation"]).amax(-1)
@@ -84,9 +75,7 @@ def train(seed: int, total_frames: int, *, log_every: int = 2048) -> nn.Module:
                 for _ in range(NUM_ENVS * T // FRAMES_PER_UPDATE):
                     update(q, target, optimizer, buffer.sample())
             target.load_state_dict(q.state_dict())
-            policy.epsilon.fill_(
-                max(EPSILON_END, 1 - (1 - EPSILON_END) * frames / (EXPLORATION * total_frames))
-            )
+            policy.epsilon.fill_(max(EPSILON_END, 1 - (1 - EPSILON_END) * frames / (EXPLORATION * total_frames)))
             collector.update_policy_weights_()
             returns += [episode.episode_return for episode in collector.episodes]
             if frames % log_every == 0 and returns:
@@ -100,18 +89,14 @@ def train(seed: int, total_frames: int, *, log_every: int = 2048) -> nn.Module:
 
 def main(argv: list[str] | None = None) -> float:
     """Train and evaluate; return the mean return of the greedy policy."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--total-frames", type=int, default=51_200)
     parser.add_argument("--eval-episodes", type=int, default=20)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # the networks are small
     q = train(args.seed, args.total_frames)
-    with Evaluator(
-        "CartPole-v1", policies.deterministic(q), episodes=args.eval_episodes, num_envs=4
-    ) as evaluator:
+    with Evaluator("CartPole-v1", policies.deterministic(q), episodes=args.eval_episodes, num_envs=4) as evaluator:
         score = evaluator.evaluate().mean
     print(f"evaluation: mean return {score:.1f} over {args.eval_episodes} episodes")
     return score

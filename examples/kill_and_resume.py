@@ -1,12 +1,10 @@
-"""A training that is killed with SIGKILL and resumed ends with the same bits as one that was never
-interrupted.
+"""A training that is killed with SIGKILL and resumed ends with the same bits as one that was never interrupted.
 
     python examples/kill_and_resume.py
 
-After each update one file gets the state of everything: environments in the middle of episodes,
-random generators and counters (``collector.state_dict()``), networks and optimizer. ``save_state``
-replaces the file atomically, so a kill at any moment leaves a complete one. The algorithm is A2C:
-Mnih et al., "Asynchronous Methods for Deep RL" (2016), alg. S3.
+After each update one file gets the state of everything: environments in the middle of episodes, random generators and
+counters (``collector.state_dict()``), networks and optimizer. ``save_state`` replaces the file atomically, so a kill at
+any moment leaves a complete one. The algorithm is A2C: Mnih et al., "Asynchronous Methods for Deep RL" (2016), alg. S3.
 """
 
 from __future__ import annotations
@@ -34,12 +32,8 @@ def mlp(outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, outputs))
 
 
-def update(
-    batch: TensorDict, actor: policies.Head, critic: nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
-    """Make a gradient step with returns of up to T steps; where an episode was cut, its value is
-    bootstrapped.
-    """
+def update(batch: TensorDict, actor: policies.Head, critic: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Make a gradient step with returns of up to T steps; where an episode was cut, its value is bootstrapped."""
     with torch.no_grad():
         next_value = critic(batch["next", "observation"])
     bootstrap, target = next_value * ~batch["next", "terminated"], torch.empty_like(next_value)
@@ -58,17 +52,13 @@ def update(
 
 
 def train(file: Path, updates: int) -> str:
-    """Train from the state in ``file``, if there is one, until ``updates``; return a digest of all
-    weights.
-    """
+    """Train from the state in ``file``, if there is one, until ``updates``; return a digest of all weights."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     actor, critic = policies.categorical(mlp(2)), mlp(1)
     networks = nn.ModuleList([actor, critic])
     optimizer = torch.optim.Adam(networks.parameters(), lr=LEARNING_RATE)
-    with Collector(
-        "CartPole-v1", actor, num_envs=NUM_ENVS, frames_per_batch=NUM_ENVS * T, seed=0
-    ) as collector:
+    with Collector("CartPole-v1", actor, num_envs=NUM_ENVS, frames_per_batch=NUM_ENVS * T, seed=0) as collector:
         done = 0
         if file.exists():
             state = load_state(file)
@@ -83,17 +73,13 @@ def train(file: Path, updates: int) -> str:
             collector.update_policy_weights_()
             state = {"collector": collector.state_dict(), "networks": networks.state_dict()}
             save_state(file, {**state, "optimizer": optimizer.state_dict(), "updates": number})
-            print(
-                f"update {number}: mean return {collector.stats().return_mean or 0:.1f}", flush=True
-            )
+            print(f"update {number}: mean return {collector.stats().return_mean or 0:.1f}", flush=True)
     content = b"".join(tensor.numpy().tobytes() for tensor in networks.state_dict().values())
     return hashlib.sha256(content).hexdigest()
 
 
 def child(file: Path, updates: int, kill_after: int | None) -> str:
-    """Train in another process, kill it ``kill_after`` updates later (None: never); return its last
-    line.
-    """
+    """Train in another process, kill it ``kill_after`` updates later (None: never); return its last line."""
     command = (sys.executable, __file__, "--child", str(file), "--updates", str(updates))
     killed = False
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -107,17 +93,13 @@ def child(file: Path, updates: int, kill_after: int | None) -> str:
                 process.kill()  # SIGKILL, probably in the middle of the next update or save
                 print(f"killed after update {number}")
                 killed = True
-    assert process.returncode in ((0, -signal.SIGKILL) if killed else (0,)), (
-        process.returncode
-    )  # 0: it was quicker
+    assert process.returncode in ((0, -signal.SIGKILL) if killed else (0,)), process.returncode  # 0: it was quicker
     return line.strip()
 
 
 def main(argv: list[str] | None = None) -> bool:
     """Return whether the killed and resumed training ended with the same weights, bit for bit."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=300)
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--seed", type=int, default=None, help="of the moments of the kills")

@@ -1,12 +1,10 @@
-"""Record, make a Minari dataset of it, and train from that dataset without an environment:
-behaviour cloning.
+"""Record, make a Minari dataset of it, and train from that dataset without an environment: behaviour cloning.
 
     python examples/offline_minari.py
 
-A scripted teacher with noise plays CartPole-v1, and ``record=`` writes its batches. The dataset
-gets the complete episodes, and any program that reads Minari can use it. Behaviour cloning is the
-maximum likelihood of the teacher's actions: Pomerleau, "ALVINN" (1988). The noise averages out, so
-the student is better than its teacher.
+A scripted teacher with noise plays CartPole-v1, and ``record=`` writes its batches. The dataset gets the complete
+episodes, and any program that reads Minari can use it. Behaviour cloning is the maximum likelihood of the teacher's
+actions: Pomerleau, "ALVINN" (1988). The noise averages out, so the student is better than its teacher.
 """
 
 from __future__ import annotations
@@ -48,15 +46,11 @@ def clone(obs: Tensor, action: Tensor) -> nn.Module:
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Record, export, train; return the mean returns of teacher and student."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--total-frames", type=int, default=20_480)
     parser.add_argument("--dataset", default="cartpole/teacher-v0")
-    parser.add_argument(
-        "--keep", action="store_true", help="into ~/.minari/datasets, or MINARI_DATASETS_PATH"
-    )
+    parser.add_argument("--keep", action="store_true", help="into ~/.minari/datasets, or MINARI_DATASETS_PATH")
     parser.add_argument("--eval-episodes", type=int, default=20)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # the networks are small

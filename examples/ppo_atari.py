@@ -1,11 +1,8 @@
-"""PPO on Atari in one file: ALE's own batch of environments, and Muster.
+"""PPO on Atari in one file: ALE's own batch of environments, and Muster. ``python examples/ppo_atari.py``.
 
-``python examples/ppo_atari.py``.
-
-``gymnasium.make_vec`` makes ALE's vector environment: threads in C++ that return four grey 84x84
-frames at once. Clipped objective: Schulman et al., "Proximal Policy Optimization Algorithms"
-(2017), eq. 7 and 9, with the network of Mnih et al. (2015). Needs ``pip install
-'muster-rl[atari]'``. A common budget is 10 million frames.
+``gymnasium.make_vec`` makes ALE's vector environment: threads in C++ that return four grey 84x84 frames at once.
+Clipped objective: Schulman et al., "Proximal Policy Optimization Algorithms" (2017), eq. 7 and 9, with the network of
+Mnih et al. (2015). Needs ``pip install 'muster-rl[atari]'``. A common budget is 10 million frames.
 """
 
 from __future__ import annotations
@@ -41,24 +38,10 @@ class Agent(nn.Module):
     def __init__(self, actions: int) -> None:
         super().__init__()
         self.trunk = nn.Sequential(
-            *(
-                layer(nn.Conv2d(4, 32, 8, stride=4)),
-                nn.ReLU(),
-                layer(nn.Conv2d(32, 64, 4, stride=2)),
-                nn.ReLU(),
-            ),
-            *(
-                layer(nn.Conv2d(64, 64, 3)),
-                nn.ReLU(),
-                nn.Flatten(),
-                layer(nn.Linear(64 * 7 * 7, 512)),
-                nn.ReLU(),
-            ),
+            *(layer(nn.Conv2d(4, 32, 8, stride=4)), nn.ReLU(), layer(nn.Conv2d(32, 64, 4, stride=2)), nn.ReLU()),
+            *(layer(nn.Conv2d(64, 64, 3)), nn.ReLU(), nn.Flatten(), layer(nn.Linear(64 * 7 * 7, 512)), nn.ReLU()),
         )
-        self.actor, self.critic = (
-            layer(nn.Linear(512, actions), 0.01),
-            layer(nn.Linear(512, 1), 1.0),
-        )
+        self.actor, self.critic = layer(nn.Linear(512, actions), 0.01), layer(nn.Linear(512, 1), 1.0)
 
     def evaluate(self, obs: Tensor) -> tuple[Categorical, Tensor]:
         """Return the distribution of actions, and values ``[B]``."""
@@ -75,8 +58,7 @@ class Agent(nn.Module):
 def advantages(batch: TensorDict, agent: Agent) -> Tensor:
     """Generalised advantage estimates (Schulman et al., 2016, eq. 16), ``[B, T]``.
 
-    Values are those of the batch; only last observations, of episodes and of the batch, are
-    evaluated here.
+    Values are those of the batch; only last observations, of episodes and of the batch, are evaluated here.
     """
     value, done = batch["state_value"], batch["next", "done"][..., 0]
     next_value, last_rows = value.roll(-1, 1), done.clone()
@@ -103,11 +85,7 @@ def update(batch: TensorDict, agent: Agent, optimizer: torch.optim.Optimizer) ->
             ratio = (distribution.log_prob(action[i]) - old_log_prob[i]).exp()
             a = (advantage[i] - advantage[i].mean()) / (advantage[i].std() + 1e-8)
             gain = torch.min(a * ratio, a * ratio.clamp(1 - CLIP, 1 + CLIP)).mean()
-            loss = (
-                VALUE * (value - target[i]).square().mean()
-                - gain
-                - ENTROPY * distribution.entropy().mean()
-            )
+            loss = VALUE * (value - target[i]).square().mean() - gain - ENTROPY * distribution.entropy().mean()
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(agent.parameters(), MAX_GRAD_NORM)
@@ -116,30 +94,20 @@ def update(batch: TensorDict, agent: Agent, optimizer: torch.optim.Optimizer) ->
 
 def main(argv: list[str] | None = None) -> float:
     """Train; return the mean return of the last episodes (NaN before the first)."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--env", default="ALE/Pong-v5")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--total-frames", type=int, default=102_400, help="each is four frames of the game"
-    )
+    parser.add_argument("--total-frames", type=int, default=102_400, help="each is four frames of the game")
     parser.add_argument("--steps", type=int, default=T, help="time steps per batch")
     parser.add_argument("--num-envs", type=int, default=NUM_ENVS)
     args = parser.parse_args(argv)
     torch.manual_seed(args.seed)
     gymnasium.register_envs(ale_py)
-    envs = gymnasium.make_vec(
-        args.env, num_envs=args.num_envs, reward_clipping=False
-    )  # returns are the game's
+    envs = gymnasium.make_vec(args.env, num_envs=args.num_envs, reward_clipping=False)  # returns are the game's
     agent = Agent(int(envs.single_action_space.n))
     optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE, eps=1e-5, fused=True)
     frames = args.num_envs * args.steps
-    updates, returns, started = (
-        max(1, args.total_frames // frames),
-        list[float](),
-        time.perf_counter(),
-    )
+    updates, returns, started = max(1, args.total_frames // frames), list[float](), time.perf_counter()
     options = {"frames_per_batch": frames, "total_frames": updates * frames, "seed": args.seed}
     with Collector(envs, agent, num_threads=None, **options) as collector:
         for number, batch in enumerate(collector, 1):

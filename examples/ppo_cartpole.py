@@ -1,10 +1,7 @@
-"""PPO on CartPole-v1 in one file, in CleanRL's style; Muster collects.
+"""PPO on CartPole-v1 in one file, in CleanRL's style; Muster collects. ``python examples/ppo_cartpole.py --seed 1``.
 
-``python examples/ppo_cartpole.py --seed 1``.
-
-What differs from the usual single-file PPO: there is no loop over environments here, and a time
-limit is not an end: where an episode is ``truncated`` the value of its true last observation is
-bootstrapped.
+What differs from the usual single-file PPO: there is no loop over environments here, and a time limit is
+not an end: where an episode is ``truncated`` the value of its true last observation is bootstrapped.
 """
 
 from __future__ import annotations
@@ -52,9 +49,7 @@ def advantages(batch: TensorDict, critic: nn.Module) -> tuple[Tensor, Tensor]:
     return advantage, advantage + value
 
 
-def update(
-    batch: TensorDict, actor: nn.Module, critic: nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
+def update(batch: TensorDict, actor: nn.Module, critic: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Some epochs of PPO's clipped objective."""
     advantage, target = (x.flatten() for x in advantages(batch, critic))
     obs, action = batch["observation"].flatten(0, 1), batch["action"].flatten()
@@ -75,9 +70,7 @@ def update(
 
 
 def evaluate(actor: nn.Module, episodes: int, seed: int) -> float:
-    """Mean return of the most probable actions over exactly ``episodes`` episodes, one per
-    environment.
-    """
+    """Mean return of the most probable actions over exactly ``episodes`` episodes, one per environment."""
     with Collector(
         "CartPole-v1",
         actor,
@@ -96,9 +89,7 @@ def train(seed: int, total_frames: int, *, log_every: int = 4) -> tuple[nn.Modul
     """Returns the trained policy, and the mean return of the last episodes while training."""
     torch.manual_seed(seed)
     actor, critic = policies.categorical(mlp(2, 0.01)), mlp(1, 1.0)
-    optimizer = torch.optim.Adam(
-        [*actor.parameters(), *critic.parameters()], lr=LEARNING_RATE, eps=1e-5
-    )
+    optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters()], lr=LEARNING_RATE, eps=1e-5)
     updates = total_frames // (NUM_ENVS * T)
     returns, started = list[float](), time.perf_counter()
     with Collector(

@@ -1,12 +1,9 @@
-"""PPO with an LSTM on CartPole-v1 without velocities; Muster keeps the states.
+"""PPO with an LSTM on CartPole-v1 without velocities; Muster keeps the states. ``python examples/ppo_lstm.py``.
 
-``python examples/ppo_lstm.py``.
-
-The observation is the cart's position and the pole's angle, so one observation does not say where
-things move. Clipped objective: Schulman et al., "Proximal Policy Optimization Algorithms" (2017),
-eq. 7 and 9. Sequences start from the state that the batch has for their first step, the "stored
-state" of Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning"
-(2019); after the end of an episode the state is zero.
+The observation is the cart's position and the pole's angle, so one observation does not say where things move. Clipped
+objective: Schulman et al., "Proximal Policy Optimization Algorithms" (2017), eq. 7 and 9. Sequences start from the
+state that the batch has for their first step, the "stored state" of Kapturowski et al., "Recurrent Experience Replay in
+Distributed Reinforcement Learning" (2019); after the end of an episode the state is zero.
 """
 
 from __future__ import annotations
@@ -57,9 +54,7 @@ class Agent(nn.Module):
         value: Tensor = self.critic(state.chunk(2, -1)[0]).squeeze(-1)
         return value
 
-    def forward(
-        self, obs: Tensor, state: Tensor | None = None
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    def forward(self, obs: Tensor, state: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         state = self.step(obs, state)
         distribution = self.distribution(state)
         action = distribution.sample() if self.training else distribution.mode
@@ -68,17 +63,13 @@ class Agent(nn.Module):
 
 @torch.no_grad()
 def advantages(batch: TensorDict, agent: Agent) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimates (Schulman et al., 2016, eq. 16) and value targets, ``[B,
-    T]``.
-    """
+    """Generalised advantage estimates (Schulman et al., 2016, eq. 16) and value targets, ``[B, T]``."""
     flat = batch.flatten()
     state = agent.step(flat["observation"], flat["recurrent_state"])
     value = agent.value(state).reshape(batch.shape)
     next_value = agent.value(agent.step(flat["next", "observation"], state)).reshape(batch.shape)
     bootstrap, going_on = ~batch["next", "terminated"][..., 0], ~batch["next", "done"][..., 0]
-    reward = (1 - GAMMA) * batch["next", "reward"][
-        ..., 0
-    ]  # values are at most 1: the LSTM is also the actor's
+    reward = (1 - GAMMA) * batch["next", "reward"][..., 0]  # values are at most 1: the LSTM is also the actor's
     delta = reward + GAMMA * next_value * bootstrap - value
     advantage, last = torch.empty_like(delta), torch.zeros(len(delta))
     for t in reversed(range(delta.shape[1])):
@@ -108,9 +99,7 @@ def update(batch: TensorDict, agent: Agent, optimizer: torch.optim.Optimizer) ->
             after = unroll(rows, agent)
             distribution = agent.distribution(after)
             ratio = (distribution.log_prob(rows["action"]) - rows["action_log_prob"]).exp()
-            gain = torch.min(
-                advantage[i] * ratio, advantage[i] * ratio.clamp(1 - CLIP, 1 + CLIP)
-            ).mean()
+            gain = torch.min(advantage[i] * ratio, advantage[i] * ratio.clamp(1 - CLIP, 1 + CLIP)).mean()
             error = (agent.value(after) - target[i]).square().mean()
             loss = VALUE * error - gain - ENTROPY * distribution.entropy().mean()
             optimizer.zero_grad()
@@ -121,9 +110,7 @@ def update(batch: TensorDict, agent: Agent, optimizer: torch.optim.Optimizer) ->
 
 def main(argv: list[str] | None = None) -> float:
     """Train and evaluate; return the mean return of the most probable actions."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--total-frames", type=int, default=102_400)
     parser.add_argument("--eval-episodes", type=int, default=20)

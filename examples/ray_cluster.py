@@ -1,8 +1,6 @@
-"""Nodes as actors of a Ray cluster, of which some may die: ``python examples/ray_cluster.py
---address auto``.
+"""Nodes as actors of a Ray cluster, of which some may die: ``python examples/ray_cluster.py --address auto``.
 
-Without ``--address`` Ray is started here, on loopback. docs/clusters.md has the steps for several
-machines.
+Without ``--address`` Ray is started here, on loopback. docs/clusters.md has the steps for several machines.
 """
 
 from __future__ import annotations
@@ -17,12 +15,8 @@ from muster import CollectorStats, RayCollector, policies
 
 def main(argv: Sequence[str] | None = None) -> CollectorStats:
     """Collect, print who has contributed what, and return it; what learns is left out."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--address", default="local", help="auto: the cluster of this machine; local: start one"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--address", default="local", help="auto: the cluster of this machine; local: start one")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--workers", type=int, default=1, help="of each node")
     parser.add_argument("--total-frames", type=int, default=102_400)
@@ -48,9 +42,7 @@ def main(argv: Sequence[str] | None = None) -> CollectorStats:
             net[0].weight.data *= 1 + 1e-6 * batch["next", "reward"].mean()  # train
         stats = collector.stats()
     for worker in stats.workers:
-        print(
-            f"worker {worker.index} on node {worker.node}: {worker.frames:,} frames, {worker.restarts} restarts"
-        )
+        print(f"worker {worker.index} on node {worker.node}: {worker.frames:,} frames, {worker.restarts} restarts")
     return stats
 
 

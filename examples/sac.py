@@ -1,8 +1,8 @@
 """SAC in one file; Muster collects into TorchRL's replay buffer. ``python examples/sac.py``.
 
-Haarnoja et al., "Soft Actor-Critic Algorithms and Applications" (2018): targets of eq. 3 with two
-critics, the policy's objective of eq. 9, the temperature's of eq. 18. A time limit is not an end:
-``terminated`` alone stops the bootstrap. MuJoCo: ``--env HalfCheetah-v5 --total-frames 1000000``.
+Haarnoja et al., "Soft Actor-Critic Algorithms and Applications" (2018): targets of eq. 3 with two critics, the policy's
+objective of eq. 9, the temperature's of eq. 18. A time limit is not an end: ``terminated`` alone stops the bootstrap.
+MuJoCo: ``--env HalfCheetah-v5 --total-frames 1000000``.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ ACTOR_RATE, CRITIC_RATE, GAMMA, TAU = 3e-4, 1e-3, 0.99, 0.005
 
 
 def mlp(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, outputs)
-    )
+    return nn.Sequential(nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, outputs))
 
 
 class Critics(nn.Module):
@@ -48,17 +46,13 @@ class Learner:
     """The networks, and a gradient step."""
 
     def __init__(self, obs_size: int, action_size: int) -> None:
-        self.actor = policies.tanh_gaussian(
-            mlp(obs_size, 2 * action_size), log_std_bounds=(-5.0, 2.0)
-        )
+        self.actor = policies.tanh_gaussian(mlp(obs_size, 2 * action_size), log_std_bounds=(-5.0, 2.0))
         self.critics = Critics(obs_size + action_size)
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
         self.log_alpha = torch.zeros((), requires_grad=True)
         self.entropy = -float(action_size)  # the target
         self.actor_optimizer = torch.optim.Adam(self.actor.parameters(), lr=ACTOR_RATE, fused=True)
-        self.critic_optimizer = torch.optim.Adam(
-            self.critics.parameters(), lr=CRITIC_RATE, fused=True
-        )
+        self.critic_optimizer = torch.optim.Adam(self.critics.parameters(), lr=CRITIC_RATE, fused=True)
         self.alpha_optimizer = torch.optim.Adam([self.log_alpha], lr=CRITIC_RATE)
 
     def sample(self, obs: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,10 +67,7 @@ class Learner:
         with torch.no_grad():
             action, log_prob = self.sample(next_obs)
             soft_value = self.targets(next_obs, action).amin(0) - alpha * log_prob
-            goal = (
-                rows["next", "reward"][:, 0]
-                + GAMMA * soft_value * ~rows["next", "terminated"][:, 0]
-            )
+            goal = rows["next", "reward"][:, 0] + GAMMA * soft_value * ~rows["next", "terminated"][:, 0]
         loss = (self.critics(obs, rows["action"]) - goal).square().mean(1).sum()
         self.critic_optimizer.zero_grad()
         loss.backward()
@@ -95,17 +86,13 @@ class Learner:
         alpha_loss.backward()
         self.alpha_optimizer.step()
         with torch.no_grad():
-            for target, source in zip(
-                self.targets.parameters(), self.critics.parameters(), strict=True
-            ):
+            for target, source in zip(self.targets.parameters(), self.critics.parameters(), strict=True):
                 target.lerp_(source, TAU)
 
 
 def main(argv: list[str] | None = None) -> float:
     """Train and evaluate; return the mean return of the most probable actions."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--env", default="Pendulum-v1")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--total-frames", type=int, default=10_240)
@@ -115,9 +102,7 @@ def main(argv: list[str] | None = None) -> float:
     torch.manual_seed(args.seed)
     with gymnasium.make(args.env) as env:
         learner = Learner(env.observation_space.shape[0], env.action_space.shape[0])
-    buffer = ReplayBuffer(
-        storage=LazyTensorStorage(min(BUFFER_SIZE, args.total_frames)), batch_size=BATCH_SIZE
-    )
+    buffer = ReplayBuffer(storage=LazyTensorStorage(min(BUFFER_SIZE, args.total_frames)), batch_size=BATCH_SIZE)
     frames, returns, started = 0, list[float](), time.perf_counter()
     with Collector(
         args.env,

@@ -2,8 +2,7 @@
 
     python examples/self_play.py
 
-One policy plays both sides. In the evaluation each side has its own: ``{"player_1": actor,
-"others": None}``.
+One policy plays both sides. In the evaluation each side has its own: ``{"player_1": actor, "others": None}``.
 """
 
 from __future__ import annotations
@@ -25,34 +24,24 @@ class Board(nn.Module):
 
     def __init__(self, outputs: int) -> None:
         super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(18, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, outputs)
-        )
+        self.net = nn.Sequential(nn.Linear(18, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, outputs))
 
     def forward(self, board: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.net(board.flatten(-3).float())
         return out
 
 
-def update(
-    actor: policies.Head, critic: Board, optimizer: torch.optim.Optimizer, batch: TensorDict
-) -> None:
-    """Make some steps of PPO on whole episodes.
-
-    The discount is 1: a turn is worth the result of its episode.
-    """
+def update(actor: policies.Head, critic: Board, optimizer: torch.optim.Optimizer, batch: TensorDict) -> None:
+    """Make some steps of PPO on whole episodes. The discount is 1: a turn is worth the result of its episode."""
     _, episode = batch["collector", "traj_ids"].unique(return_inverse=True)
-    results = torch.zeros(int(episode.max()) + 1).index_add(
-        0, episode, batch["next", "reward"][:, 0]
-    )
+    results = torch.zeros(int(episode.max()) + 1).index_add(0, episode, batch["next", "reward"][:, 0])
     result = results[episode]
     advantage = result - critic(batch["observation"])[..., 0].detach()
     advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-6)
     for _ in range(4):
         for some in torch.randperm(len(batch)).split(512):
             rows = batch[some]
-            # With the action masks of the batch, this is the distribution from which the actions
-            # were drawn.
+            # With the action masks of the batch, this is the distribution from which the actions were drawn.
             distribution = actor.distribution(rows.select("observation", "action_mask"))
             ratio = (distribution.log_prob(rows["action"]) - rows["action_log_prob"]).exp()
             gain = torch.min(ratio * advantage[some], ratio.clamp(0.8, 1.2) * advantage[some])
@@ -64,9 +53,7 @@ def update(
 
 
 def against_random(actor: policies.Head, episodes: int, seed: int) -> dict[str, float]:
-    """Return the shares of games won, drawn and lost without exploration, half of them on each
-    side.
-    """
+    """Return the shares of games won, drawn and lost without exploration, half of them on each side."""
     results: list[float] = []
     for side in SIDES:
         players = {side: actor, "others": None}
@@ -75,26 +62,15 @@ def against_random(actor: policies.Head, episodes: int, seed: int) -> dict[str, 
             own: list[float] = []
             while len(own) < episodes // 2:
                 collector.rollout()
-                own += [
-                    e.episode_return
-                    for e in collector.episodes
-                    if e.info and e.info["agent"] == side
-                ]
+                own += [e.episode_return for e in collector.episodes if e.info and e.info["agent"] == side]
             results += own[: episodes // 2]
-    return {
-        name: results.count(value) / len(results)
-        for name, value in (("won", 1), ("drawn", 0), ("lost", -1))
-    }
+    return {name: results.count(value) / len(results) for name, value in (("won", 1), ("drawn", 0), ("lost", -1))}
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, and return the shares of games won, drawn and lost against random moves."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--total-frames", type=int, default=160_000, help="turns of all agents, roughly"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--total-frames", type=int, default=160_000, help="turns of all agents, roughly")
     parser.add_argument("--episodes", type=int, default=512, help="episodes of agents in a batch")
     parser.add_argument("--eval-episodes", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
@@ -114,25 +90,17 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         seed=args.seed,
     ) as collector:
         for number, batch in enumerate(collector, 1):
-            update(
-                actor, critic, optimizer, batch
-            )  # complete episodes, each of one agent, one after another
+            update(actor, critic, optimizer, batch)  # complete episodes, each of one agent, one after another
             frames += len(batch)
             is_last = frames >= args.total_frames
             if number % 10 == 0 or is_last:
                 shares = against_random(actor, 100, args.seed + number)
                 score = shares["won"] - shares["lost"]
-                print(
-                    f"{frames:8,} frames  mean return {score:5.2f} in 100 games against random moves",
-                    flush=True,
-                )
+                print(f"{frames:8,} frames  mean return {score:5.2f} in 100 games against random moves", flush=True)
             if is_last:
                 break
     shares = against_random(actor, args.eval_episodes, args.seed + 1000)
-    print(
-        "against random moves: "
-        + ", ".join(f"{share:.1%} {name}" for name, share in shares.items())
-    )
+    print("against random moves: " + ", ".join(f"{share:.1%} {name}" for name, share in shares.items()))
     return shares
 
 

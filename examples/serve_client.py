@@ -1,9 +1,7 @@
-"""A client of ``muster serve`` in plain Python: plays a corridor, and needs neither Muster nor
-torch.
+"""A client of ``muster serve`` in plain Python: plays a corridor, and needs neither Muster nor torch.
 
-Start ``muster serve random --obs float32:2 --act discrete:2 --frames 2000 --address
-127.0.0.1:7000``, then ``python examples/serve_client.py 127.0.0.1:7000``. Copy ``Client`` into your
-program; docs/serve.md has the protocol.
+Start ``muster serve random --obs float32:2 --act discrete:2 --frames 2000 --address 127.0.0.1:7000``, then
+``python examples/serve_client.py 127.0.0.1:7000``. Copy ``Client`` into your program; docs/serve.md has the protocol.
 """
 
 import json
@@ -30,10 +28,7 @@ class Client:
         if not answered:
             return {}, b""
         sizes = struct.unpack("<II", self.file.read(8).ljust(8, b"\0"))
-        answer, values = (
-            json.loads(self.file.read(sizes[0]) or '{"type": "close"}'),
-            self.file.read(sizes[1]),
-        )
+        answer, values = json.loads(self.file.read(sizes[0]) or '{"type": "close"}'), self.file.read(sizes[1])
         if answer["type"] in ("error", "close"):
             self.file.close()
             self.socket.close()
@@ -45,10 +40,7 @@ class Client:
         return self.ask({"type": "reset"}, obs)[1]
 
     def step(self, obs: bytes, reward: float, terminated: bool, truncated: bool) -> bytes | None:
-        """Send the result of the last action, and return the next one.
-
-        None: begin another episode.
-        """
+        """Send the result of the last action, and return the next one. None: begin another episode."""
         about = {"type": "step", "reward": reward, "terminated": terminated, "truncated": truncated}
         answer, action = self.ask(about, obs, answered=not (terminated or truncated))
         return action if answer.get("type") == "action" else None
@@ -60,12 +52,7 @@ if __name__ == "__main__":
         while True:  # a corridor of 5 places; action 1 goes on, 0 goes back
             place, action = 0, client.reset(struct.pack("<2f", 5, 0))
             while action is not None:
-                place, steps = (
-                    max(0, place + (1 if struct.unpack("<q", action)[0] else -1)),
-                    steps + 1,
-                )
-                action = client.step(
-                    struct.pack("<2f", 5, place), float(place == 5), place == 5, False
-                )
+                place, steps = max(0, place + (1 if struct.unpack("<q", action)[0] else -1)), steps + 1
+                action = client.step(struct.pack("<2f", 5, place), float(place == 5), place == 5, False)
     except ConnectionError as error:
         print(f"{steps} steps; {error}")

@@ -1,11 +1,9 @@
-"""A slow simulator that crashes and hangs: workers restart, every frame is counted, and a crash is
-replayed.
+"""A slow simulator that crashes and hangs: workers restart, every frame is counted, and a crash is replayed.
 
     python examples/slow_simulator.py
 
-``on_failure=Restart(...)`` replaces a worker that died, hung or raised; ``timeouts`` has the
-deadline of a step. The crash report of each failure has the seed and all actions of the
-environment: ``muster replay FILE`` repeats it.
+``on_failure=Restart(...)`` replaces a worker that died, hung or raised; ``timeouts`` has the deadline of a step. The
+crash report of each failure has the seed and all actions of the environment: ``muster replay FILE`` repeats it.
 """
 
 from __future__ import annotations
@@ -30,10 +28,7 @@ EXIT_CODE = 7
 
 
 class Simulator(gymnasium.Env[Any, Any]):
-    """Waits in each step.
-
-    With small probabilities it ends its process, raises, or hangs; its seed decides when.
-    """
+    """Waits in each step. With small probabilities it ends its process, raises, or hangs; its seed decides when."""
 
     observation_space = spaces.Box(-1, 1, (3,), np.float32)
     action_space = spaces.Discrete(2)
@@ -72,15 +67,11 @@ def replay(reports: list[Path]) -> int | None:
 
 def main(argv: list[str] | None = None) -> CollectorStats:
     """Collect, print what was lost, and replay a crash."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--total-frames", type=int, default=8000)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--delay", type=float, default=0.005, help="seconds of a step")
-    parser.add_argument(
-        "--deadline", type=float, default=3.0, help="seconds after which a step counts as hung"
-    )
+    parser.add_argument("--deadline", type=float, default=3.0, help="seconds after which a step counts as hung")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--replay", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args(argv)
@@ -105,9 +96,7 @@ def main(argv: list[str] | None = None) -> CollectorStats:
     for worker in stats.workers:
         print(f"worker {worker.index}: {worker.frames:,} frames, {worker.restarts} restarts")
     lost = {reason: steps for reason, steps in stats.discarded.items() if steps}
-    print(
-        f"executed {stats.executed:,} = delivered {stats.frames:,} + lost {lost} + in flight {stats.in_flight}"
-    )
+    print(f"executed {stats.executed:,} = delivered {stats.frames:,} + lost {lost} + in flight {stats.in_flight}")
     print(f"{len(reports)} crash reports in {folder}")
     assert delivered == stats.frames == args.total_frames
     if args.replay and (code := replay(reports)) is not None:

@@ -21,16 +21,10 @@ from muster.cluster.submitit import SubmititLauncher
 
 def main(argv: Sequence[str] | None = None) -> CollectorStats:
     """Collect, print who has contributed what, and return it; what learns is left out."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--partition", help="of the jobs")
-    parser.add_argument(
-        "--local", action="store_true", help="processes of this machine instead of jobs"
-    )
-    parser.add_argument(
-        "--bind", default="127.0.0.1", help="address of this host, as the jobs see it"
-    )
+    parser.add_argument("--local", action="store_true", help="processes of this machine instead of jobs")
+    parser.add_argument("--bind", default="127.0.0.1", help="address of this host, as the jobs see it")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--workers", type=int, default=1, help="of each node")
     parser.add_argument("--total-frames", type=int, default=102_400)
@@ -59,9 +53,7 @@ def main(argv: Sequence[str] | None = None) -> CollectorStats:
             net[0].weight.data *= 1 + 1e-6 * batch["next", "reward"].mean()  # train
         stats = collector.stats()
     for worker in stats.workers:
-        print(
-            f"worker {worker.index} on node {worker.node}: {worker.frames:,} frames, {worker.restarts} restarts"
-        )
+        print(f"worker {worker.index} on node {worker.node}: {worker.frames:,} frames, {worker.restarts} restarts")
     return stats
 
 

@@ -1,10 +1,9 @@
 """TD3 in one file; Muster collects into TorchRL's replay buffer. ``python examples/td3.py``.
 
-Fujimoto et al., "Addressing Function Approximation Error in Actor-Critic Methods" (2018), algorithm
-1: the smaller of two critics, noise on the target's actions, and a policy that is trained half as
-often. ``Explorer`` adds the noise of exploration where actions are collected. A time limit is not
-an end: ``terminated`` alone stops the bootstrap. MuJoCo: ``--env HalfCheetah-v5 --total-frames
-1000000``.
+Fujimoto et al., "Addressing Function Approximation Error in Actor-Critic Methods" (2018), algorithm 1: the smaller of
+two critics, noise on the target's actions, and a policy that is trained half as often. ``Explorer`` adds the noise of
+exploration where actions are collected. A time limit is not an end: ``terminated`` alone stops the bootstrap.
+MuJoCo: ``--env HalfCheetah-v5 --total-frames 1000000``.
 """
 
 from __future__ import annotations
@@ -25,17 +24,11 @@ from muster import Collector, Evaluator
 NUM_ENVS, T = 4, 8  # frames per batch; as many gradient steps
 LEARNING_STARTS, BUFFER_SIZE, BATCH_SIZE = 1024, 1_000_000, 256
 LEARNING_RATE, GAMMA, TAU, POLICY_EVERY = 1e-3, 0.99, 0.005, 2
-EXPLORATION, SMOOTHING, SMOOTHING_CLIP = (
-    0.1,
-    0.2,
-    0.5,
-)  # standard deviations, in units of the largest action
+EXPLORATION, SMOOTHING, SMOOTHING_CLIP = 0.1, 0.2, 0.5  # standard deviations, in units of the largest action
 
 
 def mlp(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, outputs)
-    )
+    return nn.Sequential(nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, outputs))
 
 
 class Actor(nn.Module):
@@ -81,21 +74,15 @@ class Learner:
         self.actor, self.critics = Actor(obs_size, limit), Critics(obs_size + len(limit))
         self.networks = nn.ModuleList([self.actor, self.critics])
         self.targets = copy.deepcopy(self.networks).requires_grad_(False)
-        self.actor_optimizer = torch.optim.Adam(
-            self.actor.parameters(), lr=LEARNING_RATE, fused=True
-        )
-        self.critic_optimizer = torch.optim.Adam(
-            self.critics.parameters(), lr=LEARNING_RATE, fused=True
-        )
+        self.actor_optimizer = torch.optim.Adam(self.actor.parameters(), lr=LEARNING_RATE, fused=True)
+        self.critic_optimizer = torch.optim.Adam(self.critics.parameters(), lr=LEARNING_RATE, fused=True)
         self.updates = 0
 
     def update(self, rows: TensorDict) -> None:
         obs, next_obs, limit = rows["observation"], rows["next", "observation"], self.actor.limit
         target_actor, target_critics = self.targets
         with torch.no_grad():
-            noise = (SMOOTHING * torch.randn_like(rows["action"])).clamp(
-                -SMOOTHING_CLIP, SMOOTHING_CLIP
-            ) * limit
+            noise = (SMOOTHING * torch.randn_like(rows["action"])).clamp(-SMOOTHING_CLIP, SMOOTHING_CLIP) * limit
             action = (target_actor(next_obs) + noise).clamp(-limit, limit)
             value = target_critics(next_obs, action).amin(0)
             goal = rows["next", "reward"][:, 0] + GAMMA * value * ~rows["next", "terminated"][:, 0]
@@ -111,17 +98,13 @@ class Learner:
         actor_loss.backward()
         self.actor_optimizer.step()
         with torch.no_grad():
-            for target, source in zip(
-                self.targets.parameters(), self.networks.parameters(), strict=True
-            ):
+            for target, source in zip(self.targets.parameters(), self.networks.parameters(), strict=True):
                 target.lerp_(source, TAU)
 
 
 def main(argv: list[str] | None = None) -> float:
     """Train and evaluate; return the mean return of the actions without noise."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--env", default="Pendulum-v1")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--total-frames", type=int, default=10_240)
@@ -131,9 +114,7 @@ def main(argv: list[str] | None = None) -> float:
     torch.manual_seed(args.seed)
     with gymnasium.make(args.env) as env:
         learner = Learner(env.observation_space.shape[0], torch.as_tensor(env.action_space.high))
-    buffer = ReplayBuffer(
-        storage=LazyTensorStorage(min(BUFFER_SIZE, args.total_frames)), batch_size=BATCH_SIZE
-    )
+    buffer = ReplayBuffer(storage=LazyTensorStorage(min(BUFFER_SIZE, args.total_frames)), batch_size=BATCH_SIZE)
     frames, returns, started = 0, list[float](), time.perf_counter()
     with Collector(
         args.env,

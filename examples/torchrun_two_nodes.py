@@ -4,8 +4,7 @@ On one machine, with two nodes::
 
     torchrun --nproc-per-node=3 examples/torchrun_two_nodes.py
 
-On two, of which the first is 10.0.0.1 and has R = 0, the other R = 1, with a token that both know
-(docs/clusters.md)::
+On two, of which the first is 10.0.0.1 and has R = 0, the other R = 1, with a token that both know (docs/clusters.md)::
 
     torchrun --nnodes=2 --node-rank=R --nproc-per-node=2 --master-addr=10.0.0.1 --master-port=29500 \
         examples/torchrun_two_nodes.py --bind 10.0.0.1
@@ -46,12 +45,8 @@ def train(bind: str, total_frames: int) -> None:
 
 def main() -> None:
     """What every rank runs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--bind", default="127.0.0.1", help="address of the first machine, as the others see it"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bind", default="127.0.0.1", help="address of the first machine, as the others see it")
     parser.add_argument("--total-frames", type=int, default=10_240, help="of each node")
     arguments = parser.parse_args()
     if int(os.environ["RANK"]) == 0:

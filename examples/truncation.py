@@ -1,9 +1,8 @@
-"""Why ``terminated`` and ``truncated`` are two flags: the same data, three ways to bootstrap, one
-right value.
+"""Why ``terminated`` and ``truncated`` are two flags: the same data, three ways to bootstrap, one right value.
 
-A walker goes right until it stands at a wall, where every further step pays 1. The task never ends
-by itself, so the first state is worth ``GAMMA**WALL / (1 - GAMMA)``; a time limit cuts every
-episode after 10 steps. Run it: ``python examples/truncation.py``.
+A walker goes right until it stands at a wall, where every further step pays 1. The task never ends by
+itself, so the first state is worth ``GAMMA**WALL / (1 - GAMMA)``; a time limit cuts every episode after
+10 steps. Run it: ``python examples/truncation.py``.
 """
 
 from __future__ import annotations
@@ -41,9 +40,7 @@ class Walk(gymnasium.Env):
 
 
 def right(batch: TensorDict, value: Tensor) -> Tensor:
-    """Cut by the clock: go on from the true next observation, which Muster keeps even where an
-    episode ends.
-    """
+    """Cut by the clock: go on from the true next observation, which Muster keeps even where an episode ends."""
     return value[states(batch["next", "observation"])] * ~batch["next", "terminated"].squeeze(-1)
 
 
@@ -62,9 +59,7 @@ def states(observation: Tensor) -> Tensor:
     return observation.squeeze(-1).long()
 
 
-def value_of_start(
-    bootstrap: Callable[[TensorDict, Tensor], Tensor], batch: TensorDict, sweeps: int = 300
-) -> float:
+def value_of_start(bootstrap: Callable[[TensorDict, Tensor], Tensor], batch: TensorDict, sweeps: int = 300) -> float:
     """Tabular TD(0), every state set to the mean of its targets, until nothing changes."""
     here, reward = states(batch["observation"]).flatten(), batch["next", "reward"].flatten()
     visits = torch.bincount(here, minlength=WALL + 1)
@@ -78,12 +73,7 @@ def value_of_start(
 def main() -> dict[str, float]:
     """Print and return the true value of the first state and the three estimates."""
     with Collector(
-        lambda: TimeLimit(Walk(), LIMIT),
-        None,
-        num_envs=4,
-        frames_per_batch=400,
-        total_frames=400,
-        seed=0,
+        lambda: TimeLimit(Walk(), LIMIT), None, num_envs=4, frames_per_batch=400, total_frames=400, seed=0
     ) as collector:
         batch = next(iter(collector))
     results = {

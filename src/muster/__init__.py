@@ -12,9 +12,9 @@ Layers, each importing only from those before it::
     recording/    experience as files
     restore/      states of environments, checkpoints, crash reports and their replay
     workers/      who fills slots: here, in threads, in processes; schedules, supervision, central inference
-    cluster/      workers on other machines
+    cluster/ vector/   workers on other machines; vector environments that workers step
     collectors/   what the user holds
-    evaluation/ tuning/   how good a policy is; which setup is fastest
+    serving/ evaluation/ tuning/   programs that ask for actions; how good a policy is; which setup is fastest
     compat/       other systems' names and semantics
     cli/          the muster command
 """
@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from muster import weights
 
 __version__ = "0.1.0"
 
@@ -39,7 +41,7 @@ _NAMES = {  # by module
     "muster.collectors.multi_options": ("CentralInference", "Restart"),
     "muster.collectors.options": ("Autosave", "Execution", "Trajectories", "Watch"),
     "muster.collectors.resume": ("ResumeReport",),
-    "muster.collectors.serving": ("serve",),
+    "muster.serving.server": ("serve",),
     "muster.episodes.record": ("EpisodeRecord",),
     "muster.episodes.segment": ("split_trajectories",),
     "muster.episodes.summary": ("CollectStats",),
@@ -52,6 +54,26 @@ _NAMES = {  # by module
     "muster.tuning": ("Tuning", "tune"),
     "muster.utils.interrupts": ("delayed_interrupt",),
 }
+# TorchRL's names for weights, which ``muster.weights`` shows, too
+_UPDATERS = "muster.compat.torchrl.updaters"
+_SCHEMES = "muster.compat.torchrl.weight_update"
+weights.add_schemes(
+    "muster.compat.torchrl.scheme_names",
+    {
+        "DistributedWeightSyncScheme": _SCHEMES,
+        "MultiProcessWeightSyncScheme": _SCHEMES,
+        "NoWeightSyncScheme": _SCHEMES,
+        "RPCWeightSyncScheme": _SCHEMES,
+        "RayWeightSyncScheme": _SCHEMES,
+        "RayWeightUpdater": _UPDATERS,
+        "SharedMemWeightSyncScheme": _SCHEMES,
+        "SharedMemoryWeightSyncScheme": _SCHEMES,
+        "VanillaWeightUpdater": _UPDATERS,
+        "WeightSyncScheme": _SCHEMES,
+        "WeightUpdaterBase": _UPDATERS,
+    },
+)
+
 _OWN_NAMES = {"load_state": "load", "save_state": "save"}  # in their modules
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 _MODULES = ("errors", "policies", "testing", "weights")
@@ -62,7 +84,6 @@ if TYPE_CHECKING:
     from muster import errors as errors
     from muster import policies as policies
     from muster import testing as testing
-    from muster import weights as weights
     from muster.cluster.ray_buffer import RayBuffer as RayBuffer
     from muster.collectors import AsyncCollector as AsyncCollector
     from muster.collectors import Collector as Collector
@@ -79,7 +100,6 @@ if TYPE_CHECKING:
     from muster.collectors.options import Trajectories as Trajectories
     from muster.collectors.options import Watch as Watch
     from muster.collectors.resume import ResumeReport as ResumeReport
-    from muster.collectors.serving import serve as serve
     from muster.episodes.record import EpisodeRecord as EpisodeRecord
     from muster.episodes.segment import split_trajectories as split_trajectories
     from muster.episodes.summary import CollectStats as CollectStats
@@ -95,6 +115,7 @@ if TYPE_CHECKING:
     from muster.recording import load as load
     from muster.restore.checkpoint import load as load_state  # noqa: F401 (named by _HOMES)
     from muster.restore.checkpoint import save as save_state  # noqa: F401
+    from muster.serving.server import serve as serve
     from muster.tuning import Tuning as Tuning
     from muster.tuning import tune as tune
     from muster.utils.interrupts import delayed_interrupt as delayed_interrupt

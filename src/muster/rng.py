@@ -14,7 +14,7 @@ import os
 import random
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -348,3 +348,17 @@ def global_streams() -> dict[str, Any]:
 
 def _word(sequence: np.random.SeedSequence) -> int:
     return int(sequence.generate_state(1, np.uint64)[0] >> 1)
+
+
+# --- seeds of environments ----------------------------------------------------------------------
+
+
+def seeds_of(seed: int, env_ids: Sequence[int], generation: int) -> list[int]:
+    """Return seeds for environments.
+
+    Those of a restarted worker get others, so that episodes are not repeated.
+    """
+    if not generation:
+        return [seed + i for i in env_ids]
+    roots = (np.random.SeedSequence([seed, i, generation]) for i in env_ids)
+    return [int(root.generate_state(1)[0] >> 1) for root in roots]

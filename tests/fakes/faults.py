@@ -92,9 +92,8 @@ def waits(_: object) -> None:
 
 
 def waits_for_a_signal(honest: Any) -> Any:
-    ctypes.PyDLL(None).sleep(
-        1000
-    )  # HERE (a simulator's blocking call; the signal that asks for the stack ends it)
+    # a simulator's blocking call; the signal that asks for the stack ends it
+    ctypes.PyDLL(None).sleep(1000)  # HERE
     return honest
 
 

@@ -175,9 +175,12 @@ def test_so_is_that_with_worker_processes(kind):
     )
     assert below(here.out, *SCHEDULE) == out
     assert below(here.back, *SCHEDULE) == back
-    assert [SERVE, *below(stepping, SERVE)][:4] == [*into, ("workers/worker.py", "run")]
+    assert [SERVE, *below(stepping, SERVE)][: len(into) + 1] == [
+        *into,
+        ("workers/worker.py", "run"),
+    ]
     assert below(there.back, SERVE) == CHANNEL[1:]
-    of_questions = ("answer", "_answer")  # which ``getattr_env`` asked
+    of_questions = ("carry_out", "answer", "_answer")  # which ``getattr_env`` asked
     sending = [function for function in below(there.out, SERVE) if function[1] not in of_questions]
     assert [SERVE, *sending] == [*into, *answering]
     assert max(map(len, (out, back, into, answering))) <= 5

@@ -20,12 +20,12 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import TimeLimit
 
 from muster import Collector, MultiAsyncCollector, MultiSyncCollector
-from muster.compat.env_slice import EnvSlice
 from muster.errors import BadOption, BadPolicyOutput, EnvError, PolicyError, UnsupportedEnv
 from muster.restore.crash_report import CrashReport
 from muster.restore.player import Player
 from muster.rollout.progress import ALL_ORDERS, CELLS, STOP, Phase, Progress
 from muster.testing import ChainEnv, CountingEnv, EnvContract, InfoEnv, SpaceEnv
+from muster.vector.env_slice import EnvSlice
 from muster.workers.under_way import UnderWay
 from tests.fakes import coroutines as fakes
 from tests.fakes.coroutines import Awaited, FaultyEnv

@@ -21,9 +21,9 @@ from pathlib import Path
 import pytest
 
 from muster import DistributedCollector, RPCCollector
-from muster.cluster.direct import DirectCarrier
+from muster.cluster.direct import DirectCarrier, check_backend
 from muster.cluster.joining import Member, run_node
-from muster.cluster.launchers import Launcher, MpLauncher, check_backend
+from muster.cluster.launchers import Launcher, MpLauncher
 from muster.cluster.link import LinkLost, WrongToken
 from muster.cluster.rendezvous import Rendezvous, hear, read_token, say, write_token
 from muster.cluster.socket_link import SocketLink

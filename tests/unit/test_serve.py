@@ -29,9 +29,9 @@ from examples import serve_client
 from examples.serve_client import Client
 from muster import Collector, policies
 from muster.cli.serve import parse_space
-from muster.envs.client_link import ClientLost, Connection, WireFormat
 from muster.envs.spaces import observation_codec
 from muster.errors import BadOption, CollectorClosed, UnknownOption, UnsupportedSpace
+from muster.serving.client_link import ClientLost, Connection, WireFormat
 from muster.testing import CountingEnv
 from muster.utils.strangers import MOST
 from tests.command_line import refused, run
@@ -410,7 +410,7 @@ def test_clients_that_cannot_play_are_refused_and_others_play_on():
 
 
 def test_a_client_too_many_is_told_so(monkeypatch, connected):
-    monkeypatch.setattr("muster.envs.clients.HANDSHAKE_S", 0.2)
+    monkeypatch.setattr("muster.serving.clients.HANDSHAKE_S", 0.2)
     with serving() as server:
         client = connected(server.address)
         with pytest.raises(ConnectionError, match="1 clients are connected, which is the maximum"):
@@ -444,8 +444,8 @@ def test_connections_that_say_nothing_keep_no_client_out(connected, said):
 def test_clients_that_wait_for_a_place_are_limited_and_the_others_are_told_at_once(
     monkeypatch, connected
 ):
-    monkeypatch.setattr("muster.envs.clients.MOST_WAITING", 1)
-    monkeypatch.setattr("muster.envs.clients.HANDSHAKE_S", 60.0)
+    monkeypatch.setattr("muster.serving.clients.MOST_WAITING", 1)
+    monkeypatch.setattr("muster.serving.clients.HANDSHAKE_S", 60.0)
     with serving() as server:
         client = connected(server.address)
         place: list[Client] = []

@@ -14,7 +14,7 @@ import torch
 from muster.errors import MusterError
 from muster.rng import GroupRng
 from muster.rollout.progress import ALL_ORDERS, PHASE, STOP, Phase, Progress
-from muster.workers.threads import Turns
+from muster.workers.turns import Turns
 from tests.waits import wait_until
 
 

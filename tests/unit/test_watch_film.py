@@ -113,7 +113,7 @@ CASES = {
 def test_the_best_and_worst_episodes_are_kept_and_give_their_returns_again(
     tmp_path: Any, case: str, joined: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("muster.workers.crash_notes.MOST_STEPS", joined)
+    monkeypatch.setattr("muster.restore.crash_notes.MOST_STEPS", joined)
     _, records = collected(WalkEnv, tmp_path, **CASES[case])
     by_return = sorted(records, key=lambda record: record.episode_return)
     for which, record in (("best", by_return[-1]), ("worst", by_return[0])):
@@ -189,7 +189,7 @@ def test_an_episode_that_a_loaded_state_has_begun_is_not_repeated_from_another_s
 def test_environments_that_are_made_together_are_collected_and_not_repeated(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("muster.workers.crash_notes.MOST_STEPS", 8)
+    monkeypatch.setattr("muster.restore.crash_notes.MOST_STEPS", 8)
     make = lambda: gym.vector.SyncVectorEnv([WalkEnv] * 3)  # noqa: E731
     _, records = collected(make, tmp_path, frames_per_batch=60, total_frames=600)
     assert records

@@ -80,7 +80,7 @@ def serve(command: Serve) -> int:
     with ExitStack() as stack:
         policy, description = stack.enter_context(prepared(command, command.seed, spaces))
         stop = stack.enter_context(StopSignals(quiet=command.quiet))
-        from muster.collectors.serving import serve as collector_of
+        from muster.serving.server import serve as collector_of
 
         server = stack.enter_context(
             collector_of(

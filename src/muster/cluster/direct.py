@@ -14,6 +14,7 @@ from muster.cluster.launchers import Launcher, StartedNodes
 from muster.cluster.link import Link, LinkLost, NotJoined
 from muster.cluster.rendezvous import Rendezvous
 from muster.cluster.socket_link import SocketLink
+from muster.errors import BadOption
 
 
 class DirectCarrier(Carrier):
@@ -89,3 +90,14 @@ class DirectCarrier(Carrier):
                     f"{self._launcher.advice}{self.rendezvous.refused()}".rstrip()
                 )
         return link
+
+
+def check_backend(backend: str) -> None:
+    """Raise BadOption unless the backend is supported."""
+    if backend in ("nccl", "ucc", "mpi"):
+        raise BadOption(
+            f"backend={backend!r} has not run with Muster on devices yet, so it is refused: use"
+            " backend='gloo', which carries data through the hosts' memory"
+        )
+    if backend != "gloo":
+        raise BadOption(f"backend={backend!r} is unknown: expected 'gloo'")

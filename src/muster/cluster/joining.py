@@ -116,7 +116,7 @@ def _over_groups(membership: Membership) -> contextlib.closing[DistributedLink]:
 def _over_rpc(membership: Membership) -> contextlib.AbstractContextManager[Link]:
     from muster.cluster.rpc_nodes import joined
 
-    return joined(membership)
+    return joined(membership.channel, membership.deadline_s)
 
 
 ENDS: dict[str, Callable[[Membership], contextlib.AbstractContextManager[Link]]] = {

@@ -6,16 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 from muster.cluster.link import AGENT, LinkLost
-from muster.cluster.rendezvous import Rendezvous, read_token
-from muster.errors import BadOption
+from muster.cluster.rendezvous import Rendezvous
 from muster.workers.channel import Channel
 from muster.workers.launch import launch
 
-NAMES = ("mp", "submitit", "submitit_delayed", "torchrun", "manual")
 END_S = 5.0
 
 
@@ -172,57 +169,3 @@ class Process:
         self._child.close()
         with contextlib.suppress(OSError):
             self._channel.close()
-
-
-def check_backend(backend: str) -> None:
-    """Raise BadOption unless the backend is supported."""
-    if backend in ("nccl", "ucc", "mpi"):
-        raise BadOption(
-            f"backend={backend!r} has not run with Muster on devices yet, so it is refused: use"
-            " backend='gloo', which carries data through the hosts' memory"
-        )
-    if backend != "gloo":
-        raise BadOption(f"backend={backend!r} is unknown: expected 'gloo'")
-
-
-def launcher_for(
-    given: Any, *, slurm_kwargs: Mapping[str, Any] | None, bind: str, token: Any, workers: int
-) -> Launcher:
-    """The launcher for a name, or the given one, for nodes with so many workers each.
-
-    See ``DistributedOptions``.
-
-    Raises:
-        BadOption: an option is wrong or missing.
-    """
-    if slurm_kwargs is not None and given != "submitit":
-        raise BadOption(f"slurm_kwargs are for launcher='submitit', not {given!r}: leave them out")
-    if given == "mp":
-        return MpLauncher()
-    if given == "torchrun":
-        from muster.cluster.torchrun import TorchrunLauncher
-
-        return TorchrunLauncher()
-    if given == "manual":
-        if read_token(token) is None:
-            raise BadOption(
-                "launcher='manual' needs a token that the nodes can know, too: token=, or the path"
-                " of a file with mode 0600 in MUSTER_TOKEN_FILE, here and on every node"
-            )
-        return Launcher()
-    if given in ("submitit", "submitit_delayed"):
-        from muster.cluster.submitit import SubmititLauncher
-        from muster.cluster.submitit_delayed import DelayedLauncher
-
-        # SLURM's own default is one
-        wanted = {"slurm_cpus_per_task": workers, **(slurm_kwargs or {})}
-        jobs = DelayedLauncher() if given == "submitit_delayed" else SubmititLauncher(wanted)
-        jobs.check(bind)
-        return jobs
-    if not isinstance(given, str) and hasattr(given, "start"):
-        launcher: Launcher = given
-        return launcher
-    raise BadOption(
-        f"launcher={given!r}: expected one of {', '.join(NAMES)}, or a Launcher"
-        " (muster.cluster.launchers)"
-    )

@@ -30,6 +30,7 @@ from muster.workers.channel import WakeUp
 from muster.workers.config import WorkerPlace
 from muster.workers.failures import node_hung, send_error
 from muster.workers.launch import has_fork_server
+from muster.workers.main import carry_out
 from muster.workers.messages import Answer, RolloutResult
 from muster.workers.pool import WorkerPool
 from muster.workers.proxy import status_of
@@ -152,7 +153,7 @@ class NodeMain:
         for item in list(self._end.inbox):
             if getattr(item[0], "urgent", False):
                 self._end.inbox.remove(item)
-                item[0].reach(self)
+                carry_out(self, item[0])
         if is_lost:
             raise _Over(was_said=False)
 
@@ -166,7 +167,7 @@ class NodeMain:
                 message, block, tag = self._end.inbox.popleft()
                 if isinstance(message, Exception):
                     raise message
-                message.reach(self, *(() if block is None else (block, tag)))
+                carry_out(self, message, *(() if block is None else (block, tag)))
             if self._pool is None or self._supervisor is None:
                 self._wake_up.wait(BEAT_S)
             else:

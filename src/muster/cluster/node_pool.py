@@ -23,7 +23,6 @@ from muster.restore.pickling import dumps
 from muster.utils.interrupts import allowed
 from muster.workers.config import PoolConfig, WorkerPlace
 from muster.workers.lives import Watcher, WorkerState, listed, news, unlike
-from muster.workers.messages import RolloutResult
 from muster.workers.pool import WorkerPool
 
 LOOK_S = 0.2  # seconds between two looks for nodes that are due for a restart
@@ -41,14 +40,13 @@ class NodePool(Watcher):
         nodes: over all sessions with them.
         proxies: of the nodes.
         wake_up: that of ``nodes``.
-        crash_directory: for crash reports of all nodes.
     """
 
     def __init__(self, nodes: Nodes, config: PoolConfig, layout: DimOrder, *, apart: bool) -> None:
         super().__init__(config, elastic=nodes.enough is not None)
         self.nodes = nodes
         self.wake_up = nodes.wake_up
-        self.crash_directory = CrashDirectory(config.crash_dir)
+        crash_directory = CrashDirectory(config.crash_dir)
         policy = Block(np.frombuffer(config.policy, np.uint8))
         digest = hashlib.sha256(config.policy).digest()
         buffer = None if nodes.buffer is None else dumps(nodes.buffer, "replay_buffer")
@@ -56,9 +54,16 @@ class NodePool(Watcher):
         for number in range(nodes.count):
             if (part := _part(config, nodes.of_leaf, number)) is not None:
                 setup = NodeSetup(part, tuple(sys.path), digest, buffer, layout)
-                self.proxies.append(
-                    NodeProxy(number, setup, policy, self, apart=apart or buffer is not None)
+                proxy = NodeProxy(
+                    number,
+                    setup,
+                    policy,
+                    self,
+                    nodes,
+                    crash_directory,
+                    apart=apart or buffer is not None,
                 )
+                self.proxies.append(proxy)
         self.handles = self.proxies
         self._of_node = {proxy.index: proxy for proxy in self.proxies}
 
@@ -143,10 +148,6 @@ class NodePool(Watcher):
         return (f"{lack} of " if 0 < lack < len(absent) else "") + " and ".join(found)
 
     # --- Watch ------------------------------------------------------------------------------------
-
-    def came(self, result: RolloutResult) -> None:
-        """Take a result that belongs to no request."""
-        self.lost.append(result)
 
     def wait(self, timeout: float | None, *, revives: bool = True) -> None:
         """See ``Watcher``."""

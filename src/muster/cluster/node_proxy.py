@@ -7,28 +7,26 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from muster.cluster.link import Block
 from muster.cluster.messages import LaneRun, NodeSetup, Told
 from muster.cluster.node_main import NodeMain
+from muster.cluster.nodes import Nodes
 from muster.cluster.session import BEAT_S, Session
 from muster.memory.slots import Slot
 from muster.memory.specs import Array
 from muster.observing.stats import WorkerStats
+from muster.restore.crash_report import CrashDirectory
 from muster.restore.registered import with_later_ids
 from muster.utils.interrupts import postponed
 from muster.workers.config import WorkerPlace
 from muster.workers.counters import FrameCounters, NodeCounts
 from muster.workers.failures import Where, node_lost
-from muster.workers.lives import Proxy, WorkerState
+from muster.workers.lives import Proxy, Watcher, WorkerState
 from muster.workers.messages import CLOSED, RolloutRequest, RolloutResult, Tell, WorkerStatus
 from muster.workers.pool import stats_of
-from muster.workers.requests import Request
-
-if TYPE_CHECKING:
-    from muster.cluster.node_pool import NodePool
-
+from muster.workers.requests import NOT_FOR_ABSENT, Request
 
 CLOSE_S = 5.0  # seconds beyond the deadline of its workers
 
@@ -39,6 +37,9 @@ class NodeProxy(Proxy):
     Args:
         setup: the first message of every session.
         policy: pickled, for all nodes.
+        watcher: supervises all nodes.
+        nodes: makes its sessions.
+        crash_directory: for crash reports of all nodes.
         apart: every rollout is sent back by itself, because a batch must not wait for other
             rollouts of the node.
 
@@ -49,12 +50,21 @@ class NodeProxy(Proxy):
     """
 
     def __init__(
-        self, index: int, setup: NodeSetup, policy: Block, pool: NodePool, *, apart: bool
+        self,
+        index: int,
+        setup: NodeSetup,
+        policy: Block,
+        watcher: Watcher,
+        nodes: Nodes,
+        crash_directory: CrashDirectory,
+        *,
+        apart: bool,
     ) -> None:
-        super().__init__(index, setup.config.groups, pool)
+        super().__init__(index, setup.config.groups, watcher)
         self.setup = setup
         self._policy = policy
-        self._pool = pool
+        self._nodes = nodes
+        self._crash_directory = crash_directory
         self._apart = apart
         self.error: Exception | None = None
         self.told = Told()
@@ -70,7 +80,10 @@ class NodeProxy(Proxy):
     @property
     def absent(self) -> bool:
         """It has not joined, and the others do not wait for it."""
-        return self._pool.elastic and self._state not in (WorkerState.RUNNING, WorkerState.CLOSING)
+        return self._watcher.elastic and self._state not in (
+            WorkerState.RUNNING,
+            WorkerState.CLOSING,
+        )
 
     @property
     def late(self) -> bool:  # type: ignore[override]
@@ -108,16 +121,16 @@ class NodeProxy(Proxy):
         """
         self._owner.check()
         self._check_next(WorkerState.JOINING)
-        self.session = self._pool.nodes.session(self.index)
+        self.session = self._nodes.session(self.index)
         self.infos = self.error = self._held = self._answer = None
         self.told = Told()
         self.starts += 1
         self.state = WorkerState.JOINING
         try:
             self.session.post(Tell(NodeMain.set_up, (self.setup,)), self._policy, next(self._tags))
-            self._pool.nodes.post_weights(self.index)
+            self._nodes.post_weights(self.index)
             self.session.post(Tell(NodeMain.start))
-            if self.place is not None and not self._pool.elastic:
+            if self.place is not None and not self._watcher.elastic:
                 self._take_place(self.place)
                 self._held = self.under_way.requests()
                 self.release()
@@ -172,8 +185,8 @@ class NodeProxy(Proxy):
         for request in self.under_way.requests() if self._is_there else ():
             lane = self.under_way.outstanding[request.number].lane
             requested[request.group] += lane.T * lane.B
-        for number, steps in requested.items() if self._pool.counters else ():
-            counts = self._pool.counters[number]
+        for number, steps in requested.items() if self._watcher.counters else ():
+            counts = self._watcher.counters[number]
             counts.unseen += max(0, steps - counts.partial)
             counts.give_up("worker_died")
         if self._is_there and self._state is WorkerState.DEAD:
@@ -244,7 +257,7 @@ class NodeProxy(Proxy):
         if not held or self.reviving:
             return
         if not self.alive:
-            self._pool.begin(self)  # sends all open requests
+            self._watcher.begin(self)  # sends all open requests
             return
         parts: list[LaneRun] = []
         expects: dict[int, Array] = {}
@@ -267,7 +280,7 @@ class NodeProxy(Proxy):
 
     @postponed()
     def call(self, request: Request) -> list[Any]:
-        if self.absent and request.waits:
+        if self.absent and isinstance(request, NOT_FOR_ABSENT):
             self.remember(request)
             return []
         self._wait_until_there()
@@ -309,7 +322,7 @@ class NodeProxy(Proxy):
             left = BEAT_S if deadline is None else min(BEAT_S, deadline - time.monotonic())
             if left < 0:
                 break
-            self._pool.wake_up.wait(left)
+            self._nodes.wake_up.wait(left)
             self.pump()
         self.pump()
         if self._answer is None:
@@ -343,7 +356,7 @@ class NodeProxy(Proxy):
     # --- messages of the node ---------------------------------------------------------------------
 
     def _take_note(self, told: Told) -> None:
-        counters = self._pool.counters
+        counters = self._watcher.counters
         before = self.told.counts
         self.told = told
         self._host = told.host
@@ -355,16 +368,16 @@ class NodeProxy(Proxy):
                 counters[number].dropped = True
         if told.infos is not None:
             self.infos = list(told.infos)
-            if self.place is not None and not self._pool.elastic:
+            if self.place is not None and not self._watcher.elastic:
                 self.state = WorkerState.RUNNING
         if told.results:
             self._finished(told.results)
         if told.answer is not None:
             failure = told.answer.failure
-            failure = None if failure is None else failure.here(self._pool.crash_directory)
+            failure = None if failure is None else failure.here(self._crash_directory)
             self.answered(replace(told.answer, failure=failure))
         if told.failure is not None:
-            self.error = told.failure.here(self._pool.crash_directory).error()
+            self.error = told.failure.here(self._crash_directory).error()
             self.session.lose(str(self.error))
 
     def _finished(self, results: Sequence[RolloutResult]) -> None:
@@ -372,11 +385,11 @@ class NodeProxy(Proxy):
         for result in results:
             result.entered = True
             if result.error is not None:
-                result.error = result.error.here(self._pool.crash_directory).error()
+                result.error = result.error.here(self._crash_directory).error()
             elif not (result.lost or result.dropped):
-                self._pool.counters[result.group].arrived(result.frames)
+                self._watcher.counters[result.group].arrived(result.frames)
             if result.number in self.under_way.outstanding:
                 self.under_way.finished(result)
             else:
-                self._pool.came(result)
+                self._watcher.lost.append(result)  # it belongs to no request
         self.under_way.fresh.clear()

@@ -22,8 +22,8 @@ from muster.cluster.node_main import NodeMain
 from muster.cluster.session import END_S, Outgoing, Session
 from muster.errors import BadOption
 from muster.weights.buffer import WRITING, Buffer, Manifest
-from muster.weights.choice import OF_NODES, class_names
-from muster.weights.transport import NoPublisher, Publisher, Ticket, chosen
+from muster.weights.choice import meaning_of, node_schemes
+from muster.weights.transport import NoPublisher, NoSync, Publisher, Ticket, chosen
 from muster.workers.channel import WakeUp
 from muster.workers.messages import Tell
 
@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 
 SHUT_DOWN = "the collector was shut down"
 KEPT = 2  # free buffers; one is written while the other is being sent
-_SCHEMES = {  # by ``Carrier.name``
-    "torch.distributed": ("DistributedWeightSyncScheme", "RPCWeightSyncScheme"),
-    "ray": ("RayWeightSyncScheme",),
-}
 
 
 class Nodes:
@@ -182,13 +178,13 @@ def nodes_transport(nodes: Nodes, given: Any) -> Nodes:
     """
     if given is None:
         return nodes
-    names = [given] if isinstance(given, str) else class_names(given)
-    nodes.once = not {"none", "NoSync", "NoWeightSyncScheme"}.isdisjoint(names)
-    name = nodes.carrier.name
-    fitting = _SCHEMES.get(name, tuple(OF_NODES))
-    if nodes.once or not set(fitting).isdisjoint(names):
+    meaning = meaning_of(given)
+    nodes.once = isinstance(meaning, NoSync)
+    fitting = node_schemes(nodes.carrier.name)
+    if nodes.once or meaning in fitting:
         return nodes
+    names = " or ".join(scheme.name for scheme in fitting)
     raise BadOption(
-        f"{given!r} is no way to send weights to nodes that {name} connects: leave"
-        f" weight_sync_schemes out, or give {' or '.join(fitting)}, which mean the same, or 'none'"
+        f"{given!r} is no way to send weights to nodes that {nodes.carrier.name} connects: leave"
+        f" weight_sync_schemes out, or give {names}, which mean the same, or 'none'"
     )

@@ -29,7 +29,6 @@ from torch.distributed.rpc import WorkerInfo  # type: ignore[attr-defined]
 
 from muster.cluster.carrier import JOIN_POLL_S, Carrier
 from muster.cluster.direct import DirectCarrier
-from muster.cluster.joining import Membership
 from muster.cluster.launchers import Launcher
 from muster.cluster.link import AGENT, Link, LinkLost, NotJoined
 from muster.cluster.rendezvous import Rendezvous, hear, say
@@ -256,15 +255,18 @@ def _serve(function: Callable[[Link, int], bool], link: RpcEnd, node: int) -> No
 
 
 @contextlib.contextmanager
-def joined(membership: Membership) -> Iterator[Link]:
+def joined(channel: SocketLink, deadline_s: float) -> Iterator[Link]:
     """A context with the node's end of a session, and with an agent in this process, which ends
     with it.
+
+    Args:
+        channel: the connection through which the node has joined; closed here.
+        deadline_s: seconds without a message after which the link is lost.
 
     Raises:
         BadOption: this process must not have such an agent.
         LinkLost: the agents do not reach each other.
     """
-    channel = membership.channel
     with contextlib.ExitStack() as opened:
         opened.callback(channel.close)
         told = hear(channel)
@@ -277,7 +279,7 @@ def joined(membership: Membership) -> Iterator[Link]:
         agent = lease.agent
         main = agent.admit(*told["main"])
         opened.callback(agent.dismiss, main)
-        link = RpcEnd(main, told["session"], main=False, deadline_s=membership.deadline_s)
+        link = RpcEnd(main, told["session"], main=False, deadline_s=deadline_s)
         opened.callback(link.flush, FLUSH_S)
         opened.callback(link.close)
         say(channel, agent=agent.card)

@@ -122,7 +122,7 @@ class JoiningOptions(ClusterOptions):
 
     def joining(self, nodes: int, workers: int) -> tuple[Launcher, Rendezvous]:
         """Return what starts so many nodes, with so many workers each, and where they join."""
-        from muster.cluster.launchers import launcher_for
+        from muster.cluster.launcher_choice import launcher_for
         from muster.cluster.rendezvous import Rendezvous
 
         launcher = launcher_for(
@@ -153,9 +153,8 @@ class DistributedOptions(JoiningOptions):
     transport: Literal["torch_distributed", "direct"] = "torch_distributed"
 
     def carrier(self, nodes: int, workers: int, deadline_s: float) -> Carrier:
-        from muster.cluster.direct import DirectCarrier
+        from muster.cluster.direct import DirectCarrier, check_backend
         from muster.cluster.distributed import TorchCarrier
-        from muster.cluster.launchers import check_backend
         from muster.cluster.process_groups import check_backend as check_groups
 
         check_transport(self.transport, "torch_distributed", "direct")
@@ -210,8 +209,7 @@ class RPCOptions(JoiningOptions):
     trust_network: bool = False
 
     def carrier(self, nodes: int, workers: int, deadline_s: float) -> Carrier:
-        from muster.cluster.direct import DirectCarrier
-        from muster.cluster.launchers import check_backend
+        from muster.cluster.direct import DirectCarrier, check_backend
 
         devices = _checked_devices(self.visible_devices, nodes)
         _check_tensorpipe(dict(self.tensorpipe_options or {}))

@@ -41,15 +41,14 @@ from muster.weights.names import acting_modules
 from muster.weights.publish import PolicyWeights
 from muster.weights.transport import Ticket
 from muster.workers.build import WorkerOptions
-from muster.workers.config import PoolConfig, WorkerConfig, WorkerPlace
+from muster.workers.config import PoolConfig, ServerConfig, WorkerConfig, WorkerPlace
 from muster.workers.first_ready import LEAD, FirstReady
-from muster.workers.inference import ServerConfig
 from muster.workers.pool import WorkerPool
 from muster.workers.requests import Call, LayOut, Request
 from muster.workers.schedule import Bundle
 from muster.workers.supervision import Supervisor
 from muster.workers.sync import Sync
-from muster.workers.threads import GlobalStreams, Turns
+from muster.workers.turns import GlobalStreams, Turns
 from muster.workers.worker import Worker, env_attributes, execute
 
 

@@ -13,12 +13,12 @@ import torch
 from muster.collectors.options import CollectorOptions
 from muster.errors import BadOption
 from muster.policies.adapt import observed_dtype
+from muster.restore.crash_notes import CrashNotes, LocalLog
 from muster.restore.crash_report import EnvFactory
 from muster.rng import GroupRng
 from muster.rollout.columns import RolloutOptions
 from muster.rollout.group import Group
 from muster.workers.build import WorkerOptions, build_envs, build_policy, make_group
-from muster.workers.crash_notes import CrashNotes, LocalLog
 from muster.workers.pool import LocalWorker, WorkerPool
 from muster.workers.schedule import Bundle
 from muster.workers.sync import Sync

@@ -22,6 +22,7 @@ from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import ArraySpec
 from muster.policies.random import random_policy
 from muster.protocols import EnvBatch, Policy
+from muster.restore.pickling import loads
 from muster.rng import GroupRng
 from muster.rollout.columns import RolloutOptions, lane_columns
 from muster.rollout.group import Group
@@ -73,6 +74,21 @@ class WorkerOptions:
         if (close := seconds["close"]) is not None:
             seconds["close"] = CLOSE_SHARE * close
         return seconds
+
+
+def made_policy(policy: bytes, options: WorkerOptions, *, is_factory: bool) -> Any:
+    """Unpickle the policy of a worker or server, or unpickle its factory and call it, and set its
+    mode.
+    """
+    made = loads(policy, "policy_factory" if is_factory else "policy")
+    if is_factory:
+        made = made()
+    if made is not None and options.policy_mode == "eval":
+        from muster.policies.modes import set_eval
+        from muster.weights.names import acting_modules
+
+        set_eval(acting_modules(made), besides=options.users_modules)
+    return made
 
 
 def build_envs(
@@ -183,17 +199,6 @@ def make_group(
     if not shared:
         group.places = np.arange(group.B), group.B
     return group
-
-
-def seeds_of(seed: int, env_ids: Sequence[int], generation: int) -> list[int]:
-    """Return seeds for environments.
-
-    Those of a restarted worker get others, so that episodes are not repeated.
-    """
-    if not generation:
-        return [seed + i for i in env_ids]
-    roots = (np.random.SeedSequence([seed, i, generation]) for i in env_ids)
-    return [int(root.generate_state(1)[0] >> 1) for root in roots]
 
 
 def build_policy(

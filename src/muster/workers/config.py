@@ -1,22 +1,17 @@
-"""The configuration of a worker and of a worker pool."""
+"""The configuration of a worker, of an inference server and of a worker pool: records."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from muster.errors import BadOption
 from muster.memory.specs import Array
-from muster.restore.pickling import loads
 from muster.restore.registered import SentIds
 from muster.weights.transport import Ticket
-
-if TYPE_CHECKING:
-    from muster.workers.build import WorkerOptions
-    from muster.workers.inference import ServerConfig
-    from muster.workers.requests import LayOut
+from muster.workers.requests import LayOut
 
 OnFailure = Literal["raise", "restart", "drop"]
 
@@ -123,6 +118,23 @@ class WorkerConfig:
 
 
 @dataclass(frozen=True)
+class ServerConfig:
+    """The configuration of an inference server, beside that of its pool; see ``MultiOptions``.
+
+    Can be pickled.
+    """
+
+    options: Any  # ``WorkerOptions``; pickled by ``pickling.dumps`` for a node
+    alternating: bool  # half of the workers step while the server acts for the other half
+    max_batch: int | None  # maximum number of environments in one call; None: no maximum
+    # maximum wait of the first worker that asks for others at work; None: until all of them ask
+    max_wait_s: float | None
+    threads: int | None  # number of torch threads; None: unchanged
+    exclusive: bool = True  # the user's thread waits during calls; see ``Actor``
+    keeps_streams: bool = True  # see ``Actor``
+
+
+@dataclass(frozen=True)
 class PoolConfig:
     """The configuration of a worker pool; see also ``MultiOptions``.
 
@@ -162,18 +174,3 @@ class PoolConfig:
         None: no deadline.
         """
         return timeout_of(self.timeouts, phase)
-
-
-def made_policy(policy: bytes, options: WorkerOptions, *, is_factory: bool) -> Any:
-    """Unpickle the policy of a worker or server, or unpickle its factory and call it, and set its
-    mode.
-    """
-    made = loads(policy, "policy_factory" if is_factory else "policy")
-    if is_factory:
-        made = made()
-    if made is not None and options.policy_mode == "eval":
-        from muster.policies.modes import set_eval
-        from muster.weights.names import acting_modules
-
-        set_eval(acting_modules(made), besides=options.users_modules)
-    return made

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -27,32 +27,14 @@ from muster.utils.interrupts import allowed
 from muster.utils.locks import while_held
 from muster.weights.transport import Ticket
 from muster.workers.actor import Actor, ServedRollout
-from muster.workers.config import PoolConfig, made_policy
+from muster.workers.build import made_policy
+from muster.workers.config import PoolConfig
 from muster.workers.failures import on_server, server_hung
 from muster.workers.mailbox import LOOK_S, Mailbox
 from muster.workers.messages import RolloutResult
-
-if TYPE_CHECKING:
-    from muster.workers.proxy import WorkerProxy
+from muster.workers.under_way import UnderWay
 
 LOST_S = 5.0  # timeout for a call of the policy that may write into the lane of a lost worker
-
-
-@dataclass(frozen=True)
-class ServerConfig:
-    """What a ``PoolConfig`` says of an inference server only; see ``MultiOptions``.
-
-    Can be pickled.
-    """
-
-    options: Any  # ``WorkerOptions``; pickled by ``pickling.dumps`` for a node
-    alternating: bool  # half of the workers step while the server acts for the other half
-    max_batch: int | None  # maximum number of environments in one call; None: no maximum
-    # maximum wait of the first worker that asks for others at work; None: until all of them ask
-    max_wait_s: float | None
-    threads: int | None  # number of torch threads; None: unchanged
-    exclusive: bool = True  # the user's thread waits during calls; see ``Actor``
-    keeps_streams: bool = True  # see ``Actor``
 
 
 @dataclass
@@ -60,7 +42,7 @@ class _Client:
     """A worker for which the server acts."""
 
     worker: int
-    handle: WorkerProxy
+    under_way: UnderWay
     envs: int  # environments of a group
     since: float = 0.0  # time at which its present question was first seen
     seen: int = 0  # number of that question
@@ -112,13 +94,23 @@ class InferenceServer:
 
     # --- called by the collector ------------------------------------------------------------------
 
-    def open(self, handles: Sequence[WorkerProxy], infos: Mapping[int, EnvSpec]) -> None:
-        """Start to act for these workers; ``infos`` describes their groups.
+    def open(
+        self, clients: Mapping[int, tuple[int, UnderWay]], infos: Mapping[int, EnvSpec]
+    ) -> None:
+        """Start to act for workers.
 
-        Raises ``BadOption`` if it cannot.
+        Args:
+            clients: first group and requests of each worker, by its number.
+            infos: descriptions of all groups.
+
+        Raises:
+            BadOption: one policy call cannot act for all of them.
         """
         self.actor.open(infos)
-        self._clients = {h.index: _Client(h.index, h, infos[h.groups[0]].num_envs) for h in handles}
+        self._clients = {
+            worker: _Client(worker, under_way, infos[group].num_envs)
+            for worker, (group, under_way) in clients.items()
+        }
         self._thread.start()
         if (threads := self._config.threads) is not None:
             users = torch.get_num_threads()
@@ -344,7 +336,7 @@ class InferenceServer:
     def _rollout(self, client: _Client) -> ServedRollout:
         number = self.mailbox.request(client.worker)
         if number not in self._rollouts:
-            requested = client.handle.under_way.outstanding[number]
+            requested = client.under_way.outstanding[number]
             self._rollouts[number] = self.actor.begin(requested.request, requested.slot)
         return self._rollouts[number]
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from muster.env_spec import EnvSpec
 from muster.errors import BadOption, CollectorClosed, EnvError, ForkedProcess, MusterError
 from muster.utils.forks import Owner
+from muster.workers.effects import place_after
 from muster.workers.failures import not_started
 from muster.workers.messages import CLOSED, Answer, RolloutResult, Tell
 from muster.workers.under_way import UnderWay
@@ -195,7 +196,7 @@ class Proxy(ABC):
     def remember(self, request: Request) -> None:
         """Note the effect of a request on the place of a successor."""
         if self.place is not None:
-            self.place = request.placed(self.place)
+            self.place = place_after(request, self.place)
 
     @abstractmethod
     def stats(self, counters: Sequence[FrameCounters]) -> list[WorkerStats]:

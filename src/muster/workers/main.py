@@ -29,13 +29,15 @@ from muster.rollout.group import Group
 from muster.rollout.progress import ALL_ORDERS, ORDER, PHASE, STOP, Phase, Progress
 from muster.utils.forks import end_on_return
 from muster.weights.transport import Ticket
-from muster.workers.build import WorkerOptions, build_envs, build_policy, make_group
+from muster.workers.build import WorkerOptions, build_envs, build_policy, made_policy, make_group
 from muster.workers.channel import Channel, StatusPage
-from muster.workers.config import WorkerConfig, WorkerPlace, made_policy
+from muster.workers.config import WorkerConfig, WorkerPlace
+from muster.workers.effects import run_request
 from muster.workers.failures import SentError, env_index_of, pack
 from muster.workers.mailbox import MailboxClient, ServedPolicy
-from muster.workers.messages import BIRTH, CLOSED, Answer, RolloutRequest, RolloutResult
+from muster.workers.messages import BIRTH, CLOSED, Answer, RolloutRequest, RolloutResult, Tell
 from muster.workers.requests import Request
+from muster.workers.turns import OneAtATime
 from muster.workers.worker import Worker, objects_of
 
 if TYPE_CHECKING:
@@ -139,7 +141,11 @@ class WorkerMain:
                 return
             while not self.ending:
                 self.progress.begin(Phase.IDLE)
-                self.channel.receive()[0].reach(self)
+                message, _ = self.channel.receive()
+                if isinstance(message, RolloutRequest):
+                    self.follow(message)
+                else:
+                    carry_out(self, message)
             # inside ``try``: SIGTERM before this line must not skip ``_close``
             self._closing = True
         except Terminated:
@@ -154,7 +160,7 @@ class WorkerMain:
         self._answer(number, function)
 
     def call(self, request: Request) -> Any:
-        return request.run(self.worker)
+        return run_request(self.worker, request)
 
     def close(self) -> None:
         self.ending = True
@@ -301,8 +307,6 @@ class WorkerMain:
         policy = build_policy(self._policy, self.options, group.env, device)
         if (turns := self.config.policy_turns) is None:
             return policy
-        from muster.workers.threads import OneAtATime
-
         return OneAtATime(policy, turns, self.progress)
 
     # --- rollouts ---------------------------------------------------------------------------------
@@ -414,6 +418,17 @@ class WorkerMain:
     def _close_ticket(self) -> None:
         while self._ticket_fds:
             os.close(self._ticket_fds.pop())
+
+
+def carry_out(main: Any, message: Tell, *received: Any) -> None:
+    """Make the call of a message in the main loop of a worker or node, with what was received with
+    the message.
+    """
+    args = *message.args, *received
+    if message.number:
+        main.answer(message.number, lambda: message.method(main, *args))
+    else:
+        message.method(main, *args)
 
 
 class _Stop:

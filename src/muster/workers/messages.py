@@ -18,7 +18,6 @@ from muster.rollout.progress import Timing
 
 if TYPE_CHECKING:
     from muster.workers.failures import SentError
-    from muster.workers.main import WorkerMain
 
 
 @dataclass  # not frozen, which would make each one ten times as expensive
@@ -59,9 +58,6 @@ class RolloutRequest:
     bootstrap: Bootstrap | None = None
     offset: int = 0
     nbytes: int = 0
-
-    def reach(self, main: WorkerMain) -> None:
-        main.follow(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without field names, in about half of the time."""
@@ -152,14 +148,6 @@ class Tell:
     number: int = 0
     urgent: bool = False
 
-    def reach(self, main: Any, *received: Any) -> None:
-        """Make the call, with what was received with the message."""
-        args = *self.args, *received
-        if self.number:
-            main.answer(self.number, lambda: self.method(main, *args))
-        else:
-            self.method(main, *args)
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -168,6 +156,3 @@ class Answer:
     number: int
     value: Any = None
     failure: SentError | None = None
-
-    def reach(self, proxy: Any) -> None:
-        proxy.answered(self)

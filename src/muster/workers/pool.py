@@ -18,6 +18,7 @@ from muster.memory.slots import Slot
 from muster.observing.stats import InferenceStats, WorkerStats
 from muster.utils.forks import Owner
 from muster.workers.counters import FrameCounters
+from muster.workers.effects import log_request, part_of, run_request
 from muster.workers.lives import Proxy, Watcher
 from muster.workers.messages import RolloutRequest, RolloutResult, WorkerStatus
 from muster.workers.requests import Request
@@ -25,7 +26,7 @@ from muster.workers.under_way import UnderWay
 from muster.workers.worker import Worker, phase_ended_by
 
 if TYPE_CHECKING:
-    from muster.workers.crash_notes import CrashNotes, LocalLog
+    from muster.restore.crash_notes import CrashNotes, LocalLog
 
 
 class LocalWorker:
@@ -60,7 +61,7 @@ class LocalWorker:
 
     def call(self, request: Request) -> list[Any]:
         try:
-            return [request.run(self.worker)]
+            return [run_request(self.worker, request)]
         except BaseException as error:
             phase_ended_by(error, self.worker.progress)
             raise
@@ -291,8 +292,10 @@ class WorkerPool:
     def call(self, request: Request) -> list[Any]:
         """Return the answers of all workers that have a part in the request."""
         if self.log is not None:
-            self.log.before_request(request, self.handles[0].groups)
-        parts = [(handle, request.part(handle.groups)) for handle in self.handles]
+            self.log.flush()
+            assert self.notes is not None
+            log_request(request, self.notes, self.handles[0].groups)
+        parts = [(handle, part_of(request, handle.groups)) for handle in self.handles]
         return [
             answer
             for handle, part in parts

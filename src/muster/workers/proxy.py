@@ -14,6 +14,7 @@ from muster.restore.registered import with_later_ids
 from muster.rollout.progress import STOP, Phase
 from muster.utils.interrupts import allowed, postponed
 from muster.workers.config import WorkerConfig, WorkerPlace
+from muster.workers.effects import add_answer, log_request, sent_through
 from muster.workers.failures import Where
 from muster.workers.lives import Proxy, WorkerState
 from muster.workers.main import WorkerMain
@@ -213,13 +214,14 @@ class WorkerProxy(Proxy):
         self._wait_until_there()
         server = self._supervisor.server
         if server is not None:
-            request = self._with_columns(server, request).through(server.actor, self.groups)
+            request = self._with_columns(server, request)
+            request = sent_through(request, server.actor, self.groups)
         self.remember(request)
         result = self._ask(WorkerMain.call, request)
         if server is not None:
-            request.answered(server.actor, self.groups, result)
+            add_answer(request, server.actor, self.groups, result)
         if self._supervisor.counters:
-            asked.noted(self._supervisor.notes, self.groups)
+            log_request(asked, self._supervisor.notes, self.groups)
         return [result]
 
     def _ask_to_close(self) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from muster.env_spec import EnvSpec
 from muster.errors import BadEnvOutput, EnvError, MusterError, WorkerError, described
 from muster.memory.shared import Arena
+from muster.restore.crash_notes import CrashNotes, Replay
 from muster.rollout.progress import Phase
 from muster.utils.cpus import pinned
 from muster.utils.interrupts import allowed
@@ -23,7 +24,6 @@ from muster.weights.transport import Ticket
 from muster.workers import failures
 from muster.workers.channel import WakeUp
 from muster.workers.config import PoolConfig, WorkerPlace
-from muster.workers.crash_notes import CrashNotes, Replay
 from muster.workers.inference import InferenceServer
 from muster.workers.launch import in_process
 from muster.workers.lives import Watcher, listed
@@ -137,7 +137,10 @@ class Supervisor(Watcher):
         for number, begin in (place.episodes or {}).items():  # on a node that has rejoined
             pool.counters[number].clock = np.stack([begin, np.zeros_like(begin)])
         if self.server is not None:
-            self.server.open(self.handles, dict(zip(groups, infos, strict=True)))
+            clients = {
+                handle.index: (handle.groups[0], handle.under_way) for handle in self.handles
+            }
+            self.server.open(clients, dict(zip(groups, infos, strict=True)))
             pool.server, pool.hold = self.server, self.server.held
         config = self.config
         self.notes = CrashNotes(

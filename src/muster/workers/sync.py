@@ -14,7 +14,7 @@ from muster.workers.messages import RolloutRequest, RolloutResult
 from muster.workers.pool import WorkerPool, give_warnings
 from muster.workers.requests import Reset
 from muster.workers.schedule import Bundle, CollectRequest, FilledSlot, Schedule
-from muster.workers.threads import GlobalStreams
+from muster.workers.turns import GlobalStreams
 
 
 @dataclass

@@ -17,7 +17,7 @@ from muster.memory.specs import Array
 from muster.observing.profiling import ProfileConfig, RolloutProfiler
 from muster.policies.random import RandomPolicy
 from muster.protocols import Policy
-from muster.rng import GroupRng
+from muster.rng import GroupRng, seeds_of
 from muster.rollout.bootstrap import rollout_and_values
 from muster.rollout.columns import lane_columns
 from muster.rollout.group import Group
@@ -26,7 +26,6 @@ from muster.rollout.loop import rollout
 from muster.rollout.progress import PHASE, Phase, Progress, Timing
 from muster.utils.attributes import resolve
 from muster.workers import group_state
-from muster.workers.build import seeds_of
 from muster.workers.mailbox import ServedPolicy
 from muster.workers.messages import RolloutRequest, RolloutResult
 

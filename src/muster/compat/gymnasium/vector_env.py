@@ -14,11 +14,11 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.async_vector_env import AsyncState
 from gymnasium.vector.utils import batch_differing_spaces, batch_space, iterate
 
-from muster.compat.vector_workers import VectorWorkers, method_of
 from muster.errors import BadOption
 from muster.memory.specs import Array
 from muster.utils.cpus import usable_cores
 from muster.utils.integers import integer
+from muster.vector.vector_workers import VectorWorkers, method_of
 
 # batched action spaces whose values are arrays
 ARRAYS = (spaces.Box, spaces.MultiDiscrete, spaces.MultiBinary)

@@ -16,9 +16,9 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.async_vector_env import AsyncState
 from stable_baselines3.common import vec_env
 
-from muster.compat.vector_workers import VectorWorkers, method_of
 from muster.errors import UnsupportedEnv
 from muster.memory.specs import Array
+from muster.vector.vector_workers import VectorWorkers, method_of
 
 Indices = int | Iterable[int] | None
 

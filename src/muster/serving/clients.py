@@ -17,7 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from muster.envs.client_link import (
+from muster.envs.spaces import action_codec, observation_codec
+from muster.envs.stacked import StackedEnvs
+from muster.errors import BadOption, CollectorClosed
+from muster.keys import ACTION_MASK, NEXT_OBS_VALID
+from muster.memory.slots import Lane
+from muster.protocols import Step
+from muster.serving.client_link import (
     DRAIN_S,
     LARGEST_REWARD,
     PROTOCOL,
@@ -25,12 +31,6 @@ from muster.envs.client_link import (
     Connection,
     WireFormat,
 )
-from muster.envs.spaces import action_codec, observation_codec
-from muster.envs.stacked import StackedEnvs
-from muster.errors import BadOption, CollectorClosed
-from muster.keys import ACTION_MASK, NEXT_OBS_VALID
-from muster.memory.slots import Lane
-from muster.protocols import Step
 from muster.utils.addresses import host_and_port, is_loopback, listening
 from muster.utils.exits import EndingThread
 from muster.utils.strangers import Strangers

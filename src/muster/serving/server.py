@@ -13,8 +13,8 @@ from typing import Any
 from muster.collectors.multi import MultiCollector
 from muster.collectors.multi_options import MultiOptions
 from muster.collectors.signatures import passes_on
-from muster.envs.clients import Clients
 from muster.errors import BadOption
+from muster.serving.clients import Clients
 from muster.utils.integers import integer
 from muster.workers.config import check_timeouts
 from muster.workers.first_ready import FirstReady

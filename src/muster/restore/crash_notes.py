@@ -21,13 +21,12 @@ from muster.restore.action_log import LIMIT_BYTES, ActionLog, Anchors, ResetLog
 from muster.restore.crash_report import CrashDirectory, CrashReport
 from muster.restore.kept_episodes import KeptEpisodes
 from muster.restore.pickling import unpickled
-from muster.workers.build import seeds_of
-from muster.workers.messages import RolloutResult
+from muster.rng import seeds_of
 
 if TYPE_CHECKING:
     from muster.rollout.group import Group
     from muster.workers.counters import FrameCounters
-    from muster.workers.requests import Request
+    from muster.workers.messages import RolloutResult
     from muster.workers.under_way import AtWork
 
 TURNS = (
@@ -224,13 +223,6 @@ class LocalLog:
 
     def _add(self, result: RolloutResult, lane: Lane, begin: int) -> None:
         self._of[result.group].add(result, lane, begin)
-
-    def before_request(self, request: Request, groups: Sequence[int]) -> None:
-        """Note a request that these groups will execute, which may reset environments or replace
-        their states.
-        """
-        self.flush()
-        request.noted(self._notes, groups)
 
     def flush(self, *, at_end: bool = False) -> None:
         """Add what was joined so far; ``at_end``: the newest episode of it is kept."""

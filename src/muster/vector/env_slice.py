@@ -25,9 +25,8 @@ from muster.memory.objects import copied
 from muster.memory.specs import Array
 from muster.protocols import EnvBatch
 from muster.restore.pickling import dumps
-from muster.rng import GroupRng, UserStreams
+from muster.rng import GroupRng, UserStreams, seeds_of
 from muster.rollout.progress import ACTING, ORDER, PHASE, STEPPING, STOP, Phase
-from muster.workers.build import seeds_of
 
 if TYPE_CHECKING:
     from muster.workers.main import WorkerMain

@@ -19,7 +19,6 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.async_vector_env import AsyncState
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from muster.compat.env_slice import EnvSlice, Exchange, Infos, VectorRows, execute, open_rows, serve
 from muster.errors import (
     BadOption,
     CollectorClosed,
@@ -32,13 +31,15 @@ from muster.errors import (
 from muster.restore.crash_report import EnvFactory
 from muster.restore.pickling import dumps
 from muster.restore.registered import ids_of_this_process
+from muster.rng import seeds_of
 from muster.rollout.columns import RolloutOptions
 from muster.rollout.progress import ALL_ORDERS, STEPPING
 from muster.utils.cpus import usable_cores
 from muster.utils.forks import Owner
 from muster.utils.integers import integer
 from muster.utils.interrupts import postponed
-from muster.workers.build import WorkerOptions, seeds_of
+from muster.vector.env_slice import EnvSlice, Exchange, Infos, VectorRows, execute, open_rows, serve
+from muster.workers.build import WorkerOptions
 from muster.workers.config import PoolConfig, WorkerConfig, WorkerPlace, check_timeouts
 from muster.workers.launch import in_process
 from muster.workers.lives import Restarted

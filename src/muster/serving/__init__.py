@@ -1,0 +1,1 @@
+"""``muster.serve``: programs that connect, send observations and get actions."""

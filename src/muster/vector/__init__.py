@@ -1,0 +1,1 @@
+"""Vector environments whose environments are stepped by workers, without a policy."""
