@@ -51,7 +51,7 @@ def build_env(
     if isinstance(source, str):
         return _make(lambda: gymnasium.make(source, **(kwargs or {})), num_envs, source, device)
     if _adapter(source) is not None:
-        if num_envs is not None and num_envs != getattr(source, "num_envs", 1):
+        if num_envs is not None and num_envs != _count(source):
             raise BadOption(
                 f"num_envs={num_envs} was given with one environment object, which cannot be"
                 " multiplied: pass an env id or a function that makes one."
@@ -68,6 +68,13 @@ def build_env(
         )
     factory = (lambda: source(**kwargs)) if kwargs else source
     return _make(factory, num_envs, name_of(source), device)
+
+
+def _count(env: Any) -> int:
+    """Return the number of environments in an environment object."""
+    if EnvBatch in type(env).__mro__:
+        return int(env.spec.num_envs)
+    return int(getattr(env, "num_envs", 1))
 
 
 def is_environment(source: Any) -> bool:

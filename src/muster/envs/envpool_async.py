@@ -157,8 +157,7 @@ class AsyncPoolEnvs(EnvBatch):
     def check_partial_reset(self) -> None:
         raise UnsupportedEnv(
             f"{self.spec.name} is asynchronous, and EnvPool resets single environments only at the"
-            " ends"
-            " of their episodes. Leave batch_size out, or reset all environments."
+            " ends of their episodes. Leave batch_size out, or reset all environments."
         )
 
     def reset(
@@ -195,8 +194,7 @@ class AsyncPoolEnvs(EnvBatch):
         raise UnsupportedEnv(
             f"{self.spec.name} is asynchronous (batch_size={len(self.ready_envs)} of"
             f" num_envs={self.spec.num_envs}), and this caller steps all environments at the same"
-            " time."
-            " Leave batch_size out."
+            " time. Leave batch_size out."
         )
 
     def start_ready(
@@ -211,8 +209,7 @@ class AsyncPoolEnvs(EnvBatch):
         if not rows.hold(ready.kept, self.spec.observation_specs) and self._ahead:
             raise BadOption(
                 f"{self.spec.name}: the policy writes other columns than before, and {self._ahead}"
-                " steps"
-                " made ahead have no values in them. Call collector.reset() first."
+                " steps made ahead have no values in them. Call collector.reset() first."
             )
         ready.begin(prepare, arrays[POLICY_VERSION][lane.done_steps, 0] if ready.stamps else None)
         carried = [(c.key, arrays[c.key]) for c in ready.kept if c.carry]

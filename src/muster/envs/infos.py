@@ -103,8 +103,7 @@ def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
     if taken := [key for key in env.spec.observation_specs if key[0] == INFO]:
         raise BadOption(
             f"info: {env.spec.name} has the observation {taken[0]} already. Rename it, or remove"
-            " the"
-            " option"
+            " the option"
         )
     env.keeps_infos = True
     wanted = wanted_infos(info)
@@ -187,8 +186,7 @@ def _info_of(env: Any, told: Any, i: int) -> dict[Any, Any]:
     if not is_list or len(told) != env.spec.num_envs:
         raise BadEnvOutput(
             f"{env.spec.name} returned the infos {described_value(told)}, expected a dict of"
-            " arrays, or"
-            f" a list with a dict for each of {env.spec.num_envs} environments"
+            f" arrays, or a list with a dict for each of {env.spec.num_envs} environments"
         )
     info = {} if told[i] is None else told[i]
     if not isinstance(info, dict):
@@ -384,8 +382,7 @@ class _WithInfos(WrappedEnvs):
         if isinstance(rows, str):
             raise EnvError(
                 f"{self.spec.name}: info {_shown(each.path)} {rows}. Let the environment return"
-                " arrays,"
-                " or do not ask for it"
+                " arrays, or do not ask for it"
             )
         column, mask = rows
         if column.dtype.kind in "OU":
@@ -412,9 +409,9 @@ class _WithInfos(WrappedEnvs):
         name, expected = _shown(each.path), each.spec if each.spec.is_tensor else "text"
         return EnvError(
             f"{self.spec.name}{'' if i is None else f'[{i}]'}: info {name} is"
-            f" {described_value(value)},"
-            f" expected {expected}, as in its space or when it was first seen. Let the environment"
-            " always return the same shape and kind, or give a space that holds all its values:"
+            f" {described_value(value)}, expected {expected}, as in its space or when it was first"
+            " seen. Let the environment always return the same shape and kind, or give a space"
+            " that holds all its values:"
             f" info={{{name}: spaces.Box(...)}}",
             env_index=i,
         )

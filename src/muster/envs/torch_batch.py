@@ -218,8 +218,7 @@ class TorchEnvs(EnvBatch):
         if next_of(keys[0]) not in lane.tensors:
             raise BadOption(
                 f"{self.spec.name}: compact_obs=True keeps last observations aside when an episode"
-                " ends,"
-                " which only the device knows. Leave it out."
+                " ends, which only the device knows. Leave it out."
             )
         rows_of: Callable[[Key], Sequence[torch.Tensor]] = lambda key: lane.tensors[key].unbind(0)  # noqa: E731
         observations, after = (
@@ -384,8 +383,7 @@ class TorchEnvs(EnvBatch):
         if self._how is None or self._how.indices:
             raise UnsupportedEnv(
                 f"{self.spec.name}: {why}, so it must be reset by mask, without waiting for the"
-                " device:"
-                f" {DO_ONE}"
+                f" device: {DO_ONE}"
             )
 
     def _try_mask(self, given: dict[str, Any], obs: Leaves) -> Leaves:

@@ -196,8 +196,7 @@ class VectorEnvBatch(EnvBatch):
         if known is None:
             raise BadEnvOutput(
                 f"{self.spec.name}[{i}]: an episode ended in SAME_STEP mode without"
-                " info['final_obs']."
-                f" {FIX}"
+                f" info['final_obs']. {FIX}"
             )
         known[t, i] = False
         for row in rows:  # the last observation is unknown: write no value that looks like one
@@ -248,9 +247,8 @@ class VectorEnvBatch(EnvBatch):
             if old.dtype != object and not _same(old[others], new[others]):
                 raise UnsupportedEnv(
                     f"{self.spec.name} ({self.mode.name}) was asked to reset some of its"
-                    " environments"
-                    " with options={'reset_mask': mask} and reset others too. Muster needs"
-                    " masked resets: let reset() respect reset_mask, or build it with"
+                    " environments with options={'reset_mask': mask} and reset others too. Muster"
+                    " needs masked resets: let reset() respect reset_mask, or build it with"
                     " AutoresetMode.SAME_STEP and info['final_obs'], or stack single environments"
                     " (gymnasium.make_vec(..., vectorization_mode='sync'))."
                 )

@@ -71,9 +71,8 @@ def lane_columns(
     if env_spec.agents and any(column.carry for column in policy):
         raise BadOption(
             f"the policy has a recurrent state, and the agents of {env_spec.name} take turns: the"
-            " state"
-            " of one agent would go to the next. Use a policy without a state, or put what it has"
-            " to remember into the observation"
+            " state of one agent would go to the next. Use a policy without a state, or put what"
+            " it has to remember into the observation"
         )
     columns = []
     for key, spec in env_spec.carried_specs.items():

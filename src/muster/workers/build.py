@@ -21,6 +21,7 @@ from muster.keys import ACTION_MASK, STEP_COUNT, TRUNCATED, dotted, next_of
 from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import ArraySpec
 from muster.policies.random import random_policy
+from muster.policies.sampling import check_masks
 from muster.protocols import EnvBatch, Policy
 from muster.restore.pickling import loads
 from muster.rng import GroupRng
@@ -206,6 +207,7 @@ def build_policy(
 ) -> Policy:
     """Adapt a policy to ``Policy`` for these environments; None is a uniformly random policy."""
     if policy is None:
+        check_masks(env.spec)
         return random_policy(env)
     return fit_policy(policy, options, env.spec, device)
 

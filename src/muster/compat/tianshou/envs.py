@@ -370,9 +370,8 @@ class VectorEnvs(EnvBatch):
         ):
             raise BadEnvOutput(
                 f"environment {env} of {self.spec.name} observed {value.dtype} {value.shape}, and"
-                " after"
-                f" the last reset of all environments it was {self._leaf.dtype} {self._leaf.shape}."
-                " Give one dtype and shape always"
+                f" after the last reset of all environments it was {self._leaf.dtype}"
+                f" {self._leaf.shape}. Give one dtype and shape always"
             )
         observations[row, env] = value
 
