@@ -24,7 +24,7 @@ help:
 	@echo "make test-all run all tests                 (ARGS='-k slots' goes to pytest; MUSTER_TESTS=quick leaves out nodes,"
 	@echo "              MUSTER_TESTS=full runs all combinations of parameters, not only all pairs)"
 	@echo "make test-rest run those that make test leaves out"
-	@echo "make check    lint, format, types, layers, names, words"
+	@echo "make check    lint, format, types, layers, names, owners, words"
 	@echo "make canary   run the core suite with the newest tensordict, gymnasium, NumPy and torch that can be installed"
 	@echo "make pythons  run what can be run with the other Pythons of this machine, and check types for newer ones"
 	@echo "make docs     build the documentation into build/docs"
@@ -42,7 +42,7 @@ demo: $(STAMPS)/classic
 	"$(BIN)/muster" collect CartPole-v1 --frames 100k --num-envs 8 --policy mlp --seed 0 \
 	    --out "runs/demo-$$(date +%Y%m%d-%H%M%S)"
 
-# What is left out, and in which of the two processes tests run: tests/conftest.py.
+# What is left out: tests/selection.py. In which of the two processes tests run: tests/two_processes.py.
 test: $(STAMPS)/test
 	"$(BIN)/python" -m pytest -n 2 --durations=10 -m "not slow" $(ARGS)
 
@@ -73,7 +73,7 @@ dist: $(STAMPS)/release
 	"$(BIN)/python" -m build $(if $(MAKE_TERMOUT),,--quiet) --outdir dist .
 	"$(BIN)/python" -m twine check --strict dist/*
 
-check: lint format-check types layers names words
+check: lint format-check types layers names owners words
 
 lint: $(STAMPS)/dev
 	"$(BIN)/ruff" check .
@@ -89,6 +89,9 @@ layers: $(STAMPS)/dev
 
 names: $(STAMPS)/dev
 	"$(BIN)/python" scripts/check_names.py
+
+owners: $(STAMPS)/dev
+	"$(BIN)/python" scripts/check_owners.py
 
 words: $(STAMPS)/dev
 	"$(BIN)/python" scripts/check_words.py

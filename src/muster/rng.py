@@ -71,6 +71,8 @@ class GroupRng:
         self.numpy = np.random.Generator(np.random.SFC64(own))
         self._legacy = _NumpyStream(np.random.MT19937(legacy))
         self._python = _PythonStream(random.Random(_word(python))).state()
+        # of the user, before the last rollout
+        self._users_python: Any = None
         self._torch_seed = _word(torch_global)
         self._torch: torch.Tensor | None = None  # None: the initial state
         self.device = device
@@ -129,9 +131,9 @@ class GroupRng:
                 self.stream(number).bit_generator,
                 begun or self._stream_at_its_beginning(number).state,
             )
-        self._legacy = _NumpyStream(np.random.MT19937(0))
-        set_state(self._legacy.bit_generator, state["legacy"])
-        self._legacy.in_hand = dict(state["legacy_in_hand"])
+        legacy = np.random.MT19937(0)
+        set_state(legacy, state["legacy"])
+        self._legacy = _NumpyStream(legacy, state["legacy_in_hand"])
         version, words, gauss = state["python"]
         python = random.Random(0)
         python.setstate((version, tuple(words), gauss))
@@ -155,15 +157,20 @@ class GroupRng:
             *(s.bit_generator for s in known.values()),
         ]
         states = [generator.state for generator in generators]
-        others = self._python, self._torch, self._cuda_state, dict(self._legacy.in_hand)
+        python = self._python
+        torch_state = self._torch
+        cuda_state = self._cuda_state
+        in_hand = dict(self._legacy.in_hand)
         try:
             yield
         finally:
             self._streams = known
-            self._python, self._torch, self._cuda_state, self._legacy.in_hand = others
+            self._python = python
+            self._torch = torch_state
+            self._cuda_state = cuda_state
             for generator, state in zip(generators, states, strict=True):
                 generator.state = state
-            self._legacy.seen = b""  # the same draws come again, and end where these did
+            self._legacy.rewound(in_hand)
 
     @contextmanager
     def as_global(self) -> Iterator[None]:
@@ -178,7 +185,7 @@ class GroupRng:
         """Replace the global streams by the group's, until ``remove`` is called with the result."""
         numpy_user = _user_stream()
         numpy_user.remember()
-        _user_python.users = _user_python.state(_user_python.users)
+        self._users_python = _user_python.state(self._users_python)
         torch_user = cuda_user = None
         if "torch" in sys.modules:
             generator = torch.default_generator
@@ -189,7 +196,7 @@ class GroupRng:
         if self._cuda is not None and self._cuda_state is not None:
             cuda_user = torch.cuda.get_rng_state(self._cuda)
             torch.cuda.set_rng_state(self._cuda_state, self._cuda)
-        return UserStreams(numpy_user, _user_python.users, torch_user, cuda_user)
+        return UserStreams(numpy_user, self._users_python, torch_user, cuda_user)
 
     def remove(self, user: UserStreams) -> None:
         """Restore the user's streams."""
@@ -225,10 +232,10 @@ class _NumpyStream:
     the same position, which is not detected).
     """
 
-    def __init__(self, bit_generator: Any) -> None:
+    def __init__(self, bit_generator: Any, in_hand: Mapping[str, Any] | None = None) -> None:
         self.bit_generator = bit_generator
-        self.in_hand: dict[str, Any] = {}
-        self.seen = b""
+        self.in_hand: dict[str, Any] = dict(in_hand or {})
+        self._seen = b""
         self._memory: Any = None
         if type(bit_generator) is np.random.MT19937:
             end = bit_generator.ctypes.state_address + MT_BYTES
@@ -243,13 +250,18 @@ class _NumpyStream:
         """Save the cached number, while this stream is installed."""
         if self._memory is not None:
             now = self._memory.raw
-            if now == self.seen and not self.in_hand:
+            if now == self._seen and not self.in_hand:
                 return
-            self.seen = now
+            self._seen = now
         state: dict[str, Any] = np.random.get_state(legacy=False)
         self.in_hand = (
             {key: state[key] for key in ("has_gauss", "gauss")} if state["has_gauss"] else {}
         )
+
+    def rewound(self, in_hand: dict[str, Any]) -> None:
+        """Note that the bit generator was set to an earlier state, with this cached number."""
+        self.in_hand = in_hand
+        self._seen = b""  # the same draws come again, and end where these did
 
 
 _user_numpy = _NumpyStream(None)  # the stream before the last rollout
@@ -260,14 +272,10 @@ class _PythonStream:
 
     ``getstate`` and ``setstate`` convert 625 Python integers each time, which costs 40 us per
     rollout.
-
-    Attributes:
-        users: the user's state before the last rollout.
     """
 
     def __init__(self, generator: Any) -> None:
         self.generator = generator
-        self.users: Any = None
         offset = None if os.environ.get(VARIABLE) == "never" else _python_offset()
         self._memory: Any = None
         if offset is not None:

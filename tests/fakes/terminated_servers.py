@@ -15,10 +15,11 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 from muster.rollout.progress import Progress
+from muster.rollout.request import RolloutRequest
 from muster.workers import main as worker_main
 from muster.workers.channel import Channel
 from muster.workers.config import WorkerConfig
-from muster.workers.messages import CLOSED, Answer, RolloutRequest, RolloutResult, Tell
+from muster.workers.messages import CLOSED, Answer, RolloutResult, Tell
 from muster.workers.requests import Call
 from muster.workers.worker import Worker
 

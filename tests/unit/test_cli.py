@@ -29,7 +29,7 @@ from torch import nn
 
 from muster import Collector
 from muster.cli import doctor
-from muster.cli.collect import Collect
+from muster.cli.collect_command import Collect
 from muster.cli.doctor import known_bad
 from muster.cli.main import main
 from muster.cli.options import frames_per_batch, parse_count

@@ -20,7 +20,7 @@ from muster.testing import CountingEnv
 from tests.fakes import queue_links
 
 ROOT = Path(muster.__file__).parent
-ARCHITECTURE = Path(__file__).parents[2] / "ARCHITECTURE.md"
+PAGE = Path(__file__).parents[2] / "docs" / "control_path.md"
 BATCHES = 64
 
 
@@ -89,8 +89,8 @@ def callers(frame: FrameType) -> list[tuple[str, str]]:
 
 
 def listed(after: str, before: str) -> list[tuple[str, str]]:
-    """The functions in a table of the architecture page, as ``place`` has them."""
-    section = ARCHITECTURE.read_text().partition(after)[2].partition(before)[0]
+    """The functions in a table of the page, as ``place`` has them."""
+    section = PAGE.read_text().partition(after)[2].partition(before)[0]
     rows = re.findall(r"^\| `([\w.]+)` \| `([\w/.]+)` \|", section, re.MULTILINE)
     return [(file, name.rpartition(".")[2]) for name, file in rows]
 
@@ -103,7 +103,7 @@ def test_the_control_path_is_the_one_of_the_architecture_page():
             path.update(dict.fromkeys(callers(frame)))
 
     profiled(head(), note)
-    assert list(path) == listed("### The control path", "\n\nA batch of one step")
+    assert list(path) == listed("## In this thread", "\n\nA batch of one step")
     assert len(path) <= 10
     assert len({file for file, _ in path}) <= 6
 
@@ -167,11 +167,11 @@ def test_so_is_that_with_worker_processes(kind):
             sys.setprofile(None)
         stepping, *_ = collector.getattr_env("stepping")
         there, *_ = collector.getattr_env("passed")
-    title = "#### Sync" if kind is MultiSyncCollector else "#### First ready"
-    out, back = listed(f"{title}: out", "####"), listed(f"{title}: back", "####")
+    title = "## Sync" if kind is MultiSyncCollector else "## First ready"
+    out, back = listed(f"{title}: out", "##"), listed(f"{title}: back", "##")
     into, answering = (
-        listed("#### In the worker: in", "####"),
-        listed("#### In the worker: out", "###"),
+        listed("## In the worker: in", "##"),
+        listed("## In the worker: out", "##"),
     )
     assert below(here.out, *SCHEDULE) == out
     assert below(here.back, *SCHEDULE) == back
@@ -240,6 +240,6 @@ def test_so_is_that_with_nodes():
     back = [*below(seen[say], node)[1:], say, *seen["muster-node-main-sends", "send"]]
     back += [*seen["muster-node-0-receives", "receive"]]
     back += [*below(seen[finished], ("cluster/node_pool.py", "wait")), finished]
-    assert out == listed("#### Nodes: out", "####")
-    assert back == listed("#### Nodes: back", "\n\nRestarts")
+    assert out == listed("## Nodes: out", "##")
+    assert back == listed("## Nodes: back", "##")
     assert max(len(out), len(back)) <= 8

@@ -55,8 +55,10 @@ from muster.restore.crash_report import MOST_FILES, CrashDirectory, CrashReport,
 from muster.restore.player import Player, same_bits
 from muster.rng import GroupRng
 from muster.rollout.columns import RolloutOptions, lane_columns
+from muster.rollout.first_call import prime
 from muster.rollout.group import Group
 from muster.rollout.loop import rollout
+from muster.rollout.request import RolloutRequest
 from muster.testing import CountingEnv, FaultyEnv, SpaceEnv, TorchCartPole
 from muster.workers.failures import send_error
 
@@ -135,7 +137,7 @@ class Rig:
         self.seen: list[Any] = []  # observations of all rows, [B, ...]
         if seed is not None:
             self.reset(seeds=list(range(seed, seed + B)))
-        self.group.prime(self.policy)
+        prime(self.group, self.policy, 0)
         layout = Layout(
             T,
             B,
@@ -153,8 +155,8 @@ class Rig:
 
     def rollout(self) -> None:
         """A whole one."""
-        self.lane.done_steps, self.lane.stopped = 0, False
-        rollout(self.group, self.policy, self.lane)
+        self.lane.restart()
+        rollout(self.group, self.policy, RolloutRequest(0, 0, 0, "policy"), self.lane)
         self.seen += list(self.lane.arrays[OBS][: self.T].copy())
         self.history.add(self.actions(self.T), self.anchors.take(due=self.group.pending))
 
@@ -166,8 +168,8 @@ class Rig:
         try:
             for _ in range(rollouts):
                 self.rollout()
-            self.lane.done_steps, self.lane.stopped = 0, False
-            rollout(self.group, self.policy, self.lane)
+            self.lane.restart()
+            rollout(self.group, self.policy, RolloutRequest(0, 0, 0, "policy"), self.lane)
             rows -= 1  # let the last step be the one that failed: nothing came after it
         except EnvError as raised:
             rows, error = self.lane.done_steps, raised

@@ -30,8 +30,12 @@ from muster.policies.adapt import adapt, place
 from muster.policies.random import random_policy
 from muster.rng import GroupRng
 from muster.rollout.columns import RolloutOptions, lane_columns
+from muster.rollout.first_call import prime
 from muster.rollout.group import Group
 from muster.rollout.loop import rollout
+from muster.rollout.request import RolloutRequest
+from muster.rollout.running import Rollout
+from muster.rollout.tally import Tally
 from muster.testing import TorchCartPole
 from tests.tools import assert_same
 
@@ -72,7 +76,7 @@ class Run:
             if placed is None
             else adapt(placed, batch.spec, device=on, exploration_type=exploration)
         )
-        self.group.prime(self.policy)
+        prime(self.group, self.policy, 0)
         layout = Layout(
             T,
             B,
@@ -84,8 +88,8 @@ class Run:
 
     def fill(self) -> None:
         lane = self.slot.lanes[0]
-        lane.done_steps, lane.stopped = 0, False
-        rollout(self.group, self.policy, lane)
+        lane.restart()
+        rollout(self.group, self.policy, RolloutRequest(0, 0, 0, "policy"), lane)
 
     def batch(self) -> Any:
         self.fill()
@@ -497,10 +501,8 @@ def test_cuda_itself_sees_nothing_that_waits_in_a_step(kind):
     running = run(kind, "cuda:0")
     running.fill()
     group, lane = running.group, running.slot.lanes[0]
-    lane.done_steps = 0
-    with group.context():
-        group.enter(lane)
-        lane.acts_from = 0
+    with group.contexts.usual:
+        Rollout(group, RolloutRequest(0, 0, 0, "policy"), lane, Tally()).begin()
         act, step = running.policy.start(lane, group.rng), group.env.start(lane)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from muster import Collector, Evaluator
 from muster.episodes.rules import AtMost, FirstDone, RuleName, make_rule, part_of
 from muster.errors import UnsupportedEnv
-from muster.evaluation.result import EvaluatedEpisode
+from muster.evaluation.episodes import EvaluatedEpisode
 from muster.evaluation.run import Plan
 from muster.evaluation.video import Tape
 from muster.testing import CountingEnv, TorchCartPole

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.rollout.progress import Timing
+from muster.rollout.tally import Timing
 from muster.workers.counters import FrameCounters, NodeCounts
 from muster.workers.messages import RolloutResult
 

@@ -23,9 +23,10 @@ from muster.memory.slots import Layout, Slot
 from muster.policies.random import RandomPolicy
 from muster.rng import GroupRng
 from muster.rollout.columns import RolloutOptions, lane_columns
+from muster.rollout.first_call import prime
 from muster.rollout.group import Group
-from muster.rollout.hooks import rendering, watching
 from muster.rollout.loop import rollout
+from muster.rollout.request import RolloutRequest
 from muster.testing import CountingEnv, TorchCartPole
 from tests.fakes.buffers import Adds, Extends
 from tests.tools import assert_accounted, assert_same, column, counting, lengths, recorded, stable
@@ -246,14 +247,6 @@ def test_after_an_error_of_on_step_the_next_call_goes_on_after_its_row(row):
 def test_on_step_gets_tensors_where_environments_step_on_a_device():
     env = TorchEnvs(TorchCartPole(3, max_steps=2))
     env.store_as(replace(env.spec, device=torch.device("cpu")))  # takes every path that a GPU takes
-    options = RolloutOptions(num_threads=None)
-    group = Group(env, env_ids=np.arange(3), total_envs=3, rng=GroupRng(0), options=options)
-    policy = RandomPolicy(env.sample, (3,))
-    group.prime(policy)
-    slot = Slot(
-        Layout(4, 3, lane_columns(env.spec, policy.columns(), options), batch_shape=(3,)),
-        torch.device("cpu"),
-    )
     seen = []
 
     def shape(step: Any) -> None:
@@ -261,11 +254,18 @@ def test_on_step_gets_tensors_where_environments_step_on_a_device():
         step["next", "reward"] += 0.5
         step["next", "terminated"].fill_(True)  # a copy
 
-    group.watch = watching(group, shape)
-    rollout(group, policy, lane := slot.lanes[0])
+    options = RolloutOptions(num_threads=None, on_step=shape)
+    group = Group(env, env_ids=np.arange(3), total_envs=3, rng=GroupRng(0), options=options)
+    policy = RandomPolicy(env.sample, (3,))
+    prime(group, policy, 0)
+    slot = Slot(
+        Layout(4, 3, lane_columns(env.spec, policy.columns(), options), batch_shape=(3,)),
+        torch.device("cpu"),
+    )
+    outcome = rollout(group, policy, RolloutRequest(0, 0, 0, "policy"), lane := slot.lanes[0])
     assert seen == [[], [0, 1, 2], [], [0, 1, 2]]
     assert torch.equal(lane.tensors[REWARD], torch.full((4, 3), 1.5))
-    assert [e.episode_return for e in group.episodes] == [3.0] * 6
+    assert [e.episode_return for e in outcome.episodes] == [3.0] * 6
 
 
 # --- rendering ------------------------------------------------------------------------------------
@@ -292,9 +292,7 @@ def test_rendering_shows_every_environment_after_every_step_and_on_step_before()
         frames_per_batch=6,
         on_step=lambda s: steps.append(len(made[1].rendered)),
     ) as c:
-        group = c._engine.groups[0]
-        group.watch = rendering(group, 0.0)
-        c.rollout()
+        c.collect(n_step=6, render=0.0)
     assert [env.rendered for env in made] == [[1, 0, 1], [1, 2, 0]], "after resets"
     assert steps == [0, 1, 2]
 
@@ -305,13 +303,10 @@ def test_who_cannot_render_says_so_and_loses_nothing():
             raise NotImplementedError("no eyes")
 
     with Collector(Blind, None, frames_per_batch=2) as c:
-        group = c._engine.groups[0]
-        group.watch = rendering(group, 0)
         with pytest.raises(
             HookError, match=r"render raised NotImplementedError: no eyes.*render_mode"
         ):
-            c.rollout()
-        group.watch = None
+            c.collect(n_step=2, render=0)
         assert column(c.rollout(), *REWARD) == [1, 2]
 
 
@@ -321,7 +316,7 @@ def test_rendering_waits_for_seconds_and_nothing_else(seconds):
         Collector(counting(3), None, frames_per_batch=2) as c,
         pytest.raises(BadOption, match="render="),
     ):
-        rendering(c._engine.groups[0], seconds)
+        c.collect(n_step=2, render=seconds)
 
 
 # --- on_episode_done, where rows are delivered as they come ---------------------------------------

@@ -14,12 +14,13 @@ import pytest
 from muster.errors import WorkerError
 from muster.memory.shared import Arena
 from muster.memory.slots import Layout, Slot
+from muster.rollout.request import RolloutRequest
 from muster.workers.channel import StatusPage
 from muster.workers.config import WorkerConfig, WorkerPlace
 from muster.workers.failures import pack
-from muster.workers.messages import BIRTH, Answer, RolloutRequest, Tell
+from muster.workers.messages import BIRTH, Answer, Tell
 from muster.workers.proxy import WorkerProxy, WorkerState
-from muster.workers.requests import Call, EnableGrad, LayOut, Seed
+from muster.workers.requests import Call, LayOut, Seed
 from muster.workers.worker import running
 
 
@@ -108,19 +109,16 @@ def proxy():
 
 def test_a_successor_gets_the_config_that_its_predecessor_would_have_now(proxy):
     proxy.call(Seed(7, True))
-    proxy.call(EnableGrad(True))
     proxy.call(LayOut("policy", {0: 4}))
     requests = [message.args[0] for message in proxy.process.channel.sent[2:]]
-    assert requests == [Seed(7, True), EnableGrad(True), LayOut("policy", {0: 4})]
+    assert requests == [Seed(7, True), LayOut("policy", {0: 4})]
     request = RolloutRequest(1, 0, 0, "policy")
     proxy.submit(request, Slot(Layout(1, 1, ()), "heap"))
     proxy.end()
     proxy.start()
     config, *rest = proxy.process.channel.sent
     assert (config.generation, config.factories) == (1, [b""])
-    assert config.place == WorkerPlace(
-        {0: 0}, 1, False, 7, True, grad=True, columns=LayOut("policy", {0: 4})
-    )
+    assert config.place == WorkerPlace({0: 0}, 1, False, 7, True, columns=LayOut("policy", {0: 4}))
     assert [message for message in rest if isinstance(message, RolloutRequest)] == [request]
     assert len(rest) == 1, "nothing is told again message by message"
 

@@ -26,7 +26,10 @@ from muster.restore.snapshot import restore, take
 from muster.memory.slots import Layout, Slot
 from muster.policies.random import random_policy
 from muster.rng import GroupRng
+from muster.rollout.first_call import begin_episodes
 from muster.rollout.loop import rollout
+from muster.rollout.progress import Progress
+from muster.rollout.request import RolloutRequest
 from muster.workers.build import make_group
 from muster.testing.envs import CountingEnv
 
@@ -34,15 +37,17 @@ from muster.testing.envs import CountingEnv
 def rows(source, num_envs, steps, rollouts):
     built = build_env(source, num_envs)
     options = RolloutOptions(own_rng=False, inference_mode=False)
-    group = make_group(built, 0, 0, built.spec.num_envs, options, GroupRng(3, 0, None), shared=True)
-    group.reset(seeds=range(built.spec.num_envs))
-    group.begin()
+    count = built.spec.num_envs
+    group = make_group(built, 0, 0, count, options, GroupRng(3, 0, None), shared=True,
+                       progress=Progress())
+    group.reset(seeds=range(count))
+    begin_episodes(group)
     policy = random_policy(built)
-    layout = Layout(steps, built.spec.num_envs, lane_columns(built.spec, (), options))
+    layout = Layout(steps, count, lane_columns(built.spec, (), options))
     found = {"observation": [], "next.reward": [], "next.terminated": [], "action": []}
     for _ in range(rollouts):
         (lane,) = Slot(layout).lanes
-        rollout(group, policy, lane)
+        rollout(group, policy, RolloutRequest(0, 0, 0, "policy"), lane)
         for name in found:
             found[name] += lane.arrays[tuple(name.split("."))][:steps].tolist()
     built.close()

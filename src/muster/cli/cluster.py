@@ -8,10 +8,11 @@ import os
 import shutil
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
+from muster.cli.collect_command import JOIN_S, Collect
 from muster.cli.options import check_seconds, refuse_given
 from muster.cli.report import StopSignals
 from muster.errors import BadOption
@@ -19,11 +20,8 @@ from muster.utils.attributes import installed
 from muster.utils.texts import counted
 
 if TYPE_CHECKING:
-    from muster.cli.collect import Collect
     from muster.collectors.base import BaseCollector
 
-Backend = Literal["ray", "torchrun", "manual", "mp"]
-JOIN_S = 600.0
 NO_TOKEN = (
     "make a token, `openssl rand -hex 32 > token; chmod 600 token`, and set MUSTER_TOKEN_FILE to"
     " the path of that file here, and of a copy where the others are."

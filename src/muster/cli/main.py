@@ -20,7 +20,8 @@ from typing import Annotated, Any, Literal
 from tyro.conf import Positional, arg
 
 from muster.cli.cluster import ClusterCommand, NodeCommand, cluster, node
-from muster.cli.collect import Collect, collect
+from muster.cli.collect import collect
+from muster.cli.collect_command import Collect
 from muster.cli.doctor import Doctor, doctor
 from muster.cli.eval import Eval, evaluate
 from muster.cli.replay import Replay, replay

@@ -19,12 +19,13 @@ from muster.memory.specs import Array
 from muster.observing.stats import WorkerStats
 from muster.restore.crash_report import CrashDirectory
 from muster.restore.registered import with_later_ids
+from muster.rollout.request import RolloutRequest
 from muster.utils.interrupts import postponed
 from muster.workers.config import WorkerPlace
 from muster.workers.counters import FrameCounters, NodeCounts
 from muster.workers.failures import Where, node_lost
 from muster.workers.lives import Proxy, Watcher, WorkerState
-from muster.workers.messages import CLOSED, RolloutRequest, RolloutResult, Tell, WorkerStatus
+from muster.workers.messages import CLOSED, RolloutResult, Tell, WorkerStatus
 from muster.workers.pool import stats_of
 from muster.workers.requests import NOT_FOR_ABSENT, Request
 

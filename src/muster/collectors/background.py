@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from muster.errors import CollectorTimeout, described
-from muster.rollout.group import Group
+from muster.rollout.context import run_beside_user
 from muster.utils.exits import GRACE_S, EndingThread
 from muster.utils.forks import Owner
 
@@ -27,7 +27,7 @@ class Background:
         ended_by: type and message of that exception; empty if there was none.
     """
 
-    def __init__(self, step: Callable[[], bool], name: str, groups: Sequence[Group] = ()) -> None:
+    def __init__(self, step: Callable[[], bool], name: str) -> None:
         self._step = step
         self._stopping = False
         self.owner = Owner("collector", "background thread")
@@ -37,8 +37,6 @@ class Background:
         self.error: BaseException | None = None
         self.ended_by = ""
         self._thread = EndingThread(self._run, name, self._end_with_program)
-        for group in groups:
-            group.in_background = self.here
         self._thread.start()
 
     def is_running(self) -> bool:
@@ -100,6 +98,7 @@ class Background:
         self._thread.join(GRACE_S)
 
     def _run(self) -> None:
+        run_beside_user()
         more = True
         try:
             while more and self._may_begin():

@@ -195,7 +195,7 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         self._go_into_background()
         batches = self.iterator()
         name = f"muster-{id(self):x}"
-        self._background = Background(lambda: next(batches, self) is not self, name, self._groups)
+        self._background = Background(lambda: next(batches, self) is not self, name)
 
     def is_running(self) -> bool:
         """Return whether the background thread runs."""

@@ -111,8 +111,13 @@ class CollectCall(UserCall):
         """Collect what is missing, and return the result."""
 
     def _collect(self, limit: int | None, **others: Any) -> CollectedRollout:
+        arguments = self.arguments
         return self._engine.collect(
-            limit, acting="random" if self.arguments.random else None, **others
+            limit,
+            acting="random" if arguments.random else None,
+            grad=not arguments.no_grad,
+            pause=arguments.render,
+            **others,
         )
 
     def _rows(self, rows: int) -> int | None:

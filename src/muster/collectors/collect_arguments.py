@@ -13,8 +13,8 @@ from muster.episodes.rules import RuleName, check_rule
 from muster.episodes.summary import CollectStats
 from muster.errors import BadOption
 from muster.protocols import check_reset_kwargs
-from muster.rollout.bootstrap import Bootstrap
 from muster.rollout.hooks import check_pause
+from muster.rollout.request import Bootstrap
 from muster.utils.integers import integer
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from muster.errors import BadOption, UnsupportedEnv
 from muster.keys import TRAJ_DONE
 from muster.rollout.bootstrap import check_bootstrap
 from muster.utils.interrupts import checkpoint, postponed
-from muster.workers.requests import Call, EnableGrad
-from muster.workers.worker import Worker, running
+from muster.workers.requests import Call
+from muster.workers.worker import running
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -205,11 +205,8 @@ class OnDemand:
             self._check(arguments)
             call = self.call = self._begin(arguments)
         assert isinstance(call, CollectCall)
-        if arguments.no_grad and arguments.render is None:
+        with self._server_mode(arguments):
             result = call.run()
-        else:
-            with self._mode(arguments):
-                result = call.run()
         return self._finish(arguments, result, began, before)
 
     def _finish(
@@ -367,22 +364,14 @@ class OnDemand:
             )
 
     @contextmanager
-    def _mode(self, arguments: CollectArguments) -> Iterator[None]:
-        pool = self._engine.source.pool
-        if not arguments.no_grad:
-            self._enable_grad(True)
-        if arguments.render is not None:
-            pool.call(Call(Worker.render, (arguments.render,)))
+    def _server_mode(self, arguments: CollectArguments) -> Iterator[None]:
+        """Let an inference server act with gradients enabled, if the call says so."""
+        server = self._engine.source.pool.server
+        if server is None or arguments.no_grad:
+            yield
+            return
+        server.ask("enable_grad", True)
         try:
             yield
         finally:
-            if arguments.render is not None:
-                pool.call(Call(Worker.render, (None,)))
-            if not arguments.no_grad:
-                self._enable_grad(False)
-
-    def _enable_grad(self, on: bool) -> None:
-        pool = self._engine.source.pool
-        pool.call(EnableGrad(on))
-        if pool.server is not None:
-            pool.server.ask("enable_grad", on)
+            server.ask("enable_grad", False)

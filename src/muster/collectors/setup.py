@@ -18,6 +18,7 @@ from muster.restore.crash_report import EnvFactory
 from muster.rng import GroupRng
 from muster.rollout.columns import RolloutOptions
 from muster.rollout.group import Group
+from muster.rollout.progress import Progress
 from muster.workers.build import WorkerOptions, build_envs, build_policy, make_group
 from muster.workers.pool import LocalWorker, WorkerPool
 from muster.workers.schedule import Bundle
@@ -45,9 +46,12 @@ def make_groups(
     rollout = dataclasses.replace(told.rollout, marks_valid=marks_valid(options, total))
     groups: list[Group] = []
     first = 0
+    progress = Progress()
     for number, env in enumerate(built):
         rng = GroupRng(options.seed, number, policy_device or env.spec.device)
-        groups.append(make_group(env, number, first, total, rollout, rng, shared=True))
+        groups.append(
+            make_group(env, number, first, total, rollout, rng, shared=True, progress=progress)
+        )
         first += env.spec.num_envs
     return groups
 
@@ -83,7 +87,7 @@ def log_rollouts(
         options.max_frames_per_traj,
     )
     pool.notes, pool.log = notes, LocalLog(notes, worker.groups)
-    worker.after_rollout = pool.log.add
+    worker.log_rollouts(pool.log.add)
 
 
 def origins_of(create_env_fn: Any, options: CollectorOptions) -> list[EnvFactory]:

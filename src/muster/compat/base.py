@@ -15,8 +15,10 @@ from muster.memory.specs import Array
 from muster.protocols import EnvBatch, Policy
 from muster.rng import GroupRng
 from muster.rollout.columns import RolloutOptions, lane_columns
+from muster.rollout.first_call import begin_episodes, prime
 from muster.rollout.group import Group
-from muster.rollout.loop import rollout
+from muster.rollout.loop import end_early, rollout
+from muster.rollout.request import RolloutRequest
 
 LANES_KEPT = 4  # for as many different numbers of rows
 
@@ -56,6 +58,18 @@ class GroupRunner:
         self._policy: Policy | None = None
         self._lanes: dict[int, Lane] = {}
 
+    def begin_episodes(self) -> None:
+        """Execute the resets that are due."""
+        begin_episodes(self.group)
+
+    def prime(self, policy: Policy) -> None:
+        """Make the policy's first call; the next ``run`` uses its outputs for the first row."""
+        prime(self.group, policy, 0)
+
+    def end_early(self) -> None:
+        """Keep the rows that an error in ``run`` has left, and go on after them."""
+        end_early(self.group)
+
     def lane(self, policy: Policy, rows: int) -> Lane:
         """Memory for so many rows; the same once more for the same policy and number."""
         if policy is not self._policy:
@@ -81,6 +95,6 @@ class GroupRunner:
 
         ``watch`` is called after every step with the lane and its row, which is complete.
         """
-        lane.done_steps, lane.stopped = 0, False
-        self.group.rule, self.group.watch = rule, watch
-        rollout(self.group, policy, lane)
+        lane.restart()
+        request = RolloutRequest(0, self.group.number, 0, "policy", rule=rule)
+        rollout(self.group, policy, request, lane, watch=watch)

@@ -491,7 +491,7 @@ class ReadyRows:
         Return copies of the leaves of the actions.
         """
         if self._row == self._T:
-            self._lane.acts_from = self._lane.done_steps = 0
+            self._lane.begin_at(0)
             self._act, self._row = self._prepare(self._lane), 0
         cells, k = rows.cells(ids), self._row
         for key, column in self._inputs:

@@ -50,10 +50,17 @@ class TrajectoryClock:
             self._since = 0
         return self._steps
 
-    @steps.setter
-    def steps(self, steps: Array) -> None:
-        self._steps = steps
-        self._since = 0
+    def take_back(self, steps: Array, ended: Sequence[int]) -> None:
+        """Correct the last ``advance`` by rows in which environments made no steps.
+
+        Args:
+            steps: number of these rows, ``[B]``.
+            ended: environments whose next episode has not begun.
+        """
+        current = self.steps
+        current -= steps
+        current[ended] = 0
+        self.returns[ended] = 0.0
 
     @property
     def returns(self) -> Array:
@@ -282,7 +289,7 @@ class AgentClock:
             *(self._apart(values) for values in (reward, terminated, truncated, done))
         )
         # the zeros
-        self._clock.steps -= T - np.bincount(self._at[1].reshape(-1), minlength=columns)
+        self._clock.take_back(T - np.bincount(self._at[1].reshape(-1), minlength=columns), [])
         if not len(records):
             return records
         rows = np.broadcast_to(np.arange(T)[:, None], reward.shape)

@@ -29,6 +29,14 @@ class Span:
     length: int
     kept: bool = True
 
+    def drop(self) -> None:
+        """Note that no episode needs the rows any more."""
+        self.kept = False
+
+    def move(self, start: int) -> None:
+        """Note that the chunk has the rows from ``start`` on."""
+        self.start = start
+
 
 class CopiedRows:
     """A copy of the rows of one batch, ``[frames]``. Episodes with rows in it refer to it."""
@@ -47,7 +55,7 @@ class CopiedRows:
 
     def drop(self, span: Span) -> None:
         """Mark the rows as unneeded; ``compact`` frees their memory."""
-        span.kept = False
+        span.drop()
         self._live -= span.length
 
     def compact(self) -> None:
@@ -64,7 +72,7 @@ class CopiedRows:
         self._spans = spans
         start = 0
         for span in spans:
-            span.start = start
+            span.move(start)
             start += span.length
 
 

@@ -9,7 +9,7 @@ kinds means the same under the same name.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from typing import Literal, Protocol, get_args
 
@@ -67,9 +67,11 @@ class PerEnv:
 
     biased = False
 
-    def __init__(self, episodes: int, num_envs: int) -> None:
+    def __init__(self, episodes: int, num_envs: int, *, left: Sequence[int] | None = None) -> None:
         share, more = divmod(episodes, num_envs)
         self._left = [share + (i < more) for i in range(num_envs)]
+        if left is not None:
+            self._left = list(left)
 
     def ended(self, which: Sequence[int]) -> list[int]:
         counted = [i for i in which if self.awaits(i)]
@@ -84,9 +86,7 @@ class PerEnv:
     @classmethod
     def of(cls, left: Sequence[int]) -> PerEnv:
         """Make a rule that takes a number from each environment."""
-        made = cls(0, len(left))
-        made._left = list(left)
-        return made
+        return cls(sum(left), len(left), left=left)
 
     @property
     def certain_steps(self) -> int | None:
@@ -107,10 +107,19 @@ class Fair:
     Of simultaneous ends the lowest environment is first. It is prt_rl's rule.
     """
 
-    def __init__(self, episodes: int, num_envs: int) -> None:
-        share, self._further = divmod(episodes, num_envs)
-        self._left = [share] * num_envs  # -1: has given one of the rest
-        self.biased = self._further > 0
+    def __init__(
+        self,
+        episodes: int,
+        num_envs: int,
+        *,
+        left: Sequence[int] | None = None,
+        further: int | None = None,
+    ) -> None:
+        share, rest = divmod(episodes, num_envs)
+        self._further = rest if further is None else further
+        # -1: has given one of the rest
+        self._left = [share] * num_envs if left is None else list(left)
+        self.biased = rest > 0
 
     def ended(self, which: Sequence[int]) -> list[int]:
         share = [i for i in which if self._left[i] > 0]
@@ -136,10 +145,8 @@ class Fair:
         return sorted(left for left in self._left if left >= 0)[self._further - 1]
 
     def part(self, which: Sequence[int]) -> Fair:
-        made = Fair(0, len(which))
-        made._left = [self._left[i] for i in which]
-        made._further = len(which) if self._further else 0
-        return made
+        further = len(which) if self._further else 0
+        return Fair(0, len(which), left=[self._left[i] for i in which], further=further)
 
 
 class LastEven:
@@ -154,9 +161,13 @@ class LastEven:
 
     biased = False
 
-    def __init__(self, episodes: int, num_envs: int) -> None:
+    def __init__(
+        self, episodes: int, num_envs: int, *, running: Iterable[int] | None = None
+    ) -> None:
         self._left = episodes
         self._running = set(range(min(episodes, num_envs)))
+        if running is not None:
+            self._running = set(running)
 
     def ended(self, which: Sequence[int]) -> list[int]:
         counted = [i for i in which if i in self._running]
@@ -177,11 +188,10 @@ class LastEven:
         return spare // len(self._running) if spare else None
 
     def part(self, which: Sequence[int]) -> LastEven:
-        made = LastEven(0, len(which))
-        made._running = {place for place, i in enumerate(which) if i in self._running}
+        running = [place for place, i in enumerate(which) if i in self._running]
         stops = self._left == len(self._running)
-        made._left = len(made._running) if stops else ENDLESS * len(which)
-        return made
+        episodes = len(running) if stops else ENDLESS * len(which)
+        return LastEven(episodes, len(which), running=running)
 
 
 class FirstDone:

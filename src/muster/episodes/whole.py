@@ -73,6 +73,25 @@ class HeldEpisode:
     agent: int = 0
     parts: list[tuple[CopiedRows, Span]] = field(default_factory=list)
 
+    def identify(self, traj_id: int) -> None:
+        """Set the trajectory id, which was unknown."""
+        self.traj_id = traj_id
+
+    def extend(self, chunk: CopiedRows, span: Span) -> None:
+        """Add rows of a chunk."""
+        self.parts.append((chunk, span))
+        self.length += span.length
+
+    def end_at(self, row: int) -> None:
+        """Set where it ended; see ``end``."""
+        self.end = row
+
+    def forget(self, reason: int) -> None:
+        """Forget all rows; ``reason`` takes the place of the number."""
+        self.number = reason
+        self.length = 0
+        self.parts = []
+
 
 class WholeEpisodes:
     """Joins successive batches of one collector to groups of exactly ``n`` complete episodes.
@@ -196,7 +215,7 @@ class WholeEpisodes:
             ):
                 episode = self._follow(chunk, *piece)
                 if row != GOING:
-                    episode.end = row
+                    episode.end_at(row)
                     del self._open[episode.env, episode.agent]
                     self._first_open[episode.env, episode.agent] = NO_MORE
                     ended.append(episode)
@@ -475,7 +494,7 @@ class WholeEpisodes:
         """
         episode = self._open.get((env, agent))
         if episode is not None and episode.traj_id == UNKNOWN:
-            episode.traj_id = traj_id
+            episode.identify(traj_id)
         if episode is None or episode.traj_id != traj_id:
             if episode is not None:
                 self._drop(episode, CUT)
@@ -488,8 +507,7 @@ class WholeEpisodes:
         if episode.number < 0:
             self.dropped[REASONS[episode.number]] += length
         else:
-            episode.parts.append((chunk, chunk.keep(first, length)))
-            episode.length += length
+            episode.extend(chunk, chunk.keep(first, length))
             self.frames_held += length
         return episode
 
@@ -509,18 +527,18 @@ class WholeEpisodes:
 
     def _forget(self, episode: HeldEpisode, reason: int) -> None:
         """Drop the later rows of an open episode, for this reason."""
-        episode.number, episode.length, episode.parts = reason, 0, []
+        episode.forget(reason)
         self._first_open[episode.env, episode.agent] = NO_MORE
 
     def _joined(self, episodes: Sequence[HeldEpisode]) -> EpisodeGroup:
         length = np.array([episode.length for episode in episodes])
         rows, numbers = _gathered(episodes)
         if self.layout == "pad":
-            group = padded(rows, numbers, length, NEVER)
+            joined = padded(rows, numbers, length, NEVER)
         else:
-            group = take(rows, numbers)
-            group.names = ["time"]
-        return EpisodeGroup(group, int(length.sum()))
+            joined = take(rows, numbers)
+            joined.names = ["time"]
+        return EpisodeGroup(joined, int(length.sum()))
 
     def _let_go(self, episodes: Sequence[HeldEpisode]) -> None:
         for episode in episodes:

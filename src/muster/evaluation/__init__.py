@@ -2,7 +2,8 @@
 batches.
 """
 
+from muster.evaluation.episodes import EvaluatedEpisode, UnfinishedEpisode
 from muster.evaluation.evaluator import Evaluator
-from muster.evaluation.result import EvaluatedEpisode, Evaluation, EvaluatorStats, UnfinishedEpisode
+from muster.evaluation.result import Evaluation, EvaluatorStats
 
 __all__ = ["EvaluatedEpisode", "Evaluation", "Evaluator", "EvaluatorStats", "UnfinishedEpisode"]

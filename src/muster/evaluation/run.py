@@ -11,7 +11,8 @@ import numpy as np
 from muster.episodes.record import EpisodeRecord
 from muster.episodes.rules import ENDLESS, AtMost, DivisibleRule, RuleName, check_rule, make_rule
 from muster.errors import BadOption
-from muster.evaluation.result import EvaluatedEpisode, Evaluation, UnfinishedEpisode
+from muster.evaluation.episodes import EvaluatedEpisode, UnfinishedEpisode
+from muster.evaluation.result import Evaluation
 from muster.evaluation.video import Tape
 from muster.memory.specs import Array
 from muster.utils.integers import integer

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from muster.errors import UnsupportedEnv
-from muster.evaluation.result import EvaluatedEpisode
+from muster.evaluation.episodes import EvaluatedEpisode
 from muster.keys import Key
 from muster.memory.specs import Array
 from muster.restore.crash_report import CrashReport, EnvFactory, Special

@@ -168,6 +168,34 @@ class Lane:
                 for column in self.layout.tensor_columns
             }
 
+    def restart(self) -> None:
+        """Begin a rollout at row 0: no row is complete."""
+        self.done_steps = 0
+        self.acts_from = 0
+        self.stopped = False
+
+    def begin_at(self, row: int) -> None:
+        """Let a policy act from ``row`` on; the rows before it are complete."""
+        self.done_steps = row
+        self.acts_from = row
+
+    def act_from(self, row: int) -> None:
+        """Let the policy's first ``act`` be for ``row``; rows before it have their actions."""
+        self.acts_from = row
+
+    def complete(self, rows: int) -> None:
+        """Set the number of complete rows."""
+        self.done_steps = rows
+
+    def take_back(self, row: int) -> None:
+        """Make the rows from ``row`` on incomplete; the rollout continues there."""
+        self.done_steps = row
+        self.stopped = False
+
+    def stop(self) -> None:
+        """End the rollout after the rows that are complete."""
+        self.stopped = True
+
     def rows(self, key: Key) -> Sequence[torch.Tensor] | torch.Tensor:
         """Return torch views of the rows in the shape for policies: ``[*batch_shape, *shape]``."""
         tensor = self.tensors[key]
@@ -249,7 +277,9 @@ class Slot:
     def begin(self) -> Self:
         """Prepare all lanes to be filled from the first row on."""
         for lane in self.lanes:
-            lane.done_steps, lane.stopped = 0, False
+            # not ``restart``: a call per batch of one step
+            lane.done_steps = 0
+            lane.stopped = False
         return self
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,11 +15,9 @@ from muster.errors import BadOption
 from muster.memory.specs import Array
 from muster.observing.progress import clock, short
 from muster.observing.snapshots import RunHistory, snapshot
+from muster.observing.spans import TimeSpan
 from muster.observing.stats import CollectorStats
 from muster.utils.attributes import optional
-
-if TYPE_CHECKING:
-    from muster.observing.timeline import Span
 
 # Okabe and Ito's palette
 BLUE = "#0072b2"
@@ -112,7 +110,7 @@ def plot_returns(
     return figure
 
 
-def plot_spans(spans: Sequence[Span], tracks: Mapping[int, str]) -> Any:
+def plot_spans(spans: Sequence[TimeSpan], tracks: Mapping[int, str]) -> Any:
     """Return the picture of a timeline: a row for each track, over milliseconds.
 
     Args:
@@ -124,8 +122,8 @@ def plot_spans(spans: Sequence[Span], tracks: Mapping[int, str]) -> Any:
     if not spans:
         _empty(axis, "no spans: call start() first")
         return figure
-    first = min(begin for _, begin, _, _ in spans)
-    rows = {track: row for row, track in enumerate(sorted({track for *_, track in spans}))}
+    first = min(span.begin_ns for span in spans)
+    rows = {track: row for row, track in enumerate(sorted({span.track for span in spans}))}
     bars: dict[str, dict[int, list[tuple[float, float]]]] = {}
     for name, begin, end, track in spans:
         of_row = bars.setdefault(name, {}).setdefault(rows[track], [])

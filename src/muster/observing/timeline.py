@@ -13,10 +13,10 @@ from typing import Any
 
 from muster.errors import BadOption
 from muster.observing.plot import plot_spans, png_of
+from muster.observing.spans import TimeSpan
 from muster.utils.whole_files import make_folder, write_whole
 
 MOST_DRAWN = 5_000  # spans of a picture
-Span = tuple[str, int, int, int]  # name, begin and end in ns, track
 
 
 class Timeline:
@@ -49,7 +49,7 @@ class Timeline:
         self.running = False
         self.dropped = 0
         self.tracks: dict[int, str] = {}
-        self._spans: deque[Span] = deque(maxlen=limit)
+        self._spans: deque[TimeSpan] = deque(maxlen=limit)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -68,7 +68,7 @@ class Timeline:
         if self.running:
             with self._lock:
                 self.dropped += len(self._spans) == self._spans.maxlen
-                self._spans.append((name, begin_ns, end_ns, track))
+                self._spans.append(TimeSpan(name, begin_ns, end_ns, track))
 
     def clear(self) -> None:
         """Remove all spans, and reset ``dropped``."""
@@ -87,7 +87,7 @@ class Timeline:
             dropped = self.dropped
         pid = os.getpid()
         events = [_label("process_name", pid, 0, self.name)]
-        for track in sorted({span[3] for span in spans}):
+        for track in sorted({span.track for span in spans}):
             events.append(
                 _label("thread_name", pid, track, self.tracks.get(track, f"track {track}"))
             )
@@ -128,9 +128,9 @@ class Timeline:
         return png_of(self.plot)
 
 
-def _outer_first(spans: Iterable[Span]) -> list[Span]:
+def _outer_first(spans: Iterable[TimeSpan]) -> list[TimeSpan]:
     """Sort spans by track and time: viewers nest spans with the same start in their order."""
-    return sorted(spans, key=lambda span: (span[3], span[1], -span[2]))
+    return sorted(spans, key=lambda span: (span.track, span.begin_ns, -span.end_ns))
 
 
 def _label(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:

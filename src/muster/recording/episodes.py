@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import torch
 
 from muster.episodes.segment import cut
 from muster.keys import DONE, REWARD, TERMINATED, TRAJ_IDS, TRUNCATED, Key, next_of
 from muster.memory.specs import Array
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 IS_INIT: Key = ("collector", "is_init")
 
@@ -53,6 +59,29 @@ class Episode:
     def end(self) -> tuple[int, int]:
         """Batch and row of the last frame."""
         return self.pieces[-1].batch, self.pieces[-1].stop - 1
+
+
+class Recorded(Protocol):
+    """What exports read of a recording.
+
+    Attributes:
+        directory: path of its directory.
+        meta: the user's metadata.
+        keys: keys of its batches.
+        episodes: the table of episodes.
+    """
+
+    directory: Path
+    meta: dict[str, Any]
+
+    @property
+    def keys(self) -> list[Key]: ...
+
+    @property
+    def episodes(self) -> tuple[Episode, ...]: ...
+
+    def batch(self, i: int) -> TensorDict:
+        """Return batch ``i``."""
 
 
 def find_episodes(batches: Iterable[tuple[Mapping[Key, Array], bool]]) -> tuple[Episode, ...]:
@@ -101,3 +130,23 @@ def _joined(parts: Sequence[tuple[Episode, bool, int]]) -> Episode:
         complete=first.complete and done and whole,
         pieces=tuple(part.pieces[0] for part, _, _ in parts),
     )
+
+
+def cut_out(episode: Episode, batch: Callable[[int], TensorDict]) -> TensorDict:
+    """Return the rows of an episode. ``batch`` returns a batch of the recording by number."""
+    pieces = []
+    for piece in episode.pieces:
+        rows = batch(piece.batch)
+        time = time_dim(rows.names)
+        outer = [size for dim, size in enumerate(rows.shape) if dim != time]
+        index: list[Any] = [int(n) for n in np.unravel_index(piece.env, outer)] if outer else []
+        index.insert(time, slice(piece.start, piece.stop))
+        pieces.append(rows[tuple(index)])
+    found: TensorDict = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    found.names = ["time"]
+    return found
+
+
+def time_dim(names: Sequence[str | None]) -> int:
+    """Return the dimension of time of batches whose dimensions have these names."""
+    return names.index("time") if "time" in names else len(names) - 1

@@ -27,7 +27,7 @@ from muster.keys import (
     next_of,
 )
 from muster.memory.specs import Array
-from muster.recording.reader import Recording, cut_out
+from muster.recording.episodes import Recorded, cut_out
 from muster.utils.attributes import optional
 from muster.utils.texts import counted
 from muster.utils.whole_files import file_errors, make_folder, written_elsewhere
@@ -72,7 +72,7 @@ class CompleteEpisodes:
     of steps of each. Raises ``BadRecording`` if no episode is complete.
     """
 
-    def __init__(self, recording: Recording, *, with_last: bool = False) -> None:
+    def __init__(self, recording: Recorded, *, with_last: bool = False) -> None:
         self._recording = recording
         # most episodes share theirs with others
         self._batch = lru_cache(MOST_BATCHES)(recording.batch)
@@ -115,7 +115,7 @@ class CompleteEpisodes:
         return Export(path, len(self), sum(self.lengths), dict(self._left_out))
 
 
-def observation_keys(recording: Recording, given: Sequence[Key | str] | None = None) -> list[Key]:
+def observation_keys(recording: Recorded, given: Sequence[Key | str] | None = None) -> list[Key]:
     """Return the root keys of the observations: ``given``, or those that the batches also have
     below "next".
 
@@ -178,7 +178,7 @@ def new_path(path: Any) -> Path:
     return target
 
 
-def write_parquet(recording: Recording, path: Any) -> Export:
+def write_parquet(recording: Recorded, path: Any) -> Export:
     """See ``Recording.to_parquet``."""
     target, episodes = new_path(path), CompleteEpisodes(recording)
     with optional("an export", "pyarrow", "parquet"):

@@ -29,6 +29,7 @@ from muster.keys import (
     next_of,
 )
 from muster.memory.specs import Array
+from muster.recording.episodes import Recorded
 from muster.recording.export import (
     CompleteEpisodes,
     Export,
@@ -46,8 +47,6 @@ from muster.utils.whole_files import file_errors, make_folder
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from muster.recording.reader import Recording
-
 FILES_PER_CHUNK = 1000
 FILE_BYTES = 100 << 20
 FILE_PICTURES = 10_000
@@ -56,7 +55,7 @@ VIDEO = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 
 
 def write_lerobot(
-    recording: Recording, directory: Any, *, fps: float, task: str, keys: Sequence[Key | str] | None
+    recording: Recorded, directory: Any, *, fps: float, task: str, keys: Sequence[Key | str] | None
 ) -> Export:
     """See ``Recording.to_lerobot``."""
     with optional("an export", "pyarrow", "lerobot"):

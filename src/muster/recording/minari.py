@@ -31,9 +31,8 @@ from muster.keys import (
     next_of,
 )
 from muster.memory.specs import Array
-from muster.recording.episodes import Episode, Piece
+from muster.recording.episodes import Episode, Piece, Recorded
 from muster.recording.export import CompleteEpisodes, Export, array_of, column_of, observation_keys
-from muster.recording.reader import MINARI, Recording
 from muster.utils.attributes import optional
 from muster.utils.texts import counted
 
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def write_minari(
-    recording: Recording,
+    recording: Recorded,
     dataset_id: str,
     env: Any,
     observation_space: spaces.Space[Any] | None,
@@ -175,16 +174,16 @@ class MinariRecording:
         return f"MinariRecording({str(self.directory)!r}: {held})"
 
 
-def load_minari(source: str | os.PathLike[str]) -> MinariRecording:
-    """Open a dataset: ``"minari:ID"`` of a local one, or its directory.
+def load_minari(source: str | os.PathLike[str], dataset_id: str | None) -> MinariRecording:
+    """Open the local dataset with an id; without one, the dataset in the directory ``source``.
 
     Raises ``BadRecording`` if there is none.
     """
     with optional("a Minari dataset", "minari", "minari"):
         import minari
     try:
-        if str(source).startswith(MINARI):
-            return MinariRecording(minari.load_dataset(str(source).removeprefix(MINARI)))
+        if dataset_id is not None:
+            return MinariRecording(minari.load_dataset(dataset_id))
         return MinariRecording(minari.MinariDataset(Path(source, "data")))
     except (OSError, ValueError, KeyError) as error:
         raise BadRecording(

@@ -6,7 +6,7 @@ import math
 import os
 import reprlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate
@@ -29,7 +29,7 @@ from muster.recording.chunks import (
     open_part,
     read_chunk,
 )
-from muster.recording.episodes import IS_INIT, Episode, find_episodes
+from muster.recording.episodes import IS_INIT, Episode, cut_out, find_episodes, time_dim
 from muster.recording.writer import FORMAT, VERSION
 from muster.utils.tensor_files import Damaged, bytes_of, opened, unseal
 from muster.utils.texts import counted
@@ -67,10 +67,11 @@ def load(
             ``Recording.lost``.
     """
     root = Path(os.path.realpath(directory))
-    if str(directory).startswith(MINARI) or (root / "data" / "metadata.json").exists():
+    is_id = str(directory).startswith(MINARI)
+    if is_id or (root / "data" / "metadata.json").exists():
         from muster.recording.minari import load_minari
 
-        return load_minari(directory)
+        return load_minari(directory, str(directory).removeprefix(MINARI) if is_id else None)
     try:
         names = os.listdir(root)
     except OSError as error:
@@ -352,21 +353,6 @@ class Recording:
                 expected = number + 1
 
 
-def cut_out(episode: Episode, batch: Callable[[int], TensorDict]) -> TensorDict:
-    """Return the rows of an episode. ``batch`` returns a batch of the recording by number."""
-    pieces = []
-    for piece in episode.pieces:
-        rows = batch(piece.batch)
-        time = _time_dim(rows.names)
-        outer = [size for dim, size in enumerate(rows.shape) if dim != time]
-        index: list[Any] = [int(n) for n in np.unravel_index(piece.env, outer)] if outer else []
-        index.insert(time, slice(piece.start, piece.stop))
-        pieces.append(rows[tuple(index)])
-    found: TensorDict = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    found.names = ["time"]
-    return found
-
-
 def _tensordict(chunk: Chunk, values: dict[Key, Any]) -> TensorDict:
     from tensordict import TensorDict
 
@@ -381,7 +367,7 @@ def _flat(chunk: Chunk, key: Key, column: torch.Tensor) -> Array:
     """Return a column of all batches as ``[N, E, T]``, environments flattened; nan if a reward is
     no single number.
     """
-    time, dims = _time_dim(chunk.names), len(chunk.batch_size)
+    time, dims = time_dim(chunk.names), len(chunk.batch_size)
     if column.dtype == torch.bfloat16:
         column = column.float()
     size = math.prod(column.shape[1 + dims :])
@@ -393,10 +379,6 @@ def _flat(chunk: Chunk, key: Key, column: torch.Tensor) -> Array:
     if key == REWARD:
         return rows[..., 0].astype(np.float64) if size == 1 else np.full(rows.shape[:3], math.nan)
     return rows[..., 0]
-
-
-def _time_dim(names: Sequence[str | None]) -> int:
-    return names.index("time") if "time" in names else len(names) - 1
 
 
 def _in_order(chunk: Chunk, tensor: torch.Tensor) -> torch.Tensor:

@@ -141,7 +141,7 @@ class Anchors:
         self._known: set[int] = set()
         self._calls = 0
 
-    def lose(self, which: Sequence[int]) -> None:
+    def lost_track(self, which: Sequence[int]) -> None:
         """Mark environments stepped by actions that are not in the log.
 
         Only a known reset makes them replayable.

@@ -238,17 +238,16 @@ class _JoinedRollouts:
     def __init__(self, notes: CrashNotes, group: Group) -> None:
         self._notes = notes
         self._number = group.number
-        self._waiting = group.waiting
         self._num_envs, self._anchors = group.B, Anchors(group.env)
         self._keys: list[Key] = []  # of the actions, then of the trajectory ids
         self._columns: list[Array] = []  # [most, B, *shape] of each
         self._most = self._full = self._rows = 0
         self._forget()
-        group.before_reset, group.lost_track = self._before_reset, self._lose
+        group.listen(self)
 
     def add(self, result: RolloutResult, lane: Lane, begin: int) -> None:
         if result.error is not None:
-            self._lose()
+            self.lost_track()
             return
         rows = self._rows + result.done_steps - begin
         if rows > self._most:
@@ -260,7 +259,7 @@ class _JoinedRollouts:
             self._ended.append(result.episodes)
         newest_due = self._ended and self._notes.kept is not None and self._notes.kept.newest_due
         # bypassed rows have to be the last ones
-        if rows >= self._full or newest_due or not self._waiting.idle:
+        if rows >= self._full or newest_due or result.left_out:
             self.flush()
 
     def flush(self) -> None:
@@ -275,13 +274,13 @@ class _JoinedRollouts:
         self._rows = 0
         self._ended: list[Episodes] = []
 
-    def _lose(self, which: Iterable[int] = ()) -> None:
+    def lost_track(self, which: Iterable[int] = ()) -> None:
         """Forget all actions: the next ones do not follow them."""
         self._forget()
         self._anchors.forget()
         self._notes.forget([self._number])
 
-    def _before_reset(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def before_reset(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
         # A rollout begins in row 0 of its lane, or continues after an error, which has forgotten
         # all earlier rows.
         self._anchors.before_reset(self._rows + row, which, seeds)

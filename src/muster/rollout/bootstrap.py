@@ -9,10 +9,10 @@ et al. 2016).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -27,8 +27,10 @@ from muster.rollout.context import RolloutContext
 from muster.rollout.group import Group
 from muster.rollout.loop import rollout
 from muster.rollout.progress import Phase
+from muster.rollout.request import Bootstrap, RolloutOutcome, RolloutRequest
+from muster.rollout.running import places_of
+from muster.rollout.tally import Tally
 
-Bootstrap = Literal["last", "truncations"]
 # keys of a lane's cache
 SPARE = "bootstrap"
 KEPT = "bootstrap: kept states"
@@ -55,6 +57,10 @@ class BootstrapRows:
     columns: tuple[Column, ...]
     values: Array | None = None
 
+    def fill(self, values: Array) -> None:
+        """Set the values of all rows."""
+        self.values = values
+
 
 def check_bootstrap(
     columns: Sequence[Column], observed: Collection[Key], *, reset_when_done: bool
@@ -79,9 +85,12 @@ def check_bootstrap(
         )
 
 
-class After:
-    """Collects the next observations and states of a rollout, also of its rows before an error, for
-    their values.
+class NextRows:
+    """The next observations and states of a rollout, also of its rows before an error, for their
+    values.
+
+    It is a ``ResetListener`` of the rollout: recurrent states are kept before a reset overwrites
+    them.
 
     Args:
         wanted: "last": those after the last row of each environment; "truncations": also those
@@ -94,60 +103,43 @@ class After:
         self._wanted = wanted
         of_env = group.env.spec.carried_specs
         self._states = [c.key for c in lane.layout.columns if c.carry and c.key not in of_env]
-        # recurrent states that resets would overwrite
         self._kept: dict[tuple[int, int], dict[Key, Any]]
         self._kept = lane.cache.setdefault(KEPT, {})
         # the rollout writes these rows again
         for cell in [cell for cell in self._kept if cell[0] >= lane.done_steps]:
             del self._kept[cell]
 
-    def keep(self, row: int, which: Sequence[int]) -> None:
-        """Keep the recurrent states of environments ``which`` before a reset overwrites them in
-        ``row``.
-        """
-        for i in which if row else ():
+    def before_reset(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+        """Keep the recurrent states of environments ``which`` in ``row``."""
+        if row == 0:
+            return
+        for i in which:
             # else it is reset again after an error: ``row`` has the new states
             if (row - 1, i) not in self._kept:
-                self._kept[row - 1, i] = {
-                    key: _copy(self._lane.data[key][row, i]) for key in self._states
-                }
+                states = {key: _copy(self._lane.data[key][row, i]) for key in self._states}
+                self._kept[row - 1, i] = states
 
-    def values(self, policy: Policy | None) -> BootstrapRows:
-        """Return the ``wanted`` rows of a complete rollout; without a policy, the caller must fill
-        in their values.
+    def lost_track(self, which: Sequence[int]) -> None:
+        """Nothing: that happens outside of rollouts."""
+
+    def gather(self, limit: int | None, places: tuple[Array, int]) -> BootstrapRows:
+        """Return the ``wanted`` rows of a complete rollout, without their values.
+
+        Args:
+            limit, places: see ``RolloutRequest.limit`` and ``places_of``.
         """
-        made = self._gather()
-        if policy is not None and len(made.t):
-            group = self._group
-            cache = self._lane.cache
-            if SPARE not in cache:
-                shape = group.env.spec.acting_shape
-                cache[SPARE] = spare_lane(
-                    made.columns, math.prod(shape), shape, group.env.spec.device
-                )
-            around = (
-                group.context() if policy.draws_globally else RolloutContext(group, own_rng=False)
-            )
-            fill_values(made, policy, group.rng, cache[SPARE], around)
-        elif policy is not None:
-            made.values = np.empty(0, np.float32)
-        return made
-
-    def _gather(self) -> BootstrapRows:
         lane = self._lane
-        n = self._lane.done_steps
-        terminated, truncated, ids = (
-            lane.arrays[key][:n] for key in (next_of(TERMINATED), next_of(TRUNCATED), TRAJ_IDS)
-        )
+        n = lane.done_steps
+        terminated = lane.arrays[next_of(TERMINATED)][:n]
+        truncated = lane.arrays[next_of(TRUNCATED)][:n]
+        ids = lane.arrays[TRAJ_IDS][:n]
         shown = ids >= 0
-        if (limit := self._group.frame_limit) is not None:
-            places, sharing = self._group.places
-            shown &= np.arange(n)[:, None] * sharing + places < limit
-        last = (
-            np.where(shown.any(axis=0), n - 1 - shown[::-1].argmax(axis=0), -1)
-            if n
-            else np.full(lane.B, -1)
-        )
+        if limit is not None:
+            indices, sharing = places
+            shown &= np.arange(n)[:, None] * sharing + indices < limit
+        last = np.full(lane.B, -1)
+        if n:
+            last = np.where(shown.any(axis=0), n - 1 - shown[::-1].argmax(axis=0), -1)
         cells = np.zeros(ids.shape, bool)
         envs = np.flatnonzero(last >= 0)
         cells[last[envs], envs] = True
@@ -167,38 +159,46 @@ class After:
 
 
 def rollout_and_values(
-    group: Group, policy: Policy, lane: Lane, wanted: Bootstrap, asked: Policy | None
-) -> BootstrapRows:
-    """Run ``rollout`` unless it is complete, and return ``After.values``, evaluated by the policy
-    ``asked``.
+    group: Group,
+    policy: Policy,
+    request: RolloutRequest,
+    lane: Lane,
+    wanted: Bootstrap,
+    tally: Tally,
+    valued_by: Policy | None,
+) -> tuple[RolloutOutcome, BootstrapRows]:
+    """Run ``rollout`` unless it is complete, and return its outcome and the ``wanted`` rows.
+
+    Args:
+        valued_by: evaluates the rows; None: the caller has to fill in their values.
     """
     if lane.done_steps == 0:
         lane.cache.pop(COMPLETE, None)
-    with _noting(group, lane, wanted) as after:
-        if COMPLETE not in lane.cache:
-            rollout(group, policy, lane)
-            lane.cache[COMPLETE] = True  # the group's clock has advanced, and must not do so again
-        phase = group.progress.begin(Phase.POLICY)
-        made = after.values(asked)
-        group.progress.begin(phase)
-        return made
+    rows = NextRows(group, lane, wanted)
+    outcome: RolloutOutcome | None = lane.cache.get(COMPLETE)
+    if outcome is None:
+        outcome = rollout(group, policy, request, lane, tally, listener=rows)
+        # the group's clock has advanced, and must not do so again if the values fail
+        lane.cache[COMPLETE] = outcome
+    phase = group.progress.begin(Phase.POLICY)
+    made = rows.gather(request.limit, places_of(group, request))
+    if valued_by is not None:
+        _evaluate(group, lane, made, valued_by)
+    group.progress.begin(phase)
+    return outcome, made
 
 
-@contextmanager
-def _noting(group: Group, lane: Lane, wanted: Bootstrap) -> Iterator[After]:
-    """Record the states for ``After.values`` during a rollout."""
-    after, before = After(group, lane, wanted), group.before_reset
-
-    def before_reset(row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
-        after.keep(row, which)
-        if before is not None:
-            before(row, which, seeds)
-
-    group.before_reset = before_reset
-    try:
-        yield after
-    finally:
-        group.before_reset = before
+def _evaluate(group: Group, lane: Lane, made: BootstrapRows, policy: Policy) -> None:
+    if not len(made.t):
+        made.fill(np.empty(0, np.float32))
+        return
+    if SPARE not in lane.cache:
+        shape = group.env.spec.acting_shape
+        lane.cache[SPARE] = spare_lane(made.columns, math.prod(shape), shape, group.env.spec.device)
+    around = group.contexts.usual
+    if not policy.draws_globally:
+        around = RolloutContext(group.rng, group.options, own_rng=False, inference=True)
+    fill_values(made, policy, group.rng, lane.cache[SPARE], around)
 
 
 def spare_lane(
@@ -231,10 +231,10 @@ def fill_values(
                 lane.data[name][0, :k] = rows[begin : begin + k]
                 if k < B:
                     lane.data[name][0, k:] = rows[begin]
-            lane.done_steps = lane.acts_from = 0
+            lane.begin_at(0)
             _ask(policy, lane, rng)
             values[begin : begin + k] = lane.tensors[key][0].reshape(B)[:k].cpu().numpy()
-    made.values = values  # all values or none
+    made.fill(values)  # all values or none
 
 
 def _ask(policy: Policy, lane: Lane, rng: GroupRng) -> None:

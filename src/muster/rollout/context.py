@@ -3,72 +3,103 @@
 from __future__ import annotations
 
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
+
+from muster.rng import GroupRng
+from muster.rollout.columns import RolloutOptions
 
 if TYPE_CHECKING:
     import torch
-
-    from muster.rollout.group import Group
 else:
     from muster.utils import lazy_torch as torch
 
 
+class _Thread(threading.local):
+    """Whether a thread runs beside the user's thread."""
+
+    is_beside_user = False
+
+
+_thread = _Thread()
+
+
+def run_beside_user() -> None:
+    """Say that the calling thread runs beside the user's thread from now on.
+
+    Rollouts in it do not change the process's generators and threads, which the user may be using.
+    """
+    _thread.is_beside_user = True
+
+
 class RolloutContext:
-    """Makes the group's generators global, sets torch's threads, and disables gradients.
+    """Makes a group's generators global, sets torch's threads, and disables gradients.
 
-    Reusable, not reentrant.
-
-    In a thread beside the user's thread, it does not change the process's generators and threads.
+    Reusable, not reentrant. In a thread beside the user's thread (``run_beside_user``), it does not
+    change the process's generators and threads.
 
     Args:
         own_rng: False: do not change the generators.
-        first: disable gradients without inference mode: a module may create tensors in its first
-            call and keep them, such as lazy parameters, and tensors created in inference mode
-            cannot be trained.
+        inference: disable gradients with torch's inference mode, not only with ``no_grad``. Not for
+            a policy's first call: a module may create tensors in it and keep them, such as lazy
+            parameters, and tensors created in inference mode cannot be trained.
     """
 
-    def __init__(self, group: Group, *, own_rng: bool = True, first: bool = False) -> None:
-        self._group = group
-        self._own_rng = own_rng
-        self._first = first
+    def __init__(
+        self, rng: GroupRng, options: RolloutOptions, *, own_rng: bool = True, inference: bool
+    ) -> None:
+        self._rng = rng
+        self._own_rng = own_rng and options.own_rng
+        self._num_threads = options.num_threads
+        self._inference = inference
         # kept, since ``inference_mode()`` and ``no_grad()`` take 5 us
-        self._modes: dict[bool, Any] = {}
+        self._mode: Any = None
+        self._is_in_mode = False
         self._user: Any = None
-        self._grad: Any = None
         self._threads_before: int | None = None
 
     def __enter__(self) -> None:
-        options, background = self._group.options, self._group.in_background()
+        is_beside_user = _thread.is_beside_user
         try:
-            if self._own_rng and options.own_rng and not background:
-                self._user = self._group.rng.install()
+            if self._own_rng and not is_beside_user:
+                self._user = self._rng.install()
             # else no environment uses it, and the policy acts in another process
             if "torch" in sys.modules:
-                if not background and options.num_threads not in (
-                    None,
-                    threads := torch.get_num_threads(),
-                ):
-                    self._threads_before = threads
-                    torch.set_num_threads(options.num_threads)
-                inference = options.inference_mode and not self._first
-                grad = self._modes.get(inference)
-                if grad is None:
-                    grad = self._modes[inference] = (
-                        torch.inference_mode() if inference else torch.no_grad()
-                    )
-                grad.__enter__()
-                self._grad = grad
+                if not is_beside_user and self._num_threads is not None:
+                    threads = torch.get_num_threads()
+                    if threads != self._num_threads:
+                        self._threads_before = threads
+                        torch.set_num_threads(self._num_threads)
+                if self._mode is None:
+                    self._mode = torch.inference_mode() if self._inference else torch.no_grad()
+                self._mode.__enter__()
+                self._is_in_mode = True
         except BaseException:
             self.__exit__(None, None, None)
             raise
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if self._grad is not None:
-            self._grad.__exit__(kind, error, trace)
-            self._grad = None
+        if self._is_in_mode:
+            self._is_in_mode = False
+            self._mode.__exit__(kind, error, trace)
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
             self._threads_before = None
         if self._user is not None:
-            self._group.rng.remove(self._user)
+            self._rng.remove(self._user)
             self._user = None
+
+
+class Contexts:
+    """The contexts of one group, made once.
+
+    Attributes:
+        rng: random streams of the group.
+        usual: the context of rollouts.
+        without_inference: that of a policy's first call, and of rollouts with gradients enabled.
+    """
+
+    def __init__(self, rng: GroupRng, options: RolloutOptions) -> None:
+        self.rng = rng
+        self.usual = RolloutContext(rng, options, inference=options.inference_mode)
+        self.without_inference = RolloutContext(rng, options, inference=False)

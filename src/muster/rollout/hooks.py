@@ -32,11 +32,11 @@ from muster.memory.slots import Lane
 from muster.memory.specs import Array
 
 if TYPE_CHECKING:
-    from muster.rollout.group import Group
-    from muster.rollout.marks import Final
-    from muster.rollout.resets import Waiting
+    from muster.protocols import EnvBatch
+    from muster.rollout.ends import Waiting
+    from muster.rollout.marks import Final, NextObservations
+    from muster.rollout.request import Watch
 
-Watch = Callable[[Lane, int], object]
 Value = TypeVar("Value")
 Result = TypeVar("Result")
 
@@ -126,11 +126,21 @@ class StepView:
         return key in FIXED or (key[1:] if key[0] == "next" else key) in self._repeats
 
 
-def watching(group: Group, on_step: Callable[[StepView], object]) -> Watch:
-    """Return a ``Group.watch`` that calls ``on_step``."""
-    env_ids = group.clock.env_ids
-    waiting = group.waiting
-    repeats = group.env.spec.repeats
+def watching(
+    on_step: Callable[[StepView], object],
+    env_ids: Array,
+    waiting: Waiting,
+    repeats: Mapping[Key, Key],
+    next_obs: NextObservations,
+) -> Watch:
+    """Return a ``Watch`` of one rollout that calls ``on_step``.
+
+    Args:
+        env_ids: global numbers of the environments.
+        waiting: environments that make no steps.
+        repeats: see ``EnvBatch``.
+        next_obs: has the observations that are in no row.
+    """
 
     def watch(lane: Lane, t: int) -> None:
         step = StepView(lane, t, env_ids, waiting, repeats)
@@ -140,7 +150,7 @@ def watching(group: Group, on_step: Callable[[StepView], object]) -> Watch:
             )
         finally:
             if repeats:
-                _repeat(step, lane, repeats, group.finals)
+                _repeat(step, lane, repeats, next_obs.finals)
 
     return watch
 
@@ -171,23 +181,20 @@ def check_pause(seconds: Any) -> None:
         )
 
 
-def rendering(group: Group, seconds: float) -> Watch:
-    """Return a ``Group.watch`` that calls the group's current one, renders every environment, and
-    waits ``seconds``.
+def rendering(env: EnvBatch, seconds: float) -> Watch:
+    """Return a ``Watch`` that renders every environment, and waits ``seconds``.
 
     Raises:
         BadOption: ``seconds`` is not a number, or below 0.
     """
     check_pause(seconds)
-    env, before, pause = group.env, group.watch, Event()
+    pause = Event()
 
     def render(objects: Sequence[Any]) -> None:
         for each in objects:
             each.render()
 
     def watch(lane: Lane, t: int) -> None:
-        if before is not None:
-            before(lane, t)
         call_hook(
             "render",
             render,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from muster.keys import IS_INIT, POLICY_VERSION, RESUMED, TRAJ_IDS, VALID, Key, next_of
 from muster.memory.slots import Lane
-from muster.rollout.marks import marks_of
+from muster.protocols import EnvBatch
+from muster.rollout.carry import Carry
+from muster.rollout.columns import RolloutOptions
+from muster.rollout.marks import CACHE_BYTES, NEVER, marks_of
 from muster.rollout.values import quick_check
-
-if TYPE_CHECKING:
-    from muster.rollout.group import Group
 
 TERMINATED, TRUNCATED, DONE = next_of(("terminated",)), next_of(("truncated",)), next_of(("done",))
 
@@ -21,7 +21,9 @@ class LaneViews:
     """The parts of a lane that a group reads and writes in every rollout; made once per slot.
 
     Attributes:
-        next_rows: see ``NextObservations.columns_of``.
+        observed: keys of the columns that the environments carry on.
+        next_rows: columns of ``next`` observations, and the rows that are copied into them.
+        copied_every: number of rows that are copied at once; these are still in the CPU's cache.
         carried: keys and rows of carried columns, and of these the first and the last one, ``[1, B,
             *shape]``.
         states: rows of carried columns that the environments do not write, and their values at a
@@ -32,20 +34,27 @@ class LaneViews:
         mirrored: keys of columns to copy to the device after a rollout.
     """
 
-    def __init__(self, group: Group, lane: Lane) -> None:
+    def __init__(self, env: EnvBatch, carry: Carry, options: RolloutOptions, lane: Lane) -> None:
         data = lane.data
         arrays = lane.arrays
         columns = lane.layout.columns
-        self.next_rows = group.next_obs.columns_of(lane)
+        of_env = env.spec.carried_specs
+        self.observed = list(of_env)
+        self.next_rows: list[tuple[Any, Any]] = []
+        self.copied_every = NEVER
+        if not (env.writes_next or options.compact_obs):
+            self.next_rows = [(data[next_of(key)], data[key][1:]) for key in of_env]
+            row_bytes = sum(carry[key].nbytes for key in of_env)
+            self.copied_every = max(1, CACHE_BYTES // max(row_bytes, 1))
         carried = [column for column in columns if column.carry]
         for column in carried:
-            group.carry.of(column)  # allocates it
+            carry.of(column)  # allocates it
         rows_of = [(column.key, data[column.key]) for column in carried]
         self.carried = [(key, rows, rows[:1], rows[lane.T :]) for key, rows in rows_of]
-        of_env = group.env.spec.carried_specs
         self.states = [(rows, key == IS_INIT) for key, rows in rows_of if key not in of_env]
-        self.is_fine = quick_check(lane, group.env.spec, group.options.validate)
-        values, places = marks_of(lane), (data, arrays) if lane.mirrored else (arrays,)
+        self.is_fine = quick_check(lane, env.spec, options.validate)
+        values = marks_of(lane)
+        places = (data, arrays) if lane.mirrored else (arrays,)
         self.marks = [
             (part[key], value) for part in places for key, value in values.items() if key in part
         ]
@@ -58,13 +67,11 @@ class LaneViews:
         self.mirrored = [
             column.key for column in lane.layout.tensor_columns if column.host and lane.mirrored
         ]
-        keys = group.env.spec.reward_key, DONE, TERMINATED, TRUNCATED, TRAJ_IDS
+        keys = env.spec.reward_key, DONE, TERMINATED, TRUNCATED, TRAJ_IDS
         self.flags = [arrays[key] for key in keys]
-        self.version, self.valid, self.resumed = (
-            arrays.get(POLICY_VERSION),
-            arrays.get(VALID),
-            arrays.get(RESUMED),
-        )
+        self.version = arrays.get(POLICY_VERSION)
+        self.valid = arrays.get(VALID)
+        self.resumed = arrays.get(RESUMED)
 
 
 def _fills(lane: Lane, values: Mapping[Key, bool]) -> list[tuple[Callable[[Any], Any], Any]]:

@@ -4,42 +4,34 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import NamedTuple, cast
+from typing import cast
 
 from muster.errors import BadEnvOutput
 from muster.memory.slots import Lane
-from muster.protocols import Act, Policy, ReadyFirst, Step
+from muster.protocols import Act, Policy, ReadyFirst
 from muster.rollout.acting import env_error, is_own, policy_error
-from muster.rollout.group import STOP, Group
+from muster.rollout.group import Group
 from muster.rollout.progress import ACTING, PHASE, STEPPING, Phase
+from muster.rollout.request import RolloutOutcome, RolloutRequest, Watch
+from muster.rollout.resets import ResetListener
+from muster.rollout.running import STOP, Prepared, Rollout
+from muster.rollout.tally import Tally
 from muster.utils import interrupts
 
 IN_POLICY, IN_STEP, AFTER_STEP, BETWEEN_ROWS = range(4)  # positions of the loop
 TIMED_EVERY = 16  # a power of two; only one of so many steps is timed, so timing is almost free
 
 
-class StartedLane(NamedTuple):
-    """The functions that act and step in a lane.
-
-    ``Group.paused`` is one that Ctrl-C has interrupted between two rows.
-
-    A policy draws noise for all rows when it starts in a lane. So the rest of a paused rollout is
-    filled by the same ``act``, as long as the policy and its version are the same: no noise is
-    drawn twice.
-    """
-
-    lane: Lane
-    policy: Policy
-    version: int | str
-    act: Act
-    step: Step
-
-    def is_of(self, group: Group, policy: Policy, lane: Lane) -> bool:
-        """Return whether a rollout of this policy in this lane continues here."""
-        return self.lane is lane and self.policy is policy and self.version == group.version
-
-
-def rollout(group: Group, policy: Policy, lane: Lane) -> None:
+def rollout(
+    group: Group,
+    policy: Policy,
+    request: RolloutRequest,
+    lane: Lane,
+    tally: Tally | None = None,
+    *,
+    listener: ResetListener | None = None,
+    watch: Watch | None = None,
+) -> RolloutOutcome:
     """Fill ``lane`` with T steps of ``group``, from row ``lane.done_steps`` on; fewer if something
     stops it.
 
@@ -47,89 +39,123 @@ def rollout(group: Group, policy: Policy, lane: Lane) -> None:
     contain the same data as one of 7. After an error, ``lane.done_steps`` rows are complete, and
     the next call with the same lane continues after them.
 
+    Args:
+        tally: counts what is executed and discarded, also if an error is raised.
+        listener: is told of resets, beside the group's listeners.
+        watch: called after every step with the lane and its row, which is complete.
+
     Raises:
         EnvError, BadEnvOutput: the environments failed. The next call resets them.
         PolicyError, BadPolicyOutput: the policy failed. The next call repeats its call for the
             first incomplete row (if the check after the rollout found a bad value: after a reset of
             the environments).
-        KeyboardInterrupt: Ctrl-C, most often between two rows: ``group.paused`` is set, nothing is
+        KeyboardInterrupt: Ctrl-C, most often between two rows: ``group.is_paused``, nothing is
             lost, and the next call continues with the next row. From within a row
             (``muster.utils.interrupts`` says when): the next call resets the environments.
     """
     began = time.perf_counter_ns()
-    cells = group.progress.cells
+    tally = Tally() if tally is None else tally
+    cells = group.reports.progress.cells
     cells[PHASE] = Phase.STEP
-    with group.context():
-        started, acted = _start(group, policy, lane)
+    contexts = group.contexts
+    with contexts.without_inference if request.grad else contexts.usual:
+        running = group.open
+        acted = False
+        if lane.done_steps and isinstance(running, Rollout) and running.lane is lane:
+            running.go_on(request, tally, listener, watch)
+        else:
+            running = Rollout(group, request, lane, tally, listener, watch)
+            group.opened(running)
+            acted = running.begin()
+        prepared = _prepare(running, policy, acted=acted)
         signals = interrupts.here()
-        if acted:  # row 0 has the action of ``prime``
-            _run(group, started, _no_act, lane.done_steps, lane.acts_from, signals)
+        if lane.acts_from > lane.done_steps:  # row 0 has the action of the policy's first call
+            _run(running, prepared, _no_act, lane.done_steps, lane.acts_from, signals)
         if not lane.stopped:
-            _run(group, started, started.act, lane.acts_from, lane.T, signals)
+            _run(running, prepared, prepared.act, lane.acts_from, lane.T, signals)
     completing = time.perf_counter_ns()
-    group.leave(lane)
+    outcome = running.finish()
     cells[PHASE] = Phase.IDLE
     ended = time.perf_counter_ns()
-    group.timing.copy += ended - completing
-    group.timing.total += ended - began
-    if group.spans is not None:
-        track = int(group.clock.env_ids[0])
-        group.spans.add("rollout", began, ended, track)
-        group.spans.add("copy", completing, ended, track)
+    tally.add_rollout(ended - completing, ended - began)
+    if tally.spans is not None:
+        tally.spans.add("rollout", began, ended, group.track)
+        tally.spans.add("copy", completing, ended, group.track)
+    return outcome
 
 
-def fill(group: Group, policy: Policy, lane: Lane) -> None:
-    """Make the steps of ``rollout`` for a policy without a first call, in ``Group.context``, before
-    ``Group.leave``.
+def make_steps(
+    group: Group, policy: Policy, request: RolloutRequest, lane: Lane, tally: Tally
+) -> RolloutOutcome:
+    """Make a ``rollout`` in the group's context, for a policy without a first call.
 
     Ctrl-C does not end it between two rows.
     """
-    started, _ = _start(group, policy, lane)
+    running = Rollout(group, request, lane, tally)
+    group.opened(running)
+    running.begin()
+    prepared = _prepare(running, policy, acted=False)
     if not lane.stopped:
-        _run(group, started, started.act, lane.acts_from, lane.T, interrupts.NEVER)
+        _run(running, prepared, prepared.act, lane.acts_from, lane.T, interrupts.NEVER)
+    return running.finish()
 
 
-def _start(group: Group, policy: Policy, lane: Lane) -> tuple[StartedLane, bool]:
-    """Return the functions that act and step in this lane, and whether the first row's action is
-    written already.
+def end_early(group: Group) -> None:
+    """Complete the columns of the rows before an error, and carry the row after them on; no request
+    continues the rollout.
     """
-    paused = group.paused
-    group.paused = None
-    group.enter(lane)
+    running = group.open
+    if isinstance(running, Rollout):
+        running.finish()
+
+
+def _prepare(running: Rollout, policy: Policy, *, acted: bool) -> Prepared:
+    """Return the functions that act and step in the lane.
+
+    Sets the first row of ``act``, after row 0 if it has an action already (``acted``).
+    """
+    group = running.group
+    lane = running.lane
     begin = lane.done_steps
-    if begin and paused is not None and paused.is_of(group, policy, lane):
-        lane.acts_from = begin
-        return paused, False
-    acted = begin == 0 and not lane.stopped and group.take_primed(lane)
+    version = running.request.version or 0
+    if running.paused is not None:
+        paused = running.unpause()
+        if begin and paused.policy is policy and paused.version == version:
+            lane.act_from(begin)
+            return paused
     if group.env.late > 0 and not lane.stopped:
-        _catch_up(group, policy, lane, acted)
+        _catch_up(running, policy, acted)
         acted = False
-    lane.acts_from = begin + acted
-    if group.env.ready_envs is not None:
-        env, written = cast(ReadyFirst, group.env), [column.key for column in policy.columns()]
-        step = env.start_ready(lane, partial(_acting_when_ready, group, policy), written)
-        return StartedLane(lane, policy, group.version, _no_act, step), False
-    cells = group.progress.cells
-    phase, cells[PHASE] = cells[PHASE], Phase.POLICY
+    if lane.acts_from != begin + acted:
+        lane.act_from(begin + acted)
+    if group.env.spec.ready is not None:
+        env = cast(ReadyFirst, group.env)
+        written = [column.key for column in policy.columns()]
+        prepare = partial(_acting_when_ready, running, policy)
+        return Prepared(policy, version, _no_act, env.start_ready(lane, prepare, written))
+    cells = running.reports.progress.cells
+    phase = cells[PHASE]
+    cells[PHASE] = Phase.POLICY
     try:
-        act = policy.start(lane, group.rng)
+        act = policy.start(lane, group.contexts.rng)
     except Exception as error:
         if is_own(policy, error):
             raise
         raise policy_error(policy, error) from error
     cells[PHASE] = phase
-    return StartedLane(lane, policy, group.version, act, group.env.start(lane)), acted
+    return Prepared(policy, version, act, group.env.start(lane))
 
 
 def _no_act(t: int) -> None:
     """Do nothing: the action is there, or the step acts."""
 
 
-def _acting_when_ready(group: Group, policy: Policy, lane: Lane) -> Act:
+def _acting_when_ready(running: Rollout, policy: Policy, lane: Lane) -> Act:
     """Prepare a policy that acts within steps. In an error of the policy, the phase is POLICY."""
-    cells = group.progress.cells
-    phase, cells[PHASE] = cells[PHASE], Phase.POLICY
-    act = policy.start(lane, group.rng)
+    cells = running.reports.progress.cells
+    phase = cells[PHASE]
+    cells[PHASE] = Phase.POLICY
+    act = policy.start(lane, running.group.rng)
     cells[PHASE] = phase
 
     def act_in_phase(t: int) -> None:
@@ -140,54 +166,65 @@ def _acting_when_ready(group: Group, policy: Policy, lane: Lane) -> Act:
     return act_in_phase
 
 
-def _catch_up(group: Group, policy: Policy, lane: Lane, acted: bool) -> None:
+def _catch_up(running: Rollout, policy: Policy, acted: bool) -> None:
     """Make the steps after which rows can be complete, where agents take turns; see
     ``EnvBatch.late``.
 
     The last row of the lane is used for these, so that a policy draws noise for one row, whatever
     the lane's length. If ``acted``, the first row has an action already.
     """
-    first, last, at, step = lane.done_steps, lane.T - 1, IN_POLICY, group.env.start(lane)
+    group = running.group
+    lane = running.lane
+    first = lane.done_steps
+    last = lane.T - 1
+    step = group.env.start(lane)
+    prepared = Prepared(policy, running.request.version or 0, _no_act, step)
+    at = IN_POLICY
     try:
         while group.env.late > 0:
             at = IN_POLICY
             row = first if acted else last
             if not acted:
-                _repeat_row(group, lane, first, last)
-                lane.acts_from = last
+                _repeat_row(running, first, last)
+                lane.act_from(last)
                 policy.start(lane, group.rng)(last)
             at = IN_STEP
             acted = False
             step(row)
-            _repeat_row(group, lane, row + 1, first)
+            _repeat_row(running, row + 1, first)
     except BaseException as error:
-        raised = _cut_short(
-            group, StartedLane(lane, policy, group.version, _no_act, step), first, at, error
-        )
+        raised = _cut_short(running, prepared, first, at, error)
         if raised is error:
             raise
         raise raised from error
 
 
-def _repeat_row(group: Group, lane: Lane, source: int, row: int) -> None:
+def _repeat_row(running: Rollout, source: int, row: int) -> None:
     """Make row ``source`` of the carried columns the next one to act on, in ``row``."""
-    for key, rows, *_ in lane.cache[group].carried:
+    for key, rows, *_ in running.views.carried:
         rows[row] = rows[source]
         if row == 0:
-            group.carry.take(key, rows[source : source + 1], ())
+            running.group.carry.take(key, rows[source : source + 1], ())
 
 
 def _run(
-    group: Group, started: StartedLane, act: Act, begin: int, end: int, signals: interrupts.Signals
+    running: Rollout,
+    prepared: Prepared,
+    act: Act,
+    begin: int,
+    end: int,
+    signals: interrupts.Signals,
 ) -> None:
-    lane = started.lane
-    step = started.step
+    lane = running.lane
+    step = prepared.step
     clock = time.perf_counter_ns
-    call_at = group.next_call(begin)
-    spans = group.spans
-    track = 0 if spans is None else int(group.clock.env_ids[0])
-    cells = group.progress.cells
-    in_env = in_policy = timed = 0
+    call_at = running.next_call(begin)
+    spans = running.tally.spans
+    track = 0 if spans is None else running.group.track
+    cells = running.reports.progress.cells
+    in_env = 0
+    in_policy = 0
+    timed = 0
     t = begin
     at = IN_POLICY
     try:
@@ -215,20 +252,20 @@ def _run(
                     spans.add("policy", before, between, track)
                     spans.add("env", between, clock(), track)
             if finished is not None or t == call_at:
-                call_at = group.after_step(lane, t, finished)
+                call_at = running.after_step(t, finished)
                 if call_at == STOP:
                     return
             if signals.noted:
                 at = BETWEEN_ROWS
-                lane.done_steps = t + 1
-                group.paused = started
+                lane.complete(t + 1)
+                running.pause(prepared)
                 signals.deliver()
-                group.paused = None  # the user's handler has raised nothing
-        lane.done_steps = end
+                running.unpause()  # the user's handler has raised nothing
+        lane.complete(end)
     except BaseException as error:
         if at == BETWEEN_ROWS:
             raise
-        raised = _cut_short(group, started, t, at, error)
+        raised = _cut_short(running, prepared, t, at, error)
         try:
             if raised is error:
                 raise
@@ -238,48 +275,49 @@ def _run(
             # slot
             del raised
     finally:
-        steps = lane.done_steps - begin
-        group.executed += (
-            steps * group.B if group.waiting.idle else group.waiting.made(begin, lane.done_steps)
-        )
-        if timed:
-            group.timing.env += in_env / timed * steps
-            group.timing.policy += in_policy / timed * steps
+        rows = lane.done_steps - begin
+        executed = rows * lane.B
+        if not running.waiting.is_idle:
+            executed = running.waiting.executed(begin, lane.done_steps)
+        share = rows / timed if timed else 0.0  # of the timed rows
+        running.tally.execute(executed, in_env * share, in_policy * share)
 
 
 def _cut_short(
-    group: Group, started: StartedLane, t: int, at: int, error: BaseException
+    running: Rollout, prepared: Prepared, t: int, at: int, error: BaseException
 ) -> BaseException:
     """Count the steps executed in row ``t`` before ``error``, and return the error to raise.
 
     The number of steps depends on the place of the error (``at``, and the phase of a reset), never
     on its type: an environment can raise a policy's error, and a policy an environment's error.
     """
-    lane = started.lane
-    policy = started.policy
-    if at == IN_STEP and group.progress.cells[PHASE] == Phase.POLICY:
+    lane = running.lane
+    policy = prepared.policy
+    progress = running.reports.progress
+    if at == IN_STEP and progress.cells[PHASE] == Phase.POLICY:
         at = IN_POLICY
-    resetting = at == AFTER_STEP and group.progress.cells[PHASE] == Phase.RESET
+    resetting = at == AFTER_STEP and progress.cells[PHASE] == Phase.RESET
     if at == IN_POLICY:
-        group.progress.begin(Phase.POLICY)
+        progress.begin(Phase.POLICY)
     if not issubclass(type(error), Exception):  # Ctrl-C, sys.exit(): passed on as it is
-        group.fail(lane, t, "interrupted", _executed(group, lane, t, at))
+        running.fail(t, "interrupted", _executed(running, t, at))
         return error
     if at == IN_POLICY:
-        lane.done_steps = max(lane.done_steps, t)
+        lane.complete(max(lane.done_steps, t))
         return error if is_own(policy, error) else policy_error(policy, error, t)
     if at == AFTER_STEP and lane.done_steps > t and not resetting:
-        group.paused = started  # raised by a hook of the user: the row is complete
+        running.pause(prepared)  # raised by a hook of the user: the row is complete
         return error
     reason = "bad_env_output" if issubclass(type(error), BadEnvOutput) else "env_error"
-    group.fail(lane, t, reason, _executed(group, lane, t, at))
-    return env_error(
-        group.env.spec.name, f"{'reset' if resetting else 'step'} (row {t} of the batch)", error
-    )
+    running.fail(t, reason, _executed(running, t, at))
+    what = "reset" if resetting else "step"
+    return env_error(running.group.env.spec.name, f"{what} (row {t} of the batch)", error)
 
 
-def _executed(group: Group, lane: Lane, t: int, at: int) -> int:
+def _executed(running: Rollout, t: int, at: int) -> int:
     """Return the number of environments stepped in row ``t``; 0 if the row is complete."""
     if at == IN_STEP:
-        return group.env.executed_in_row
-    return group.waiting.made(t, t + 1) if at == AFTER_STEP and lane.done_steps <= t else 0
+        return running.group.env.executed_in_row
+    if at == AFTER_STEP and running.lane.done_steps <= t:
+        return running.waiting.executed(t, t + 1)
+    return 0

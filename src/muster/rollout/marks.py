@@ -51,44 +51,33 @@ class Final:
 
 
 class NextObservations:
-    """Writes ``next`` observations: copies the rows after each step, in pieces, before resets
-    overwrite them.
+    """Writes ``next`` observations of one rollout: copies the rows after each step, in pieces,
+    before resets overwrite them.
 
     Args:
         keys: keys of observations.
-        shown: lanes have columns for ``next`` observations.
-        row_bytes: size of one row of observations.
+        columns: columns of ``next`` observations, and the rows that are copied into them; empty: the
+            lane has none of them.
+        every: number of rows that are copied at once.
 
     Attributes:
         finals: observations that are in no row.
+        due: the row after which the next copy is due.
     """
 
-    def __init__(self, keys: Sequence[Key], *, shown: bool, row_bytes: int) -> None:
+    def __init__(self, keys: Sequence[Key], columns: Sequence[tuple[Any, Any]], every: int) -> None:
         self._keys = keys
-        self._shown = shown
-        self._every = max(1, CACHE_BYTES // max(row_bytes, 1)) if shown else NEVER
-        self._columns: list[tuple[Any, Any]] = []
-        self._copied = 0
-        self.finals: list[Final] = []
-
-    def columns_of(self, lane: Lane) -> list[tuple[Any, Any]]:
-        """Return the columns of ``next`` observations, and the rows that are copied into them."""
-        return [(lane.data[next_of(key)], lane.data[key][1:]) for key in self._keys if self._shown]
-
-    def begin(self, columns: list[tuple[Any, Any]]) -> None:
-        """Start a rollout into a lane with these ``columns_of``."""
-        self._copied = 0
-        self.finals = []
         self._columns = columns
-
-    @property
-    def due(self) -> int:
-        """The row after which the next copy is due."""
-        return self._copied + self._every - 1
+        self._every = every
+        self._copied = 0
+        self.due = every - 1
+        self.finals: list[Final] = []
 
     def copy(self, end: int) -> None:
         """Copy the rows before ``end`` that have not been copied yet."""
-        begin, self._copied = self._copied, end
+        begin = self._copied
+        self._copied = end
+        self.due = end + self._every - 1
         if begin < end:
             for after, before in self._columns:
                 if end - begin == len(after):
@@ -109,7 +98,7 @@ class NextObservations:
         """Return the infos of the last steps of episodes (``over``: ``[n, B]``) as dicts, in order."""
         t, env = over.nonzero()
         keys = [key for key in self._keys if key[0] == INFO]
-        if self._shown:
+        if self._columns:
             return info_records(
                 {key[1:]: lane.arrays[next_of(key)][t, env] for key in keys}, len(t)
             )
@@ -122,6 +111,7 @@ class NextObservations:
     def take_back(self, begin: int) -> None:
         """Discard the rows from ``begin`` on, which are not complete."""
         self._copied = min(self._copied, begin)
+        self.due = self._copied + self._every - 1
         self.finals = [final for final in self.finals if final.t < begin]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import enum
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,18 +39,6 @@ class Phase(enum.IntEnum):
     CALL = 6
     CLOSE = 7
     WAIT = 9  # another thread uses the policy; that thread's deadline applies
-
-
-@dataclass
-class Timing:
-    """Nanoseconds by kind of work; those of environment and policy are extrapolated from timed
-    steps.
-    """
-
-    env: float = 0.0
-    policy: float = 0.0
-    copy: float = 0.0
-    total: float = 0.0
 
 
 class Progress:

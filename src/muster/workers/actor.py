@@ -27,10 +27,10 @@ from muster.protocols import Act, Policy
 from muster.rng import GroupRng
 from muster.rollout.acting import call_policy, keep, store_outputs
 from muster.rollout.bootstrap import BootstrapRows, fill_values, spare_lane
+from muster.rollout.request import RolloutRequest
 from muster.weights.names import named_tensors
 from muster.weights.transport import Subscriber
 from muster.workers.build import WorkerOptions, fit_policy
-from muster.workers.messages import RolloutRequest
 
 # maximum size of a buffer with several steps; policies prepare for its steps at once
 GATHER_BYTES = 1 << 20
@@ -268,7 +268,7 @@ class Actor:
             return
         with self._context(policy, rng):
             if rollout.act is None or rollout.epoch != self._epoch:
-                lane.acts_from = lane.done_steps = row
+                lane.begin_at(row)
                 rollout.act, rollout.epoch = (
                     call_policy(policy, lambda: policy.start(lane, rng)),
                     self._epoch,
@@ -301,7 +301,7 @@ class Actor:
         else:
             with self._context(policy, rng):
                 if ready is None:
-                    buffer.acts_from = buffer.done_steps = here
+                    buffer.begin_at(here)
                     act = call_policy(policy, lambda: policy.start(buffer, rng))
                     ready = prepared[size] = _Prepared(act, here, self._epoch)
                 ready.act(here)

@@ -27,8 +27,8 @@ from muster.restore.pickling import loads
 from muster.rng import GroupRng
 from muster.rollout.columns import RolloutOptions, lane_columns
 from muster.rollout.group import Group
-from muster.rollout.hooks import watching
 from muster.rollout.marks import nested_truncations
+from muster.rollout.progress import Progress
 from muster.utils.attributes import name_of
 from muster.workers.config import TIMEOUTS
 
@@ -184,22 +184,19 @@ def make_group(
     rng: GroupRng,
     *,
     shared: bool,
+    progress: Progress,
 ) -> Group:
     """Make a group of the environments ``first``, ``first + 1``, ... of ``total``."""
-    ids = np.arange(first, first + env.spec.num_envs)
-    group = Group(
+    return Group(
         env,
-        env_ids=ids,
+        env_ids=np.arange(first, first + env.spec.num_envs),
         total_envs=total,
         rng=rng,
         options=options,
+        number=number,
+        progress=progress,
+        shares_batch=shared,
     )
-    group.number = number
-    if options.on_step is not None:
-        group.watch = watching(group, options.on_step)
-    if not shared:
-        group.places = np.arange(group.B), group.B
-    return group
 
 
 def build_policy(

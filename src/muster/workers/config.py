@@ -68,7 +68,6 @@ class WorkerPlace:
     # number of each environment's first episode, by group; None: 0
     episodes: Mapping[int, Array] | None = None
     marks_resumed: bool = False  # rollouts have the column of resumed episodes
-    grad: bool = False  # the policy acts with gradients enabled
     columns: LayOut | None = None  # columns of the current rollouts; None: not laid out yet
 
     def part(self, groups: Sequence[int]) -> WorkerPlace:

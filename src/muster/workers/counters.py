@@ -10,7 +10,7 @@ import numpy as np
 
 from muster.env_spec import EnvSpec
 from muster.memory.specs import Array
-from muster.rollout.progress import Timing
+from muster.rollout.tally import Timing
 from muster.workers.messages import RolloutResult
 
 

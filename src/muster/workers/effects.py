@@ -20,7 +20,6 @@ from muster.memory.slots import Layout
 from muster.workers.config import WorkerPlace
 from muster.workers.requests import (
     Call,
-    EnableGrad,
     LayOut,
     LoadState,
     MarkResumed,
@@ -62,7 +61,7 @@ def _reset(worker: Worker, request: Reset) -> None:
 
 def _mark_resumed(worker: Worker, request: MarkResumed) -> None:
     for group in worker.groups:
-        group.resumed = group.resumed or []
+        group.mark_resumed()
 
 
 _IN_WORKER: dict[type[Request], Callable[[Worker, Any], Any]] = {
@@ -70,7 +69,6 @@ _IN_WORKER: dict[type[Request], Callable[[Worker, Any], Any]] = {
     LayOut: _lay_out,
     Seed: lambda worker, request: worker.seed(request.seed, request.static),
     Reset: _reset,
-    EnableGrad: lambda worker, request: worker.enable_grad(request.on),
     Profile: lambda worker, request: worker.profile(request.config),
     TakeState: lambda worker, request: worker.state(),
     LoadState: lambda worker, request: worker.load(request.states, request.cut, request.trust),
@@ -110,8 +108,6 @@ def place_after(request: Request, place: WorkerPlace) -> WorkerPlace:
             return replace(place, columns=request)
         case Seed(seed, static):
             return replace(place, seed=seed, static=static)
-        case EnableGrad(on):
-            return replace(place, grad=on)
         case LoadState():
             return replace(place, columns=None)
         case MarkResumed():

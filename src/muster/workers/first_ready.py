@@ -12,9 +12,10 @@ from typing import Any
 
 from muster.errors import MusterError, SlotsExhausted
 from muster.memory.slots import Layout, Slot, SlotRing, SlotState
+from muster.rollout.request import RolloutRequest
 from muster.utils.interrupts import postponed
 from muster.workers.group_state import layout_of, result_of, to_plain, write
-from muster.workers.messages import RolloutRequest, RolloutResult
+from muster.workers.messages import RolloutResult
 from muster.workers.pool import WorkerPool, give_warnings
 from muster.workers.schedule import Bundle, CollectRequest, FilledSlot, Schedule
 
@@ -270,13 +271,13 @@ class FirstReady(Schedule):
     def layout(self, policy: str, version: int | str | None = None) -> Layout:
         """See ``Schedule``. The slots are those of the first bundle that can work."""
         bundle = next(filter(self._can_work, self.bundles), self.bundles[0])
-        self._prepare(bundle, policy)
+        self._prepare(bundle, policy, grad=False)
         return bundle.ring.layout
 
     def lay_out_all(self, policy: str) -> None:
         """Lay out the rollouts of all bundles, which else happens before the first request to each."""
         for bundle in self.bundles:
-            self._prepare(bundle, policy)
+            self._prepare(bundle, policy, grad=False)
 
     def _discard(self, reason: str) -> None:
         super()._discard(reason)
@@ -358,7 +359,7 @@ class FirstReady(Schedule):
     ) -> _Requested | None:
         """Make requests for one rollout of each group of a bundle; None if the bundle is dropped."""
         policy = wanted.policy(len(self._requested) + delivered)
-        self._prepare(bundle, policy)
+        self._prepare(bundle, policy, grad=wanted.grad)
         if self._is_dropped(bundle):  # just now
             return None
         slot = bundle.ring.take()
@@ -375,14 +376,16 @@ class FirstReady(Schedule):
                 spans=wanted.spans,
                 after=earlier[-1].requests[lane].number if earlier else None,
                 bootstrap=wanted.bootstrap,
+                grad=wanted.grad,
+                pause=wanted.pause,
             )
             for lane, group in enumerate(bundle.groups)
         ]
         return _Requested(requests, bundle, bundle.ring, slot, self._publishes())
 
-    def _prepare(self, bundle: Bundle, policy: str) -> None:
+    def _prepare(self, bundle: Bundle, policy: str, *, grad: bool) -> None:
         if not self._is_prepared([bundle], policy):
-            self._lay_out([bundle], policy, None)  # waits for earlier requests
+            self._lay_out([bundle], policy, None, grad=grad)  # waits for earlier requests
 
     def _deliverable(self) -> _Requested | None:
         """Return the oldest complete rollout that may overtake all older incomplete ones; None if

@@ -16,9 +16,8 @@ from muster.memory.slots import Lane, Layout, Slot, SlotState, as_tensor
 from muster.memory.specs import OBJECT, Array, Column
 from muster.protocols import Outputs, Policy
 from muster.rollout.bootstrap import BootstrapRows
-from muster.rollout.group import Group
+from muster.rollout.group import FirstCall, Group
 from muster.rollout.marks import Final
-from muster.rollout.resets import Due
 from muster.workers.messages import RolloutResult
 
 # fields of a result that are plain data already
@@ -33,12 +32,12 @@ def take(group: Group, acting: str | None) -> dict[str, Any]:
         "acting": acting,
         "clock": group.clock.state_dict(),
         "rng": group.rng.state_dict(),
-        "call": None if group._primed is None else _call_state(*group._primed[1:]),
+        "call": None if group.first_call is None else _call_state(group.first_call),
         "carry": {key: _plain(row) for key, row in group.carry.items()},
         "pending": list(group.pending),
         "seeds": dict(group.due.seeds),
-        "started": group.started,
-        "unreported": group.unreported,
+        "started": group.random_start.is_over,
+        "unreported": group.random_start.unreported,
         "adapter": group.env.snapshot(),
     }
 
@@ -68,17 +67,12 @@ def load(
     group.carry.clear()  # also of columns of this process's policy
     group.carry.update(rows)
     call = state["call"]
-    group._primed = (
-        None if call is None or policy is None else (policy, _call(call), call["version"])
-    )
-    group.resumed = None if group.resumed is None else []
-    pending, seeds = (
-        map(index, state["pending"]),
-        {index(i): index(seed) for i, seed in state["seeds"].items()},
-    )
-    group.due = Due([range(group.B)[i] for i in pending], seeds)
-    group.started = bool(state["started"])
-    group.unreported = index(state["unreported"])
+    group.discard_call()
+    if call is not None and policy is not None:
+        group.keep_call(FirstCall(policy, _outputs(call), call["version"]))
+    group.take_resumed()
+    group.due.load(state["pending"], state["seeds"], group.B)
+    group.random_start.load(index(state["unreported"]), is_over=bool(state["started"]))
     if not any(reasons):
         group.env.restore(state["adapter"])
         return {}
@@ -89,24 +83,25 @@ def load(
         group.clock.abandon(range(group.B))
     lost = [i for i, why in enumerate(reasons) if why] if per_env else list(range(group.B))
     group.reset(lost)
-    group.resumed = lost
+    group.mark_resumed(lost)
     return {
         int(group.clock.env_ids[i]): str(reasons[i] if per_env else next(filter(None, reasons)))
         for i in lost
     }
 
 
-def _call_state(outputs: Outputs, version: int | str) -> dict[str, Any]:
+def _call_state(call: FirstCall) -> dict[str, Any]:
     """Return the outputs of a policy call that was already made for the next row, as plain data."""
+    outputs = call.outputs
     objects = {key: array.tolist() for key, array in outputs.objects.items()}
     tensors = {"action": outputs.action, "extras": outputs.extras, "state": outputs.state}
     return {name: {k: v.cpu() for k, v in part.items()} for name, part in tensors.items()} | {
         "objects": objects,
-        "version": version,
+        "version": call.version,
     }
 
 
-def _call(state: dict[str, Any]) -> Outputs:
+def _outputs(state: dict[str, Any]) -> Outputs:
     objects = {key: _leaf(values) for key, values in state["objects"].items()}
     return Outputs(state["action"], state["extras"], state["state"], objects)
 
@@ -153,7 +148,7 @@ def write(saved: Mapping[str, Any], slot: Slot) -> None:
                 lane.arrays[key][...] = cells_of(rows) if isinstance(rows, list) else rows
             if lane.mirrored and key in lane.tensors:
                 lane.tensors[key].copy_(as_tensor(rows))
-        lane.done_steps = lane.T
+        lane.complete(lane.T)
     slot.state = SlotState.FULL
 
 

@@ -22,10 +22,10 @@ from muster.workers.under_way import UnderWay
 if TYPE_CHECKING:
     from muster.memory.slots import Slot
     from muster.observing.stats import WorkerStats
+    from muster.rollout.request import RolloutRequest
     from muster.workers.config import PoolConfig, WorkerPlace
     from muster.workers.counters import FrameCounters
     from muster.workers.failures import Where
-    from muster.workers.messages import RolloutRequest
     from muster.workers.requests import Request
 
 # seconds before a restart, by number of restarts since the last complete rollout

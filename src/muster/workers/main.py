@@ -25,8 +25,10 @@ from muster.restore.action_log import Anchors
 from muster.restore.pickling import unpickled
 from muster.restore.registered import installed
 from muster.rng import GroupRng
+from muster.rollout.first_call import begin_early
 from muster.rollout.group import Group
 from muster.rollout.progress import ALL_ORDERS, ORDER, PHASE, STOP, Phase, Progress
+from muster.rollout.request import RolloutRequest
 from muster.utils.forks import end_on_return
 from muster.weights.transport import Ticket
 from muster.workers.build import WorkerOptions, build_envs, build_policy, made_policy, make_group
@@ -35,7 +37,7 @@ from muster.workers.config import WorkerConfig, WorkerPlace
 from muster.workers.effects import run_request
 from muster.workers.failures import SentError, env_index_of, pack
 from muster.workers.mailbox import MailboxClient, ServedPolicy
-from muster.workers.messages import BIRTH, CLOSED, Answer, RolloutRequest, RolloutResult, Tell
+from muster.workers.messages import BIRTH, CLOSED, Answer, RolloutResult, Tell
 from muster.workers.requests import Request
 from muster.workers.turns import OneAtATime
 from muster.workers.worker import Worker, objects_of
@@ -244,8 +246,6 @@ class WorkerMain:
             return
         self._make_groups(place)
         self.worker.seed(place.seed, place.static)
-        if place.grad:
-            self.worker.enable_grad(True)
         if self.config.ticket is not None:
             phase = self.progress.begin(Phase.WEIGHTS)
             self._subscribe(self.config.ticket)
@@ -269,17 +269,15 @@ class WorkerMain:
             rng = GroupRng(place.seed, number, device or env.spec.device, config.generation)
             first = place.firsts[number]
             shared = self.options.shared_frames
-            group = make_group(env, number, first, place.total, rollout, rng, shared=shared)
-            if config.in_thread:
-                group.in_background = lambda: True
-            self._anchors[number] = Anchors(env)
-            group.before_reset, group.lost_track = (
-                self._anchors[number].before_reset,
-                self._anchors[number].lose,
+            group = make_group(
+                env, number, first, place.total, rollout, rng, shared=shared, progress=self.progress
             )
+            self._anchors[number] = Anchors(env)
+            group.listen(self._anchors[number])
             if place.episodes is not None:
                 group.clock.begin_at(place.episodes[number])
-            group.resumed = [] if place.marks_resumed else None
+            if place.marks_resumed:
+                group.mark_resumed()
             groups.append(group)
         kinds = {(env.spec.batch_shape, str(env.spec.action_specs)) for env in self.built}
         if len(kinds) > 1:
@@ -296,7 +294,6 @@ class WorkerMain:
             policies,
             policy,
             device=device,
-            progress=self.progress,
             index=config.index,
             generation=config.generation,
         )
@@ -320,7 +317,7 @@ class WorkerMain:
         else:
             lane, shared = self._lane(request)
             if self._at.get(id(lane)) != request.number:  # else continue after an error
-                lane.done_steps, lane.stopped = 0, False
+                lane.restart()
                 self._at[id(lane)] = request.number
             begin = lane.done_steps
             result = self.worker.run(request, lane)
@@ -354,11 +351,11 @@ class WorkerMain:
         That rollout raises the error, SystemExit included.
         """
         try:
-            group.begin(early=True)
+            begin_early(group)
         except (EOFError, Terminated):
             raise
         except BaseException as error:  # noqa: BLE001 (raised by the next rollout)
-            group.due.error = error
+            group.due.postpone(error)
 
     def _lane(self, request: RolloutRequest) -> tuple[Lane, Lane]:
         if self._lanes_of is not self.worker.laid_out:
@@ -413,7 +410,7 @@ class WorkerMain:
             subscriber.take(into)
             return subscriber.version or 0
 
-        self.worker.newest = newest
+        self.worker.subscribe(newest)
 
     def _close_ticket(self) -> None:
         while self._ticket_fds:

@@ -9,59 +9,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from muster.episodes.record import Episodes
-from muster.episodes.rules import Rule
 from muster.keys import Key
 from muster.memory.specs import Array
-from muster.rollout.bootstrap import Bootstrap
 from muster.rollout.marks import Final
-from muster.rollout.progress import Timing
+from muster.rollout.tally import Timing
 
 if TYPE_CHECKING:
     from muster.workers.failures import SentError
-
-
-@dataclass  # not frozen, which would make each one ten times as expensive
-class RolloutRequest:
-    """A request for one rollout of one group into one lane.
-
-    Attributes:
-        number: number of the request; increases from request to request.
-        group: number of the group.
-        lane: index of the lane in the slot.
-        policy: "policy" or "random".
-        version: version of the weights; None: the worker sets it when it takes the weights.
-        closes: the rollout ends a batch.
-        limit: number of valid steps in the batch, over all groups that share it; None: all steps.
-        sharing: index of the first environment among those of the same batch, and their number;
-            None: as before.
-        spans: record spans for the timeline.
-        after: number of the group's previous request. If that failed, this request is returned as
-            lost.
-        rule: see ``Group``; the worker owns it.
-        bootstrap: next observations whose values are part of the result; see
-            ``muster.rollout.bootstrap``.
-        offset, nbytes: byte range of the slot in the arena, for a worker in a process or thread of
-            its own.
-    """
-
-    number: int
-    group: int
-    lane: int
-    policy: str
-    version: int | str | None = None
-    closes: bool = True
-    limit: int | None = None
-    sharing: tuple[int, int] | None = None
-    spans: bool = False
-    after: int | None = None
-    rule: Rule | None = None
-    bootstrap: Bootstrap | None = None
-    offset: int = 0
-    nbytes: int = 0
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle without field names, in about half of the time."""
-        return RolloutRequest, tuple(vars(self).values())
 
 
 @dataclass
@@ -73,14 +27,16 @@ class RolloutResult:
             rollout is complete.
         executed: number of environment steps.
         discarded: number of environment steps that are in no batch, by reason.
-        finals: see ``Group.finals``.
+        finals: see ``RolloutOutcome``.
         clock: episode numbers, and steps since the starts of these episodes, ``[2, B]``.
         objects: columns of Python objects, from a worker in a process or thread of its own.
         values: values of next observations, if the request has ``bootstrap``.
         error: error that interrupted the rollout (in transit, a ``SentError``); the same request
             continues the rollout.
         phase: phase that the error interrupted.
-        paused: the error is Ctrl-C, between two rows: see ``Group.paused``.
+        paused: the rollout goes on after its last row as if nothing had happened: Ctrl-C was
+            raised between two rows.
+        left_out: some environments made no steps in some rows.
         lost: the rollout was not completed, and has to be requested again.
         dropped: the group is dropped.
         entered: the frame counters of the group include this result.
@@ -108,6 +64,7 @@ class RolloutResult:
     error: Any = None
     phase: str = ""
     paused: bool = False
+    left_out: bool = False
     lost: bool = False
     dropped: bool = False
     entered: bool = False
@@ -115,7 +72,7 @@ class RolloutResult:
     unfinished: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """See ``RolloutRequest``."""
+        """Pickle without field names, in about half of the time."""
         return RolloutResult, tuple(vars(self).values())
 
 

@@ -16,11 +16,12 @@ from muster.env_spec import EnvSpec
 from muster.errors import MusterError, WorkerDied, WorkerNotStarted
 from muster.memory.slots import Slot
 from muster.observing.stats import InferenceStats, WorkerStats
+from muster.rollout.request import RolloutRequest
 from muster.utils.forks import Owner
 from muster.workers.counters import FrameCounters
 from muster.workers.effects import log_request, part_of, run_request
 from muster.workers.lives import Proxy, Watcher
-from muster.workers.messages import RolloutRequest, RolloutResult, WorkerStatus
+from muster.workers.messages import RolloutResult, WorkerStatus
 from muster.workers.requests import Request
 from muster.workers.under_way import UnderWay
 from muster.workers.worker import Worker, phase_ended_by

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from muster.memory.slots import Slot
 from muster.restore.registered import with_later_ids
 from muster.rollout.progress import STOP, Phase
+from muster.rollout.request import RolloutRequest
 from muster.utils.interrupts import allowed, postponed
 from muster.workers.config import WorkerConfig, WorkerPlace
 from muster.workers.effects import add_answer, log_request, sent_through
 from muster.workers.failures import Where
 from muster.workers.lives import Proxy, WorkerState
 from muster.workers.main import WorkerMain
-from muster.workers.messages import BIRTH, Answer, RolloutRequest, RolloutResult, Tell, WorkerStatus
+from muster.workers.messages import BIRTH, Answer, RolloutResult, Tell, WorkerStatus
 from muster.workers.pool import stats_of
 from muster.workers.requests import Call, LayOut, Request
 from muster.workers.under_way import phase_of

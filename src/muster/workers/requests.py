@@ -36,6 +36,7 @@ class LayOut(Request):
     # of the weights; None: the worker sets it when it takes the weights
     version: int | str | None = None
     served: Sequence[Column] = ()  # columns that an inference server writes
+    grad: bool = False  # the policy makes its first call with gradients enabled
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,6 @@ class Reset(Request):
     options: dict[str, Any] | None = None
     # do not reset; raise ``UnsupportedEnv`` if a group cannot reset only some environments
     check: bool = False
-
-
-@dataclass(frozen=True)
-class EnableGrad(Request):
-    """See ``Worker.enable_grad``."""
-
-    on: bool
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import numpy as np
 from muster.episodes.rules import Rule
 from muster.errors import BadOption
 from muster.memory.slots import Layout, Slot, SlotRing, SlotState
-from muster.rollout.bootstrap import Bootstrap
 from muster.rollout.marks import blank
+from muster.rollout.request import Bootstrap
 from muster.workers.messages import RolloutResult
 from muster.workers.pool import Handle, WorkerPool, start_dead
 from muster.workers.requests import LayOut
@@ -57,7 +57,7 @@ class CollectRequest:
         batches: maximum of undelivered batches, this one included; None: no maximum.
         rows: time steps per rollout; None: the usual number.
         rule: maps a group to the rule for its episodes, see ``Group.rule``; None: all episodes.
-        bootstrap: see ``RolloutRequest``.
+        bootstrap, grad, pause: see ``RolloutRequest``.
     """
 
     policy: Callable[[int], str]
@@ -69,6 +69,8 @@ class CollectRequest:
     rows: int | None = None
     rule: Callable[[int], Rule | None] | None = None
     bootstrap: Bootstrap | None = None
+    grad: bool = False
+    pause: float | None = None
 
 
 RINGS = 4  # rings of different layouts that a bundle keeps, for rollouts of an earlier length
@@ -314,14 +316,16 @@ class Schedule(ABC):
             return self.pool.local.prepared(policy)
         return all(handle.prepared(policy) for handle in self._handles(bundles))
 
-    def _lay_out(self, bundles: Sequence[Bundle], policy: str, version: int | str | None) -> None:
+    def _lay_out(
+        self, bundles: Sequence[Bundle], policy: str, version: int | str | None, *, grad: bool
+    ) -> None:
         """Lay out all groups of the workers of these bundles."""
         layouts: dict[int, Layout] = {}
         for handle in self._handles(bundles):
             # all of them: with a server, the workers of a node wait for each other
             start_dead(self.pool, absent=False)
             rows = {number: self.T[number] for number in handle.groups}
-            for of_worker in self.pool.ask(handle, LayOut(policy, rows, version)):
+            for of_worker in self.pool.ask(handle, LayOut(policy, rows, version, grad=grad)):
                 layouts |= of_worker
         for bundle in self.bundles if layouts else ():
             if bundle in bundles or not layouts.keys().isdisjoint(bundle.groups):

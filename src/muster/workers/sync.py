@@ -8,9 +8,10 @@ from operator import index
 from typing import Any
 
 from muster.memory.slots import Layout, Slot, SlotRing, SlotState
+from muster.rollout.request import RolloutRequest
 from muster.utils.interrupts import postponed
 from muster.workers.group_state import layout_of, result_of, to_plain, write
-from muster.workers.messages import RolloutRequest, RolloutResult
+from muster.workers.messages import RolloutResult
 from muster.workers.pool import WorkerPool, give_warnings
 from muster.workers.requests import Reset
 from muster.workers.schedule import Bundle, CollectRequest, FilledSlot, Schedule
@@ -90,7 +91,7 @@ class Sync(Schedule):
             self.abandon("interrupted")
             batch = None
         if batch is None or batch.policy != policy or len(batch.results) < len(self._places):
-            self._prepare(policy, wanted.version)
+            self._prepare(policy, wanted.version, grad=wanted.grad)
             batch = self._begun(wanted, policy, into)
             if local is not None:
                 limit = self._limit(wanted.limit, self._batch_groups())
@@ -156,6 +157,8 @@ class Sync(Schedule):
             spans=wanted.spans,
             rule=rule,
             bootstrap=wanted.bootstrap,
+            grad=wanted.grad,
+            pause=wanted.pause,
         )
 
     def _work(self, batch: SyncBatch) -> None:
@@ -206,7 +209,7 @@ class Sync(Schedule):
     def layout(self, policy: str, version: int | str | None = None) -> Layout:
         if self._batch is not None and self._batch.policy == policy:
             return self._batch.slots[0][0].layout
-        self._prepare(policy, version)
+        self._prepare(policy, version, grad=False)
         return self.bundles[0].ring.layout
 
     @postponed()
@@ -258,14 +261,14 @@ class Sync(Schedule):
                 batch.results[group] = result_of(part, number)
                 self.pool.counters[group].in_flight += part["frames"]
 
-    def _prepare(self, policy: str, version: int | str | None) -> None:
+    def _prepare(self, policy: str, version: int | str | None, *, grad: bool) -> None:
         local = self.pool.local
         # its groups share one bundle
         if local is not None and self.bundles[0].laid_out and local.prepared(policy):
             return
         if not self._is_prepared(self.bundles, policy):
             self.abandon("policy_changed")
-            self._lay_out(self.bundles, policy, version)
+            self._lay_out(self.bundles, policy, version, grad=grad)
             self.pool.check_alive()
 
     def _discard(self, reason: str) -> None:

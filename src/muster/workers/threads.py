@@ -14,6 +14,7 @@ from contextlib import closing
 from typing import Any
 
 from muster.memory.shared import Arena
+from muster.rollout.context import run_beside_user
 from muster.rollout.progress import ALL_ORDERS, CELLS, STOP, Progress
 from muster.utils.exits import EndingThread
 from muster.workers.channel import WakeUp
@@ -111,6 +112,7 @@ class WorkerThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        run_beside_user()
         end = _ThreadEnd(self, self._requests)
         try:
             config, (arena, *fds) = end.receive()

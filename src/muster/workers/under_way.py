@@ -18,7 +18,8 @@ from muster.rollout.progress import (
     stepped_in_row,
     steps_made,
 )
-from muster.workers.messages import RolloutRequest, RolloutResult
+from muster.rollout.request import RolloutRequest
+from muster.workers.messages import RolloutResult
 
 
 @dataclass

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from muster.episodes.record import NO_EPISODES
 from muster.errors import BadOption, MusterError
 from muster.keys import Key
 from muster.memory.slots import Lane, Layout
@@ -18,16 +19,18 @@ from muster.observing.profiling import ProfileConfig, RolloutProfiler
 from muster.policies.random import RandomPolicy
 from muster.protocols import Policy
 from muster.rng import GroupRng, seeds_of
-from muster.rollout.bootstrap import rollout_and_values
+from muster.rollout.bootstrap import BootstrapRows, rollout_and_values
 from muster.rollout.columns import lane_columns
+from muster.rollout.first_call import begin_episodes, prime, probe
 from muster.rollout.group import Group
-from muster.rollout.hooks import rendering
 from muster.rollout.loop import rollout
-from muster.rollout.progress import PHASE, Phase, Progress, Timing
+from muster.rollout.progress import Phase, Progress
+from muster.rollout.request import RolloutOutcome, RolloutRequest
+from muster.rollout.tally import Tally, Timing
 from muster.utils.attributes import resolve
 from muster.workers import group_state
 from muster.workers.mailbox import ServedPolicy
-from muster.workers.messages import RolloutRequest, RolloutResult
+from muster.workers.messages import RolloutResult
 
 if TYPE_CHECKING:
     import torch
@@ -53,10 +56,6 @@ class Worker:
         laid_out: layouts for which requests are made, by group; a new dict when lanes have to be
             made again.
         acting: policy that acted last, or was called for its columns since then.
-        newest: takes the newest weights and returns their version. None: the policy always has the
-            newest weights, and the version is part of each request.
-        after_rollout: called with the result of each rollout, its lane, and the first row of this
-            request; or None.
     """
 
     def __init__(
@@ -66,37 +65,45 @@ class Worker:
         model: Any = None,
         *,
         device: torch.device | None = None,
-        progress: Progress | None = None,
         index: int = 0,
         generation: int = 0,
     ) -> None:
         self.groups = list(groups)
         self.policies = policies
         self.policy = model
-        self.progress, self.index, self._generation = progress or Progress(), index, generation
+        self.progress = groups[0].progress
+        self.index = index
+        self._generation = generation
         self.laid_out: dict[int, Layout] = {}
         self.acting: Policy | None = None
         # policy that was called; its objects then
         self._known: tuple[Policy, Mapping[Key, Array]] | None = None
-        self.newest: Callable[[], int | str] | None = None
-        self.after_rollout: Callable[[RolloutResult, Lane, int], None] | None = None
+        self._version: int | str = 0  # of the policy, when it acted last
+        self._newest: Callable[[], int | str] | None = None
+        self._log: Callable[[RolloutResult, Lane, int], None] | None = None
         self._device = device
         self._profiler: RolloutProfiler | None = None
-        self._watches: dict[int, Any] = {}  # by group: ``Group.watch`` before ``render``
-        self._grad = False
-        self._inference_mode = self.groups[0].options.inference_mode
         for group in self.groups:
-            group.progress = self.progress
             if group.env.spec.ready is not None and isinstance(policies["policy"], ServedPolicy):
                 raise BadOption(
                     f"inference='server': {group.env.spec.name} is asynchronous, and calls the"
-                    " policy"
-                    " itself for the environments that are ready. Leave inference out, or leave"
-                    " batch_size of EnvPool out"
+                    " policy itself for the environments that are ready. Leave inference out, or"
+                    " leave batch_size of EnvPool out"
                 )
         for part in (*policies.values(), *(group.env for group in self.groups)):
             if (coroutines := getattr(part, "coroutines", None)) is not None:
                 coroutines.look = self.progress.look
+
+    def subscribe(self, newest: Callable[[], int | str]) -> None:
+        """Call ``newest`` before each rollout: it takes the newest weights, and returns their
+        version. Without it, the policy always has the newest weights, and each request has the
+        version.
+        """
+        self._newest = newest
+
+    def log_rollouts(self, log: Callable[[RolloutResult, Lane, int], None]) -> None:
+        """Call ``log`` with the result of each rollout, its lane, and the first row of this request."""
+        self._log = log
 
     # --- rollouts ---------------------------------------------------------------------------------
 
@@ -116,7 +123,7 @@ class Worker:
         served = self.policies["policy"]
         if isinstance(served, ServedPolicy):
             served.learn(columns.served)
-        policy = self._adopt(columns.policy, columns.version)
+        policy = self._adopt(columns.policy, columns.version, grad=columns.grad)
         made = [
             Layout(
                 columns.T[group.number],
@@ -142,7 +149,7 @@ class Worker:
         server's first call.
         """
         for group in self.groups:
-            group.begin()
+            begin_episodes(group)
         return {
             group.number: (
                 {key: np.array(group.carry[key][0]) for key in group.env.spec.observation_specs},
@@ -151,31 +158,38 @@ class Worker:
             for group in self.groups
         }
 
-    def _adopt(self, name: str, version: int | str | None) -> Policy:
+    def _adopt(self, name: str, version: int | str | None, *, grad: bool) -> Policy:
+        """Let a policy that did not act last make its first calls, with the newest weights."""
         policy = self.policies[name]
         if policy is not self.acting:
-            version = self.newest() if self.newest is not None else version
+            self._version = self._version_for(version)
             phase = self.progress.begin(Phase.POLICY)
             for group in self.groups:
-                group.version = group.version if version is None else version
                 if isinstance(policy, ServedPolicy):
-                    group.begin()  # the server makes the first call
+                    begin_episodes(group)  # the server makes the first call
                 else:
-                    with self._gradients(policy):
-                        objects = group.prime(policy).objects
-                    self._known = (policy, objects) if name == "policy" else self._known
+                    with _gradients(policy, enabled=grad):
+                        outputs = prime(group, policy, self._version)
+                    if name == "policy":
+                        self._known = policy, outputs.objects
             if name != "policy" and isinstance(policy, RandomPolicy):
-                self._show_columns(policy)
+                self._show_columns(policy, grad=grad)
             self.progress.begin(phase)
-        elif isinstance(policy, RandomPolicy) and isinstance(
-            served := self.policies["policy"], ServedPolicy
-        ):
-            # ``load`` adopts "random" before the server's columns are known
-            policy.learn(served.columns(), {})
+        elif isinstance(policy, RandomPolicy):
+            served = self.policies["policy"]
+            if isinstance(served, ServedPolicy):
+                # ``load`` adopts "random" before the server's columns are known
+                policy.learn(served.columns(), {})
         self.acting = policy
         return policy
 
-    def _show_columns(self, random: RandomPolicy) -> None:
+    def _version_for(self, version: int | str | None) -> int | str:
+        """Return the version of the policy that acts now; ``version``: that of a request."""
+        if self._newest is not None:
+            return self._newest()
+        return self._version if version is None else version
+
+    def _show_columns(self, random: RandomPolicy, *, grad: bool) -> None:
         """Set the columns of random rollouts to those of "policy", which is called once if it was
         not called before.
         """
@@ -184,113 +198,93 @@ class Worker:
             random.learn(policy.columns(), {})
             return
         if self._known is None or self._known[0] is not policy:
-            with self._gradients(policy):
-                self._known = policy, self.groups[0].probe(policy).objects
+            with _gradients(policy, enabled=grad):
+                self._known = policy, probe(self.groups[0], policy).objects
         random.learn(policy.columns(), self._known[1])
 
     def run(self, request: RolloutRequest, lane: Lane) -> RolloutResult:
         """Make the rollout of a request. An error is returned in the result."""
         group = self.groups[request.group - self.groups[0].number]
         policy = self.policies[request.policy]
-        cells = self.progress.cells
-        group.executed, group.timing, begin = 0, Timing(), lane.done_steps
-        group.discarded.clear()
-        group.closes_batch, group.frame_limit = request.closes, request.limit
-        if request.sharing is not None:
-            first, sharing = request.sharing
-            group.places = np.arange(first, first + group.B), sharing
-        group.spans = spans = _Spans() if request.spans else None
-        if lane.done_steps == 0:  # a continued rollout keeps its rule
-            group.rule, group.waiting.absent = copy.deepcopy(request.rule), ()
+        tally = Tally(spans=request.spans)
+        begin = lane.done_steps
         if self.progress.watched:
             self.progress.take_up(request.number)
-        result = RolloutResult(request.number, group.number, timing=group.timing)
+        outcome = NO_OUTCOME
+        values: BootstrapRows | None = None
+        error: BaseException | None = None
+        phase = ""
         try:
-            if self.newest is not None:
+            if self._newest is not None:
                 self.progress.begin(Phase.WEIGHTS)
-                group.version = self.newest()
+                self._version = self._newest()
             elif request.version is not None:
-                group.version = request.version
-            if request.bootstrap is None and not self._grad:
-                rollout(group, policy, lane)
+                self._version = request.version
+            if group.random_start.is_due and group.due.which:
+                begin_episodes(group)
+            if request.rule is not None or request.version != self._version:
+                # a rollout that has begun keeps its rule, which counts episodes
+                rule = None if begin else copy.deepcopy(request.rule)
+                request = replace(request, version=self._version, rule=rule)
+            if request.bootstrap is None and not request.grad:
+                outcome = rollout(group, policy, request, lane, tally)
             else:
-                self._run_specially(group, policy, lane, request, result)
-        except BaseException as error:  # noqa: BLE001 (raised to the user by the schedule)
-            result.error, result.phase = error, phase_ended_by(error, self.progress)
-            result.paused = group.paused is not None
+                outcome, values = self._run_specially(group, policy, request, lane, tally)
+        except BaseException as raised:  # noqa: BLE001 (raised to the user by the schedule)
+            error = raised
+            phase = phase_ended_by(raised, self.progress)
         else:
-            result.frames, result.rows, result.episodes = (
-                group.delivered,
-                group.rows,
-                group.episodes,
-            )
             if self._profiler is not None:
                 self._profiler.step()
-        cells[PHASE] = Phase.IDLE
-        result.executed = group.executed
-        if group.discarded:
-            result.discarded = +group.discarded
-        result.done_steps, result.version, result.finals = (
-            lane.done_steps,
-            group.version,
-            group.finals,
+        casts = group.env.casts
+        result = RolloutResult(
+            request.number,
+            group.number,
+            frames=outcome.frames,
+            rows=outcome.rows,
+            done_steps=lane.done_steps,
+            executed=tally.executed,
+            discarded=tally.discarded,
+            version=self._version,
+            timing=Timing(tally.env_ns, tally.policy_ns, tally.copy_ns, tally.total_ns),
+            episodes=outcome.episodes if error is None else None,
+            finals=outcome.finals,
+            values=values,
+            spans=() if tally.spans is None else tally.spans.kept,
+            path=policy.path,
+            error=error,
+            phase=phase,
+            paused=error is not None and group.is_paused,
+            left_out=outcome.left_out,
+            warnings=() if casts is None else casts.take_warnings(),
         )
-        result.path = policy.path
-        if group.env.casts is not None:
-            result.warnings = group.env.casts.take_warnings()
-        if spans is not None:
-            result.spans = spans.kept
-        if self.after_rollout is not None:
-            self.after_rollout(result, lane, begin)
+        if self._log is not None:
+            self._log(result, lane, begin)
         return result
 
     def _run_specially(
         self,
         group: Group,
         policy: Policy,
-        lane: Lane,
         request: RolloutRequest,
-        result: RolloutResult,
-    ) -> None:
+        lane: Lane,
+        tally: Tally,
+    ) -> tuple[RolloutOutcome, BootstrapRows | None]:
         """Make a rollout with gradients enabled, or one whose result includes values of next
         observations.
         """
-        with self._gradients(policy):
+        with _gradients(policy, enabled=request.grad):
             if request.bootstrap is None:
-                rollout(group, policy, lane)
-            else:
-                asked = None if isinstance(policy, ServedPolicy) else policy
-                result.values = rollout_and_values(group, policy, lane, request.bootstrap, asked)
+                return rollout(group, policy, request, lane, tally), None
+            valued_by = None if isinstance(policy, ServedPolicy) else policy
+            return rollout_and_values(
+                group, policy, request, lane, request.bootstrap, tally, valued_by
+            )
 
     def group(self, number: int) -> Group:
         return self.groups[number - self.groups[0].number]
 
     # --- other operations on groups ---------------------------------------------------------------
-
-    def render(self, seconds: float | None) -> None:
-        """Render the environments after every step, and sleep ``seconds`` each time; None ends
-        rendering.
-        """
-        for group in self.groups:
-            group.watch = self._watches.pop(group.number, group.watch)
-            if seconds is not None:
-                self._watches[group.number] = group.watch
-                group.watch = rendering(group, seconds)
-
-    def enable_grad(self, on: bool) -> None:
-        """Run the user's modules and functions with gradients enabled or not; their outputs are
-        always detached.
-        """
-        self._grad = on
-        for group in self.groups:
-            group.options = replace(group.options, inference_mode=self._inference_mode and not on)
-
-    def _gradients(self, policy: Policy) -> AbstractContextManager[None]:
-        if not self._grad or isinstance(policy, ServedPolicy):
-            return nullcontext()
-        from muster.policies.gradients import gradients_enabled
-
-        return gradients_enabled(policy)
 
     def seed(self, seed: int | None, static: bool) -> None:
         """See ``Collector.set_seed``.
@@ -301,10 +295,9 @@ class Worker:
             return
         for group in self.groups:
             ids = [0] * group.B if static else group.clock.env_ids.tolist()
-            group.rng = GroupRng(
-                seed, group.number, self._device or group.env.spec.device, self._generation
-            )
-            group.reset(seeds=seeds_of(seed, ids, self._generation))
+            device = self._device or group.env.spec.device
+            rng = GroupRng(seed, group.number, device, self._generation)
+            group.reseed(rng, seeds_of(seed, ids, self._generation))
 
     def state(self) -> list[dict[str, Any]]:
         """Return the state of every group and of its environments as plain data."""
@@ -340,7 +333,7 @@ class Worker:
         if acting is None:
             self.acting = None
         else:
-            self._adopt(acting, None)
+            self._adopt(acting, None, grad=False)
         failed = []
         for group in self.groups:
             state = states[group.number]
@@ -383,6 +376,20 @@ class Worker:
                 closing.callback(group.env.close)
 
 
+NO_OUTCOME = RolloutOutcome(0, 0, NO_EPISODES)
+
+
+def _gradients(policy: Policy, *, enabled: bool) -> AbstractContextManager[None]:
+    """Return a context in which the user's modules and functions run with gradients enabled or not;
+    their outputs are always detached.
+    """
+    if not enabled or isinstance(policy, ServedPolicy):
+        return nullcontext()
+    from muster.policies.gradients import gradients_enabled
+
+    return gradients_enabled(policy)
+
+
 def phase_ended_by(error: BaseException, progress: Progress) -> str:
     """Return the phase that an error interrupted and set phase IDLE.
 
@@ -421,13 +428,3 @@ def running(worker: Worker) -> dict[int, list[int]]:
 def objects_of(lane: Lane) -> dict[Key, Array]:
     """Return the columns of Python objects, which do not lie in memory shared with other processes."""
     return {column.key: lane.arrays[column.key] for column in lane.layout.object_columns}
-
-
-class _Spans:
-    """Spans of one rollout."""
-
-    def __init__(self) -> None:
-        self.kept: list[tuple[str, int, int, int]] = []
-
-    def add(self, name: str, begin_ns: int, end_ns: int, track: int = 0) -> None:
-        self.kept.append((name, begin_ns, end_ns, track))

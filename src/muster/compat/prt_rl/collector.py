@@ -167,7 +167,7 @@ class Collector:
     ) -> tuple[PrtRlActor | HeadActor, Lane]:
         runner = self._started()
         if not actor.begin():
-            runner.group.prime(actor.adapted)
+            runner.prime(actor.adapted)
         lane = runner.lane(actor.adapted, T)
         if chosen is not None:
             chosen.lane = lane

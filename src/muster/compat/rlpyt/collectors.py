@@ -255,7 +255,7 @@ class DecorrelatingStartCollector(BaseCollector):
             mid_batch_reset=self.mid_batch_reset,
             decorrelation=max_decorrelation_steps,
         )
-        runner.group.begin()
+        runner.begin_episodes()
         if self._acts is not None:
             self._actor = self._acts(self, envs, agent_info)
             self._lane = runner.lane(self._actor, self.batch_T)
@@ -288,7 +288,7 @@ class DecorrelatingStartCollector(BaseCollector):
         envs.done[:] = False
         self._actor.begin(itr)
         runner.run(self._actor, lane)
-        with runner.group.context():
+        with runner.group.contexts.usual:
             self._actor.finish(
                 lane, lane.T - lane.done_steps, getattr(samples.agent, "bootstrap_value", None)
             )
@@ -301,7 +301,7 @@ class DecorrelatingStartCollector(BaseCollector):
         """
         if self.mid_batch_reset or self._runner is None:
             return
-        self._runner.group.begin()
+        self._runner.begin_episodes()
         ended = np.flatnonzero(self._runner.envs.done).tolist()
         for b in ended:
             self._actor.begin_episode(b)
@@ -420,7 +420,8 @@ class BaseEvalCollector(ABC):
         def watch(lane: Lane, t: int) -> None:
             nonlocal left
             left = 0 if enough() else left - 1
-            lane.stopped = left <= 0
+            if left <= 0:
+                lane.stop()
 
         envs.traj_infos = [self.TrajInfoCls() for _ in self.envs]
         envs.deliver = deliver

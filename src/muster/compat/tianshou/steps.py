@@ -126,7 +126,7 @@ class Sampling(GroupRunner):
         self.envs.begin(obs, infos)
         self.actor.state, self.going = None, Going(np.zeros(len(infos)), np.zeros(len(infos), int))
         self.group.reset()
-        self.group.begin()
+        self.begin_episodes()
 
     def make(
         self,
@@ -155,7 +155,7 @@ class Sampling(GroupRunner):
         try:
             self.run(self.actor, lane, rule=rule, watch=watch)
         except BaseException as error:
-            self.group.leave(lane)
+            self.end_early()
             if envs.failure is None or not isinstance(error, Exception):
                 raise
         if envs.unreset:
@@ -428,8 +428,8 @@ class Collection:
         def watch(lane: Lane, t: int) -> None:
             if sampling.envs.failure is None:
                 self._end_episodes()
-            if enough is not None:
-                lane.stopped = enough()
+            if enough is not None and enough():
+                lane.stop()
 
         try:
             watches = self.by_row or enough is not None

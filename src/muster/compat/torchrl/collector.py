@@ -27,6 +27,7 @@ from muster.memory.slots import torch_dtype
 from muster.policies.adapt import place
 from muster.policies.random import RandomPolicy as UniformPolicy
 from muster.policies.tensordict import TensorDictPolicy
+from muster.rollout.first_call import begin_episodes
 from muster.utils.interrupts import postponed
 from muster.utils.tracebacks import trimmed
 from muster.workers.build import build_policy
@@ -349,8 +350,8 @@ class Collector(
         self._check_open()
         if not self.is_running():
             batches = iter(self)
-            name, groups = f"muster-{id(self):x}", self._engine.groups
-            self._thread = Background(lambda: next(batches, self) is not self, name, groups)
+            name = f"muster-{id(self):x}"
+            self._thread = Background(lambda: next(batches, self) is not self, name)
 
     def is_running(self) -> bool:
         """Return whether the background thread runs."""
@@ -424,7 +425,7 @@ class Collector(
         """Reset environments now, and assign new trajectory ids; returns the old ids."""
         self._engine.reset(chosen, options)
         for group in self._engine.groups:
-            group.begin()
+            begin_episodes(group)
         replaced: list[int] = self._numbering.renumber(
             range(self.n_env) if chosen is None else chosen
         ).tolist()

@@ -19,6 +19,7 @@ from muster.errors import BadOption
 from muster.keys import Key
 from muster.policies.tensordict_program import as_key
 from muster.protocols import EnvBatch
+from muster.rollout.first_call import begin_episodes
 from muster.weights.publish import PolicyWeights
 
 # select another class than Collector
@@ -110,7 +111,7 @@ def make_engine(
         for group in groups:
             # TorchRL reads masks by its own means only, such as ActionMask
             group.env.store_as(replace(group.env.spec, action_masks={}))
-            group.begin()
+            begin_episodes(group)
         if isinstance(env, EnvBase):
             acting = faster(policy)
             shown = needs_trial(policy, env, buffers)

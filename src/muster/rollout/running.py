@@ -1,0 +1,518 @@
+"""A rollout of one group into one lane: all that it does beside acting and stepping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from muster.episodes.clock import MANY, AgentClock, TrajectoryClock
+from muster.errors import BadEnvOutput, BadPolicyOutput
+from muster.keys import AGENT, POLICY_VERSION, STEP_COUNT, TRAJ_DONE, next_of
+from muster.memory.slots import Lane
+from muster.memory.specs import Array
+from muster.protocols import Act, Policy, Step
+from muster.rollout.acting import store_outputs
+from muster.rollout.ends import (
+    RESET_NOW,
+    ChosenByRule,
+    Ends,
+    StepLimit,
+    WaitForBatch,
+    Waiting,
+    unneeded_by,
+)
+from muster.rollout.group import FirstCall, Group, Reports
+from muster.rollout.hooks import rendering, watching
+from muster.rollout.lane_views import TERMINATED, TRUNCATED, LaneViews
+from muster.rollout.marks import NextObservations, end_agents, mark_end, mark_valid
+from muster.rollout.progress import BEFORE, KNOWN, Phase, Progress
+from muster.rollout.request import RolloutOutcome, RolloutRequest, Watch
+from muster.rollout.resets import ResetListener
+from muster.rollout.tally import Tally
+from muster.rollout.values import first_bad_value
+
+STOP = -1  # returned instead of a row: the rollout ends here
+
+
+class Prepared(NamedTuple):
+    """The functions that act and step in the lane of a rollout."""
+
+    policy: Policy
+    version: int | str
+    act: Act
+    step: Step
+
+
+class Rollout:
+    """A rollout of one group into one lane.
+
+    Its life:
+
+    1. It is made for a request, which is never changed: what happens at the ends of episodes
+       (``ends``), who watches its steps.
+    2. ``begin`` executes the resets that are due, and writes the carried rows into row 0.
+    3. The loop (``muster.rollout.loop``) acts and steps, and calls ``after_step`` where
+       ``next_call`` says, and where an episode ends.
+    4. An error makes rows incomplete (``fail``), or leaves it paused between two rows (``pause``).
+       The next request for the same lane lets it ``go_on`` with the first incomplete row.
+    5. ``finish`` completes all columns, carries the last rows on, and returns the outcome.
+
+    Args:
+        tally: of the present request; ``go_on`` replaces it.
+        listener: is told of resets, beside the group's listeners.
+        watch: called after every step with the lane and its row, which is complete.
+
+    Attributes:
+        views: see ``LaneViews``.
+        absent: environments that make no step in it.
+        waiting: environments that make no more steps.
+        paused: how it goes on after its last row as if nothing had happened; None: it does not, or
+            is not interrupted. A policy draws noise for all rows when it starts in a lane. So the
+            rest is filled by the same ``act``, if policy and version are the same.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        request: RolloutRequest,
+        lane: Lane,
+        tally: Tally,
+        listener: ResetListener | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        self.group = group
+        self.request = request
+        self.lane = lane
+        self.tally = tally
+        views: LaneViews | None = lane.cache.get(group)
+        if views is None:
+            views = lane.cache[group] = LaneViews(group.env, group.carry, group.options, lane)
+        self.views = views
+        self.next_obs = NextObservations(views.observed, views.next_rows, views.copied_every)
+        self.paused: Prepared | None = None
+        self.reports = group.reports
+        if request.is_random_start or listener is not None:
+            self.reports = _reports_of(group, request, listener)
+        self._watch = watch
+        self.absent = request.absent
+        self.waiting: Waiting
+        self.ends: Ends
+        self._limit: StepLimit | None = None
+        self._watchers: tuple[Watch, ...] = ()
+        self._stopped: Callable[[], bool] | None = None
+        if group.options.interruptor is not None and not request.is_random_start:
+            self._stopped = group.options.interruptor.collection_stopped
+
+    # --- the beginning ----------------------------------------------------------------------------
+
+    def begin(self) -> bool:
+        """Prepare the lane for the first row, and return whether it has an action already."""
+        group = self.group
+        lane = self.lane
+        request = self.request
+        views = self.views
+        if lane.done_steps or lane.stopped:
+            lane.restart()
+        if request.rule is not None or group.due.which or group.due.begun:
+            self._begin_episodes()
+        self.waiting = Waiting(group.env, group.bypass, self.absent)
+        if group.options.max_frames_per_traj is not None and not group.env.writes_next:
+            limit = group.options.max_frames_per_traj
+            self._limit = StepLimit(limit, group.clock.steps, self.absent)
+        self.ends = RESET_NOW
+        if request.rule is not None or not group.options.reset_when_done:
+            self.ends = self._choose_ends()
+        if (
+            group.options.on_step is not None
+            or request.pause is not None
+            or self._watch is not None
+        ):
+            self._watchers = self._choose_watchers()
+        if group.env.dropped or not group.random_start.is_over:
+            self._count_before()
+        if request.rule is not None and request.rule.complete:
+            lane.stop()
+        if self.reports.progress.watched:
+            self.reports.progress.mark_unwritten(lane, group.env.spec.reward_key, 0)
+        for fill, value in views.fills:
+            fill(value)
+        if views.resumed is not None:
+            views.resumed[...] = False
+            views.resumed[0, group.take_resumed()] = True
+        for key, _, first, _ in views.carried:
+            first[...] = group.carry[key]
+        for array, is_init in views.states:
+            if is_init:
+                array[1:] = False  # resets set it; the slot may hold values of an earlier rollout
+        call = None
+        if group.first_call is not None and not lane.stopped:
+            call = group.take_call()
+            store_outputs(call.outputs, lane)
+        if self.reports.progress.watched:
+            self.reports.progress.count(waits=self.ends.leaves_out)
+        if views.version is not None:
+            self._stamp(views.version, 0, call)
+        return call is not None
+
+    def go_on(
+        self,
+        request: RolloutRequest,
+        tally: Tally,
+        listener: ResetListener | None,
+        watch: Watch | None,
+    ) -> None:
+        """Continue for another request: end episodes at the last row where resets are due.
+
+        The rule is that of the first request, which counts its episodes.
+        """
+        self.request = request
+        self.tally = tally
+        self.reports = _reports_of(self.group, request, listener)
+        self._watch = watch
+        self._watchers = self._choose_watchers()
+        if self.group.pending:
+            self._cut(self.lane.done_steps - 1)
+        if self.reports.progress.watched:
+            self.reports.progress.count(waits=self.ends.leaves_out)
+        if self.views.version is not None:
+            self._stamp(self.views.version, self.lane.done_steps, None)
+
+    def _begin_episodes(self) -> None:
+        """Execute the resets that are due, except those of environments that make no steps because
+        the rule does not need them.
+        """
+        group = self.group
+        unneeded: list[int] = []
+        if self.request.rule is not None:
+            unneeded = unneeded_by(self.request.rule, range(group.B), group.bypass)
+            self.absent = unneeded
+        held = group.due.leave_out(unneeded)
+        group.begin_episodes(reports=self.reports)
+        group.due.done(held)  # environments that were reset early are stepped in this rollout
+
+    def _choose_ends(self) -> Ends:
+        group = self.group
+        ends: Ends = RESET_NOW
+        if not group.options.reset_when_done and not self.request.is_random_start:
+            ends = WaitForBatch(self.waiting, group.bypass, self._limit, group.env.spec.reward_key)
+        if self.request.rule is None:
+            return ends
+        return ChosenByRule(self.request.rule, ends, self.waiting, group.bypass, self._limit)
+
+    def _choose_watchers(self) -> tuple[Watch, ...]:
+        group = self.group
+        watchers: list[Watch] = []
+        if group.options.on_step is not None and not self.request.is_random_start:
+            env_ids = group.clock.env_ids
+            on_step = group.options.on_step
+            repeats = group.env.spec.repeats
+            watchers.append(watching(on_step, env_ids, self.waiting, repeats, self.next_obs))
+        if self.request.pause is not None:
+            watchers.append(rendering(group.env, self.request.pause))
+        if self._watch is not None:
+            watchers.append(self._watch)
+        return tuple(watchers)
+
+    def _count_before(self) -> None:
+        """Count the steps that were made before the first row."""
+        env = self.group.env
+        if env.dropped:
+            self.tally.execute(env.dropped)
+            self.tally.discard("reset", env.dropped)
+            env.dropped = 0
+        if self.request.is_random_start or self.group.random_start.is_over:
+            return
+        steps = self.group.random_start.end()
+        self.tally.execute(steps)
+        self.tally.discard("decorrelation", steps)
+        self.reports.progress.cells[BEFORE] = steps
+
+    def _stamp(self, version: Array, begin: int, call: FirstCall | None) -> None:
+        """Write the version of the policy into the rows of ``version`` from ``begin`` on; that of
+        ``call`` into row 0.
+        """
+        version[begin:] = self.request.version or 0
+        if call is not None:
+            extra = call.outputs.extras.get(POLICY_VERSION)
+            if extra is None:
+                version[0] = call.version
+            else:  # the policy tells its version itself
+                version[0] = extra.reshape(-1).numpy()
+
+    # --- rows -------------------------------------------------------------------------------------
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it goes on after its last row as if nothing had happened."""
+        return self.paused is not None
+
+    def pause(self, prepared: Prepared) -> None:
+        """Note an interruption after a complete row."""
+        self.paused = prepared
+
+    def unpause(self) -> Prepared:
+        """Return how it goes on; it is not paused any more."""
+        paused = self.paused
+        assert paused is not None
+        self.paused = None
+        return paused
+
+    def next_call(self, t: int) -> int:
+        """Return the first row, from ``t`` on, after which ``after_step`` is due even if no episode
+        ends.
+        """
+        if self._stopped is not None or self._watchers:
+            return t
+        if self._limit is None:
+            return self.next_obs.due
+        return min(self.next_obs.due, self._limit.next)
+
+    def after_step(self, t: int, finished: Sequence[int] | None) -> int:
+        """Do all work due after row ``t`` except the next step; return the row of the next call, or
+        STOP.
+        """
+        lane = self.lane
+        lane.complete(t + 1)
+        late: list[int] = []
+        if self._limit is not None:
+            late = self._limit.reached(t)
+            if late:
+                cut = late if finished is None else [i for i in late if i not in finished]
+                lane.arrays[TRUNCATED][t, cut] = True
+                finished = sorted({*cut, *(finished or ())})
+        if finished is not None:
+            self.next_obs.copy(t + 1)  # before the reset overwrites the true last observations
+            if self.group.options.compact_obs:
+                self.next_obs.keep(lane, t, finished, self.waiting.all)
+            self._end_episodes(t, finished, late)
+        elif t >= self.next_obs.due or self._watchers:
+            self.next_obs.copy(t + 1)
+        for watch in self._watchers:
+            watch(lane, t)
+        if self._stopped is not None and not lane.stopped and self._stopped():
+            lane.stop()
+        return STOP if lane.stopped else self.next_call(t + 1)
+
+    def _end_episodes(self, t: int, finished: Sequence[int], late: Sequence[int]) -> None:
+        """End the episodes of ``finished`` at row ``t``; those of ``late`` reached the limit."""
+        lane = self.lane
+        env = self.group.env
+        lost = env.lives_lost
+        over = finished
+        going_on: Sequence[int] = ()
+        if lost:
+            going_on = [i for i in finished if i in lost and i not in late]
+            over = [i for i in finished if i not in going_on]
+        if self.group.options.traj_done_key is not None:
+            lane.arrays[TRAJ_DONE][t, over] = True
+            lane.arrays[TRUNCATED][t, [i for i in late if i in lost]] = True
+        decision = self.ends.decide(lane, t, over, going_on)
+        if decision.is_over:
+            lane.stop()
+        if decision.reset:
+            self._reset_rows(t + 1, decision.reset, None)
+        if decision.restart:
+            env.restart_agent(lane.data, t + 1, decision.restart)
+            self._restart_states(t + 1, decision.restart)
+
+    def _cut(self, t: int) -> None:
+        """Execute the resets that are due within the lane: end episodes at row ``t``, and start new
+        ones after it.
+        """
+        lane = self.lane
+        group = self.group
+        done = lane.data[TERMINATED][t] | lane.data[TRUNCATED][t]
+        over = group.pending
+        if self.ends.waits:
+            over = [i for i in over if i not in self.waiting.since]
+        cut = [i for i in over if not done[i]]
+        agents = group.agent_clock
+        if agents is not None:
+            cut = []
+            if group.due.is_lost:
+                end_agents(lane, t + 1, agents)
+            group.due.recover()
+        lane.data[TRUNCATED][t, cut] = True
+        if group.options.traj_done_key is not None:
+            lane.arrays[TRAJ_DONE][t, over] = True
+        self.next_obs.copy(t + 1)
+        if group.options.compact_obs:
+            self.next_obs.keep(lane, t, cut, self.waiting.since)
+        if self.ends.waits:
+            if self.waiting.add(lane, t, cut):
+                lane.stop()
+            if self._limit is not None:
+                self._limit.let_go(cut)
+            return
+        for part, seeds in group.due.parts(group.pending):
+            self._reset_rows(t + 1, part, seeds)
+        group.due.done(group.due.leave_out(self.absent))
+
+    def _reset_rows(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+        took_ns = self.group.reset_envs(self.lane.data, row, which, seeds, self.reports)
+        self.tally.add_reset(took_ns)
+        self._restart_states(row, which)
+        if self._limit is not None:
+            self._limit.restart(which, row)
+
+    def _restart_states(self, row: int, which: Sequence[int]) -> None:
+        for array, value in self.views.states:
+            array[row, which] = value
+
+    # --- errors -----------------------------------------------------------------------------------
+
+    def fail(self, t: int, reason: str, executed: int) -> None:
+        """Discard the ``executed`` steps of row ``t``, and reset all environments: their states are
+        unknown.
+        """
+        self.lane.complete(max(self.lane.done_steps, t))
+        self.tally.discard(reason, executed)
+        self.tally.execute(executed)
+        self.group.env.executed_in_row = 0
+        self._unmark()
+        self.group.lose()
+
+    def _check_values(self, without: Array | None) -> None:
+        """Check values, which is cheaper once per rollout than once per step."""
+        lane = self.lane
+        group = self.group
+        found = first_bad_value(lane, group.env.spec, group.options.validate, without)
+        if found is None:
+            return
+        t, message, by_policy = found  # discard this row and all later ones
+        reason = "bad_policy_output" if by_policy else "bad_env_output"
+        self.tally.discard(reason, self.waiting.executed(t, lane.done_steps))
+        lane.take_back(t)
+        self.reports.progress.begin(Phase.POLICY if by_policy else Phase.STEP)
+        self._unmark()
+        group.lose()
+        error = BadPolicyOutput if by_policy else BadEnvOutput
+        raise error(f"{message}. The {t} rows before it are kept; the environments are reset.")
+
+    def _unmark(self) -> None:
+        """Undo the entries of incomplete rows."""
+        begin = self.lane.done_steps
+        self.next_obs.take_back(begin)
+        self.waiting.take_back(begin)
+        self.reports.progress.mark_unwritten(self.lane, self.group.env.spec.reward_key, begin)
+        for marks, value in self.views.marks:
+            marks[begin:] = value
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def finish(self) -> RolloutOutcome:
+        """Complete all columns of the lane after its last step."""
+        lane = self.lane
+        group = self.group
+        options = group.options
+        views = self.views
+        n = lane.done_steps
+        if self.reports.progress.watched:
+            cells = self.reports.progress.cells
+            cells[KNOWN] = self.waiting.executed(0, n) + cells[BEFORE]
+        self.next_obs.copy(n)
+        if lane.mirrored:
+            lane.pull((group.env.spec.reward_key, TERMINATED, TRUNCATED))
+        flags = views.flags if n == lane.T else [rows[:n] for rows in views.flags]
+        reward, done, terminated, truncated, ids = flags
+        # else it is False already
+        if lane.B >= MANY or 1 in terminated.tobytes() or 1 in truncated.tobytes():
+            np.logical_or(terminated, truncated, out=done)
+        without = None
+        if self.ends.repeats_flags or not self.waiting.is_idle:
+            without = self.ends.without_transition(lane, done, self.waiting)
+        if without is not None or n < lane.T or views.is_fine is None or not views.is_fine():
+            self._check_values(without)
+        over = done if options.traj_done_key is None else lane.arrays[TRAJ_DONE][:n]
+        clock = group.clock
+        if isinstance(clock, AgentClock):
+            clock.sort(lane.arrays[AGENT][:n])
+        clock.fill_ids(ids, over)
+        if options.max_frames_per_traj:
+            counts = lane.arrays[STEP_COUNT]
+            clock.fill_step_counts(counts[:n], over)
+            np.add(counts, 1, out=lane.arrays[next_of(STEP_COUNT)])
+        episodes = clock.advance(reward, terminated, truncated, over)
+        if group.env.spec.info_specs and len(episodes):
+            episodes = replace(episodes, info=self.next_obs.infos(lane, over))
+        if without is not None:
+            self._take_back_steps(without, over)
+        if options.compact_obs and n:
+            going_on = np.flatnonzero(~done[-1]).tolist()
+            self.next_obs.keep(lane, n - 1, going_on, self.waiting.all)
+        closes = self.request.closes and not self.request.is_random_start
+        # a mark for the learner; the episode continues
+        if options.set_truncated and closes and n:
+            mark_end(lane, n - 1, group.env.spec, limited=bool(options.max_frames_per_traj))
+        for key, rows, _, last in views.carried:
+            row = last if n == lane.T else rows[n : n + 1]
+            group.carry.take(key, row, self.absent)
+        if not self.waiting.is_idle:
+            self._carry_on_lives()
+        frames = n * lane.B
+        if without is not None or n < lane.T or self.request.limit is not None:
+            frames = self._mark_valid(n, without)
+        elif views.valid is not None:
+            views.valid[...] = True
+        if lane.mirrored:  # the reward was copied from the device
+            keys = views.mirrored
+            if without is None:
+                keys = [key for key in keys if key != group.env.spec.reward_key]
+            lane.push(keys)
+        group.closed()
+        if options.reset_at_each_iter and closes:
+            group.reset()
+        return RolloutOutcome(
+            frames, n, episodes, self.next_obs.finals, left_out=not self.waiting.is_idle
+        )
+
+    def _carry_on_lives(self) -> None:
+        """Let environments that only lost a life continue from their last observation."""
+        group = self.group
+        going_on = self.waiting.resume(group.carry)
+        if going_on:
+            group.env.restart_agent(group.carry, 0, going_on)
+            group.carry.begin_anew(going_on)
+
+    def _take_back_steps(self, without: Array, over: Array) -> None:
+        """Correct the clock of environments that ended and waited for others; reset them before the
+        next batch.
+        """
+        clock = self.group.clock
+        assert isinstance(clock, TrajectoryClock)  # agents that take turns do not wait
+        ended = [i for i, t in self.waiting.since.items() if over[t, i]]
+        clock.take_back(without.sum(axis=0), ended)
+        self.group.due.add(ended)
+        if not self.group.bypass.is_possible:
+            self.tally.discard("after_done", int(without.sum()))
+
+    def _mark_valid(self, n: int, without: Array | None) -> int:
+        """Mark the cells with a transition, and return the number of valid ones."""
+        limit = self.request.limit
+        shared = None if limit is None else (*places_of(self.group, self.request), limit)
+        frames, surplus = mark_valid(
+            self.lane, n, without, repeat_flags=self.ends.repeats_flags, shared=shared
+        )
+        self.tally.discard("surplus", surplus)
+        return frames
+
+
+def places_of(group: Group, request: RolloutRequest) -> tuple[Array, int]:
+    """Return the indices of the environments among those of the same batch, ``[B]``, and the number
+    of the latter.
+    """
+    if request.sharing is None:
+        return group.sharing
+    first, sharing = request.sharing
+    return np.arange(first, first + group.B), sharing
+
+
+def _reports_of(group: Group, request: RolloutRequest, listener: ResetListener | None) -> Reports:
+    if request.is_random_start:
+        return Reports(Progress(), [])
+    if listener is None:
+        return group.reports
+    return Reports(group.progress, [*group.reports.listeners, listener])
