@@ -15,6 +15,7 @@ from muster.cluster.link import Block
 from muster.cluster.messages import NodeSetup
 from muster.cluster.node_proxy import NodeProxy
 from muster.cluster.nodes import Nodes
+from muster.env_spec import EnvSpec
 from muster.memory.views import Order as DimOrder
 from muster.observing.stats import InferenceStats
 from muster.restore.crash_report import CrashDirectory
@@ -22,7 +23,6 @@ from muster.restore.pickling import dumps
 from muster.utils.interrupts import allowed
 from muster.workers.config import PoolConfig, WorkerPlace
 from muster.workers.life import WorkerState
-from muster.workers.messages import GroupInfo
 from muster.workers.slow_construction import listed
 from muster.workers.supervision import SupervisedPool, news, unlike
 
@@ -71,7 +71,7 @@ class NodePool(SupervisedPool):
 
     # --- as ``WorkerPool`` ------------------------------------------------------------------------
 
-    def built(self) -> list[GroupInfo]:
+    def built(self) -> list[EnvSpec]:
         """The groups of all nodes; for nodes that are not there yet (``min_nodes``), what they are
         expected to be.
         """
@@ -80,7 +80,7 @@ class NodePool(SupervisedPool):
         else:
             for proxy in self.proxies:
                 self.wait_for(proxy, lambda: proxy.infos is not None)  # noqa: B023
-        known: dict[int, GroupInfo] = {}
+        known: dict[int, EnvSpec] = {}
         for proxy in self.proxies:
             known |= zip(proxy.groups, proxy.infos or (), strict=False)
         first, factories = (
@@ -91,7 +91,7 @@ class NodePool(SupervisedPool):
         alike = {factory: known[number] for number, factory in numbered if number in known}
         return [known.get(number) or alike.get(factory, first) for number, factory in numbered]
 
-    def open(self, infos: Sequence[GroupInfo], place: WorkerPlace) -> None:
+    def open(self, infos: Sequence[EnvSpec], place: WorkerPlace) -> None:
         """See ``SupervisedPool``. Absent nodes get their places when they join."""
         self._open(infos)
         if self.config.server is not None:

@@ -35,6 +35,7 @@ from muster.collectors.setup import (
     worker_setting,
 )
 from muster.collectors.signatures import takes
+from muster.env_spec import EnvSpec
 from muster.envs.build import is_environment
 from muster.errors import BadOption
 from muster.memory.shared import Arena
@@ -48,7 +49,6 @@ from muster.weights.names import acting_modules
 from muster.weights.publish import PolicyWeights
 from muster.weights.transport import Ticket
 from muster.workers.config import PoolConfig, ServerConfig, WorkerConfig, WorkerPlace
-from muster.workers.messages import GroupInfo
 from muster.workers.options import SupervisionOptions, WorkerSetting
 from muster.workers.requests import Call, LayOut, Request
 from muster.workers.supervision import SupervisedPool
@@ -187,7 +187,7 @@ class MultiCollector(BaseCollector):
 
     def _start(
         self, config: PoolConfig, ticket: Callable[[int], Ticket] | None, made: ExitStack
-    ) -> tuple[SupervisedPool, list[GroupInfo]]:
+    ) -> tuple[SupervisedPool, list[EnvSpec]]:
         """Start workers, and wait until they have made their environments."""
         pool: SupervisedPool
         if self._nodes is None:
@@ -215,7 +215,7 @@ class MultiCollector(BaseCollector):
             pool.close()
         self._weights.materialise(weights)
 
-    def _place(self, infos: Sequence[GroupInfo]) -> WorkerPlace:
+    def _place(self, infos: Sequence[EnvSpec]) -> WorkerPlace:
         """Return the places of all groups."""
         options = self.options
         sizes = [info.num_envs for info in infos]

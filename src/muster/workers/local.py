@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from muster.env_spec import EnvSpec
 from muster.memory.slots import Slot
 from muster.observing.stats import WorkerStats
 from muster.restore.crash_notes import CrashNotes, LocalLog
 from muster.rollout.request import RolloutRequest
 from muster.workers.counters import FrameCounters
 from muster.workers.effects import log_request, run_request
-from muster.workers.messages import GroupInfo
 from muster.workers.pool import Handle, Pool
 from muster.workers.requests import Request
 from muster.workers.worker import Worker, phase_ended_by
@@ -64,7 +64,7 @@ class LocalWorker(Handle):
 class LocalPool(Pool):
     """A worker in the caller's thread; see ``Pool``. Nothing is waited for, lost or dropped."""
 
-    def __init__(self, worker: Worker, infos: Sequence[GroupInfo]) -> None:
+    def __init__(self, worker: Worker, infos: Sequence[EnvSpec]) -> None:
         super().__init__(None)
         self.handles = [LocalWorker(worker)]
         self.local: Worker = worker

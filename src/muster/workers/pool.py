@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
+from muster.env_spec import EnvSpec
 from muster.errors import MusterError, WorkerDied, WorkerNotStarted
 from muster.memory.slots import Slot
 from muster.observing.stats import InferenceStats, WorkerStats
@@ -21,7 +22,7 @@ from muster.rollout.request import RolloutRequest
 from muster.utils.forks import Owner
 from muster.workers.counters import FrameCounters
 from muster.workers.effects import part_of
-from muster.workers.messages import GroupInfo, RolloutResult, WorkerStatus
+from muster.workers.messages import RolloutResult, WorkerStatus
 from muster.workers.requests import Request
 from muster.workers.under_way import UnderWay
 
@@ -148,7 +149,7 @@ class Pool(ABC):
         self.unwarned: list[str] = []
         self._warned: set[str] = set()  # all texts, which are given to the user once
 
-    def _open(self, infos: Sequence[GroupInfo], first_env: int = 0) -> None:
+    def _open(self, infos: Sequence[EnvSpec], first_env: int = 0) -> None:
         """Make the counters of groups with these descriptions.
 
         Args:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from muster.env_spec import EnvSpec
 from muster.errors import BadOption, CollectorClosed, EnvError, ForkedProcess, MusterError
 from muster.utils.forks import Owner
 from muster.workers.config import PoolConfig, WorkerPlace
@@ -15,7 +16,7 @@ from muster.workers.effects import place_after
 from muster.workers.failures import Where, not_started
 from muster.workers.fates import Fate, decide_fate
 from muster.workers.life import ALIVE, Life, WorkerState
-from muster.workers.messages import CLOSED, Answer, GroupInfo, RolloutResult, Tell
+from muster.workers.messages import CLOSED, Answer, RolloutResult, Tell
 from muster.workers.pool import Handle, Pool
 from muster.workers.requests import Request
 from muster.workers.slow_construction import SlowConstruction
@@ -98,7 +99,7 @@ class Proxy(Handle):
         super().__init__(index, groups)
         self.life = Life(f"{type(self).__name__} {index}", pool.note_change)
         self.question = Question()
-        self.infos: list[GroupInfo] | None = None
+        self.infos: list[EnvSpec] | None = None
         self.place: WorkerPlace | None = None
         self._pool = pool
         self._owner = Owner("collector", "workers")
@@ -288,14 +289,14 @@ class SupervisedPool(Pool):
         """Return a description of what a construction waits for; empty if nothing is missing."""
 
     @abstractmethod
-    def built(self) -> list[GroupInfo]:
+    def built(self) -> list[EnvSpec]:
         """Wait until the workers have made their environments, and describe the groups.
 
         Raises a worker's error.
         """
 
     @abstractmethod
-    def open(self, infos: Sequence[GroupInfo], place: WorkerPlace) -> None:
+    def open(self, infos: Sequence[EnvSpec], place: WorkerPlace) -> None:
         """Make the counters, and send each worker its place."""
 
     @abstractmethod
@@ -525,7 +526,7 @@ def news(group: int) -> RolloutResult:
     return RolloutResult(0, group, lost=True)
 
 
-def unlike(where: Where, expected: GroupInfo, got: GroupInfo) -> EnvError:
+def unlike(where: Where, expected: EnvSpec, got: EnvSpec) -> EnvError:
     """Return the error for a late node whose number of environments is not the expected one."""
     error = EnvError(
         f"{where} has come with {got.num_envs} environments in a batch of shape {got.batch_shape}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from muster.env_spec import EnvSpec
 from muster.errors import MusterError, WorkerError, described
 from muster.memory.shared import Arena
 from muster.restore.crash_notes import CrashNotes, Replay
@@ -24,7 +25,7 @@ from muster.workers.config import PoolConfig, WorkerPlace
 from muster.workers.fates import Fate
 from muster.workers.inference import InferenceServer
 from muster.workers.launch import in_process
-from muster.workers.messages import GroupInfo, RolloutResult
+from muster.workers.messages import RolloutResult
 from muster.workers.proxy import Shared, WorkerProxy
 from muster.workers.responder import Responder
 from muster.workers.slow_construction import listed
@@ -131,8 +132,8 @@ class WorkerPool(SupervisedPool):
             proxies.append(WorkerProxy(complete, self, shared))
         return proxies
 
-    def built(self) -> list[GroupInfo]:
-        infos: list[GroupInfo] = []
+    def built(self) -> list[EnvSpec]:
+        infos: list[EnvSpec] = []
         for handle in self.handles:
             self.wait_for(handle, lambda: handle.infos is not None or handle.failure is not None)  # noqa: B023
             if handle.failure is not None:
@@ -140,7 +141,7 @@ class WorkerPool(SupervisedPool):
             infos += handle.infos
         return infos
 
-    def open(self, infos: Sequence[GroupInfo], place: WorkerPlace) -> None:
+    def open(self, infos: Sequence[EnvSpec], place: WorkerPlace) -> None:
         config = self.config
         groups = config.groups
         self._open(infos, first_env=place.firsts[groups[0]])
