@@ -64,20 +64,16 @@ class PrtEnvs(EnvBatch):
     """N environments behind one object with prt_rl's interface; implements ``EnvBatch``.
 
     Rows are on the host.
-
-    ``resets_all``: the next reset of all environments is one call of ``reset``, not one
-    ``reset_index`` for each.
     """
 
     bypasses = True
 
     def __init__(self, env: Any) -> None:
         self.env, self.name, self.num_envs = env, type(env).__name__, int(env.get_num_envs())
-        self.resets_all, self.state_device, self.action_device = (
-            True,
-            torch.device("cpu"),
-            torch.device("cpu"),
-        )
+        self.state_device = torch.device("cpu")
+        self.action_device = torch.device("cpu")
+        # the next reset of all is one call of ``reset``, not one ``reset_index`` for each
+        self._resets_all = True
         # set at the first reset and the first action
         self.observation_specs = {}
         self.action_specs = {}
@@ -97,6 +93,10 @@ class PrtEnvs(EnvBatch):
         self.observation_specs = {OBSERVATION: ArraySpec(tuple(state.shape[1:]), dtype)}
         self.state_device = state.device
 
+    def reset_all_next(self) -> None:
+        """Reset all environments with one call of ``reset``, when they are reset next."""
+        self._resets_all = True
+
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         raise NotImplementedError(
             f"{self.name}: actions are the policy's, and random ones are not supported"
@@ -107,8 +107,10 @@ class PrtEnvs(EnvBatch):
     ) -> None:
         rows: Array = arrays[OBSERVATION][row]
         one_by_one = hasattr(self.env, "reset_index")
-        if len(which) == self.num_envs and (self.resets_all or not one_by_one):
-            state, self._first, self.resets_all = self._first, None, False
+        if len(which) == self.num_envs and (self._resets_all or not one_by_one):
+            state = self._first
+            self._first = None
+            self._resets_all = False
             rows[...] = (self._reset_all() if state is None else state).cpu().numpy()
             return
         if not one_by_one:
