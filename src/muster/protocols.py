@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from muster.rng import GroupRng
 
 ALL = slice(None)  # environments of a batch
+PolicyMode = Literal["eval", "as_given"]  # of a policy's modules while they act
 Act = Callable[[int], None]
 Step = Callable[[int], "Sequence[int] | None"]
 

@@ -10,8 +10,8 @@ from muster.keys import IS_INIT, POLICY_VERSION, RESUMED, TRAJ_IDS, VALID, Key, 
 from muster.memory.slots import Lane
 from muster.protocols import EnvBatch, carried_specs
 from muster.rollout.carry import Carry
-from muster.rollout.columns import RolloutOptions
 from muster.rollout.marks import CACHE_BYTES, NEVER, marks_of
+from muster.rollout.options import RolloutOptions
 from muster.rollout.values import quick_check
 
 TERMINATED, TRUNCATED, DONE = next_of(("terminated",)), next_of(("truncated",)), next_of(("done",))

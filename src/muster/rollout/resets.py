@@ -10,7 +10,7 @@ from typing_extensions import Self
 
 from muster.errors import BadOption
 from muster.protocols import EnvBatch
-from muster.rollout.columns import RolloutOptions
+from muster.rollout.options import RolloutOptions
 
 
 def check_resets(env: EnvBatch, options: RolloutOptions) -> None:

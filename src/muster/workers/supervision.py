@@ -90,7 +90,7 @@ class Supervisor(Watcher):
             self.launch: Callable[[str, bool], tuple[Any, ...]] = in_thread(self._wake_up)
         else:
             light = light and (config.server is not None or responder is not None)
-            self.launch = in_process(config.start_method, light=light)
+            self.launch = in_process(config.supervision.start_method, light=light)
         # for all workers; None: the workers run the policy
         self.server: InferenceServer | None = None
         self.responder = responder  # None: workers ask no questions
@@ -105,7 +105,7 @@ class Supervisor(Watcher):
         self._oom_kills = failures.oom_kills()
         self._look_at = 0.0
         self._listening: tuple[int, select.poll, dict[Any, WorkerProxy]] | None = None
-        affinity = config.cpu_affinity
+        affinity = config.supervision.cpu_affinity
         numbers = [worker.index for worker in config.workers]
         cpus = [()] * len(numbers) if affinity is None else pinned(affinity, numbers)
         configs = [
@@ -149,7 +149,11 @@ class Supervisor(Watcher):
             pool.server, pool.hold = self.server, self.server.held
         config = self.config
         self.notes = CrashNotes(
-            groups, config.origins, pool.counters, config.max_frames_per_traj, config.crash_dir
+            groups,
+            config.origins,
+            pool.counters,
+            config.max_frames_per_traj,
+            config.supervision.crash_dir,
         )
         pool.notes = self.notes
         for handle in self.handles:
@@ -260,7 +264,7 @@ class Supervisor(Watcher):
                 is_ending = ending or result.unfinished
                 if not is_ending:
                     self._explain(handle, result)
-                raises = self.config.on_failure == "raise" or not isinstance(
+                raises = self.config.supervision.reaction == "raise" or not isinstance(
                     result.error, (EnvError, BadEnvOutput)
                 )
                 if is_ending or not raises:
@@ -417,7 +421,7 @@ class Supervisor(Watcher):
         crash_report = (
             None if at_work is None else self.notes.died(at_work, cast(MusterError, error))
         )
-        if self.config.on_failure != "restart":
+        if self.config.supervision.reaction != "restart":
             _add_crash_report(error, crash_report)
         try:
             handle.end()
@@ -426,7 +430,7 @@ class Supervisor(Watcher):
             for number in handle.groups if self.counters else ():
                 self.counters[number].give_up(reason)
             self._pass_on(handle, error)
-        if self.config.on_failure == "restart" and crash_report is not None:
+        if self.config.supervision.reaction == "restart" and crash_report is not None:
             self._revive(handle)  # before the crash report is written, which can take long
             _add_crash_report(error, crash_report)
 
