@@ -23,7 +23,10 @@ from muster.workers.messages import CLOSED, Answer, RolloutResult, Tell
 from muster.workers.requests import Call
 from muster.workers.worker import Worker
 
-TRACED = ("serve", "carry_out", "answer", "follow", "_answer", "_send", "_close")
+TRACED = (
+    *("serve", "carry_out", "answer", "follow", "_answer", "_send", "_close"),
+    *("request", "begin_to_close", "begin_to_send", "end_sending"),
+)
 MESSAGES = [
     Tell(worker_main.WorkerMain.call, (Call(Worker.observe),), 1),
     RolloutRequest(1, 0, 0, "policy", offset=2, nbytes=3),
@@ -45,13 +48,12 @@ class Server(worker_main.WorkerMain):
             observe=dict,
             run=lambda request, lane: RolloutResult(request.number, request.group),
             group=lambda _: SimpleNamespace(options=SimpleNamespace(reset_when_done=True)),
+            laid_out={},
         )
+        lane = SimpleNamespace(done_steps=0)
+        self._lanes: Any = SimpleNamespace(of=lambda *_: (lane, lane))
         self.ready = True
         return []
-
-    def _lane(self, _: RolloutRequest) -> tuple[Any, Any]:
-        lane = SimpleNamespace(done_steps=0, restart=lambda: None)
-        return lane, lane
 
     def _completed(self, result: RolloutResult, *_: Any) -> RolloutResult:
         """There is no lane to tell of."""
@@ -83,17 +85,17 @@ class Terminator:
 def serve(channel: Channel, at: int) -> None:
     """What the ``main`` of a worker does."""
     config = WorkerConfig(
-        0, [0], factories=[], kwargs=None, policy=b"", is_factory=False, options=None
+        0, [0], factories=[], kwargs=None, policy=b"", is_factory=False, setting=None
     )
     served: Any = Server(channel, config, Progress(), None, [])  # type: ignore[arg-type]
-    signal.signal(signal.SIGTERM, served.terminate)
+    signal.signal(signal.SIGTERM, served.ending.terminate)
     sys.settrace(Terminator(served, at).enter)
     try:
         served.serve()
     except (EOFError, worker_main.Terminated):
         pass
     sys.settrace(None)
-    if served.terminated:
+    if served.ending.terminated:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -529,7 +529,7 @@ def test_the_end_of_the_servers_thread_is_an_error_at_once_every_time(tmp_path, 
 
     # The thread asks this between two calls of the policy. An exception inside a call would be the
     # policy's error.
-    monkeypatch.setattr(server, "_wanted", ends)
+    monkeypatch.setattr(server, "_has_work", ends)
     server.mailbox.wake_up.ring()
     server._thread.join(60)
     assert not server._thread.is_alive()

@@ -21,8 +21,8 @@ from muster import CentralInference, Execution, MultiAsyncCollector, MultiSyncCo
 from muster.errors import BadOption, BadPolicyOutput, PolicyError, UnsupportedEnv
 from muster.policies import categorical
 from muster.testing import CountingEnv, SpaceEnv, TorchCartPole
-from muster.workers.inference import _Client, _oldest
 from muster.workers.proxy import WorkerProxy
+from muster.workers.selection import Client, oldest
 from tests.tools import assert_accounted, assert_same, counting
 from tests.waits import wait_until
 
@@ -221,8 +221,8 @@ def test_a_group_that_is_more_than_that_is_acted_for_alone():
 def test_those_who_have_waited_longest_come_first_in_the_order_of_workers(most, chosen):
     handle: Any = None
     envs, since = (1, 2, 2, 1), (2.0, 9.0, 1.0, 3.0)
-    clients = [_Client(n, handle, envs[n], since=since[n]) for n in range(4)]
-    assert [client.worker for client in _oldest(clients, most)] == chosen
+    clients = [Client(n, handle, envs[n], since=since[n]) for n in range(4)]
+    assert [client.worker for client in oldest(clients, most)] == chosen
 
 
 class Opens(Logged):

@@ -274,6 +274,10 @@ class Slot:
     def _references(self) -> int:
         return sum(map(sys.getrefcount, self.parts))
 
+    def complete(self) -> None:
+        """Note that all lanes are complete: the slot waits for delivery."""
+        self.state = SlotState.FULL
+
     def begin(self) -> Self:
         """Prepare all lanes to be filled from the first row on."""
         for lane in self.lanes:

@@ -22,6 +22,7 @@ The worker:
     responder: what answers workers that wait
     group_state: the state of groups and rollouts as plain data
     worker: groups and policies; makes rollouts
+    streams: the random streams of groups that an inference server acts for
     actor: acts on rows of several workers; used by the inference server
     effects: what each request does, in the worker and in the parent
     turns: threads share the process's random generators
@@ -35,6 +36,7 @@ The pool:
     life: the states and restarts of one worker
     fates: what becomes of a failed rollout and of a lost worker
     slow_construction: log messages about slow environments
+    selection: which workers the inference server acts for next
     inference: the inference server
     pool: all workers, as schedules use them
     local: the pool of one worker in this thread

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -32,6 +32,7 @@ from muster.weights.names import named_tensors
 from muster.weights.transport import Subscriber
 from muster.workers.build import fit_policy
 from muster.workers.options import WorkerSetting
+from muster.workers.streams import ServedStreams
 
 # maximum size of a buffer with several steps; policies prepare for its steps at once
 GATHER_BYTES = 1 << 20
@@ -41,34 +42,62 @@ _Pairs = list[tuple[Array, Array]]
 _Pairs3 = tuple[_Pairs, _Pairs, _Pairs]
 
 
-@dataclass
 class ServedRollout:
-    """The state of a worker's rollout."""
+    """The state of a worker's rollout.
 
-    number: int  # number of the request
-    group: int
-    slot: Slot
-    index: int  # index of the lane in the slot
-    version: int | str = 0  # version of the weights at the start of the rollout
-    error: Exception | None = None  # error of the policy that interrupted the rollout
-    act: Act | None = None  # for this lane alone, while ``epoch`` is the current one
-    epoch: int = -1  # epoch of ``act``, see ``Actor``
-    # by size of the buffer, as its leader
-    prepared: dict[tuple[int, int], _Prepared] = field(default_factory=dict)
-    pairs: dict[Any, _Pairs3 | None] = field(default_factory=dict)  # see ``Actor._parts``
+    Attributes:
+        number: number of the request.
+        group: number of the group.
+        slot, index: slot, and index of the lane in it.
+        version: version of the weights at the start of the rollout.
+        error: error of the policy that interrupted the rollout.
+        act: policy prepared for this lane alone, while ``epoch`` is the current one; see ``Actor``.
+        prepared: by size of the buffer, as its leader.
+        pairs: see ``Actor._parts``.
+    """
+
+    def __init__(self, request: RolloutRequest, slot: Slot, version: int | str) -> None:
+        self.number = request.number
+        self.group = request.group
+        self.slot = slot
+        self.index = request.lane
+        self.version = version
+        self.error: Exception | None = None
+        self.act: Act | None = None
+        self.epoch = -1
+        self.prepared: dict[tuple[int, int], _Prepared] = {}
+        self.pairs: dict[Any, _Pairs3 | None] = {}
 
     @property
     def lane(self) -> Lane:
         return self.slot.lanes[self.index]
 
+    def prepare(self, act: Act, epoch: int) -> None:
+        """Note that the policy is prepared for this lane alone."""
+        self.act = act
+        self.epoch = epoch
 
-@dataclass
+    def act_together(self) -> None:
+        """Note that the policy acts in a buffer: ``act`` is prepared for consecutive rows."""
+        self.act = None
+
+    def end_call(self, error: Exception | None) -> None:
+        """Note how the last call of the policy has ended; None: without an error."""
+        self.error = error
+
+
 class _Prepared:
     """A policy prepared for the steps of a buffer; ``row`` is the first step that was not used."""
 
-    act: Act
-    row: int
-    epoch: int
+    def __init__(self, act: Act, row: int, epoch: int) -> None:
+        self.act = act
+        self.row = row
+        self.epoch = epoch
+
+    def act_next(self) -> None:
+        """Act on the next step."""
+        self.act(self.row)
+        self.row += 1
 
 
 class Actor:
@@ -77,10 +106,8 @@ class Actor:
 
     Args:
         weights: subscriber from which the newest weights are taken at the start of rollouts.
-        exclusive: no other thread draws from the process's global generators during a call, so that
-            they are replaced by the streams of the group.
-        keeps_streams: no thread draws between calls either (no environment threads): replaced until
-            ``settle``.
+        exclusive, keeps_streams: see ``ServedStreams``.
+        look: see ``CoroutineRunner``.
     """
 
     def __init__(
@@ -91,26 +118,22 @@ class Actor:
         *,
         exclusive: bool,
         keeps_streams: bool,
+        look: Callable[[], bool],
     ) -> None:
         self._setting = setting
         self._weights = weights
-        self._exclusive = exclusive
-        self._keeps_streams = keeps_streams
+        self._look = look
         self._policy, self._device = place(policy, setting.policy_device)
         self._in_place = self._device is None or self._device.type == "cpu"
         self._into = named_tensors(self._policy)
         self._infos: Mapping[int, EnvSpec] = {}
-        self._rngs: dict[int, GroupRng] = {}  # by group
+        self._streams = ServedStreams(self._device, exclusive=exclusive, keeps=keeps_streams)
         self._policies: dict[tuple[int, ...], Policy] = {}  # by shape of the batch
         self._buffers: dict[tuple[int, int], Lane] = {}  # by number of environments and of steps
         # likewise; used if runs need not be reproducible
         self._prepared: dict[tuple[int, int], _Prepared] = {}
         self._columns: list[Column] = []
-        self._acted: set[int] = set()  # groups that the policy has acted for
-        self._installed: GroupRng | None = None  # group streams that are the global ones now
-        self._streams = ExitStack()
         self._grad = False
-        self.look: Callable[[], bool] = bool  # see ``CoroutineRunner``
         self._epoch = 0  # grows with each change after which policies have to prepare again
 
     def open(self, infos: Mapping[int, EnvSpec]) -> None:
@@ -134,8 +157,7 @@ class Actor:
             acts: the policy will act for these groups, and continue their streams.
         """
         for number, (_, state) in groups.items() if acts else ():
-            if number not in self._rngs:
-                self._rngs[number] = self._restored(number, state)
+            self._streams.add(number, state)
         if not self._policies:
             number = min(groups)
             info, (obs, state) = self._infos[number], groups[number]
@@ -145,7 +167,7 @@ class Actor:
             }
             self._take_weights()
             policy = self._policy_for(
-                info.batch_shape, lambda: tensors, self._restored(number, state)
+                info.batch_shape, lambda: tensors, self._streams.restored(number, state)
             )
             self._columns = list(policy.columns())
         return self._columns
@@ -156,8 +178,7 @@ class Actor:
         """Replace the random streams of groups that have some here; ``adopt`` brings the streams of
         the others.
         """
-        for number in set(groups) & self._rngs.keys():
-            self._rngs[number] = GroupRng(seed, number, self._device, generation)
+        self._streams.reseed(groups, seed, generation)
         if not generation:  # a restart must not change the rollouts of other groups
             self._epoch += 1
 
@@ -165,47 +186,23 @@ class Actor:
         """Write the policy's random streams into the states of groups; the environments' streams
         are unchanged.
         """
-        for number, state in zip(groups, states, strict=True):
-            if number in self._rngs:
-                streams = self._rngs[number].state_dict()
-                state["group"]["rng"] |= {
-                    name: streams[name] for name in ("numpy", "streams", "torch", "cuda")
-                }
+        self._streams.add_to(groups, states)
 
     def load(self, states: Mapping[int, Mapping[str, Any]]) -> dict[int, Any]:
         """Restore the streams in states of groups.
 
         Return the states for workers, without those of torch.
         """
-        left = {}
-        for number, state in states.items():
-            streams = state["group"]["rng"]
-            if state["group"]["acting"] == "policy":
-                self._rngs[number] = self._restored(number, streams)
-                self._acted.add(number)
-            else:  # ``adopt`` brings the streams before the first call
-                self._rngs.pop(number, None)
-                self._acted.discard(number)
-            left[number] = {
-                **state,
-                "group": {**state["group"], "rng": {**streams, "torch": None, "cuda": None}},
-            }
+        left = self._streams.load(states)
         self._epoch += 1
         return left
-
-    def _restored(self, number: int, state: dict[str, Any]) -> GroupRng:
-        rng = GroupRng(0, number, self._device)
-        rng.load_state_dict(state)
-        return rng
 
     # --- acting -----------------------------------------------------------------------------------
 
     def begin(self, request: RolloutRequest, slot: Slot) -> ServedRollout:
         """Start a rollout with the newest weights."""
         self._take_weights()
-        return ServedRollout(
-            request.number, request.group, slot, request.lane, self._weights.version or 0
-        )
+        return ServedRollout(request, slot, self._weights.version or 0)
 
     def act(self, asked: Sequence[tuple[ServedRollout, int]]) -> None:
         """Act on a row of each rollout in one call of the policy.
@@ -217,12 +214,14 @@ class Actor:
             if POLICY_VERSION in rollout.lane.arrays:
                 rollout.lane.arrays[POLICY_VERSION][row] = version
         # The first call for groups is ``Policy.first``, as in workers that run the policy.
-        first = all(row == 0 and rollout.group not in self._acted for rollout, row in asked)
+        first = all(
+            row == 0 and not self._streams.has_acted(rollout.group) for rollout, row in asked
+        )
         if len(asked) == 1 and self._in_place:
             self._act_alone(*asked[0], first=first)
         else:
             self._act_together(asked, first=first)
-        self._acted.update(rollout.group for rollout, _ in asked)
+        self._streams.note_acted(rollout.group for rollout, _ in asked)
 
     def path(self, rollout: ServedRollout) -> str:
         """Return how actions were computed, for ``stats()``."""
@@ -240,7 +239,7 @@ class Actor:
     def value(self, group: int, made: BootstrapRows) -> BootstrapRows:
         """Fill in the values of next observations of a group."""
         info = self._infos[group]
-        rng = self._rngs[group]
+        rng = self._streams[group]
         lead, some = info.batch_shape, np.arange(info.num_envs) % len(made.t)
         seen = {
             key: torch.from_numpy(rows[some]).reshape((*lead, *rows.shape[1:]))
@@ -262,7 +261,7 @@ class Actor:
 
     def _act_alone(self, rollout: ServedRollout, row: int, *, first: bool) -> None:
         lane = rollout.lane
-        rng = self._rngs[rollout.group]
+        rng = self._streams[rollout.group]
         policy = self._policy_for(lane.layout.lead, lambda: self._seen(lane, row), rng)
         if first:
             self._act_first(policy, lane, row, rng)
@@ -270,21 +269,22 @@ class Actor:
         with self._context(policy, rng):
             if rollout.act is None or rollout.epoch != self._epoch:
                 lane.begin_at(row)
-                rollout.act, rollout.epoch = (
-                    call_policy(policy, lambda: policy.start(lane, rng)),
-                    self._epoch,
-                )
-            rollout.act(row)
+                act = call_policy(policy, lambda: policy.start(lane, rng))
+                rollout.prepare(act, self._epoch)
+            else:
+                act = rollout.act
+            act(row)
 
     def _act_together(self, asked: Sequence[tuple[ServedRollout, int]], *, first: bool) -> None:
         """Gather rows, act on all of them in one call, and copy the outputs to the lanes."""
-        (leader, row), B = asked[0], sum(rollout.lane.B for rollout, _ in asked)
-        rng = self._rngs[leader.group]
+        leader, row = asked[0]
+        B = sum(rollout.lane.B for rollout, _ in asked)
+        rng = self._streams[leader.group]
         size = (B, leader.lane.T)
         buffer = self._buffer(*size, leader.lane.layout)
         # Noise is drawn for many steps at once. Each leader has its own: it must not depend on
         # which other groups ask.
-        prepared = leader.prepared if self._exclusive else self._prepared
+        prepared = leader.prepared if self._streams.exclusive else self._prepared
         ready = prepared.get(size)
         if ready is not None and (ready.epoch != self._epoch or ready.row == buffer.T):
             ready = None
@@ -295,7 +295,7 @@ class Actor:
             for there, lane in into:
                 there[here] = lane[row]
         for rollout, _ in asked:
-            rollout.act = None  # it is prepared for consecutive rows
+            rollout.act_together()
         policy = self._policy_for((B,), lambda: self._seen(buffer, here), rng)
         if first:
             self._act_first(policy, buffer, here, rng)
@@ -305,8 +305,7 @@ class Actor:
                     buffer.begin_at(here)
                     act = call_policy(policy, lambda: policy.start(buffer, rng))
                     ready = prepared[size] = _Prepared(act, here, self._epoch)
-                ready.act(here)
-            ready.row += 1
+                ready.act_next()
         for (_, out, later), row in parts:
             for there, lane in out:
                 lane[row] = there[here]
@@ -417,9 +416,9 @@ class Actor:
             spec = replace(next(iter(self._infos.values())), batch_shape=shape)
             policy = fit_policy(self._policy, self._setting, spec, self._device)
             if (coroutines := getattr(policy, "coroutines", None)) is not None:
-                coroutines.look = self.look
+                coroutines.look = self._look
             # a copy: this call must not draw from the group's
-            probe = self._restored(0, rng.state_dict())
+            probe = self._streams.restored(0, rng.state_dict())
             try:
                 with self._context(policy, probe, first=True):
                     call_policy(policy, lambda: policy.first(obs(), probe))
@@ -431,27 +430,21 @@ class Actor:
     @contextmanager
     def _context(self, policy: Policy, rng: GroupRng, *, first: bool = False) -> Iterator[None]:
         """Return the context for a call of the policy; like ``Group.context``."""
-        alone = self._exclusive and (first or policy.draws_globally)
         inference = self._setting.options.execution.inference_mode
         inference &= not (first or self._grad)
         mode = torch.inference_mode() if inference else torch.no_grad()
         called = gradients_enabled(policy) if self._grad else nullcontext()
-        # kept for the next calls: a change takes as long as a network's call
-        if alone and self._installed is not rng:
-            self.settle()
-            self._streams.enter_context(rng.as_global())
-            self._installed = rng
-        try:
-            with mode, called:
-                yield
-        finally:
-            if not self._keeps_streams:
-                self.settle()
+        globally = first or policy.draws_globally
+        with self._streams.installed(rng, globally=globally), mode, called:
+            yield
 
     def settle(self) -> None:
         """Make the user's random streams the global ones again."""
-        self._installed = None
-        self._streams.close()
+        self._streams.settle()
+
+    def close(self) -> None:
+        """Release the weights. May be called again."""
+        self._weights.close()
 
     def _take_weights(self) -> None:
         if self._weights.take(self._into) is not None:

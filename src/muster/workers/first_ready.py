@@ -11,7 +11,7 @@ from operator import index
 from typing import Any
 
 from muster.errors import MusterError, SlotsExhausted
-from muster.memory.slots import Layout, Slot, SlotRing, SlotState
+from muster.memory.slots import Layout, Slot, SlotRing
 from muster.rollout.request import RolloutRequest
 from muster.utils.interrupts import postponed
 from muster.workers.group_state import layout_of, result_of, to_plain, write
@@ -418,7 +418,7 @@ class FirstReady(Schedule):
             requested.results[result.number] = result
             self._requested.note(requested)
             if requested.complete:
-                requested.slot.state = SlotState.FULL
+                requested.slot.complete()
         if result.error is not None:
             self._has_failed |= not result.paused
             raise result.error

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,20 +32,10 @@ from muster.workers.config import PoolConfig
 from muster.workers.failures import on_server, server_hung
 from muster.workers.mailbox import LOOK_S, Mailbox
 from muster.workers.messages import RolloutResult
+from muster.workers.selection import Client, Selection
 from muster.workers.under_way import UnderWay
 
 LOST_S = 5.0  # timeout for a call of the policy that may write into the lane of a lost worker
-
-
-@dataclass
-class _Client:
-    """A worker for which the server acts."""
-
-    worker: int
-    under_way: UnderWay
-    envs: int  # environments of a group
-    since: float = 0.0  # time at which its present question was first seen
-    seen: int = 0  # number of that question
 
 
 class InferenceServer:
@@ -58,31 +48,29 @@ class InferenceServer:
 
     def __init__(self, pool: PoolConfig, ticket: Ticket) -> None:
         assert pool.server is not None
-        self._config = config = pool.server
+        config = pool.server
+        self._torch_threads = config.threads
         self._deadline_s = pool.timeout("policy")
         every = [worker.index for worker in pool.workers]
         half = -(-len(every) // 2) if config.alternating else len(every)
-        # workers answered together
-        self._client_groups = [part for part in (every[:half], every[half:]) if part]
+        groups = [part for part in (every[:half], every[half:]) if part]
         lockstep = config.max_wait_s is None and config.max_batch is None
-        self.mailbox = Mailbox(pool.count, self._client_groups if lockstep else ())
+        self.mailbox = Mailbox(pool.count, groups if lockstep else ())
+        self._selection = Selection(config, groups, self.mailbox)
+        self._chosen: list[Client] = []  # clients to act for next
         setting = unpickled(config.setting, "the options")
         own = made_policy(pool.policy, setting, is_factory=pool.workers[0].is_factory)
-        self._weights = ticket.open(ticket.fds)
+        weights = ticket.open(ticket.fds)
         ticket.close()
         self.actor = Actor(
             own,
             setting,
-            self._weights,
+            weights,
             exclusive=config.exclusive,
             keeps_streams=config.keeps_streams,
+            look=self._look,
         )
-        self.actor.look = self._look
-        self._clients: dict[int, _Client] = {}  # by worker
         self._rollouts: dict[int, ServedRollout] = {}  # incomplete rollouts, by request
-        self._turn = 0  # index of the next client group
-        self._chosen: list[_Client] = []
-        self._holds = 0  # number of entries and exits of ``held``; odd: inside
         self._acting = threading.Lock()
         self._acting_since: float | None = None
         self._raised: Exception | None = None  # the last error that was put into a result
@@ -107,27 +95,17 @@ class InferenceServer:
             BadOption: one policy call cannot act for all of them.
         """
         self.actor.open(infos)
-        self._clients = {
-            worker: _Client(worker, under_way, infos[group].num_envs)
-            for worker, (group, under_way) in clients.items()
-        }
+        envs = {group: info.num_envs for group, info in infos.items()}
+        self._selection.open(clients, envs)
         self._thread.start()
-        if (threads := self._config.threads) is not None:
+        if (threads := self._torch_threads) is not None:
             users = torch.get_num_threads()
             self._in_thread(lambda: _limit_threads(threads))
             torch.set_num_threads(users)  # restore the default for threads that the user will start
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Do not act inside this context: requests submitted in it count as submitted at the same
-        time.
-        """
-        self._holds += 1
-        try:
-            yield
-        finally:
-            self._holds += 1
-            self.mailbox.wake_up.ring()
+    def held(self) -> AbstractContextManager[None]:
+        """Return a context in which requests count as submitted at the same time."""
+        return self._selection.held()
 
     def settle(self) -> None:
         """Make the user's random streams the global ones again, after a batch or an error."""
@@ -221,7 +199,7 @@ class InferenceServer:
             self._ask_to_end()
             self._thread.join(1.0)
         if not self._thread.is_alive():  # else the policy does not return, and still uses them
-            self._weights.close()
+            self.actor.close()
             self.mailbox.close()
 
     # --- the thread -------------------------------------------------------------------------------
@@ -242,12 +220,12 @@ class InferenceServer:
                 except BaseException as error:  # noqa: BLE001 (raised in the calling thread)
                     future.set_exception(error)
                 self._acting_since = None
-            if self._wanted():
+            if self._has_work():
                 chosen, self._chosen = self._chosen, []
                 if chosen:
                     self._serve(chosen)
             else:
-                self.mailbox.sleep(self._wanted, self._patience())
+                self.mailbox.sleep(self._has_work, self._selection.patience())
 
     def _in_thread(self, function: Callable[[], Any]) -> Any:
         """Call a function in the thread, and return its value or raise its error here."""
@@ -259,56 +237,12 @@ class InferenceServer:
                 self.check()
         return future.result()
 
-    def _wanted(self) -> bool:
+    def _has_work(self) -> bool:
         """Return whether there is something to do. Stores the clients to act for."""
-        self._chosen = self._chosen or self._choose()
+        self._chosen = self._chosen or self._selection.choose()
         return bool(self._closing or self._calls or self._chosen)
 
-    def _patience(self) -> float:
-        """Return the seconds until a client has waited for ``max_wait_s``; at most ``LOOK_S``."""
-        longest = self._config.max_wait_s
-        if longest is None or self._holds % 2:
-            return LOOK_S
-        since = [
-            client.since
-            for client in self._clients.values()
-            if self.mailbox.question(client.worker)
-        ]
-        if not since:
-            return LOOK_S
-        return min(LOOK_S, max(0.0, min(since) + longest - time.monotonic()))
-
-    def _choose(self) -> list[_Client]:
-        """Return the clients to act for now, in the order of the workers; client groups take turns."""
-        holds = self._holds
-        groups = self._client_groups
-        for step in range(len(groups) if holds % 2 == 0 else 0):
-            turn = (self._turn + step) % len(groups)
-            chosen = self._of_group(groups[turn])
-            if chosen and self._holds == holds:  # else requests were submitted while it looked
-                self._turn = turn + 1
-                return chosen
-        return []
-
-    def _of_group(self, group: Sequence[int]) -> list[_Client]:
-        questions, at_work = self.mailbox.look(group)
-        most = self._config.max_batch
-        longest = self._config.max_wait_s
-        if not questions or (most is None and longest is None and len(questions) < at_work):
-            return []
-        asking = [self._clients[worker] for worker, _ in questions]
-        for client, (_, number) in zip(asking, questions, strict=True):
-            if number != client.seen:
-                client.seen, client.since = number, time.monotonic()
-        if most is not None and sum(client.envs for client in asking) >= most:
-            return _oldest(asking, most)
-        late = (
-            longest is not None
-            and time.monotonic() - min(client.since for client in asking) >= longest
-        )
-        return asking if late or len(asking) == at_work else []
-
-    def _serve(self, clients: list[_Client]) -> None:
+    def _serve(self, clients: list[Client]) -> None:
         with self._acting:
             questions = [
                 (client, number)
@@ -332,7 +266,7 @@ class InferenceServer:
                 error = policy_error(self.actor.any_policy(), unknown, asked[0][1] if asked else 0)
                 error.__cause__ = unknown
             for rollout, _ in asked:
-                rollout.error = error
+                rollout.end_call(error)
             self._acting_since = None
             self._stats = self._stats.plus(
                 sum(client.envs for client, _ in questions), time.monotonic() - began
@@ -340,10 +274,10 @@ class InferenceServer:
             for client, number in questions:
                 self.mailbox.answer(client.worker, number, failed=error is not None)
 
-    def _rollout(self, client: _Client) -> ServedRollout:
+    def _rollout(self, client: Client) -> ServedRollout:
         number = self.mailbox.request(client.worker)
         if number not in self._rollouts:
-            requested = client.under_way.outstanding[number]
+            requested = client.requested(number)
             self._rollouts[number] = self.actor.begin(requested.request, requested.slot)
         return self._rollouts[number]
 
@@ -352,17 +286,3 @@ def _limit_threads(number: int) -> None:
     """Set the number of torch threads of the calling thread permanently."""
     torch.set_num_threads(number)
     torch.get_num_threads()  # else its first computation adopts the number set last by any thread
-
-
-def _oldest(clients: Sequence[_Client], most: int) -> list[_Client]:
-    """Return the clients that have waited longest, as many as fit into ``most`` environments, and
-    at least one.
-    """
-    chosen: list[_Client] = []
-    envs = 0
-    for client in sorted(clients, key=lambda client: client.since):
-        if chosen and envs + client.envs > most:
-            break
-        chosen.append(client)
-        envs += client.envs
-    return sorted(chosen, key=lambda client: client.worker)

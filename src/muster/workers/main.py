@@ -55,6 +55,96 @@ class Terminated(BaseException):
     """SIGTERM was received."""
 
 
+class Ending:
+    """How a worker ends: by ``close``, or by SIGTERM.
+
+    SIGTERM interrupts the present operation, except while a message is sent, or while the
+    environments are closed.
+
+    Attributes:
+        is_requested: the worker is to end.
+        terminated: SIGTERM was received.
+    """
+
+    def __init__(self) -> None:
+        self.is_requested = False
+        self.terminated = False
+        self._is_closing = False
+        self._is_sending = False
+
+    def request(self) -> None:
+        """End after the present message."""
+        self.is_requested = True
+
+    def terminate(self, *_: object) -> None:
+        """Handle SIGTERM."""
+        self.is_requested = True
+        self.terminated = True
+        if not (self._is_closing or self._is_sending):
+            raise Terminated
+
+    def begin_to_close(self) -> None:
+        """Note that the environments are closed from now on."""
+        self._is_closing = True
+
+    def begin_to_send(self) -> None:
+        """Note that a message is sent from now on."""
+        self._is_sending = True
+
+    def end_sending(self) -> None:
+        """Note that all of a message was sent."""
+        self._is_sending = False
+        if self.terminated and not self._is_closing:
+            raise Terminated
+
+
+class WorkerLanes:
+    """The lanes of a worker in its slots.
+
+    Args:
+        arena: memory of all slots.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        # by group and offset: on the device, and shared
+        self._lanes: dict[tuple[int, int], tuple[Lane, Lane]] = {}
+        self._layouts: dict[int, Layout] = {}  # layouts of ``_lanes``
+        self._at: dict[int, int] = {}  # number of the last request, by id of the lane
+
+    def of(
+        self, request: RolloutRequest, layouts: dict[int, Layout], group: Group
+    ) -> tuple[Lane, Lane]:
+        """Return the lane of a request, in the memory of its group's device and in shared memory.
+
+        The lane is cleared, unless the request continues a rollout after an error.
+
+        Args:
+            layouts: layouts of all groups; see ``Worker.laid_out``.
+        """
+        if self._layouts is not layouts:
+            self._layouts = layouts
+            self._lanes.clear()
+        at = (request.group, request.offset)
+        if at not in self._lanes:
+            self._lanes[at] = self._made(request, layouts[request.group], group.env.spec.device)
+        lane, shared = self._lanes[at]
+        if self._at.get(id(lane)) != request.number:
+            lane.restart()
+            self._at[id(lane)] = request.number
+        return lane, shared
+
+    def _made(
+        self, request: RolloutRequest, layout: Layout, device: torch.device | None
+    ) -> tuple[Lane, Lane]:
+        begin = request.lane * layout.lane_bytes
+        slot = self._arena.view(request.offset, request.nbytes)
+        shared = Lane(layout, slot[begin : begin + layout.lane_bytes])
+        if device is None or device.type == "cpu":
+            return shared, shared
+        return Slot(layout, device).lanes[0], shared
+
+
 def main(channel: Channel) -> None:
     """Run a worker process; the target of ``launch``."""
     try:
@@ -68,7 +158,7 @@ def main(channel: Channel) -> None:
         # a woken worker must not preempt the inference server while it answers the others
         with suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    signal.signal(signal.SIGTERM, worker.terminate)
+    signal.signal(signal.SIGTERM, worker.ending.terminate)
     os.register_at_fork(
         before=partial(signal.pthread_sigmask, signal.SIG_BLOCK, (signal.SIGTERM,)),
         after_in_parent=partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, (signal.SIGTERM,)),
@@ -81,7 +171,7 @@ def main(channel: Channel) -> None:
         Terminated,
     ):  # the parent has exited; or SIGTERM before there was anything to close
         pass
-    if worker.terminated:  # the exit code shows the signal
+    if worker.ending.terminated:  # the exit code shows the signal
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -125,12 +215,9 @@ class WorkerMain:
         self.built: list[EnvBatch] = []
         self.worker: Worker
         self._anchors: dict[int, Anchors] = {}  # by group
-        # by group and offset: on the device, and shared
-        self._lanes: dict[tuple[int, int], tuple[Lane, Lane]] = {}
-        self._lanes_of: dict[int, Layout] = {}  # layouts of ``_lanes``
-        self._at: dict[int, int] = {}  # number of the last request, by id of the lane
+        self._lanes = WorkerLanes(arena)
         self._gaps = Gaps()
-        self.ending = self.terminated = self._closing = self._sending = False
+        self.ending = Ending()
 
     def serve(self) -> None:
         """Make the environments, then execute messages until ``close``; EOFError if the parent
@@ -144,7 +231,7 @@ class WorkerMain:
         try:
             if not self._answer(BIRTH, self._construct):
                 return
-            while not self.ending:
+            while not self.ending.is_requested:
                 self.progress.begin(Phase.IDLE)
                 message, _ = self.channel.receive()
                 if isinstance(message, RolloutRequest):
@@ -152,9 +239,9 @@ class WorkerMain:
                 else:
                     carry_out(self, message)
             # inside ``try``: SIGTERM before this line must not skip ``_close``
-            self._closing = True
+            self.ending.begin_to_close()
         except Terminated:
-            self._closing = True
+            self.ending.begin_to_close()
         finally:
             self._close_ticket()
         self._close()
@@ -168,21 +255,13 @@ class WorkerMain:
         return run_request(self.worker, request)
 
     def close(self) -> None:
-        self.ending = True
-
-    def terminate(self, *_: object) -> None:
-        """Handle SIGTERM: interrupt the present operation, close the environments, and exit."""
-        self.ending = self.terminated = True
-        if not (self._closing or self._sending):
-            raise Terminated
+        self.ending.request()
 
     def _send(self, message: RolloutResult | Answer) -> None:
         """Send a message to the parent; SIGTERM takes effect after all of it is sent."""
-        self._sending = True
+        self.ending.begin_to_send()
         self.channel.send(message)
-        self._sending = False
-        if self.terminated and not self._closing:
-            raise Terminated
+        self.ending.end_sending()
 
     def _answer(self, number: int, function: Callable[[], Any]) -> bool:
         try:
@@ -229,7 +308,7 @@ class WorkerMain:
         return [env.spec for env in self.built]
 
     def _close(self) -> None:
-        if not self.terminated:  # else keep the phase that was interrupted
+        if not self.ending.terminated:  # else keep the phase that was interrupted
             self.progress.begin(Phase.CLOSE)
         try:
             if hasattr(self, "worker"):
@@ -318,10 +397,8 @@ class WorkerMain:
         if self._gaps.follows_one(request):
             result = RolloutResult(request.number, request.group, lost=True)
         else:
-            lane, shared = self._lane(request)
-            if self._at.get(id(lane)) != request.number:  # else continue after an error
-                lane.restart()
-                self._at[id(lane)] = request.number
+            group = self.worker.group(request.group)
+            lane, shared = self._lanes.of(request, self.worker.laid_out, group)
             begin = lane.done_steps
             result = self._completed(self.worker.run(request, lane), lane, begin)
             if lane is not shared and result.error is None:
@@ -329,7 +406,7 @@ class WorkerMain:
                     shared.tensors[key].copy_(tensor)
         if self.mailbox is not None:
             self.mailbox.finished(result.number)
-        if self.terminated:
+        if self.ending.terminated:
             if result.phase:  # the phase that SIGTERM interrupted
                 self.progress.begin(Phase[result.phase.upper()])
             result = replace(result, lost=True, unfinished=True)
@@ -364,24 +441,6 @@ class WorkerMain:
             raise
         except BaseException as error:  # noqa: BLE001 (raised by the next rollout)
             group.due.postpone(error)
-
-    def _lane(self, request: RolloutRequest) -> tuple[Lane, Lane]:
-        if self._lanes_of is not self.worker.laid_out:
-            self._lanes_of = self.worker.laid_out
-            self._lanes.clear()
-        layout = self._lanes_of[request.group]
-        at = (request.group, request.offset)
-        if at not in self._lanes:
-            begin = request.lane * layout.lane_bytes
-            block = self.arena.view(request.offset, request.nbytes)[
-                begin : begin + layout.lane_bytes
-            ]
-            shared = lane = Lane(layout, block)
-            device = self.worker.group(request.group).env.spec.device
-            if device is not None and device.type != "cpu":
-                lane = Slot(layout, device).lanes[0]
-            self._lanes[at] = lane, shared
-        return self._lanes[at]
 
     def _explain(self, error: BaseException, phase: str, group: Group, lane: Lane) -> Any:
         """Pack an error with the place where it happened."""
