@@ -32,7 +32,7 @@ from muster.workers.config import PoolConfig
 from muster.workers.failures import on_server, server_hung
 from muster.workers.mailbox import LOOK_S, Mailbox
 from muster.workers.messages import RolloutResult
-from muster.workers.selection import Client, Selection
+from muster.workers.selection import Client, ClientSelection
 from muster.workers.under_way import UnderWay
 
 LOST_S = 5.0  # timeout for a call of the policy that may write into the lane of a lost worker
@@ -56,7 +56,7 @@ class InferenceServer:
         groups = [part for part in (every[:half], every[half:]) if part]
         lockstep = config.max_wait_s is None and config.max_batch is None
         self.mailbox = Mailbox(pool.count, groups if lockstep else ())
-        self._selection = Selection(config, groups, self.mailbox)
+        self._selection = ClientSelection(config, groups, self.mailbox)
         self._chosen: list[Client] = []  # clients to act for next
         setting = unpickled(config.setting, "the options")
         own = made_policy(pool.policy, setting, is_factory=pool.workers[0].is_factory)

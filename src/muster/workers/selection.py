@@ -38,7 +38,7 @@ class Client:
         return self._under_way.outstanding[number]
 
 
-class Selection:
+class ClientSelection:
     """Selects the clients of each call. Client groups take turns.
 
     A group is answered when all its workers at work have asked; or enough of them for
