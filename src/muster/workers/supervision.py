@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from muster.env_spec import EnvSpec
 from muster.errors import BadEnvOutput, EnvError, MusterError, WorkerError, described
 from muster.memory.shared import Arena
 from muster.restore.crash_notes import CrashNotes, Replay
@@ -26,7 +27,7 @@ from muster.workers.config import PoolConfig, WorkerPlace
 from muster.workers.inference import InferenceServer
 from muster.workers.launch import in_process
 from muster.workers.lives import Watcher, listed
-from muster.workers.messages import GroupInfo, RolloutResult
+from muster.workers.messages import RolloutResult
 from muster.workers.pool import WorkerPool
 from muster.workers.proxy import WorkerProxy
 from muster.workers.responder import Responder
@@ -121,12 +122,12 @@ class Supervisor(Watcher):
         self.handles = [WorkerProxy(worker, self) for worker in configs]
         made.callback(self.end)
 
-    def built(self) -> list[GroupInfo]:
+    def built(self) -> list[EnvSpec]:
         """Wait until all workers have made their environments, and describe the groups.
 
         Raises a worker's error.
         """
-        infos: list[GroupInfo] = []
+        infos: list[EnvSpec] = []
         for handle in self.handles:
             self.wait_for(handle, lambda: handle.infos is not None or handle.failure is not None)  # noqa: B023
             if handle.failure is not None:
@@ -134,7 +135,7 @@ class Supervisor(Watcher):
             infos += handle.infos
         return infos
 
-    def pool(self, infos: Sequence[GroupInfo], place: WorkerPlace) -> WorkerPool:
+    def pool(self, infos: Sequence[EnvSpec], place: WorkerPlace) -> WorkerPool:
         """Make the worker pool, and send each worker its place."""
         groups = self.config.groups
         pool = WorkerPool(self.handles, infos, self, first_env=place.firsts[groups[0]])
