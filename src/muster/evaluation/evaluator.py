@@ -486,7 +486,7 @@ class Evaluator:
                 )
             run.add(rollout.episodes, rewards, _rows(batch, TRAJ_IDS, num_envs))
             if progress is not None and progress(len(run.records), run.frames) is False:
-                run.stopped_by = run.stopped_by or "progress"
+                run.stop("progress")
         return run.result(info.name, time.perf_counter() - began, tape)
 
     def _rollout(self, collector: BaseCollector, run: Run, *, apart: bool) -> CollectedRollout:

@@ -171,6 +171,10 @@ class Run:
             if began < self.t and self._wanted[i]
         )
 
+    def stop(self, reason: str) -> None:
+        """End the evaluation, unless it has ended."""
+        self.stopped_by = self.stopped_by or reason
+
     def result(self, env: str, seconds: float, tape: Tape | None) -> Evaluation:
         unfinished, frames = self.unfinished(), self.frames
         shown = sum(record.length for record in self.records) + sum(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from muster.keys import Key
 from muster.memory.specs import Array
 from muster.protocols import EnvBatch
 from muster.restore.crash_report import CrashReport, EnvFactory, Special
+from muster.restore.pickling import unpickled
 from muster.rng import set_state
 
 LIMIT_BYTES = 64 << 20  # for all action logs of a collector
@@ -285,16 +286,16 @@ class ActionLog:
             kind=type(error).__name__,
             message="\n\n".join(filter(None, (text_of(error), full))),
         )
-        crash_report.observation = {
-            key: np.array(array[chosen]) for key, array in (observation or {}).items()
-        }
+        missing = crash_report.missing
+        caveat = ""
         if self.alone and index is None:
-            crash_report.missing = "It is not known which environment of the group it was."
+            missing = "It is not known which environment of the group it was."
         elif not self.alone:
-            crash_report.caveat = "" if anchor is None else TOGETHER
+            caveat = "" if anchor is None else TOGETHER
         elif anchor is not None and crash_report.special[0].seed is None:
-            crash_report.caveat = BY_STATE
-        return crash_report
+            caveat = BY_STATE
+        observed = {key: np.array(array[chosen]) for key, array in (observation or {}).items()}
+        return replace(crash_report, observation=observed, missing=missing, caveat=caveat)
 
     def episode(
         self,
@@ -322,19 +323,26 @@ class ActionLog:
         chosen, anchor = slice(index, index + 1), self._anchors_after(self._next, log)[index]
         return self._replay(anchor, chunks, chosen, alone=True, phase="close", kind="", message="")
 
+    def unpickle_factory(self) -> None:
+        """Unpickle the functions that make the environments, for a crash report."""
+        self.factory = unpickled(self.factory, "create_env_fn")
+
     def _replay(
         self, anchor: tuple[int, int] | None, chunks: list[_Recorded], chosen: slice, **known: Any
     ) -> CrashReport:
         """Return the crash report of the chosen environments from a known start on; None: there is
         none.
         """
-        limit = self.max_frames_per_traj
         crash_report = CrashReport(
-            self.name, self.factory, self.env_ids[chosen], max_frames_per_traj=limit, **known
+            self.name,
+            self.factory,
+            self.env_ids[chosen],
+            max_frames_per_traj=self.max_frames_per_traj,
+            **known,
         )
         if anchor is None:
-            crash_report.missing = TOO_LONG.format(self.limit_bytes) if self._cut else NOT_KNOWN
-            return crash_report
+            missing = TOO_LONG.format(self.limit_bytes) if self._cut else NOT_KNOWN
+            return replace(crash_report, missing=missing)
         number, position = anchor
         chunks = [chunk for chunk in chunks if chunk.number >= number]
         # if rows were bypassed, this reset is in row 0
@@ -354,15 +362,20 @@ class ActionLog:
             )
             special += [chunk.log.special.get(place) for place in places.tolist()]
             calls += len(chunk.log.resets)
-            rows, position = rows + int(chunk.made(chosen).sum()), 0
-        crash_report.resets = np.concatenate(resets)
-        crash_report.special = {n: entry for n, entry in enumerate(special) if entry is not None}
+            rows += int(chunk.made(chosen).sum())
+            position = 0
+        actions: dict[Key, Array] = {}
         for key in chunks[0].actions:
             joined = np.concatenate(
                 [chunk.actions[key][chunk.made(chosen), chosen] for chunk in chunks]
             )
-            crash_report.actions[key] = joined[begin:]
-        return crash_report
+            actions[key] = joined[begin:]
+        return replace(
+            crash_report,
+            actions=actions,
+            resets=np.concatenate(resets),
+            special={n: entry for n, entry in enumerate(special) if entry is not None},
+        )
 
     def _presumed(self, ended: Array | None) -> ResetLog:
         """The resets that the worker would have recorded, had it not died."""

@@ -5,6 +5,7 @@ from them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,6 @@ from muster.memory.specs import Array
 from muster.restore.action_log import LIMIT_BYTES, ActionLog, Anchors, ResetLog
 from muster.restore.crash_report import CrashDirectory, CrashReport
 from muster.restore.kept_episodes import KeptEpisodes
-from muster.restore.pickling import unpickled
 from muster.rng import seeds_of
 
 if TYPE_CHECKING:
@@ -187,12 +187,12 @@ class CrashNotes:
             observed = {
                 key: np.array(lane.arrays[key][end - (known["phase"] == "step")]) for key in keys
             }
-        history.factory = unpickled(history.factory, "create_env_fn")
+        history.unpickle_factory()
         crash_report = history.crash_report(
             actions=self._actions(group, lane, begin, end), observation=observed, **known
         )
         if AGENT in self._infos[group].observation_specs:
-            crash_report.missing = TURNS
+            crash_report = replace(crash_report, missing=TURNS)
         history.forget()
         return crash_report
 
@@ -227,7 +227,7 @@ class LocalLog:
     def flush(self, *, at_end: bool = False) -> None:
         """Add what was joined so far; ``at_end``: the newest episode of it is kept."""
         if at_end and self._notes.kept is not None:
-            self._notes.kept.newest_due = not self._notes.kept.missing
+            self._notes.kept.keep_next()
         for joined in self._of.values():
             joined.flush()
 

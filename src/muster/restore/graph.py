@@ -85,9 +85,7 @@ def load(data: bytes, shared: list[bytes], fixed: Mapping[Any, Any]) -> Any:
 
     ``fixed``: live objects by name.
     """
-    unpickler = _GraphUnpickler(io.BytesIO(data), buffers=shared)
-    unpickler.fixed = fixed
-    return unpickler.load()
+    return _GraphUnpickler(data, shared, fixed).load()
 
 
 def culprit(value: Any, fixed: Mapping[int, Any], mujoco: Iterable[Any], path: str) -> str | None:
@@ -110,11 +108,13 @@ class _DataFound(Exception):
 
 
 class _GraphUnpickler(pickle.Unpickler):
-    fixed: Mapping[Any, Any]
+    def __init__(self, data: bytes, shared: list[bytes], fixed: Mapping[Any, Any]) -> None:
+        super().__init__(io.BytesIO(data), buffers=shared)
+        self._fixed = fixed
 
     def persistent_load(self, name: Any) -> Any:
         kind, what = name
-        return vars(importlib.import_module(what)) if kind == "globals" else self.fixed[name]
+        return vars(importlib.import_module(what)) if kind == "globals" else self._fixed[name]
 
 
 class _GraphPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,12 @@ class KeptEpisodes:
                 moves = history.episode(index, int(ends[-1]) + 1, actions, log, stepped)
                 self._unsaved[which] = _limited(moves, record)
         if "newest" in wanted:
-            self.newest_due, self._newest_at = False, time.monotonic()
+            self.newest_due = False
+            self._newest_at = time.monotonic()
+
+    def keep_next(self) -> None:
+        """Have the next episode replace the newest one."""
+        self.newest_due = not self.missing
 
     def save(self, directory: Path) -> Iterator[dict[str, Any]]:
         """Write the episodes kept since the last call into the directory of a run.
@@ -102,12 +108,9 @@ class KeptEpisodes:
 
 def _limited(moves: CrashReport, record: EpisodeRecord) -> CrashReport:
     if sum(array.nbytes for array in moves.actions.values()) > LIMIT_BYTES:
-        moves.actions, moves.missing = (
-            {},
-            f"It cannot be replayed: its actions have more than {LIMIT_BYTES:,} bytes.",
-        )
-    moves.episode = {name: getattr(record, name) for name in EPISODE}
-    return moves
+        missing = f"It cannot be replayed: its actions have more than {LIMIT_BYTES:,} bytes."
+        moves = replace(moves, actions={}, missing=missing)
+    return replace(moves, episode={name: getattr(record, name) for name in EPISODE})
 
 
 def _save(kept: CrashReport, path: Path) -> str:

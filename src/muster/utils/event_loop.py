@@ -63,6 +63,14 @@ class CoroutineCall:
     def is_running(self) -> bool:
         return self.task is not None and not self.task.done()
 
+    def begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the coroutine."""
+        self.task = loop.create_task(self.run())
+
+    def fail(self, error: BaseException) -> None:
+        """Set the reason why there is no result."""
+        self.error = error
+
     def result(self) -> Any:
         """Return what the coroutine has returned, or raise ``error``."""
         if self.error is not None:
@@ -136,7 +144,7 @@ class CoroutineRunner:
             raise
         for call in calls:
             if not call.returned and call.error is None:  # cancelled before it began
-                call.error = RuntimeError("its coroutine was cancelled")
+                call.fail(RuntimeError("its coroutine was cancelled"))
 
     def close(self) -> None:
         """Release the event loop, which stops if nothing else uses it."""
@@ -222,16 +230,18 @@ async def _finish(calls: Sequence[CoroutineCall], seconds: float | None, phase: 
         torch.set_grad_enabled(False)
     loop = asyncio.get_running_loop()
     for call in calls:
-        call.task = loop.create_task(call.run())
+        call.begin(loop)
     tasks = [call.task for call in calls if call.task is not None]
     try:
         await asyncio.wait(tasks, timeout=seconds)
         for call in calls:
             if call.is_running:
-                call.error = TimeoutError(
-                    f"it did not return within {seconds:g} s, its deadline, and was cancelled. If"
-                    f" it may take that long, pass timeouts={{{phase!r}: ...}} with more seconds"
-                    " (None: no limit)"
+                call.fail(
+                    TimeoutError(
+                        f"it did not return within {seconds:g} s, its deadline, and was cancelled."
+                        f" If it may take that long, pass timeouts={{{phase!r}: ...}} with more"
+                        " seconds (None: no limit)"
+                    )
                 )
     finally:
         late = [task for task in tasks if not task.done()]
@@ -251,15 +261,14 @@ def _note_blocked(home: EventLoop, calls: Sequence[CoroutineCall]) -> None:
         if call.returned or call.error is not None:
             continue
         if call.task is not None and call.task is task:
-            call.error = TimeoutError(
+            message = (
                 f"it blocks the event loop{place}: all coroutines of the process wait. Call a"
                 " function that can be awaited instead, or run this one in a thread: await"
                 " asyncio.to_thread(...)"
             )
         else:
-            call.error = TimeoutError(
-                f"another coroutine of the process blocks the event loop{place}"
-            )
+            message = f"another coroutine of the process blocks the event loop{place}"
+        call.fail(TimeoutError(message))
     home.abandon()
 
 

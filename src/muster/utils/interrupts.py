@@ -83,6 +83,10 @@ class _Interrupts:
         if len(self.contexts) > self.patient:
             self.limit_delay()
 
+    def begin_patient(self) -> None:
+        """Note that the outermost context is the user's."""
+        self.patient = 1
+
     def _repeat(self, count: int) -> None:
         """Send the noted Ctrl-C again after the grace period, unless it has taken effect."""
         time.sleep(GRACE_S)  # noqa: TID251 (the delay is the purpose)
@@ -173,7 +177,7 @@ class delayed_interrupt(postponed):  # noqa: N801 (used as a function)
     def __enter__(self) -> None:
         super().__enter__()
         if self._depth == 0:
-            _interrupts.patient = 1
+            _interrupts.begin_patient()
 
 
 class allowed:  # noqa: N801 (used as a function)

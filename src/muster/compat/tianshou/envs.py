@@ -101,7 +101,7 @@ class VectorEnvs(EnvBatch):
             reward_dtype=np.dtype(np.float64),
         )
         self._actions: Actions  # for the next step
-        self.infos: list[dict[str, Any]] = [{}] * self.spec.num_envs
+        self.infos: list[dict[str, Any]] = [{}] * B
         self._begun: list[int] = []  # see ``pop_begun``
         self.rows: list[Row] = []
         self.reset_kwargs: dict[str, Any] = {}
