@@ -49,7 +49,7 @@ class BatchViews:
     ) -> None:
         self._options = options
         self._stacked = stacked
-        self._cat_dim = cat_dim
+        self.cat_dim = cat_dim
         self.shows_hidden = hidden
         self._storing = options.devices.storing
         # by the id of their layouts, which the views keep alive
@@ -63,6 +63,11 @@ class BatchViews:
         return Place(self._storing or rows or torch.device("cpu"), shown=self._storing is not None)
 
     @property
+    def reuses(self) -> bool:
+        """Whether all batches are in the same slot."""
+        return self._options.return_same_td
+
+    @property
     def reused(self) -> Slot | None:
         return self._same.slot if self._same else None
 
@@ -72,8 +77,8 @@ class BatchViews:
         If the batch cannot be made (no memory for a copy, for instance), call this again, or
         ``give_up``.
         """
-        if self._cat_dim is not None:
-            return self._concatenated(filled, self._cat_dim)
+        if self.cat_dim is not None:
+            return self._concatenated(filled, self.cat_dim)
         ring, slot = filled.slots[0]
         view = self._view_of(ring.layout)
         if self._same is not None and self._same.slot.layout is slot.layout:
@@ -95,7 +100,7 @@ class BatchViews:
         late = (
             ring.layout.object_columns or self._storing is not None or self._options.return_same_td
         )
-        if not late and self._cat_dim is None and id(slot) not in self._prepared:
+        if not late and self.cat_dim is None and id(slot) not in self._prepared:
             state, memory = slot.state, ring.lend(slot)
             slot.state = state
             self._prepared[id(slot)] = memory, self._view_of(ring.layout).tensordict(memory, slot)

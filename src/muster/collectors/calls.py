@@ -164,7 +164,7 @@ class StepsCall(CollectCall):
 
     def give_up(self) -> None:
         for part in self._parts:
-            self._engine.discard("interrupted", part.frames)
+            self._engine.ledger.discard("interrupted", part.frames)
         if self._rollout is not None:
             self._engine.lose(self._rollout.batch, self._rollout.env_ids, self._rollout.frames)
         self._parts = []
@@ -338,11 +338,11 @@ class EpisodesCall(CollectCall):
             self._group = store.take(self._choice.numbers)
             engine.end_batch()
         batch = self._group.batch
-        hidden = [key for key in engine.hidden if key in batch.keys(True)]
+        hidden = [key for key in engine.last.hidden if key in batch.keys(True)]
         return CallResult(
             batch.exclude(*hidden) if hidden else batch,
             self._group.frames,
-            engine.recount.of(batch),
+            engine.pipeline.recount.of(batch),
             engine.pipeline.showing,
             {"rule": self.arguments.rule or RULE, "biased": self._choice.rule.biased},
             whole=True,
@@ -352,7 +352,7 @@ class EpisodesCall(CollectCall):
         if self._unkept is not None:
             self._engine.lose(self._unkept.batch, self._unkept.env_ids, self._unkept.frames)
         if self._group is not None:
-            self._engine.discard("interrupted", self._group.frames)
+            self._engine.ledger.discard("interrupted", self._group.frames)
         self._unkept = self._group = None
         self._engine.give_up_batch()
 
@@ -457,7 +457,7 @@ class ExtraBatch(UserCall):
         if self._env_ids is not None:
             self._engine.lose(self._parts[0], self._env_ids, self._frames)
         else:
-            self._engine.discard("interrupted", self._frames)
+            self._engine.ledger.discard("interrupted", self._frames)
         self._parts = []
         self._frames = 0
         self._env_ids = None

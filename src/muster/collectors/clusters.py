@@ -85,7 +85,7 @@ class ClusterCollector(MultiCollector):
         super()._before_batch()
         if self._longest < 0:
             return
-        nodes = {self._of_leaf[group] for group in self._engine.contributors}
+        nodes = {self._of_leaf[group] for group in self._engine.last.contributors}
         for node in nodes:
             self._since[node] += 1
         if due := sorted(node for node in nodes if self._since[node] > self._longest):

@@ -90,14 +90,14 @@ class Observers:
         due = self.watched is not None and self.watched.due
         if self._log is None and self._progress is None and not due:
             return
-        stats, ready = self._engine.stats(), self._engine.frames_ready
+        stats, ready = self._engine.stats(), self._engine.ledger.frames_ready
         stats = replace(stats, frames=stats.frames + ready, in_flight=stats.in_flight - ready)
         if due and self.watched is not None:
-            self.watched.wrote(stats, self._engine.curve.totals)
+            self.watched.wrote(stats, self._engine.ended.curve.totals)
         if self._progress is not None:
             self._progress.wrote(stats)
         if self._log is not None:
-            self._log.wrote(stats, self._engine.episodes)
+            self._log.wrote(stats, self._engine.ended.collected)
 
     def close(self) -> None:
         """End the progress bar and the snapshots. May be called again."""
@@ -106,7 +106,7 @@ class Observers:
         if self.watched is not None:
             if (log := self._engine.source.pool.log) is not None:
                 log.flush(at_end=True)
-            self.watched.wrote(self._engine.stats(), self._engine.curve.totals)
+            self.watched.wrote(self._engine.stats(), self._engine.ended.curve.totals)
             self.watched.close(self.error)
 
 

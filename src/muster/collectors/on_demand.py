@@ -78,7 +78,7 @@ class OnDemand:
         self._kept: WholeEpisodes | None = None
         self._random = False  # these have random actions
         self._seen = -1  # number of the engine's last rollout among them
-        engine.hold_frames(self)
+        engine.ledger.hold(self)
 
     # --- of the engine's counters -----------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class OnDemand:
                 self.result = self._make(arguments)
             item = self.result.item
             self.batch = item.go_on()
-            self._engine.show(item.episodes)
+            self._engine.ended.show_collected(item.episodes)
         return Collected(self.batch, self.result.stats)
 
     def deliver(self) -> None:
@@ -134,7 +134,7 @@ class OnDemand:
                 self.give_up_call()
                 self.call = ExtraBatch(self._engine)
             batch = self.call.run()
-            self._engine.show(self._engine.episodes)
+            self._engine.ended.show(self._engine.ended.collected)
         self.call = None
         return batch
 
@@ -174,7 +174,7 @@ class OnDemand:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict()``."""
         self.call = self.result = self._kept = None
-        self._seen = self._engine.rollouts if state["goes_on"] else -1
+        self._seen = self._engine.ledger.rollouts if state["goes_on"] else -1
         self._random = state["random"]
         if state["kept"] is not None:
             self._store().load_state_dict(state["kept"], self._engine.place)
@@ -204,7 +204,7 @@ class OnDemand:
 
     def _make(self, arguments: CollectArguments) -> WaitingResult:
         began = time.perf_counter()
-        before = self._engine.discarded_steps
+        before = self._engine.ledger.discarded_steps
         call = self.call
         if not self._continues(call, arguments):
             self._check(arguments)
@@ -230,7 +230,7 @@ class OnDemand:
             result.episodes,
             result.frames,
             time.perf_counter() - began,
-            n_discarded_steps=engine.discarded_steps - discarded_before,
+            n_discarded_steps=engine.ledger.discarded_steps - discarded_before,
             n_kept_steps=0 if kept is None else kept.frames_held,
             **result.native,
         )
@@ -256,7 +256,7 @@ class OnDemand:
             self._reset_running()
         if arguments.n_episode is None:
             return StepsCall(engine, arguments)
-        self._seen = engine.rollouts
+        self._seen = engine.ledger.rollouts
         return self._episodes_call(arguments)
 
     def _prepare_store(self, arguments: CollectArguments) -> bool:
@@ -285,7 +285,7 @@ class OnDemand:
         )
 
     def _note_stored(self) -> None:
-        self._seen = self._engine.rollouts
+        self._seen = self._engine.ledger.rollouts
 
     def _give_up_ahead(self) -> bool:
         """Discard rollouts that first-ready workers have started for other calls; return whether
@@ -322,7 +322,7 @@ class OnDemand:
         """
         call = self.call
         unkept = isinstance(call, EpisodesCall) and call.has_unkept
-        return self._seen == self._engine.rollouts - unkept
+        return self._seen == self._engine.ledger.rollouts - unkept
 
     def _store(self) -> WholeEpisodes:
         engine = self._engine

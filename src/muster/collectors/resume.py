@@ -130,7 +130,7 @@ def state_of(parts: CollectorParts) -> dict[str, Any]:
         "groups": [state["group"] for state in states],
         "engine": counters,
         "source": source,
-        "in_flight": engine.source.in_flight - frames + unsaved + engine.frames_unmade,
+        "in_flight": engine.source.in_flight - frames + unsaved + engine.next_batch.frames,
         "policy_version": parts.weights.version,
         "pipeline": pipeline,
         "on_demand": on_demand,

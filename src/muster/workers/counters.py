@@ -61,6 +61,10 @@ class FrameCounters:
         timing.copy += more.copy
         timing.total += more.total
 
+    def acted_with_lag(self, lag: int) -> None:
+        """Set the age of the weights that acted last, in publications."""
+        self.lag = lag
+
     def counts(self) -> NodeCounts:
         """Return the counts so far.
 
