@@ -657,7 +657,7 @@ class BaseCollector(ABC):
         trace: TracebackType | None,
     ) -> None:
         if error is not None:
-            self._observers.error = described(error)
+            self._observers.collection_ended(described(error))
         self.shutdown(raise_on_error=error is None)
 
     # --- parts ------------------------------------------------------------------------------------
@@ -780,18 +780,13 @@ class BaseCollector(ABC):
 
     def _raise_from_background(self) -> None:
         """Raise the background thread's error in the user's thread, once."""
-        if (
-            self._background is not None
-            and not self._background.here()
-            and self._background.error is not None
-        ):
-            error, self._background.error = self._background.error, None
-            raise error
+        if self._background is not None and not self._background.here():
+            self._background.raise_error()
 
     def _end(self, *, close_env: bool, raise_on_error: bool) -> None:
         self._closed = True
         if self._background is not None and self._background.ended_by:
-            self._observers.error = self._background.ended_by
+            self._observers.collection_ended(self._background.ended_by)
         self._observers.close()
         self.disable_profile()
         self._receivers.close()

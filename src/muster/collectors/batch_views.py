@@ -13,7 +13,7 @@ from muster.episodes.plain import Place
 from muster.errors import BadOption
 from muster.keys import Key
 from muster.memory.objects import copied_cells
-from muster.memory.slots import Layout, Slot, SlotRing, SlotState, as_tensor
+from muster.memory.slots import Layout, Slot, SlotRing, as_tensor
 from muster.memory.specs import OBJECT, Array
 from muster.memory.views import BatchView
 from muster.rollout.marks import Final
@@ -101,8 +101,7 @@ class BatchViews:
             ring.layout.object_columns or self._storing is not None or self._options.return_same_td
         )
         if not late and self.cat_dim is None and id(slot) not in self._prepared:
-            state, memory = slot.state, ring.lend(slot)
-            slot.state = state
+            memory = ring.lend_ahead(slot)
             self._prepared[id(slot)] = memory, self._view_of(ring.layout).tensordict(memory, slot)
 
     def drop(self, slot: Slot) -> bool:
@@ -131,7 +130,7 @@ class BatchViews:
                 else part
             )
         batch: TensorDict = torch.cat(parts, dim)
-        batch.names = parts[0].names
+        set_names(batch, parts[0].names)
         batch = batch if self._storing is None else batch.to(self._storing)
         for _, slot in filled.slots:
             self.drop(slot)
@@ -148,7 +147,7 @@ class BatchViews:
         """
         lent = self._prepared.get(id(slot))
         if lent is not None:
-            slot.state = SlotState.LENT
+            ring.lent_ahead(slot)
         elif (
             view is None
             or not ring.lends_parts
@@ -236,9 +235,14 @@ class _SameBatch:
         for key, tensor in self._tensors.items():
             if batch.get(key, None) is not tensor:
                 batch.set(key, tensor)
-        batch.names = self._names
+        set_names(batch, self._names)
         view.refresh_objects(batch, self.slot)
         return batch
+
+
+def set_names(batch: TensorDict, names: Sequence[str | None]) -> None:
+    """Set the names of the batch's dimensions."""
+    batch.names = list(names)
 
 
 def final_observations(finals: Sequence[tuple[Array, Sequence[Final]]]) -> TensorDict:

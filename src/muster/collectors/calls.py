@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from muster.collectors.batch_views import set_names
 from muster.collectors.collect_arguments import CollectArguments
 from muster.collectors.engine import CollectedRollout, Engine
 from muster.collectors.pipeline import Stage
@@ -421,14 +422,20 @@ class EpisodesCall(CollectCall):
 class ExtraBatch(UserCall):
     """``rollout()``: a batch that passes through no stages."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        parts: Sequence[TensorDict] = (),
+        hidden: Sequence[Key] = (),
+        frames: int = 0,
+    ) -> None:
         self._engine = engine
         # the batch, or with ``extend_buffer=False`` its time steps
-        self._parts: list[TensorDict] = []
-        self._hidden: list[Key] = []
+        self._parts = list(parts)
+        self._hidden = list(hidden)
         # of a batch that the pipeline has not recorded as delivered elsewhere
         self._env_ids: Array | None = None
-        self._frames = 0
+        self._frames = frames
 
     @property
     def frames(self) -> int:
@@ -474,11 +481,8 @@ class ExtraBatch(UserCall):
     @classmethod
     def from_state(cls, engine: Engine, state: Mapping[str, Any]) -> ExtraBatch:
         """Restore ``state_dict()``."""
-        call = cls(engine)
-        call._parts = [engine.place.take(part) for part in state["parts"]]
-        call._hidden = list(state["hidden"])
-        call._frames = state["frames"]
-        return call
+        parts = [engine.place.take(part) for part in state["parts"]]
+        return cls(engine, parts, list(state["hidden"]), state["frames"])
 
     def _add(self, rollout: CollectedRollout) -> None:
         self._parts.append(rollout.batch)
@@ -498,10 +502,10 @@ def _joined(parts: Sequence[Part]) -> TensorDict:
         whole = torch.cat(
             batches, next(dim for dim, name in enumerate(first.names) if name != "time")
         )
-        whole.names = first.names
+        set_names(whole, first.names)
     else:
         whole = torch.cat([time_last(batch).reshape(-1) for batch in batches])
-        whole.names = ["time"]
+        set_names(whole, ["time"])
     return whole
 
 

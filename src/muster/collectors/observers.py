@@ -80,6 +80,10 @@ class Observers:
                 address = f"watch     {self.watched.url}  (afterwards: {later})"
                 print(address, file=sys.stderr, flush=True)  # noqa: T201
 
+    def collection_ended(self, error: str) -> None:
+        """Show in the last snapshot which error has ended the collection."""
+        self.error = error
+
     @property
     def need_batches(self) -> bool:
         """Whether ``wrote`` is to be called after every batch."""

@@ -162,6 +162,10 @@ class Pipeline:
         )
         self.is_direct = not (self.needs_flags or buffered or self.recorder is not None)
 
+    def leave_to_nodes(self) -> None:
+        """Nodes write items into the replay buffer before they arrive here."""
+        self.writes = False
+
     @property
     def frames_ready(self) -> int:
         """Number of frames in ``ready``."""

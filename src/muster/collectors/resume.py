@@ -227,8 +227,8 @@ def _load_groups(engine: Engine, state: dict[str, Any], trust: bool) -> dict[int
             failed |= of_group
     for counts, group in zip(pool.counters, state["groups"], strict=True):
         discarded = {str(reason): index(steps) for reason, steps in group["discarded"].items()}
-        counts.executed, counts.discarded = index(group["executed"]), Counter(discarded)
-        counts.clock = np.stack([group["clock"]["episode"], group["clock"]["steps"]])
+        clock = np.stack([group["clock"]["episode"], group["clock"]["steps"]])
+        counts.restore(index(group["executed"]), Counter(discarded), clock)
     engine.source.look_again()
     return failed
 

@@ -93,8 +93,9 @@ def log_rollouts(
         pool.counters,
         options.max_frames_per_traj,
     )
-    pool.notes, pool.log = notes, LocalLog(notes, worker.groups)
-    worker.log_rollouts(pool.log.add)
+    log = LocalLog(notes, worker.groups)
+    pool.log_actions(notes, log)
+    worker.log_rollouts(log.add)
 
 
 def origins_of(create_env_fn: Any, options: CollectorOptions) -> list[EnvFactory]:

@@ -65,6 +65,12 @@ class FrameCounters:
         """Set the age of the weights that acted last, in publications."""
         self.lag = lag
 
+    def restore(self, executed: int, discarded: Counter[str], clock: Array) -> None:
+        """Continue from the counts of a saved state."""
+        self.executed = executed
+        self.discarded = discarded
+        self.clock = clock
+
     def counts(self) -> NodeCounts:
         """Return the counts so far.
 

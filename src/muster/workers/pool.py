@@ -196,6 +196,11 @@ class WorkerPool:
                 " warned about with its cause; on_failure='restart' starts workers again."
             )
 
+    def log_actions(self, notes: CrashNotes, log: LocalLog) -> None:
+        """Keep the actions of the worker in this thread."""
+        self.notes = notes
+        self.log = log
+
     @property
     def has_bad_news(self) -> bool:
         """Whether an untaken result has an error: requests lost with it are resubmitted only after
