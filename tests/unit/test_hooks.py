@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -246,7 +247,7 @@ def test_after_an_error_of_on_step_the_next_call_goes_on_after_its_row(row):
 
 def test_on_step_gets_tensors_where_environments_step_on_a_device():
     env = TorchEnvs(TorchCartPole(3, max_steps=2))
-    env.device = torch.device("cpu")  # takes every path that a GPU takes
+    env.store_as(replace(env.spec, device=torch.device("cpu")))  # takes every path that a GPU takes
     seen = []
 
     def shape(step: Any) -> None:
@@ -255,13 +256,11 @@ def test_on_step_gets_tensors_where_environments_step_on_a_device():
         step["next", "terminated"].fill_(True)  # a copy
 
     options = RolloutOptions(num_threads=None, on_step=shape)
-    group = Group(
-        env, batch_shape=(3,), env_ids=np.arange(3), total_envs=3, rng=GroupRng(0), options=options
-    )
+    group = Group(env, env_ids=np.arange(3), total_envs=3, rng=GroupRng(0), options=options)
     policy = RandomPolicy(env.sample, (3,))
     prime(group, policy, 0)
     slot = Slot(
-        Layout(4, 3, lane_columns(env, policy.columns(), options), batch_shape=(3,)),
+        Layout(4, 3, lane_columns(env.spec, policy.columns(), options), batch_shape=(3,)),
         torch.device("cpu"),
     )
     outcome = rollout(group, policy, RolloutRequest(0, 0, 0, "policy"), lane := slot.lanes[0])

@@ -33,7 +33,7 @@ from muster.observing.plot import plot_stats
 from muster.observing.profiling import ProfileConfig
 from muster.observing.stats import CollectorStats
 from muster.policies.agents import heads_of
-from muster.policies.sampling import masks_of
+from muster.policies.sampling import all_masks_of
 from muster.protocols import check_reset_kwargs
 from muster.rollout.group import Group
 from muster.utils.attributes import resolve
@@ -732,7 +732,7 @@ class BaseCollector(ABC):
         info = self._engine.source.pool.counters[0].info
         original = self._weights.original
         for head in heads_of(self.policy if original is None else original):
-            head.fit(info.action_specs, masks_of(info))
+            head.fit(info.action_specs, all_masks_of(info))
 
     def _before_batch(self) -> None:
         """Run before each batch, when the user is done with the previous one."""

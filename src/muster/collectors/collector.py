@@ -78,7 +78,7 @@ class Collector(BaseCollector):
             self.policy = own
             setting = worker_setting(self.options, own)
             group = self._engine.groups[0]
-            self._engine.act_with(build_policy(own, setting, group, self._policy_device))
+            self._engine.act_with(build_policy(own, setting, group.env, self._policy_device))
 
     def _copied(self) -> torch.nn.Module:
         """A copy of the policy: as Python copies it, as ``policy_factory`` makes it, or as workers

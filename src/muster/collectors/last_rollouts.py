@@ -66,7 +66,9 @@ class LastRollouts:
                 if result.episodes is not NO_EPISODES:
                     episodes.append(result.episodes)
                 lag = weights.lag(result.version)
-                self._counters[result.group].acted_with_lag(lag)
+                counts = self._counters[result.group]
+                if counts.lag != lag:
+                    counts.acted_with_lag(lag)
                 most = max(most, lag)
         if groups != self.contributors:
             self.contributors = groups

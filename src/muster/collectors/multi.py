@@ -35,6 +35,7 @@ from muster.collectors.setup import (
     worker_setting,
 )
 from muster.collectors.signatures import takes
+from muster.env_spec import EnvSpec
 from muster.envs.build import is_environment
 from muster.errors import BadOption
 from muster.memory.shared import Arena
@@ -48,7 +49,6 @@ from muster.weights.names import acting_modules
 from muster.weights.publish import PolicyWeights
 from muster.weights.transport import Ticket
 from muster.workers.config import PoolConfig, ServerConfig, WorkerConfig, WorkerPlace
-from muster.workers.messages import GroupInfo
 from muster.workers.options import SupervisionOptions, WorkerSetting
 from muster.workers.requests import Call, LayOut, Request
 from muster.workers.supervision import Supervisor
@@ -186,7 +186,7 @@ class MultiCollector(BaseCollector):
 
     def _start(
         self, config: PoolConfig, ticket: Callable[[int], Ticket] | None, made: ExitStack
-    ) -> tuple[Supervisor | NodePool, list[GroupInfo]]:
+    ) -> tuple[Supervisor | NodePool, list[EnvSpec]]:
         """Start workers, and wait until they have made their environments."""
         workers: Supervisor | NodePool
         if self._nodes is None:
@@ -214,7 +214,7 @@ class MultiCollector(BaseCollector):
             pool.close()
         self._weights.materialise(weights)
 
-    def _place(self, infos: Sequence[GroupInfo]) -> WorkerPlace:
+    def _place(self, infos: Sequence[EnvSpec]) -> WorkerPlace:
         """Return the places of all groups."""
         options = self.options
         sizes = [info.num_envs for info in infos]

@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from muster.collectors.batch_options import joins_time
 from muster.collectors.options import CollectorOptions
+from muster.env_spec import EnvSpec
 from muster.errors import BadOption
 from muster.utils.checked import Details, Number, PositiveNumber
-from muster.workers.messages import GroupInfo
 from muster.workers.options import SupervisionOptions
 
 Backend = Literal["processes", "threads"]
@@ -191,7 +191,7 @@ def check_pool(o: PoolOptions) -> None:
         )
 
 
-def check_cat(o: PoolOptions, infos: Sequence[GroupInfo]) -> None:
+def check_cat(o: PoolOptions, infos: Sequence[EnvSpec]) -> None:
     """Raise ``BadOption`` if the rollouts of these groups cannot be concatenated as ``cat_results``
     says.
     """
@@ -202,7 +202,7 @@ def check_cat(o: PoolOptions, infos: Sequence[GroupInfo]) -> None:
     ndim, over_time = len(first.batch_shape) + 1, joins_time(o, o.cat_dim, first.batch_shape)
     along = None if over_time else dim % ndim - (o.layout == "time_major")
 
-    def kind(info: GroupInfo) -> object:
+    def kind(info: EnvSpec) -> object:
         sizes = [size for place, size in enumerate(info.batch_shape) if place != along]
         return sizes, info.observations, info.actions
 

@@ -24,7 +24,6 @@ from muster.episodes.summary import CollectStats, stats_of_call, stats_of_state,
 from muster.episodes.whole import WholeEpisodes
 from muster.errors import BadOption, UnsupportedEnv
 from muster.keys import TRAJ_DONE
-from muster.protocols import carried_specs
 from muster.rollout.bootstrap import check_bootstrap
 from muster.utils.interrupts import checkpoint, postponed
 from muster.workers.requests import Call
@@ -346,7 +345,7 @@ class OnDemand:
         if arguments.bootstrap:
             columns = self._engine.layout().columns
             check_bootstrap(
-                columns, tuple(carried_specs(info)), reset_when_done=options.reset_when_done
+                columns, tuple(info.carried_specs), reset_when_done=options.reset_when_done
             )
         if options.trajs_per_batch and arguments.n_step:
             raise BadOption(

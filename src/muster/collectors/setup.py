@@ -23,7 +23,7 @@ from muster.workers.options import WorkerOptions, WorkerSetting
 from muster.workers.pool import LocalWorker, WorkerPool
 from muster.workers.schedule import Bundle
 from muster.workers.sync import Sync
-from muster.workers.worker import Worker, describe
+from muster.workers.worker import Worker
 
 if TYPE_CHECKING:
     from muster.memory.slots import Memory
@@ -41,17 +41,17 @@ def make_groups(
     kwargs = keywords_of(options.create_env_kwargs, len(factories))
     setting = worker_setting(options, policy)
     built = build_envs(factories, kwargs, setting, made)
-    total = sum(b.env.num_envs for b in built)
+    total = sum(env.spec.num_envs for env in built)
     groups: list[Group] = []
     first = 0
     progress = Progress()
-    for number, b in enumerate(built):
-        rng = GroupRng(options.seed, number, policy_device or b.env.device)
+    for number, env in enumerate(built):
+        rng = GroupRng(options.seed, number, policy_device or env.spec.device)
         group = make_group(
-            b, number, first, total, setting.options, rng, shared=True, progress=progress
+            env, number, first, total, setting.options, rng, shared=True, progress=progress
         )
         groups.append(group)
-        first += b.env.num_envs
+        first += env.spec.num_envs
     return groups
 
 
@@ -61,7 +61,7 @@ def in_this_thread(
     """Make a worker in this thread, and its schedule, which fills one slot at a time."""
     setting = worker_setting(options, policy)
     policies = {
-        name: build_policy(p, setting, groups[0], device)
+        name: build_policy(p, setting, groups[0].env, device)
         for name, p in (("policy", policy), ("random", None))
     }
     total = sum(group.B for group in groups)
@@ -73,10 +73,10 @@ def in_this_thread(
         index=options.worker_idx or 0,
         marks_valid=marks_valid(options, total),
     )
-    infos = [describe(group.env, group.batch_shape) for group in groups]
+    infos = [group.env.spec for group in groups]
     pool = WorkerPool([LocalWorker(worker)], infos, local=worker)
     rows = options.rows_per_batch(pool.num_envs) if options.extend_buffer else 1
-    memory = _memory(options, groups[0].env.device)
+    memory = _memory(options, groups[0].env.spec.device)
     bundle = Bundle(
         range(len(groups)), limit_bytes=cast(int, options.slot_memory_limit), memory=memory
     )

@@ -49,10 +49,9 @@ class GroupRunner:
         env_ids: Array | None = None,
         total_envs: int | None = None,
     ) -> None:
-        B = envs.num_envs
+        B = envs.spec.num_envs
         self.group = Group(
             envs,
-            batch_shape=(B,),
             env_ids=np.arange(B) if env_ids is None else env_ids,
             total_envs=B if total_envs is None else total_envs,
             rng=rng,
@@ -81,7 +80,7 @@ class GroupRunner:
         if rows not in self._lanes:
             if len(self._lanes) >= LANES_KEPT:
                 self._lanes.pop(next(iter(self._lanes)))
-            columns = lane_columns(self.group.env, policy.columns(), self.group.options)
+            columns = lane_columns(self.group.env.spec, policy.columns(), self.group.options)
             self._lanes[rows] = Slot(Layout(rows, self.group.B, columns)).lanes[0]
         return self._lanes[rows]
 

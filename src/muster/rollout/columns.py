@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from muster.env_spec import EnvSpec
 from muster.errors import BadOption
 from muster.keys import (
     FLAGS,
@@ -24,14 +25,13 @@ from muster.keys import (
     next_of,
 )
 from muster.memory.specs import OBJECT, Column
-from muster.protocols import EnvBatch, carried_specs
 from muster.rollout.options import RolloutOptions
 
 FLAG, INTEGER = np.dtype(bool), np.dtype(np.int64)
 
 
 def lane_columns(
-    env: EnvBatch,
+    env_spec: EnvSpec,
     policy: Sequence[Column],
     options: RolloutOptions,
     *,
@@ -46,27 +46,27 @@ def lane_columns(
         resumed: add ``collector/resumed``.
     """
     by_policy = {column.key for column in policy}
-    if env.agents and any(column.carry for column in policy):
+    if env_spec.agents and any(column.carry for column in policy):
         raise BadOption(
-            f"the policy has a recurrent state, and the agents of {env.name} take turns: the state"
-            " of one agent would go to the next. Use a policy without a state, or put what it has"
-            " to remember into the observation"
+            f"the policy has a recurrent state, and the agents of {env_spec.name} take turns: the"
+            " state of one agent would go to the next. Use a policy without a state, or put what"
+            " it has to remember into the observation"
         )
     columns = []
-    for key, spec in carried_specs(env).items():
+    for key, spec in env_spec.carried_specs.items():
         column = Column(key, spec.shape, spec.dtype, ragged=spec.ragged, inner=spec.inner)
         columns.append(replace(column, carry=True, by_policy=key in by_policy))
         if not options.compact_obs:
             columns.append(replace(column, key=next_of(key)))
     columns += [
         Column(key, s.shape, s.dtype, ragged=s.ragged, inner=s.inner)
-        for key, s in env.action_specs.items()
+        for key, s in env_spec.action_specs.items()
     ]
     columns += [
         Column(next_of(key), s.shape, s.dtype, ragged=s.ragged, inner=s.inner)
-        for key, s in env.step_specs.items()
+        for key, s in env_spec.step_specs.items()
     ]
-    visible = {*env.flags, *((TRUNCATED,) if options.max_frames_per_traj else ())}
+    visible = {*env_spec.flags, *((TRUNCATED,) if options.max_frames_per_traj else ())}
     for flag in FLAGS:
         columns += [
             Column(key, (), FLAG, trailing=True, host=True, hidden=flag not in visible)
@@ -74,9 +74,11 @@ def lane_columns(
         ]
     if options.traj_done_key is not None:
         columns.append(Column(TRAJ_DONE, (), FLAG, trailing=True, host=True))
-    hidden = env.reward_key == TEAM_REWARD
+    hidden = env_spec.reward_key == TEAM_REWARD
     columns.append(
-        Column(env.reward_key, (), env.reward_dtype, trailing=True, host=True, hidden=hidden)
+        Column(
+            env_spec.reward_key, (), env_spec.reward_dtype, trailing=True, host=True, hidden=hidden
+        )
     )
     columns.append(Column(TRAJ_IDS, (), INTEGER, host=True))
     if options.max_frames_per_traj:
@@ -84,7 +86,7 @@ def lane_columns(
             Column(key, (), INTEGER, trailing=True, host=True)
             for key in (STEP_COUNT, next_of(STEP_COUNT))
         ]
-    if not env.final_obs_certain:
+    if not env_spec.final_obs_certain:
         columns.append(Column(NEXT_OBS_VALID, (), FLAG))
     if marks_valid:
         columns.append(Column(VALID, (), FLAG, host=True))
@@ -99,4 +101,7 @@ def lane_columns(
         columns.append(Column(POLICY_VERSION, (), OBJECT if text else INTEGER, host=True))
     if resumed:
         columns.append(Column(RESUMED, (), FLAG, host=True))
-    return (*columns, *(column for column in policy if column.key not in env.observation_specs))
+    return (
+        *columns,
+        *(column for column in policy if column.key not in env_spec.observation_specs),
+    )

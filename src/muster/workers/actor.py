@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from muster.envs.build import BuiltEnv
+from muster.env_spec import EnvSpec
 from muster.errors import BadOption
 from muster.keys import AGENT, INFO, IS_INIT, POLICY_VERSION, Key, dotted
 from muster.memory.slots import Lane, Layout, Slot
@@ -30,12 +30,8 @@ from muster.rollout.bootstrap import BootstrapRows, fill_values, spare_lane
 from muster.rollout.request import RolloutRequest
 from muster.weights.names import named_tensors
 from muster.weights.transport import Subscriber
-from muster.workers.build import build_policy
-from muster.workers.messages import GroupInfo
+from muster.workers.build import fit_policy
 from muster.workers.options import WorkerSetting
-
-if TYPE_CHECKING:
-    from muster.protocols import EnvBatch
 
 # maximum size of a buffer with several steps; policies prepare for its steps at once
 GATHER_BYTES = 1 << 20
@@ -103,7 +99,7 @@ class Actor:
         self._policy, self._device = place(policy, setting.policy_device)
         self._in_place = self._device is None or self._device.type == "cpu"
         self._into = named_tensors(self._policy)
-        self._infos: Mapping[int, GroupInfo] = {}
+        self._infos: Mapping[int, EnvSpec] = {}
         self._rngs: dict[int, GroupRng] = {}  # by group
         self._policies: dict[tuple[int, ...], Policy] = {}  # by shape of the batch
         self._buffers: dict[tuple[int, int], Lane] = {}  # by number of environments and of steps
@@ -117,7 +113,7 @@ class Actor:
         self.look: Callable[[], bool] = bool  # see ``CoroutineRunner``
         self._epoch = 0  # grows with each change after which policies have to prepare again
 
-    def open(self, infos: Mapping[int, GroupInfo]) -> None:
+    def open(self, infos: Mapping[int, EnvSpec]) -> None:
         """Register groups by number.
 
         Raises ``BadOption`` if one policy call cannot act for all of them.
@@ -418,8 +414,8 @@ class Actor:
         A new one is called once to determine its columns.
         """
         if shape not in self._policies:
-            built = BuiltEnv(cast("EnvBatch", next(iter(self._infos.values()))), shape)
-            policy = build_policy(self._policy, self._setting, built, self._device)
+            spec = replace(next(iter(self._infos.values())), batch_shape=shape)
+            policy = fit_policy(self._policy, self._setting, spec, self._device)
             if (coroutines := getattr(policy, "coroutines", None)) is not None:
                 coroutines.look = self.look
             # a copy: this call must not draw from the group's
@@ -462,7 +458,7 @@ class Actor:
             self._epoch += 1
 
 
-def check_alike(info: GroupInfo, first: GroupInfo) -> None:
+def check_alike(info: EnvSpec, first: EnvSpec) -> None:
     """Raise ``BadOption`` for a group that an inference server cannot act for together with the
     first one.
     """

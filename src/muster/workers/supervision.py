@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from muster.env_spec import EnvSpec
 from muster.errors import BadEnvOutput, EnvError, MusterError, WorkerError, described
 from muster.memory.shared import Arena
 from muster.restore.crash_notes import CrashNotes, Replay
@@ -26,9 +27,10 @@ from muster.workers.config import PoolConfig, WorkerPlace
 from muster.workers.inference import InferenceServer
 from muster.workers.launch import in_process
 from muster.workers.lives import Watcher, listed
-from muster.workers.messages import GroupInfo, RolloutResult
+from muster.workers.messages import RolloutResult
 from muster.workers.pool import WorkerPool
 from muster.workers.proxy import WorkerProxy
+from muster.workers.responder import Responder
 from muster.workers.threads import in_thread
 from muster.workers.under_way import AtWork
 
@@ -53,6 +55,7 @@ class Supervisor(Watcher):
         subscribe: returns a ticket for the weights, by number of the worker; None: no weights yet.
         made: exit stack; its callbacks close everything that the supervisor makes.
         light: with an inference server, start worker processes that have not imported torch.
+        responder: answers workers that wait, where there is no inference server.
         caller: node that owns the pool. While the pool waits for workers, and ``fileno()`` of the
             node is readable, its ``hear()`` handles its messages; an exception ends the wait.
             ``attends()`` is called in every wait.
@@ -73,6 +76,7 @@ class Supervisor(Watcher):
         *,
         light: bool = True,
         caller: Any = None,
+        responder: Responder | None = None,
     ) -> None:
         super().__init__(config)
         self.subscribe = subscribe
@@ -86,17 +90,18 @@ class Supervisor(Watcher):
             made.callback(self._wake_up.close)
             self.launch: Callable[[str, bool], tuple[Any, ...]] = in_thread(self._wake_up)
         else:
-            self.launch = in_process(
-                config.supervision.start_method, light=light and config.server is not None
-            )
+            light = light and (config.server is not None or responder is not None)
+            self.launch = in_process(config.supervision.start_method, light=light)
         # for all workers; None: the workers run the policy
         self.server: InferenceServer | None = None
+        self.responder = responder  # None: workers ask no questions
         if config.server is not None:
             assert subscribe is not None, "weights come before the server"
             ticket = subscribe(config.workers[0].index)
             made.callback(ticket.close)  # if the server cannot be made
             self.server = InferenceServer(config, ticket)
             made.callback(self.server.close)
+            self.responder = self.server
         self.notes: CrashNotes  # once there is a pool
         self._oom_kills = failures.oom_kills()
         self._look_at = 0.0
@@ -117,12 +122,12 @@ class Supervisor(Watcher):
         self.handles = [WorkerProxy(worker, self) for worker in configs]
         made.callback(self.end)
 
-    def built(self) -> list[GroupInfo]:
+    def built(self) -> list[EnvSpec]:
         """Wait until all workers have made their environments, and describe the groups.
 
         Raises a worker's error.
         """
-        infos: list[GroupInfo] = []
+        infos: list[EnvSpec] = []
         for handle in self.handles:
             self.wait_for(handle, lambda: handle.infos is not None or handle.failure is not None)  # noqa: B023
             if handle.failure is not None:
@@ -130,7 +135,7 @@ class Supervisor(Watcher):
             infos += handle.infos
         return infos
 
-    def pool(self, infos: Sequence[GroupInfo], place: WorkerPlace) -> WorkerPool:
+    def pool(self, infos: Sequence[EnvSpec], place: WorkerPlace) -> WorkerPool:
         """Make the worker pool, and send each worker its place."""
         groups = self.config.groups
         pool = WorkerPool(self.handles, infos, self, first_env=place.firsts[groups[0]])
@@ -159,12 +164,12 @@ class Supervisor(Watcher):
         return pool
 
     def end(self) -> None:
-        """Kill all workers that still run, and close the server. None can be started any more."""
+        """Kill all workers that still run, and close the responder. None can be started any more."""
         self.is_closed = True
         for handle in self.handles:
             handle.end()
-        if self.server is not None:
-            self.server.close()
+        if self.responder is not None:
+            self.responder.close()
 
     def missing(self) -> str:
         absent = [handle.index for handle in self.handles if handle.infos is None]
@@ -329,16 +334,16 @@ class Supervisor(Watcher):
                 self._hung(handle, phase, now - record.since, deadline)
 
     def _is_served(self, handle: WorkerProxy) -> bool:
-        """Return whether a worker waits for the server; raises if the server exceeds its deadline
-        or has ended.
+        """Return whether a worker waits for the responder; raises if that exceeds its deadline or
+        has ended.
         """
         if (
-            self.server is None
-            or not self.server.waits(handle.index)
+            self.responder is None
+            or not self.responder.waits(handle.index)
             or handle.process.child.exit_code() is not None
         ):
             return False
-        self.server.check()
+        self.responder.check()
         return True
 
     # --- losses -----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ def make_engine(
         groups = make_groups(env, options, policy, device, made)
         for group in groups:
             # TorchRL reads masks by its own means only, such as ActionMask
-            group.env.action_masks = {}
+            group.env.store_as(replace(group.env.spec, action_masks={}))
             begin_episodes(group)
         if isinstance(env, EnvBase):
             acting = faster(policy)
@@ -125,5 +126,5 @@ def make_engine(
 
 def classes_of(env: EnvBatch) -> dict[Key, Any]:
     """Return the tensorclasses that a TorchRL environment declares, by key."""
-    nodes = getattr(getattr(env, "specs", None), "nodes", {})
+    nodes = getattr(getattr(env, "declared", None), "nodes", {})
     return {path: node.kind for path, node in nodes.items() if node.kind is not None}
