@@ -59,17 +59,19 @@ class LastRollouts:
         most = 0
         frames = 0
         episodes = []
-        groups = [result.group for result in results]
+        groups = []
         for result in results:
+            groups.append(result.group)
             frames += result.frames
-            if result.episodes is not None:  # otherwise its group was dropped
-                if result.episodes is not NO_EPISODES:
-                    episodes.append(result.episodes)
-                lag = weights.lag(result.version)
-                counts = self._counters[result.group]
-                if counts.lag != lag:
-                    counts.acted_with_lag(lag)
-                most = max(most, lag)
+            if result.episodes is None:  # its group was dropped
+                continue
+            if result.episodes is not NO_EPISODES:
+                episodes.append(result.episodes)
+            lag = weights.lag(result.version)
+            counts = self._counters[result.group]
+            if counts.lag != lag:
+                counts.acted_with_lag(lag)
+            most = max(most, lag)
         if groups != self.contributors:
             self.contributors = groups
             self.env_ids = np.concatenate([self._counters[number].env_ids for number in groups])
