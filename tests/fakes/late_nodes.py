@@ -67,7 +67,7 @@ def elastic(
 
 def nodes_of(collector: QueueCollector) -> set[int]:
     """Whose the last batch is."""
-    return {collector._of_leaf[group] for group in collector._engine.contributors}
+    return {collector._of_leaf[group] for group in collector._engine.last.contributors}
 
 
 class Gate(gymnasium.Wrapper[Any, Any, Any, Any]):

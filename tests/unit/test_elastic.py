@@ -97,7 +97,7 @@ class TestBeginning:
     def test_the_data_is_that_of_a_collector_whose_nodes_were_all_there(self):
         def first_of(collector, node):
             for batch in collector:
-                if collector._engine.contributors == [node]:
+                if collector._engine.last.contributors == [node]:
                     return batch
             raise AssertionError
 

@@ -54,12 +54,20 @@ class Nodes:
         wake_up: rung by the number of a node when its message has arrived, or it is lost.
     """
 
-    buffer: Any = None
-    enough: int | None = None
     once = False
 
-    def __init__(self, carrier: Carrier, of_leaf: Sequence[int], join_s: float | None) -> None:
+    def __init__(
+        self,
+        carrier: Carrier,
+        of_leaf: Sequence[int],
+        join_s: float | None,
+        *,
+        buffer: Any = None,
+        enough: int | None = None,
+    ) -> None:
         self.carrier = carrier
+        self.buffer = buffer
+        self.enough = enough
         self.of_leaf = list(of_leaf)
         self.count = max(of_leaf) + 1
         try:

@@ -46,6 +46,13 @@ class Background:
         """Return whether this is called from the background thread."""
         return threading.current_thread() is self._thread
 
+    def raise_error(self) -> None:
+        """Raise the exception of ``step`` in this thread, if none has raised it yet."""
+        error = self.error
+        self.error = None
+        if error is not None:
+            raise error
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Wait until the current batch is complete; no batch is collected inside this context.

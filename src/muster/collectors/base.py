@@ -195,7 +195,7 @@ class BaseCollector(ABC):
     @property
     def episodes(self) -> Episodes:
         """Records (``EpisodeRecord``) of the episodes that ended in the last batch: a sequence."""
-        return self._engine.shown_episodes
+        return self._engine.ended.shown
 
     def stats(self) -> CollectorStats:
         """Return a snapshot of all counters. It is cheap, and available after ``shutdown``."""
@@ -221,7 +221,7 @@ class BaseCollector(ABC):
         Raises:
             BadOption: matplotlib is not installed.
         """
-        return plot_stats(self.stats(), self._engine.curve.points)
+        return plot_stats(self.stats(), self._engine.ended.curve.points)
 
     def __len__(self) -> int:
         """Return the number of batches up to ``total_frames``.
@@ -449,7 +449,7 @@ class BaseCollector(ABC):
         names = ", ".join(
             sorted({counts.info.name for counts in self._engine.source.pool.counters})
         )
-        state = "closed" if self._closed else f"{self._engine.frames:,} frames"
+        state = "closed" if self._closed else f"{self._engine.ledger.frames:,} frames"
         per_batch = self.options.frames_per_batch
         return (
             f"{type(self).__name__}({names} x {self._engine.num_envs},"
@@ -540,7 +540,7 @@ class BaseCollector(ABC):
         batch's last row.
         """
         self._raise_from_background()
-        return final_observations(self._engine.finals)
+        return final_observations(self._engine.last.finals)
 
     def fake_tensordict(self) -> TensorDict:
         """Return zeros of the shape of a batch.
@@ -657,7 +657,7 @@ class BaseCollector(ABC):
         trace: TracebackType | None,
     ) -> None:
         if error is not None:
-            self._observers.error = described(error)
+            self._observers.collection_ended(described(error))
         self.shutdown(raise_on_error=error is None)
 
     # --- parts ------------------------------------------------------------------------------------
@@ -665,7 +665,7 @@ class BaseCollector(ABC):
     def _set_up(self) -> None:
         options = self.options
         self._on_demand = OnDemand(self._engine)
-        self.timeline = self._engine.timeline
+        self.timeline = self._engine.time.timeline
         self._fit_heads()
         self._receivers = Receivers(self._weights, self, options.worker_idx)
         if options.weight_recv_schemes:
@@ -736,7 +736,8 @@ class BaseCollector(ABC):
 
     def _before_batch(self) -> None:
         """Run before each batch, when the user is done with the previous one."""
-        self._on_demand.give_up_call()
+        if self._on_demand.call is not None:
+            self._on_demand.give_up_call()
         if self._autosaver is not None:
             self._autosaver.save_if_due(self._parts)
 
@@ -779,18 +780,13 @@ class BaseCollector(ABC):
 
     def _raise_from_background(self) -> None:
         """Raise the background thread's error in the user's thread, once."""
-        if (
-            self._background is not None
-            and not self._background.here()
-            and self._background.error is not None
-        ):
-            error, self._background.error = self._background.error, None
-            raise error
+        if self._background is not None and not self._background.here():
+            self._background.raise_error()
 
     def _end(self, *, close_env: bool, raise_on_error: bool) -> None:
         self._closed = True
         if self._background is not None and self._background.ended_by:
-            self._observers.error = self._background.ended_by
+            self._observers.collection_ended(self._background.ended_by)
         self._observers.close()
         self.disable_profile()
         self._receivers.close()
@@ -800,7 +796,7 @@ class BaseCollector(ABC):
             if raise_on_error:
                 raise
         finally:
-            self._engine.is_closed = True
+            self._engine.ledger.close()
             self._release()
             self._engine.pipeline.close()
 

@@ -13,7 +13,7 @@ from muster.episodes.plain import Place
 from muster.errors import BadOption
 from muster.keys import Key
 from muster.memory.objects import copied_cells
-from muster.memory.slots import Layout, Slot, SlotRing, SlotState, as_tensor
+from muster.memory.slots import Layout, Slot, SlotRing, as_tensor
 from muster.memory.specs import OBJECT, Array
 from muster.memory.views import BatchView
 from muster.rollout.marks import Final
@@ -49,7 +49,7 @@ class BatchViews:
     ) -> None:
         self._options = options
         self._stacked = stacked
-        self._cat_dim = cat_dim
+        self.cat_dim = cat_dim
         self.shows_hidden = hidden
         self._storing = options.devices.storing
         # by the id of their layouts, which the views keep alive
@@ -63,6 +63,11 @@ class BatchViews:
         return Place(self._storing or rows or torch.device("cpu"), shown=self._storing is not None)
 
     @property
+    def reuses(self) -> bool:
+        """Whether all batches are in the same slot."""
+        return self._options.return_same_td
+
+    @property
     def reused(self) -> Slot | None:
         return self._same.slot if self._same else None
 
@@ -72,8 +77,8 @@ class BatchViews:
         If the batch cannot be made (no memory for a copy, for instance), call this again, or
         ``give_up``.
         """
-        if self._cat_dim is not None:
-            return self._concatenated(filled, self._cat_dim)
+        if self.cat_dim is not None:
+            return self._concatenated(filled, self.cat_dim)
         ring, slot = filled.slots[0]
         view = self._view_of(ring.layout)
         if self._same is not None and self._same.slot.layout is slot.layout:
@@ -95,9 +100,8 @@ class BatchViews:
         late = (
             ring.layout.object_columns or self._storing is not None or self._options.return_same_td
         )
-        if not late and self._cat_dim is None and id(slot) not in self._prepared:
-            state, memory = slot.state, ring.lend(slot)
-            slot.state = state
+        if not late and self.cat_dim is None and id(slot) not in self._prepared:
+            memory = ring.lend_ahead(slot)
             self._prepared[id(slot)] = memory, self._view_of(ring.layout).tensordict(memory, slot)
 
     def drop(self, slot: Slot) -> bool:
@@ -126,7 +130,7 @@ class BatchViews:
                 else part
             )
         batch: TensorDict = torch.cat(parts, dim)
-        batch.names = parts[0].names
+        set_names(batch, parts[0].names)
         batch = batch if self._storing is None else batch.to(self._storing)
         for _, slot in filled.slots:
             self.drop(slot)
@@ -143,7 +147,7 @@ class BatchViews:
         """
         lent = self._prepared.get(id(slot))
         if lent is not None:
-            slot.state = SlotState.LENT
+            ring.lent_ahead(slot)
         elif (
             view is None
             or not ring.lends_parts
@@ -231,9 +235,14 @@ class _SameBatch:
         for key, tensor in self._tensors.items():
             if batch.get(key, None) is not tensor:
                 batch.set(key, tensor)
-        batch.names = self._names
+        set_names(batch, self._names)
         view.refresh_objects(batch, self.slot)
         return batch
+
+
+def set_names(batch: TensorDict, names: Sequence[str | None]) -> None:
+    """Set the names of the batch's dimensions."""
+    batch.names = list(names)
 
 
 def final_observations(finals: Sequence[tuple[Array, Sequence[Final]]]) -> TensorDict:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from muster.collectors.batch_views import set_names
 from muster.collectors.collect_arguments import CollectArguments
 from muster.collectors.engine import CollectedRollout, Engine
 from muster.collectors.pipeline import Stage
@@ -164,7 +165,7 @@ class StepsCall(CollectCall):
 
     def give_up(self) -> None:
         for part in self._parts:
-            self._engine.discard("interrupted", part.frames)
+            self._engine.ledger.discard("interrupted", part.frames)
         if self._rollout is not None:
             self._engine.lose(self._rollout.batch, self._rollout.env_ids, self._rollout.frames)
         self._parts = []
@@ -338,11 +339,11 @@ class EpisodesCall(CollectCall):
             self._group = store.take(self._choice.numbers)
             engine.end_batch()
         batch = self._group.batch
-        hidden = [key for key in engine.hidden if key in batch.keys(True)]
+        hidden = [key for key in engine.last.hidden if key in batch.keys(True)]
         return CallResult(
             batch.exclude(*hidden) if hidden else batch,
             self._group.frames,
-            engine.recount.of(batch),
+            engine.pipeline.recount.of(batch),
             engine.pipeline.showing,
             {"rule": self.arguments.rule or RULE, "biased": self._choice.rule.biased},
             whole=True,
@@ -352,7 +353,7 @@ class EpisodesCall(CollectCall):
         if self._unkept is not None:
             self._engine.lose(self._unkept.batch, self._unkept.env_ids, self._unkept.frames)
         if self._group is not None:
-            self._engine.discard("interrupted", self._group.frames)
+            self._engine.ledger.discard("interrupted", self._group.frames)
         self._unkept = self._group = None
         self._engine.give_up_batch()
 
@@ -421,14 +422,20 @@ class EpisodesCall(CollectCall):
 class ExtraBatch(UserCall):
     """``rollout()``: a batch that passes through no stages."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        parts: Sequence[TensorDict] = (),
+        hidden: Sequence[Key] = (),
+        frames: int = 0,
+    ) -> None:
         self._engine = engine
         # the batch, or with ``extend_buffer=False`` its time steps
-        self._parts: list[TensorDict] = []
-        self._hidden: list[Key] = []
+        self._parts = list(parts)
+        self._hidden = list(hidden)
         # of a batch that the pipeline has not recorded as delivered elsewhere
         self._env_ids: Array | None = None
-        self._frames = 0
+        self._frames = frames
 
     @property
     def frames(self) -> int:
@@ -457,7 +464,7 @@ class ExtraBatch(UserCall):
         if self._env_ids is not None:
             self._engine.lose(self._parts[0], self._env_ids, self._frames)
         else:
-            self._engine.discard("interrupted", self._frames)
+            self._engine.ledger.discard("interrupted", self._frames)
         self._parts = []
         self._frames = 0
         self._env_ids = None
@@ -474,11 +481,8 @@ class ExtraBatch(UserCall):
     @classmethod
     def from_state(cls, engine: Engine, state: Mapping[str, Any]) -> ExtraBatch:
         """Restore ``state_dict()``."""
-        call = cls(engine)
-        call._parts = [engine.place.take(part) for part in state["parts"]]
-        call._hidden = list(state["hidden"])
-        call._frames = state["frames"]
-        return call
+        parts = [engine.place.take(part) for part in state["parts"]]
+        return cls(engine, parts, list(state["hidden"]), state["frames"])
 
     def _add(self, rollout: CollectedRollout) -> None:
         self._parts.append(rollout.batch)
@@ -498,10 +502,10 @@ def _joined(parts: Sequence[Part]) -> TensorDict:
         whole = torch.cat(
             batches, next(dim for dim, name in enumerate(first.names) if name != "time")
         )
-        whole.names = first.names
+        set_names(whole, first.names)
     else:
         whole = torch.cat([time_last(batch).reshape(-1) for batch in batches])
-        whole.names = ["time"]
+        set_names(whole, ["time"])
     return whole
 
 

@@ -59,8 +59,13 @@ class ClusterCollector(MultiCollector):
         carrier = self.options.carrier(
             len(self._since), max(Counter(self._of_leaf).values()), heartbeat
         )
-        nodes = Nodes(carrier, self._of_leaf, join_s)
-        nodes.buffer, nodes.enough = self._buffer_of_nodes(), self.options.min_nodes
+        nodes = Nodes(
+            carrier,
+            self._of_leaf,
+            join_s,
+            buffer=self._buffer_of_nodes(),
+            enough=self.options.min_nodes,
+        )
         made.callback(nodes.close)
         return nodes
 
@@ -78,14 +83,14 @@ class ClusterCollector(MultiCollector):
     def _connect(self, made: ExitStack) -> Engine:
         engine = super()._connect(made)
         if self._nodes is not None and self._nodes.buffer is not None:
-            engine.pipeline.writes = False
+            engine.pipeline.leave_to_nodes()
         return engine
 
     def _before_batch(self) -> None:
         super()._before_batch()
         if self._longest < 0:
             return
-        nodes = {self._of_leaf[group] for group in self._engine.contributors}
+        nodes = {self._of_leaf[group] for group in self._engine.last.contributors}
         for node in nodes:
             self._since[node] += 1
         if due := sorted(node for node in nodes if self._since[node] > self._longest):

@@ -53,12 +53,19 @@ class Collector(BaseCollector):
 
     def _connect(self, made: ExitStack) -> Engine:
         options = self.options
-        made_policy = options.policy if options.policy_factory is None else options.policy_factory()
+        made_policy = options.policy
+        if options.policy_factory is not None:
+            made_policy = options.policy_factory()
         self.policy, self._policy_device = place(made_policy, options.devices.policy)
-        original = made_policy if self.policy is not made_policy else None
-        acting, mode = acting_modules(self.policy), options.execution.policy_mode
+        original = None
+        if self.policy is not made_policy:
+            original = made_policy
+        acting = acting_modules(self.policy)
+        mode = options.execution.policy_mode
         warn_of_noise(acting, mode)
-        acts_in = ActingMode(acting, mode) if acting else None
+        acts_in = None
+        if acting:
+            acts_in = ActingMode(acting, mode)
         self._weights = PolicyWeights(self.policy, original, options.version_counter, acts_in)
         groups = make_groups(options.create_env_fn, options, self.policy, self._policy_device, made)
         source, worker = in_this_thread(options, groups, self.policy, self._policy_device)
@@ -78,7 +85,7 @@ class Collector(BaseCollector):
             self.policy = own
             setting = worker_setting(self.options, own)
             group = self._engine.groups[0]
-            self._engine.policy = build_policy(own, setting, group.env, self._policy_device)
+            self._engine.act_with(build_policy(own, setting, group.env, self._policy_device))
 
     def _copied(self) -> torch.nn.Module:
         """A copy of the policy: as Python copies it, as ``policy_factory`` makes it, or as workers

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from operator import index
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from muster.collectors.batch_options import joins_time
 from muster.collectors.batch_views import BatchViews
+from muster.collectors.collecting_time import CollectingTime
+from muster.collectors.last_rollouts import EndedEpisodes, LastRollouts
+from muster.collectors.ledger import Ledger
 from muster.collectors.options import CollectorOptions
 from muster.collectors.pipeline import Pipeline, PipelineItem
-from muster.episodes.curve import EpisodeCurve
-from muster.episodes.plain import Place, to_plain
-from muster.episodes.record import NO_EPISODES, Episodes, join_episodes
+from muster.collectors.stepped import SteppedBatch
+from muster.episodes.plain import Place
+from muster.episodes.record import NO_EPISODES, Episodes
 from muster.episodes.recount import Recount
-from muster.episodes.summary import EpisodeWindow
 from muster.errors import BadOption
 from muster.keys import Key
 from muster.memory.slots import Layout
 from muster.memory.specs import Array
 from muster.observing.stats import CollectorStats
-from muster.observing.timeline import Timeline
 from muster.protocols import Policy
 from muster.rollout.group import Group
-from muster.rollout.marks import Final
 from muster.utils.interrupts import allowed, checkpoint, postponed
 from muster.utils.tracebacks import trimmed
 from muster.weights.publish import PolicyWeights
@@ -39,8 +38,6 @@ from muster.workers.worker import Worker
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
-
-OWN_TRACK = -1  # timeline track of spans outside of groups
 
 
 class CollectedRollout(NamedTuple):
@@ -63,65 +60,67 @@ class CollectedRollout(NamedTuple):
     results: list[RolloutResult]
 
 
-@dataclasses.dataclass
-class SteppedBatch:
-    """A batch of ``extend_buffer=False`` under way: each time step is written to the buffer before
-    the next.
+class NextBatch:
+    """The call for the next batch.
 
-    Attributes:
-        steps: number of collected time steps.
-        frames: number of valid steps in them.
-        episodes: records of the episodes that ended in them.
-        unwritten: the last time step, if it is not in the buffer yet.
-        frames_unwritten: number of its valid steps.
+    1. ``make`` has the schedule collect, and makes the batch of the full slots.
+    2. If making it fails (no memory for a copy, for instance), the slots stay here: their frames are
+       in flight, and no other counter includes them.
+    3. The same request makes the batch of these slots; before another request, ``give_up`` discards
+       them.
     """
 
-    steps: int = 0
-    frames: int = 0
-    episodes: Episodes = dataclasses.field(default_factory=lambda: NO_EPISODES)
-    unwritten: TensorDict | None = None
-    frames_unwritten: int = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the batch as plain data."""
-        return {
-            "steps": self.steps,
-            "frames": self.frames,
-            "episodes": self.episodes.state_dict(),
-            "unwritten": None if self.unwritten is None else to_plain(self.unwritten.clone()),
-            "frames_unwritten": self.frames_unwritten,
-        }
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any], place: Place) -> SteppedBatch:
-        """Restore ``state_dict()``."""
-        unwritten = None if state["unwritten"] is None else place.take(state["unwritten"])
-        return cls(
-            index(state["steps"]),
-            index(state["frames"]),
-            Episodes.from_state(state["episodes"]),
-            unwritten,
-            index(state["frames_unwritten"]),
-        )
-
-
-class FrameHolder(Protocol):
-    """Holds collected frames that are not delivered yet."""
+    def __init__(self, source: Schedule, weights: PolicyWeights, views: BatchViews) -> None:
+        self._source = source
+        self._weights = weights
+        self._views = views
+        self._reuses = views.reuses
+        # the request of the slots, in what it has to be equal to continue
+        self._like: object = None
+        self._filled: FilledSlot | None = None
 
     @property
-    def frames_held(self) -> int:
-        """Number of these frames."""
+    def frames(self) -> int:
+        """Number of frames of full slots whose batch could not be made yet."""
+        return 0 if self._filled is None else self._filled.frames
 
-    @property
-    def frames_ready(self) -> int:
-        """Number of those that belong to complete batches."""
+    def make(
+        self, request: CollectRequest, discard: Callable[[int], None]
+    ) -> tuple[FilledSlot, TensorDict]:
+        """Return the next full slots, and their batch.
 
-    @property
-    def dropped(self) -> Mapping[str, int]:
-        """Number of frames that it will never deliver, by reason."""
+        Args:
+            discard: called with the number of frames that were kept for another request.
+        """
+        like = request.limit, request.rows, request.closes, request.bootstrap
+        if self._filled is not None and self._like != like:
+            discard(self.give_up())
+        filled = self._filled
+        if filled is None:
+            self._like = like
+            if self._source.overlaps:
+                self._weights.catch_up()
+                filled = self._source.collect(request)
+            else:
+                # the same for all groups, whatever is published meanwhile
+                request.version = self._weights.hold()
+                try:
+                    reused = self._views.reused if self._reuses else None
+                    filled = self._source.collect(request, reused)
+                finally:
+                    self._weights.release()
+            self._filled = filled
+        batch = self._views.batch(filled)
+        self._filled = None
+        return filled, batch
 
-    def retire(self, envs: Sequence[int]) -> None:
-        """Stop waiting for environments that have no further rows."""
+    def give_up(self) -> int:
+        """Release the slots whose batch could not be made, and return their number of frames."""
+        frames = self.frames
+        if self._filled is not None:
+            self._views.give_up(self._filled)
+        self._filled = None
+        return frames
 
 
 class Engine:
@@ -135,19 +134,15 @@ class Engine:
         local: the worker, if it is in this process.
 
     Attributes:
-        frames, batches: numbers of delivered frames and batches.
         counted: number of frames in batches that count towards ``total_frames``.
-        env_ids: numbers of the environments in the last batch.
-        episodes: episodes that ended in the last batch that was collected.
-        shown_episodes: episodes of the last batch that the user got.
-        recount: makes the records of the episodes in batches of whole episodes.
-        lag: number of batches by the age of their weights in publications.
+        acting: policy of the last rollouts, "policy" or "random".
         in_batch: the batch of the last rollout is not complete.
-        hidden: keys of the last batch that only the pipeline uses.
-        is_closed: nothing more can be delivered.
-        joins_time: rows of different environments follow each other in a batch.
-        rollouts: number of collected rollouts, each of one group or of all.
-        results: results of the last rollouts, by group.
+        ledger: what became of every frame.
+        last: the rollouts that were collected last.
+        ended: the episodes that have ended.
+        time: the time of collecting, with the timeline.
+        next_batch: the call for the next batch.
+        stepped: the batch of ``extend_buffer=False`` under way.
     """
 
     def __init__(
@@ -164,42 +159,43 @@ class Engine:
         self.source = source
         self.weights = weights
         self.local = local
-        self.num_envs = source.pool.num_envs
-        self.rows = options.rows_per_batch(source.sharing)
-        self.joins_time = joins_time(options, cat_dim, source.pool.counters[0].info.batch_shape)
+        pool = source.pool
         with_infos = options.info is not False
-        self.recount = Recount(
-            self.num_envs, source.pool.counters[0].info.reward_key, with_infos=with_infos
-        )
-        self.pipeline = Pipeline(options, self.num_envs, self.recount)
-        self._holders: list[FrameHolder] = [self.pipeline]
-        self._is_direct = self.pipeline.is_direct and options.post_collect_hook is None
+        recount = Recount(pool.num_envs, pool.counters[0].info.reward_key, with_infos=with_infos)
+        self.pipeline = Pipeline(options, pool.num_envs, recount)
         self.views = BatchViews(
             options, stacked=stacked, cat_dim=cat_dim, hidden=self.pipeline.needs_flags
         )
         if local is None:
-            source.ahead = self.views
-        self.timeline = Timeline()
-        self.timeline.tracks[OWN_TRACK] = "collector"
-        self.window, self.curve = EpisodeWindow(), EpisodeCurve()
-        self.episodes = self.shown_episodes = NO_EPISODES
-        self.env_ids: Array = np.arange(self.num_envs)
-        self.contributors: list[int] = []  # groups of the last batch
-        self.frames = self.counted = self.batches = self.rollouts = 0
-        self.results: list[RolloutResult] = []
-        self.lag: Counter[int] = Counter()
-        self._retired: set[int] = set()  # dropped groups
+            source.prepare_ahead(self.views)
+        self.next_batch = NextBatch(source, weights, self.views)
+        self.stepped = SteppedBatch()
+        self.ledger = Ledger(source, self.next_batch)
+        self.ledger.hold(self.pipeline)
+        self.ledger.hold(self.stepped)
+        self.time = CollectingTime()
+        self.ended = EndedEpisodes()
         self.acting = "random" if options.init_random_frames else "policy"
-        self._first_path = local.policies[self.acting].path if local is not None else ""
-        self._elapsed = 0  # ns
-        self._cut_short = 0
-        self._ended_at = 0
+        path = local.policies[self.acting].path if local is not None else ""
+        self.last = LastRollouts(pool.counters, path)
+        self.counted = 0
         self.in_batch = False
-        self.is_closed = False
-        self.hidden: list[Key] = []
-        self._stepped = SteppedBatch()
-        # the request and slots of a batch that is not made yet
-        self._unmade: tuple[object, FilledSlot] | None = None
+
+    @property
+    def num_envs(self) -> int:
+        """Number of environments."""
+        return self.source.pool.num_envs
+
+    @property
+    def rows(self) -> int:
+        """Number of time steps of a batch."""
+        return self.options.rows_per_batch(self.source.sharing)
+
+    @property
+    def joins_time(self) -> bool:
+        """Whether rows of different environments follow each other in a batch."""
+        shape = self.source.pool.counters[0].info.batch_shape
+        return joins_time(self.options, self.views.cat_dim, shape)
 
     @property
     def place(self) -> Place:
@@ -213,12 +209,12 @@ class Engine:
 
     @property
     def policy(self) -> Policy:
-        """The policy adapted to the loop; may be replaced between batches."""
+        """The policy adapted to the loop."""
         assert self.local is not None
         return self.local.policies["policy"]
 
-    @policy.setter
-    def policy(self, policy: Policy) -> None:
+    def act_with(self, policy: Policy) -> None:
+        """Use another policy from the next rollout on."""
         assert self.local is not None
         self.local.policies["policy"] = policy
 
@@ -249,7 +245,7 @@ class Engine:
                         after()
             # In no ``with`` or ``try``: code that closes the generator could lose an interrupt.
             if pipeline.ready:
-                self.shown_episodes = pipeline.ready[0].episodes
+                self.ended.show(pipeline.ready[0].episodes)
                 # the pipeline has no reference to it while the next one is collected
                 yield pipeline.take()
         # a Ctrl-C that came while the last batch was used; after the loop the program may have no
@@ -260,7 +256,7 @@ class Engine:
         """Collect a batch, and put it through the hooks into the pipeline."""
         limit = self.options.frames
         if self.options.total_frames > 0:
-            limit = min(limit, self.options.total_frames - self.counted + self._stepped.frames)
+            limit = min(limit, self.options.total_frames - self.counted + self.stepped.frames)
         if self.options.pre_collect_hook is not None:
             self.options.pre_collect_hook()
         if not self.options.extend_buffer:
@@ -268,10 +264,11 @@ class Engine:
             return
         with postponed():
             checkpoint()
-            batch, hidden, frames, *_ = self.collect(limit)
+            batch, hidden, frames, episodes, *_ = self.collect(limit)
             self.counted += frames
-            if self._is_direct and not hidden:
-                self.pipeline.ready.append(PipelineItem(batch, (), frames, self.episodes))
+            is_direct = self.pipeline.is_direct and self.options.post_collect_hook is None
+            if is_direct and not hidden:
+                self.pipeline.ready.append(PipelineItem(batch, (), frames, episodes))
                 return
             try:
                 if self.options.post_collect_hook is not None:
@@ -279,12 +276,8 @@ class Engine:
                         self.options.post_collect_hook(batch)
             finally:
                 self.pipeline.put(
-                    batch, hidden, self.env_ids, frames=frames, episodes=self.episodes
+                    batch, hidden, self.last.env_ids, frames=frames, episodes=episodes
                 )
-
-    def hold_frames(self, holder: FrameHolder) -> None:
-        """Count the frames of this object as not delivered yet."""
-        self._holders.append(holder)
 
     def collect(
         self, limit: int | None, *, closes: bool = True, acting: str | None = None, **others: Any
@@ -297,9 +290,7 @@ class Engine:
             acting: "policy" or "random"; None: as the options say.
             **others: see ``CollectRequest``.
         """
-        began, timeline, before = time.perf_counter_ns(), self.timeline, self.frames
-        if timeline.running and self._ended_at:
-            timeline.add("wait", self._ended_at, began, OWN_TRACK)
+        began = time.perf_counter_ns()
         self.acting = acting or self.acting
         if self.local is None:
             others = {"batches": self._batches_left()} | others
@@ -307,63 +298,28 @@ class Engine:
             (lambda ahead: self.acting) if self.in_batch or acting else self._who_acts,
             limit=limit,
             closes=closes,
-            spans=timeline.running,
+            spans=self.time.timeline.running,
             **others,
         )
         self.in_batch = not closes
-        filled, batch = self._next(request)
-        self.batches += closes
-        self.rollouts += 1
-        self._note(filled.results)
-        if self.local is None:
-            self._retire_dropped()
+        filled, batch = self.next_batch.make(request, self._discard_unmade)
+        hidden = self.views.hidden_keys(filled.layout) if self.views.shows_hidden else []
+        frames, episodes = self.last.replace(filled.results, hidden, self.weights)
+        cut_short = 0
         if self.source.preempts:
-            self._cut_short += (
-                sum(filled.layout.T - result.rows for result in filled.results) * filled.layout.B
-            )
-        overlaps = self.source.overlaps and self._ended_at  # the workers continued meanwhile
-        since, self._ended_at = self._ended_at if overlaps else began, time.perf_counter_ns()
-        self._elapsed += self._ended_at - since
-        if timeline.running:
-            for result in filled.results:
-                for span in result.spans:
-                    timeline.add(*span)
-            timeline.add("collect", began, self._ended_at, OWN_TRACK)
-        self.hidden = self.views.hidden_keys(filled.layout) if self.views.shows_hidden else []
-        frames = self.frames - before
+            cells = sum(filled.layout.T - result.rows for result in filled.results)
+            cut_short = cells * filled.layout.B
+        self.ledger.collected(frames, closes=closes, cut_short=cut_short)
+        if episodes or self.ended.collected is not NO_EPISODES:
+            self.ended.collect(episodes, self.ledger.frames)
+        if self.local is None:
+            self.ledger.retire_dropped()
+        # else the time of the rollouts is that of collecting
+        if self.local is None or self.time.timeline.running:
+            self.time.end(began, filled.results, overlaps=self.source.overlaps)
         return CollectedRollout(
-            batch, self.hidden, frames, self.episodes, self.env_ids, self.results
+            batch, hidden, frames, self.ended.collected, self.last.env_ids, filled.results
         )
-
-    def _note(self, results: list[RolloutResult]) -> None:
-        """Count the rollouts of a batch, and the episodes that ended in them."""
-        counters = self.source.pool.counters
-        most = 0
-        episodes = []
-        groups = [result.group for result in results]
-        for result in results:
-            self.frames += result.frames
-            if result.episodes is not None:  # otherwise its group was dropped
-                if result.episodes is not NO_EPISODES:
-                    episodes.append(result.episodes)
-                counters[result.group].lag = lag = self.weights.lag(result.version)
-                most = max(most, lag)
-        if groups != self.contributors:
-            self.contributors = groups
-            self.env_ids = np.concatenate([counters[number].env_ids for number in groups])
-        self.results = results
-        self.episodes = NO_EPISODES
-        if episodes:
-            self.episodes = join_episodes(episodes)
-            self.window.add(self.episodes)
-            self.curve.add(self.frames, self.episodes)
-        self.lag[most] += 1
-
-    @property
-    def finals(self) -> list[tuple[Array, Sequence[Final]]]:
-        """``Group.finals`` of the last batch, with the global numbers of the environments."""
-        counters = self.source.pool.counters
-        return [(counters[result.group].env_ids, result.finals) for result in self.results]
 
     def layout(self) -> Layout:
         """Return the layout of rollouts of the policy.
@@ -410,11 +366,6 @@ class Engine:
             self.pipeline.episodes.flush()
         return seed if static else seed + self.num_envs - 1
 
-    def discard(self, reason: str, frames: int) -> None:
-        """Count collected frames that will not be delivered."""
-        self.source.pool.counters[0].discarded[reason] += frames
-        self.frames -= frames
-
     def lose(
         self, batch: TensorDict, env_ids: Array, frames: int, reason: str = "interrupted"
     ) -> None:
@@ -422,20 +373,16 @@ class Engine:
         complete.
         """
         self.pipeline.skip(batch, env_ids)
-        self.discard(reason, frames)
+        self.ledger.discard(reason, frames)
 
     def end_batch(self) -> None:
         """End a batch of several rollouts whose number was not known before."""
-        self.batches += 1
+        self.ledger.end_batch()
         self.in_batch = False
 
     def give_up_batch(self) -> None:
         """No further rollouts belong to the batch of the last one."""
         self.in_batch = False
-
-    def show(self, episodes: Episodes) -> None:
-        """Set the records of the episodes in the batch that the user gets."""
-        self.episodes = self.shown_episodes = episodes
 
     def stats(self) -> CollectorStats:
         counters = self.source.pool.counters
@@ -444,101 +391,56 @@ class Engine:
             for part in ("env", "policy", "copy", "total")
         )
         workers = self.source.pool.worker_stats()
-        held = self._frames_held
-        frames = self.frames - held - sum(self._dropped().values())
-        in_flight, discarded = self.source.in_flight + held + self.frames_unmade, self._discarded()
-        if self.is_closed:  # nothing of it can be delivered any more
-            discarded["shutdown"] += in_flight
-            in_flight = 0
+        terms = self.ledger.terms()
+        window = self.ended.window
         return CollectorStats(
-            frames=frames,
-            executed=sum(counts.executed for counts in counters) - self.source.pool.untaken,
-            discarded=+discarded,
-            in_flight=in_flight,
-            batches=self.batches,
-            episodes=self.window.count,
-            return_mean=self.window.mean("returns"),
-            length_mean=self.window.mean("lengths"),
-            success_rate=self.window.mean("successes"),
-            frames_per_s=self._rate(frames, total),
+            frames=terms.delivered,
+            executed=terms.executed,
+            discarded=terms.discarded,
+            in_flight=terms.in_flight,
+            batches=self.ledger.batches,
+            episodes=window.count,
+            return_mean=window.mean("returns"),
+            length_mean=window.mean("lengths"),
+            success_rate=window.mean("successes"),
+            frames_per_s=self._rate(terms.delivered, total),
             env_s=env,
             policy_s=policy,
             copy_s=copied,
             rest_s=max(0.0, total - env - policy - copied),
             wait_s=self.source.pool.waited / 1e9,
-            policy_path=self.results[0].path if self.results else self._first_path,
+            policy_path=self.last.path,
             policy_version=self.weights.version,
-            policy_lag=dict(sorted(self.lag.items())),
+            policy_lag=dict(sorted(self.last.lag.items())),
             slots=self.source.slots(),
             restarts=sum(worker.restarts for worker in workers),
             unseen=sum(counts.unseen for counts in counters),
-            cut_short=self._cut_short,
+            cut_short=self.ledger.cut_short,
             workers=workers,
             inference=server.stats() if (server := self.source.pool.server) is not None else None,
             engine=self.source.pool.engine,
         )
 
-    def _discarded(self) -> Counter[str]:
-        """Return the number of steps that no batch contains, by reason."""
-        counted = self._dropped()
-        for counts in self.source.pool.counters:
-            counted.update(counts.discarded)
-        return counted
-
-    @property
-    def discarded_steps(self) -> int:
-        """The sum of ``_discarded()``."""
-        steps = sum(self._dropped().values())
-        for counts in self.source.pool.counters:
-            steps += sum(counts.discarded.values())
-        return steps
-
-    def _dropped(self) -> Counter[str]:
-        """Return those of ``_discarded()`` that the source has delivered."""
-        dropped = Counter[str]()
-        for holder in self._holders:
-            dropped.update(holder.dropped)
-        return dropped
-
-    @property
-    def _frames_held(self) -> int:
-        """Number of collected frames that are not delivered yet."""
-        return self._stepped.frames_unwritten + sum(holder.frames_held for holder in self._holders)
-
-    @property
-    def frames_ready(self) -> int:
-        """Number of collected frames in complete batches that are not delivered yet."""
-        return sum(holder.frames_ready for holder in self._holders)
-
-    @property
-    def frames_unmade(self) -> int:
-        """Frames of full slots whose batch could not be made yet; no other counter includes them."""
-        return 0 if self._unmade is None else self._unmade[1].frames
-
     def state_dict(self) -> dict[str, Any]:
         """Return counters, episode statistics and the steps of the batch under way as plain data."""
         return {
-            "frames": self.frames,
+            **self.ledger.state_dict(),
+            **self.ended.state_dict(),
             "counted": self.counted,
-            "batches": self.batches,
             "in_batch": self.in_batch,
             "acting": self.acting,
-            "stepped": self._stepped.state_dict(),
-            "episodes": self.shown_episodes.state_dict(),
-            "window": self.window.state_dict(),
+            "stepped": self.stepped.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict()``."""
-        self.frames = index(state["frames"])
+        self.ledger.load_state_dict(state)
+        self.ended.load_state_dict(state)
         self.counted = index(state["counted"])
-        self.batches = index(state["batches"])
         self.in_batch = bool(state["in_batch"])
         self.acting = str(state["acting"])
-        self.window.load_state_dict(state["window"])
-        self.episodes = self.shown_episodes = Episodes.from_state(state["episodes"])
-        self._stepped = SteppedBatch.from_state(state["stepped"], self.place)
-        self._give_up_unmade()
+        self.stepped.load_state_dict(state["stepped"], self.place)
+        self.next_batch.give_up()
 
     def source_state(self) -> dict[str, Any]:
         """Return the undelivered rollouts as plain data; see ``Schedule.state_dict``."""
@@ -548,56 +450,23 @@ class Engine:
         with self.weights.acting() as version:
             return self.source.state_dict(version)
 
-    def _next(self, request: CollectRequest) -> tuple[FilledSlot, TensorDict]:
-        """Collect the next slots, and return them and their batch.
-
-        If making it fails, an equal request tries again.
-        """
-        like = request.limit, request.rows, request.closes, request.bootstrap
-        if self._unmade is not None and self._unmade[0] != like:
-            self.source.pool.counters[0].discarded["interrupted"] += self._give_up_unmade()
-            self.reset(None, {})  # the rows that follow would continue episodes with a gap
-        if self._unmade is None and self.source.overlaps:
-            self.weights.catch_up()
-            self._unmade = like, self.source.collect(request)
-        elif self._unmade is None:
-            # the same for all groups, whatever is published meanwhile
-            request.version = self.weights.hold()
-            try:
-                self._unmade = like, self.source.collect(request, self.views.reused)
-            finally:
-                self.weights.release()
-        filled = self._unmade[1]
-        batch = self.views.batch(filled)
-        self._unmade = None
-        return filled, batch
-
-    def _give_up_unmade(self) -> int:
-        """Discard slots whose batch could not be made, and return their number of frames."""
-        frames = self.frames_unmade
-        if self._unmade is not None:
-            self.views.give_up(self._unmade[1])
-        self._unmade = None
-        return frames
-
-    def _retire_dropped(self) -> None:
-        """Stop waiting for episodes of dropped groups."""
-        for number, counts in enumerate(self.source.pool.counters):
-            if counts.dropped and number not in self._retired:
-                self._retired.add(number)
-                for holder in self._holders:
-                    holder.retire(counts.env_ids.tolist())
+    def _discard_unmade(self, frames: int) -> None:
+        """Discard the slots of another request, whose batch could not be made."""
+        self.ledger.discard_uncollected("interrupted", frames)
+        self.reset(None, {})  # the rows that follow would continue episodes with a gap
 
     def _rate(self, frames: int, in_rollouts: float) -> float:
         """Return frames per second: of collecting time, or of the rollouts alone if they run in
         this thread.
         """
-        seconds = in_rollouts if self.local is not None else self._elapsed / 1e9
+        seconds = in_rollouts if self.local is not None else self.time.elapsed / 1e9
         return frames / seconds if seconds else 0.0
 
     def _who_acts(self, ahead: int) -> str:
         """Return which policy acts in the batch after ``ahead`` others, and set ``acting``."""
-        random = self.frames + ahead * self.options.frames < (self.options.init_random_frames or 0)
+        random = self.ledger.frames + ahead * self.options.frames < (
+            self.options.init_random_frames or 0
+        )
         self.acting = "random" if random else "policy"
         return self.acting
 
@@ -613,26 +482,18 @@ class Engine:
         """``extend_buffer=False``: collect each time step as a rollout, and write it to the buffer
         before the next.
         """
-        batch = self._stepped
-        self._write_step(batch)  # one that the buffer has refused
+        assert self.pipeline.sink is not None
+        buffer = self.pipeline.sink.buffer
+        batch = self.stepped
+        batch.write(buffer)  # a step that the buffer has refused
         while (rollout := self.collect_step(batch.steps, limit)) is not None:
-            batch.unwritten = rollout.batch.squeeze(rollout.batch.names.index("time"))
-            batch.frames_unwritten = rollout.frames
-            batch.steps += 1
-            batch.frames += rollout.frames
-            batch.episodes = join_episodes([batch.episodes, rollout.episodes])
+            step = rollout.batch.squeeze(rollout.batch.names.index("time"))
+            batch.add(step, rollout.frames, rollout.episodes)
             self.counted += rollout.frames
-            self._write_step(batch)
-        self.episodes = batch.episodes
+            batch.write(buffer)
+        self.ended.join(batch.episodes)
         self.pipeline.ready.append(PipelineItem(None, (), 0, batch.episodes))
-        self._stepped = SteppedBatch()
-
-    def _write_step(self, batch: SteppedBatch) -> None:
-        if batch.unwritten is not None:
-            assert self.pipeline.sink is not None
-            self.pipeline.sink.buffer.add(batch.unwritten)
-        batch.unwritten = None
-        batch.frames_unwritten = 0
+        batch.clear()
 
     def collect_step(self, number: int, limit: int) -> CollectedRollout | None:
         """Collect time step ``number`` of a batch of ``limit`` frames as a rollout; None after the

@@ -80,6 +80,10 @@ class Observers:
                 address = f"watch     {self.watched.url}  (afterwards: {later})"
                 print(address, file=sys.stderr, flush=True)  # noqa: T201
 
+    def collection_ended(self, error: str) -> None:
+        """Show in the last snapshot which error has ended the collection."""
+        self.error = error
+
     @property
     def need_batches(self) -> bool:
         """Whether ``wrote`` is to be called after every batch."""
@@ -90,14 +94,14 @@ class Observers:
         due = self.watched is not None and self.watched.due
         if self._log is None and self._progress is None and not due:
             return
-        stats, ready = self._engine.stats(), self._engine.frames_ready
+        stats, ready = self._engine.stats(), self._engine.ledger.frames_ready
         stats = replace(stats, frames=stats.frames + ready, in_flight=stats.in_flight - ready)
         if due and self.watched is not None:
-            self.watched.wrote(stats, self._engine.curve.totals)
+            self.watched.wrote(stats, self._engine.ended.curve.totals)
         if self._progress is not None:
             self._progress.wrote(stats)
         if self._log is not None:
-            self._log.wrote(stats, self._engine.episodes)
+            self._log.wrote(stats, self._engine.ended.collected)
 
     def close(self) -> None:
         """End the progress bar and the snapshots. May be called again."""
@@ -106,7 +110,7 @@ class Observers:
         if self.watched is not None:
             if (log := self._engine.source.pool.log) is not None:
                 log.flush(at_end=True)
-            self.watched.wrote(self._engine.stats(), self._engine.curve.totals)
+            self.watched.wrote(self._engine.stats(), self._engine.ended.curve.totals)
             self.watched.close(self.error)
 
 

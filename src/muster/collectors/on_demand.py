@@ -77,7 +77,7 @@ class OnDemand:
         self._kept: WholeEpisodes | None = None
         self._random = False  # these have random actions
         self._seen = -1  # number of the engine's last rollout among them
-        engine.hold_frames(self)
+        engine.ledger.hold(self)
 
     # --- of the engine's counters -----------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class OnDemand:
                 self.result = self._make(arguments)
             item = self.result.item
             self.batch = item.go_on()
-            self._engine.show(item.episodes)
+            self._engine.ended.show_collected(item.episodes)
         return Collected(self.batch, self.result.stats)
 
     def deliver(self) -> None:
@@ -133,7 +133,7 @@ class OnDemand:
                 self.give_up_call()
                 self.call = ExtraBatch(self._engine)
             batch = self.call.run()
-            self._engine.show(self._engine.episodes)
+            self._engine.ended.show(self._engine.ended.collected)
         self.call = None
         return batch
 
@@ -173,7 +173,7 @@ class OnDemand:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict()``."""
         self.call = self.result = self._kept = None
-        self._seen = self._engine.rollouts if state["goes_on"] else -1
+        self._seen = self._engine.ledger.rollouts if state["goes_on"] else -1
         self._random = state["random"]
         if state["kept"] is not None:
             self._store().load_state_dict(state["kept"], self._engine.place)
@@ -203,7 +203,7 @@ class OnDemand:
 
     def _make(self, arguments: CollectArguments) -> WaitingResult:
         began = time.perf_counter()
-        before = self._engine.discarded_steps
+        before = self._engine.ledger.discarded_steps
         call = self.call
         if not self._continues(call, arguments):
             self._check(arguments)
@@ -229,7 +229,7 @@ class OnDemand:
             result.episodes,
             result.frames,
             time.perf_counter() - began,
-            n_discarded_steps=engine.discarded_steps - discarded_before,
+            n_discarded_steps=engine.ledger.discarded_steps - discarded_before,
             n_kept_steps=0 if kept is None else kept.frames_held,
             **result.native,
         )
@@ -255,7 +255,7 @@ class OnDemand:
             self._reset_running()
         if arguments.n_episode is None:
             return StepsCall(engine, arguments)
-        self._seen = engine.rollouts
+        self._seen = engine.ledger.rollouts
         return self._episodes_call(arguments)
 
     def _prepare_store(self, arguments: CollectArguments) -> bool:
@@ -284,7 +284,7 @@ class OnDemand:
         )
 
     def _note_stored(self) -> None:
-        self._seen = self._engine.rollouts
+        self._seen = self._engine.ledger.rollouts
 
     def _give_up_ahead(self) -> bool:
         """Discard rollouts that first-ready workers have started for other calls; return whether
@@ -321,7 +321,7 @@ class OnDemand:
         """
         call = self.call
         unkept = isinstance(call, EpisodesCall) and call.has_unkept
-        return self._seen == self._engine.rollouts - unkept
+        return self._seen == self._engine.ledger.rollouts - unkept
 
     def _store(self) -> WholeEpisodes:
         engine = self._engine

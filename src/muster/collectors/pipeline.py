@@ -147,7 +147,7 @@ class Pipeline:
             self.sink = ReplaySink(options.replay_buffer, extend=options.extend_buffer)
         self.writes = self.sink is not None
         self.recorder = _recorder(options)
-        self._recount = recount
+        self.recount = recount
         self.ready: list[PipelineItem] = []
         self._put: deque[_Put] = deque()  # batches that were not processed yet
         self._unsorted = False  # there may be complete groups of episodes
@@ -161,6 +161,10 @@ class Pipeline:
             or options.postproc is not None
         )
         self.is_direct = not (self.needs_flags or buffered or self.recorder is not None)
+
+    def leave_to_nodes(self) -> None:
+        """Nodes write items into the replay buffer before they arrive here."""
+        self.writes = False
 
     @property
     def frames_ready(self) -> int:
@@ -235,7 +239,7 @@ class Pipeline:
             assert self.episodes is not None
             for group in self.episodes.groups():
                 self._make_ready(
-                    group.batch, self.showing, group.frames, self._recount.of(group.batch)
+                    group.batch, self.showing, group.frames, self.recount.of(group.batch)
                 )
             self._unsorted = False
             self.episodes.check_ends("trajs_per_batch", resets=self._options.reset_at_each_iter)

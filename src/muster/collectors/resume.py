@@ -130,7 +130,7 @@ def state_of(parts: CollectorParts) -> dict[str, Any]:
         "groups": [state["group"] for state in states],
         "engine": counters,
         "source": source,
-        "in_flight": engine.source.in_flight - frames + unsaved + engine.frames_unmade,
+        "in_flight": engine.source.in_flight - frames + unsaved + engine.next_batch.frames,
         "policy_version": parts.weights.version,
         "pipeline": pipeline,
         "on_demand": on_demand,
@@ -227,8 +227,8 @@ def _load_groups(engine: Engine, state: dict[str, Any], trust: bool) -> dict[int
             failed |= of_group
     for counts, group in zip(pool.counters, state["groups"], strict=True):
         discarded = {str(reason): index(steps) for reason, steps in group["discarded"].items()}
-        counts.executed, counts.discarded = index(group["executed"]), Counter(discarded)
-        counts.clock = np.stack([group["clock"]["episode"], group["clock"]["steps"]])
+        clock = np.stack([group["clock"]["episode"], group["clock"]["steps"]])
+        counts.continue_from(index(group["executed"]), Counter(discarded), clock)
     engine.source.look_again()
     return failed
 

@@ -49,10 +49,8 @@ def takes(
                 raise problem
 
         functools.update_wrapper(made, method)
-        made.__signature__ = shown  # type: ignore[attr-defined]
-        own_text = inspect.cleandoc(method.__doc__ or "")
-        if meanings := [*documented(options).values(), *_details(options)]:
-            made.__doc__ = "\n".join([own_text, "", "Args:", *meanings])
+        meanings = [*documented(options).values(), *_details(options)]
+        _show(made, shown, "Args:", meanings)
         return made
 
     return decorate
@@ -85,18 +83,25 @@ def passes_on(
                 return function(*args, **kwargs)
 
         functools.update_wrapper(checked, function)
-        checked.__signature__ = shown  # type: ignore[attr-defined]
         passed = {p.name for p in more} - own.parameters.keys()
         entries = {names: entry for each in options for names, entry in documented(each).items()}
         meanings = [
             entry for names, entry in entries.items() if not passed.isdisjoint(names.split(", "))
         ]
-        if meanings:
-            own_text = inspect.cleandoc(function.__doc__ or "")
-            checked.__doc__ = "\n".join([own_text, "", "Args passed on:", *meanings])
+        _show(checked, shown, "Args passed on:", meanings)
         return cast(Function, checked)
 
     return decorate
+
+
+def _show(
+    function: Callable[..., Any], signature: inspect.Signature, title: str, meanings: Sequence[str]
+) -> None:
+    """Let ``help()`` and ``inspect.signature`` show this signature, and the parameters' meanings."""
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    if meanings:
+        own_text = inspect.cleandoc(function.__doc__ or "")
+        function.__doc__ = "\n".join([own_text, "", title, *meanings])
 
 
 def parameters(options: Callable[..., Any]) -> list[inspect.Parameter]:

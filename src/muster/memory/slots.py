@@ -399,6 +399,19 @@ class SlotRing:
             else:
                 self.give_back(slot)
 
+    def lend_ahead(self, slot: Slot) -> Any:
+        """Return the memory of a slot that is being filled, for a batch; ``lent_ahead`` follows when
+        it is full.
+        """
+        state = slot.state
+        memory = self.lend(slot)
+        slot.state = state
+        return memory
+
+    def lent_ahead(self, slot: Slot) -> None:
+        """The batch of a slot that was lent ahead is delivered."""
+        slot.state = SlotState.LENT
+
     def give_back(self, slot: Slot) -> None:
         """Make a slot free again, or drop it if enough slots are free."""
         slot.state = SlotState.FREE

@@ -110,6 +110,16 @@ class FrameCounters:
         """Note the description of the group by a node that has joined late."""
         self.info = info
 
+    def acted_with_lag(self, lag: int) -> None:
+        """Set the age of the weights that acted last, in publications."""
+        self.lag = lag
+
+    def continue_from(self, executed: int, discarded: Counter[str], clock: Array) -> None:
+        """Continue from the counts of a saved state."""
+        self.executed = executed
+        self.discarded = discarded
+        self.clock = clock
+
     def counts(self) -> NodeCounts:
         """Return the counts so far.
 

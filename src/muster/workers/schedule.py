@@ -180,6 +180,10 @@ class Schedule(ABC):
         self._usual_T = list(T)
         self.ahead: Ahead | None = None
 
+    def prepare_ahead(self, ahead: Ahead) -> None:
+        """Prepare batches of slots that are being filled from now on."""
+        self.ahead = ahead
+
     @abstractmethod
     def collect(self, wanted: CollectRequest, into: Slot | None = None) -> FilledSlot:
         """Return the filled slots of the next batch.

@@ -299,7 +299,7 @@ class Collector(
         """Return a batch of zeros."""
         self._check_open()
         with _original_errors():
-            self._engine.policy = self._acting
+            self._engine.act_with(self._acting)
             return self._postproc(
                 batches.mark_end(self._tidy(self._engine.blank()), self._truncated)
             )
@@ -457,7 +457,7 @@ class Collector(
         if not self._use_buffers:
             return {}
         if not self._acting.columns():
-            self._engine.policy = self._acting
+            self._engine.act_with(self._acting)
             with torch.random.fork_rng(devices=[]):
                 self._engine.source.layout("policy")
         plain = [c for c in self._acting.columns() if c.is_tensor and c.key != IS_INIT]
@@ -470,10 +470,11 @@ class Collector(
 
     def _collect(self) -> Any:
         engine = self._engine
-        engine.policy = self._random() if self._should_use_random_frames() else self._acting
+        random = self._should_use_random_frames()
+        engine.act_with(self._random() if random else self._acting)
         with postponed():
             batch = engine.collect(engine.num_envs * engine.source.T[0])[0]
-            rows = engine.results[0].rows
+            rows = engine.last.results[0].rows
             if rows < batch.shape[-1] and not self._use_buffers:  # the interruptor has ended it
                 batch = batch[..., :rows]
             batch = self._tidy(batch)

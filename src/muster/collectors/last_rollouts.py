@@ -1,0 +1,129 @@
+"""What is known of the rollouts that were collected last, and of the episodes that ended in them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from muster.episodes.curve import EpisodeCurve
+from muster.episodes.record import NO_EPISODES, Episodes, join_episodes
+from muster.episodes.summary import EpisodeWindow
+from muster.keys import Key
+from muster.memory.specs import Array
+from muster.rollout.marks import Final
+from muster.weights.publish import PolicyWeights
+from muster.workers.counters import FrameCounters
+from muster.workers.messages import RolloutResult
+
+
+class LastRollouts:
+    """The rollouts of the last batch.
+
+    Attributes:
+        results: their results, by group.
+        hidden: keys of the batch that only the pipeline uses.
+        contributors: their groups.
+        env_ids: numbers of their environments.
+        lag: number of batches by the age of their weights in publications.
+    """
+
+    def __init__(self, counters: Sequence[FrameCounters], path: str) -> None:
+        self._counters = counters
+        self._first_path = path
+        self.results: list[RolloutResult] = []
+        self.hidden: list[Key] = []
+        self.contributors: list[int] = []
+        self.env_ids: Array = np.concatenate([counts.env_ids for counts in counters])
+        self.lag: Counter[int] = Counter()
+
+    @property
+    def path(self) -> str:
+        """How the policy was called; before the first rollout, how it will be."""
+        return self.results[0].path if self.results else self._first_path
+
+    @property
+    def finals(self) -> list[tuple[Array, Sequence[Final]]]:
+        """``RolloutResult.finals``, with the global numbers of the environments."""
+        return [(self._counters[result.group].env_ids, result.finals) for result in self.results]
+
+    def replace(
+        self, results: list[RolloutResult], hidden: list[Key], weights: PolicyWeights
+    ) -> tuple[int, list[Episodes]]:
+        """Take the results of the next rollouts in place of these.
+
+        Return their number of frames, and the episodes that ended in them.
+        """
+        most = 0
+        frames = 0
+        episodes = []
+        groups = []
+        for result in results:
+            groups.append(result.group)
+            frames += result.frames
+            if result.episodes is None:  # its group was dropped
+                continue
+            if result.episodes is not NO_EPISODES:
+                episodes.append(result.episodes)
+            lag = weights.lag(result.version)
+            counts = self._counters[result.group]
+            if counts.lag != lag:
+                counts.acted_with_lag(lag)
+            most = max(most, lag)
+        if groups != self.contributors:
+            self.contributors = groups
+            self.env_ids = np.concatenate([self._counters[number].env_ids for number in groups])
+        self.results = results
+        self.hidden = hidden
+        self.lag[most] += 1
+        return frames, episodes
+
+
+class EndedEpisodes:
+    """The episodes that have ended: those of the last batch, and statistics of all.
+
+    Attributes:
+        collected: those of the last batch that was collected.
+        shown: those of the last batch that the user got.
+        window: statistics of the newest.
+        curve: returns over frames.
+    """
+
+    def __init__(self) -> None:
+        self.window = EpisodeWindow()
+        self.curve = EpisodeCurve()
+        self.collected: Episodes = NO_EPISODES
+        self.shown: Episodes = NO_EPISODES
+
+    def collect(self, episodes: Sequence[Episodes], frames: int) -> None:
+        """Take the episodes of the next batch. ``frames``: number of collected frames until now."""
+        if not episodes:
+            self.collected = NO_EPISODES
+            return
+        self.collected = join_episodes(episodes)
+        self.window.add(self.collected)
+        self.curve.add(frames, self.collected)
+
+    def join(self, episodes: Episodes) -> None:
+        """Take these for the episodes of the last batch, whose steps were collected one by one."""
+        self.collected = episodes
+
+    def show(self, episodes: Episodes) -> None:
+        """The user gets a batch with these episodes."""
+        self.shown = episodes
+
+    def show_collected(self, episodes: Episodes) -> None:
+        """The user gets the batch that was collected last."""
+        self.collected = episodes
+        self.shown = episodes
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the shown episodes and the statistics of the newest as plain data."""
+        return {"episodes": self.shown.state_dict(), "window": self.window.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state_dict()``."""
+        self.window.load_state_dict(state["window"])
+        self.show_collected(Episodes.from_state(state["episodes"]))
