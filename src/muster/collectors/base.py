@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
+from muster.capabilities import check_reset_kwargs
 from muster.collectors import resume
 from muster.collectors.background import Background
 from muster.collectors.batch_views import final_observations
@@ -28,7 +29,6 @@ from muster.errors import BadOption, CollectorBusy, CollectorClosed, CollectorTi
 from muster.observing.profiling import ProfileConfig
 from muster.policies.agents import heads_of
 from muster.policies.sampling import all_masks_of
-from muster.protocols import check_reset_kwargs
 from muster.utils.attributes import resolve
 from muster.utils.forks import Owner
 from muster.utils.tracebacks import trimmed
