@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from muster.keys import Key
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from muster.rng import GroupRng
 
 ALL = slice(None)  # environments of a batch
+PolicyMode = Literal["eval", "as_given"]  # of a policy's modules while they act
 Act = Callable[[int], None]
 Step = Callable[[int], "Sequence[int] | None"]
 

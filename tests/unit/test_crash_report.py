@@ -55,10 +55,11 @@ from muster.restore.action_log import (
 from muster.restore.crash_report import MOST_FILES, CrashDirectory, CrashReport, EnvFactory, Special
 from muster.restore.player import Player, same_bits
 from muster.rng import GroupRng
-from muster.rollout.columns import RolloutOptions, lane_columns
+from muster.rollout.columns import lane_columns
 from muster.rollout.first_call import prime
 from muster.rollout.group import Group
 from muster.rollout.loop import rollout
+from muster.rollout.options import RolloutOptions
 from muster.rollout.request import RolloutRequest
 from muster.testing import CountingEnv, FaultyEnv, SpaceEnv, TorchCartPole
 from muster.workers.failures import send_error

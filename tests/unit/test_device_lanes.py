@@ -29,10 +29,11 @@ from muster.memory.views import BatchView
 from muster.policies.adapt import adapt, place
 from muster.policies.random import random_policy
 from muster.rng import GroupRng
-from muster.rollout.columns import RolloutOptions, lane_columns
+from muster.rollout.columns import lane_columns
 from muster.rollout.first_call import prime
 from muster.rollout.group import Group
 from muster.rollout.loop import rollout
+from muster.rollout.options import RolloutOptions
 from muster.rollout.request import RolloutRequest
 from muster.rollout.running import Rollout
 from muster.rollout.tally import Tally

@@ -22,10 +22,11 @@ from muster.errors import BadOption, HookError
 from muster.memory.slots import Layout, Slot
 from muster.policies.random import RandomPolicy
 from muster.rng import GroupRng
-from muster.rollout.columns import RolloutOptions, lane_columns
+from muster.rollout.columns import lane_columns
 from muster.rollout.first_call import prime
 from muster.rollout.group import Group
 from muster.rollout.loop import rollout
+from muster.rollout.options import RolloutOptions
 from muster.rollout.request import RolloutRequest
 from muster.testing import CountingEnv, TorchCartPole
 from tests.fakes.buffers import Adds, Extends

@@ -25,7 +25,8 @@ from muster.envs.stacked import StackedEnvs
 from muster.errors import BadEnvOutput, BadOption, EnvError
 from muster.memory.slots import Layout, Slot
 from muster.recording import Recorder, load
-from muster.rollout.columns import RolloutOptions, lane_columns
+from muster.rollout.columns import lane_columns
+from muster.rollout.options import RolloutOptions
 from muster.testing import CountingEnv, InfoEnv, TorchCartPole
 from tests.fakes.envpool import GymnasiumEnvPool
 from tests.tools import assert_accounted, assert_same, collect, recorded

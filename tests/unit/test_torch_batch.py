@@ -24,7 +24,7 @@ from muster.envs.build import build_env
 from muster.envs.torch_batch import TorchEnvs, adapt, takes
 from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv, UnsupportedSpace
 from muster.rng import GroupRng
-from muster.rollout.columns import RolloutOptions
+from muster.rollout.options import RolloutOptions
 from muster.testing import EnvContract, TorchCartPole
 from tests.tools import assert_accounted, assert_same, collect, column, joined
 

@@ -20,7 +20,8 @@ class Refused:
 sys.meta_path.insert(0, Refused())
 import gymnasium, numpy as np
 
-from muster.rollout.columns import RolloutOptions, lane_columns
+from muster.rollout.columns import lane_columns
+from muster.rollout.options import Execution, RolloutOptions
 from muster.envs.build import build_env
 from muster.restore.snapshot import restore, take
 from muster.memory.slots import Layout, Slot
@@ -36,7 +37,7 @@ from muster.testing.envs import CountingEnv
 
 def rows(source, num_envs, steps, rollouts):
     built = build_env(source, num_envs)
-    options = RolloutOptions(own_rng=False, inference_mode=False)
+    options = RolloutOptions(execution=Execution(own_rng=False, inference_mode=False))
     count = built.spec.num_envs
     group = make_group(built, 0, 0, count, options, GroupRng(3, 0, None), shared=True,
                        progress=Progress())

@@ -46,7 +46,7 @@ class NodePool(Watcher):
         super().__init__(config, elastic=nodes.enough is not None)
         self.nodes = nodes
         self.wake_up = nodes.wake_up
-        crash_directory = CrashDirectory(config.crash_dir)
+        crash_directory = CrashDirectory(config.supervision.crash_dir)
         policy = Block(np.frombuffer(config.policy, np.uint8))
         digest = hashlib.sha256(config.policy).digest()
         buffer = None if nodes.buffer is None else dumps(nodes.buffer, "replay_buffer")
@@ -242,4 +242,6 @@ def _part(config: PoolConfig, of_leaf: Sequence[int], node: int) -> PoolConfig |
         return None
     origins = dict(zip(config.groups, config.origins, strict=True))
     own = [origins[number] for worker in workers for number in worker.groups]
-    return replace(config, workers=workers, policy=b"", origins=own, crash_dir=None)
+    # reports are written here
+    supervision = replace(config.supervision, crash_dir=None)
+    return replace(config, workers=workers, policy=b"", origins=own, supervision=supervision)

@@ -16,8 +16,8 @@ from muster.collectors.calls import (
     UserCall,
 )
 from muster.collectors.collect_arguments import CollectArguments, Collected
-from muster.collectors.contradictions import NEEDS_ENVS
 from muster.collectors.engine import Engine
+from muster.collectors.multi_options import NEEDS_ENVS
 from muster.collectors.pipeline import PipelineItem
 from muster.episodes.segment import ENDED
 from muster.episodes.summary import CollectStats, stats_of_call, stats_of_state, stats_state
@@ -58,7 +58,7 @@ class OnDemand:
     2. It collects until it is complete (``call``).
     3. Its result passes through the stages of the pipeline (``result``). If one of them fails, the
        next call of ``collect``, whatever its arguments, continues there.
-    4. The caller sets ``result`` to None when the user has it.
+    4. The caller calls ``deliver`` when the user has it.
 
     Attributes:
         batch: batch of the last call of ``collect``.
@@ -120,6 +120,10 @@ class OnDemand:
             self.batch = item.go_on()
             self._engine.show(item.episodes)
         return Collected(self.batch, self.result.stats)
+
+    def deliver(self) -> None:
+        """Forget the result of the last call, which the user has now."""
+        self.result = None
 
     def rollout(self) -> TensorDict:
         """See ``BaseCollector.rollout``."""

@@ -14,10 +14,11 @@ from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import Array
 from muster.protocols import EnvBatch, Policy
 from muster.rng import GroupRng
-from muster.rollout.columns import RolloutOptions, lane_columns
+from muster.rollout.columns import lane_columns
 from muster.rollout.first_call import begin_episodes, prime
 from muster.rollout.group import Group
 from muster.rollout.loop import end_early, rollout
+from muster.rollout.options import Execution, RolloutOptions
 from muster.rollout.request import RolloutRequest
 
 LANES_KEPT = 4  # for as many different numbers of rows
@@ -27,7 +28,8 @@ def borrowed(**options: Any) -> RolloutOptions:
     """``RolloutOptions`` for programs that seed generators and set threads themselves, and may need
     gradients.
     """
-    return RolloutOptions(own_rng=False, num_threads=None, inference_mode=False, **options)
+    execution = Execution(own_rng=False, inference_mode=False)
+    return RolloutOptions(execution=execution, num_threads=None, **options)
 
 
 class GroupRunner:

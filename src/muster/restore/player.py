@@ -19,7 +19,8 @@ from muster.memory.specs import Array
 from muster.restore.action_log import generator_of
 from muster.restore.crash_report import CrashReport, Special
 from muster.restore.registered import installed
-from muster.rollout.columns import RolloutOptions, lane_columns
+from muster.rollout.columns import lane_columns
+from muster.rollout.options import RolloutOptions
 
 
 class Player:

@@ -21,7 +21,7 @@ from muster.capabilities import (
 from muster.errors import BadOption
 from muster.keys import Key
 from muster.protocols import EnvBatch
-from muster.rollout.columns import RolloutOptions
+from muster.rollout.options import RolloutOptions
 from muster.rollout.starting import Starting, starting_of
 
 

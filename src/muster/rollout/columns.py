@@ -5,8 +5,7 @@ own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
 
 import numpy as np
 
@@ -26,45 +25,24 @@ from muster.keys import (
     next_of,
 )
 from muster.memory.specs import OBJECT, Column
-
-Validate = Literal["off", "fast", "full"]
+from muster.rollout.options import RolloutOptions
 
 FLAG, INTEGER = np.dtype(bool), np.dtype(np.int64)
 
 
-@dataclass(frozen=True)
-class RolloutOptions:
-    """Options of a rollout; see ``CollectorOptions``.
-
-    Attributes:
-        marks_valid: store ``collector/valid``.
-    """
-
-    max_frames_per_traj: int | None = None
-    reset_at_each_iter: bool = False
-    reset_when_done: bool = True
-    set_truncated: bool = False
-    compact_obs: bool = False
-    track_policy_version: Any = False
-    interruptor: Any = None
-    validate: Validate = "fast"
-    num_threads: int | None = 1
-    inference_mode: bool = True
-    own_rng: bool = True
-    max_decorrelation_steps: int = 0
-    traj_done_key: str | None = None
-    prev_action_reward: bool = False
-    on_step: Any = None
-    marks_valid: bool = False
-
-
 def lane_columns(
-    env_spec: EnvSpec, policy: Sequence[Column], options: RolloutOptions, *, resumed: bool = False
+    env_spec: EnvSpec,
+    policy: Sequence[Column],
+    options: RolloutOptions,
+    *,
+    marks_valid: bool = False,
+    resumed: bool = False,
 ) -> tuple[Column, ...]:
     """Return the columns of a lane.
 
     Args:
         policy: columns of the policy's extras and recurrent state.
+        marks_valid: add ``collector/valid``.
         resumed: add ``collector/resumed``.
     """
     by_policy = {column.key for column in policy}
@@ -110,7 +88,7 @@ def lane_columns(
         ]
     if not env_spec.final_obs_certain:
         columns.append(Column(NEXT_OBS_VALID, (), FLAG))
-    if options.marks_valid:
+    if marks_valid:
         columns.append(Column(VALID, (), FLAG, host=True))
     text = isinstance(getattr(options.track_policy_version, "version", None), str)
     if text and POLICY_VERSION in by_policy:

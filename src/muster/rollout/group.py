@@ -16,9 +16,9 @@ from muster.rng import GroupRng
 from muster.rollout.abilities import Abilities
 from muster.rollout.acting import env_error
 from muster.rollout.carry import Carry
-from muster.rollout.columns import RolloutOptions
 from muster.rollout.context import Contexts
 from muster.rollout.ends import Bypass
+from muster.rollout.options import RolloutOptions
 from muster.rollout.progress import Phase, Progress
 from muster.rollout.resets import Due, ResetListener
 

@@ -11,8 +11,8 @@ from muster.memory.slots import Lane
 from muster.protocols import EnvBatch
 from muster.rollout.abilities import writes_next
 from muster.rollout.carry import Carry
-from muster.rollout.columns import RolloutOptions
 from muster.rollout.marks import CACHE_BYTES, NEVER, marks_of
+from muster.rollout.options import RolloutOptions
 from muster.rollout.values import quick_check
 
 TERMINATED, TRUNCATED, DONE = next_of(("terminated",)), next_of(("truncated",)), next_of(("done",))

@@ -16,7 +16,7 @@ from muster.envs.checks import values_problem
 from muster.keys import NEXT_OBS_VALID, Key, dotted, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array, ArraySpec
-from muster.rollout.columns import Validate
+from muster.rollout.options import Validate
 
 FEW = 16  # values to check; for fewer of them, Python is faster than ufuncs
 

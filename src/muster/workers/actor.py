@@ -30,7 +30,8 @@ from muster.rollout.bootstrap import BootstrapRows, fill_values, spare_lane
 from muster.rollout.request import RolloutRequest
 from muster.weights.names import named_tensors
 from muster.weights.transport import Subscriber
-from muster.workers.build import WorkerOptions, fit_policy
+from muster.workers.build import fit_policy
+from muster.workers.options import WorkerSetting
 
 # maximum size of a buffer with several steps; policies prepare for its steps at once
 GATHER_BYTES = 1 << 20
@@ -85,17 +86,17 @@ class Actor:
     def __init__(
         self,
         policy: Any,
-        options: WorkerOptions,
+        setting: WorkerSetting,
         weights: Subscriber,
         *,
         exclusive: bool,
         keeps_streams: bool,
     ) -> None:
-        self._options = options
+        self._setting = setting
         self._weights = weights
         self._exclusive = exclusive
         self._keeps_streams = keeps_streams
-        self._policy, self._device = place(policy, options.policy_device)
+        self._policy, self._device = place(policy, setting.policy_device)
         self._in_place = self._device is None or self._device.type == "cpu"
         self._into = named_tensors(self._policy)
         self._infos: Mapping[int, EnvSpec] = {}
@@ -414,7 +415,7 @@ class Actor:
         """
         if shape not in self._policies:
             spec = replace(next(iter(self._infos.values())), batch_shape=shape)
-            policy = fit_policy(self._policy, self._options, spec, self._device)
+            policy = fit_policy(self._policy, self._setting, spec, self._device)
             if (coroutines := getattr(policy, "coroutines", None)) is not None:
                 coroutines.look = self.look
             # a copy: this call must not draw from the group's
@@ -431,7 +432,8 @@ class Actor:
     def _context(self, policy: Policy, rng: GroupRng, *, first: bool = False) -> Iterator[None]:
         """Return the context for a call of the policy; like ``Group.context``."""
         alone = self._exclusive and (first or policy.draws_globally)
-        inference = self._options.rollout.inference_mode and not (first or self._grad)
+        inference = self._setting.options.execution.inference_mode
+        inference &= not (first or self._grad)
         mode = torch.inference_mode() if inference else torch.no_grad()
         called = gradients_enabled(policy) if self._grad else nullcontext()
         # kept for the next calls: a change takes as long as a network's call

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import cache, partial
 from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any
@@ -26,101 +25,64 @@ from muster.policies.sampling import check_masks
 from muster.protocols import EnvBatch, Policy
 from muster.restore.pickling import loads
 from muster.rng import GroupRng
-from muster.rollout.columns import RolloutOptions, lane_columns
+from muster.rollout.columns import lane_columns
 from muster.rollout.group import Group
 from muster.rollout.marks import nested_truncations
+from muster.rollout.options import RolloutOptions
 from muster.rollout.progress import Progress
 from muster.utils.attributes import name_of
-from muster.workers.config import TIMEOUTS
+from muster.workers.options import WorkerOptions, WorkerSetting
 
 if TYPE_CHECKING:
     import torch
-
-    from muster.policies.modes import PolicyMode
 else:
     from muster.utils import lazy_torch as torch
 
-# share of its deadline in which a worker closes coroutines; it reports errors in the rest
-CLOSE_SHARE = 0.6
 
-
-@dataclass(frozen=True)
-class WorkerOptions:
-    """The options of a collector that its workers need; see ``CollectorOptions`` for their meaning."""
-
-    frames_per_batch: int
-    # all groups fill a batch together; False: each group fills batches of its own
-    shared_frames: bool
-    num_envs: int | None
-    env_device: torch.device | None
-    policy_device: torch.device | None
-    exploration_type: str
-    executor: bool
-    trust_policy: bool | None
-    compile_policy: bool | dict[str, Any] | None
-    cudagraph_policy: bool | dict[str, Any] | None
-    rollout: RolloutOptions
-    # of stored floating-point observations; None: that of the environments
-    obs_dtype: np.dtype[Any] | None = None
-    info: Any = False  # infos to store; False: none
-    timeouts: Mapping[str, float | None] = field(default_factory=dict)  # by phase, for coroutines
-    policy_mode: PolicyMode = "eval"
-    # ids of modules that threads may share with the user: those that a function of an importable
-    # file uses by name
-    users_modules: frozenset[int] = frozenset()
-
-    @property
-    def deadlines(self) -> dict[str, float | None]:
-        """Return the deadlines of coroutines, by phase."""
-        seconds = {**TIMEOUTS, **self.timeouts}
-        if (close := seconds["close"]) is not None:
-            seconds["close"] = CLOSE_SHARE * close
-        return seconds
-
-
-def made_policy(policy: bytes, options: WorkerOptions, *, is_factory: bool) -> Any:
+def made_policy(policy: bytes, setting: WorkerSetting, *, is_factory: bool) -> Any:
     """Unpickle the policy of a worker or server, or unpickle its factory and call it, and set its
     mode.
     """
     made = loads(policy, "policy_factory" if is_factory else "policy")
     if is_factory:
         made = made()
-    if made is not None and options.policy_mode == "eval":
+    if made is not None and setting.options.execution.policy_mode == "eval":
         from muster.policies.modes import set_eval
         from muster.weights.names import acting_modules
 
-        set_eval(acting_modules(made), besides=options.users_modules)
+        set_eval(acting_modules(made), besides=setting.users_modules)
     return made
 
 
 def build_envs(
     factories: Sequence[Any],
     kwargs: Sequence[Mapping[str, Any] | None],
-    options: WorkerOptions,
+    setting: WorkerSetting,
     made: ExitStack,
 ) -> list[EnvBatch]:
     """Make an env batch for each factory, and register its ``close`` with ``made``."""
+    options = setting.options
     built: list[EnvBatch] = []
     looks: dict[tuple[int, int], Callable[[], Seen]] = {}
     for factory, keywords in zip(factories, kwargs, strict=True):
-        env = build_env(factory, options.num_envs, keywords, options.env_device)
+        env = build_env(factory, options.num_envs, keywords, setting.env_device)
         made.callback(env.close)
-        _check_env(env, options.rollout)
+        _check_env(env, options)
         awaiting = capability(env, AwaitsCoroutines)
         if awaiting is not None:
-            awaiting.coroutines.timeouts = options.deadlines
+            awaiting.coroutines.timeouts = setting.deadlines
         casting = capability(env, CastsValues)
-        if casting is not None and options.rollout.validate == "full":
+        if casting is not None and options.validate == "full":
             casting.casts.refuse()
         if options.info is not False:
             source = id(factory), id(keywords)
             if source not in looks:
-                looks[source] = cache(partial(_infos_of, env, factory, keywords, options))
+                looks[source] = cache(partial(_infos_of, env, factory, keywords, setting))
             env = with_infos(env, options.info, looks[source])
-        if options.rollout.prev_action_reward:
+        if options.prev_action_reward:
             env = with_previous(env)
-        if options.obs_dtype is not None:
-            env.store_as(env.spec.stored_as(options.obs_dtype))
+        if setting.obs_dtype is not None:
+            env.store_as(env.spec.stored_as(setting.obs_dtype))
         built.append(env)
     objects = [id(_innermost(each)) for env in built for each in env.objects()]
     if len(set(objects)) < len(objects):
@@ -131,7 +93,7 @@ def build_envs(
 
 
 def _infos_of(
-    built: EnvBatch, factory: Any, kwargs: Mapping[str, Any] | None, options: WorkerOptions
+    built: EnvBatch, factory: Any, kwargs: Mapping[str, Any] | None, setting: WorkerSetting
 ) -> Seen:
     """What infos look like: of a reset and a random step of an environment that is made for this
     and closed.
@@ -145,7 +107,7 @@ def _infos_of(
         steps = False
         if not is_environment(factory):
             probe = build_env(
-                factory, None if options.num_envs is None else 1, kwargs, options.env_device
+                factory, None if setting.options.num_envs is None else 1, kwargs, setting.env_device
             )
             if steps := mine.isdisjoint(id(_innermost(each)) for each in probe.objects()):
                 env = probe
@@ -205,21 +167,22 @@ def make_group(
 
 
 def build_policy(
-    policy: Any, options: WorkerOptions, env: EnvBatch, device: torch.device | None
+    policy: Any, setting: WorkerSetting, env: EnvBatch, device: torch.device | None
 ) -> Policy:
     """Adapt a policy to ``Policy`` for these environments; None is a uniformly random policy."""
     if policy is None:
         check_masks(env.spec)
         return random_policy(env)
-    return fit_policy(policy, options, env.spec, device)
+    return fit_policy(policy, setting, env.spec, device)
 
 
 def fit_policy(
-    policy: Any, options: WorkerOptions, spec: EnvSpec, device: torch.device | None
+    policy: Any, setting: WorkerSetting, spec: EnvSpec, device: torch.device | None
 ) -> Policy:
     """Adapt a policy to ``Policy`` for environments with this spec."""
     from muster.policies.adapt import adapt, takes_tensordict
 
+    options = setting.options
     takes = options.trust_policy
     if takes is None:
         takes = type(policy).__name__ == "CudaGraphModule" or takes_tensordict(policy)
@@ -228,9 +191,9 @@ def fit_policy(
         spec,
         device=device,
         exploration_type=options.exploration_type,
-        executor=options.executor,
+        executor=options.execution.executor,
         takes_td=bool(takes),
-        timeouts=options.deadlines,
+        timeouts=setting.deadlines,
     )
 
 
@@ -238,27 +201,24 @@ def _compiled(policy: Any, options: WorkerOptions) -> Any:
     from muster.policies.adapt import is_coroutine_policy
     from muster.policies.heads import Head
 
-    wanted = [
-        name
-        for name in ("compile_policy", "cudagraph_policy")
-        if getattr(options, name) not in (None, False)
-    ]
-    if not wanted:
+    compiles = options.compile_policy not in (None, False)
+    records_graph = options.cudagraph_policy not in (None, False)
+    if not (compiles or records_graph):
         return policy
+    name = "compile_policy" if compiles else "cudagraph_policy"
     if is_coroutine_policy(policy):
         raise BadOption(
-            f"{wanted[0]} is for modules and functions, and {name_of(policy)} is a coroutine"
-            " function."
+            f"{name} is for modules and functions, and {name_of(policy)} is a coroutine function."
         )
     if isinstance(policy, Head):
         raise BadOption(
-            f"{wanted[0]} is for whole policies, and {policy.name} is a head: compile its network"
+            f"{name} is for whole policies, and {policy.name} is a head: compile its network"
             f" instead, as in muster.policies.{policy.name}(torch.compile(net))"
         )
     compiled: Any = policy
-    if "compile_policy" in wanted:
+    if compiles:
         compiled = torch.compile(compiled, **_dict(options.compile_policy))
-    if "cudagraph_policy" in wanted:
+    if records_graph:
         from tensordict.nn import CudaGraphModule
 
         compiled = CudaGraphModule(compiled, **_dict(options.cudagraph_policy))

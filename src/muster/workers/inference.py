@@ -66,13 +66,13 @@ class InferenceServer:
         self._client_groups = [part for part in (every[:half], every[half:]) if part]
         lockstep = config.max_wait_s is None and config.max_batch is None
         self.mailbox = Mailbox(pool.count, self._client_groups if lockstep else ())
-        options = unpickled(config.options, "the options")
-        own = made_policy(pool.policy, options, is_factory=pool.workers[0].is_factory)
+        setting = unpickled(config.setting, "the options")
+        own = made_policy(pool.policy, setting, is_factory=pool.workers[0].is_factory)
         self._weights = ticket.open(ticket.fds)
         ticket.close()
         self.actor = Actor(
             own,
-            options,
+            setting,
             self._weights,
             exclusive=config.exclusive,
             keeps_streams=config.keeps_streams,

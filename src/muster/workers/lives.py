@@ -493,7 +493,7 @@ class Watcher(ABC):
                 lost.append(news(handle.groups[0]))
             return
         requests = handle.under_way.give_up()
-        if self.config.on_failure == "drop":
+        if self.config.supervision.reaction == "drop":
             handle.state = WorkerState.DROPPED
             for number in handle.groups:
                 self.counters[number].dropped = True
@@ -515,9 +515,13 @@ class Watcher(ABC):
         """Return whether a lost worker or node is restarted at once, and if so, count the restart."""
         config = self.config
         record = handle.record
-        if config.on_failure != "restart" or record.has_failed_for(config.timeout("construct")):
+        if config.supervision.reaction != "restart" or record.has_failed_for(
+            config.timeout("construct")
+        ):
             return False
-        return bool(handle.late) or record.may_restart(config.max_restarts)
+        restart = config.supervision.restart
+        most = None if restart is None else restart.max_restarts
+        return bool(handle.late) or record.may_restart(most)
 
     def _revive_due(self) -> None:
         for handle in list(self._due):

@@ -27,17 +27,19 @@ from muster.restore.registered import installed
 from muster.rng import GroupRng
 from muster.rollout.first_call import begin_early
 from muster.rollout.group import Group
+from muster.rollout.options import RolloutOptions
 from muster.rollout.progress import ALL_ORDERS, ORDER, PHASE, STOP, Phase, Progress
 from muster.rollout.request import RolloutRequest
 from muster.utils.forks import end_on_return
 from muster.weights.transport import Ticket
-from muster.workers.build import WorkerOptions, build_envs, build_policy, made_policy, make_group
+from muster.workers.build import build_envs, build_policy, made_policy, make_group
 from muster.workers.channel import Channel, StatusPage
 from muster.workers.config import WorkerConfig, WorkerPlace
 from muster.workers.effects import run_request
 from muster.workers.failures import SentError, env_index_of, pack
 from muster.workers.mailbox import MailboxClient, ServedPolicy
 from muster.workers.messages import BIRTH, CLOSED, Answer, RolloutResult, Tell
+from muster.workers.options import WorkerSetting
 from muster.workers.requests import Request
 from muster.workers.turns import OneAtATime
 from muster.workers.worker import Worker, objects_of
@@ -207,18 +209,18 @@ class WorkerMain:
         config = self.config
         served = config.served_by is not None
         with installed(config.registered):
-            self.options: WorkerOptions = unpickled(config.options, "the options")
+            self.setting: WorkerSetting = unpickled(config.setting, "the options")
             self._policy = (
                 None
                 if served
-                else made_policy(config.policy, self.options, is_factory=config.is_factory)
+                else made_policy(config.policy, self.setting, is_factory=config.is_factory)
             )
             numbered = zip(config.groups, config.factories, strict=True)
             factories = [
                 unpickled(factory, f"create_env_fn[{number}]") for number, factory in numbered
             ]
         self.built = build_envs(
-            factories, unpickled(config.kwargs, "create_env_kwargs"), self.options, self.made
+            factories, unpickled(config.kwargs, "create_env_kwargs"), self.setting, self.made
         )
         if config.place is not None:
             self.progress.begin(Phase.CALL)
@@ -260,17 +262,18 @@ class WorkerMain:
         if self.mailbox is None:
             from muster.policies import adapt
 
-            policy, device = adapt.place(self._policy, self.options.policy_device)
-        rollout = replace(self.options.rollout, marks_valid=place.marks_valid)
+            policy, device = adapt.place(self._policy, self.setting.policy_device)
+        options: RolloutOptions = self.setting.options
         if config.stoppable:
-            rollout = replace(rollout, interruptor=_Stop(self.progress.cells, rollout.interruptor))
+            stop = _Stop(self.progress.cells, options.interruptor)
+            options = replace(options, interruptor=stop)
         groups: list[Group] = []
         for number, env in zip(config.groups, self.built, strict=True):
             rng = GroupRng(place.seed, number, device or env.spec.device, config.generation)
             first = place.firsts[number]
-            shared = self.options.shared_frames
+            shared = self.setting.shared_frames
             group = make_group(
-                env, number, first, place.total, rollout, rng, shared=shared, progress=self.progress
+                env, number, first, place.total, options, rng, shared=shared, progress=self.progress
             )
             self._anchors[number] = Anchors(env)
             group.listen(self._anchors[number])
@@ -296,12 +299,13 @@ class WorkerMain:
             device=device,
             index=config.index,
             generation=config.generation,
+            marks_valid=place.marks_valid,
         )
 
     def _acting(self, group: Group, device: torch.device | None) -> Policy:
         if self.mailbox is not None:
             return ServedPolicy(self.mailbox, self.progress)
-        policy = build_policy(self._policy, self.options, group.env, device)
+        policy = build_policy(self._policy, self.setting, group.env, device)
         if (turns := self.config.policy_turns) is None:
             return policy
         return OneAtATime(policy, turns, self.progress)

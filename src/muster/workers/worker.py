@@ -52,6 +52,7 @@ class Worker:
         progress: progress cells that all groups share.
         index: number of the worker.
         generation: number of earlier starts of the worker.
+        marks_valid: rollouts have the column ``collector/valid``.
 
     Attributes:
         laid_out: layouts for which requests are made, by group; a new dict when lanes have to be
@@ -68,6 +69,7 @@ class Worker:
         device: torch.device | None = None,
         index: int = 0,
         generation: int = 0,
+        marks_valid: bool = False,
     ) -> None:
         self.groups = list(groups)
         self.policies = policies
@@ -83,6 +85,7 @@ class Worker:
         self._newest: Callable[[], int | str] | None = None
         self._log: Callable[[RolloutResult, Lane, int], None] | None = None
         self._device = device
+        self._marks_valid = marks_valid
         self._profiler: RolloutProfiler | None = None
         for group in self.groups:
             if group.env.spec.ready is not None and isinstance(policies["policy"], ServedPolicy):
@@ -136,6 +139,7 @@ class Worker:
                     group.env.spec,
                     policy.columns(),
                     group.options,
+                    marks_valid=self._marks_valid,
                     resumed=group.resumed is not None,
                 ),
                 batch_shape=group.env.spec.batch_shape,

@@ -15,8 +15,8 @@ from torchrl.envs.llm.transforms import PolicyVersion
 
 from muster.collectors.background import Background
 from muster.collectors.on_demand import OnDemand
-from muster.collectors.options import CollectorOptions, Execution
-from muster.collectors.setup import worker_options
+from muster.collectors.options import CollectorOptions
+from muster.collectors.setup import worker_setting
 from muster.compat.torchrl import batches, policies, setup
 from muster.compat.torchrl.numbering import Numbering
 from muster.compat.torchrl.state import TorchRLState
@@ -29,6 +29,7 @@ from muster.policies.random import RandomPolicy as UniformPolicy
 from muster.policies.random import sampler_of
 from muster.policies.tensordict import TensorDictPolicy
 from muster.rollout.first_call import begin_episodes
+from muster.rollout.options import Execution
 from muster.utils.interrupts import postponed
 from muster.utils.tracebacks import trimmed
 from muster.workers.build import build_policy
@@ -441,7 +442,7 @@ class Collector(
             if isinstance(self.env, EnvBase):
                 policy = policies.RandomWithZeros(group, zeros)
                 self._random_policy = build_policy(
-                    policy, worker_options(self.options, policy), group.env, None
+                    policy, worker_setting(self.options, policy), group.env, None
                 )
             else:
                 self._random_policy = UniformPolicy(

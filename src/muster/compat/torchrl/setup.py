@@ -117,7 +117,7 @@ def make_engine(
             shown = needs_trial(policy, env, buffers)
             # A call that TorchRL does not make is no call of the warm-up.
             take_actions_as_they_are(groups[0], acting if shown else policy, device, shown)
-            policy = as_torchrl_calls(acting, groups[0], options.devices["policy_device"])
+            policy = as_torchrl_calls(acting, groups[0], options.devices.policy)
         source, worker = in_this_thread(options, groups, policy, device)
         engine = Engine(options, source, weights, stacked=False, local=worker)
         made.pop_all()
