@@ -23,7 +23,7 @@ from muster.workers.messages import CLOSED, Answer, RolloutResult, Tell
 from muster.workers.requests import Call
 from muster.workers.worker import Worker
 
-TRACED = ("serve", "answer", "follow", "_answer", "_send", "_close")
+TRACED = ("serve", "carry_out", "answer", "follow", "_answer", "_send", "_close")
 MESSAGES = [
     Tell(worker_main.WorkerMain.call, (Call(Worker.observe),), 1),
     RolloutRequest(1, 0, 0, "policy", offset=2, nbytes=3),
@@ -53,8 +53,9 @@ class Server(worker_main.WorkerMain):
         lane = SimpleNamespace(done_steps=0, restart=lambda: None)
         return lane, lane
 
-    def _complete(self, *_: Any) -> None:
+    def _completed(self, result: RolloutResult, *_: Any) -> RolloutResult:
         """There is no lane to tell of."""
+        return result
 
 
 class Terminator:

@@ -7,6 +7,7 @@ the connections that docs/clusters.md names.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from muster.cluster.rendezvous import write_token
+from muster.cluster.token import write_token
 from tests.fakes.engine_programs import BATCHES, NODES, ROWS, run
 from tests.fakes.netns import Host, missing, network
 from tests.fakes.ray_cluster import environment, needs_ray
@@ -90,6 +91,38 @@ class Machines:
         wait_until(lambda: STARTED in self.said(name) or process.poll() is not None, LONGEST_S)
         assert process.poll() is None, self.said(name)
 
+    def starts_raylets(self, main_cpus: int = 1) -> str:
+        """Start a raylet on each machine, the head on that of the main process; the head's address.
+
+        Args:
+            main_cpus: of the main process' machine, for actors.
+        """
+        ports = [f"--{name}={port}" for name, port in RAY_PORTS.items()]
+        usual = [
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            "--object-store-memory=200000000",
+            "--block",
+            *ports,
+        ]
+        head = [
+            f"--num-cpus={main_cpus}",
+            "--head",
+            f"--port={RAY_PORT}",
+            "--include-dashboard=false",
+            f"--node-ip-address={self.main.address}",
+        ]
+        address = f"{self.main.address}:{RAY_PORT}"
+        other = [
+            "--num-cpus=1",
+            f"--address={address}",
+            f"--node-ip-address={self.other.address}",
+        ]
+        self.starts_ray(self.main, "head", *usual, *head)
+        self.starts_ray(self.other, "raylet", *usual, *other)
+        return address
+
     def said(self, name: str) -> str:
         return (self.folder / name).read_text()
 
@@ -105,14 +138,20 @@ class Machines:
         return report
 
 
-@pytest.fixture
-def machines() -> Iterator[Machines]:
+@contextlib.contextmanager
+def two_machines() -> Iterator[Machines]:
     folder = Path(tempfile.mkdtemp(prefix="muster-", dir="/tmp"))
     try:
         with network(2) as hosts:
             yield Machines(hosts, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def machines() -> Iterator[Machines]:
+    with two_machines() as made:
+        yield made
 
 
 def check(report: dict[str, Any], engine: str) -> None:
@@ -124,24 +163,8 @@ def check(report: dict[str, Any], engine: str) -> None:
 
 @needs_ray
 def test_ray_needs_no_port_but_its_own(machines):
-    main, other = machines.main, machines.other
-    other.cable(**SLOW, opened=RAY_OPENED)
-    ports = [f"--{name}={port}" for name, port in RAY_PORTS.items()]
-    usual = [
-        "-m",
-        "ray.scripts.scripts",
-        "start",
-        "--num-cpus=1",
-        "--object-store-memory=200000000",
-        "--block",
-        *ports,
-    ]
-    head = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
-    address = f"{main.address}:{RAY_PORT}"
-    machines.starts_ray(main, "head", *usual, *head, f"--node-ip-address={main.address}")
-    machines.starts_ray(
-        other, "raylet", *usual, f"--address={address}", f"--node-ip-address={other.address}"
-    )
+    machines.other.cable(**SLOW, opened=RAY_OPENED)
+    address = machines.starts_raylets()
     check(machines.collects("ray", address), "ray")  # each machine has the CPU for one node
 
 

@@ -22,7 +22,7 @@ import torch
 
 from muster import MultiSyncCollector, Restart
 from muster.cluster.launchers import MpLauncher
-from muster.cluster.rendezvous import write_token
+from muster.cluster.token import write_token
 from muster.errors import CollectorTimeout, WorkerDied, WorkerHung
 from muster.testing import Fault, OracleEnv, check_stream
 from tests.fakes import faults

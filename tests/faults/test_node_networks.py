@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,12 @@ from muster.cluster.direct import DirectCarrier
 from muster.cluster.distributed import TorchCarrier
 from muster.cluster.launchers import Launcher
 from muster.cluster.link import Block, Link, LinkLost
-from muster.cluster.rendezvous import Rendezvous, write_token
+from muster.cluster.rendezvous import Rendezvous
+from muster.cluster.token import write_token
 from muster.errors import BadOption
 from tests.fakes.netns import Host, listening, missing, network
+from tests.fakes.ray_cluster import needs_ray
+from tests.faults.test_engine_networks import Machines, two_machines
 from tests.waits import wait_until
 
 WHY_NOT = missing()
@@ -36,8 +40,8 @@ REJOIN_S = 60.0
 
 @pytest.fixture
 def hosts() -> Iterator[tuple[Host, ...]]:
-    with network(3) as machines:
-        yield machines
+    with network(3) as made:
+        yield made
 
 
 @pytest.fixture
@@ -64,16 +68,14 @@ def serving(request, hosts, token):
         yield open_
 
 
-class Node:
-    """A node's process on a machine, and what it says."""
+class Program:
+    """A program on a machine, and what it says, line by line."""
 
-    def __init__(
-        self, host: Host, carrier: Any, path: Any, what: str = "netns_nodes:beating"
-    ) -> None:
-        arguments = [what, carrier.rendezvous.address, str(path)]
-        command = [sys.executable, "-m", "tests.fakes.netns_nodes", *arguments]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["src", *sys.path])}
-        self.process = host.start(command, stdout=-1, stderr=-1, env=environment)
+    def __init__(self, host: Host, *arguments: str, env: Any = None) -> None:
+        environment = {**(env or os.environ), "PYTHONPATH": os.pathsep.join(["src", *sys.path])}
+        self.process = host.start(
+            [sys.executable, "-m", *arguments], stdin=-1, stdout=-1, stderr=-1, env=environment
+        )
         self.said: list[str] = []
         self.errors = ""
         self._more = threading.Condition()
@@ -112,6 +114,13 @@ class Node:
     def _read_errors(self) -> None:
         for line in self.process.stderr:
             self.errors += line
+
+
+def node_at(
+    host: Host, address: str, path: Any, what: str = "netns_nodes:beating", env: Any = None
+) -> Program:
+    """A node's process on a machine, which joins there with this token."""
+    return Program(host, "tests.fakes.netns_nodes", what, address, str(path), env=env)
 
 
 class Session:
@@ -193,7 +202,7 @@ class TestMachines:
     ):
         main, machine, _ = hosts
         carrier = serving(deadline_s=2.0)
-        node = Node(machine, carrier, token)
+        node = node_at(machine, carrier.address, token)
         old = Session(connect(main, carrier))
         old.has(3)
         machine.unplug()
@@ -222,7 +231,7 @@ class TestMachines:
         """
         main, machine, _ = hosts
         carrier = serving(deadline_s=5.0)
-        node = Node(machine, carrier, token)
+        node = node_at(machine, carrier.address, token)
         old = Session(connect(main, carrier))
         old.has(3)
         first = node.says("joined", 1, JOIN_S).split()[1].encode()
@@ -241,7 +250,7 @@ class TestMachines:
     def test_short_cut_is_no_loss(self, hosts, serving, token):
         main, machine, _ = hosts
         carrier = serving(deadline_s=10.0)
-        node = Node(machine, carrier, token)
+        node = node_at(machine, carrier.address, token)
         session = Session(connect(main, carrier))
         session.has(3)
         machine.unplug()
@@ -258,7 +267,7 @@ class TestMachines:
         main, machine, _ = hosts
         carrier = serving(deadline_s=15.0)
         machine.cable(delay_s=0.05)
-        Node(machine, carrier, token, "link_nodes:echo")
+        node_at(machine, carrier.address, token, "link_nodes:echo")
         link = connect(main, carrier)
         block = np.random.default_rng(0).integers(0, 256, 300_000, np.uint8)
         memory = np.zeros(300_000, np.uint8)
@@ -279,12 +288,12 @@ class TestMachines:
         main, machine, _ = hosts
         carrier = serving(deadline_s=5.0)
         write_token(tmp_path / "other", b"fedcba9876543210" * 2)
-        node = Node(machine, carrier, tmp_path / "other")
+        node = node_at(machine, carrier.address, tmp_path / "other")
         coming = Connecting(main, carrier, 0)
         assert "has another token" in node.ended(JOIN_S)
         assert not node.said  # its function was never called
         assert "does not know the token" in carrier.rendezvous.refused()
-        Node(machine, carrier, token)
+        node_at(machine, carrier.address, token)
         coming.within(JOIN_S).close()
 
     @pytest.mark.slow
@@ -292,7 +301,7 @@ class TestMachines:
         main, machine, _ = hosts
         before = everywhere(main)
         carrier = serving(deadline_s=10.0)
-        node = Node(machine, carrier, token)
+        node = node_at(machine, carrier.address, token)
         session = Session(connect(main, carrier))
         session.has(1)
         here, there = everywhere(main) - before, listening(node.process.pid)
@@ -303,6 +312,125 @@ class TestMachines:
         assert everywhere(main) == before
 
 
+class MainProgram(Program):
+    """The main process as a program; see ``netns_mains``."""
+
+    def asks(self, what: str, epoch: int) -> None:
+        self.process.stdin.write(f"{what} {epoch}\n")
+        self.process.stdin.flush()
+
+    def came(self, epoch: int) -> list[str]:
+        """The messages of a session so far."""
+        begin = f"came {epoch} "
+        return [line.removeprefix(begin) for line in list(self.said) if line.startswith(begin)]
+
+    def has(self, epoch: int, times: int) -> None:
+        self.says(f"came {epoch} ", times, JOIN_S)
+
+
+class Actors:
+    """What nodes say that are Ray actors, from Ray's logs."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def says(self, word: str, times: int, within_s: float) -> str:
+        wait_until(lambda: len(self._lines(word)) >= times, within_s)
+        return self._lines(word)[times - 1]
+
+    def _lines(self, word: str) -> list[str]:
+        logs = sorted(self._folder.rglob("logs/worker-*.out"), key=lambda log: log.stat().st_ctime)
+        lines = [line for log in logs for line in log.read_text().splitlines()]
+        return [line for line in lines if line.startswith(word)]
+
+
+class TestMainProcessesOfTheirOwn:
+    """The cuts of ``TestMachines`` for engines of which a process has one agent or connection."""
+
+    @pytest.fixture
+    def machines(self) -> Iterator[Machines]:
+        with two_machines() as made:
+            yield made
+
+    @pytest.fixture(params=["rpc", pytest.param("ray", marks=[needs_ray])])
+    def start(self, request, machines) -> Any:
+        """Start the main process and a node; return both."""
+
+        def start(deadline_s: float) -> tuple[MainProgram, Any]:
+            token = str(machines.folder / "muster-token")
+            address = machines.main.address
+            if request.param == "ray":
+                address = machines.starts_raylets(main_cpus=0)  # the node is on the other machine
+            main = MainProgram(
+                machines.main,
+                "tests.fakes.netns_mains",
+                request.param,
+                address,
+                token,
+                str(deadline_s),
+                env=machines.env,
+            )
+            joins_at = main.says("listens", 1, JOIN_S).split()[1]
+            if request.param == "ray":
+                return main, Actors(machines.folder)
+            return main, node_at(machines.other, joins_at, token, env=machines.env)
+
+        return start
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(600)
+    def test_cut_network_is_noticed_at_both_ends_and_the_node_comes_back(self, start, machines):
+        main, node = start(deadline_s=3.0)
+        main.asks("connect", 0)
+        main.has(0, 3)
+        machines.other.unplug()
+        assert "3 s" in main.says("lost 0", 1, JOIN_S)
+        node.says("lost", 1, JOIN_S)
+        main.asks("close", 0)
+        main.says("closed 0", 1, JOIN_S)
+        number_of_old = len(main.came(0))
+
+        main.asks("connect", 1)
+        machines.other.plug_in()
+        main.has(1, 5)
+        number = node.says("joined", 2, JOIN_S).split()[1]
+        assert set(main.came(1)) == {number}
+        assert len(main.came(0)) == number_of_old
+        main.asks("send", 0)
+        main.says("refused 0", 1, JOIN_S)
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(600)
+    def test_node_that_missed_its_own_end_is_not_heard_any_more(self, start, machines):
+        main, node = start(deadline_s=8.0)
+        main.asks("connect", 0)
+        main.has(0, 3)
+        first = node.says("joined", 1, JOIN_S).split()[1]
+        machines.other.unplug()
+        threading.Event().wait(1.0)  # it goes on sending, into nowhere
+        main.asks("close", 0)
+        main.says("closed 0", 1, JOIN_S)
+        main.asks("connect", 1)
+        machines.other.plug_in()
+        main.has(1, 10)
+        assert first not in main.came(1)
+
+    @pytest.mark.slow
+    @pytest.mark.timeout(600)
+    def test_short_cut_is_no_loss(self, start, machines):
+        main, node = start(deadline_s=15.0)
+        main.asks("connect", 0)
+        main.has(0, 3)
+        machines.other.unplug()
+        threading.Event().wait(1.0)
+        before = len(main.came(0))
+        machines.other.plug_in()
+        main.has(0, before + 10)
+        assert not [line for line in main.said if line.startswith("lost")]
+        with pytest.raises(AssertionError):
+            node.says("lost", 1, 0.0)
+
+
 def test_nothing_is_unpickled_that_comes_from_strangers(hosts, token, tmp_path):
     main, machine, stranger = hosts
     with main.entered():
@@ -311,10 +439,10 @@ def test_nothing_is_unpickled_that_comes_from_strangers(hosts, token, tmp_path):
     try:
         marker = tmp_path / "marker"
         coming = Connecting(main, carrier, 0)
-        Node(stranger, carrier, marker, "hostile").says("lost", 2, JOIN_S)
+        node_at(stranger, carrier.address, marker, "hostile").says("lost", 2, JOIN_S)
         assert not marker.exists()
         wait_until(lambda: "2 connections were refused" in carrier.rendezvous.refused(), JOIN_S)
-        Node(machine, carrier, token)  # which has the token
+        node_at(machine, carrier.address, token)  # which has the token
         session = Session(coming.within(JOIN_S))
         session.has(3)
         session.link.close()

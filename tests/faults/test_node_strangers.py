@@ -24,9 +24,10 @@ import torch.distributed as dist
 
 from muster.cluster import joining, torchrun
 from muster.cluster import rendezvous as rendezvous_module
+from muster.cluster.admissions import ANSWER_S
 from muster.cluster.joining import Member, run_node
 from muster.cluster.link import LinkLost, WrongToken
-from muster.cluster.rendezvous import ANSWER_S, Rendezvous
+from muster.cluster.rendezvous import Rendezvous
 from muster.cluster.socket_link import LONGEST, MAC_BYTES, MAGIC, NONCE_BYTES, SocketLink
 from muster.errors import BadOption
 from tests.fakes.netns_nodes import Bomb

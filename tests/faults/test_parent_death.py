@@ -136,8 +136,8 @@ WHILE_MADE = [
     "channel.py:send:return:1",  # it is asked for a worker, and imports torch
     "launch.py:fork_shared:return:1",  # there is a worker, which was told nothing
     "proxy.py:start:return:1",
-    "supervision.py:built:call:1",  # all make their environments
-    "supervision.py:built:return:1",
+    "worker_pool.py:built:call:1",  # all make their environments
+    "worker_pool.py:built:return:1",
 ]
 
 

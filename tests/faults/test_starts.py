@@ -249,7 +249,7 @@ LIFE = {  # of a worker, as its parent sees it; and what can be killed there
     "proxy.py:_send_config:return": "it was told what it is",
     "proxy.py:start:return": "it has its requests",
     "proxy.py:answered:call": "it has made its environments",
-    "under_way.py:finished:call": "it has made a rollout",
+    "under_way.py:report:call": "it has made a rollout",
     "proxy.py:submit:return": "it has another request",
 }
 
@@ -443,7 +443,7 @@ def loses(collector: Any) -> None:
     """Lose a worker, as if it had been killed."""
     handle = collector._engine.source.pool.handles[0]
     if handle.config.in_thread:
-        handle._supervisor._lose(handle, WorkerDied("lost"), "worker_died")
+        handle._pool._lose(handle, WorkerDied("lost"), "worker_died")
     else:
         kill(handle.process.child.pid)
 
@@ -457,9 +457,10 @@ class Interruption:
     """
 
     names = (
-        "lives",
+        "life",
         "proxy",
         "supervision",
+        "worker_pool",
         "launch",
         "inference",
         "pool",

@@ -54,7 +54,7 @@ def test_the_main_process_listens_to_the_successor_instead():
         (killed, *_) = (worker.pid for worker in collector.stats().workers)
         os.kill(killed, signal.SIGKILL)
         wait_until(lambda: collector.next() is not None and collector.stats().workers[0].restarts)
-        watcher = collector._engine.source.pool._watch
+        watcher = collector._engine.source.pool
         _, of = watcher._listen()
         assert {fd: handle.index for fd, handle in of.items()} == {
             fd: handle.index for handle in watcher.handles for fd in handle.process.fds()

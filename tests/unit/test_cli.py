@@ -997,7 +997,7 @@ def test_quiet_prints_nothing_but_errors(capfd, tmp_path):
     assert capfd.readouterr() == ("", "")
     with prepared(Collect("CartPole-v1", 8, quiet=True), 0):
         warnings.warn("a worker was restarted", stacklevel=1)
-        logging.getLogger("muster.workers.lives").warning("Waiting for workers 0, 1.")
+        logging.getLogger("muster.workers.slow_construction").warning("Waiting for workers 0, 1.")
         with StopSignals(quiet=True) as stop:
             os.kill(os.getpid(), signal.SIGTERM)
     assert stop.exit_code == 143

@@ -109,7 +109,7 @@ def test_nobody_is_acted_for_before_all_have_their_orders(monkeypatch):
     submit = WorkerProxy.submit
 
     def late(handle: WorkerProxy, request: Any, slot: Any) -> None:
-        server = handle._supervisor.server
+        server = handle._shared.server
         assert server is not None
         if handle.index:
             ended = threading.Event()
@@ -135,7 +135,7 @@ def test_what_the_server_saw_while_workers_were_given_work_does_not_count(monkey
 
     def between(handle: WorkerProxy, request: Any, slot: Any) -> None:
         if handle.index and looking.is_set():
-            server = handle._supervisor.server
+            server = handle._shared.server
             assert server is not None
             wait_until(lambda: server.waits(0))
             asked.set()

@@ -18,8 +18,9 @@ from muster.rollout.request import RolloutRequest
 from muster.workers.channel import StatusPage
 from muster.workers.config import WorkerConfig, WorkerPlace
 from muster.workers.failures import pack
+from muster.workers.life import WorkerState
 from muster.workers.messages import BIRTH, Answer, Tell
-from muster.workers.proxy import WorkerProxy, WorkerState
+from muster.workers.proxy import Shared, WorkerProxy
 from muster.workers.requests import Call, LayOut, Seed
 from muster.workers.worker import running
 
@@ -60,27 +61,22 @@ class Gone:
 
 
 class Answering:
-    """As a ``Supervisor``: the worker answers at once, as the test says; an exception is raised
+    """As a ``SupervisedPool``: the worker answers at once, as the test says; an exception is raised
     instead.
     """
 
-    server = subscribe = None
+    notes = None  # nobody keeps histories
     counters: Sequence[Any] = ()
-    changes = 0
 
-    def __init__(self, arena: Arena) -> None:
-        self.arena, self.config = arena, SimpleNamespace(node="", timeout=lambda phase: 1.0)
-        self.notes = SimpleNamespace(
-            forget=lambda *_: None, seeded=lambda *_, **known: None
-        )  # nobody keeps histories
+    def __init__(self) -> None:
         self.answers: deque[Callable[[int], Sequence[Answer]] | BaseException] = deque()
 
-    def launch(self, name: str, preload: bool) -> Any:
-        return Gone(), Wire(), StatusPage.create()
+    def note_change(self) -> None:
+        """Nobody listens."""
 
     def wait_for(
-        self, handle: WorkerProxy, ready: Callable[[], bool], asked: int | None = None
-    ) -> None:
+        self, handle: WorkerProxy, ready: Callable[[], bool], start: int | None = None
+    ) -> bool:
         answer = self.answers.popleft() if self.answers else lambda number: [Answer(number)]
         if isinstance(answer, BaseException):
             raise answer
@@ -88,9 +84,14 @@ class Answering:
         wire.said += answer(wire.sent[-1].number)
         handle.pump()
         assert ready()
+        return True
 
-    def ends(self, handle: WorkerProxy) -> None:
+    def count_last_steps(self, handle: WorkerProxy) -> None:
         """Nobody keeps accounts."""
+
+
+def launch(name: str, preload: bool) -> Any:
+    return Gone(), Wire(), StatusPage.create()
 
 
 @pytest.fixture
@@ -98,7 +99,9 @@ def proxy():
     """Of a worker that has its place."""
     arena = Arena.create("muster-test")
     config = WorkerConfig(3, [0], [b""], b"", b"", False, b"", in_thread=True)
-    made = WorkerProxy(config, Answering(arena))
+    of_pool: Any = SimpleNamespace(timeout=lambda phase: 1.0)
+    shared = Shared(of_pool, arena, launch, None, None, None)
+    made = WorkerProxy(config, Answering(), shared)
     made.start()
     made.process.channel.said.append(Answer(BIRTH, ["info"]))
     made.pump()
@@ -124,7 +127,7 @@ def test_a_successor_gets_the_config_that_its_predecessor_would_have_now(proxy):
 
 
 def test_an_answer_that_nobody_waits_for_any_more_is_not_taken_for_another(proxy):
-    patience = proxy._supervisor
+    patience = proxy._pool
     late = Answer(2, failure=pack(ValueError("late"), phase="call"))
     patience.answers += [KeyboardInterrupt(), lambda number: [late, Answer(number, "of this one")]]
     with pytest.raises(KeyboardInterrupt):
@@ -135,7 +138,7 @@ def test_an_answer_that_nobody_waits_for_any_more_is_not_taken_for_another(proxy
 
 def test_a_failure_is_raised_where_it_was_asked_for(proxy):
     failure = pack(ValueError("no"), phase="call")
-    proxy._supervisor.answers.append(lambda number: [Answer(number, failure=failure)])
+    proxy._pool.answers.append(lambda number: [Answer(number, failure=failure)])
     with pytest.raises(WorkerError, match="no"):
         proxy.call(Call(running))
     assert proxy.call(Call(running)) == [None]
@@ -145,9 +148,9 @@ def test_a_state_follows_only_on_those_that_it_can_follow_on(proxy):
     assert proxy.state is WorkerState.RUNNING
     for state in (WorkerState.NEW, WorkerState.RESTARTING, WorkerState.CLOSED):
         with pytest.raises(AssertionError, match=f"WorkerProxy 3: RUNNING -> {state.name}"):
-            proxy.state = state
+            proxy.life.become(state)
     proxy.end()
     assert (proxy.state, proxy.alive) == (WorkerState.DEAD, False)
-    proxy.state = WorkerState.DROPPED
+    proxy.life.become(WorkerState.DROPPED)
     with pytest.raises(AssertionError, match="DROPPED -> RUNNING"):
         proxy.start()

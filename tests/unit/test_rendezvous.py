@@ -21,12 +21,14 @@ from pathlib import Path
 import pytest
 
 from muster import DistributedCollector, RPCCollector
+from muster.cluster.admissions import Terms
 from muster.cluster.direct import DirectCarrier, check_backend
 from muster.cluster.joining import Member, run_node
 from muster.cluster.launchers import Launcher, MpLauncher
 from muster.cluster.link import LinkLost, WrongToken
-from muster.cluster.rendezvous import Rendezvous, hear, read_token, say, write_token
+from muster.cluster.rendezvous import Rendezvous, hear, say
 from muster.cluster.socket_link import SocketLink
+from muster.cluster.token import read_token, write_token
 from muster.cluster.torchrun import TorchrunLauncher, find_rendezvous
 from muster.errors import BadOption
 from muster.utils.addresses import is_loopback
@@ -279,8 +281,7 @@ class TestAdmission:
         assert (membership.node, membership.epoch) == (1, 1)
 
     def test_tell_the_deadline(self, rendezvous, join):
-        rendezvous.deadline_s = 3.5
-        rendezvous.admit(0, 0)
+        rendezvous.admit(0, 0, Terms(deadline_s=3.5))
         assert join(Member(rendezvous.address, rendezvous.token, 0)).deadline_s == 3.5
 
     def test_that_are_withdrawn(self, rendezvous, join):

@@ -16,8 +16,8 @@ import pytest
 from muster import DistributedCollector, MultiSyncCollector
 from muster.cluster.joining import run_node
 from muster.testing import CountingEnv
-from muster.workers import lives
-from muster.workers.lives import Watcher, listed
+from muster.workers import slow_construction
+from muster.workers.slow_construction import SlowConstruction, listed
 from tests.fakes.late_nodes import GatedCarrier, elastic
 from tests.fakes.queue_links import QueueCollector
 from tests.waits import wait_until
@@ -45,7 +45,7 @@ class Heard(logging.Handler):
 
 @pytest.fixture
 def heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Heard]:
-    monkeypatch.setattr(lives, "SLOW_S", 0.01)
+    monkeypatch.setattr(slow_construction, "SLOW_S", 0.01)
     handler, logger = Heard(), logging.getLogger("muster")
     logger.addHandler(handler)
     yield handler
@@ -122,17 +122,15 @@ def test_is_logged_after_five_seconds_when_it_changes_and_now_and_then(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = types.SimpleNamespace(now=100.0)
-    monkeypatch.setattr(lives, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(
+        slow_construction, "time", types.SimpleNamespace(monotonic=lambda: clock.now)
+    )
     absent = [0, 1]
 
-    class Constructing(Watcher):
-        def wait(self, timeout: float | None, *, revives: bool = True) -> None:
-            """There is nothing to wait for."""
+    def missing() -> str:
+        return listed("worker", absent) if absent else ""
 
-        def missing(self) -> str:
-            return listed("worker", absent) if absent else ""
-
-    slow = Constructing(types.SimpleNamespace())  # type: ignore[arg-type]
+    slow = SlowConstruction(missing)
     said: list[tuple[float, str]] = []
     for _ in range(140):  # 70 s
         clock.now += 0.5
@@ -140,7 +138,7 @@ def test_is_logged_after_five_seconds_when_it_changes_and_now_and_then(
             absent[:] = [1]
         if clock.now > 160:
             absent.clear()
-        slow._log_slow_construction()
+        slow.look()
         said += [(clock.now - 100, record.getMessage()) for record in caplog.records]
         caplog.clear()
     assert said == [

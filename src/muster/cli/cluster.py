@@ -224,7 +224,7 @@ def _token(needed: str = "") -> bytes | None:
     """Read the token; if there is none, return None, or raise ``BadOption`` that begins with
     ``needed``.
     """
-    from muster.cluster.rendezvous import read_token
+    from muster.cluster.token import read_token
 
     token = read_token(None)
     if token is None and needed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 
+from muster.cluster.admissions import Terms
 from muster.cluster.carrier import JOIN_POLL_S, Carrier
 from muster.cluster.launchers import Launcher, StartedNodes
 from muster.cluster.link import Link, LinkLost, NotJoined
@@ -35,11 +36,16 @@ class DirectCarrier(Carrier):
         self._launcher = launcher
         self.rendezvous = rendezvous
         self._started = StartedNodes()
-        rendezvous.deadline_s = deadline_s
+        self._deadline_s = deadline_s
 
     @property
     def address(self) -> str:
         return self.rendezvous.address
+
+    @property
+    def terms(self) -> Terms:
+        """What nodes are told of their sessions."""
+        return Terms(self.engine, self._deadline_s)
 
     def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> Link:
         return self._joined(node, epoch, within_s, given_up)
@@ -52,7 +58,7 @@ class DirectCarrier(Carrier):
             raise LinkLost(f"Node {node} is not started: the collector is closed.")
         deadline = time.monotonic() + within_s
         self._end(node)
-        self.rendezvous.admit(node, epoch)
+        self.rendezvous.admit(node, epoch, self.terms)
         try:
             self._started.add(node, self._launcher.start(node, epoch, self.rendezvous))
             return self._wait(node, epoch, deadline, within_s, given_up)

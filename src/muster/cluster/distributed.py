@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 from dataclasses import asdict
 
+from muster.cluster.admissions import Terms
 from muster.cluster.direct import DirectCarrier
 from muster.cluster.distributed_link import LARGE, DistributedLink, Groups
 from muster.cluster.launchers import Launcher
@@ -37,8 +38,10 @@ class TorchCarrier(DirectCarrier):
     ) -> None:
         super().__init__(launcher, rendezvous, deadline_s)
         self._groups = Groups(backend, large)
-        rendezvous.engine = self.engine
-        rendezvous.groups = asdict(self._groups)
+
+    @property
+    def terms(self) -> Terms:
+        return Terms(self.engine, self._deadline_s, asdict(self._groups))
 
     def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> Link:
         channel = self._joined(node, epoch, within_s, given_up)

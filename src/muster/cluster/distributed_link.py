@@ -47,7 +47,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from muster.cluster.link import Block, Link, LinkLost, Received
-from muster.cluster.process_groups import Way, two_ways
+from muster.cluster.process_groups import SET_UP_S, Way, two_ways
 from muster.cluster.socket_link import SocketLink
 from muster.memory.specs import Array
 
@@ -88,13 +88,12 @@ class DistributedLink(Link):
         self._large = groups.large
         self._ending = threading.Lock()
         self._ways: tuple[Way, Way] | None = None  # to the other end, and from it; None: closed
-        deadline_s = channel.deadline_s
         try:
-            self._ways = two_ways(channel, groups.backend, main=main)
+            with channel.set_up(SET_UP_S):
+                self._ways = two_ways(channel, groups.backend, main=main)
         except BaseException:
             channel.close()
             raise
-        channel.deadline_s = deadline_s
         _made.update(self._ways)
         _open.add(self)
 

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from muster.cluster.admissions import ANSWER_S
 from muster.cluster.link import AGENT, Link, LinkLost, WrongToken
-from muster.cluster.rendezvous import ANSWER_S, POLL_S, hear, read_token, say
+from muster.cluster.rendezvous import POLL_S, hear, say
 from muster.cluster.socket_link import SocketLink
+from muster.cluster.token import read_token
 from muster.cluster.torchrun import find_rendezvous
 from muster.errors import BadOption
 from muster.utils.addresses import host_and_port
@@ -208,7 +210,7 @@ class Member:
         if told["node"] is None:
             return None
         say(channel, accepted=True)
-        channel.deadline_s = told["deadline_s"]
+        channel.begin_session(told["deadline_s"])
         return Membership(
             told["node"], told["epoch"], told["deadline_s"], channel, told["engine"], told["groups"]
         )

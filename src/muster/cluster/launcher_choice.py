@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from muster.cluster.launchers import Launcher, MpLauncher
-from muster.cluster.rendezvous import read_token
 from muster.cluster.submitit import SubmititLauncher
 from muster.cluster.submitit_delayed import DelayedLauncher
+from muster.cluster.token import read_token
 from muster.cluster.torchrun import TorchrunLauncher
 from muster.errors import BadOption
 

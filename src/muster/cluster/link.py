@@ -15,18 +15,18 @@ Nothing that was sent in an earlier session is received in a later one.
 An engine is a ``Carrier``, which starts nodes and gives a link for each session, and the two ends
 of that link:
 
-===================  ===================================================
-=========================================== engine               what carries messages and blocks
-files ===================  ===================================================
-=========================================== "ray"                calls of an actor, and Ray's object
-store            ``ray_link.py``, ``ray_nodes.py`` "torch_distributed"  large blocks: process groups
-of torch.distributed;   ``distributed_link.py``,
-                     the rest as with "direct"                            ``process_groups.py``,
-                     ``distributed.py``
-"rpc"                calls of torch RPC                                   ``rpc_link.py``,
-``rpc_nodes.py`` "direct"             one TCP connection per node, with a token of ours
-``socket_link.py``, ``direct.py`` ===================
-===================================================  ===========================================
+===================  =================================  ==========================================
+engine               what carries messages and blocks   files
+===================  =================================  ==========================================
+"ray"                calls of an actor, and Ray's       ``ray_link.py``, ``ray_nodes.py``
+                     object store
+"torch_distributed"  large blocks: process groups of    ``distributed_link.py``,
+                     torch.distributed; the rest as     ``process_groups.py``, ``distributed.py``
+                     with "direct"
+"rpc"                calls of torch RPC                 ``rpc_link.py``, ``rpc_nodes.py``
+"direct"             one TCP connection per node, with  ``socket_link.py``, ``direct.py``
+                     a token of ours
+===================  =================================  ==========================================
 
 ``tests/contract/test_links.py`` holds all engines to what is said here.
 """
@@ -34,6 +34,7 @@ of torch.distributed;   ``distributed_link.py``,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,3 +128,39 @@ class Link(ABC):
 
         No expected memory is written after this returns. May be called again, from any thread.
         """
+
+
+class ExplainedLink(Link):
+    """A link whose loss is explained by a function that knows more about the other end.
+
+    Args:
+        link: the link; closed by ``close``.
+        explain: returns a better error for a lost link. It is not called after ``close``.
+    """
+
+    def __init__(self, link: Link, explain: Callable[[LinkLost], LinkLost]) -> None:
+        self._link = link
+        self._explain: Callable[[LinkLost], LinkLost] | None = explain
+
+    def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
+        try:
+            self._link.send(message, block, tag)
+        except LinkLost as lost:
+            raise self._explained(lost) from None
+
+    def expect(self, tag: int, memory: Array) -> None:
+        self._link.expect(tag, memory)
+
+    def receive(self) -> Received:
+        try:
+            return self._link.receive()
+        except LinkLost as lost:
+            raise self._explained(lost) from None
+
+    def close(self) -> None:
+        self._explain = None
+        self._link.close()
+
+    def _explained(self, lost: LinkLost) -> LinkLost:
+        explain = self._explain
+        return lost if explain is None else explain(lost)

@@ -29,13 +29,13 @@ from muster.weights.transport import Publisher
 from muster.workers.channel import WakeUp
 from muster.workers.config import WorkerPlace
 from muster.workers.failures import node_hung, send_error
+from muster.workers.gaps import Gaps
 from muster.workers.launch import has_fork_server
 from muster.workers.main import carry_out
 from muster.workers.messages import Answer, RolloutResult
-from muster.workers.pool import WorkerPool
 from muster.workers.proxy import status_of
 from muster.workers.requests import LayOut, Request
-from muster.workers.supervision import Supervisor
+from muster.workers.worker_pool import WorkerPool
 
 
 def serve(link: Link, node: int) -> bool:
@@ -81,8 +81,9 @@ class NodeMain:
         self._wake_up = WakeUp()
         self._weights = NodeWeights(link, self._made)
         self._setup: NodeSetup
-        self._supervisor: Supervisor | None = None
-        self._pool: WorkerPool | None = None
+        self._workers: WorkerPool | None = None  # from ``start`` on
+        self._pool: WorkerPool | None = None  # the same, while it is open
+        self._gaps = Gaps()
         self._sink: Sink | None = None
         self._layouts: dict[int, Layout] = {}  # by group
         # by offset in the main process, and first lane there
@@ -168,10 +169,10 @@ class NodeMain:
                 if isinstance(message, Exception):
                     raise message
                 carry_out(self, message, *(() if block is None else (block, tag)))
-            if self._pool is None or self._supervisor is None:
+            if self._pool is None:
                 self._wake_up.wait(BEAT_S)
             else:
-                self._supervisor.wait(BEAT_S)
+                self._pool.wait(BEAT_S)
                 self._tell_results()
         except LinkLost:
             raise _Over(was_said=False) from None
@@ -218,23 +219,26 @@ class NodeMain:
         config = self._setup.config
         weights = self._weights.publisher
         ticket = None if weights is None else weights.ticket
-        with installed(config.registered):
-            supervisor = Supervisor(
-                config, ticket, self._made, light=not has_fork_server(), caller=self
-            )
-        self._supervisor = supervisor
         if self._setup.buffer is not None:
             self._sink = Sink(self._setup.buffer, self._setup.layout)
-            supervisor.write = self._sink.write
-        supervisor.start()
-        self.say(infos=supervisor.built())
-        self._infos = [info for handle in supervisor.handles for info in handle.infos or ()]
+        with installed(config.registered):
+            self._workers = workers = WorkerPool(
+                config,
+                ticket,
+                self._made,
+                light=not has_fork_server(),
+                caller=self,
+                write=None if self._sink is None else self._sink.write,
+            )
+        workers.start()
+        self._infos = workers.built()
+        self.say(infos=self._infos)
 
     def assign(self, place: WorkerPlace) -> None:
         """Tell the workers their places."""
-        assert self._supervisor is not None
-        pool = self._supervisor.pool(self._infos, replace(place, columns=None))
-        self._pool = pool
+        assert self._workers is not None
+        self._workers.open(self._infos, replace(place, columns=None))
+        self._pool = self._workers
         if place.columns is not None:
             self.call(place.columns)
 
@@ -260,7 +264,18 @@ class NodeMain:
                 job = _RunAtWork(part, self._slot(part))
                 for request in part.requests:
                     self._jobs[request.number] = job
-                    pool.give(replace(request, lane=request.lane - part.first), job.slot)
+                    own = replace(
+                        request,
+                        lane=request.lane - part.first,
+                        offset=job.slot.offset,
+                        nbytes=job.slot.layout.nbytes,
+                    )
+                    if pool.counters[request.group].dropped:
+                        pool.add_result(RolloutResult(own.number, own.group, dropped=True))
+                    elif self._gaps.follows_one(own):
+                        pool.add_result(RolloutResult(own.number, own.group, lost=True))
+                    else:
+                        pool.handle(own.group).submit(own, job.slot)
 
     def ask_server(self, method: str, args: Sequence[Any]) -> Any:
         """Call a method of the inference server."""
@@ -277,17 +292,19 @@ class NodeMain:
         """The node's slot for a slot of the main process. It is free whenever that one is."""
         place = part.offset, part.first
         if place not in self._slots:
-            assert self._supervisor is not None
+            assert self._workers is not None
             like = self._layouts.get(part.requests[0].group) or next(iter(self._layouts.values()))
             layout = Layout(like.T, like.B, like.columns, part.lanes, batch_shape=like.batch_shape)
-            self._slots[place] = Slot(layout, self._supervisor.arena)
+            self._slots[place] = Slot(layout, self._workers.arena)
         return self._slots[place]
 
     def _tell_results(self) -> None:
         """Send the results of each ``LaneRun`` that is complete."""
         while self._pool is not None and (result := self._pool.ready_result()) is not None:
+            if result.lost:
+                self._gaps.begin_with(result.number)
             if result.error is not None:
-                result.error = send_error(result.error)
+                result = replace(result, error=send_error(result.error))
             job = self._jobs.pop(result.number, None)
             if job is None:
                 self.say(results=[result])
@@ -304,16 +321,16 @@ class NodeMain:
         return Block(job.slot.block[min(lanes) * size : (max(lanes) + 1) * size], job.slot)
 
     def _told(self, **report: Any) -> Told:
-        supervisor = self._supervisor
-        if supervisor is None:
+        workers = self._workers
+        if workers is None:
             return Told(self._host, **report)
-        counters = supervisor.counters
-        groups = supervisor.config.groups
-        server = supervisor.server
+        counters = workers.counters
+        groups = workers.config.groups
+        server = workers.server
         return Told(
             self._host,
             {number: counters[number].counts() for number in groups} if counters else {},
-            [status_of(handle) for handle in supervisor.handles],
+            [status_of(handle) for handle in workers.handles],
             [number for number in groups if counters[number].dropped] if counters else [],
             None if server is None else server.stats(),
             **report,

@@ -1,4 +1,4 @@
-"""Starts nodes, makes a worker pool of them, and watches over them."""
+"""The pool of nodes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from muster.restore.crash_report import CrashDirectory
 from muster.restore.pickling import dumps
 from muster.utils.interrupts import allowed
 from muster.workers.config import PoolConfig, WorkerPlace
-from muster.workers.lives import Watcher, WorkerState, listed, news, unlike
-from muster.workers.pool import WorkerPool
+from muster.workers.life import WorkerState
+from muster.workers.slow_construction import listed
+from muster.workers.supervision import SupervisedPool, news, unlike
 
 LOOK_S = 0.2  # seconds between two looks for nodes that are due for a restart
 
 
-class NodePool(Watcher):
-    """Starts nodes, makes a worker pool of them, and watches over them; see ``Supervisor``.
+class NodePool(SupervisedPool):
+    """A pool of nodes, each of which has a worker pool of its own; see ``SupervisedPool``.
 
     Args:
         config: of all workers.
@@ -43,7 +44,8 @@ class NodePool(Watcher):
     """
 
     def __init__(self, nodes: Nodes, config: PoolConfig, layout: DimOrder, *, apart: bool) -> None:
-        super().__init__(config, elastic=nodes.enough is not None)
+        super().__init__(config)
+        self.elastic = nodes.enough is not None
         self.nodes = nodes
         self.wake_up = nodes.wake_up
         crash_directory = CrashDirectory(config.supervision.crash_dir)
@@ -67,7 +69,7 @@ class NodePool(Watcher):
         self.handles = self.proxies
         self._of_node = {proxy.index: proxy for proxy in self.proxies}
 
-    # --- as ``Supervisor`` ------------------------------------------------------------------------
+    # --- as ``WorkerPool`` ------------------------------------------------------------------------
 
     def built(self) -> list[EnvSpec]:
         """The groups of all nodes; for nodes that are not there yet (``min_nodes``), what they are
@@ -89,30 +91,31 @@ class NodePool(Watcher):
         alike = {factory: known[number] for number, factory in numbered if number in known}
         return [known.get(number) or alike.get(factory, first) for number, factory in numbered]
 
-    def pool(self, infos: Sequence[EnvSpec], place: WorkerPlace) -> WorkerPool:
-        """The worker pool; nodes get their places."""
-        pool = WorkerPool(self.proxies, infos, self)
-        pool.hold, pool.elastic = self._held, self.elastic
-        pool.engine = self.nodes.carrier.engine
+    def open(self, infos: Sequence[EnvSpec], place: WorkerPlace) -> None:
+        """See ``SupervisedPool``. Absent nodes get their places when they join."""
+        self._open(infos)
         if self.config.server is not None:
-            pool.server = NodeServers(self.proxies)
-        self.counters = pool.counters
+            self.server = NodeServers(self.proxies)
         for proxy in self.proxies:
-            for number in proxy.groups:
-                self.counters[number].late = proxy.absent and proxy.infos is None
+            if proxy.absent and proxy.infos is None:
+                for number in proxy.groups:
+                    self.counters[number].is_absent()
         for proxy in sorted(
             self.proxies, key=lambda proxy: proxy.infos is not None
         ):  # absent nodes may join from here on
             proxy.assign(place.part(proxy.groups))
             self.wake_up.ring(proxy.index)  # it may have joined before it had a place
-        return pool
+
+    @property
+    def engine(self) -> str:
+        return self.nodes.carrier.engine
 
     def end(self) -> None:
         """End the sessions; the nodes wait for the next ones. No session is started any more."""
         self.is_closed = True
         self.nodes.end_sessions()
 
-    def _held(self) -> ExitStack:
+    def hold(self) -> ExitStack:
         """A context; all requests that are submitted in it are one message to each node."""
         releases = ExitStack()
         for proxy in self.proxies:
@@ -127,7 +130,7 @@ class NodePool(Watcher):
             return (self.nodes.enough or 0) - len(there)
 
         while lack([proxy for proxy in self.proxies if proxy.infos is not None]) > 0:
-            self._log_slow_construction()
+            self._construction.look()
             self.wait(None, revives=False)
             alive = [proxy for proxy in self.proxies if proxy.alive]
             for proxy in self.proxies:
@@ -150,9 +153,9 @@ class NodePool(Watcher):
     # --- Watch ------------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None, *, revives: bool = True) -> None:
-        """See ``Watcher``."""
+        """See ``SupervisedPool``."""
         if revives:
-            if self.lost:
+            if self._returned:
                 return
             self._revive_due()
         with allowed():
@@ -169,7 +172,7 @@ class NodePool(Watcher):
                 if any(
                     result.error is None and not result.lost for result in proxy.under_way.results
                 ):
-                    proxy.record.fruitless = 0
+                    proxy.life.has_completed()
         self._begin_stranded()
 
     def _welcome(self, proxy: NodeProxy) -> None:
@@ -184,22 +187,22 @@ class NodePool(Watcher):
         for number, info in zip(proxy.groups, proxy.infos, strict=True):
             counts = self.counters[number]
             if (info.num_envs, info.batch_shape) != (counts.info.num_envs, counts.info.batch_shape):
-                proxy.error, proxy.infos = unlike(proxy.where(), counts.info, info), None
+                proxy.refuse(unlike(proxy.where(), counts.info, info))
                 self._lose(proxy)
                 return
-            counts.info = info
+            counts.describe(info)
         proxy.join()
-        self.lost.append(news(proxy.groups[0]))
+        self.add_result(news(proxy.groups[0]))
 
     def _lose(self, proxy: NodeProxy) -> None:
         """Handle a lost node: its requests go to its successor, to other nodes, or back to the
         schedule.
         """
         error = proxy.lose("")
-        self._pass_on(proxy, error)
+        self._settle(proxy, error)
 
     def _may_restart(self, proxy: NodeProxy) -> bool:
-        """See ``Watcher``.
+        """See ``SupervisedPool``.
 
         If no node is left, one that did not join in time is an error: it was waited for.
         """

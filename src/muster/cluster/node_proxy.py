@@ -24,10 +24,11 @@ from muster.utils.interrupts import postponed
 from muster.workers.config import WorkerPlace
 from muster.workers.counters import FrameCounters, NodeCounts
 from muster.workers.failures import Where, node_lost
-from muster.workers.lives import Proxy, Watcher, WorkerState
+from muster.workers.life import WorkerState
 from muster.workers.messages import CLOSED, RolloutResult, Tell, WorkerStatus
 from muster.workers.pool import stats_of
 from muster.workers.requests import NOT_FOR_ABSENT, Request
+from muster.workers.supervision import Proxy, SupervisedPool
 
 CLOSE_S = 5.0  # seconds beyond the deadline of its workers
 
@@ -38,7 +39,7 @@ class NodeProxy(Proxy):
     Args:
         setup: the first message of every session.
         policy: pickled, for all nodes.
-        watcher: supervises all nodes.
+        pool: of all nodes.
         nodes: makes its sessions.
         crash_directory: for crash reports of all nodes.
         apart: every rollout is sent back by itself, because a batch must not wait for other
@@ -55,13 +56,13 @@ class NodeProxy(Proxy):
         index: int,
         setup: NodeSetup,
         policy: Block,
-        watcher: Watcher,
+        pool: SupervisedPool,
         nodes: Nodes,
         crash_directory: CrashDirectory,
         *,
         apart: bool,
     ) -> None:
-        super().__init__(index, setup.config.groups, watcher)
+        super().__init__(index, setup.config.groups, pool)
         self.setup = setup
         self._policy = policy
         self._nodes = nodes
@@ -81,7 +82,7 @@ class NodeProxy(Proxy):
     @property
     def absent(self) -> bool:
         """It has not joined, and the others do not wait for it."""
-        return self._watcher.elastic and self._state not in (
+        return self._pool.elastic and self.life.state not in (
             WorkerState.RUNNING,
             WorkerState.CLOSING,
         )
@@ -121,37 +122,44 @@ class NodeProxy(Proxy):
         The node gets its place, and the requests that its predecessor had not completed.
         """
         self._owner.check()
-        self._check_next(WorkerState.JOINING)
+        self.life.check_next(WorkerState.JOINING)
         self.session = self._nodes.session(self.index)
-        self.infos = self.error = self._held = self._answer = None
+        self.infos = None
+        self.error = None
+        self._held = None
+        self.question.forget_answer()
         self.told = Told()
-        self.starts += 1
-        self.state = WorkerState.JOINING
+        self.life.has_started(WorkerState.JOINING)
         try:
             self.session.post(Tell(NodeMain.set_up, (self.setup,)), self._policy, next(self._tags))
             self._nodes.post_weights(self.index)
             self.session.post(Tell(NodeMain.start))
-            if self.place is not None and not self._watcher.elastic:
+            if self.place is not None and not self._pool.elastic:
                 self._take_place(self.place)
                 self._held = self.under_way.requests()
                 self.release()
         except BaseException:
             self.session.lose("it was given up while it was started")
-            self.state = WorkerState.DEAD
+            self.life.become(WorkerState.DEAD)
             raise
 
     def assign(self, place: WorkerPlace) -> None:
         """Send it its place. An absent node gets it when it joins, without an answer."""
         self.place = place
         if self.infos is not None:
-            if self._state is WorkerState.JOINING:
-                self.state = WorkerState.RUNNING
+            if self.life.state is WorkerState.JOINING:
+                self.life.become(WorkerState.RUNNING)
             self._ask(NodeMain.assign, place)
+
+    def refuse(self, error: Exception) -> None:
+        """Do not use a node that has joined, because of this error."""
+        self.error = error
+        self.infos = None
 
     def join(self) -> None:
         """Use a node that has joined after the others began."""
         assert self.place is not None
-        self.state = WorkerState.RUNNING
+        self.life.become(WorkerState.RUNNING)
         self._take_place(self.place)
 
     def _take_place(self, place: WorkerPlace) -> None:
@@ -176,21 +184,19 @@ class NodeProxy(Proxy):
         Returns the error.
         """
         self.session.lose(why)
-        self.cause = error = self.error or node_lost(
+        error = self.error or node_lost(
             self.where(), phase=self.phase, why=f"node {self.index}: {self.session.lost}"
         )
-        self.state = (
-            WorkerState.DEAD if self._state is not WorkerState.CLOSING else WorkerState.CLOSED
-        )
+        self.life.is_lost(error)
+        is_closing = self.life.state is WorkerState.CLOSING
+        self.life.become(WorkerState.CLOSED if is_closing else WorkerState.DEAD)
         requested = dict.fromkeys(self.groups, 0)
         for request in self.under_way.requests() if self._is_there else ():
             lane = self.under_way.outstanding[request.number].lane
             requested[request.group] += lane.T * lane.B
-        for number, steps in requested.items() if self._watcher.counters else ():
-            counts = self._watcher.counters[number]
-            counts.unseen += max(0, steps - counts.partial)
-            counts.give_up("worker_died")
-        if self._is_there and self._state is WorkerState.DEAD:
+        for number, steps in requested.items() if self._pool.counters else ():
+            self._pool.counters[number].lose_node(steps)
+        if self._is_there and self.life.state is WorkerState.DEAD:
             self._prepare_successor()
         self._is_there = False
         return error
@@ -258,7 +264,7 @@ class NodeProxy(Proxy):
         if not held or self.reviving:
             return
         if not self.alive:
-            self._watcher.begin(self)  # sends all open requests
+            self._pool.begin(self)  # sends all open requests
             return
         parts: list[LaneRun] = []
         expects: dict[int, Array] = {}
@@ -297,7 +303,7 @@ class NodeProxy(Proxy):
         """
         if keep:
             self._server_knows[method] = args
-            if self._state is not WorkerState.RUNNING or self.session.lost:
+            if self.life.state is not WorkerState.RUNNING or self.session.lost:
                 return None
         self._wait_until_there()
         return self._ask(NodeMain.ask_server, method, args)
@@ -316,20 +322,20 @@ class NodeProxy(Proxy):
 
     def _wait_for_close(self) -> None:
         config = self.setup.config
-        is_closing = self._state is WorkerState.CLOSING
+        is_closing = self.life.state is WorkerState.CLOSING
         seconds = config.timeout("close")
         deadline = None if seconds is None else self._closing_since + seconds + CLOSE_S
-        while is_closing and self._answer is None and not self.session.lost:
+        while is_closing and self.question.answer is None and not self.session.lost:
             left = BEAT_S if deadline is None else min(BEAT_S, deadline - time.monotonic())
             if left < 0:
                 break
             self._nodes.wake_up.wait(left)
             self.pump()
         self.pump()
-        if self._answer is None:
+        if self.question.answer is None:
             self.lose("the collector was shut down")
         elif is_closing:
-            self.state = WorkerState.CLOSED
+            self.life.become(WorkerState.CLOSED)
 
     def send(self, message: Tell) -> None:
         self.session.post(message)
@@ -357,7 +363,7 @@ class NodeProxy(Proxy):
     # --- messages of the node ---------------------------------------------------------------------
 
     def _take_note(self, told: Told) -> None:
-        counters = self._watcher.counters
+        counters = self._pool.counters
         before = self.told.counts
         self.told = told
         self._host = told.host
@@ -366,11 +372,11 @@ class NodeProxy(Proxy):
             for number, counts in told.counts.items():
                 counters[number].add_counts(counts, before.get(number, NodeCounts()))
             for number in told.dropped:
-                counters[number].dropped = True
+                counters[number].drop()
         if told.infos is not None:
             self.infos = list(told.infos)
-            if self.place is not None and not self._watcher.elastic:
-                self.state = WorkerState.RUNNING
+            if self.place is not None and not self._pool.elastic:
+                self.life.become(WorkerState.RUNNING)
         if told.results:
             self._finished(told.results)
         if told.answer is not None:
@@ -383,14 +389,14 @@ class NodeProxy(Proxy):
 
     def _finished(self, results: Sequence[RolloutResult]) -> None:
         """Rollouts are complete, with their lanes in their slots; or they have failed."""
-        for result in results:
-            result.entered = True
+        for sent in results:
+            result = sent
             if result.error is not None:
-                result.error = result.error.here(self._crash_directory).error()
+                error = result.error.here(self._crash_directory).error()
+                result = replace(result, error=error)
             elif not (result.lost or result.dropped):
-                self._watcher.counters[result.group].arrived(result.frames)
+                self._pool.counters[result.group].arrived(result.frames)
             if result.number in self.under_way.outstanding:
-                self.under_way.finished(result)
+                self.under_way.complete(result)
             else:
-                self._watcher.lost.append(result)  # it belongs to no request
-        self.under_way.fresh.clear()
+                self._pool.add_result(result)  # it belongs to no request

@@ -275,12 +275,12 @@ def two_ways(channel: SocketLink, backend: str, *, main: bool) -> tuple[Way, Way
 
     Both ends call this at the same time.
 
-    Nothing else may use the connection meanwhile. Its deadline is set to ``SET_UP_S``.
+    Nothing else may use the connection meanwhile, whose deadline should be ``SET_UP_S``.
 
     Raises:
         LinkLost: the groups could not be made, at one end or the other. The text says why.
     """
-    channel.deadline_s, host = SET_UP_S, channel.host
+    host = channel.host
     store = LinkStore(channel)
     made: list[Way] = []
     try:

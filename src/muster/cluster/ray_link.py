@@ -141,7 +141,6 @@ class MainEnd(End):
         blocks: of all links.
         deadline_s: seconds without a message after which the link is lost.
         ended: returns why the actor has ended; None while it runs.
-        explain: returns a better error for a lost link.
     """
 
     def __init__(
@@ -150,7 +149,6 @@ class MainEnd(End):
         blocks: StoredBlocks,
         deadline_s: float,
         ended: Callable[[], str | None],
-        explain: Callable[[LinkLost], LinkLost],
     ) -> None:
         super().__init__(deadline_s)
         self._call = handle
@@ -158,7 +156,6 @@ class MainEnd(End):
         self._blocks = blocks
         self._ended = ended
         self._connection = RayConnection()
-        self._explain: Callable[[LinkLost], LinkLost] | None = explain
         self._sent = 0
         # bytes of the blocks of messages that the node has not read
         self._unread: deque[int] = deque()
@@ -167,24 +164,7 @@ class MainEnd(End):
         self._begin(PULL)
 
     def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
-        try:
-            self._send(RayFrame(message, tag, None if block is None else block.array), block)
-        except LinkLost as lost:
-            raise self._explained(lost) from None
-
-    def receive(self) -> Received:
-        try:
-            while not self._inbox:
-                self._return()
-            return super().receive()
-        except LinkLost as lost:
-            raise self._explained(lost) from None
-
-    def close(self) -> None:
-        self._explain = None
-        super().close()
-
-    def _send(self, frame: RayFrame, block: Block | None) -> None:
+        frame = RayFrame(message, tag, None if block is None else block.array)
         deadline = time.monotonic() + self._allowed_s(frame.size)
         with self._changed:
             while self._cause or self._over or not has_room(self._unread, frame.size):
@@ -203,6 +183,11 @@ class MainEnd(End):
         with self._of_ray():
             # the block is freed when the call has ended
             self._tell.remote(packed, *([] if ref is None else [ref]))
+
+    def receive(self) -> Received:
+        while not self._inbox:
+            self._return()
+        return super().receive()
 
     def _stored(self, block: Block) -> Any:
         """A reference to a block in Ray's store."""
@@ -282,9 +267,6 @@ class MainEnd(End):
         with contextlib.suppress(Exception):  # the actor ends with its connection to Ray
             self._connection.check()
             self._tell.remote(_CALL.pack(END, 0, self._sent))
-
-    def _explained(self, lost: LinkLost) -> LinkLost:
-        return lost if self._explain is None else self._explain(lost)
 
 
 class NodeEnd(End):

@@ -22,7 +22,7 @@ from muster.cluster.carrier import JOIN_POLL_S, Carrier
 from muster.cluster.direct import DirectCarrier
 from muster.cluster.joining import run_node
 from muster.cluster.launchers import Launcher, StartedNodes
-from muster.cluster.link import AGENT, LinkLost, NotJoined
+from muster.cluster.link import AGENT, ExplainedLink, Link, LinkLost, NotJoined
 from muster.cluster.ray_link import THREADS, MainEnd, StoredBlocks
 from muster.cluster.ray_runtime import (
     LOST,
@@ -35,10 +35,12 @@ from muster.cluster.ray_runtime import (
     listens,
     search_path,
 )
-from muster.cluster.rendezvous import TOKEN_BYTES, Rendezvous
-from muster.cluster.socket_link import SocketLink
+from muster.cluster.rendezvous import Rendezvous
+from muster.cluster.token import TOKEN_BYTES
 from muster.errors import BadOption
 from muster.utils.attributes import named
+
+Endpoint = tuple[str, int]  # address and port
 
 DEFAULT_CONFIG = {"num_cpus": 1, "memory": 2 * 1024**3}
 DEFAULT_GPUS = 0.2
@@ -48,6 +50,7 @@ OURS = {  # options of an actor that Muster sets
 }  # fmt: skip
 NODE_LABEL = "ray.io/node-id"  # Ray's own label
 NODE_DIED = "its node has died"  # in Ray's error
+BACK_S = 2.0  # between two looks whether a machine that was taken for dead is back
 WHY_S = 1.0  # for Ray to report the end of an actor whose connection has ended
 
 
@@ -88,16 +91,15 @@ class RayCarrier(Carrier):
     def address(self) -> str:
         return f"the Ray cluster {ray.get_runtime_context().gcs_address}"
 
-    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> MainEnd:
+    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> Link:
         deadline = time.monotonic() + within_s
         self._started.end(node)
         actor = NodeActor(self._places, node, (node, self._target, self._deadline_s), ())
         self._started.add(node, actor)
         try:
             self._wait(actor, node, deadline, within_s, given_up)
-            return MainEnd(
-                actor.actor.handle, self._blocks, self._deadline_s, actor.ended, actor.lost
-            )
+            end = MainEnd(actor.actor.handle, self._blocks, self._deadline_s, actor.ended)
+            return ExplainedLink(end, actor.lost)
         except BaseException:
             self._started.end(node)
             raise
@@ -157,15 +159,13 @@ class RayDirectCarrier(DirectCarrier):
             launcher.close()
             raise
 
-    def connect(
-        self, node: int, epoch: int, within_s: float, given_up: threading.Event
-    ) -> SocketLink:
+    def connect(self, node: int, epoch: int, within_s: float, given_up: threading.Event) -> Link:
         link = self._joined(node, epoch, within_s, given_up)
         actor = self._started.get(node)
-        if isinstance(actor, NodeActor):  # else it was ended meanwhile
-            actor.ended()  # from now on it is known where it runs
-            link.explain = actor.lost
-        return link
+        if not isinstance(actor, NodeActor):  # it was ended meanwhile
+            return link
+        actor.ended()  # from now on it is known where it runs
+        return ExplainedLink(link, actor.lost)
 
 
 class RayLauncher(Launcher):
@@ -229,24 +229,23 @@ class ActorPlaces:
             self._lease.close()
             raise
 
-    def actor(self, node: int, args: Sequence[Any]) -> Any:
-        """A new actor, not on machines that are dead, which Ray notices only after 15 s or more."""
-        listed = {one["NodeID"]: one for one in ray.nodes() if one["Alive"]}  # type: ignore[no-untyped-call]
-        dead = [
-            name
-            for name in self.used & listed.keys()
-            if not listens(listed[name]["NodeManagerAddress"], listed[name]["NodeManagerPort"])
-        ]
+    def actor(self, node: int, args: Sequence[Any]) -> tuple[Any, list[Endpoint]]:
+        """Make an actor, not on machines that are dead, which Ray notices only after 15 s or more.
+
+        Returns:
+            the actor, and where the machines that it avoids would listen.
+        """
+        alive = [one for one in ray.nodes() if one["Alive"]]  # type: ignore[no-untyped-call]
+        endpoints = {
+            one["NodeID"]: (one["NodeManagerAddress"], one["NodeManagerPort"]) for one in alive
+        }
+        dead = [name for name in self.used & endpoints.keys() if not listens(*endpoints[name])]
         config = self.configs[node]
         if dead:
-            config = config | {
-                "label_selector": (
-                    {NODE_LABEL: f"!in({','.join(dead)})"} | config.get("label_selector", {})
-                )
-            }
-        return self._class.options(max_concurrency=self._threads, **config).remote(
-            search_path(), *args
-        )
+            selector = {NODE_LABEL: f"!in({','.join(dead)})"} | config.get("label_selector", {})
+            config = config | {"label_selector": selector}
+        cls = self._class.options(max_concurrency=self._threads, **config)
+        return cls.remote(search_path(), *args), [endpoints[name] for name in dead]
 
     def close(self) -> None:
         """Leave Ray. May be called again."""
@@ -277,7 +276,8 @@ class NodeActor:
     def _begin(self) -> None:
         try:
             self._connection = RayConnection()
-            self.actor = self._places.actor(self._node, self._args)
+            self.actor, self._avoided = self._places.actor(self._node, self._args)
+            self._look_at = time.monotonic() + BACK_S
             self._hello = self.actor.where.remote()
             self._serving = call(self.actor, "serve", *self._serving_args)
         except LOST as error:
@@ -304,7 +304,10 @@ class NodeActor:
                 host, ray_node, pid = ray.get(self._hello)
                 self._places.used.add(ray_node)
                 self._where = f"{host}, Ray node {ray_node[:8]}, process {pid}"
-            if not self._where or not arrived(self._serving, within_s):
+            if not self._where:
+                self._use_machines_that_are_back()
+                return None
+            if not arrived(self._serving, within_s):
                 return None
             ray.get(self._serving)
             return "its agent has ended"
@@ -315,6 +318,16 @@ class NodeActor:
                 return first_line(error).rstrip(".")
             self._begin()
             return None
+
+    def _use_machines_that_are_back(self) -> None:
+        """Make another actor if a machine that this one avoids is back: its network was cut."""
+        if not self._avoided or time.monotonic() < self._look_at:
+            return
+        if any(listens(*endpoint) for endpoint in self._avoided):
+            ray.kill(self.actor, no_restart=True)
+            self._begin()
+        else:
+            self._look_at = time.monotonic() + BACK_S
 
     def lost(self, why: LinkLost) -> LinkLost:
         """The error of its lost link, with Ray's report on the actor, if that comes soon."""

@@ -10,8 +10,9 @@ connections than ``STRANGERS`` in every ``KEEPS_S``, and nothing else.
 ::
 
     node -> main   {"node": number or null}                  the number that it wants
-    main -> node   {"count", "deadline_s", "engine", "groups",
-                    "node", "epoch"}                         an offer; "node" is null if there is none yet
+    main -> node   {"count", "node": null}                   there is no offer yet: the node asks again
+    main -> node   {"count", "node", "epoch", "engine",
+                    "deadline_s", "groups"}                  an offer, with the terms of the session
     node -> main   {"accepted": true}                        afterwards the connection is the session's
 """
 
@@ -24,28 +25,21 @@ import os
 import secrets
 import select
 import socket
-import stat
 import threading
 import time
-from collections.abc import Mapping
+from dataclasses import asdict
 from ipaddress import ip_address
-from pathlib import Path
 from typing import Any
 
+from muster.cluster.admissions import ANSWER_S, Admission, Admissions, Terms
 from muster.cluster.link import LinkLost, WrongToken
 from muster.cluster.socket_link import SocketLink
+from muster.cluster.token import TOKEN_BYTES, TOKEN_FILE, read_token
 from muster.errors import BadOption
 from muster.utils.addresses import is_loopback
 from muster.utils.integers import integer
 from muster.utils.strangers import Strangers
 
-TOKEN_BYTES = 32
-SHORTEST_TOKEN = 16  # bytes
-LONGEST_TOKEN = 4096
-TOKEN_FILE = "MUSTER_TOKEN_FILE"
-TOKEN = "MUSTER_TOKEN"
-ANSWER_S = 5.0  # for an answer of the other end
-PAUSE_S = 1.0  # after which a node without an offer is told so
 POLL_S = 0.1
 STUCK_S = 5.0  # after which a node that cannot be accepted counts as lost
 # after which the thread checks for closing, on systems where closing does not wake it
@@ -70,19 +64,11 @@ class Rendezvous:
         address: "host:port".
         host: the address of ``bind``.
         token: the secret.
-        deadline_s: of the links of sessions, at both ends; set by the carrier.
-        engine: of the carrier, which sets it.
-        groups: of the sessions' process groups, see ``distributed_link.Groups``; None: they have
-            none. Set by the carrier.
 
     Raises:
         BadOption: the port does not exist or is taken, ``bind`` is not an address of this machine,
             or other machines can reach it and there is no token.
     """
-
-    deadline_s = ANSWER_S
-    engine = "direct"
-    groups: Mapping[str, Any] | None = None
 
     def __init__(
         self,
@@ -96,7 +82,8 @@ class Rendezvous:
             raise BadOption(
                 f"tcp_port={tcp_port}: expected at most {HIGHEST_PORT}; 0 takes a free one."
             )
-        self.count, self.host = count, _resolved(bind)
+        self.count = count
+        self.host = _resolved(bind)
         given = read_token(token)
         if given is None and not is_loopback(self.host):
             raise BadOption(
@@ -105,11 +92,7 @@ class Rendezvous:
                 " every node. (bind='127.0.0.1' needs none.)"
             )
         self.token = given or secrets.token_hex(TOKEN_BYTES).encode()
-        self._open: dict[int, int] = {}  # by node, the epoch in which it may join
-        # offers that a node has not accepted yet
-        self._offered: set[tuple[int, int] | None] = set()
-        # by node and epoch, until ``joined`` takes it
-        self._joined: dict[tuple[int, int], SocketLink] = {}
+        self._admissions = Admissions()
         self._connections: set[socket.socket] = set()  # that no node has accepted
         # those of them that have not proved that they know the token
         self._strangers = Strangers(KEEPS_S)
@@ -118,7 +101,7 @@ class Rendezvous:
         # since when no connection can be accepted, and why
         self._failing: tuple[float, OSError] | None = None
         self._closed = False
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._listener = _listen(self.host, tcp_port)
         port = self._listener.getsockname()[1]
         self.address = f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
@@ -128,38 +111,28 @@ class Rendezvous:
             self._listener.close()
             raise
 
-    def admit(self, node: int, epoch: int) -> None:
-        """Let a node join with this epoch, and with no other epoch."""
-        with self._changed:
-            self._open[node] = epoch
-            self._changed.notify_all()
+    def admit(self, node: int, epoch: int, terms: Terms | None = None) -> None:
+        """Let a node join with this epoch and these terms; see ``Admissions``."""
+        self._admissions.admit(Admission(node, epoch, terms or Terms()))
 
     def withdraw(self, node: int) -> None:
         """Refuse this node until it is admitted again."""
-        with self._changed:
-            self._open.pop(node, None)
-            unused = [self._joined.pop(key) for key in list(self._joined) if key[0] == node]
-        for channel in unused:
-            channel.close()
+        self._admissions.withdraw(node)
 
     def joined(self, node: int, epoch: int, within_s: float) -> SocketLink | None:
-        """The link to a node that has joined, which the caller closes; None: it has not joined in
-        this time.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: (node, epoch) in self._joined or self._closed, within_s)
-            return self._joined.pop((node, epoch), None)
+        """Wait for the link to a node; see ``Admissions``."""
+        return self._admissions.joined(node, epoch, within_s)
 
     def refused(self) -> str:
         """A sentence for the user about peers without the token; empty if there were none."""
-        with self._changed:
+        with self._lock:
             if not self._refused:
                 return ""
             return f" {self._refused} connections were refused; the last one, {self._last_refused}"
 
     def stuck(self) -> str:
         """Why no connection could be accepted for ``STUCK_S``; empty if they can be."""
-        with self._changed:
+        with self._lock:
             if self._failing is None or time.monotonic() - self._failing[0] < STUCK_S:
                 return ""
             why = self._failing[1].strerror
@@ -173,21 +146,18 @@ class Rendezvous:
 
         May be called again.
         """
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return
             self._closed = True
-            connections, links = list(self._connections), list(self._joined.values())
-            self._joined.clear()
-            self._changed.notify_all()
+            connections = list(self._connections)
+        self._admissions.close()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread on Linux
         self._listener.close()
         for connection in connections:
             with contextlib.suppress(OSError):  # wakes its thread, which closes it
                 connection.shutdown(socket.SHUT_RDWR)
-        for link in links:
-            link.close()
 
     # --- threads ----------------------------------------------------------------------------------
 
@@ -208,7 +178,7 @@ class Rendezvous:
                 self._failing = self._failing or (time.monotonic(), error)
                 threading.Event().wait(POLL_S)
                 continue
-            with self._changed:
+            with self._lock:
                 if self._closed or not self._strangers.add(connection, STRANGERS):
                     connection.close()
                     continue
@@ -248,56 +218,30 @@ class Rendezvous:
 
     def _forget(self, connection: socket.socket) -> None:
         self._strangers.remove(connection)
-        with self._changed:
+        with self._lock:
             self._connections.discard(connection)
 
     def _refuse(self, whom: str) -> None:
-        with self._changed:
-            self._refused, self._last_refused = self._refused + 1, whom
+        with self._lock:
+            self._refused += 1
+            self._last_refused = whom
 
     def _offer(self, channel: SocketLink) -> bool:
-        """Offer free numbers until one is accepted; False: the offer was withdrawn meanwhile."""
+        """Offer nodes until one is accepted; False: the offer was withdrawn meanwhile."""
         while True:
-            found = self._claim(hear(channel)["node"])
-            told = {
-                "count": self.count,
-                "deadline_s": self.deadline_s,
-                "engine": self.engine,
-                "groups": self.groups,
-            }
-            node, epoch = found or (None, None)
+            admission = self._admissions.claim(hear(channel)["node"])
+            if admission is None:
+                say(channel, count=self.count, node=None)
+                continue
+            node = admission.node
+            terms = admission.terms
             try:
-                say(channel, **told, node=node, epoch=epoch)
-                if found is None:
-                    continue
+                say(channel, count=self.count, node=node, epoch=admission.epoch, **asdict(terms))
                 hear(channel)["accepted"]
-                with self._changed:
-                    channel.deadline_s = self.deadline_s
-                    is_open = self._open.get(found[0]) == found[1] and not self._closed
-                    if is_open:  # it was not withdrawn meanwhile
-                        del self._open[found[0]]
-                        self._joined[found] = channel
-                    return is_open
+                channel.begin_session(terms.deadline_s)
+                return self._admissions.accept(admission, channel)
             finally:
-                with self._changed:
-                    self._offered.discard(found)
-                    self._changed.notify_all()
-
-    def _claim(self, wanted: int | None) -> tuple[int, int] | None:
-        """A node that may join and is not offered to another connection, with its epoch; None:
-        there is none.
-        """
-
-        def find() -> tuple[int, int] | None:
-            free = sorted(item for item in self._open.items() if item not in self._offered)
-            return next((item for item in free if wanted in (None, item[0])), None)
-
-        with self._changed:
-            self._changed.wait_for(lambda: find() or self._closed, PAUSE_S)
-            found = find()
-            if found is not None:
-                self._offered.add(found)
-            return found
+                self._admissions.release(admission)
 
 
 def say(channel: SocketLink, **record: Any) -> None:
@@ -309,61 +253,6 @@ def hear(channel: SocketLink) -> dict[str, Any]:
     """Receive a record; raises LinkLost."""
     record: dict[str, Any] = json.loads(channel.receive().message)
     return record
-
-
-def read_token(given: bytes | str | os.PathLike[str] | None) -> bytes | None:
-    """The secret, without white space around it.
-
-    Args:
-        given: bytes, or the path of a file. None: MUSTER_TOKEN_FILE or MUSTER_TOKEN of the
-            environment.
-
-    Returns:
-        None if it is not given and not in the environment.
-
-    Raises:
-        BadOption: the file is missing or other users may read it, or the secret is too short or too
-            long.
-    """
-    if given is None:
-        if path := os.environ.get(TOKEN_FILE):
-            given = path
-        elif text := os.environ.get(TOKEN):
-            given = text.encode()
-        else:
-            return None
-    token = given.strip() if isinstance(given, bytes) else _read_secret(Path(given))
-    if not SHORTEST_TOKEN <= len(token) <= LONGEST_TOKEN:
-        raise BadOption(
-            f"The token has {len(token)} bytes; {SHORTEST_TOKEN} to {LONGEST_TOKEN} are needed:"
-            " `openssl rand -hex 32`."
-        )
-    return token
-
-
-def write_token(path: Path, token: bytes) -> None:
-    """Write a token into a new file that only this user can read."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(token)
-
-
-def _read_secret(path: Path) -> bytes:
-    try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            # a pipe may have no end
-            text = file.read(LONGEST_TOKEN + 1).strip() if stat.S_ISREG(mode) else b""
-    except OSError as error:
-        raise BadOption(
-            f"The token file {path} cannot be read: {error.strerror}. (A token itself is given as"
-            " bytes.)"
-        ) from error
-    if stat.S_IMODE(mode) & 0o077:
-        raise BadOption(
-            f"The token file {path} has mode {stat.S_IMODE(mode):04o}, so that others may read it:"
-            f" `chmod 600 {path}`."
-        )
-    return text
 
 
 def _resolved(bind: str) -> str:

@@ -74,7 +74,6 @@ class RpcCarrier(DirectCarrier):
         deadline_s: float = 15.0,
     ) -> None:
         super().__init__(launcher, rendezvous, deadline_s)
-        rendezvous.engine = self.engine
         self._options = dict(options or {})
         self._trust = trust_network
         self._name = f"muster-{secrets.token_hex(4)}"
@@ -131,7 +130,7 @@ class RpcCarrier(DirectCarrier):
         member = agent.admit(*told["agent"])
         with self._members_lock:
             self._members[node] = member
-        link = RpcEnd(member, session, main=True, deadline_s=self.rendezvous.deadline_s)
+        link = RpcEnd(member, session, main=True, deadline_s=self._deadline_s)
         try:
             link.check(CALL_S, f"its agent at {told['agent'][2]} does not answer")
             say(channel, reached=True)

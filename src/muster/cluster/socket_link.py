@@ -32,7 +32,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -66,8 +66,7 @@ class SocketLink(Link):
         deadline_s: seconds without a message after which the link is lost.
 
     Attributes:
-        deadline_s: may be changed.
-        explain: returns a better error for a lost link; None: the connection's own error is raised.
+        deadline_s: while a node joins, later that of the session.
 
     Raises:
         WrongToken: the other end does not know the token.
@@ -79,7 +78,6 @@ class SocketLink(Link):
     ) -> None:
         self._socket = connection
         self.deadline_s = deadline_s
-        self.explain: Callable[[LinkLost], LinkLost] | None = None
         connection.setblocking(False)
         with contextlib.suppress(OSError):  # it is no TCP connection
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -119,6 +117,20 @@ class SocketLink(Link):
         """Whether a thread sends or receives."""
         return self._users > 0
 
+    def begin_session(self, deadline_s: float) -> None:
+        """Begin the session: from now on, the link is lost after so many seconds of silence."""
+        self.deadline_s = deadline_s
+
+    @contextlib.contextmanager
+    def set_up(self, deadline_s: float) -> Iterator[None]:
+        """A context with another deadline, while both ends prepare a session."""
+        before = self.deadline_s
+        self.deadline_s = deadline_s
+        try:
+            yield
+        finally:
+            self.deadline_s = before
+
     def claim(self, tag: int, size: int) -> Array | None:
         """The memory that is expected for a block which arrives in another way; None: there is
         none.
@@ -154,7 +166,6 @@ class SocketLink(Link):
         return Received(message, got.tag, got.block)
 
     def close(self) -> None:
-        self.explain = None
         self._close("The link was closed here.")
 
     # --- the token --------------------------------------------------------------------------------
@@ -295,7 +306,7 @@ class SocketLink(Link):
         """
         with self._lock:
             if self._cause:
-                raise self._lost(self._cause)
+                raise LinkLost(self._cause)
             self._users += 1
         try:
             yield
@@ -317,11 +328,7 @@ class SocketLink(Link):
                     self._socket.close()
                 cause = self._cause
         if cause:
-            raise self._lost(cause)
-
-    def _lost(self, cause: str) -> LinkLost:
-        lost = LinkLost(cause)
-        return lost if self.explain is None else self.explain(lost)
+            raise LinkLost(cause)
 
 
 def signature(token: bytes, text: bytes) -> str:

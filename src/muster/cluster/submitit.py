@@ -26,7 +26,8 @@ from typing import Any
 
 from muster.cluster.launchers import Launcher, Process
 from muster.cluster.link import AGENT, LinkLost
-from muster.cluster.rendezvous import Rendezvous, write_token
+from muster.cluster.rendezvous import Rendezvous
+from muster.cluster.token import write_token
 from muster.errors import BadOption
 from muster.restore.pickling import dumps, loads
 from muster.utils.addresses import is_loopback

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from muster.cluster.launchers import Launcher
 from muster.cluster.link import AGENT, LinkLost
-from muster.cluster.rendezvous import TOKEN_BYTES, TOKEN_FILE, Rendezvous, write_token
+from muster.cluster.rendezvous import Rendezvous
 from muster.cluster.submitit import (
     Job,
     Jobs,
@@ -35,6 +35,7 @@ from muster.cluster.submitit import (
     node_job,
     private_folder,
 )
+from muster.cluster.token import TOKEN_BYTES, TOKEN_FILE, write_token
 from muster.errors import BadOption, MusterError
 from muster.utils.whole_files import write_whole
 

@@ -23,10 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 
+from muster.cluster.admissions import ANSWER_S
 from muster.cluster.launchers import Launcher
 from muster.cluster.link import LinkLost
-from muster.cluster.rendezvous import ANSWER_S, POLL_S, Rendezvous, read_token
+from muster.cluster.rendezvous import POLL_S, Rendezvous
 from muster.cluster.socket_link import signature
+from muster.cluster.token import read_token
 from muster.errors import BadOption
 from muster.utils.addresses import is_loopback
 from muster.utils.whole_files import read_json, write_whole

@@ -27,7 +27,7 @@ from muster.errors import BadOption, CollectorTimeout, WorkerDied
 from muster.keys import AGENT, NEXT_VALUE, VALID, Key
 from muster.memory.specs import Array
 from muster.workers.messages import RolloutResult
-from muster.workers.pool import WorkerPool
+from muster.workers.pool import Pool
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -506,7 +506,7 @@ def _joined(parts: Sequence[Part]) -> TensorDict:
 
 
 def add_next_values(
-    batch: TensorDict, results: Sequence[RolloutResult], pool: WorkerPool
+    batch: TensorDict, results: Sequence[RolloutResult], pool: Pool
 ) -> torch.Tensor:
     """Add ``("next", "state_value")`` to a rollout: the policy's values of next observations, 0 in
     all other rows.

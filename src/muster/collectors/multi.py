@@ -51,9 +51,10 @@ from muster.weights.transport import Ticket
 from muster.workers.config import PoolConfig, ServerConfig, WorkerConfig, WorkerPlace
 from muster.workers.options import SupervisionOptions, WorkerSetting
 from muster.workers.requests import Call, LayOut, Request
-from muster.workers.supervision import Supervisor
+from muster.workers.supervision import SupervisedPool
 from muster.workers.turns import Turns
 from muster.workers.worker import Worker, env_attributes, execute
+from muster.workers.worker_pool import WorkerPool
 
 
 class MultiCollector(BaseCollector):
@@ -110,16 +111,16 @@ class MultiCollector(BaseCollector):
             self._materialise(count)
             self._sent = self._pickled_policy()
         parts = [part.tolist() for part in np.array_split(np.arange(len(self._factories)), count)]
-        workers, infos = self._start(self._config(parts, count), self._weights.ticket, made)
-        pool = workers.pool(infos, self._place(infos))
+        pool, infos = self._start(self._config(parts, count), self._weights.ticket, made)
+        pool.open(infos, self._place(infos))
         # For collectors that are dropped without shutdown().
-        weakref.finalize(self, workers.end if nodes is None else nodes.close)
+        weakref.finalize(self, pool.end if nodes is None else nodes.close)
         check_cat(options, infos)
         if options.num_threads is not None:
             made.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(options.num_threads)
-        if isinstance(workers, Supervisor):
-            arena = workers.arena
+        if isinstance(pool, WorkerPool):
+            arena = pool.arena
         else:
             arena = Arena.create("muster-slots")
             made.callback(arena.close)
@@ -186,29 +187,29 @@ class MultiCollector(BaseCollector):
 
     def _start(
         self, config: PoolConfig, ticket: Callable[[int], Ticket] | None, made: ExitStack
-    ) -> tuple[Supervisor | NodePool, list[EnvSpec]]:
+    ) -> tuple[SupervisedPool, list[EnvSpec]]:
         """Start workers, and wait until they have made their environments."""
-        workers: Supervisor | NodePool
+        pool: SupervisedPool
         if self._nodes is None:
-            workers = Supervisor(config, ticket, made)
+            pool = WorkerPool(config, ticket, made)
         else:
             apart = self.options.enough(len(self._factories)) is not None
-            workers = NodePool(self._nodes, config, self.options.layout, apart=apart)
-        workers.start()
+            pool = NodePool(self._nodes, config, self.options.layout, apart=apart)
+        pool.start()
         importlib.import_module("tensordict")  # for batches; takes seconds, while the workers start
-        infos = workers.built()
+        infos = pool.built()
         for info in infos:
             check_masks(info)  # a server would find it when it acts
-        return workers, infos
+        return pool, infos
 
     def _materialise(self, count: int) -> None:
         """Initialise lazy layers: a call in one worker determines the weights; all workers then
         start with these.
         """
         with ExitStack() as made:
-            probe, (info,) = self._start(self._config([[0]], count), None, made)
-            made.callback(probe.end)
-            pool = probe.pool([info], WorkerPlace({0: 0}, info.num_envs, False, None))
+            pool, (info,) = self._start(self._config([[0]], count), None, made)
+            made.callback(pool.end)
+            pool.open([info], WorkerPlace({0: 0}, info.num_envs, False, None))
             pool.call(LayOut("policy", {0: 1}))
             (weights,) = pool.call(Call(Worker.weights))
             pool.close()

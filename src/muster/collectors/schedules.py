@@ -15,7 +15,7 @@ from muster.errors import BadOption
 from muster.memory.shared import Arena
 from muster.weights.publish import PolicyWeights
 from muster.workers.first_ready import LEAD, FirstReady
-from muster.workers.pool import WorkerPool
+from muster.workers.pool import Pool
 from muster.workers.schedule import Bundle, Schedule
 from muster.workers.sync import Sync
 from muster.workers.turns import GlobalStreams
@@ -48,7 +48,7 @@ class ScheduleKind(ABC):
 
     @abstractmethod
     def schedule(
-        self, options: PoolOptions, pool: WorkerPool, arena: Arena, weights: PolicyWeights
+        self, options: PoolOptions, pool: Pool, arena: Arena, weights: PolicyWeights
     ) -> Schedule:
         """Return the schedule of a pool, whose slots are in ``arena``."""
 
@@ -70,7 +70,7 @@ class SyncKind(ScheduleKind):
         return [sum(sizes)]
 
     def schedule(
-        self, options: PoolOptions, pool: WorkerPool, arena: Arena, weights: PolicyWeights
+        self, options: PoolOptions, pool: Pool, arena: Arena, weights: PolicyWeights
     ) -> Schedule:
         groups = len(pool.counters)
         parts = [[number] for number in range(groups)]
@@ -131,7 +131,7 @@ class FirstReadyKind(ScheduleKind):
         return [sum(sizes[number] for number in part) for part in self._of(len(sizes))]
 
     def schedule(
-        self, options: PoolOptions, pool: WorkerPool, arena: Arena, weights: PolicyWeights
+        self, options: PoolOptions, pool: Pool, arena: Arena, weights: PolicyWeights
     ) -> Schedule:
         sizes = [counts.info.num_envs for counts in pool.counters]
         parts = self._of(len(sizes))

@@ -12,15 +12,15 @@ import torch
 from muster.collectors.options import CollectorOptions
 from muster.errors import BadOption
 from muster.policies.adapt import observed_dtype
-from muster.restore.crash_notes import CrashNotes, LocalLog
 from muster.restore.crash_report import EnvFactory
 from muster.rng import GroupRng
 from muster.rollout.group import Group
 from muster.rollout.progress import Progress
 from muster.utils.checked import base_part
 from muster.workers.build import build_envs, build_policy, make_group
+from muster.workers.local import LocalPool
 from muster.workers.options import WorkerOptions, WorkerSetting
-from muster.workers.pool import LocalWorker, WorkerPool
+from muster.workers.pool import Pool
 from muster.workers.schedule import Bundle
 from muster.workers.sync import Sync
 from muster.workers.worker import Worker
@@ -74,7 +74,7 @@ def in_this_thread(
         marks_valid=marks_valid(options, total),
     )
     infos = [group.env.spec for group in groups]
-    pool = WorkerPool([LocalWorker(worker)], infos, local=worker)
+    pool = LocalPool(worker, infos)
     rows = options.rows_per_batch(pool.num_envs) if options.extend_buffer else 1
     memory = _memory(options, groups[0].env.spec.device)
     bundle = Bundle(
@@ -83,18 +83,11 @@ def in_this_thread(
     return Sync(pool, [bundle], [rows] * len(groups)), worker
 
 
-def log_rollouts(
-    pool: WorkerPool, worker: Worker, create_env_fn: Any, options: CollectorOptions
-) -> None:
+def log_rollouts(pool: Pool, worker: Worker, create_env_fn: Any, options: CollectorOptions) -> None:
     """Keep the actions of a worker in this thread, from which ``watch`` repeats episodes."""
-    notes = CrashNotes(
-        range(len(worker.groups)),
-        origins_of(create_env_fn, options),
-        pool.counters,
-        options.max_frames_per_traj,
-    )
-    pool.notes, pool.log = notes, LocalLog(notes, worker.groups)
-    worker.log_rollouts(pool.log.add)
+    assert isinstance(pool, LocalPool)
+    log = pool.log_rollouts(origins_of(create_env_fn, options), options.max_frames_per_traj)
+    worker.log_rollouts(log.add)
 
 
 def origins_of(create_env_fn: Any, options: CollectorOptions) -> list[EnvFactory]:

@@ -30,9 +30,8 @@ from muster.utils.interrupts import postponed
 from muster.vector.env_slice import EnvSlice, execute, open_rows, serve
 from muster.vector.rows import Exchange, VectorRows
 from muster.workers.config import PoolConfig, WorkerConfig, WorkerPlace
-from muster.workers.lives import Restarted
 from muster.workers.mailbox import LOOK_S, Mailbox
-from muster.workers.messages import Tell
+from muster.workers.messages import Answer, Tell
 from muster.workers.options import (
     Restart,
     SupervisionOptions,
@@ -41,7 +40,8 @@ from muster.workers.options import (
     check_timeouts,
 )
 from muster.workers.proxy import WorkerProxy
-from muster.workers.supervision import Supervisor
+from muster.workers.supervision import NotAnswered, value_of
+from muster.workers.worker_pool import WorkerPool
 
 SliceCall = tuple[Callable[..., Any], Sequence[Any]]  # a method of ``EnvSlice``, and its arguments
 # last observations (None: none), seeds and pickled attributes of environments, for ``open_rows``
@@ -96,13 +96,14 @@ class Slices:
         self._made = ExitStack()
         self._made.callback(caller.close)
         try:
-            self._supervisor = Supervisor(config, None, self._made, responder=caller)
-            self.handles = cast(list[WorkerProxy], self._supervisor.handles)
-            self._supervisor.start()
-            infos = self._supervisor.built()
+            self._pool = WorkerPool(config, None, self._made, responder=caller)
+            self.handles = cast(list[WorkerProxy], self._pool.handles)
+            self._pool.start()
+            infos = self._pool.built()
             firsts = {n: part.start for n, part in enumerate(parts)}
             place = WorkerPlace(firsts, parts[-1].stop, False, None)
-            self._made.callback(self._supervisor.pool(infos, place).close)
+            self._pool.open(infos, place)
+            self._made.callback(self._pool.close)
             # ``starts`` when it got the shared memory
             self._opened: list[int | None] = [None] * count
         except BaseException:
@@ -113,9 +114,9 @@ class Slices:
         """Make the shared memory; see ``VectorWorkers.open``."""
         memory = space, self.parts[-1].stop, len(self.parts), shared
         nbytes = VectorRows(*memory).nbytes
-        offset = self._supervisor.arena.allocate(nbytes)
+        offset = self._pool.arena.allocate(nbytes)
         self._memory = *memory, offset
-        self.rows = VectorRows(*memory, self._supervisor.arena.view(offset, nbytes))
+        self.rows = VectorRows(*memory, self._pool.arena.view(offset, nbytes))
         for n in range(len(self.parts)):
             self._ensure(n)
 
@@ -134,11 +135,11 @@ class Slices:
 
     def succeeded(self, n: int) -> None:
         """Note that a worker has returned what its environments did."""
-        self.handles[n].record.fruitless = 0
+        self.handles[n].life.has_completed()
 
     def may_replace(self, n: int) -> bool:
         """Return whether an environment of a worker may be replaced once more, and count that."""
-        return self.handles[n].record.may_restart(_MOST_RESTARTS)
+        return self.handles[n].life.may_restart(_MOST_RESTARTS)
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -169,7 +170,7 @@ class Slices:
             self._wait()  # for a call whose result was not taken, because of Ctrl-C or an error
             if not mailbox.question(n):
                 self._serving[n] = False
-                with suppress(MusterError, Restarted):
+                with suppress(MusterError):
                     handle.answer()
                 self._ensure(n)
         if self.rows is not None and len(sent) <= Exchange.ROOM:
@@ -184,22 +185,27 @@ class Slices:
             self.rows.exchanges[n].put_call(b"")
             mailbox.answer(n, mailbox.question(n))
             self._serving[n] = False
-            handle.answer()
+            answer = handle.answer()
+            if answer is None:
+                self._ensure(n)
+            else:
+                value_of(answer)  # raises its failure
         handle.post(lambda number: handle.send(Tell(execute, (sent,), number)))
 
     def _send_serve(self, n: int, number: int) -> None:
         self._mailbox.expect(n, number)
         self.handles[n].send(Tell(serve, (number,), number))
 
-    def _result(self, n: int, deadline: float | None) -> Any:
-        """Return the result of a call to a worker. Raises ``Restarted`` if the worker was lost."""
+    def _result(self, n: int, deadline: float | None) -> Answer | None:
+        """Return the answer to a call of a worker; None if the worker was lost."""
         if self._serving[n] and self._mailbox.question(n):
-            return self.rows.exchanges[n].result()
+            return Answer(0, self.rows.exchanges[n].result())
         self._serving[n] = False
-        handle = self.handles[n]
-        if deadline is not None and not handle.is_answered(deadline):
-            raise TimeIsUp
-        return handle.answer()  # a result that is too large for the shared memory, or an error
+        try:
+            # a result that is too large for the shared memory, or an error
+            return self.handles[n].answer(deadline)
+        except NotAnswered:
+            raise TimeIsUp from None
 
     def _wait(self, deadline: float | None = None) -> None:
         """Wait until all workers that serve calls in shared memory have a result, or are lost."""
@@ -221,7 +227,7 @@ class Slices:
     @postponed()
     def _look(self) -> None:
         """Detect workers that have died or hang."""
-        self._supervisor.wait(0.0, revives=False)
+        self._pool.wait(0.0, revives=False)
 
     def results(self, calls: Mapping[int, Any], deadline: float | None = None) -> dict[int, Any]:
         """Return the results of calls, by worker.
@@ -233,10 +239,11 @@ class Slices:
             try:
                 while n not in results:
                     self._wait(deadline)
-                    try:
-                        results[n] = self._result(n, deadline)
-                    except Restarted:
+                    answer = self._result(n, deadline)
+                    if answer is None:
                         self.post(n, call)
+                    else:
+                        results[n] = value_of(answer)
             except MusterError as error:
                 self._locate(n, error)
                 raise
@@ -246,22 +253,22 @@ class Slices:
         """Give a worker that was started the shared memory, and a successor what its predecessor
         knew.
 
-        Starts a lost worker if its supervisor does not.
+        Starts a lost worker if its pool does not.
         """
         handle = self.handles[n]
         while self.rows is not None and (not handle.alive or handle.starts != self._opened[n]):
             if not handle.alive and not handle.reviving:
-                self._supervisor.begin_or_raise(handle)
-            with suppress(Restarted):
-                self._supervisor.wait_for(handle, partial(getattr, handle, "alive"))
+                self._pool.begin_or_raise(handle)
+            self._pool.wait_for(handle, partial(getattr, handle, "alive"))
             is_successor = self._opened[n] is not None
             if is_successor:
                 self.lost[n] = str(handle.cause).partition("\n")[0]
             self._opened[n] = handle.starts
             self._serving[n] = False
             handle.post(partial(self._send_rows, n, is_successor))
-            with suppress(Restarted):
-                handle.answer()
+            answer = handle.answer()
+            if answer is not None:
+                value_of(answer)  # raises its failure
 
     def _send_rows(self, n: int, is_successor: bool, number: int) -> None:
         generation = self.handles[n].config.generation if is_successor else None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -36,31 +37,78 @@ class FrameCounters:
     delivered: int = 0  # frames in batches
     lag: int = 0  # see ``WorkerStats.policy_lag``
     discarded: Counter[str] = field(default_factory=Counter)
-    timing: Timing = field(default_factory=Timing)
     # episode numbers and steps as of the last result, ``[2, B]``; None: no result yet
     clock: Array | None = None
     dropped: bool = False  # no worker runs the group any more
     late: bool = False  # the node of the group was absent for some time
     unseen: int = 0  # upper bound on the steps of lost nodes that were never reported
+    # the last result that was added; weak, since its error refers to frames, and these to slots
+    _spent: list[float] = field(default_factory=lambda: [0.0] * 4)  # see ``timing``
+    _newest: weakref.ref[RolloutResult] | None = None
+
+    @property
+    def timing(self) -> Timing:
+        """The time spent so far, by kind of work."""
+        return Timing(*self._spent)
 
     def add(self, result: RolloutResult) -> None:
-        """Add a result, unless it was added before."""
-        if result.entered:
+        """Add a result. The same one a second time in a row changes nothing: what is done with a
+        result can be interrupted, and is then repeated.
+        """
+        if self._newest is not None and self._newest() is result:
             return
-        result.entered = True
+        discarded = sum(result.discarded.values()) if result.discarded else 0
+        is_complete = result.error is None and not result.lost
+        kept = result.executed - discarded
+        self._newest = weakref.ref(result)
         self.executed += result.executed
-        kept = result.executed
-        if result.discarded:
-            self.discarded.update(result.discarded)
-            kept -= sum(result.discarded.values())
         self.in_flight += kept
-        self.partial = 0 if result.error is None and not result.lost else self.partial + kept
-        timing = self.timing
+        self.partial = 0 if is_complete else self.partial + kept
+        for reason, steps in result.discarded.items() if discarded else ():
+            self.discarded[reason] += steps
         more = result.timing
-        timing.env += more.env
-        timing.policy += more.policy
-        timing.copy += more.copy
-        timing.total += more.total
+        spent = self._spent
+        spent[0] += more.env
+        spent[1] += more.policy
+        spent[2] += more.copy
+        spent[3] += more.total
+
+    def add_lost(self, result: RolloutResult, reason: str) -> None:
+        """Add a complete rollout that was lost afterwards: all steps in its lane are discarded."""
+        if self._newest is not None and self._newest() is result:
+            return
+        in_lane = self.partial + result.executed - sum(result.discarded.values())
+        self.add(result)
+        self.discard(reason, in_lane)
+
+    def deliver(self, frames: int) -> None:
+        """Count frames in flight as delivered."""
+        self.delivered += frames
+        self.in_flight -= frames
+
+    def restore(self, frames: int) -> None:
+        """Count the frames of a restored rollout, which was not delivered, as in flight."""
+        self.in_flight += frames
+
+    def note_clock(self, clock: Array) -> None:
+        """Note the clock of the group after a result."""
+        self.clock = clock
+
+    def begin_at(self, episodes: Array) -> None:
+        """Note the numbers of the first episodes of environments that have made no step."""
+        self.clock = np.stack([episodes, np.zeros_like(episodes)])
+
+    def drop(self) -> None:
+        """Note that no worker runs the group any more."""
+        self.dropped = True
+
+    def is_absent(self) -> None:
+        """Note that the node of the group is absent."""
+        self.late = True
+
+    def describe(self, info: EnvSpec) -> None:
+        """Note the description of the group by a node that has joined late."""
+        self.info = info
 
     def counts(self) -> NodeCounts:
         """Return the counts so far.
@@ -68,7 +116,7 @@ class FrameCounters:
         Safe in another thread: steps that it sees discarded it also sees executed.
         """
         discarded = dict(self.discarded)
-        return NodeCounts(self.executed, discarded, astuple(self.timing), self.clock)
+        return NodeCounts(self.executed, discarded, tuple(self._spent), self.clock)
 
     def add_counts(self, now: NodeCounts, before: NodeCounts) -> None:
         """Add the counts of a node between two times.
@@ -85,10 +133,8 @@ class FrameCounters:
             gone = min(steps - before.discarded.get(reason, 0), self.partial)
             self.discard(reason, gone)
             self.partial -= gone
-        added = (a - b for a, b in zip(now.timing, before.timing, strict=True))
-        self.timing = Timing(
-            *(have + more for have, more in zip(astuple(self.timing), added, strict=True))
-        )
+        for kind, (spent, earlier) in enumerate(zip(now.timing, before.timing, strict=True)):
+            self._spent[kind] += spent - earlier
         self.clock = self.clock if now.clock is None else now.clock
 
     def arrived(self, frames: int) -> None:
@@ -119,6 +165,16 @@ class FrameCounters:
         if steps:
             self.discarded[reason] += steps
             self.in_flight -= steps
+
+    def lose_node(self, steps: int) -> None:
+        """Give up ``steps`` that a lost node was to make, of which it has reported some."""
+        self.unseen += max(0, steps - self.partial)
+        self.give_up("worker_died")
+
+    def abandon(self, reason: str) -> None:
+        """Discard all steps in flight."""
+        self.discard(reason, self.in_flight)
+        self.partial = 0
 
     def give_up(self, reason: str) -> None:
         """Discard the steps of the lane that is not complete."""

@@ -16,7 +16,7 @@ from muster.rollout.request import RolloutRequest
 from muster.utils.interrupts import postponed
 from muster.workers.group_state import layout_of, result_of, to_plain, write
 from muster.workers.messages import RolloutResult
-from muster.workers.pool import WorkerPool, give_warnings
+from muster.workers.pool import Pool
 from muster.workers.schedule import Bundle, CollectRequest, FilledSlot, Schedule
 
 LEAD = 2  # maximum of undelivered rollouts per bundle
@@ -137,7 +137,7 @@ class FirstReady(Schedule):
 
     def __init__(
         self,
-        pool: WorkerPool,
+        pool: Pool,
         bundles: Sequence[Bundle],
         T: Sequence[int],
         *,
@@ -180,7 +180,8 @@ class FirstReady(Schedule):
             ):
                 self._resubmit()
                 self._request_rollouts(wanted, wanted.batches)  # from other groups in its place
-        give_warnings(self.pool)
+        if self.pool.unwarned:
+            self.pool.give_warnings()
         self._requested.remove(found)
         results = [found.results[request.number] for request in found.requests]
         try:
@@ -257,7 +258,7 @@ class FirstReady(Schedule):
             requested = _Requested(requests, bundle, ring, slot, self._publishes() - plain["age"])
             for request, part in zip(requests, plain["results"], strict=True):
                 requested.results[request.number] = result_of(part, request.number)
-                self.pool.counters[request.group].in_flight += part["frames"]
+                self.pool.counters[request.group].restore(part["frames"])
             self._requested.add(requested)
 
     @postponed()
@@ -378,6 +379,8 @@ class FirstReady(Schedule):
                 bootstrap=wanted.bootstrap,
                 grad=wanted.grad,
                 pause=wanted.pause,
+                offset=slot.offset,
+                nbytes=slot.layout.nbytes,
             )
             for lane, group in enumerate(bundle.groups)
         ]
@@ -450,7 +453,8 @@ class FirstReady(Schedule):
         """
         with self.pool.hold() if len(requests) > 1 else nullcontext():
             for request in requests:
-                handle, after = self.pool.handle(request.group), request.after
+                handle = self.pool.handle(request.group)
+                after = request.after
                 if self.pool.counters[request.group].dropped:
                     requested.results[request.number] = RolloutResult(
                         request.number, request.group, dropped=True

@@ -157,9 +157,7 @@ def write(saved: Mapping[str, Any], slot: Slot) -> None:
 
 
 def result_of(saved: Mapping[str, Any], number: int) -> RolloutResult:
-    """Return a saved result as the result of request ``number``, with its steps already in the
-    counters.
-    """
+    """Return a saved result as the result of request ``number``."""
     return RolloutResult(
         number,
         **{name: saved[name] for name in PARTS},
@@ -169,7 +167,6 @@ def result_of(saved: Mapping[str, Any], number: int) -> RolloutResult:
             Final(f["t"], f["envs"], {k: _leaf(v) for k, v in f["leaves"].items()})
             for f in saved["finals"]
         ],
-        entered=True,
     )
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ class InferenceServer:
         self._holds = 0  # number of entries and exits of ``held``; odd: inside
         self._acting = threading.Lock()
         self._acting_since: float | None = None
-        self._told: Exception | None = None  # the last error that was put into a result
+        self._raised: Exception | None = None  # the last error that was put into a result
         self._calls: list[tuple[Future[Any], Callable[[], Any]]] = []  # for the thread to make
         self._stats = InferenceStats()
         self._closing = False
@@ -139,23 +139,30 @@ class InferenceServer:
         """
         return self._in_thread(lambda: getattr(self.actor, method)(*args))
 
-    def complete(self, result: RolloutResult) -> None:
-        """Add the data to a result that its worker does not have: version, path, and the error of
-        the policy.
+    def completed(self, result: RolloutResult) -> RolloutResult:
+        """Return a result with the data that its worker does not have: version, path, and the error
+        of the policy.
+
+        One call that failed for several workers is raised once: other results are lost with it.
         """
-        # after an error it continues with the newest weights
-        rollout = self._rollouts.pop(result.number, None)
+        rollout = self._rollouts.get(result.number)
         if rollout is None:  # the worker has asked no question
-            return
-        result.version, result.path = rollout.version, self.actor.path(rollout)
-        if result.error is not None and rollout.error is not None:
-            # one call that failed for several workers is raised once
-            again = rollout.error is self._told
-            seen = result.error
-            result.error, result.lost = (
-                (None, True) if again else (on_server(rollout.error, seen), False)
-            )
-            self._told = rollout.error
+            return result
+        known = replace(result, version=rollout.version, path=self.actor.path(rollout))
+        if result.error is None or rollout.error is None:
+            return known
+        is_raised = rollout.error is self._raised
+        self._raised = rollout.error
+        if is_raised:
+            return replace(known, error=None, lost=True)
+        return replace(known, error=on_server(rollout.error, result.error), lost=False)
+
+    def forget(self, number: int) -> None:
+        """Forget a rollout that has a result.
+
+        After an error, the same request continues with the newest weights.
+        """
+        self._rollouts.pop(number, None)
 
     def waits(self, worker: int) -> bool:
         """Return whether a worker waits for the server."""

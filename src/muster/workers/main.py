@@ -37,6 +37,7 @@ from muster.workers.channel import Channel, StatusPage
 from muster.workers.config import WorkerConfig, WorkerPlace
 from muster.workers.effects import run_request
 from muster.workers.failures import SentError, env_index_of, pack
+from muster.workers.gaps import Gaps
 from muster.workers.mailbox import MailboxClient, ServedPolicy
 from muster.workers.messages import BIRTH, CLOSED, Answer, RolloutResult, Tell
 from muster.workers.options import WorkerSetting
@@ -128,7 +129,7 @@ class WorkerMain:
         self._lanes: dict[tuple[int, int], tuple[Lane, Lane]] = {}
         self._lanes_of: dict[int, Layout] = {}  # layouts of ``_lanes``
         self._at: dict[int, int] = {}  # number of the last request, by id of the lane
-        self._failed: set[int] = set()  # numbers of requests that are not complete
+        self._gaps = Gaps()
         self.ending = self.terminated = self._closing = self._sending = False
 
     def serve(self) -> None:
@@ -314,9 +315,7 @@ class WorkerMain:
 
     def follow(self, request: RolloutRequest) -> None:
         """Make a rollout, and send its result."""
-        self._failed.discard(request.number)
-        if request.after in self._failed:  # the parent requests both again, in order
-            self._failed.add(request.number)
+        if self._gaps.follows_one(request):
             result = RolloutResult(request.number, request.group, lost=True)
         else:
             lane, shared = self._lane(request)
@@ -324,30 +323,35 @@ class WorkerMain:
                 lane.restart()
                 self._at[id(lane)] = request.number
             begin = lane.done_steps
-            result = self.worker.run(request, lane)
-            self._complete(result, lane, begin)
+            result = self._completed(self.worker.run(request, lane), lane, begin)
             if lane is not shared and result.error is None:
                 for key, tensor in lane.tensors.items():
                     shared.tensors[key].copy_(tensor)
         if self.mailbox is not None:
             self.mailbox.finished(result.number)
-        result.lost |= self.terminated
-        if self.terminated and result.phase:  # the phase that SIGTERM interrupted
-            self.progress.begin(Phase[result.phase.upper()])
-        result.unfinished = self.terminated
+        if self.terminated:
+            if result.phase:  # the phase that SIGTERM interrupted
+                self.progress.begin(Phase[result.phase.upper()])
+            result = replace(result, lost=True, unfinished=True)
         self._send(result)
         if result.error is None and not result.lost:
             self._begin_early(self.worker.group(result.group))
 
-    def _complete(self, result: RolloutResult, lane: Lane, begin: int) -> None:
-        """Add to a result the data that the parent needs, about the rows from ``begin`` on."""
+    def _completed(self, result: RolloutResult, lane: Lane, begin: int) -> RolloutResult:
+        """Return a result with the data that the parent needs, about the rows from ``begin`` on."""
         group = self.worker.group(result.group)
-        result.clock = np.stack([group.clock.episode, group.clock.steps])
-        if result.error is not None:
-            self._failed.add(result.number)
-            result.error = self._explain(result.error, result.phase, group, lane)
-        result.objects = objects_of(lane)
-        result.anchors = self._anchors[result.group].take(begin, group.pending)
+        clock = np.stack([group.clock.episode, group.clock.steps])
+        error = result.error
+        if error is not None:
+            self._gaps.begin_with(result.number)
+            error = self._explain(error, result.phase, group, lane)
+        return replace(
+            result,
+            clock=clock,
+            error=error,
+            objects=objects_of(lane),
+            anchors=self._anchors[result.group].take(begin, group.pending),
+        )
 
     def _begin_early(self, group: Group) -> None:
         """Reset environments that wait for the next rollout.

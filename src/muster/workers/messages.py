@@ -39,7 +39,6 @@ class RolloutResult:
         left_out: some environments made no steps in some rows.
         lost: the rollout was not completed, and has to be requested again.
         dropped: the group is dropped.
-        entered: the frame counters of the group include this result.
         warnings: texts of warnings since the last result, to be issued in the user's process.
         unfinished: a signal has terminated the worker; the request is still under way.
     """
@@ -67,7 +66,6 @@ class RolloutResult:
     left_out: bool = False
     lost: bool = False
     dropped: bool = False
-    entered: bool = False
     warnings: Sequence[str] = ()
     unfinished: bool = False
 

@@ -4,38 +4,41 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from muster.memory.shared import Arena
 from muster.memory.slots import Slot
+from muster.observing.stats import WorkerStats
 from muster.restore.registered import with_later_ids
 from muster.rollout.progress import STOP, Phase
 from muster.rollout.request import RolloutRequest
 from muster.utils.interrupts import allowed, postponed
-from muster.workers.config import WorkerConfig, WorkerPlace
+from muster.weights.transport import Ticket
+from muster.workers.config import PoolConfig, WorkerConfig, WorkerPlace
+from muster.workers.counters import FrameCounters
 from muster.workers.effects import add_answer, log_request, sent_through
-from muster.workers.failures import Where
-from muster.workers.lives import Proxy, WorkerState
+from muster.workers.failures import SentError, Where
+from muster.workers.life import WorkerState
 from muster.workers.main import WorkerMain
 from muster.workers.messages import BIRTH, Answer, RolloutResult, Tell, WorkerStatus
 from muster.workers.pool import stats_of
 from muster.workers.requests import Call, LayOut, Request
+from muster.workers.responder import Responder
+from muster.workers.supervision import Proxy, SupervisedPool
 from muster.workers.under_way import phase_of
 from muster.workers.worker import Worker
 
 if TYPE_CHECKING:
-    from muster.observing.stats import WorkerStats
-    from muster.workers.counters import FrameCounters
-    from muster.workers.failures import SentError
     from muster.workers.inference import InferenceServer
     from muster.workers.launch import Child
-    from muster.workers.supervision import Supervisor
     from muster.workers.threads import WorkerThread
 
 SEND_S = 60.0  # timeout of a message to a worker that does not read
 STACK_S = 0.5  # timeout of the stack dump of a hanging worker
+END_S = 5.0  # timeout for a killed process to exit
 
 
 @dataclass
@@ -73,34 +76,66 @@ class WorkerProcess:
         self.status_page.close()
 
 
+@dataclass(frozen=True)
+class Shared:
+    """What the workers of a pool share.
+
+    Attributes:
+        config: config of the pool.
+        arena: memory of all lanes.
+        launch: starts a process or thread with a name; returns it, the parent's end of its channel,
+            and its status page. The second argument: whether to spend time on preloading modules
+            for later starts.
+        subscribe: returns a ticket for the weights, by number of the worker; None: no weights yet.
+        server: inference server; None: the workers run the policy.
+        responder: answers workers that wait, the server if there is one; None: they ask nothing.
+    """
+
+    config: PoolConfig
+    arena: Arena
+    launch: Callable[[str, bool], tuple[Any, ...]]
+    subscribe: Callable[[int], Ticket] | None
+    server: InferenceServer | None
+    responder: Responder | None
+
+
 class WorkerProxy(Proxy):
-    """Implements ``Proxy`` for a process or thread."""
+    """Implements ``Proxy`` for a process or thread.
+
+    Attributes:
+        config: config of a successor, except ``generation`` and ``place``.
+        process: the most recent process.
+        failure: error before any request, while it made its environments or groups.
+        unwritten: why a rollout was not written to its destination, and no later one is.
+        deaf_s: seconds for which it has not read a message: it hangs; 0: it has read all.
+    """
 
     absent = False
 
-    def __init__(self, config: WorkerConfig, supervisor: Supervisor) -> None:
-        super().__init__(config.index, config.groups, supervisor)
-        # config of a successor, except ``generation`` and ``place``
+    def __init__(self, config: WorkerConfig, pool: SupervisedPool, shared: Shared) -> None:
+        super().__init__(config.index, config.groups, pool)
         self.config = config
-        self._supervisor = supervisor
-        self.process: WorkerProcess  # the most recent one
-        # error before any request, while it made its environments or groups
+        self.process: WorkerProcess
         self.failure: SentError | None = None
-        # why a rollout was not written to its destination, and no later one is
         self.unwritten: Exception | None = None
+        self.deaf_s = 0.0
+        self._shared = shared
 
     @property
     def awaited(self) -> bool:
         """Whether the process has something to do: a rollout, an answer, or making its
         environments.
         """
-        return self.alive and (
-            bool(self.under_way) or self._awaited is not None or self.infos is None
-        )
+        return self.alive and (bool(self.under_way) or self.question.is_open or self.infos is None)
 
     @property
     def phase(self) -> Phase:
         return phase_of(self.process.status_page.cells)
+
+    @property
+    def is_successor(self) -> bool:
+        """Whether the next start is one of a successor."""
+        return self.life.state is WorkerState.DEAD
 
     # --- its process ------------------------------------------------------------------------------
 
@@ -110,20 +145,17 @@ class WorkerProxy(Proxy):
         A successor gets the present config and all requests that have no result yet.
         """
         self._owner.check()
-        self._check_next(WorkerState.RUNNING)
-        is_successor = self._state is WorkerState.DEAD
+        self.life.check_next(WorkerState.RUNNING)
         config = self.config
-        if is_successor:
+        if self.is_successor:
             registered = config.registered and with_later_ids(config.registered)
             config = replace(config, generation=config.generation + 1, registered=registered)
             self.process.close()  # it is closed, unless an exception has come in between
-        process = WorkerProcess(
-            *self._supervisor.launch(f"muster-worker-{self.index}", not config.generation)
-        )
+        name = f"muster-worker-{self.index}"
+        process = WorkerProcess(*self._shared.launch(name, not config.generation))
         try:
             self._send_config(process, config)
-            if is_successor and self.place is not None:
-                self._note_successor(config.generation, self.place)
+            if self.is_successor and self.place is not None:
                 for request in self.under_way.requests():
                     process.send(request)
         except BaseException:
@@ -131,16 +163,18 @@ class WorkerProxy(Proxy):
             raise
         self.config = config
         self.process = process
-        self.infos = self.failure = self.unwritten = self._answer = self._awaited = None
-        for requested in self.under_way.outstanding.values():
-            requested.entered = False
-        self.starts += 1
-        self.state = WorkerState.RUNNING
+        self.infos = None
+        self.failure = None
+        self.unwritten = None
+        self.deaf_s = 0.0
+        self.question.forget()
+        self.under_way.begin_again()
+        self.life.has_started(WorkerState.RUNNING)
 
     def where(self) -> Where:
-        counters = self._supervisor.counters
+        counters = self._pool.counters
         ids = [int(i) for group in self.groups for i in counters[group].env_ids] if counters else []
-        return Where(self.index, env_ids=tuple(ids), node=self._supervisor.config.node)
+        return Where(self.index, env_ids=tuple(ids), node=self.config.node)
 
     def assign(self, place: WorkerPlace) -> None:
         """Send the worker its place among all workers, and wait until it has made its groups."""
@@ -160,18 +194,41 @@ class WorkerProxy(Proxy):
         """Kill the process without waiting. Its status page and its requests are kept."""
         self.process.child.kill()
 
-    def forget_answers(self) -> None:
-        """Drop the answers of a process that has hung: it is lost, even if it has gone on before it
-        was killed.
+    def halt(self) -> None:
+        """Stop the process, and process its messages until then.
+
+        After this its status page does not change.
         """
-        self._answer = self.infos = self.failure = None
+        if self.config.in_thread:
+            # A thread runs on: its messages are ignored, then ``kill`` isolates its memory.
+            self.process.channel.close()
+            self.pump()
+            self.kill()
+        else:
+            self.kill()
+            self.process.child.join(END_S)
+            self.pump()
+
+    def give_up_hung(self) -> None:
+        """Halt a process that has hung, and drop its answers: it is lost, even if it has gone on
+        before it was killed.
+        """
+        self.halt()
+        self.question.forget_answer()
+        self.infos = None
+        self.failure = None
+
+    def stop_writing(self, error: Exception) -> None:
+        """Note why a rollout was not written to its destination."""
+        self.unwritten = error
 
     def end(self) -> None:
         """End the process if it runs, add its steps to the counters, and release its resources."""
         if not self.alive:
             return
         try:
-            self._supervisor.ends(self)
+            self.halt()
+            self._pool.count_last_steps(self)
         finally:  # also after Ctrl-C
             self.abandon()
 
@@ -181,29 +238,25 @@ class WorkerProxy(Proxy):
         """
         if not self.alive:
             return
-        self.state = WorkerState.DEAD if self._state is WorkerState.RUNNING else WorkerState.CLOSED
+        is_running = self.life.state is WorkerState.RUNNING
+        self.life.become(WorkerState.DEAD if is_running else WorkerState.CLOSED)
         self.process.close()
-        if self._supervisor.responder is not None:
-            self._supervisor.responder.lost(self.index, self.groups)
+        if self._shared.responder is not None:
+            self._shared.responder.lost(self.index, self.groups)
 
-    # --- methods of Proxy -------------------------------------------------------------------------
+    # --- methods of Handle ------------------------------------------------------------------------
 
     def stats(self, counters: Sequence[FrameCounters]) -> list[WorkerStats]:
-        return [
-            stats_of(
-                self.index, self.groups, counters, status_of(self), self._supervisor.config.node
-            )
-        ]
+        return [stats_of(self.index, self.groups, counters, status_of(self), self.config.node)]
 
     def submit(self, request: RolloutRequest, slot: Slot) -> None:
-        request.offset, request.nbytes = slot.offset, slot.layout.nbytes
         self.under_way.add(request, slot)
         if self.alive:
-            if self._supervisor.responder is not None:
-                self._supervisor.responder.mailbox.expect(self.index, request.number)
+            if self._shared.responder is not None:
+                self._shared.responder.mailbox.expect(self.index, request.number)
             self.send(request)
         elif not self.reviving:
-            self._supervisor.begin(self)
+            self._pool.begin(self)
 
     def stop(self, number: int) -> None:
         if self.alive:
@@ -211,18 +264,17 @@ class WorkerProxy(Proxy):
 
     @postponed()
     def call(self, request: Request) -> list[Any]:
-        asked = request
         self._wait_until_there()
-        server = self._supervisor.server
+        sent = request
+        server = self._shared.server
         if server is not None:
-            request = self._with_columns(server, request)
-            request = sent_through(request, server.actor, self.groups)
-        self.remember(request)
-        result = self._ask(WorkerMain.call, request)
+            sent = sent_through(self._with_columns(server, request), server.actor, self.groups)
+        self.remember(sent)
+        result = self._ask(WorkerMain.call, sent)
         if server is not None:
-            add_answer(request, server.actor, self.groups, result)
-        if self._supervisor.counters:
-            log_request(asked, self._supervisor.notes, self.groups)
+            add_answer(sent, server.actor, self.groups, result)
+        if self._pool.notes is not None:
+            log_request(request, self._pool.notes, self.groups)
         return [result]
 
     def _ask_to_close(self) -> None:
@@ -232,10 +284,10 @@ class WorkerProxy(Proxy):
             self.process.child.send_signal(signal.SIGTERM)  # in the middle of a rollout
 
     def _wait_for_close(self) -> None:
-        close_s = self._supervisor.config.timeout("close")
+        close_s = self._shared.config.timeout("close")
         deadline = None if close_s is None else self._closing_since + close_s
         try:
-            while self._answer is None:
+            while self.question.answer is None:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 self._note(self.process.channel.receive(left)[0])
             self.process.child.join(1.0)
@@ -245,50 +297,38 @@ class WorkerProxy(Proxy):
             self.end()
 
     def send(self, message: Any) -> None:
-        """Send a message; if the process has ended, the next wait detects that.
-
-        One that does not read is lost here.
+        """Send a message; if the process has ended, or does not read it, the next wait detects
+        that.
         """
         try:
             self.process.channel.send(message, (), SEND_S)
         except EOFError:
             pass
         except TimeoutError:
-            self._supervisor.hangs(self, SEND_S)
+            self.deaf_s = SEND_S
 
     # --- parts ------------------------------------------------------------------------------------
 
     def _send_config(self, process: WorkerProcess, config: WorkerConfig) -> None:
-        responder = self._supervisor.responder
-        subscribe = self._supervisor.subscribe
-        ticket = (
-            None if subscribe is None or config.served_by is not None else subscribe(self.index)
-        )
-        fds = [*([] if config.in_thread else [process.status_page.fd]), self._supervisor.arena.fd]
-        fds += (
-            responder.mailbox.fds_for(self.index)
-            if responder is not None
-            else []
-            if ticket is None
-            else ticket.fds
-        )
+        responder = self._shared.responder
+        subscribe = self._shared.subscribe
+        ticket: Ticket | None = None
+        if subscribe is not None and config.served_by is None:
+            ticket = subscribe(self.index)
+        fds: list[int] = []
+        if not config.in_thread:
+            fds.append(process.status_page.fd)
+        fds.append(self._shared.arena.fd)
+        if responder is not None:
+            fds += responder.mailbox.fds_for(self.index)
+        elif ticket is not None:
+            fds += ticket.fds
         try:
             with allowed():  # a process that does not read delays Ctrl-C otherwise
                 process.send(replace(config, place=self.place, ticket=ticket), fds)
         finally:
             if ticket is not None:
                 ticket.close()
-
-    def _note_successor(self, generation: int, place: WorkerPlace) -> None:
-        """Prepare the inference server and the crash notes for a successor, before it gets its
-        first request.
-        """
-        if self._supervisor.server is not None:
-            self._supervisor.server.actor.reseed(self.groups, place.seed, generation)
-        self._supervisor.notes.forget(self.groups)
-        self._supervisor.notes.seeded(
-            self.groups, place.seed, static=place.static, generation=generation
-        )
 
     def answered(self, answer: Answer) -> None:
         if answer.number == BIRTH:
@@ -300,7 +340,7 @@ class WorkerProxy(Proxy):
         if isinstance(message, Answer):
             self.answered(message)
         else:
-            self.under_way.finished(message)
+            self.under_way.report(message)
 
     def _with_columns(self, server: InferenceServer, request: Request) -> Request:
         """Add the columns that the server's policy writes to a ``LayOut`` request; return other
@@ -308,18 +348,20 @@ class WorkerProxy(Proxy):
         """
         if not isinstance(request, LayOut):
             return request
-        served = server.ask(
-            "adopt", self._ask(WorkerMain.call, Call(Worker.observe)), request.policy == "policy"
-        )
+        observed = self._ask(WorkerMain.call, Call(Worker.observe))
+        served = server.ask("adopt", observed, request.policy == "policy")
         return replace(request, served=served)
 
 
 def status_of(handle: WorkerProxy) -> WorkerStatus:
     """Return the state of a worker for ``WorkerStats``."""
+    generation = handle.config.generation
     if handle.state is WorkerState.NEW:
-        return WorkerStatus(0, "working", "construct", handle.config.generation)
-    state = (
-        "dropped" if handle.state is WorkerState.DROPPED else "working" if handle.alive else "dead"
-    )
+        return WorkerStatus(0, "working", "construct", generation)
+    state = "dead"
+    if handle.state is WorkerState.DROPPED:
+        state = "dropped"
+    elif handle.alive:
+        state = "working"
     phase = handle.phase.name.lower() if handle.alive else state
-    return WorkerStatus(handle.process.child.pid, state, phase, handle.config.generation)
+    return WorkerStatus(handle.process.child.pid, state, phase, generation)

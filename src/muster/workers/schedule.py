@@ -15,7 +15,7 @@ from muster.memory.slots import Layout, Slot, SlotRing, SlotState
 from muster.rollout.marks import blank
 from muster.rollout.request import Bootstrap
 from muster.workers.messages import RolloutResult
-from muster.workers.pool import Handle, WorkerPool, start_dead
+from muster.workers.pool import Handle, Pool
 from muster.workers.requests import LayOut
 
 if TYPE_CHECKING:
@@ -129,6 +129,10 @@ class Bundle:
         self._rings = [*[other for other in self._rings if other is not ring][1 - RINGS :], ring]
         return ring
 
+    def lay_out_again(self) -> None:
+        """Invalidate the layout: rollouts have another length from now on."""
+        self.laid_out = False
+
     def slots(self, state: SlotState) -> int:
         return sum(ring.count(state) for ring in self._rings)
 
@@ -169,7 +173,7 @@ class Schedule(ABC):
     overlaps: ClassVar[bool] = False
     preempts = False
 
-    def __init__(self, pool: WorkerPool, bundles: Sequence[Bundle], T: Sequence[int]) -> None:
+    def __init__(self, pool: Pool, bundles: Sequence[Bundle], T: Sequence[int]) -> None:
         self.pool = pool
         self.bundles = list(bundles)
         self.T = list(T)
@@ -272,7 +276,7 @@ class Schedule(ABC):
             return False
         self.T = list(T)
         for bundle in self.bundles:
-            bundle.laid_out = False
+            bundle.lay_out_again()
         return True
 
     def _batch_groups(self) -> Sequence[int]:
@@ -289,8 +293,7 @@ class Schedule(ABC):
 
     def _discard(self, reason: str) -> None:
         for counts in self.pool.counters:
-            counts.discard(reason, counts.in_flight)
-            counts.partial = 0
+            counts.abandon(reason)
 
     def _give_back(self, ring: SlotRing, slot: Slot) -> None:
         """Return a slot to its ring without delivering it."""
@@ -323,7 +326,7 @@ class Schedule(ABC):
         layouts: dict[int, Layout] = {}
         for handle in self._handles(bundles):
             # all of them: with a server, the workers of a node wait for each other
-            start_dead(self.pool, absent=False)
+            self.pool.start_dead(absent=False)
             rows = {number: self.T[number] for number in handle.groups}
             for of_worker in self.pool.ask(handle, LayOut(policy, rows, version, grad=grad)):
                 layouts |= of_worker
@@ -349,9 +352,7 @@ class Schedule(ABC):
 
     def _finish(self, slot: Slot, lane: int, result: RolloutResult) -> None:
         """Complete a lane for delivery, and count its frames as delivered."""
-        counts = self.pool.counters[result.group]
-        counts.delivered += result.frames
-        counts.in_flight -= result.frames
+        self.pool.counters[result.group].deliver(result.frames)
         if result.dropped:
             blank(slot.lanes[lane], np.zeros((0, slot.lanes[lane].B), bool), repeat_flags=False)
         for key, array in result.objects.items():

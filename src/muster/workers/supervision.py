@@ -1,482 +1,542 @@
-"""Supervision of workers: receives their messages, detects exits and hangs, and handles losses."""
+"""Pools whose workers run elsewhere, in threads, processes or on nodes: starts, waits, losses."""
 
 from __future__ import annotations
 
-import select
 import time
-import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
-
-import numpy as np
+from typing import Any
 
 from muster.env_spec import EnvSpec
-from muster.errors import BadEnvOutput, EnvError, MusterError, WorkerError, described
-from muster.memory.shared import Arena
-from muster.restore.crash_notes import CrashNotes, Replay
-from muster.rollout.progress import Phase
-from muster.utils.cpus import pinned
-from muster.utils.interrupts import allowed
-from muster.weights.transport import Ticket
-from muster.workers import failures
-from muster.workers.channel import WakeUp
+from muster.errors import BadOption, CollectorClosed, EnvError, ForkedProcess, MusterError
+from muster.utils.forks import Owner
 from muster.workers.config import PoolConfig, WorkerPlace
-from muster.workers.inference import InferenceServer
-from muster.workers.launch import in_process
-from muster.workers.lives import Watcher, listed
-from muster.workers.messages import RolloutResult
-from muster.workers.pool import WorkerPool
-from muster.workers.proxy import WorkerProxy
-from muster.workers.responder import Responder
-from muster.workers.threads import in_thread
-from muster.workers.under_way import AtWork
+from muster.workers.effects import place_after
+from muster.workers.failures import Where, not_started
+from muster.workers.fates import Fate, decide_fate
+from muster.workers.life import ALIVE, Life, WorkerState
+from muster.workers.messages import CLOSED, Answer, RolloutResult, Tell
+from muster.workers.pool import Handle, Pool
+from muster.workers.requests import Request
+from muster.workers.slow_construction import SlowConstruction
 
-if TYPE_CHECKING:
-    from muster.memory.slots import Slot
-
-SAMPLED_EVERY = 0.2  # seconds
-END_S = 5.0  # timeout for a killed process to exit
+# RuntimeError: "can't start new thread"
+START_ERRORS = (OSError, MemoryError, MusterError, RuntimeError)
 
 
-class Supervisor(Watcher):
-    """Starts workers, makes a worker pool of them, and supervises their processes.
+class NotAnswered(Exception):
+    """An answer has not arrived in the time that the caller waits for it."""
 
-    ::
 
-        supervisor = Supervisor(config, subscribe, made)
-        supervisor.start()
-        infos = supervisor.built()  # descriptions of the groups
-        pool = supervisor.pool(infos, place)
-
-    Args:
-        subscribe: returns a ticket for the weights, by number of the worker; None: no weights yet.
-        made: exit stack; its callbacks close everything that the supervisor makes.
-        light: with an inference server, start worker processes that have not imported torch.
-        responder: answers workers that wait, where there is no inference server.
-        caller: node that owns the pool. While the pool waits for workers, and ``fileno()`` of the
-            node is readable, its ``hear()`` handles its messages; an exception ends the wait.
-            ``attends()`` is called in every wait.
+class Question:
+    """The message of a worker or node that a caller waits for: there is one at a time.
 
     Attributes:
-        launch: starts a process or thread with a name; returns it, the parent's end of its channel,
-            and its status page. The second argument: whether to spend time on preloading modules
-            for later starts.
-        write: writes a rollout to its destination, if that is not its lane; its errors count as the
-            worker's.
+        start: ``Life.starts`` when the message was sent that it answers.
+        answer: the answer; None: it has not arrived.
     """
 
-    def __init__(
-        self,
-        config: PoolConfig,
-        subscribe: Callable[[int], Ticket] | None,
-        made: ExitStack,
-        *,
-        light: bool = True,
-        caller: Any = None,
-        responder: Responder | None = None,
-    ) -> None:
-        super().__init__(config)
-        self.subscribe = subscribe
-        self._caller = caller
-        self.arena = Arena.create("muster-slots")  # memory of all lanes
-        made.callback(self.arena.close)
-        self.write: Callable[[RolloutResult, Slot], None] | None = None
-        self._wake_up: WakeUp | None = None
-        if config.in_threads:
-            self._wake_up = WakeUp()
-            made.callback(self._wake_up.close)
-            self.launch: Callable[[str, bool], tuple[Any, ...]] = in_thread(self._wake_up)
-        else:
-            light = light and (config.server is not None or responder is not None)
-            self.launch = in_process(config.supervision.start_method, light=light)
-        # for all workers; None: the workers run the policy
-        self.server: InferenceServer | None = None
-        self.responder = responder  # None: workers ask no questions
-        if config.server is not None:
-            assert subscribe is not None, "weights come before the server"
-            ticket = subscribe(config.workers[0].index)
-            made.callback(ticket.close)  # if the server cannot be made
-            self.server = InferenceServer(config, ticket)
-            made.callback(self.server.close)
-            self.responder = self.server
-        self.notes: CrashNotes  # once there is a pool
-        self._oom_kills = failures.oom_kills()
-        self._look_at = 0.0
-        self._listening: tuple[int, select.poll, dict[Any, WorkerProxy]] | None = None
-        affinity = config.supervision.cpu_affinity
-        numbers = [worker.index for worker in config.workers]
-        cpus = [()] * len(numbers) if affinity is None else pinned(affinity, numbers)
-        configs = [
-            replace(
-                worker,
-                policy=config.policy,
-                node=config.node,
-                cpus=own,
-                registered=config.registered,
-            )
-            for worker, own in zip(config.workers, cpus, strict=True)
-        ]
-        self.handles = [WorkerProxy(worker, self) for worker in configs]
-        made.callback(self.end)
+    def __init__(self) -> None:
+        self.start = 0
+        self.answer: Answer | None = None
+        self._newest = 0  # number of the newest message
+        self._awaited: int | None = None  # number of the awaited answer
 
+    def ask(self, start: int) -> int:
+        """Return the number of a new message, whose answer is awaited from now on."""
+        self._newest += 1
+        self.start = start
+        self.wait_for(self._newest)
+        return self._newest
+
+    def wait_for(self, number: int) -> None:
+        """Wait for the answer with this number."""
+        self._awaited = number
+        self.answer = None
+
+    def answered(self, answer: Answer) -> None:
+        """Store an answer, if it is awaited."""
+        if answer.number == self._awaited:
+            self.answer = answer
+
+    def take(self) -> Answer | None:
+        """Return the answer, if it has arrived, and wait for none any more."""
+        answer = self.answer
+        self.forget()
+        return answer
+
+    def forget(self) -> None:
+        """Wait for no answer any more."""
+        self.answer = None
+        self._awaited = None
+
+    def forget_answer(self) -> None:
+        """Drop the answer: its sender is lost."""
+        self.answer = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an answer is awaited."""
+        return self._awaited is not None
+
+
+class Proxy(Handle):
+    """The handle of a worker or node that a ``SupervisedPool`` starts and restarts.
+
+    Requests and calls are executed one after another, in the order in which they were submitted.
+
+    Attributes:
+        life: its state, its restarts and its signs of life.
+        question: what a caller waits for.
+        infos: descriptions of its groups; None: it has made none yet.
+        place: place of its groups for a successor; None: not known yet.
+    """
+
+    late = False  # the node was called and did not join in time
+
+    def __init__(self, index: int, groups: Sequence[int], pool: SupervisedPool) -> None:
+        super().__init__(index, groups)
+        self.life = Life(f"{type(self).__name__} {index}", pool.note_change)
+        self.question = Question()
+        self.infos: list[EnvSpec] | None = None
+        self.place: WorkerPlace | None = None
+        self._pool = pool
+        self._owner = Owner("collector", "workers")
+        self._closing_since = 0.0  # time at which it was asked to close
+
+    @property
+    def state(self) -> WorkerState:
+        return self.life.state
+
+    @property
+    def starts(self) -> int:
+        return self.life.starts
+
+    @property
+    def cause(self) -> Exception | None:
+        return self.life.cause
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has a process, thread or session, as far as is known; always False in a fork
+        of this process.
+        """
+        return self.life.state in ALIVE and self._owner.is_here()
+
+    @property
+    def reviving(self) -> bool:
+        return self.life.state is WorkerState.RESTARTING
+
+    @property
+    def stranded(self) -> bool:
+        """Whether it has requests and no process, and no restart is planned: an exception has come
+        between these.
+        """
+        return self.life.state is WorkerState.DEAD and bool(self.under_way)
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start or restart the worker, or call the node. Called by ``SupervisedPool.begin`` only.
+
+        If this raises, nothing has changed: all that it had acquired is released.
+        """
+
+    @abstractmethod
+    def where(self) -> Where:
+        """Return the worker that errors about a start name."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Kill the process without waiting. May be called from another thread."""
+
+    # --- its place --------------------------------------------------------------------------------
+
+    def prepared(self, policy: str) -> bool:
+        columns = None if self.place is None else self.place.columns
+        return columns is not None and columns.policy == policy
+
+    def remember(self, request: Request) -> None:
+        """Note the effect of a request on the place of a successor."""
+        if self.place is not None:
+            self.place = place_after(request, self.place)
+
+    def begin_episodes_at(self, episodes: dict[int, Any]) -> None:
+        """Note the numbers of the first episodes of a successor, by group."""
+        if self.place is not None:
+            self.place = replace(self.place, episodes=episodes)
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def send(self, message: Tell) -> None:
+        """Send a message. Does not wait."""
+
+    def post(self, send: Callable[[int], None]) -> None:
+        """Send a message with a new number. ``answer`` returns the answer."""
+        number = self.question.ask(self.life.starts)
+        self.life.forget_signs()
+        try:
+            send(number)
+        except BaseException:
+            self.question.forget()
+            raise
+
+    def answer(self, until: float | None = None) -> Answer | None:
+        """Wait for the answer to the last message; None: that went to a predecessor.
+
+        Args:
+            until: raise ``NotAnswered`` at this time (``time.monotonic()``); the answer is still
+                awaited.
+        """
+
+        def is_over() -> bool:
+            return self.question.answer is not None or (
+                until is not None and time.monotonic() >= until
+            )
+
+        try:
+            is_there = self._pool.wait_for(self, is_over, self.question.start)
+        except BaseException:
+            self.question.forget()
+            raise
+        if is_there and self.question.answer is None:
+            raise NotAnswered
+        answer = self.question.take()
+        return answer if is_there else None
+
+    def _ask(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Have the worker or node call a method, and return the answer.
+
+        A successor gets the message again.
+        """
+        while True:
+            self.post(lambda number: self.send(Tell(method, args, number)))
+            answer = self.answer()
+            if answer is not None:
+                return value_of(answer)
+
+    def _wait_until_there(self) -> None:
+        if not self.alive and not self.reviving:
+            self._pool.begin_or_raise(self)
+        while self.reviving or self.absent:
+            self._pool.wait_for(self, lambda: self.alive and not self.absent)
+
+    def answered(self, answer: Answer) -> None:
+        """Store an answer, if it is awaited."""
+        self.question.answered(answer)
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def close(self, *, wait: bool = True) -> None:
+        if self.life.state is WorkerState.RUNNING and self.alive:
+            self._closing_since = time.monotonic()
+            self.life.become(WorkerState.CLOSING)
+            self.question.wait_for(CLOSED)
+            self._ask_to_close()
+        if wait and self.alive:
+            self._wait_for_close()
+            answer = self.question.answer
+            if answer is not None:
+                value_of(answer)  # raises its failure
+
+    @abstractmethod
+    def _ask_to_close(self) -> None:
+        """Tell the worker or node to close its environments. Does not wait."""
+
+    @abstractmethod
+    def _wait_for_close(self) -> None:
+        """Wait for its answer until its deadline, and end it."""
+
+
+class SupervisedPool(Pool):
+    """A pool whose workers it starts, waits for and restarts.
+
+    1. Made from a config: every worker is NEW (``Life``), and nothing runs.
+    2. ``start``: all workers start, and make their environments in parallel. A failure is raised.
+    3. ``built``: all have made their environments; returns descriptions of the groups.
+    4. ``open``: the counters are made, and each worker gets its place among all. From here on, a
+       worker that is lost, or that cannot be started, has a fate (``decide_fate``): a request
+       belongs to a worker that runs, to one whose restart is planned, or it has a result. Waits
+       rely on that.
+    5. ``handle``, ``next_result``, ``call``: see ``Pool``. Every wait is one of ``wait``, which
+       also detects losses and restarts workers.
+    6. ``close``, or ``end``, which does not wait. Nothing is started any more.
+
+    Args:
+        config: its reaction to a failure: "raise": raise the error to the user; the next batch restarts
+            the worker. "restart": restart the worker at once. "drop": continue without the worker.
+    """
+
+    def __init__(self, config: PoolConfig) -> None:
+        super().__init__(Owner("collector", "workers"))
+        self.config = config
+        self.changes = 0  # number of changes of the states of workers or nodes
+        self.is_closed = False  # nothing is started any more
+        self._due: list[Any] = []  # proxies whose restart is planned
+        self._construction = SlowConstruction(self.missing)
+
+    @abstractmethod
+    def wait(self, timeout: float | None, *, revives: bool = True) -> None:
+        """See ``Pool``.
+
+        With ``revives``, restart workers whose restart is due; return at once if there are results
+        of requests of lost workers.
+        """
+
+    @abstractmethod
+    def missing(self) -> str:
+        """Return a description of what a construction waits for; empty if nothing is missing."""
+
+    @abstractmethod
     def built(self) -> list[EnvSpec]:
-        """Wait until all workers have made their environments, and describe the groups.
+        """Wait until the workers have made their environments, and describe the groups.
 
         Raises a worker's error.
         """
-        infos: list[EnvSpec] = []
-        for handle in self.handles:
-            self.wait_for(handle, lambda: handle.infos is not None or handle.failure is not None)  # noqa: B023
-            if handle.failure is not None:
-                raise handle.failure.error()
-            infos += handle.infos
-        return infos
 
-    def pool(self, infos: Sequence[EnvSpec], place: WorkerPlace) -> WorkerPool:
-        """Make the worker pool, and send each worker its place."""
-        groups = self.config.groups
-        pool = WorkerPool(self.handles, infos, self, first_env=place.firsts[groups[0]])
-        self.counters = pool.counters
-        for number, begin in (place.episodes or {}).items():  # on a node that has rejoined
-            pool.counters[number].clock = np.stack([begin, np.zeros_like(begin)])
-        if self.server is not None:
-            clients = {
-                handle.index: (handle.groups[0], handle.under_way) for handle in self.handles
-            }
-            self.server.open(clients, dict(zip(groups, infos, strict=True)))
-            pool.server, pool.hold = self.server, self.server.held
-        config = self.config
-        self.notes = CrashNotes(
-            groups,
-            config.origins,
-            pool.counters,
-            config.max_frames_per_traj,
-            config.supervision.crash_dir,
-        )
-        pool.notes = self.notes
-        for handle in self.handles:
-            generation = handle.config.generation
-            self.notes.seeded(handle.groups, place.seed, static=place.static, generation=generation)
-            handle.assign(place.part(handle.groups))
-        return pool
+    @abstractmethod
+    def open(self, infos: Sequence[EnvSpec], place: WorkerPlace) -> None:
+        """Make the counters, and send each worker its place."""
 
+    @abstractmethod
     def end(self) -> None:
-        """Kill all workers that still run, and close the responder. None can be started any more."""
-        self.is_closed = True
+        """End all workers that still run. None can be started any more."""
+
+    def note_change(self) -> None:
+        """Note that the state of a worker or node has changed."""
+        self.changes += 1
+
+    # --- starts -----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the workers, or sessions with all nodes. They make their environments in parallel.
+
+        Raises:
+            BadOption: there are too few descriptors, or the start method is impossible.
+            WorkerNotStarted: the system does not allow it for another reason.
+        """
         for handle in self.handles:
-            handle.end()
-        if self.responder is not None:
-            self.responder.close()
+            self.begin(handle)
 
-    def missing(self) -> str:
-        absent = [handle.index for handle in self.handles if handle.infos is None]
-        where = f" on node {self.config.node}" if self.config.node else ""
-        of = f"{listed('worker', absent)} of {self.config.count}{where}"
-        return f"{of} to construct environments" if absent else ""
+    def begin(self, handle: Any) -> None:
+        """Start a worker or node that has no process.
 
-    # --- waiting ----------------------------------------------------------------------------------
+        If that fails, the worker is lost once more, with this reason.
 
-    def wait(self, timeout: float | None, *, revives: bool = True) -> None:
-        """See ``Watcher``. Also detects hanging workers."""
-        if revives:
-            if self.lost:
-                return
-            self._revive_due()
-        poller, of = self._listen()
-        in_threads, due = self._wake_up, self._until_due(SAMPLED_EVERY, timeout)
-        with allowed():
-            ready = poller.poll(
-                0 if in_threads is not None and in_threads.unattended else due * 1000
-            )
-        if in_threads is not None and ready:  # do not clear a wake-up rung after the poll
-            in_threads.clear()
-        if self._caller is not None:
-            self._caller.attends()
-            if ready:
-                self._caller.hear()
-        with (
-            nullcontext([fd for fd, _ in ready]) if in_threads is None else in_threads.senders()
-        ) as senders:
-            # Others are the caller, and threads that were given up.
-            for handle in dict.fromkeys(of[sender] for sender in senders if sender in of):
-                if in_threads is not None and not handle.process.channel.poll():
-                    continue  # its message was received already
-                if not handle.pump() or handle.process.child.exit_code() is not None:
-                    self._has_ended(handle)
-                else:
-                    self._take_note(handle)
-        self._look_for_hangs()
-
-    def _has_ended(self, handle: WorkerProxy) -> None:
-        handle.process.child.join(1.0)
-        handle.pump()  # messages sent before the exit
-        self._take_note(handle)
-        self._died(handle)
-
-    def _listen(self) -> tuple[select.poll, dict[Any, WorkerProxy]]:
-        """Return a poller for all workers that run, and the worker of each descriptor or thread."""
-        if self._listening is None or self._listening[0] != self.changes:
-            poller = select.poll()
-            of: dict[Any, WorkerProxy] = {}
-            for handle in self.handles:
-                for fd in handle.process.fds() if handle.alive else ():
-                    poller.register(fd, select.POLLIN)
-                    of[fd if self._wake_up is None else handle.process.child] = handle
-            if self._caller is not None:
-                poller.register(self._caller.fileno(), select.POLLIN)
-            self._listening = self.changes, poller, of
-        return self._listening[1:]
-
-    def _take_note(self, handle: WorkerProxy) -> None:
-        """Process new results, and end the worker on an error that requires it."""
-        error = self._take_note_of_reports(handle)
-        if error is not None:
-            self._lose(handle, error, "worker_died" if handle.unwritten is error else "env_error")
-
-    def _take_note_of_reports(
-        self, handle: WorkerProxy, *, ending: bool = False
-    ) -> Exception | None:
-        """Process new results; with ``ending``, errors are handled like the end of the worker.
-
-        Returns the first error for which the worker has to be ended. Requests with such errors are
-        under way again.
+        Raises:
+            CollectorClosed: after ``end``.
+            BadOption, WorkerNotStarted: the start has failed, and the pool is not open yet.
         """
-        first = None
-        fresh = handle.under_way.fresh
-        while fresh:
-            result = fresh[0]
-            if result.clock is not None and not result.unfinished:
-                self.counters[result.group].clock = result.clock
-            if result.error is None and not result.lost and not self._is_written(handle, result):
-                result.error = handle.unwritten
-                first = first or handle.unwritten
-                self.counters[result.group].add(result)
-                self.counters[result.group].give_up("worker_died")
-                handle.under_way.take_back(result)
-            elif result.error is None and not result.lost:
-                if self.server is not None:
-                    self.server.complete(result)
-                handle.record.fruitless = 0
-                self.notes.reported(result, handle.under_way.outstanding[result.number].lane)
-            elif result.error is not None or result.unfinished:
-                is_ending = ending or result.unfinished
-                if not is_ending:
-                    self._explain(handle, result)
-                raises = self.config.supervision.reaction == "raise" or not isinstance(
-                    result.error, (EnvError, BadEnvOutput)
-                )
-                if is_ending or not raises:
-                    first = first or (None if result.unfinished else result.error)
-                    # in order: only the last one has a partial lane
-                    for earlier in handle.under_way.results:
-                        self.counters[earlier.group].add(earlier)
-                    handle.under_way.take_back(result)
-            del fresh[0]  # only now, in case that a signal handler has raised
-        return first
+        if self.is_closed:
+            raise CollectorClosed("The workers of this collector were ended.")
+        try:
+            self._start(handle)
+        except ForkedProcess:
+            raise
+        except START_ERRORS as error:
+            if not self.counters and isinstance(error, BadOption):
+                raise
+            lost = not_started(handle.where(), error, again=bool(self.counters))
+            if not self.counters:
+                raise lost from error
+            handle.life.could_not_start(lost)
+            self._settle(handle, lost)
+        else:
+            handle.life.could_start()
 
-    def _is_written(self, handle: WorkerProxy, result: RolloutResult) -> bool:
-        """Write a rollout to its destination.
+    def _start(self, handle: Any) -> None:
+        handle.start()
 
-        False after an error, also for later rollouts: they follow a gap.
+    def begin_or_raise(self, handle: Any) -> None:
+        """Start a worker or node that has no process.
+
+        Raises the reason if it is lost and not restarted.
         """
-        if self.write is not None and handle.unwritten is None:
-            try:
-                self.write(result, handle.under_way.outstanding[result.number].slot)
-            except WorkerError as error:
-                where = {
-                    "worker": handle.index,
-                    "pid": handle.process.child.pid,
-                    "node": self.config.node,
-                }
-                handle.unwritten = failures.pack(error, phase="call", **where).error()
-        return handle.unwritten is None
+        self.begin(handle)
+        if not (handle.alive or handle.reviving):
+            self.raise_once(handle)
 
-    def _explain(self, handle: WorkerProxy, result: RolloutResult) -> None:
-        """Replace the ``SentError`` in a result by the exception, with a crash report if one can be
-        made.
-        """
-        if isinstance(result.error, failures.SentError):
-            result.error = result.error.error()
-        error = result.error
-        lane = handle.under_way.outstanding[result.number].lane
-        _add_crash_report(error, partial(self.notes.failed, result, lane, error, error.env_index))
-        if self.server is not None:
-            self.server.complete(result)
-
-    def _look_for_hangs(self) -> None:
-        now = time.monotonic()
-        if now < self._look_at:
-            return
-        self._look_at = now + SAMPLED_EVERY / 2
-        self._begin_stranded()
+    def start_dead(self, *, absent: bool) -> None:
         for handle in self.handles:
-            record = handle.record
-            if handle.under_way.fresh:  # a signal handler has raised before they were processed
-                self._take_note(handle)
-            if not handle.awaited or self._is_served(handle):
-                record.signs = ()
+            if handle.absent is not absent or _runs(handle) or self.is_dropped(handle):
                 continue
-            # no event while a child holds the descriptor
-            if handle.process.child.exit_code() is not None:
-                self._has_ended(handle)
-                continue
-            signs = handle.under_way.signs(handle.process.status_page.cells)
-            # the thread at work has a deadline
-            if signs != record.signs or handle.phase is Phase.WAIT:
-                record.signs, record.since = signs, now
-                continue
-            phase = handle.phase.name.lower()
-            deadline = self.config.timeout(phase)
-            if deadline is not None and now - record.since > deadline:
-                self._hung(handle, phase, now - record.since, deadline)
+            self.begin(handle)
+            if not (absent or _runs(handle) or self.is_dropped(handle)):
+                self.raise_once(handle)
 
-    def _is_served(self, handle: WorkerProxy) -> bool:
-        """Return whether a worker waits for the responder; raises if that exceeds its deadline or
-        has ended.
+    def _begin_stranded(self) -> None:
+        """Start workers whose requests would otherwise be waited for without an end; see
+        ``Proxy.stranded``.
         """
-        if (
-            self.responder is None
-            or not self.responder.waits(handle.index)
-            or handle.process.child.exit_code() is not None
-        ):
+        for handle in self.handles:
+            if handle.stranded and handle not in self._due:
+                self.begin(handle)
+
+    # --- waits ------------------------------------------------------------------------------------
+
+    def wait_for(self, handle: Any, ready: Callable[[], bool], start: int | None = None) -> bool:
+        """Wait until ``ready()`` is true.
+
+        Args:
+            start: ``handle.starts`` when the request was sent; None: just now.
+
+        Returns:
+            True. False if the worker was restarted: its request has to be sent again.
+
+        Raises:
+            Exception: the worker was lost, with this cause.
+        """
+        start = handle.starts if start is None else start
+        while not ready():
+            if not self.counters:
+                self._construction.look()
+            was_alive = handle.alive
+            if was_alive and handle.starts == start:
+                self.wait(None, revives=False)
+            if handle.starts != start:
+                return False
+            if handle.alive or ready():
+                continue
+            if was_alive and handle.late:
+                self.raise_once(handle)
+            while not handle.alive:
+                if not handle.reviving:
+                    self.raise_once(handle)
+                # for messages of others, until its restart is due
+                self.wait(None, revives=False)
+                self._revive_due()
             return False
-        self.responder.check()
         return True
+
+    def _until_due(self, *seconds: float | None) -> float:
+        """Return the minimum of these timeouts and the time until the next planned restart, at
+        least 0.
+        """
+        now = time.monotonic()
+        bounds: list[float] = [handle.life.restart_at - now for handle in self._due]
+        bounds += [timeout for timeout in seconds if timeout is not None]
+        return max(0.0, min(bounds))
+
+    def raise_once(self, handle: Any) -> None:
+        """Raise the cause of a loss, and remove it from the results so that it is raised once."""
+        cause = handle.cause
+        assert cause is not None
+        self._forget_errors(lambda error: error is cause)
+        raise cause
 
     # --- losses -----------------------------------------------------------------------------------
 
-    def _died(self, handle: WorkerProxy) -> None:
-        if not handle.alive:
-            return
-        failure, phase, process = handle.failure, handle.phase.name.lower(), handle.process
-        code = process.child.exit_code()
-        at_work = None
-        if failure is not None:
-            error: MusterError = failure.error()
-        else:
-            error = failures.died(
-                self._where(handle),
-                phase=phase,
-                exitcode=None if code is None or abs(code) > 255 else code,
-                oom_kills=failures.oom_kills() - self._oom_kills,
-                stack=process.status_page.stack(),
-            )
-            at_work = self._at_work(handle)
-        self._lose(handle, error, "worker_died", at_work)
-
-    def hangs(self, handle: WorkerProxy, seconds: float) -> None:
-        """Handle a worker that has not read a message for so many seconds."""
-        self._hung(handle, handle.phase.name.lower(), seconds, seconds)
-
-    def _hung(self, handle: WorkerProxy, phase: str, seconds: float, deadline: float) -> None:
-        where, at_work, stopped = (
-            self._where(handle),
-            self._at_work(handle),
-            handle.process.child.is_stopped(),
-        )
-        stack = "" if stopped else handle.process.stack()
-        known: dict[str, Any] = {"phase": phase, "seconds": seconds, "deadline": deadline}
-        error: MusterError = failures.hung(where, stack=stack, stopped=stopped, **known)
-        _halt(handle)  # it may continue at any time, even because of the signal for its stack
-        handle.forget_answers()
-        self._lose(handle, error, "worker_hung", at_work)
-
-    def _at_work(self, handle: WorkerProxy) -> AtWork | None:
-        return handle.under_way.at_work(handle.process.status_page.cells) if self.counters else None
-
-    def _where(self, handle: WorkerProxy) -> failures.Where:
-        config, at_work = handle.config, self._at_work(handle)
-        known: dict[str, Any] = {"worker": handle.index, "pid": handle.process.child.pid}
-        known |= {"generation": config.generation, "node": self.config.node}
-        if at_work is None:
-            ids = (
-                [int(i) for group in handle.groups for i in self.counters[group].env_ids]
-                if self.counters
-                else []
-            )
-            return failures.Where(env_ids=tuple(ids), **known)
-        assert handle.place is not None
-        counts = self.counters[at_work.request.group]
-        seed = handle.place.seed
-        row = at_work.row if at_work.row >= 0 else None
-        if at_work.index is None or not counts.info.replays_alone:
-            return failures.Where(
-                env_ids=tuple(counts.env_ids.tolist()), row=row, seed=seed, **known
-            )
-        env_id = int(counts.env_ids[at_work.index])
-        seed = None if seed is None else seed + env_id * (not handle.place.static)
-        return failures.Where(
-            env_ids=(env_id,), env_index=at_work.index, row=row, seed=seed, **known
-        )
-
-    def _lose(
-        self, handle: WorkerProxy, error: Exception, reason: str, at_work: AtWork | None = None
-    ) -> None:
-        """End a worker, and pass its requests on as ``on_failure`` says; ``at_work`` is for a crash
-        report.
+    def count_last_steps(self, handle: Any) -> None:
+        """Add the steps of a worker that was halted to the counters, also those that it has not
+        reported.
         """
-        handle.cause = error
-        crash_report = (
-            None if at_work is None else self.notes.died(at_work, cast(MusterError, error))
-        )
-        if self.config.supervision.reaction != "restart":
-            _add_crash_report(error, crash_report)
-        try:
-            handle.end()
-        finally:  # also after Ctrl-C, or its requests would be lost
-            handle.abandon()
-            for number in handle.groups if self.counters else ():
-                self.counters[number].give_up(reason)
-            self._pass_on(handle, error)
-        if self.config.supervision.reaction == "restart" and crash_report is not None:
-            self._revive(handle)  # before the crash report is written, which can take long
-            _add_crash_report(error, crash_report)
 
-    def ends(self, handle: WorkerProxy) -> None:
-        """Halt a worker, and add all its steps to the counters."""
-        _halt(handle)
+    def _decide(self, handle: Any, error: Exception | None, *, worker_ends: bool) -> Fate:
+        return decide_fate(
+            error,
+            self.config.supervision.reaction,
+            worker_ends=worker_ends,
+            is_elastic=self.elastic,
+            may_restart=lambda: self._may_restart(handle),
+        )
+
+    def _may_restart(self, handle: Any) -> bool:
+        """Return whether a lost worker or node may be restarted at once, and if so, count the
+        restart.
+        """
+        config = self.config
+        if handle.life.has_failed_for(config.timeout("construct")):
+            return False
+        restart = config.supervision.restart
+        most = None if restart is None else restart.max_restarts
+        return bool(handle.late) or handle.life.may_restart(most)
+
+    def _settle(self, handle: Any, error: Exception, fate: Fate | None = None) -> None:
+        """Do with a lost worker and its requests what its fate says; None: decide it."""
         if not self.counters:
-            return  # it was never part of the worker pool
-        self._take_note_of_reports(handle, ending=True)
-        under_way = handle.under_way
-        cells = handle.process.status_page.cells
-        for result in under_way.results:
-            self.counters[result.group].add(result)
-        at_work = under_way.at_work(cells)
-        if at_work is not None and not under_way.outstanding[at_work.request.number].entered:
-            self.counters[at_work.request.group].cut_short(under_way.steps_seen(cells))
-
-
-def _halt(handle: WorkerProxy) -> None:
-    """Stop a worker, and process its messages until then.
-
-    After this its status page does not change.
-    """
-    process = handle.process
-    in_thread = handle.config.in_thread
-    if in_thread:  # a thread runs on: its messages are ignored, then ``kill`` isolates its memory
-        process.channel.close()
-        handle.pump()
-    handle.kill()
-    if not in_thread:
-        process.child.join(END_S)
-        handle.pump()
-
-
-def _add_crash_report(error: Exception, save: Callable[[], Replay] | None) -> None:
-    """Write a crash report, and add its path and the command that replays it to the error."""
-    if save is None or not isinstance(error, MusterError):
-        return
-    try:
-        error.crash_report, error.replay_command = save()
-    except Exception as problem:  # noqa: BLE001 (no descriptors or memory, most often; it must not hide the failure)
-        with suppress(Warning):  # filters may turn it into an exception
-            warnings.warn(f"No crash report was written: {described(problem)}", stacklevel=2)
-        return
-    if error.replay_command:
-        error.args = (
-            f"{error}\n\nTo see it happen again under a debugger: {error.replay_command}",
+            return  # the pool was never open
+        handle.begin_episodes_at(
+            {number: self.counters[number].next_episodes() for number in handle.groups}
         )
+        if self.elastic:
+            for number in handle.groups:
+                self.counters[number].is_absent()
+        if fate is None:
+            fate = self._decide(handle, error, worker_ends=True)
+        if fate is Fate.DROPPED:
+            self._drop(handle, error)
+        elif fate is Fate.RETURNED:
+            self._return(handle, error)
+        else:
+            handle.life.plan_restart()
+            self._due.append(handle)
+            handle.life.become(WorkerState.RESTARTING)
+            if fate is Fate.HANDED_OUT:
+                self._return(handle, None)
+
+    def _drop(self, handle: Any, error: Exception) -> None:
+        requests = handle.under_way.give_up()
+        handle.life.become(WorkerState.DROPPED)
+        for number in handle.groups:
+            self.counters[number].drop()
+        why = f"a worker is dropped, and the others go on without it: {error}"
+        self._returned.append(RolloutResult(0, handle.groups[0], lost=True, warnings=[why]))
+        self._returned += [
+            RolloutResult(request.number, request.group, dropped=True) for request in requests
+        ]
+
+    def _return(self, handle: Any, error: Exception | None) -> None:
+        """Return the requests of a lost worker as lost. The first of the results has the error."""
+        requests = handle.under_way.give_up()
+        results = [RolloutResult(request.number, request.group, lost=True) for request in requests]
+        if error is None or not requests:
+            # without requests, its environments are lost nevertheless
+            results.append(news(handle.groups[0]))
+        self._returned.append(replace(results[0], error=error))
+        self._returned += results[1:]
+
+    def _revive_due(self) -> None:
+        for handle in list(self._due):
+            self._revive(handle)
+
+    def _revive(self, handle: Any) -> None:
+        """Restart a worker whose restart is due."""
+        restart_at = handle.life.restart_at
+        if restart_at is None or restart_at > time.monotonic():
+            return
+        # In this order, so that an exception of a signal handler between two lines leaves the
+        # worker due or stranded.
+        if handle.reviving:
+            handle.life.become(WorkerState.DEAD)
+        self._due.remove(handle)
+        handle.life.begin_restart()
+        self.begin(handle)
+
+
+def value_of(answer: Answer) -> Any:
+    """Return the value of an answer, or raise its failure."""
+    if answer.failure is not None:
+        raise answer.failure.error()
+    return answer.value
+
+
+def news(group: int) -> RolloutResult:
+    """Return a result for no request: the availability of a group's worker has changed."""
+    return RolloutResult(0, group, lost=True)
+
+
+def unlike(where: Where, expected: EnvSpec, got: EnvSpec) -> EnvError:
+    """Return the error for a late node whose number of environments is not the expected one."""
+    error = EnvError(
+        f"{where} has come with {got.num_envs} environments in a batch of shape {got.batch_shape}"
+        f" ({got.name}), where {expected.num_envs} in {expected.batch_shape} ({expected.name}) were"
+        " expected: with min_nodes, all entries of create_env_fn have to make equally many."
+    )
+    vars(error).update(worker=where.worker, phase="construct")
+    return error
+
+
+def _runs(handle: Any) -> bool:
+    """Return whether a worker runs, or will without being asked."""
+    return bool(handle.alive or handle.reviving)

@@ -12,7 +12,7 @@ from muster.rollout.request import RolloutRequest
 from muster.utils.interrupts import postponed
 from muster.workers.group_state import layout_of, result_of, to_plain, write
 from muster.workers.messages import RolloutResult
-from muster.workers.pool import WorkerPool, give_warnings
+from muster.workers.pool import Pool
 from muster.workers.requests import Reset
 from muster.workers.schedule import Bundle, CollectRequest, FilledSlot, Schedule
 from muster.workers.turns import GlobalStreams
@@ -38,6 +38,15 @@ class SyncBatch:
     results: dict[int, RolloutResult] = field(default_factory=dict)
     has_failed: bool = False
 
+    def renew(self, wanted: CollectRequest) -> None:
+        """Continue the batch for an equal request, which may have a later version."""
+        self.wanted = wanted
+
+    def note_failure(self, result: RolloutResult) -> None:
+        """Note that an error has interrupted a rollout; Ctrl-C between two rows only pauses it."""
+        if not result.paused:
+            self.has_failed = True
+
 
 class Sync(Schedule):
     """Every batch has a rollout of every group. Between batches the workers are idle.
@@ -53,7 +62,7 @@ class Sync(Schedule):
 
     def __init__(
         self,
-        pool: WorkerPool,
+        pool: Pool,
         bundles: Sequence[Bundle],
         T: Sequence[int],
         *,
@@ -99,9 +108,11 @@ class Sync(Schedule):
                     if group not in batch.results:
                         request = self._request(group, lane, batch, limit)
                         result = local.run(request, batch.slots[place][1].lanes[lane])
-                        self.pool.enter(result)
+                        self.pool.counters[group].add(result)
+                        if result.warnings:
+                            self.pool.warn_later(result)
                         if result.error is not None:
-                            batch.has_failed |= not result.paused
+                            batch.note_failure(result)
                             _raise_error_of(result)
                         batch.results[group] = result
             else:
@@ -113,7 +124,8 @@ class Sync(Schedule):
                 if self._streams is not None and before is not None:
                     self._streams.check(before)
                 self.pool.check_alive()
-        give_warnings(self.pool)
+        if self.pool.unwarned:
+            self.pool.give_warnings()
         results = [batch.results[group] for _, _, group in self._places]
         if not keep:
             for (place, lane, _), result in zip(self._places, results, strict=True):
@@ -127,7 +139,7 @@ class Sync(Schedule):
         """
         batch = self._batch
         if batch is not None:
-            batch.wanted = wanted
+            batch.renew(wanted)
             return batch
         if into is not None and into.layout == self.bundles[0].ring.layout:
             slots = [(self.bundles[0].ring, into.begin())]
@@ -137,7 +149,15 @@ class Sync(Schedule):
         return batch
 
     def _request(
-        self, group: int, lane: int, batch: SyncBatch, limit: int | None
+        self,
+        group: int,
+        lane: int,
+        batch: SyncBatch,
+        limit: int | None,
+        *,
+        sharing: tuple[int, int] | None = None,
+        offset: int = 0,
+        nbytes: int = 0,
     ) -> RolloutRequest:
         """Return the request of a group for its lane: a new one, or the same number to continue an
         interrupted one.
@@ -154,11 +174,14 @@ class Sync(Schedule):
             wanted.version,
             wanted.closes,
             limit,
+            sharing=sharing,
             spans=wanted.spans,
             rule=rule,
             bootstrap=wanted.bootstrap,
             grad=wanted.grad,
             pause=wanted.pause,
+            offset=offset,
+            nbytes=nbytes,
         )
 
     def _work(self, batch: SyncBatch) -> None:
@@ -171,13 +194,21 @@ class Sync(Schedule):
                 under_way = self.pool.handle(group).under_way
                 if group in batch.results or batch.numbers.get(group) in under_way.outstanding:
                     continue
-                request = self._request(group, lane, batch, limit)
+                slot = batch.slots[place][1]
+                sharing = self._sharing(self._batch_groups(), group) if shares else None
+                request = self._request(
+                    group,
+                    lane,
+                    batch,
+                    limit,
+                    sharing=sharing,
+                    offset=slot.offset,
+                    nbytes=slot.layout.nbytes,
+                )
                 if self.pool.counters[group].dropped:
                     batch.results[group] = RolloutResult(request.number, group, dropped=True)
                 else:
-                    if shares:
-                        request.sharing = self._sharing(self._batch_groups(), group)
-                    self.pool.handle(group).submit(request, batch.slots[place][1])
+                    self.pool.handle(group).submit(request, slot)
         if self.ahead is not None:
             for ring, slot in batch.slots:
                 self.ahead.prepare(ring, slot)
@@ -190,7 +221,7 @@ class Sync(Schedule):
                     if len(batch.results) >= self._enough:
                         self.pool.stop()
                 elif result.error is not None:
-                    batch.has_failed |= not result.paused
+                    batch.note_failure(result)
                     failed = failed or result
         finally:
             if self.pool.server is not None:
@@ -259,7 +290,7 @@ class Sync(Schedule):
             for group, part in zip(bundle.groups, saved["results"], strict=True):
                 number = batch.numbers[group] = next(self.pool.numbers)
                 batch.results[group] = result_of(part, number)
-                self.pool.counters[group].in_flight += part["frames"]
+                self.pool.counters[group].restore(part["frames"])
 
     def _prepare(self, policy: str, version: int | str | None, *, grad: bool) -> None:
         local = self.pool.local

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from muster.memory.slots import Lane, Slot
@@ -22,18 +22,42 @@ from muster.rollout.request import RolloutRequest
 from muster.workers.messages import RolloutResult
 
 
-@dataclass
 class Requested:
-    """A request, until its result is taken."""
+    """A request, until its result is taken.
 
-    request: RolloutRequest
-    slot: Slot
-    result: RolloutResult | None = None
-    entered: bool = False  # the frame counters include its steps, from a result that was taken back
+    Attributes:
+        result: what came of it; None: it is under way.
+        has_ended: its worker has reported the end of the rollout, which is not its result: the
+            worker ends, and its successor gets the request.
+    """
+
+    def __init__(self, request: RolloutRequest, slot: Slot) -> None:
+        self.request = request
+        self.slot = slot
+        self.result: RolloutResult | None = None
+        self.has_ended = False
 
     @property
     def lane(self) -> Lane:
         return self.slot.lanes[self.request.lane]
+
+    def complete(self, result: RolloutResult) -> None:
+        """Add the result."""
+        self.result = result
+
+    def forget_error(self, is_raised: Callable[[Exception], bool]) -> None:
+        """Replace the result by one without its error, if the error ``is_raised`` already."""
+        result = self.result
+        if result is not None and result.error is not None and is_raised(result.error):
+            self.result = replace(result, error=None)
+
+    def end(self) -> None:
+        """Note that the rollout has ended without a result."""
+        self.has_ended = True
+
+    def begin_again(self) -> None:
+        """Note that a successor has got the request."""
+        self.has_ended = False
 
 
 @dataclass(frozen=True)
@@ -49,21 +73,27 @@ class AtWork:
 class UnderWay:
     """The requests of one worker, with their slots, until their results are taken.
 
-    True while a request has no result. Methods with ``cells`` read the worker's progress; see
+    1. ``add``: a request is under way.
+    2. ``report``: its worker has reported. The pool decides the fate of reports in their order.
+    3. ``complete``: the report is the result; or ``end``: it is not, the worker ends, and the
+       request stays under way. Nothing else is done with a report, and nothing is put back.
+    4. ``take``: the schedule takes the result. Or ``give_up``: no worker has the request any more.
+
+    True while a request is under way. Methods with ``cells`` read the worker's progress; see
     ``Progress``.
     """
 
     def __init__(self) -> None:
         # requests whose results were not taken, by number, oldest first
         self.outstanding: dict[int, Requested] = {}
-        self.fresh: list[RolloutResult] = []  # results that the supervisor has not processed
+        self.reports: list[RolloutResult] = []  # whose fate is not decided
 
     def __bool__(self) -> bool:
         return any(requested.result is None for requested in self.outstanding.values())
 
     @property
     def results(self) -> Sequence[RolloutResult]:
-        """The results that have arrived and were not taken, in the order of their requests."""
+        """The results that were not taken, in the order of their requests."""
         return [
             requested.result
             for requested in self.outstanding.values()
@@ -73,28 +103,42 @@ class UnderWay:
     def add(self, request: RolloutRequest, slot: Slot) -> None:
         self.outstanding[request.number] = Requested(request, slot)
 
-    def finished(self, result: RolloutResult) -> None:
-        """Store a result that has arrived."""
-        self.outstanding[result.number].result = result
-        self.fresh.append(result)
+    def report(self, result: RolloutResult) -> None:
+        """Store what a worker has reported of a rollout."""
+        self.reports.append(result)
+
+    def complete(self, result: RolloutResult) -> None:
+        """Store the result of a request, which was the first of the reports."""
+        self.outstanding[result.number].complete(result)
+        del self.reports[:1]
+
+    def end(self, result: RolloutResult) -> None:
+        """Remove the first report: its request stays under way, without a worker."""
+        self.outstanding[result.number].end()
+        del self.reports[:1]
+
+    def begin_again(self) -> None:
+        """Note that a successor has got the requests that are under way."""
+        for requested in self.outstanding.values():
+            requested.begin_again()
+
+    def forget_errors(self, is_raised: Callable[[Exception], bool]) -> None:
+        """Replace results by ones without the error, if the error ``is_raised`` already."""
+        for requested in self.outstanding.values():
+            requested.forget_error(is_raised)
 
     def take(self) -> RolloutResult | None:
         """Remove and return the result of the oldest request that has one; None if there is none.
 
-        None also while the supervisor has not processed all that have arrived: it was interrupted.
+        None also while there are reports: the pool was interrupted.
         """
-        if self.fresh:
+        if self.reports:
             return None
         for number, requested in self.outstanding.items():
             if requested.result is not None:
                 del self.outstanding[number]
                 return requested.result
         return None
-
-    def take_back(self, result: RolloutResult) -> None:
-        """Remove a result whose steps are in the counters; its request is under way again."""
-        requested = self.outstanding[result.number]
-        requested.result, requested.entered = None, True
 
     def give_up(self) -> list[RolloutRequest]:
         """Remove and return the requests without a result."""

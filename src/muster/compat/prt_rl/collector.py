@@ -134,7 +134,7 @@ class Collector:
         parts = []
         while not chosen.complete:
             parts.append(self._roll(policy, ROWS, chosen)[1])
-            chosen.before += len(parts[-1]["state"])
+            chosen.leave()
         rows = torch.cat([torch.arange(s.begin, s.end, device="cpu") for s in chosen.segments])
         envs = torch.cat(
             [torch.full((s.end - s.begin,), s.env, device="cpu") for s in chosen.segments]
@@ -170,7 +170,7 @@ class Collector:
             runner.prime(actor.adapted)
         lane = runner.lane(actor.adapted, T)
         if chosen is not None:
-            chosen.lane = lane
+            chosen.enter(lane)
         try:
             runner.run(actor.adapted, lane, rule=chosen or LastRow(lane))
         except BadPolicyOutput:
@@ -196,7 +196,7 @@ class Collector:
         if self._runner is not None:
             self._runner.group.reset()
         if isinstance(self._side.env, PrtEnvs):
-            self._side.env.resets_all = True
+            self._side.env.reset_all_next()
         self.metric.abandon()
 
     def _experience(self, actor: PrtRlActor | HeadActor, lane: Lane) -> Tensors:
@@ -274,12 +274,20 @@ class Selection:
         self.biased = self._rule is None or self._rule.biased
         self._missing = min_steps
         self._begun = [0] * num_envs
-        self.lane: Lane
-        self.before = 0
+        self._lane: Lane
+        self.before = 0  # rows of earlier lanes
         self.segments: list[Segment] = []
 
+    def enter(self, lane: Lane) -> None:
+        """Continue in a lane."""
+        self._lane = lane
+
+    def leave(self) -> None:
+        """Count the rows of the lane, which may be filled again."""
+        self.before += self._lane.done_steps
+
     def ended(self, which: Sequence[int]) -> list[int]:
-        end = self.before + self.lane.done_steps
+        end = self.before + self._lane.done_steps
         for i in (
             counted := self._first_of(which, end) if self._rule is None else self._rule.ended(which)
         ):

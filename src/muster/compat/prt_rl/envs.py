@@ -67,9 +67,6 @@ class PrtEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
     """N environments behind one object with prt_rl's interface; implements ``EnvBatch``.
 
     Rows are on the host.
-
-    ``resets_all``: the next reset of all environments is one call of ``reset``, not one
-    ``reset_index`` for each.
     """
 
     bypassed = ()
@@ -79,11 +76,10 @@ class PrtEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
         self.env = env
         # observations are added at the first reset, and actions at the first action
         self.spec = EnvSpec(type(env).__name__, B, (B,), {}, {})
-        self.resets_all, self.state_device, self.action_device = (
-            True,
-            torch.device("cpu"),
-            torch.device("cpu"),
-        )
+        self.state_device = torch.device("cpu")
+        self.action_device = torch.device("cpu")
+        # the next reset of all is one call of ``reset``, not one ``reset_index`` for each
+        self._resets_all = True
         self._first: torch.Tensor | None = None
         self._reward_kind: tuple[tuple[int, ...], torch.dtype] | None = None
         self._plain_rewards = False
@@ -107,6 +103,10 @@ class PrtEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
         self.spec = replace(self.spec, action_specs=actions)
         self.action_device = device
 
+    def reset_all_next(self) -> None:
+        """Reset all environments with one call of ``reset``, when they are reset next."""
+        self._resets_all = True
+
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         raise NotImplementedError(
             f"{self.spec.name}: actions are the policy's, and random ones are not supported"
@@ -117,8 +117,10 @@ class PrtEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
     ) -> None:
         rows: Array = arrays[OBSERVATION][row]
         one_by_one = hasattr(self.env, "reset_index")
-        if len(which) == self.spec.num_envs and (self.resets_all or not one_by_one):
-            state, self._first, self.resets_all = self._first, None, False
+        if len(which) == self.spec.num_envs and (self._resets_all or not one_by_one):
+            state = self._first
+            self._first = None
+            self._resets_all = False
             rows[...] = (self._reset_all() if state is None else state).cpu().numpy()
             return
         if not one_by_one:

@@ -39,7 +39,8 @@ class RlpytActor(ABC):
 
     Attributes:
         agent_info: buffer for the agent's information; None: it is not recorded.
-        stops: raise ``EvaluationStopped`` when the action server stops the evaluation.
+        stops: raise ``EvaluationStopped`` when the action server stops the evaluation; set by
+            ``begin``.
         memory: attribute of lanes with the columns in the form that the actor uses.
     """
 
@@ -79,7 +80,7 @@ class RlpytActor(ABC):
                 )
                 if problem:
                     raise BadPolicyOutput(f"what {self.name} returned {problem}")
-            self.envs.agent_info = agent_info
+            self.envs.acted(agent_info)
 
         return act
 
@@ -98,8 +99,8 @@ class RlpytActor(ABC):
         """Return actions and agent info for one row, ``[B, ...]`` each."""
 
     def begin(self, itr: int, *, evaluates: bool = False) -> None:
-        """Start a batch or an evaluation."""
-        return
+        """Start a batch or an evaluation, which an action server may stop."""
+        self.stops = evaluates
 
     def begin_episode(self, env: int) -> None:
         """Start a new episode of the agent in an environment."""

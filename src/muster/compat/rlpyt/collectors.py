@@ -260,7 +260,7 @@ class DecorrelatingStartCollector(BaseCollector):
             self._actor = self._acts(self, envs, agent_info)
             self._lane = runner.lane(self._actor, self.batch_T)
             if self.mid_batch_reset:
-                envs.after_done = self._actor.begin_episode
+                envs.when_done(self._actor.begin_episode)
         if self.step_buffer_np is not None:
             for name, row in zip(("observation", "action", "reward"), runner.inputs, strict=True):
                 overwrite(getattr(self.step_buffer_np, name), row)
@@ -284,8 +284,7 @@ class DecorrelatingStartCollector(BaseCollector):
         if agent_inputs is not None and agent_inputs is not runner.inputs:
             overwrite(runner.inputs, agent_inputs)
         completed: list[Any] = []
-        envs.traj_infos, envs.deliver = traj_infos, completed.append
-        envs.done[:] = False
+        envs.record(traj_infos, completed.append)
         self._actor.begin(itr)
         runner.run(self._actor, lane)
         with runner.group.contexts.usual:
@@ -423,9 +422,8 @@ class BaseEvalCollector(ABC):
             if left <= 0:
                 lane.stop()
 
-        envs.traj_infos = [self.TrajInfoCls() for _ in self.envs]
-        envs.deliver = deliver
-        envs.done[:] = envs.begun[:] = False
+        envs.record([self.TrajInfoCls() for _ in self.envs], deliver)
+        envs.begun[:] = False
         runner.group.reset()
         actor.begin(itr, evaluates=True)
         try:
@@ -464,11 +462,16 @@ class BaseEvalCollector(ABC):
                 BufferPart(part, key, int(served))
                 for part, key in zip(shown, (OBSERVATION, ACTION), strict=True)
             )
-            envs = RlpytEnvs(self.envs, self.TrajInfoCls, observation=observation, action=action)
-            envs.resets_made = resets
+            envs = RlpytEnvs(
+                self.envs,
+                self.TrajInfoCls,
+                observation=observation,
+                action=action,
+                resets_made=resets,
+            )
             assert self._acts is not None, "only collectors of this module evaluate"
             actor = self._acts(self, envs, None)
-            actor.stops, envs.after_done = True, actor.begin_episode
+            envs.when_done(actor.begin_episode)
             runner = RlpytRunner(envs, rank=self.rank)
             self._parts = runner, actor, runner.lane(actor, ROWS)
         return self._parts

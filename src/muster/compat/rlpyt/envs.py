@@ -92,13 +92,12 @@ class RlpytEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions, TracksLives):
 
     The sampler closes them.
 
-    Attributes:
-        traj_infos: records of the running episodes, ``[B]``; ``deliver`` is called with those of
-            ended ones.
+    Args:
         resets_made: observations of resets that were already done, by environment.
-        agent_info: info of the agent about the next actions, ``[B]``; None: no agent acted.
-        done: whether the last step ended the agent's episode, ``[B]``; ``after_done`` is then
-            called.
+
+    Attributes:
+        traj_infos: records of the running episodes, ``[B]``.
+        done: whether the last step ended the agent's episode, ``[B]``.
         begun: whether the environment's episode has steps and continues, ``[B]``.
     """
 
@@ -111,6 +110,7 @@ class RlpytEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions, TracksLives):
         action: BufferPart,
         env_info: BufferPart | None = None,
         reward_dtype: Any = np.float32,
+        resets_made: Mapping[int, Any] | None = None,
     ) -> None:
         self.envs = list(envs)
         self.observation = observation
@@ -130,13 +130,32 @@ class RlpytEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions, TracksLives):
             reward_dtype=np.dtype(reward_dtype),
         )
         self.traj_infos = [TrajInfoCls() for _ in self.envs]
-        self.deliver: Callable[[Any], None] = lambda info: None
-        self.resets_made: dict[int, Any] = {}
-        self.agent_info: Any = None
+        self._deliver: Callable[[Any], None] = lambda info: None
+        self._resets_made = {} if resets_made is None else dict(resets_made)
+        self._agent_info: Any = None  # about the next actions
         self.done, self.begun = np.zeros((2, B), bool)
-        self.after_done: Callable[[int], None] = lambda env: None
+        self._after_done: Callable[[int], None] = lambda env: None
         self.bypassed: frozenset[int] = frozenset()
         self._lives_lost: list[int] = []
+
+    def record(self, traj_infos: list[Any], deliver: Callable[[Any], None]) -> None:
+        """Record the episodes from now on.
+
+        Args:
+            traj_infos: records of the running episodes, ``[B]``.
+            deliver: called with the record of an episode that has ended.
+        """
+        self.traj_infos = traj_infos
+        self._deliver = deliver
+        self.done[:] = False
+
+    def when_done(self, function: Callable[[int], None]) -> None:
+        """Call a function with an environment whose agent's episode has ended."""
+        self._after_done = function
+
+    def acted(self, agent_info: Any) -> None:
+        """Keep the agent's information about the next actions, ``[B]``; None: there is none."""
+        self._agent_info = agent_info
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         """Draw actions from the environments' own action spaces, and so from the process's
@@ -160,7 +179,7 @@ class RlpytEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions, TracksLives):
     ) -> None:
         for b in which:
             observation = (
-                self.resets_made.pop(b) if b in self.resets_made else self._call(b, "reset")
+                self._resets_made.pop(b) if b in self._resets_made else self._call(b, "reset")
             )
             self._must(self.observation.write(arrays, (row, b), observation), b, "reset")
 
@@ -193,14 +212,14 @@ class RlpytEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions, TracksLives):
                     self._must(
                         self.env_info.write(arrays, (t, b), env_info, partial=True), b, "step"
                     )
-                agent_info = None if self.agent_info is None else self.agent_info[b]
+                agent_info = None if self._agent_info is None else self._agent_info[b]
                 self._note(
                     b, over, observation, (before[b], action[b], reward, done, agent_info, env_info)
                 )
                 self.done[b], self.begun[b], terminated[t, b] = done, not over, done
                 if done:
                     finished.append(b)
-                    self.after_done(b)
+                    self._after_done(b)
                 if done and not over:
                     self._lives_lost.append(b)
             self.executed_in_row = 0
@@ -246,7 +265,7 @@ class RlpytEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions, TracksLives):
                     self.traj_infos[env].terminate(last),
                     self.TrajInfoCls(),
                 )
-                self.deliver(ended)
+                self._deliver(ended)
         except Exception as error:
             who = f"{self.TrajInfoCls.__name__} of {type(self.envs[env]).__name__}[{env}]"
             raise MusterError(f"{who}: recording a step raised {described(error)}") from error

@@ -199,7 +199,7 @@ class Collector(BaseCollector):  # type: ignore[misc] # of a package that mypy s
         sampling.actor.begin(
             self.policy, random=random, noise=self.exploration_noise, no_grad=self._no_grad
         )
-        sampling.envs.reset_kwargs, sampling.envs.render = gym_reset_kwargs or {}, render
+        sampling.envs.configure(gym_reset_kwargs or {}, render)
         made = Collection(
             self, sampling, by_row=self._looks_at_steps(), adds_entries=bool(n_episode)
         )

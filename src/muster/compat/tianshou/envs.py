@@ -76,12 +76,8 @@ class VectorEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
     Attributes:
         ready: environments for the next actions, ascending.
         infos: the last info of each environment.
-        begun, rows: environments that began an episode, and time steps, since the list was last
-            emptied.
-        render: seconds to wait after each step, after rendering it, before any reset; None or 0: do
-            not render.
-        on_row: called with the lane and each complete row, before any reset. Its error becomes
-            ``failure``.
+        rows: time steps since the list was last emptied.
+        reset_kwargs: keyword arguments for resets.
         failure: error of the vector environment, or of ``on_row``, as it was raised. After an error
             in a reset or in ``on_row`` the row is complete, and ``check`` raises the error before
             the next one.
@@ -105,13 +101,13 @@ class VectorEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
             {},
             reward_dtype=np.dtype(np.float64),
         )
-        self.actions: Actions
+        self._actions: Actions  # for the next step
         self.infos: list[dict[str, Any]] = [{}] * self.spec.num_envs
-        self.begun: list[int] = []
+        self._begun: list[int] = []  # see ``pop_begun``
         self.rows: list[Row] = []
         self.reset_kwargs: dict[str, Any] = {}
-        self.render: float | None = None
-        self.on_row: Callable[[Lane, int], object] | None = None
+        self._render_s: float | None = None
+        self._on_row: Callable[[Lane, int], object] | None = None
         self.failure: Exception | None = None
         self.unreset: list[int] = []
         self._repeats = not self._leaf.is_tensor  # observations of environments without a result
@@ -138,9 +134,50 @@ class VectorEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
         """Set the results of a reset of all environments, which the next ``reset`` writes instead
         of resetting.
         """
-        self.begun, self.infos = list(range(self.spec.num_envs)), copied(list(infos))
+        self._begun = list(range(self.spec.num_envs))
+        self.infos = copied(list(infos))
         self._finished = {}
         self._obs_ahead = dict(enumerate(_one_by_one(obs)))
+
+    def configure(self, reset_kwargs: dict[str, Any], render: float | None) -> None:
+        """Set the options of a call of ``collect``.
+
+        Args:
+            reset_kwargs: keyword arguments for resets.
+            render: seconds to wait after each step, after rendering it, before any reset; None or
+                0: do not render.
+        """
+        self.reset_kwargs = reset_kwargs
+        self._render_s = render
+
+    def begin_rows(self, on_row: Callable[[Lane, int], object] | None) -> None:
+        """Forget the rows and the failure of earlier steps.
+
+        Args:
+            on_row: called with the lane and each complete row, before any reset. Its error becomes
+                ``failure``.
+        """
+        self.rows.clear()
+        self._on_row = on_row
+        self.failure = None
+        self.unreset = []
+
+    def act(self, actions: Actions) -> None:
+        """Set the actions of the next step."""
+        self._actions = actions
+
+    def pop_begun(self) -> list[int]:
+        """Return the environments that began an episode since the last call."""
+        begun = self._begun
+        self._begun = []
+        return begun
+
+    def raise_failure(self) -> None:
+        """Raise the failure, if there is one, and forget it: its traceback refers to the lane."""
+        try:
+            self.check()
+        finally:
+            self.failure = None
 
     def check(self) -> None:
         """Raise the failure, if there is one."""
@@ -162,7 +199,9 @@ class VectorEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
             self._write(arrays[OBSERVATION], row, i, self._obs_ahead.pop(i))
 
     def start(self, lane: Lane) -> Step:
-        arrays, advance, on_row = lane.arrays, self._direct() or self._by_vector, self.on_row
+        arrays = lane.arrays
+        advance = self._direct() or self._by_vector
+        on_row = self._on_row
         rewards, terminated, truncated = (
             arrays[REWARD],
             arrays[next_of(TERMINATED)],
@@ -171,7 +210,7 @@ class VectorEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
         observations = arrays[OBSERVATION]
 
         def step(t: int) -> Sequence[int] | None:
-            actions = self.actions
+            actions = self._actions
             self._keep(actions)
             ids, rew, finished, flags = advance(actions, observations, t + 1)
             partial = len(ids) < self.spec.num_envs
@@ -184,8 +223,8 @@ class VectorEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
             bare = all(len(info) == 1 and "env_id" in info for info in infos)
             self.rows.append(Row(ids, *self._chosen(ids), rew, None if bare else infos, actions))
             # with pending steps Tianshou cannot render
-            if self.render and not getattr(self.venv, "waiting_id", ()):
-                self._render(self.render)
+            if self._render_s and not getattr(self.venv, "waiting_id", ()):
+                self._render(self._render_s)
             if finished:
                 terminated[t, finished], truncated[t, finished] = flags
                 self._finished = dict(zip(finished, observations[t + 1, finished], strict=True))
@@ -333,7 +372,7 @@ class VectorEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
                 self.failure = error
                 self.unreset = [] if isinstance(error, StopIteration) else self._all.tolist()
         self._obs_ahead.update(finished)
-        self.begun += which
+        self._begun += which
 
     def _reset_ahead(self, which: Sequence[int]) -> None:
         """Reset environments, and keep their first observations for a later ``reset``, which may
@@ -346,7 +385,7 @@ class VectorEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
             raise
         self._take(which, infos)
         self._obs_ahead.update(zip(which, _one_by_one(copied(obs)), strict=True))
-        self.begun += which
+        self._begun += which
 
     def _take(self, which: Sequence[int] | Array, infos: Any) -> None:
         for i, info in zip(which, listed(infos), strict=True):

@@ -74,16 +74,15 @@ class TianshouActor:
         def act(t: int) -> None:
             envs.check()
             ids = envs.ready
-            if envs.begun:
-                self._begin_episodes(envs.begun)
-                envs.begun = []
+            if begun := envs.pop_begun():
+                self._begin_episodes(begun)
             try:
                 if self.random:
-                    envs.actions = self._draw(ids)
+                    envs.act(self._draw(ids))
                     return
                 obs = observations[t].copy() if len(ids) == lane.B else observations[t, ids]
                 with nullcontext() if self.no_grad else torch.enable_grad():
-                    envs.actions = self._act(ids, obs)
+                    envs.act(self._act(ids, obs))
             except Exception as error:
                 noted(
                     error,
@@ -93,6 +92,10 @@ class TianshouActor:
                 raise
 
         return act
+
+    def forget(self) -> None:
+        """Begin without a state of the policy."""
+        self.state = None
 
     def _act(self, ids: Array, obs: Array) -> Actions:
         policy = self.policy

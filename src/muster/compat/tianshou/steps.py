@@ -124,7 +124,8 @@ class Sampling(GroupRunner):
 
     def begin(self, obs: Array, infos: Any) -> None:
         self.envs.begin(obs, infos)
-        self.actor.state, self.going = None, Going(np.zeros(len(infos)), np.zeros(len(infos), int))
+        self.actor.forget()
+        self.going = Going(np.zeros(len(infos)), np.zeros(len(infos), int))
         self.group.reset()
         self.begin_episodes()
 
@@ -149,9 +150,8 @@ class Sampling(GroupRunner):
         """
         envs = self.envs
         self.last = None
-        envs.rows.clear()
+        envs.begin_rows(on_row)
         lane = self.last = self.lane(self.actor, rows)
-        envs.on_row, envs.failure, envs.unreset = on_row, None, []
         try:
             self.run(self.actor, lane, rule=rule, watch=watch)
         except BaseException as error:
@@ -160,11 +160,13 @@ class Sampling(GroupRunner):
                 raise
         if envs.unreset:
             self.lose(envs.unreset)
-        try:
-            envs.check()
-        finally:
-            envs.failure = None  # its traceback refers to the lane
+        envs.raise_failure()
         return lane
+
+    def go_on(self, taken: Taken) -> list[Ended]:
+        """Add steps to the running episodes; returns those that ended in them, by time."""
+        self.going, ended = self.going.after(taken)
+        return ended
 
     def lose(self, which: Sequence[int]) -> None:
         """Reset these environments before the next row: their episodes have ended, or their states
@@ -445,8 +447,7 @@ class Collection:
         sampling = self.sampling
         pieces = list(sampling.pieces(lane))
         for begin, end in pieces:  # all rows, also if one cannot be added
-            sampling.going, ended = sampling.going.after(sampling.rewarded(lane, begin, end))
-            self._ended += ended
+            self._ended += sampling.go_on(sampling.rewarded(lane, begin, end))
         with torch.no_grad():
             for begin, end in pieces:
                 self._add_piece(lane, begin, end)
@@ -508,9 +509,7 @@ class Collection:
             owner.run_on_step_hook(chosen, step)
             rew = step.rew
         finally:  # the episodes go on, also if this row is lost
-            self.sampling.going, ended = self.sampling.going.after(
-                taken._replace(batch=Batch(rew=rew, done=done))
-            )
+            ended = self.sampling.go_on(taken._replace(batch=Batch(rew=rew, done=done)))
         self.stats.update_at_step_batch(step)
         step.pop("dist")
         places, _, _, starts = owner.buffer.add(step, buffer_ids=taken.env)

@@ -80,10 +80,27 @@ class _OverNodes:
         super().__init__(  # type: ignore[call-arg]
             envs if several else envs[0], None if made_by_nodes else policy, **told
         )
-        _show(self, create_env_fn, frames_per_batch, options)
+        self._show(create_env_fn, frames_per_batch, options)
         if made_by_nodes:
             self._kept_policy = policy
             self.update_policy_weights_()
+
+    def _show(self, create_env_fn: Any, frames_per_batch: int, options: dict[str, Any]) -> None:
+        """Set public attributes of TorchRL's collectors to the given arguments; devices are lists with
+        one per node.
+        """
+        nodes = _nodes(create_env_fn, options)
+        self.num_workers = self.num_collectors = nodes
+        self.frames_per_batch = self.requested_frames_per_batch = frames_per_batch
+        self.total_frames = options.get("total_frames", -1)
+        for name in ("postproc", "pre_collect_hook", "post_collect_hook"):
+            setattr(self, name, options.get(name))
+        self.split_trajs = bool(options.get("split_trajs"))
+        for name in ("device", "storing_device", "env_device", "policy_device"):
+            given = options.get(name)
+            setattr(
+                self, name, list(given) if isinstance(given, (list, tuple)) else [given] * nodes
+            )
 
     def update_policy_weights_(self, policy_or_weights: Any = None, **options: Any) -> None:
         """Publish weights as ``muster.Collector.update_policy_weights_``.
@@ -380,26 +397,6 @@ def _nothing(td: Any) -> Any:
 def _nodes(create_env_fn: Any, options: dict[str, Any]) -> int:
     several = len(create_env_fn) if isinstance(create_env_fn, (list, tuple)) else 1
     return options.get("num_collectors") or several
-
-
-def _show(
-    collector: Any, create_env_fn: Any, frames_per_batch: int, options: dict[str, Any]
-) -> None:
-    """Set public attributes of TorchRL's collectors to the given arguments; devices are lists with
-    one per node.
-    """
-    nodes = _nodes(create_env_fn, options)
-    collector.num_workers = collector.num_collectors = nodes
-    collector.frames_per_batch = collector.requested_frames_per_batch = frames_per_batch
-    collector.total_frames = options.get("total_frames", -1)
-    for name in ("postproc", "pre_collect_hook", "post_collect_hook"):
-        setattr(collector, name, options.get(name))
-    collector.split_trajs = bool(options.get("split_trajs"))
-    for name in ("device", "storing_device", "env_device", "policy_device"):
-        given = options.get(name)
-        setattr(
-            collector, name, list(given) if isinstance(given, (list, tuple)) else [given] * nodes
-        )
 
 
 def _one(name: str, given: Any) -> Any:
