@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from muster import MultiSyncCollector
+from muster.capabilities import pass_options
 from muster.cli.main import main
 from muster.envs.build import build_env
 from muster.errors import (
@@ -468,7 +469,7 @@ def test_options_of_a_reset_are_given_again(tmp_path: Path) -> None:
         rig = Rig(cartpoles(1), "CartPole-v1", num_envs=1, T=6)
         rig.rollout()
         rig.reset([0], [9])
-        rig.env.reset_options = {"options": options}
+        pass_options(rig.env, {"options": options})
         rig.rollout()
         crash_report = saved(rig.run(0), tmp_path / "a", trust=True)
         assert crash_report.special[0] == Special(9, None, {"options": options})

@@ -18,6 +18,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorWrapper
 
 import muster
 from muster import Collector, DistributedCollector, MultiSyncCollector
+from muster.capabilities import Bypasses, capability
 from muster.envs.envpool import EnvPoolVectorEnv
 from muster.envs.infos import with_infos
 from muster.envs.stacked import StackedEnvs
@@ -153,7 +154,9 @@ def test_environments_that_are_left_out_of_a_step_have_none() -> None:
     env.reset(lane.arrays, 0, [0, 1], None)
     step = env.start(lane)
     step(0)
-    env.bypass([1])
+    bypassing = capability(env, Bypasses)
+    assert bypassing is not None
+    bypassing.bypass([1])
     step(1)
     assert lane.arrays["info", "t"].tolist() == [[0, 0], [1, 1], [2, 0]]
     assert lane.arrays["info", "_t"].tolist() == [[True, True], [True, True], [True, False]]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import Self
 
+from muster.capabilities import check_reset_kwargs
 from muster.collectors import resume
 from muster.collectors.background import Background
 from muster.collectors.batch_views import final_observations
@@ -34,7 +35,6 @@ from muster.observing.profiling import ProfileConfig
 from muster.observing.stats import CollectorStats
 from muster.policies.agents import heads_of
 from muster.policies.sampling import all_masks_of
-from muster.protocols import check_reset_kwargs
 from muster.rollout.group import Group
 from muster.utils.attributes import resolve
 from muster.utils.forks import Owner

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from muster.capabilities import check_reset_kwargs
 from muster.episodes.rules import RuleName, check_rule
 from muster.episodes.summary import CollectStats
 from muster.errors import BadOption
-from muster.protocols import check_reset_kwargs
 from muster.rollout.hooks import check_pause
 from muster.rollout.request import Bootstrap
 from muster.utils.integers import integer

@@ -197,7 +197,7 @@ class Casts:
 
     They are cast (then ``any`` is True) if the space's dtype can hold their values: floats and
     integers as a wider or narrower float of the same range, whole numbers as integers. One warning
-    per cause. ``refused``: cast nothing.
+    per cause. ``refused``: cast nothing. ``pending``: warnings that were not taken yet.
     """
 
     def __init__(self, name: str) -> None:
@@ -205,7 +205,11 @@ class Casts:
         self.any = False
         self._name = name
         self._texts: set[str] = set()
-        self._new: list[str] = []
+        self.pending: list[str] = []
+
+    def refuse(self) -> None:
+        """Cast nothing from now on."""
+        self.refused = True
 
     def problem(self, value: Any, spec: ArraySpec, what: str) -> str | None:
         """Describe the problem of the leaf ``what``, as the end of "it is ..."; None if it can be
@@ -244,10 +248,10 @@ class Casts:
         """Add a warning for the user's process, once per text."""
         if text not in self._texts:
             self._texts.add(text)
-            self._new.append(text)
+            self.pending.append(text)
 
     def take_warnings(self) -> list[str]:
-        new, self._new = self._new, []
+        new, self.pending = self.pending, []
         return new
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import gymnasium
 from gymnasium.vector import VectorEnv
 
+from muster.capabilities import AwaitsCoroutines
 from muster.envs import checks
 from muster.envs.stacked import StackedEnvs
 from muster.envs.wrapped import WrappedEnvs
@@ -35,7 +36,7 @@ def takes(env: Any) -> bool:
     return wrapped or any(is_coroutine_function(getattr(env, method, None)) for method in METHODS)
 
 
-class CoroutineEnvs(WrappedEnvs):
+class CoroutineEnvs(WrappedEnvs, AwaitsCoroutines):
     """Implements ``EnvBatch`` for B environments whose ``reset`` and ``step`` are coroutine
     functions.
 
@@ -57,7 +58,9 @@ class CoroutineEnvs(WrappedEnvs):
         awaited = [AwaitedEnv(env) for env in envs]
         stacked = StackedEnvs(awaited)  # type: ignore[arg-type]  # they have all that it uses
         super().__init__(stacked, stacked.spec)
-        self.__dict__.update(awaited=awaited, coroutines=CoroutineRunner())
+        self.awaited = awaited
+        self.coroutines = CoroutineRunner()
+        self._stacked = stacked
 
     def reset(
         self,
@@ -66,7 +69,7 @@ class CoroutineEnvs(WrappedEnvs):
         which: Sequence[int],
         seeds: Sequence[int] | None,
     ) -> None:
-        options = self.reset_options or {}
+        options = self._stacked.reset_options or {}
         calls = [
             self.awaited[i].begin(
                 "reset", seed=None if seeds is None else seeds[n], **checks.kept_info(options)
@@ -81,7 +84,7 @@ class CoroutineEnvs(WrappedEnvs):
             raise
 
     def start(self, lane: Lane) -> Step:
-        awaited, actions = self.awaited, self.inner.action_rows(lane)  # type: ignore[attr-defined]
+        awaited, actions = self.awaited, self._stacked.action_rows(lane)
         write = self.inner.start(lane)
 
         def step(t: int) -> Sequence[int] | None:
@@ -93,7 +96,7 @@ class CoroutineEnvs(WrappedEnvs):
                 self._run(calls, "step")
                 return write(t)
             except BaseException as error:  # also Ctrl-C
-                self.executed_in_row = sum(call.returned for call in calls)
+                self._executed = sum(call.returned for call in calls)
                 if isinstance(error, EnvError):
                     _mention_others(error, calls)
                 raise

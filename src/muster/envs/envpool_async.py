@@ -21,6 +21,15 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 
+from muster.capabilities import (
+    ActsWhenReady,
+    CastsValues,
+    CountsSteps,
+    DrawsActions,
+    HoldsSteps,
+    LimitsResets,
+    ResetsWithOptions,
+)
 from muster.env_spec import EnvSpec
 from muster.envs import checks
 from muster.envs.checks import FIX, Casts
@@ -116,7 +125,16 @@ def _unbounded(space: Any) -> Any:
     return spaces.Box(low.astype(space.dtype), high.astype(space.dtype), dtype=space.dtype.type)
 
 
-class AsyncPoolEnvs(EnvBatch):
+class AsyncPoolEnvs(
+    EnvBatch,
+    ActsWhenReady,
+    CastsValues,
+    CountsSteps,
+    DrawsActions,
+    HoldsSteps,
+    LimitsResets,
+    ResetsWithOptions,
+):
     """Implements ``EnvBatch`` for an asynchronous EnvPool; owns (and closes) it.
 
     Every row has one step of each environment. The policy acts for the ``ready_envs``. Where an
@@ -149,7 +167,10 @@ class AsyncPoolEnvs(EnvBatch):
         self._finished: set[int] = set()
         # the pool was reset; the next step also writes the observations before it
         self._begun = self._shows = False
+        self._dropped = 0
         self._ahead = 0  # number of steps that are in no row of a lane yet
+
+    late = 0  # a step completes its row
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         return self._actions.sample(rng, shape)
@@ -243,8 +264,13 @@ class AsyncPoolEnvs(EnvBatch):
         return step
 
     def drop_open(self) -> None:
-        self.dropped += self._ahead
+        self._dropped += self._ahead
         self._ahead = 0
+
+    def take_dropped(self) -> int:
+        dropped = self._dropped
+        self._dropped = 0
+        return dropped
 
     def objects(self) -> Sequence[object]:
         return [self._info.pool]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 from gymnasium import spaces
 
+from muster.capabilities import CastsValues, KeepsState, TellsInfos, capability
 from muster.envs.checks import NUMBERS, described_value
 from muster.envs.spaces import action_masks, leaf_spec
 from muster.envs.wrapped import WrappedEnvs
@@ -94,7 +95,8 @@ def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
     Raises:
         BadOption: ``env`` has no infos, or an info without a space was not seen.
     """
-    if env.keeps_infos is None:
+    telling = capability(env, TellsInfos)
+    if telling is None:
         raise BadOption(
             "info: Muster reads infos of Gymnasium, EnvPool, PettingZoo, dm_env and"
             f" Stable-Baselines3. {env.spec.name} returns none (TorchRL), steps on a device, or its"
@@ -105,7 +107,7 @@ def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
             f"info: {env.spec.name} has the observation {taken[0]} already. Rename it, or remove"
             " the option"
         )
-    env.keeps_infos = True
+    telling.keep_infos()
     wanted = wanted_infos(info)
     specs = {path: leaf_spec(space) for path, space in wanted.items() if space is not None}
     seen = look() if len(specs) < len(wanted) else {}
@@ -138,16 +140,17 @@ def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
             " them only"
         )
     fields = [InfoField(path, specs[path]) for path in sorted(specs)]
-    return cast(EnvBatch, _WithInfos(env, fields, watched=() in wanted))
+    return _WithInfos(env, telling, fields, watched=() in wanted)
 
 
 def look_at(env: EnvBatch, seen: Seen) -> None:
-    """Add what ``env.new_infos`` shows to ``seen``.
+    """Add what ``TellsInfos.new_infos`` shows to ``seen``.
 
     Raises ``BadEnvOutput`` if there are no dicts of infos.
     """
     found: list[tuple[Key, ArraySpec | NotStored]] = []
-    for told, _ in env.new_infos:
+    telling = capability(env, TellsInfos)
+    for told, _ in () if telling is None else telling.new_infos:
         if not isinstance(told, Mapping):
             for i in range(env.spec.num_envs):
                 found += [
@@ -281,26 +284,36 @@ class InfoField:
         return fits
 
 
-class _WithInfos(WrappedEnvs):
+class _WithInfos(WrappedEnvs, KeepsState):
     """Writes infos.
 
     ``watched``: warn of infos that are not in ``fields``. ``begun``: infos of resets within a step.
     """
 
-    def __init__(self, inner: EnvBatch, fields: Sequence[InfoField], *, watched: bool) -> None:
+    def __init__(
+        self,
+        inner: EnvBatch,
+        telling: TellsInfos,
+        fields: Sequence[InfoField],
+        *,
+        watched: bool,
+    ) -> None:
         specs = {key: spec for each in fields for key, spec in each.stored().items()}
         own = inner.spec
         masks = own.action_masks or action_masks(specs, own.action_specs, (INFO,))
         super().__init__(inner, replace(own, info_specs=specs, action_masks=masks))
-        known = {each.path for each in fields} if watched else None
-        self.__dict__.update(_fields=fields, _known=known, begun={})
+        self._telling = telling
+        self._keeping = capability(inner, KeepsState)
+        self._fields = fields
+        self._known = {each.path for each in fields} if watched else None
+        self.begun: dict[Key, Array] = {}
 
     def reset(
         self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None
     ) -> None:
         self.inner.reset(arrays, row, which, seeds)
         cells, waiting = self._cells(arrays), list(which)
-        for told, some in self.inner.new_infos:
+        for told, some in self._telling.new_infos:
             now = [i for i in which if some is ALL or i in some]
             self._put(cells, row, now, told)
             waiting = [i for i in waiting if i not in now]
@@ -311,11 +324,11 @@ class _WithInfos(WrappedEnvs):
         cells = lane.cache.get(self)
         if cells is None:
             cells = lane.cache[self] = self._cells(lane.arrays)
-        inner = self.inner
+        telling = self._telling
         arrays = lane.arrays
 
         def note(t: int) -> None:
-            for number, (told, some) in enumerate(inner.new_infos):
+            for number, (told, some) in enumerate(telling.new_infos):
                 # the row has the infos of the reset, the first pair
                 for key in self.spec.info_specs if number else ():
                     self.begun.setdefault(key, np.zeros_like(arrays[key][0]))[some] = arrays[key][
@@ -330,21 +343,27 @@ class _WithInfos(WrappedEnvs):
             key: array.tolist() if array.dtype == OBJECT else array.copy()
             for key, array in self.begun.items()
         }
-        return {**self.inner.snapshot(), **({"first_infos": first} if first else {})}
+        inner = {} if self._keeping is None else self._keeping.snapshot()
+        return {**inner, **({"first_infos": first} if first else {})}
 
     def restore(self, state: dict[str, Any]) -> None:
         rest = dict(state)
         first = rest.pop("first_infos", {})
-        self.__dict__["begun"] = {
+        self.begun = {
             key: np.array(rows, self.spec.info_specs[key].dtype) for key, rows in first.items()
         }
-        self.inner.restore(rest)
+        if self._keeping is not None:
+            self._keeping.restore(rest)
 
     def _cells(self, arrays: Mapping[Key, Array]) -> Cells:
-        return [(each, *map(arrays.__getitem__, each.stored())) for each in self._fields]
+        cells: Cells = []
+        for each in self._fields:
+            values, flags = each.stored()
+            cells.append((each, arrays[values], arrays[flags]))
+        return cells
 
     def _put(self, cells: Cells, row: int, some: Any, told: Any) -> None:
-        """Write infos of the environments ``some`` into a row; see ``EnvBatch.new_infos``."""
+        """Write infos of the environments ``some`` into a row; see ``TellsInfos``."""
         if isinstance(told, Mapping):
             leaves = _leaves(told, many=True)
             self._warn_of_unknown(leaves)
@@ -426,4 +445,6 @@ def _warn_of(env: Any, path: Key, why: str) -> None:
         f"info {_shown(path)} is ignored: {why}. To store it, give its space:"
         f" info={{{_shown(path)}: ...}}."
     )
-    env.casts.warn(f"{env.spec.name}: {text}")
+    casting = capability(env, CastsValues)
+    if casting is not None:
+        casting.casts.warn(f"{env.spec.name}: {text}")

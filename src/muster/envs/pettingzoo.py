@@ -31,6 +31,14 @@ from gymnasium.vector.utils import batch_space
 from pettingzoo import AECEnv, ParallelEnv
 from pettingzoo.utils.conversions import aec_to_parallel
 
+from muster.capabilities import (
+    CastsValues,
+    CountsSteps,
+    DrawsActions,
+    KeepsState,
+    ResetsWithOptions,
+    TellsInfos,
+)
 from muster.env_spec import EnvSpec
 from muster.envs import checks
 from muster.envs.checks import FIX, Casts
@@ -80,7 +88,9 @@ class Team(AgentSpaces):
         }
 
 
-class ParallelEnvs(EnvBatch):
+class ParallelEnvs(
+    EnvBatch, CastsValues, CountsSteps, DrawsActions, KeepsState, ResetsWithOptions, TellsInfos
+):
     """Implements ``EnvBatch`` for B parallel environments with the same agents and spaces; owns
     (and closes) them.
 
@@ -135,7 +145,7 @@ class ParallelEnvs(EnvBatch):
         self.casts: Casts = Casts(name)
         self._acting: list[list[str]] = [[] for _ in envs]
         self._left: list[dict[str, tuple[bool, bool]]] = [{} for _ in envs]  # terminated, truncated
-        self.keeps_infos = False
+        self._keeps_infos = False
         self._told: list[Any] = [None] * len(envs)  # infos by agent
         self.new_infos = [(self._told, ALL)]
 
@@ -151,13 +161,13 @@ class ParallelEnvs(EnvBatch):
         which: Sequence[int],
         seeds: Sequence[int] | None,
     ) -> None:
-        options, self.reset_options = self.reset_options or {}, None
+        options = self.take_options()
         for n, b in enumerate(which):
             seed = None if seeds is None else int(seeds[n])
             given = checks.kept_info(options)
             obs, infos = _reset(self.envs[b], f"{self.spec.name}[{b}]", b, seed=seed, **given)
             self._acting[b], self._left[b] = list(self.envs[b].agents), {}
-            if self.keeps_infos:
+            if self._keeps_infos:
                 self._told[b] = checks.kept_info(infos)
             self._write(arrays, row, b, obs, infos, "reset")
 
@@ -174,7 +184,7 @@ class ParallelEnvs(EnvBatch):
                 got = self._call(b, "step", self._action(arrays, t, b))
                 self.executed_in_row = b + 1
                 obs, reward, ended, cut, infos = self._checked(got, b)
-                if self.keeps_infos:
+                if self._keeps_infos:
                     self._told[b] = checks.kept_info(infos)
                 total[t, b] = self._put_rewards(rewards, t, b, reward)
                 still = [a for a in self.envs[b].agents if not (ended.get(a) or cut.get(a))]
@@ -192,6 +202,9 @@ class ParallelEnvs(EnvBatch):
 
     def objects(self) -> Sequence[object]:
         return self.envs
+
+    def keep_infos(self) -> None:
+        self._keeps_infos = True
 
     def snapshot(self) -> dict[str, Any]:
         return {"acting": [list(names) for names in self._acting], "left": [*map(dict, self._left)]}

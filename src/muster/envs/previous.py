@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
+from muster.capabilities import RestartsAgents, WritesNext, capability
 from muster.envs.wrapped import WrappedEnvs
 from muster.errors import BadOption
 from muster.keys import REWARD, Key, dotted
@@ -28,10 +29,10 @@ def with_previous(env: EnvBatch) -> EnvBatch:
     problem = _problem(env)
     if problem:
         raise BadOption(f"prev_action_reward: {env.spec.name} {problem}")
-    return cast(EnvBatch, _WithPrevious(env))
+    return _WithPrevious(env)
 
 
-class _WithPrevious(WrappedEnvs):
+class _WithPrevious(WrappedEnvs, RestartsAgents):
     def __init__(self, inner: EnvBatch) -> None:
         own = inner.spec
         repeats = {_previous(key): key for key in own.action_specs} | {PREV_REWARD: REWARD}
@@ -61,7 +62,7 @@ class _WithPrevious(WrappedEnvs):
             for after, before in pairs:
                 after[t + 1] = before[t]
             if self.bypassed:
-                self.restart_agent(data, t + 1, self.bypassed)
+                self.restart_agent(data, t + 1, [*self.bypassed])
 
         return note
 
@@ -83,7 +84,7 @@ def _problem(env: EnvBatch) -> str:
         return f"has the observations {taken} already: leave it out, or rename them"
     if env.spec.reward_key != REWARD:
         return "has a reward for each agent, and no one that could be shown: leave it out"
-    if env.writes_next:
+    if capability(env, WritesNext) is not None:
         return (
             "resets itself on a device, where Muster does not see in time what begins: leave it out"
         )

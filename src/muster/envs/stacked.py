@@ -8,6 +8,15 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from muster.capabilities import (
+    Bypasses,
+    CastsValues,
+    CountsSteps,
+    DrawsActions,
+    ResetsWithOptions,
+    TellsInfos,
+    TracksLives,
+)
 from muster.env_spec import EnvSpec
 from muster.envs import checks
 from muster.envs.checks import FIX, Casts
@@ -27,7 +36,16 @@ TERMINATED, TRUNCATED = next_of(("terminated",)), next_of(("truncated",))
 BLANK = object()  # instead of the observation of a bypassed environment
 
 
-class StackedEnvs(EnvBatch):
+class StackedEnvs(
+    EnvBatch,
+    Bypasses,
+    CastsValues,
+    CountsSteps,
+    DrawsActions,
+    ResetsWithOptions,
+    TellsInfos,
+    TracksLives,
+):
     """Implements ``EnvBatch`` for B ``gymnasium.Env`` with equal spaces: owns them, steps them one
     after another.
     """
@@ -60,12 +78,10 @@ class StackedEnvs(EnvBatch):
         self.casts: Casts = Casts(name)
         (key, spec), *_ = self.observations.specs.items()
         self._plain = self.observations.single and spec.is_tensor, key, spec.shape, spec.dtype
-        self.executed_in_row = 0  # environments stepped in a row that an error interrupted
-        self.bypasses = True
-        self.lives_lost: set[int] = set()
-        self._bypassed: frozenset[int] = frozenset()
+        self._lives_lost: set[int] = set()
+        self.bypassed: frozenset[int] = frozenset()
         self._lives_key: str | None = None
-        self.keeps_infos = False
+        self._keeps_infos = False
         self._told: list[Any] = [None] * self.spec.num_envs
         self.new_infos = [(self._told, ALL)]
         self._steps: list[Callable[[Any], Any]] = []  # functions that step the environments
@@ -77,7 +93,7 @@ class StackedEnvs(EnvBatch):
         self, arrays: Arrays, row: int, which: Sequence[int], seeds: Sequence[int] | None
     ) -> None:
         plain, key, shape, dtype = self._plain
-        options, self.reset_options = self.reset_options or {}, None
+        options = self.take_options()
         for n, i in enumerate(which):
             who = f"{self.spec.name}[{i}]"
             seed = None if seeds is None else seeds[n]
@@ -85,7 +101,7 @@ class StackedEnvs(EnvBatch):
                 self.envs[i], "reset", who, index=i, seed=seed, **checks.kept_info(options)
             )
             obs, info = checks.reset_pair(got, who)
-            if self.keeps_infos:
+            if self._keeps_infos:
                 self._told[i] = checks.kept_info(info)
             if plain and type(obs) is np.ndarray and obs.shape == shape and obs.dtype == dtype:
                 arrays[key][row, i] = obs
@@ -99,12 +115,16 @@ class StackedEnvs(EnvBatch):
         return step
 
     def bypass(self, which: Collection[int]) -> None:
-        if self._bypassed != frozenset(which):
-            self._bypassed = frozenset(which)
+        if self.bypassed != frozenset(which):
+            self.bypassed = frozenset(which)
             self._fill_steps()
 
-    def track_lives(self, key: str) -> None:
+    def keep_infos(self) -> None:
+        self._keeps_infos = True
+
+    def track_lives(self, key: str) -> set[int]:
         self._lives_key = key
+        return self._lives_lost
 
     def objects(self) -> Sequence[object]:
         return self.envs
@@ -212,17 +232,17 @@ class StackedEnvs(EnvBatch):
         array = self.observations.single and spec.is_tensor and spec.shape
         blank: Any = (np.zeros(spec.shape, spec.dtype) if array else BLANK, 0.0, False, False, {})
         steps: list[Callable[[Any], Any]] = [env.step for env in self.envs]
-        if self.keeps_infos:
+        if self._keeps_infos:
             steps = [_keeping_info(step, i, self._told) for i, step in enumerate(steps)]
-            for i in self._bypassed:
+            for i in self.bypassed:
                 self._told[i] = None
         if (key := self._lives_key) is not None:
             steps = [
-                _counting_lives(step, f"{self.spec.name}[{i}]", key, i, self.lives_lost)
+                _counting_lives(step, f"{self.spec.name}[{i}]", key, i, self._lives_lost)
                 for i, step in enumerate(steps)
             ]
         self._steps[:] = [
-            (lambda _: blank) if i in self._bypassed else step for i, step in enumerate(steps)
+            (lambda _: blank) if i in self.bypassed else step for i, step in enumerate(steps)
         ]
 
     def _observation_writer(self, lane: Lane) -> Callable[[int, Any], None]:
@@ -319,7 +339,7 @@ class StackedEnvs(EnvBatch):
         Return without an error if the returned values can be cast, and that was not tried yet
         (``again``).
         """
-        self.executed_in_row = b + (got is not ...) - sum(i < b for i in self._bypassed)
+        self.executed_in_row = b + (got is not ...) - sum(i < b for i in self.bypassed)
         if not issubclass(type(error), Exception):  # Ctrl-C
             raise error
         who = f"{self.spec.name}[{b}].step (row {t} of the batch)"

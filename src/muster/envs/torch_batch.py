@@ -21,6 +21,15 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
+from muster.capabilities import (
+    CastsValues,
+    CountsSteps,
+    DrawsActions,
+    KeepsState,
+    LimitsResets,
+    ResetsWithOptions,
+    WritesNext,
+)
 from muster.env_spec import EnvSpec
 from muster.envs import checks
 from muster.envs.checks import FIX, Casts
@@ -70,7 +79,16 @@ def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
     return TorchEnvs(checks.the_only(envs), device)
 
 
-class TorchEnvs(EnvBatch):
+class TorchEnvs(
+    EnvBatch,
+    CastsValues,
+    CountsSteps,
+    DrawsActions,
+    KeepsState,
+    LimitsResets,
+    ResetsWithOptions,
+    WritesNext,
+):
     """Implements ``EnvBatch`` for a batch of environments on tensors; owns (and closes) it.
 
     Rows are on ``device``. ``single``: see ``EnvSpec``.
@@ -80,8 +98,6 @@ class TorchEnvs(EnvBatch):
     ``collector/next_obs_valid`` is False. ``DISABLED`` environments are reset by mask at every
     step. Isaac Lab's ``cfg.compute_final_obs`` is set to True.
     """
-
-    writes_next = True
 
     def __init__(
         self, env: Any, device: torch.device | None = None, *, single: bool = False
@@ -133,21 +149,14 @@ class TorchEnvs(EnvBatch):
         if not self._self_resetting:
             self._need_mask("it does not reset by itself (AutoresetMode.DISABLED)")
 
-    @property
-    def max_steps(self) -> int | None:
-        """Number of steps after which episodes are truncated, which requires resets by mask."""
-        return self._limit
-
-    @max_steps.setter
-    def max_steps(self, limit: int | None) -> None:
-        if limit is not None:
-            try:
-                self._need_mask("max_frames_per_traj ends episodes from outside")
-            except UnsupportedEnv as error:
-                raise BadOption(
-                    f"{error}; or leave max_frames_per_traj out and set the environment's own limit"
-                ) from None
-        self._limit = limit
+    def limit_episodes(self, steps: int) -> None:
+        try:
+            self._need_mask("max_frames_per_traj ends episodes from outside")
+        except UnsupportedEnv as error:
+            raise BadOption(
+                f"{error}; or leave max_frames_per_traj out and set the environment's own limit"
+            ) from None
+        self._limit = steps
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Any]:
         """Draw like ``SpaceCodec.sample``, on the device of the rows. Each row has a seed of its
@@ -169,7 +178,7 @@ class TorchEnvs(EnvBatch):
     def reset(
         self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None
     ) -> None:
-        given, self.reset_options = dict(self.reset_options or {}), None
+        given = self.take_options()
         if seeds is not None:
             given["seed"] = checks.batch_seed(seeds)
         index = list(which)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torchrl.envs import ActionMask, Compose, EnvBase, GymEnv, Transform, TransformedEnv
 
+from muster.capabilities import CountsSteps, DrawsActions, RefersToParts, ResetsWithOptions
 from muster.env_spec import EnvSpec
 from muster.envs.checks import check_distinct, close_all
 from muster.envs.spaces import action_masks
@@ -48,7 +49,7 @@ def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
 COUNTERS = {"step_count", "is_init", "episode_reward", "traj_count"}
 
 
-class TorchRLEnvs(EnvBatch):
+class TorchRLEnvs(EnvBatch, CountsSteps, DrawsActions, RefersToParts, ResetsWithOptions):
     """One ``EnvBase`` of any batch size, or several without a batch size, stepped one after
     another.
 
@@ -60,9 +61,6 @@ class TorchRLEnvs(EnvBatch):
     An episode ends where TorchRL resets: if ``done`` at the root is set, or without such a flag, if
     any of the flags nearest to the root is set. Flags further below are carried like observations.
     """
-
-    # TorchRL's ``reset(**kwargs)`` takes any, also a seed
-    reset_options: dict[str, Any] | None = None
 
     def __init__(self, envs: Sequence[EnvBase]) -> None:
         self.envs = list(envs)
@@ -129,12 +127,15 @@ class TorchRLEnvs(EnvBatch):
     def reset(
         self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None
     ) -> None:
-        options, self.reset_options = self.reset_options, None
+        options = self.take_options()
         for one in self._ones:
             mine = [n for n, i in enumerate(which) if one.columns.start <= i < one.columns.stop]
             if mine:
                 own = None if seeds is None else [seeds[n] for n in mine]
                 one.reset(arrays, row, [which[n] for n in mine], own, options)
+
+    def pass_options(self, options: dict[str, Any] | None) -> None:
+        self.reset_options = options  # TorchRL's ``reset(**kwargs)`` takes any, also a seed
 
     def start(self, lane: Lane) -> Step:
         chooses, self._chooses = self._chooses, False

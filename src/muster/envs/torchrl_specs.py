@@ -26,9 +26,9 @@ from torchrl.data import (
 from torchrl.data.tensor_specs import StackedComposite
 from torchrl.envs import EnvBase
 
-from muster.envs.spaces import draw
 from muster.errors import UnsupportedEnv
 from muster.keys import FLAGS, REWARD, TEAM_REWARD, Key, next_of
+from muster.memory.drawing import draw
 from muster.memory.slots import numpy_dtype
 from muster.memory.specs import OBJECT, Array, ArraySpec, Specs
 

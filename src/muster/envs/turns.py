@@ -25,6 +25,15 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from muster.capabilities import (
+    CastsValues,
+    CountsSteps,
+    DrawsActions,
+    HoldsSteps,
+    KeepsState,
+    ResetsWithOptions,
+    WritesNext,
+)
 from muster.env_spec import EnvSpec
 from muster.envs import checks
 from muster.envs.checks import FIX, Casts
@@ -178,7 +187,16 @@ class Game:
         return str(self.env.agent_selection)
 
 
-class TurnEnvs(EnvBatch):
+class TurnEnvs(
+    EnvBatch,
+    CastsValues,
+    CountsSteps,
+    DrawsActions,
+    HoldsSteps,
+    KeepsState,
+    ResetsWithOptions,
+    WritesNext,
+):
     """Implements ``EnvBatch`` for B AEC environments with the same agents; owns (and closes) them.
 
     All agents must have the same spaces. A game is reset as soon as it ends. With k agents, up to k
@@ -187,8 +205,6 @@ class TurnEnvs(EnvBatch):
     the turns of an agent; the game is cut when an agent reaches it, as it is by ``reset``: all open
     turns are truncated. The constructor resets environment 0 to see its infos.
     """
-
-    writes_next = True
 
     def __init__(self, envs: Sequence[Any]) -> None:
         env = envs[0]
@@ -228,6 +244,7 @@ class TurnEnvs(EnvBatch):
             single=True,
         )
         self.casts: Casts = Casts(name)
+        self._limit: int | None = None  # turns of an agent per episode
 
     @property
     def late(self) -> int:  # type: ignore[override]
@@ -250,7 +267,7 @@ class TurnEnvs(EnvBatch):
         which: Sequence[int],
         seeds: Sequence[int] | None,
     ) -> None:
-        options, self.reset_options = self.reset_options or {}, None
+        options = self.take_options()
         for n, b in enumerate(which):
             self._cut(b)
             seed = None if seeds is None else int(seeds[n])
@@ -299,6 +316,12 @@ class TurnEnvs(EnvBatch):
                 )
 
         return step
+
+    def limit_episodes(self, steps: int) -> None:
+        self._limit = steps
+
+    def take_dropped(self) -> int:
+        return 0  # the steps of open turns count as executed in other rows
 
     def drop_open(self) -> None:
         for game in self._games:
@@ -368,9 +391,7 @@ class TurnEnvs(EnvBatch):
             if turn := game.open.pop(agent, None):
                 if problem := self.casts.reward_problem(reward):
                     raise BadEnvOutput(f"{who}.last: {agent}: {problem}. {FIX}")
-                limited = (
-                    self.max_steps is not None and game.turns[agent] >= self.max_steps and not ended
-                )
+                limited = self._limit is not None and game.turns[agent] >= self._limit and not ended
                 turn.reward, turn.terminated, turn.truncated = (
                     float(checks.number(reward)),
                     ended,

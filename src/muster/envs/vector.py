@@ -16,6 +16,14 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
+from muster.capabilities import (
+    CastsValues,
+    CountsSteps,
+    DrawsActions,
+    KeepsState,
+    ResetsWithOptions,
+    TellsInfos,
+)
 from muster.env_spec import EnvSpec
 from muster.envs import checks
 from muster.envs.cartpole_vector import has_masks, with_masks
@@ -34,7 +42,9 @@ STATISTICS = ("episode", *mask_of(("episode",)))  # what Gymnasium's wrapper of 
 TERMINATED, TRUNCATED = next_of(("terminated",)), next_of(("truncated",))
 
 
-class VectorEnvBatch(EnvBatch):
+class VectorEnvBatch(
+    EnvBatch, CastsValues, CountsSteps, DrawsActions, KeepsState, ResetsWithOptions, TellsInfos
+):
     """Implements ``EnvBatch`` for a ``VectorEnv`` with a declared autoreset mode; owns (and closes)
     it.
     """
@@ -67,13 +77,14 @@ class VectorEnvBatch(EnvBatch):
             ArraySpec((B, *spec.shape), spec.dtype) for spec in self.observations.specs.values()
         ]
         self.casts: Casts = Casts(name)
-        self.executed_in_row = 0
         # else ``_try_mask``
         self._masks = self._known or self.mode is AutoresetMode.SAME_STEP or B == 1
         # SAME_STEP: environments that have reset themselves and await ``reset``, and their first
         # observations: copies.
         self._fresh: tuple[list[int], list[Array]] = [], []
-        self.keeps_infos, self._reset_info = False, dict[str, Any]()
+        self._keeps_infos = False
+        self._reset_info: dict[str, Any] = {}
+        self.new_infos: list[tuple[Any, Any]] = []
         self._infos_of: Callable[[Any], Any] = getattr(env, "muster_infos", lambda info: info)
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
@@ -100,7 +111,7 @@ class VectorEnvBatch(EnvBatch):
         if not rest:
             return
         leaves = self._leaves(self._masked_reset(rest, seeds), f"{self.spec.name}.reset")
-        if self.keeps_infos:
+        if self._keeps_infos:
             self.new_infos = [(self._infos_of(self._reset_info), rest)]
         if not self._known and len(rest) < self.spec.num_envs:
             self._check_mask_respected(targets, leaves, rest)
@@ -132,7 +143,7 @@ class VectorEnvBatch(EnvBatch):
             terminated[t] = self._column(ended, "terminated", "b")
             truncated[t] = self._column(cut, "truncated", "b")
             finished: list[int] = np.flatnonzero(terminated[t] | truncated[t]).tolist()
-            if self.keeps_infos:
+            if self._keeps_infos:
                 self._take_infos(info, finished)
             if finished and self.mode is AutoresetMode.SAME_STEP:
                 self._fresh = finished, [leaf[finished] for leaf in leaves]
@@ -146,6 +157,9 @@ class VectorEnvBatch(EnvBatch):
 
     def objects(self) -> Sequence[object]:
         return [self.env]
+
+    def keep_infos(self) -> None:
+        self._keeps_infos = True
 
     def snapshot(self) -> dict[str, Any]:
         finished, leaves = self._fresh
@@ -163,7 +177,7 @@ class VectorEnvBatch(EnvBatch):
         self.env.close()
 
     def _take_infos(self, info: Any, finished: list[int]) -> None:
-        """Set ``EnvBatch.new_infos``.
+        """Set ``new_infos``.
 
         SAME_STEP: for finished environments, ``final_info`` has the step's infos.
         """
@@ -217,7 +231,7 @@ class VectorEnvBatch(EnvBatch):
         self._masks = True
 
     def _masked_reset(self, which: list[int], seeds: Sequence[int] | None) -> Any:
-        given, self.reset_options = dict(self.reset_options or {}), None
+        given = self.take_options()
         if given.keys() - {"options"}:
             raise BadOption(
                 f"{self.spec.name}.reset takes options=, not {sorted(given.keys() - {'options'})}"

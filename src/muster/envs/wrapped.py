@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from muster.capabilities import Bypasses, CountsSteps, Wraps, capability
 from muster.env_spec import EnvSpec
+from muster.keys import Key
 from muster.memory.slots import Lane
 from muster.protocols import EnvBatch, Step
 
 
-class WrappedEnvs:
-    """Implements ``EnvBatch`` by delegating to ``inner``, whose attributes are read and set.
+class WrappedEnvs(Wraps, CountsSteps):
+    """Implements ``EnvBatch`` by delegating to ``inner``; ``spec`` describes both together.
 
-    Derived classes write after each step (``after_step``) and reset; ``bypassed`` environments are
-    not stepped.
+    Derived classes write after each step (``after_step``) and reset.
     """
 
-    inner: EnvBatch
-    spec: EnvSpec
-    bypassed: Sequence[int]
-
     def __init__(self, inner: EnvBatch, spec: EnvSpec) -> None:
-        self.__dict__.update(inner=inner, spec=spec, bypassed=[])  # bypasses ``__setattr__``
+        self.inner = inner
+        self.spec = spec
+        self._bypassing = capability(inner, Bypasses)
+        self._counting = capability(inner, CountsSteps)
+        self._executed: int | None = None  # None: as many as ``inner`` counts
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["inner"], name)
+    @property
+    def bypassed(self) -> Collection[int]:
+        """The environments that are not stepped."""
+        return () if self._bypassing is None else self._bypassing.bypassed
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.inner, name, value)
-
-    def store_as(self, spec: EnvSpec) -> None:
-        self.__dict__["spec"] = spec
-
-    def bypass(self, which: Collection[int]) -> None:
-        self.__dict__["bypassed"] = list(which)
-        self.inner.bypass(which)
+    def reset(
+        self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None
+    ) -> None:
+        self.inner.reset(arrays, row, which, seeds)
 
     def start(self, lane: Lane) -> Step:
         step, note = self.inner.start(lane), self.after_step(lane)
@@ -45,7 +43,7 @@ class WrappedEnvs:
             try:
                 note(t)
             except BaseException:  # also Ctrl-C; the step was made
-                self.executed_in_row = self.spec.num_envs - len(self.bypassed)
+                self._executed = self.spec.num_envs - len(self.bypassed)
                 raise
             return finished
 
@@ -55,10 +53,14 @@ class WrappedEnvs:
         """Return a function to call with row ``t`` after its step."""
         raise NotImplementedError
 
+    def take_executed(self) -> int:
+        counted = 0 if self._counting is None else self._counting.take_executed()
+        executed = counted if self._executed is None else self._executed
+        self._executed = None
+        return executed
 
-def innermost(env: Any) -> EnvBatch:
-    """Return the env batch inside all ``WrappedEnvs``."""
-    while isinstance(env, WrappedEnvs):
-        env = env.inner
-    inner: EnvBatch = env
-    return inner
+    def objects(self) -> Sequence[object]:
+        return self.inner.objects()
+
+    def close(self) -> None:
+        self.inner.close()

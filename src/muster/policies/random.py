@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from muster.capabilities import DrawsActions, capability
 from muster.errors import MusterError
 from muster.keys import IS_INIT, Key
+from muster.memory.drawing import draw
 from muster.memory.slots import Lane, as_tensor
 from muster.memory.specs import OBJECT, Array, Column
 from muster.policies.sampling import ActionMask, masks_of
@@ -24,9 +27,20 @@ Sample = Callable[[GroupRng, tuple[int, ...]], dict[Key, Array]]
 FIRST_MASKED = 1 << 19  # first stream for masked actions; see ``GroupRng.stream``
 
 
+def sampler_of(env: EnvBatch) -> Sample:
+    """Return the function that draws actions of an env batch: its own, or from the specs."""
+    drawing = capability(env, DrawsActions)
+    return partial(_draw_actions, env) if drawing is None else drawing.sample
+
+
+def _draw_actions(env: EnvBatch, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
+    specs = env.spec.action_specs.items()
+    return {key: draw(spec, rng.stream(i), shape) for i, (key, spec) in enumerate(specs)}
+
+
 def random_policy(env: EnvBatch) -> RandomPolicy:
     """Return the policy that draws the actions of an env batch uniformly, among the allowed ones."""
-    return RandomPolicy(env.sample, env.spec.acting_shape, masks=masks_of(env.spec))
+    return RandomPolicy(sampler_of(env), env.spec.acting_shape, masks=masks_of(env.spec))
 
 
 class RandomPolicy:
@@ -108,8 +122,8 @@ class RandomPolicy:
             return _nothing
 
         def act(t: int) -> None:
-            for draw in draws:
-                draw(t)
+            for draw_allowed in draws:
+                draw_allowed(t)
 
         return act
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from muster.capabilities import ResetsWithOptions, capability
 from muster.errors import MusterError, text_of
 from muster.keys import Key
 from muster.memory.specs import Array
@@ -90,7 +91,9 @@ class Anchors:
     """
 
     def __init__(self, env: EnvBatch) -> None:
-        self._env, self._alone = env, env.spec.replays_alone
+        self._env = env
+        self._with_options = capability(env, ResetsWithOptions)
+        self._alone = env.spec.replays_alone
         self.seeds: list[int | None] = [None] * env.spec.num_envs
         self.forget()
 
@@ -99,7 +102,9 @@ class Anchors:
 
         Call this before every reset, with the arguments of ``EnvBatch.reset``.
         """
-        options = self._env.reset_options or None
+        options = None
+        if self._with_options is not None:
+            options = self._with_options.reset_options or None
         if seeds is not None or options or not self._known.issuperset(which):
             self._note_special(which, seeds, options)
         self._resets += [(self._calls, row, i) for i in which]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from muster.capabilities import WritesNext, capability, pass_options
 from muster.envs.build import build_env
 from muster.errors import BadCrashReport
 from muster.keys import FLAGS, next_of
@@ -37,7 +38,9 @@ class Player:
             self.batch = build_env(factory.source, num_envs, factory.kwargs, device)
         self.crash_report = crash_report
         spec = self.batch.spec
-        self.batch.max_steps = crash_report.max_frames_per_traj
+        writing = capability(self.batch, WritesNext)
+        if writing is not None and crash_report.max_frames_per_traj is not None:
+            writing.limit_episodes(crash_report.max_frames_per_traj)
         layout = Layout(
             1,
             spec.num_envs,
@@ -150,7 +153,7 @@ class Player:
                         f"the random state in the crash report is damaged: {error}"
                     ) from error
         seeds = [entry.seed for entry in special if entry.seed is not None]
-        self.batch.reset_options = special[0].options
+        pass_options(self.batch, special[0].options)
         self.batch.reset(self._lane.data, 0, which, seeds if len(seeds) == len(which) else None)
 
     def _step(self, row: int) -> None:

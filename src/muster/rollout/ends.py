@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from muster.capabilities import Bypasses, capability
 from muster.episodes.rules import Rule
 from muster.keys import Key
 from muster.memory.objects import copied
@@ -35,15 +36,15 @@ class Bypass:
     """
 
     def __init__(self, env: EnvBatch) -> None:
-        self._env = env
-        self.is_possible = env.bypasses
+        self._bypassing = capability(env, Bypasses)
+        self.is_possible = self._bypassing is not None
         self.is_used = False
 
     def set(self, which: Collection[int]) -> None:
         """Leave these environments, and no others, out of all following steps."""
-        if self.is_possible:
+        if self._bypassing is not None:
             self.is_used = bool(which)
-            self._env.bypass(which)
+            self._bypassing.bypass(which)
 
 
 class Waiting:

@@ -38,7 +38,7 @@ def prime(group: Group, policy: Policy, version: int | str) -> Outputs:
 
     Where environments act when they are ready, the outputs are not used.
     """
-    if group.env.spec.ready is not None:
+    if not group.can.starting.keeps_first_call:
         return probe(group, policy)
     call = group.call_of(policy)
     if call is None:
@@ -64,6 +64,5 @@ def _call(group: Group, policy: Policy) -> Outputs:
         obs |= {key: group.carry.seen(key) for key in group.env.spec.action_masks.values()}
         if IS_INIT in group.carry:  # the episodes may have begun with an earlier policy
             obs[IS_INIT] = group.carry.seen(IS_INIT)
-        if group.env.spec.ready is not None:
-            obs = {key: value[group.env.ready_envs] for key, value in obs.items()}
-        return keep(call_policy(policy, lambda: policy.first(obs, group.rng)))
+        seen = group.can.starting.seen(obs)
+        return keep(call_policy(policy, lambda: policy.first(seen, group.rng)))

@@ -13,13 +13,14 @@ from muster.keys import Key
 from muster.memory.specs import Array
 from muster.protocols import EnvBatch, Outputs, Policy
 from muster.rng import GroupRng
+from muster.rollout.abilities import Abilities
 from muster.rollout.acting import env_error
 from muster.rollout.carry import Carry
 from muster.rollout.context import Contexts
 from muster.rollout.ends import Bypass
 from muster.rollout.options import RolloutOptions
 from muster.rollout.progress import Phase, Progress
-from muster.rollout.resets import Due, ResetListener, check_resets
+from muster.rollout.resets import Due, ResetListener
 
 if TYPE_CHECKING:
     import torch
@@ -161,8 +162,7 @@ class Group:
         self.open: OpenRollout | None = None
         self.first_call: FirstCall | None = None
         self.contexts = Contexts(rng, options)
-        env.max_steps = options.max_frames_per_traj
-        check_resets(env, options)
+        self.can = Abilities(env, options)
 
     @property
     def B(self) -> int:  # noqa: N802 (the field's name)
@@ -216,7 +216,7 @@ class Group:
 
     def lose(self) -> None:
         """Schedule a reset of all environments, whose states are unknown."""
-        self.env.drop_open()
+        self.can.drop_open()
         self.due.lose()
         self.reset()
 
@@ -235,7 +235,7 @@ class Group:
         reports = self.reports if reports is None else reports
         if self.due.error is not None:
             reports.progress.begin(Phase.RESET)  # the phase of the error
-        undone = self.due.undone(again=bool(self.env.reset_options))
+        undone = self.due.undone(again=self.can.has_reset_options)
         was_lost = self.due.recover()
         if self.agent_clock is None or was_lost:  # else the environments end the episodes of agents
             self.clock.abandon(which)

@@ -138,7 +138,7 @@ def watching(
     Args:
         env_ids: global numbers of the environments.
         waiting: environments that make no steps.
-        repeats: see ``EnvBatch``.
+        repeats: see ``EnvSpec``.
         next_obs: has the observations that are in no row.
     """
 

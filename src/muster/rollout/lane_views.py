@@ -9,6 +9,7 @@ from typing import Any
 from muster.keys import IS_INIT, POLICY_VERSION, RESUMED, TRAJ_IDS, VALID, Key, next_of
 from muster.memory.slots import Lane
 from muster.protocols import EnvBatch
+from muster.rollout.abilities import writes_next
 from muster.rollout.carry import Carry
 from muster.rollout.marks import CACHE_BYTES, NEVER, marks_of
 from muster.rollout.options import RolloutOptions
@@ -42,7 +43,7 @@ class LaneViews:
         self.observed = list(of_env)
         self.next_rows: list[tuple[Any, Any]] = []
         self.copied_every = NEVER
-        if not (env.writes_next or options.compact_obs):
+        if not (writes_next(env) or options.compact_obs):
             self.next_rows = [(data[next_of(key)], data[key][1:]) for key in of_env]
             row_bytes = sum(carry[key].nbytes for key in of_env)
             self.copied_every = max(1, CACHE_BYTES // max(row_bytes, 1))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from functools import partial
-from typing import cast
 
+from muster.capabilities import HoldsSteps
 from muster.errors import BadEnvOutput
 from muster.memory.slots import Lane
-from muster.protocols import Act, Policy, ReadyFirst
+from muster.protocols import Act, Policy
 from muster.rollout.acting import env_error, is_own, policy_error
 from muster.rollout.group import Group
 from muster.rollout.progress import ACTING, PHASE, STEPPING, Phase
 from muster.rollout.request import RolloutOutcome, RolloutRequest, Watch
 from muster.rollout.resets import ResetListener
 from muster.rollout.running import STOP, Prepared, Rollout
+from muster.rollout.starting import no_act
 from muster.rollout.tally import Tally
 from muster.utils import interrupts
 
@@ -70,7 +70,7 @@ def rollout(
         prepared = _prepare(running, policy, acted=acted)
         signals = interrupts.here()
         if lane.acts_from > lane.done_steps:  # row 0 has the action of the policy's first call
-            _run(running, prepared, _no_act, lane.done_steps, lane.acts_from, signals)
+            _run(running, prepared, no_act, lane.done_steps, lane.acts_from, signals)
         if not lane.stopped:
             _run(running, prepared, prepared.act, lane.acts_from, lane.T, signals)
     completing = time.perf_counter_ns()
@@ -123,52 +123,20 @@ def _prepare(running: Rollout, policy: Policy, *, acted: bool) -> Prepared:
         if begin and paused.policy is policy and paused.version == version:
             lane.act_from(begin)
             return paused
-    if group.env.late > 0 and not lane.stopped:
-        _catch_up(running, policy, acted)
+    holding = group.can.holding
+    if holding is not None and holding.late > 0 and not lane.stopped:
+        _catch_up(running, policy, holding, acted)
         acted = False
     if lane.acts_from != begin + acted:
         lane.act_from(begin + acted)
-    if group.env.spec.ready is not None:
-        env = cast(ReadyFirst, group.env)
-        written = [column.key for column in policy.columns()]
-        prepare = partial(_acting_when_ready, running, policy)
-        return Prepared(policy, version, _no_act, env.start_ready(lane, prepare, written))
     cells = running.reports.progress.cells
-    phase = cells[PHASE]
-    cells[PHASE] = Phase.POLICY
-    try:
-        act = policy.start(lane, group.contexts.rng)
-    except Exception as error:
-        if is_own(policy, error):
-            raise
-        raise policy_error(policy, error) from error
-    cells[PHASE] = phase
-    return Prepared(policy, version, act, group.env.start(lane))
+    act, step = group.can.starting.start(policy, lane, group.contexts.rng, cells)
+    return Prepared(policy, version, act, step)
 
 
-def _no_act(t: int) -> None:
-    """Do nothing: the action is there, or the step acts."""
-
-
-def _acting_when_ready(running: Rollout, policy: Policy, lane: Lane) -> Act:
-    """Prepare a policy that acts within steps. In an error of the policy, the phase is POLICY."""
-    cells = running.reports.progress.cells
-    phase = cells[PHASE]
-    cells[PHASE] = Phase.POLICY
-    act = policy.start(lane, running.group.rng)
-    cells[PHASE] = phase
-
-    def act_in_phase(t: int) -> None:
-        cells[PHASE] = Phase.POLICY
-        act(t)
-        cells[PHASE] = phase
-
-    return act_in_phase
-
-
-def _catch_up(running: Rollout, policy: Policy, acted: bool) -> None:
+def _catch_up(running: Rollout, policy: Policy, holding: HoldsSteps, acted: bool) -> None:
     """Make the steps after which rows can be complete, where agents take turns; see
-    ``EnvBatch.late``.
+    ``HoldsSteps.late``.
 
     The last row of the lane is used for these, so that a policy draws noise for one row, whatever
     the lane's length. If ``acted``, the first row has an action already.
@@ -178,10 +146,10 @@ def _catch_up(running: Rollout, policy: Policy, acted: bool) -> None:
     first = lane.done_steps
     last = lane.T - 1
     step = group.env.start(lane)
-    prepared = Prepared(policy, running.request.version or 0, _no_act, step)
+    prepared = Prepared(policy, running.request.version or 0, no_act, step)
     at = IN_POLICY
     try:
-        while group.env.late > 0:
+        while holding.late > 0:
             at = IN_POLICY
             row = first if acted else last
             if not acted:
@@ -317,7 +285,7 @@ def _cut_short(
 def _executed(running: Rollout, t: int, at: int) -> int:
     """Return the number of environments stepped in row ``t``; 0 if the row is complete."""
     if at == IN_STEP:
-        return running.group.env.executed_in_row
+        return running.group.can.take_executed()
     if at == AFTER_STEP and running.lane.done_steps <= t:
         return running.waiting.executed(t, t + 1)
     return 0

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from muster.memory.slots import Lane, Layout, Slot
-from muster.policies.random import RandomPolicy
+from muster.policies.random import RandomPolicy, sampler_of
 from muster.policies.sampling import masks_of
 from muster.protocols import Act
 from muster.rng import GroupRng
@@ -42,7 +42,7 @@ def start_at_random(group: Group, which: Sequence[int]) -> None:
     columns = lane_columns(env.spec, (), group.options)
     lane = Slot(Layout(1, group.B, columns, batch_shape=env.spec.batch_shape)).lanes[0]
     streams = cast(GroupRng, _Streams(group.rng))
-    policy = _DrawingFrom(streams, env.sample, env.spec.batch_shape, masks=masks_of(env.spec))
+    policy = _DrawingFrom(streams, sampler_of(env), env.spec.batch_shape, masks=masks_of(env.spec))
     phase = progress.begin(Phase.RESET)
     tally = Tally()
     try:

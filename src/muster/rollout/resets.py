@@ -8,26 +8,6 @@ from typing import Any, Protocol
 
 from typing_extensions import Self
 
-from muster.errors import BadOption
-from muster.protocols import EnvBatch
-from muster.rollout.options import RolloutOptions
-
-
-def check_resets(env: EnvBatch, options: RolloutOptions) -> None:
-    """Raise ``BadOption`` if the env batch does not support an option, ``UnsupportedEnv`` if it
-    lacks single resets.
-    """
-    if options.traj_done_key is not None:
-        env.track_lives(options.traj_done_key)
-    if options.max_decorrelation_steps and (env.writes_next or env.spec.device is not None):
-        raise BadOption(
-            f"max_decorrelation_steps: {env.spec.name} steps all its environments at once on a"
-            " device."
-            " Let it begin at random steps by itself, or leave the option out"
-        )
-    if options.max_decorrelation_steps and not env.bypasses and env.spec.num_envs > 1:
-        env.check_partial_reset()
-
 
 class ResetListener(Protocol):
     """What is told of a group's resets, for instance a log of actions."""

@@ -14,6 +14,7 @@ from muster.keys import AGENT, POLICY_VERSION, STEP_COUNT, TRAJ_DONE, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
 from muster.protocols import Act, Policy, Step
+from muster.rollout.abilities import writes_next
 from muster.rollout.acting import store_outputs
 from muster.rollout.ends import (
     RESET_NOW,
@@ -119,7 +120,7 @@ class Rollout:
         if request.rule is not None or group.due.which or group.due.begun:
             self._begin_episodes()
         self.waiting = Waiting(group.env, group.bypass, self.absent)
-        if group.options.max_frames_per_traj is not None and not group.env.writes_next:
+        if group.options.max_frames_per_traj is not None and not writes_next(group.env):
             limit = group.options.max_frames_per_traj
             self._limit = StepLimit(limit, group.clock.steps, self.absent)
         self.ends = RESET_NOW
@@ -131,7 +132,7 @@ class Rollout:
             or self._watch is not None
         ):
             self._watchers = self._choose_watchers()
-        if group.env.dropped or not group.random_start.is_over:
+        if group.can.holding is not None or not group.random_start.is_over:
             self._count_before()
         if request.rule is not None and request.rule.complete:
             lane.stop()
@@ -218,11 +219,11 @@ class Rollout:
 
     def _count_before(self) -> None:
         """Count the steps that were made before the first row."""
-        env = self.group.env
-        if env.dropped:
-            self.tally.execute(env.dropped)
-            self.tally.discard("reset", env.dropped)
-            env.dropped = 0
+        holding = self.group.can.holding
+        dropped = 0 if holding is None else holding.take_dropped()
+        if dropped:
+            self.tally.execute(dropped)
+            self.tally.discard("reset", dropped)
         if self.request.is_random_start or self.group.random_start.is_over:
             return
         steps = self.group.random_start.end()
@@ -299,8 +300,7 @@ class Rollout:
     def _end_episodes(self, t: int, finished: Sequence[int], late: Sequence[int]) -> None:
         """End the episodes of ``finished`` at row ``t``; those of ``late`` reached the limit."""
         lane = self.lane
-        env = self.group.env
-        lost = env.lives_lost
+        lost = self.group.can.lives_lost
         over = finished
         going_on: Sequence[int] = ()
         if lost:
@@ -315,7 +315,7 @@ class Rollout:
         if decision.reset:
             self._reset_rows(t + 1, decision.reset, None)
         if decision.restart:
-            env.restart_agent(lane.data, t + 1, decision.restart)
+            self.group.can.restart_agent(lane.data, t + 1, decision.restart)
             self._restart_states(t + 1, decision.restart)
 
     def _cut(self, t: int) -> None:
@@ -371,7 +371,6 @@ class Rollout:
         self.lane.complete(max(self.lane.done_steps, t))
         self.tally.discard(reason, executed)
         self.tally.execute(executed)
-        self.group.env.executed_in_row = 0
         self._unmark()
         self.group.lose()
 
@@ -474,7 +473,7 @@ class Rollout:
         group = self.group
         going_on = self.waiting.resume(group.carry)
         if going_on:
-            group.env.restart_agent(group.carry, 0, going_on)
+            group.can.restart_agent(group.carry, 0, going_on)
             group.carry.begin_anew(going_on)
 
     def _take_back_steps(self, without: Array, over: Array) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from muster.capabilities import AwaitsCoroutines, CastsValues, TellsInfos, WritesNext, capability
 from muster.env_spec import EnvSpec
 from muster.envs.build import build_env, is_environment
 from muster.envs.infos import Seen, look_at, with_infos
@@ -67,10 +68,12 @@ def build_envs(
         env = build_env(factory, options.num_envs, keywords, setting.env_device)
         made.callback(env.close)
         _check_env(env, options)
-        if (coroutines := getattr(env, "coroutines", None)) is not None:
-            coroutines.timeouts = setting.deadlines
-        if env.casts is not None:
-            env.casts.refused = options.validate == "full"
+        awaiting = capability(env, AwaitsCoroutines)
+        if awaiting is not None:
+            awaiting.coroutines.timeouts = setting.deadlines
+        casting = capability(env, CastsValues)
+        if casting is not None and options.validate == "full":
+            casting.casts.refuse()
         if options.info is not False:
             source = id(factory), id(keywords)
             if source not in looks:
@@ -109,7 +112,9 @@ def _infos_of(
             if steps := mine.isdisjoint(id(_innermost(each)) for each in probe.objects()):
                 env = probe
                 made.callback(env.close)
-                env.keeps_infos = True
+                telling = capability(env, TellsInfos)
+                assert telling is not None  # else ``with_infos`` has raised
+                telling.keep_infos()
         lane = _one_row(env)
         rng = GroupRng(0)
         # what belongs to the process is not for other threads to exchange
@@ -267,7 +272,7 @@ def _check_env(env: EnvBatch, options: RolloutOptions) -> None:
             f"max_frames_per_traj adds 'step_count', which {env.spec.name} has already. Let the"
             " environment truncate (TorchRL: StepCounter(max_steps)), or rename its key."
         )
-    if options.compact_obs and env.writes_next:
+    if options.compact_obs and capability(env, WritesNext) is not None:
         raise BadOption(
             f"compact_obs: {env.spec.name} resets on the device, where last observations cannot be"
             " set"

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from muster.capabilities import LimitsResets, capability, pass_options
 from muster.memory.slots import Layout
 from muster.workers.config import WorkerPlace
 from muster.workers.requests import (
@@ -54,9 +55,11 @@ def _reset(worker: Worker, request: Reset) -> None:
         group = worker.group(number)
         if not request.check:
             group.reset(chosen)
-            group.env.reset_options = request.options
+            pass_options(group.env, request.options)
         elif 0 < len(set(chosen)) < group.B:
-            group.env.check_partial_reset()
+            limiting = capability(group.env, LimitsResets)
+            if limiting is not None:
+                limiting.check_partial_reset()
 
 
 def _mark_resumed(worker: Worker, request: MarkResumed) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from muster.capabilities import KeepsState, capability
 from muster.episodes.record import Episodes
 from muster.errors import BadCheckpoint
 from muster.keys import dotted
@@ -28,6 +29,7 @@ def take(group: Group, acting: str | None) -> dict[str, Any]:
     """Return the state that a group carries between rollouts, without the state of its
     environments.
     """
+    keeping = capability(group.env, KeepsState)
     return {
         "acting": acting,
         "clock": group.clock.state_dict(),
@@ -38,7 +40,7 @@ def take(group: Group, acting: str | None) -> dict[str, Any]:
         "seeds": dict(group.due.seeds),
         "started": group.random_start.is_over,
         "unreported": group.random_start.unreported,
-        "adapter": group.env.snapshot(),
+        "adapter": {} if keeping is None else keeping.snapshot(),
     }
 
 
@@ -74,7 +76,9 @@ def load(
     group.due.load(state["pending"], state["seeds"], group.B)
     group.random_start.load(index(state["unreported"]), is_over=bool(state["started"]))
     if not any(reasons):
-        group.env.restore(state["adapter"])
+        keeping = capability(group.env, KeepsState)
+        if keeping is not None:
+            keeping.restore(state["adapter"])
         return {}
     # One object per environment, or one for all of them: then none of them is restored.
     # Where agents take turns, the open turns of all games are lost with one of them.

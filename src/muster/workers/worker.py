@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from muster.capabilities import AwaitsCoroutines, CastsValues, RefersToParts, capability
 from muster.episodes.record import NO_EPISODES
 from muster.errors import BadOption, MusterError
 from muster.keys import Key
@@ -93,7 +94,10 @@ class Worker:
                     " policy itself for the environments that are ready. Leave inference out, or"
                     " leave batch_size of EnvPool out"
                 )
-        for part in (*policies.values(), *(group.env for group in self.groups)):
+        self._casting = {group.number: capability(group.env, CastsValues) for group in self.groups}
+        parts: list[Any] = [*policies.values()]
+        parts += [capability(group.env, AwaitsCoroutines) for group in self.groups]
+        for part in parts:
             if (coroutines := getattr(part, "coroutines", None)) is not None:
                 coroutines.look = self.progress.look
 
@@ -240,7 +244,10 @@ class Worker:
         else:
             if self._profiler is not None:
                 self._profiler.step()
-        casts = group.env.casts
+        casting = self._casting[group.number]
+        warnings: Sequence[str] = ()
+        if casting is not None and casting.casts.pending:
+            warnings = casting.casts.take_warnings()
         result = RolloutResult(
             request.number,
             group.number,
@@ -260,7 +267,7 @@ class Worker:
             phase=phase,
             paused=error is not None and group.is_paused,
             left_out=outcome.left_out,
-            warnings=() if casts is None else casts.take_warnings(),
+            warnings=warnings,
         )
         if self._log is not None:
             self._log(result, lane, begin)
@@ -345,7 +352,9 @@ class Worker:
             reasons = [cut or snapshot.restore(env, taken, trust) for env, taken in objects]
             failed.append(group_state.load(group, state["group"], reasons, self.acting))
         for group in self.groups:
-            group.env.look_again()
+            referring = capability(group.env, RefersToParts)
+            if referring is not None:
+                referring.look_again()
         self.laid_out = {}
         return failed
 

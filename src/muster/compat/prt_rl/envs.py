@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from muster.capabilities import Bypasses, CountsSteps, DrawsActions
 from muster.env_spec import EnvSpec
 from muster.envs.build import build_env
 from muster.envs.checks import call
@@ -62,13 +63,13 @@ def side_of(env: Any) -> Side:
     return _gymnasium(build_env(env, None), torch.device("cpu"))
 
 
-class PrtEnvs(EnvBatch):
+class PrtEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
     """N environments behind one object with prt_rl's interface; implements ``EnvBatch``.
 
     Rows are on the host.
     """
 
-    bypasses = True
+    bypassed = ()
 
     def __init__(self, env: Any) -> None:
         B = int(env.get_num_envs())

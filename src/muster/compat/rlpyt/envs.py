@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from muster.capabilities import Bypasses, CountsSteps, DrawsActions, TracksLives
 from muster.compat.rlpyt.trees import BufferPart, mapped
 from muster.env_spec import EnvSpec
 from muster.envs.checks import as_flag, call, reward_problem
@@ -86,7 +87,7 @@ class TrajInfo(dict[str, Any]):
         del self[name]
 
 
-class RlpytEnvs(EnvBatch):
+class RlpytEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions, TracksLives):
     """B rlpyt environments stepped one after another; implements ``EnvBatch``.
 
     The sampler closes them.
@@ -99,8 +100,6 @@ class RlpytEnvs(EnvBatch):
         done: whether the last step ended the agent's episode, ``[B]``.
         begun: whether the environment's episode has steps and continues, ``[B]``.
     """
-
-    bypasses = True
 
     def __init__(
         self,
@@ -136,7 +135,8 @@ class RlpytEnvs(EnvBatch):
         self._agent_info: Any = None  # about the next actions
         self.done, self.begun = np.zeros((2, B), bool)
         self._after_done: Callable[[int], None] = lambda env: None
-        self._bypassed: frozenset[int] = frozenset()
+        self.bypassed: frozenset[int] = frozenset()
+        self._lives_lost: list[int] = []
 
     def record(self, traj_infos: list[Any], deliver: Callable[[Any], None]) -> None:
         """Record the episodes from now on.
@@ -198,9 +198,9 @@ class RlpytEnvs(EnvBatch):
             # an environment may keep or change it
             before, action = observations[t], mapped(np.copy, actions[t])
             finished = []
-            self.lives_lost = []
+            self._lives_lost.clear()
             for b in range(self.spec.num_envs):
-                if b in self._bypassed:
+                if b in self.bypassed:
                     rewards[t, b] = 0
                     for key in self.spec.observation_specs:
                         arrays[key][t + 1, b] = 0
@@ -221,17 +221,18 @@ class RlpytEnvs(EnvBatch):
                     finished.append(b)
                     self._after_done(b)
                 if done and not over:
-                    self.lives_lost.append(b)
+                    self._lives_lost.append(b)
             self.executed_in_row = 0
             return finished or None
 
         return step
 
     def bypass(self, which: Collection[int]) -> None:
-        self._bypassed = frozenset(which)
+        self.bypassed = frozenset(which)
 
-    def track_lives(self, key: str) -> None:
-        """Do nothing: lives are always tracked, by ``env_info.traj_done``."""
+    def track_lives(self, key: str) -> Collection[int]:
+        """Return the environments; lives are always tracked, by ``env_info.traj_done``."""
+        return self._lives_lost
 
     def objects(self) -> Sequence[object]:
         return self.envs

@@ -15,6 +15,7 @@ from tianshou.data.batch import alloc_by_keys_diff
 from tianshou.env import DummyVectorEnv
 from tianshou.env.worker import DummyEnvWorker
 
+from muster.capabilities import Bypasses, CountsSteps, DrawsActions
 from muster.env_spec import EnvSpec
 from muster.errors import BadEnvOutput
 from muster.keys import OBSERVATION, REWARD, TERMINATED, TRUNCATED, Key, next_of
@@ -63,7 +64,7 @@ class Row(NamedTuple):
     actions: Actions
 
 
-class VectorEnvs(EnvBatch):
+class VectorEnvs(EnvBatch, Bypasses, CountsSteps, DrawsActions):
     """A Tianshou vector environment; implements ``EnvBatch``.
 
     Observations that are not numeric arrays are objects.
@@ -85,7 +86,7 @@ class VectorEnvs(EnvBatch):
             a reset, with which vector environments say that they have no more episodes.
     """
 
-    bypasses = True
+    bypassed = ()  # see ``ready``
 
     def __init__(self, venv: Any, obs: Array) -> None:
         B = len(venv)

@@ -26,6 +26,7 @@ from muster.keys import IS_INIT
 from muster.memory.slots import torch_dtype
 from muster.policies.adapt import place
 from muster.policies.random import RandomPolicy as UniformPolicy
+from muster.policies.random import sampler_of
 from muster.policies.tensordict import TensorDictPolicy
 from muster.rollout.first_call import begin_episodes
 from muster.rollout.options import Execution
@@ -445,7 +446,7 @@ class Collector(
                 )
             else:
                 self._random_policy = UniformPolicy(
-                    group.env.sample, group.env.spec.batch_shape, unknown=0.0
+                    sampler_of(group.env), group.env.spec.batch_shape, unknown=0.0
                 )
                 self._random_policy.learn([c for c in self._acting.columns() if c.key in zeros], {})
         return self._random_policy
