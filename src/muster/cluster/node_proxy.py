@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from muster.cluster.lane_runs import LaneRuns
 from muster.cluster.link import Block
-from muster.cluster.messages import LaneRun, NodeSetup, Told
+from muster.cluster.messages import NodeSetup, Told
 from muster.cluster.node_main import NodeMain
 from muster.cluster.nodes import Nodes
 from muster.cluster.session import BEAT_S, Session
 from muster.memory.slots import Slot
-from muster.memory.specs import Array
 from muster.observing.stats import WorkerStats
 from muster.restore.crash_report import CrashDirectory
 from muster.restore.registered import with_later_ids
@@ -66,12 +64,12 @@ class NodeProxy(Proxy):
         self._policy = policy
         self._nodes = nodes
         self._crash_directory = crash_directory
-        self._apart = apart
+        comes_back = setup.buffer is None
+        self._lane_runs = LaneRuns(self.groups, apart=apart, comes_back=comes_back)
         self.error: Exception | None = None
         self.told = Told()
         self._host = ""  # where it has joined last
         self.session: Session
-        self._tags = itertools.count(1)  # of blocks, but not of weights
         self._is_there = False  # it has joined, in this session
         self._held: list[RolloutRequest] | None = None  # to be sent together
         self._server_knows: dict[str, Sequence[Any]] = {}  # by method; sent again in later sessions
@@ -128,7 +126,9 @@ class NodeProxy(Proxy):
         self.starts += 1
         self.state = WorkerState.JOINING
         try:
-            self.session.post(Tell(NodeMain.set_up, (self.setup,)), self._policy, next(self._tags))
+            self.session.post(
+                Tell(NodeMain.set_up, (self.setup,)), self._policy, next(self._lane_runs.tags)
+            )
             self._nodes.post_weights(self.index)
             self.session.post(Tell(NodeMain.start))
             if self.place is not None and not self._watcher.elastic:
@@ -260,20 +260,11 @@ class NodeProxy(Proxy):
         if not self.alive:
             self._watcher.begin(self)  # sends all open requests
             return
-        parts: list[LaneRun] = []
-        expects: dict[int, Array] = {}
-        for slot, run in self._runs(held):
-            lanes = len(self.groups)
-            first = run[0].lane - (run[0].group - self.groups[0])
-            if self._apart or slot.layout.lanes < lanes:
-                lanes = 1
-                first = run[0].lane
-            part = LaneRun(run, slot.offset, first, lanes, next(self._tags))
-            if self.setup.buffer is None:
-                begin, end = (n * slot.layout.lane_bytes for n in (run[0].lane, run[-1].lane + 1))
-                expects[part.tag] = slot.block[begin:end]
-            parts.append(part)
-        self.session.post(Tell(NodeMain.follow, (parts,)), expects=expects)
+        outstanding = self.under_way.outstanding
+        runs, expects = self._lane_runs.of(
+            [(request, outstanding[request.number].slot) for request in held]
+        )
+        self.session.post(Tell(NodeMain.follow, (runs,)), expects=expects)
 
     def stop(self, number: int) -> None:
         if self.alive:
@@ -333,26 +324,6 @@ class NodeProxy(Proxy):
 
     def send(self, message: Tell) -> None:
         self.session.post(message)
-
-    def _runs(self, requests: Sequence[RolloutRequest]) -> list[tuple[Slot, list[RolloutRequest]]]:
-        """Groups requests whose lanes lie side by side in a slot, so that they are sent back as one
-        block.
-        """
-        of_slot: defaultdict[int, list[RolloutRequest]] = defaultdict(list)
-        slots: dict[int, Slot] = {}
-        for request in requests:
-            slot = self.under_way.outstanding[request.number].slot
-            slots[id(slot)] = slot
-            of_slot[id(slot)].append(request)
-        runs: list[tuple[Slot, list[RolloutRequest]]] = []
-        for place, slot in slots.items():
-            run: list[RolloutRequest] = []
-            for request in sorted(of_slot[place], key=lambda request: request.lane):
-                if not run or self._apart or request.lane != run[-1].lane + 1:
-                    run = []
-                    runs.append((slot, run))
-                run.append(request)
-        return runs
 
     # --- messages of the node ---------------------------------------------------------------------
 

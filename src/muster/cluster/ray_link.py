@@ -35,7 +35,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -62,17 +61,8 @@ _UP = struct.Struct("<Q?")  # messages read; whether the node has closed
 _FRAME = struct.Struct("<QQQ?")
 
 
-@dataclass(eq=False)
 class RayFrame(Frame):
-    """A message on its way, with its block.
-
-    Attributes:
-        is_taken: a call has taken it.
-        is_stored: set when the block's memory is not used any more.
-    """
-
-    is_taken: bool = False
-    is_stored: threading.Event | None = None
+    """A message on its way, with its block."""
 
     @property
     def is_large(self) -> bool:
@@ -85,6 +75,35 @@ class RayFrame(Frame):
             return head + self.message
         small: bytes = self.block.tobytes()
         return head + self.message + small
+
+
+class OutgoingFrame(RayFrame):
+    """A message that a node sends in a call's result.
+
+    A small block is copied here. A large one is in the memory of its owner until Ray has stored it,
+    which shows in the end of the last reference to ``block``.
+
+    Attributes:
+        is_stored: set when the owner's memory is not used any more; None: there is no large block.
+    """
+
+    def __init__(self, message: bytes, tag: int, block: Array | None) -> None:
+        super().__init__(message, tag, block)
+        self.is_stored: threading.Event | None = None
+        if block is None:
+            return
+        if not self.is_large:
+            self.block = np.array(block)
+            return
+        self.block = block.view()
+        self.is_stored = threading.Event()
+        weakref.finalize(self.block, self.is_stored.set).atexit = False
+
+    def give_away(self) -> Array:
+        """Return the block, without keeping a reference to it."""
+        block: Array = self.block
+        self.block = None
+        return block
 
 
 def unpacked(packed: bytes, start: int, large: Array | None) -> list[RayFrame]:
@@ -277,19 +296,13 @@ class NodeEnd(End):
 
     def __init__(self, deadline_s: float) -> None:
         super().__init__(deadline_s)
-        self._outbox: deque[RayFrame] = deque()
+        self._outbox: deque[OutgoingFrame] = deque()
         self._returned = 0  # calls
         self._told = 0  # messages of which the main process knows that they were read
         self._owes = False  # it has to know more
 
     def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
-        frame = RayFrame(message, tag, None if block is None else block.array)
-        if frame.is_large:
-            frame.block = frame.block.view()
-            frame.is_stored = threading.Event()
-            weakref.finalize(frame.block, frame.is_stored.set).atexit = False
-        elif frame.block is not None:
-            frame.block = np.array(frame.block)
+        frame = OutgoingFrame(message, tag, None if block is None else block.array)
         deadline = time.monotonic() + self._allowed_s(frame.size)
         with self._changed:
             self._check_not_stopped()
@@ -304,10 +317,10 @@ class NodeEnd(End):
             self._close("Ray has not stored a block in time.")
             raise LinkLost(self._cause)
 
-    def _wait_until_taken(self, frame: RayFrame, deadline: float) -> None:
+    def _wait_until_taken(self, frame: OutgoingFrame, deadline: float) -> None:
         """Wait until a call has taken the frame, and with it its block; with ``_changed`` held."""
         try:
-            while not frame.is_taken:
+            while frame in self._outbox:
                 self._wait(deadline, deadline, "read")
         except LinkLost:
             self._outbox.remove(frame)
@@ -337,11 +350,10 @@ class NodeEnd(End):
         with self._changed:
             self._heard = time.monotonic()
             self._changed.wait_for(lambda: self._returned == call and self._has_news())
-            taken: list[RayFrame] = []
+            taken: list[OutgoingFrame] = []
             size = 0
             while self._outbox and size <= SMALL and not (taken and self._outbox[0].is_large):
                 frame = self._outbox.popleft()
-                frame.is_taken = True
                 taken.append(frame)
                 size += len(frame.message) + frame.size
             is_closed = bool(self._cause or self._over) and not self._outbox
@@ -351,10 +363,8 @@ class NodeEnd(End):
             self._owes = False
             self._changed.notify_all()
         if taken and taken[-1].is_large:
-            large = taken[-1].block
-            # Ray has the only reference to it, so that its end can be noticed
-            taken[-1].block = None
-            return packed, large
+            # Ray has the only reference to the block, so that its end can be noticed
+            return packed, taken[-1].give_away()
         return packed
 
     def _has_news(self) -> bool:

@@ -56,8 +56,13 @@ class ClusterCollector(MultiCollector):
         carrier = self.options.carrier(
             len(self._since), max(Counter(self._of_leaf).values()), heartbeat
         )
-        nodes = Nodes(carrier, self._of_leaf, join_s)
-        nodes.buffer, nodes.enough = self._buffer_of_nodes(), self.options.min_nodes
+        nodes = Nodes(
+            carrier,
+            self._of_leaf,
+            join_s,
+            buffer=self._buffer_of_nodes(),
+            enough=self.options.min_nodes,
+        )
         made.callback(nodes.close)
         return nodes
 
