@@ -71,6 +71,8 @@ class GroupRng:
         self.numpy = np.random.Generator(np.random.SFC64(own))
         self._legacy = _NumpyStream(np.random.MT19937(legacy))
         self._python = _PythonStream(random.Random(_word(python))).state()
+        # of the user, before the last rollout
+        self._users_python: Any = None
         self._torch_seed = _word(torch_global)
         self._torch: torch.Tensor | None = None  # None: the initial state
         self.device = device
@@ -183,7 +185,7 @@ class GroupRng:
         """Replace the global streams by the group's, until ``remove`` is called with the result."""
         numpy_user = _user_stream()
         numpy_user.remember()
-        python_user = _user_python.remember()
+        self._users_python = _user_python.state(self._users_python)
         torch_user = cuda_user = None
         if "torch" in sys.modules:
             generator = torch.default_generator
@@ -194,7 +196,7 @@ class GroupRng:
         if self._cuda is not None and self._cuda_state is not None:
             cuda_user = torch.cuda.get_rng_state(self._cuda)
             torch.cuda.set_rng_state(self._cuda_state, self._cuda)
-        return UserStreams(numpy_user, python_user, torch_user, cuda_user)
+        return UserStreams(numpy_user, self._users_python, torch_user, cuda_user)
 
     def remove(self, user: UserStreams) -> None:
         """Restore the user's streams."""
@@ -270,13 +272,10 @@ class _PythonStream:
 
     ``getstate`` and ``setstate`` convert 625 Python integers each time, which costs 40 us per
     rollout.
-
-    ``remember`` keeps the user's state before the last rollout.
     """
 
     def __init__(self, generator: Any) -> None:
         self.generator = generator
-        self._users: Any = None
         offset = None if os.environ.get(VARIABLE) == "never" else _python_offset()
         self._memory: Any = None
         if offset is not None:
@@ -291,11 +290,6 @@ class _PythonStream:
         if known is not None and known[1] == gauss and known[0].startswith(self._begin.raw):
             return known
         return self._memory.raw, gauss
-
-    def remember(self) -> Any:
-        """Return the user's state, before a group's replaces it."""
-        self._users = self.state(self._users)
-        return self._users
 
     def restore(self, state: Any) -> None:
         """Set a state from ``state()``."""

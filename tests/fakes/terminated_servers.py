@@ -44,13 +44,13 @@ class Server(worker_main.WorkerMain):
             profile=lambda *_: None,
             observe=dict,
             run=lambda request, lane: RolloutResult(request.number, request.group),
-            group=lambda _: SimpleNamespace(begin=lambda early: None),
+            group=lambda _: SimpleNamespace(options=SimpleNamespace(reset_when_done=True)),
         )
         self.ready = True
         return []
 
     def _lane(self, _: RolloutRequest) -> tuple[Any, Any]:
-        lane = SimpleNamespace(done_steps=0, stopped=False)
+        lane = SimpleNamespace(done_steps=0, restart=lambda: None)
         return lane, lane
 
     def _complete(self, *_: Any) -> None:

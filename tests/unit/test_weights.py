@@ -504,7 +504,7 @@ def test_updates_that_wait_are_at_most_one_for_each_worker(targets):
                 version if workers is None or i in workers else old
                 for i, old in enumerate(expected)
             ]
-            assert len(weights._updates) <= 4
+            assert len(weights._updates.waiting) <= 4
     with weights.acting():
         workers = [Worker(weights, policy, i) for i in range(3)]
         assert [worker.take() for worker in workers] == expected
@@ -595,7 +595,7 @@ def test_a_publish_without_memory_is_repeated_with_the_next():
     weights = PolicyWeights.of_workers(constant(1.0), 1, "shared")
     worker = Worker(weights, constant(0.0))
     worker.take()
-    publisher = weights._publisher
+    publisher = weights._updates._publisher
     original, source = publisher._spare, constant(2.0)
 
     def fail() -> int:

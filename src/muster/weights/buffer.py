@@ -84,9 +84,13 @@ class Buffer:
         """Number of the publish in this buffer, from 1; negative while it is being written."""
         return int(self._header[_SEQUENCE])
 
-    @sequence.setter
-    def sequence(self, number: int) -> None:
-        self._header[_SEQUENCE] = number
+    def begin_writing(self) -> None:
+        """Mark the weights as incomplete."""
+        self._header[_SEQUENCE] = WRITING
+
+    def finish_writing(self, sequence: int) -> None:
+        """Mark the weights as complete, with the number of their publish."""
+        self._header[_SEQUENCE] = sequence
 
     @property
     def version(self) -> int | str:
@@ -110,12 +114,12 @@ class Buffer:
                 f"policy version {version!r} cannot be sent: expected a 64-bit integer, or text of"
                 f" at most {TEXT_BYTES} bytes as UTF-8"
             )
-        self._header[_SEQUENCE] = WRITING
+        self.begin_writing()
         self._header[_TEXT_LENGTH] = len(text) if isinstance(version, str) else -1
         self._header[_NUMBER] = number
         self._header[_TEXT:].view(np.uint8)[: len(text)] = np.frombuffer(text, np.uint8)
         _copy(weights, self.tensors)
-        self._header[_SEQUENCE] = sequence
+        self.finish_writing(sequence)
 
     def read(self, into: Mapping[str, torch.Tensor]) -> int | str:
         """Copy everything out into tensors on any device; gives the version.

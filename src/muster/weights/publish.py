@@ -7,7 +7,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,22 +17,12 @@ from muster.errors import BadWeights
 from muster.policies.modes import ActingMode
 from muster.utils.attributes import name_of
 from muster.weights.choice import transport_for
-from muster.weights.coverage import NewWeights, is_own, taken, tensors_of
-from muster.weights.names import (
-    Weights,
-    check_finite,
-    copy_tensor,
-    each_once,
-    is_finite,
-    place_of,
-    replica,
-    weight_bearer,
-    with_unregistered,
-)
-from muster.weights.transport import Publisher, Ticket, Transport, chosen
-
-Pairs = dict[Any, tuple[torch.Tensor, torch.Tensor]]  # new and old, by ``place_of`` the old one
-REMEMBERED = 10_000  # versions whose age is known
+from muster.weights.coverage import NewWeights, taken, tensors_of
+from muster.weights.names import Weights, check_finite, each_once, place_of
+from muster.weights.parts import PolicyModules
+from muster.weights.transport import Ticket, Transport, chosen
+from muster.weights.updates import Pairs, Update, Updates
+from muster.weights.versions import Versions
 
 
 class PolicyWeights:
@@ -55,39 +44,38 @@ class PolicyWeights:
         mode: the mode in which ``policy`` acts here; None: its modules keep theirs.
 
     Attributes:
-        policy: with workers the private copy of the user's modules, on the CPU; None without any.
-        original: with workers the user's modules; else as given.
+        modules: of the policy and of what acts.
+        versions: counts publishes.
         workers: their number; None if the policy acts here.
-        publishes: their number, whatever counts versions.
     """
 
     def __init__(
         self, policy: Any, original: Any = None, counter: Any = None, mode: ActingMode | None = None
     ) -> None:
-        self.policy = policy
-        self.original = original
-        self.counter = counter
+        self._connect(
+            PolicyModules.here(policy, original, [policy, original], name_of(policy)), counter, mode
+        )
+
+    def _connect(
+        self,
+        modules: PolicyModules,
+        counter: Any,
+        mode: ActingMode | None = None,
+        workers: int | None = None,
+        transport: Transport | None = None,
+    ) -> None:
+        self.modules = modules
+        self.versions = Versions(counter)
+        self.workers = workers
         self._mode = mode
-        self.workers: int | None = None
-        self.publishes = 0
-        self._count = 0
-        self._named = name_of(policy)
-        # all modules of the user's policy, where ``policy`` is a copy
-        self._users: torch.nn.Module | None = None
-        self._roots = [policy, original]  # objects that stand for the whole policy
-        self._has_model_ids = False  # parts of the policy have ids: see ``get_model``
+        self._transport = transport
         # tensors of ``policy`` that were given for a model, from elsewhere
         self._elsewhere: set[Any] = set()
-        # its buffers that were infinite from the start, such as masks
-        self._unbounded: set[Any] = set()
-        self._look_at_modules()
-        self._born: dict[int | str, int] = {}  # publishes before each of the last versions
         self._lock = threading.Lock()
         self._in_rollout = False
-        self._updates: list[_Update] = []
-        self._transport: Transport | None = None
-        self._publisher: Publisher | None = None
-        self._tensors: Weights = {}
+        self._updates = Updates()
+        if workers is not None and not modules.lazy:
+            self._open()
 
     @classmethod
     def of_workers(
@@ -99,7 +87,7 @@ class PolicyWeights:
         *,
         only_weights: bool = False,
     ) -> Self:
-        """The weights of a policy whose copies act in ``workers``.
+        """Return the weights of a policy whose copies act in ``workers``.
 
         Args:
             policy: the user's; a module, or anything that reaches modules (see ``named_tensors``).
@@ -111,26 +99,31 @@ class PolicyWeights:
         Raises:
             BadWeights: the policy cannot be copied.
         """
-        made = cls(None, None, counter)
-        made._named, made.workers, made._transport = (
-            name_of(policy),
-            workers,
-            transport_for(transport),
-        )
-        users = made._users = weight_bearer(policy)
-        if users is not None:
-            made.original = policy if isinstance(policy, torch.nn.Module) else users
-            made.policy = replica(users, only_weights=only_weights)
-            made._unbounded = _infinite(made.policy)
-        made._roots, made._has_model_ids = [policy, users], users is policy
-        if not made.lazy:
-            made._open(made._transport, workers)
+        made = cls.__new__(cls)
+        chosen_transport = transport_for(transport)
+        modules = PolicyModules.of_workers(policy, only_weights=only_weights)
+        made._connect(modules, counter, workers=workers, transport=chosen_transport)
         return made
+
+    @property
+    def policy(self) -> Any:
+        """What acts here; with workers the private copy of the user's modules, on the CPU."""
+        return self.modules.policy
+
+    @property
+    def original(self) -> Any:
+        """With workers the user's modules; else the user's policy where ``policy`` is a copy."""
+        return self.modules.original
 
     @property
     def version(self) -> int | str:
         """Number of publishes, or the version of ``counter``."""
-        return self._count if self.counter is None else self.counter.version
+        return self.versions.newest
+
+    @property
+    def publishes(self) -> int:
+        """Number of publishes, whatever counts versions."""
+        return self.versions.publishes
 
     def publish(
         self, source: Any = None, *, model: Any = None, workers: Collection[int] | None = None
@@ -165,17 +158,17 @@ class PolicyWeights:
 
         Without any it counts a version.
         """
-        receiving = set(chosen(workers, self.workers or 1))
+        receiving = chosen(workers, self.workers or 1)
         changes = self._changes(sources)
         pairs = changes.pairs
         with self._lock:
             if self._in_rollout:
                 pairs = {place: (new.clone(), old) for place, (new, old) in pairs.items()}
             self._elsewhere = (self._elsewhere - changes.own) | changes.elsewhere
-            version = self._increment()
-            self._queue(_Update(pairs, version, receiving))
+            version = self.versions.increment()
+            self._updates.queue(Update(pairs, version, frozenset(receiving)))
             if not self._in_rollout:
-                self._apply()
+                self._updates.apply()
             return version
 
     @contextmanager
@@ -188,16 +181,17 @@ class PolicyWeights:
             self.release()
 
     def hold(self) -> int | str:
-        """The newest weights are in place, and stay as they are until ``release``.
+        """Put the newest weights in place, where they stay as they are until ``release``, and the
+        policy in the mode in which it acts.
 
         Returns their version.
-
-        The policy is in the mode in which it acts.
         """
+        updates = self._updates
         with self._lock:
-            self._apply()
+            if updates.waiting:
+                updates.apply()
             self._in_rollout = True
-            version: int | str = self._count if self.counter is None else self.counter.version
+            version = self.versions.newest
         if self._mode is not None:
             self._mode.enter()
         return version
@@ -231,31 +225,26 @@ class PolicyWeights:
         """From now on, a copy of the user's policy acts in this process, in its own mode;
         publishing copies to it.
         """
-        self.original, self.policy = self.policy, policy
+        self.modules = self.modules.with_copy(policy)
         self._mode = None
-        self._roots.append(policy)
-        self._look_at_modules()
 
     def restore(self, version: int | str) -> None:
         """Set the version after a load into ``policy``, which the user's policy and the workers
         then get too.
         """
-        if self.counter is not None:
-            self.counter.version = version
-        elif isinstance(version, int):
-            self._count = version
+        self.versions.restore(version)
         if self.workers is None:
             return
-        if self._users is not None:
-            self._users.load_state_dict(self.policy.state_dict())
+        if self.modules.users is not None:
+            self.modules.users.load_state_dict(self.policy.state_dict())
         with self._lock:
             self._elsewhere.clear()
-            self._queue(_Update({}, version, set(range(self.workers))))
-            self._apply()
+            self._updates.queue(Update({}, version, frozenset(range(self.workers))))
+            self._updates.apply()
 
     def lag(self, version: int | str) -> int:
-        """Publishes since a version; an unknown version (from before a load) counts as the newest."""
-        return self.publishes - self._born.get(version, self.publishes)
+        """Return the number of publishes since a version; see ``Versions.lag``."""
+        return self.versions.lag(version)
 
     # --- of workers -------------------------------------------------------------------------------
 
@@ -264,9 +253,7 @@ class PolicyWeights:
         """Layers of the policy have no weights before its first call; ``materialise`` them before
         anything else.
         """
-        if self.workers is None or self.policy is None:
-            return False
-        return any(map(torch.nn.parameter.is_lazy, self.policy.state_dict(keep_vars=True).values()))
+        return self.modules.lazy
 
     def materialise(self, state: Weights) -> None:
         """Give lazy layers, here and in the user's policy, the weights that a worker has made.
@@ -277,8 +264,8 @@ class PolicyWeights:
         Raises:
             BadWeights: some are missing.
         """
-        assert self._transport is not None
-        assert self.workers is not None
+        users = self.modules.users
+        assert users is not None
         first: dict[int, str] = {}  # tied weights were sent once
         names = {
             name: first.setdefault(id(t), name)
@@ -290,56 +277,57 @@ class PolicyWeights:
                 " collector's has"
             )
         full = {name: state[sent] for name, sent in names.items()}
-        assert self._users is not None
         self.policy.load_state_dict(full)
-        self._users.load_state_dict(full)
-        self._open(self._transport, self.workers)
+        users.load_state_dict(full)
+        self._open()
 
     def catch_up(self) -> None:
         """Make visible what is waiting, before workers are given work outside of ``acting()``."""
         with self._lock:
-            self._apply()
+            self._updates.apply()
 
     def ticket(self, worker: int) -> Ticket:
         """How a (new) worker subscribes to what was published last for it; its ``take`` wants
         ``named_tensors``.
         """
         with self._lock:
-            self._check_not_lazy()
-            assert self._publisher is not None
-            return self._publisher.ticket(worker)
+            return self._updates.ticket(worker)
 
     def close(self) -> None:
         """Release what the transport holds; may be called again."""
-        if self._publisher is not None:
-            self._publisher.close()
+        self._updates.close()
 
     # --- steps of a publish -----------------------------------------------------------------------
 
     def _changes(self, sources: Sequence[tuple[Any, Any]]) -> _Changes:
         """Find what is to be copied where, and check everything."""
-        changes = _Changes({}, set(), set())
-        for source, model in sources:
-            if model is not None and any(model is root for root in self._roots):
-                model = None
-            part = self._part(source, model)
+        modules = self.modules
+        changes = _Changes()
+        for source, given_model in sources:
+            model = None if given_model is None or modules.is_whole(given_model) else given_model
+            if self.workers is not None:
+                self._updates.check_open()
+            part = modules.part(source, model)
             if part is None:  # no weights
                 continue
-            target, own, path = part
-            new = taken(
-                source, target, own, partial(_model_id, path) if self._has_model_ids else None
+            model_id = partial(_model_id, part.path) if modules.has_model_ids else None
+            new = taken(source, part.acting, part.own, model_id)
+            old = tensors_of(part.acting)
+            check_finite(
+                {
+                    name: tensor
+                    for name, tensor in new.weights.items()
+                    if not modules.may_be_infinite(old[name])
+                }
             )
-            self._check_finite(new.weights, tensors_of(target))
-            if own is not target or not new.is_own:
-                self._add(changes, new, tensors_of(target), model)
-        for place, (tensor, old) in changes.pairs.items():
-            # a policy that acts here gets weights of another part of it
-            if place_of(tensor) in changes.pairs:
-                changes.pairs[place] = tensor.clone(), old
+            if part.own is not part.acting or not new.is_own:
+                pairs = self._pairs(new, old, model)
+                changes.add(pairs, elsewhere=model is not None and not new.is_own)
+        changes.separate()
         return changes
 
-    def _add(self, changes: _Changes, new: NewWeights, old: Weights, model: Any) -> None:
-        """Add the new values of a module, whose tensors are ``old``."""
+    def _pairs(self, new: NewWeights, old: Weights, model: Any) -> Pairs:
+        """Pair the new values of a module with its tensors ``old``."""
         pairs: Pairs = {}
         for name, tensor in new.weights.items():
             place = place_of(old[name])
@@ -351,134 +339,14 @@ class PolicyWeights:
                     f"weight {name} has another name in the policy, too (tied weights), and the two"
                     " have different values. Nothing was changed."
                 )
-        changes.pairs |= pairs
-        if model is not None and not new.is_own:
-            changes.elsewhere |= pairs.keys()
-            changes.own -= pairs.keys()
-        else:
-            changes.own |= pairs.keys()
-            changes.elsewhere -= pairs.keys()
+        return pairs
 
-    def _part(self, source: Any, model: Any) -> tuple[torch.nn.Module, torch.nn.Module, str] | None:
-        """The part of ``policy`` that is meant, the same part of the user's policy, and its path in
-        both.
-
-        None: there are no weights, and none were given.
-        """
-        policy = self.policy
-        users = self.policy if self._users is None else self._users
-        if self.workers is not None and policy is None:
-            if source is None and model is None:
-                return None
-            raise BadWeights(
-                f"the policy ({self._named}) has no modules that Muster can find, so there is"
-                " nothing in the workers to copy weights to. Make the policy a module, or let it"
-                " hold its networks as attributes."
-            )
-        if not isinstance(policy, torch.nn.Module):
-            return self._part_of_function(source, model)
-        self._check_not_lazy()
-        if model is None:
-            return policy, users, ""
-        for tree in (users, policy):
-            for path, module in tree.named_modules():
-                if module is model:
-                    return policy.get_submodule(path), users.get_submodule(path), path
-        if self.workers is not None:
-            raise BadWeights(
-                f"the model {type(model).__name__} is no part of the policy that workers have"
-            )
-        return model, model, ""
-
-    def _part_of_function(
-        self, source: Any, model: Any
-    ) -> tuple[torch.nn.Module, torch.nn.Module, str] | None:
-        """``_part`` of a function that acts here, whose modules are the user's."""
-        bearer = weight_bearer(self.policy) if model is None else model
-        if model is None and source is None:
-            return None if bearer is None else (bearer, bearer, "")
-        if bearer is None or (model is None and not is_own(source, bearer)):
-            raise BadWeights(
-                f"the policy ({self._named}) is not a module, so Muster cannot reach its weights."
-                " Change them where the policy finds them, and call update_policy_weights_()"
-                " without arguments to count a version."
-            )
-        return bearer, bearer, ""
-
-    def _check_finite(self, new: Weights, old: Weights) -> None:
-        check_finite(
-            {
-                name: tensor
-                for name, tensor in new.items()
-                if place_of(old[name]) not in self._unbounded
-            }
-        )
-
-    def _look_at_modules(self) -> None:
-        """Find modules beside the submodules of a policy that acts here, and values that are
-        infinite on purpose.
-        """
-        if isinstance(self.original, torch.nn.Module):
-            self._users = with_unregistered(self.original)
-        if not isinstance(self.policy, torch.nn.Module):
-            self._unbounded = _infinite(weight_bearer(self.policy))
-            return
-        acting, self.policy = self.policy, with_unregistered(self.policy)
-        self._has_model_ids = self.policy is acting
-        self._unbounded = _infinite(self.policy)
-
-    def _queue(self, update: _Update) -> None:
-        """No worker waits for two updates: one that has no receivers left becomes part of the one
-        after it.
-        """
-        kept, before = [], Pairs()
-        for earlier in self._updates:
-            earlier.pairs = {**before, **earlier.pairs}
-            earlier.workers -= update.workers
-            before = {} if earlier.workers else earlier.pairs
-            kept += [earlier] if earlier.workers else []
-        update.pairs = {**before, **update.pairs}
-        self._updates = [*kept, update]
-
-    def _apply(self) -> None:
-        """Make visible what is waiting."""
-        while self._updates:
-            update = self._updates[0]
-            for new, old in update.pairs.values():
-                copy_tensor(old, new)
-            # should the rest fail and be repeated: the user's tensors may be others by then
-            update.pairs = {}
-            if self._publisher is not None:
-                self._publisher.publish(self._tensors, update.version, update.workers)
-            del self._updates[0]
-
-    def _increment(self) -> int | str:
-        before = self.version
-        if self.counter is not None:
-            self.counter.increment_version()
-        else:
-            self._count += 1
-        if not self._born:
-            self._born[before] = self.publishes
-        self.publishes += 1
-        self._born[self.version] = self.publishes
-        if len(self._born) > REMEMBERED:
-            del self._born[next(iter(self._born))]
-        return self.version
-
-    def _open(self, transport: Transport, workers: int) -> None:
-        self._tensors = each_once(self.policy)
-        self._publisher = transport.publisher(self._tensors, workers, self.version)
-
-    def _check_not_lazy(self) -> None:
-        if self.workers is not None and self._publisher is None:
-            raise BadWeights(
-                "the policy has lazy layers, which get their weights with its first call in a"
-                " worker"
-            )
+    def _open(self) -> None:
+        assert self._transport is not None
+        assert self.workers is not None
+        self._updates.open(self._transport, each_once(self.policy), self.workers, self.version)
 
 
-@dataclass
 class _Changes:
     """What a publish changes.
 
@@ -488,27 +356,28 @@ class _Changes:
         own: keys of the others.
     """
 
-    pairs: Pairs
-    elsewhere: set[Any]
-    own: set[Any]
+    def __init__(self) -> None:
+        self.pairs: Pairs = {}
+        self.elsewhere: set[Any] = set()
+        self.own: set[Any] = set()
 
+    def add(self, pairs: Pairs, *, elsewhere: bool) -> None:
+        """Add tensors of one source, which replace earlier ones for the same place."""
+        self.pairs |= pairs
+        if elsewhere:
+            self.elsewhere |= pairs.keys()
+            self.own -= pairs.keys()
+        else:
+            self.own |= pairs.keys()
+            self.elsewhere -= pairs.keys()
 
-@dataclass
-class _Update:
-    """A publish that is not visible yet, and the workers that it is for."""
-
-    pairs: Pairs
-    version: int | str
-    workers: set[int]
-
-
-def _infinite(module: torch.nn.Module | None) -> set[Any]:
-    """The buffers with infinite values, such as the mask of an attention."""
-    return (
-        set()
-        if module is None
-        else {place_of(buffer) for buffer in module.buffers() if not is_finite(buffer)}
-    )
+    def separate(self) -> None:
+        """Copy new values that are tensors to be changed: a policy that acts here may get weights
+        of another part of it.
+        """
+        for place, (tensor, old) in self.pairs.items():
+            if place_of(tensor) in self.pairs:
+                self.pairs[place] = tensor.clone(), old
 
 
 def _model_id(path: str, inner: str) -> str | None:

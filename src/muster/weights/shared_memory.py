@@ -26,7 +26,7 @@ from muster.errors import CollectorTimeout
 from muster.memory.shared import Arena
 from muster.memory.specs import Array
 from muster.utils.fences import fence, keep_order
-from muster.weights.buffer import WRITING, Buffer, Manifest
+from muster.weights.buffer import Buffer, Manifest
 from muster.weights.transport import Ticket, chosen
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class SharedMemoryPublisher:
         """
         if self._lent is None:
             self._lent = self._spare()
-        self._buffers[self._lent].sequence = WRITING
+        self._buffers[self._lent].begin_writing()
         return self._buffers[self._lent].memory
 
     def publish_lent(self) -> None:
@@ -97,7 +97,7 @@ class SharedMemoryPublisher:
         """
         assert self._lent is not None, "nothing was lent"
         offset, self._lent = self._lent, None
-        self._buffers[offset].sequence = self._published + 1
+        self._buffers[offset].finish_writing(self._published + 1)
         self._show(offset, range(self._workers))
 
     def _show(self, offset: int, workers: Collection[int]) -> None:
