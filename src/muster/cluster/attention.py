@@ -25,8 +25,10 @@ class Attention:
 
     def limit(self, seconds: Sequence[float | None]) -> None:
         """Set the longest time between two renewals: the longest of these, None: no limit."""
-        known = [one for one in seconds if one is not None]
-        self._limit_s = max(known) if len(known) == len(seconds) else None
+        self._limit_s = None
+        finite = [one for one in seconds if one is not None]
+        if len(finite) == len(seconds):
+            self._limit_s = max(finite)
 
     def renew(self) -> None:
         """Note that the thread does not hang. Called by the thread."""
@@ -34,7 +36,15 @@ class Attention:
 
     def failure(self) -> MusterError | None:
         """Return the error that the thread hangs; None: it does not. Called by another thread."""
-        seconds = time.monotonic() - self._renewed
-        if self._limit_s is None or seconds <= self._limit_s:
+        limit_s = self._limit_s
+        if limit_s is None:
             return None
-        return node_hung(self._node, self._thread, seconds=seconds, deadline=self._limit_s)
+        seconds = time.monotonic() - self._renewed
+        if seconds <= limit_s:
+            return None
+        return node_hung(
+            self._node,
+            self._thread,
+            seconds=seconds,
+            deadline=limit_s,
+        )

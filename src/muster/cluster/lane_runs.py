@@ -16,6 +16,9 @@ from muster.memory.slots import Slot
 from muster.memory.specs import Array
 from muster.rollout.request import RolloutRequest
 
+Request = tuple[RolloutRequest, Slot]
+Group = tuple[Slot, list[RolloutRequest]]  # requests whose lanes lie side by side
+
 
 class LaneRuns:
     """Makes the runs of one node.
@@ -35,41 +38,41 @@ class LaneRuns:
         self._comes_back = comes_back
         self.tags = itertools.count(1)
 
-    def of(
-        self, requests: Sequence[tuple[RolloutRequest, Slot]]
-    ) -> tuple[list[LaneRun], dict[int, Array]]:
+    def of(self, requests: Sequence[Request]) -> tuple[list[LaneRun], dict[int, Array]]:
         """Return the runs of these requests, and the memory in which they are received, by tag."""
         runs: list[LaneRun] = []
         expected: dict[int, Array] = {}
         for slot, side_by_side in self._grouped(requests):
-            first_request = side_by_side[0]
+            one = side_by_side[0]
             lanes = len(self._groups)
-            first = first_request.lane - (first_request.group - self._groups[0])
+            first = one.lane - (one.group - self._groups[0])
             if self._apart or slot.layout.lanes < lanes:
                 lanes = 1
-                first = first_request.lane
-            run = LaneRun(side_by_side, slot.offset, first, lanes, next(self.tags))
+                first = one.lane
+            tag = next(self.tags)
+            run = LaneRun(side_by_side, slot.offset, first, lanes, tag)
             if self._comes_back:
-                begin = first_request.lane * slot.layout.lane_bytes
-                end = (side_by_side[-1].lane + 1) * slot.layout.lane_bytes
-                expected[run.tag] = slot.block[begin:end]
+                size = slot.layout.lane_bytes
+                begin = one.lane * size
+                end = (side_by_side[-1].lane + 1) * size
+                expected[tag] = slot.block[begin:end]
             runs.append(run)
         return runs, expected
 
-    def _grouped(
-        self, requests: Sequence[tuple[RolloutRequest, Slot]]
-    ) -> list[tuple[Slot, list[RolloutRequest]]]:
+    def _grouped(self, requests: Sequence[Request]) -> list[Group]:
         """Group requests whose lanes lie side by side in a slot."""
         of_slot: dict[int, list[RolloutRequest]] = {}
         slots: dict[int, Slot] = {}
         for request, slot in requests:
             slots[id(slot)] = slot
             of_slot.setdefault(id(slot), []).append(request)
-        found: list[tuple[Slot, list[RolloutRequest]]] = []
+        found: list[Group] = []
         for place, slot in slots.items():
             group: list[RolloutRequest] = []
-            for request in sorted(of_slot[place], key=lambda request: request.lane):
-                if not group or self._apart or request.lane != group[-1].lane + 1:
+            in_order = sorted(of_slot[place], key=lambda request: request.lane)
+            for request in in_order:
+                is_next = bool(group) and request.lane == group[-1].lane + 1
+                if self._apart or not is_next:
                     group = []
                     found.append((slot, group))
                 group.append(request)

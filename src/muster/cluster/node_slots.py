@@ -30,9 +30,19 @@ class NodeSlots:
     def slot(self, run: LaneRun, arena: Arena) -> Slot:
         """Return the slot for a run; new ones are in this memory."""
         place = run.offset, run.first
-        if place not in self._slots:
-            known = self._layouts
-            like = known.get(run.requests[0].group) or next(iter(known.values()))
-            layout = Layout(like.T, like.B, like.columns, run.lanes, batch_shape=like.batch_shape)
-            self._slots[place] = Slot(layout, arena)
-        return self._slots[place]
+        slot = self._slots.get(place)
+        if slot is None:
+            group = run.requests[0].group
+            like = self._layouts.get(group)
+            if like is None:
+                like = next(iter(self._layouts.values()))
+            layout = Layout(
+                like.T,
+                like.B,
+                like.columns,
+                run.lanes,
+                batch_shape=like.batch_shape,
+            )
+            slot = Slot(layout, arena)
+            self._slots[place] = slot
+        return slot

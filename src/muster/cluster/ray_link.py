@@ -144,7 +144,8 @@ class StoredBlocks:
         with self._lock:
             ref = self._refs.get(block)
             if ref is None:
-                ref = self._refs[block] = ray.put(block.array)
+                ref = ray.put(block.array)
+                self._refs[block] = ref
                 self._newest.append(ref)
             return ref
 
@@ -187,10 +188,13 @@ class MainEnd(End):
         deadline = time.monotonic() + self._allowed_s(frame.size)
         with self._changed:
             while self._cause or self._over or not has_room(self._unread, frame.size):
-                self._wait(min(deadline, time.monotonic() + POLL_S), deadline, "read")
+                until = min(deadline, time.monotonic() + POLL_S)
+                self._wait(until, deadline, "read")
                 self._look_at_ray()
                 self._over = self._over or self._ended() or ""
-        ref = self._stored(block) if block is not None and frame.is_large else None
+        ref = None
+        if block is not None and frame.is_large:
+            ref = self._stored(block)
         with self._changed:
             number = self._sent
             self._sent += 1
@@ -200,8 +204,10 @@ class MainEnd(End):
                 return
         packed = _CALL.pack(PUSH, 0, number) + frame.packed()
         with self._of_ray():
-            # the block is freed when the call has ended
-            self._tell.remote(packed, *([] if ref is None else [ref]))
+            if ref is None:
+                self._tell.remote(packed)
+            else:
+                self._tell.remote(packed, ref)  # the block is freed when the call has ended
 
     def receive(self) -> Received:
         while not self._inbox:
@@ -216,9 +222,9 @@ class MainEnd(End):
     def _begin(self, what: int, number: int = 0, packed: bytes = b"") -> None:
         """Begin a call that returns with messages of the node. Called by one thread at a time."""
         with self._of_ray():
-            self._open.append(
-                self._call.remote(_CALL.pack(what, self._calls, number) + packed).future()
-            )
+            head = _CALL.pack(what, self._calls, number)
+            result = self._call.remote(head + packed)
+            self._open.append(result.future())
             self._calls += 1
 
     @contextlib.contextmanager
@@ -251,7 +257,8 @@ class MainEnd(End):
             self._wait(0.0, deadline, "said anything")  # raises LinkLost if no call is open
         oldest = self._open[0]
         try:
-            result = oldest.result(min(POLL_S, max(0.0, deadline - time.monotonic())))
+            left = max(0.0, deadline - time.monotonic())
+            result = oldest.result(min(POLL_S, left))
         except (Exception, SystemExit):  # noqa: BLE001 (Ray's, or it has not returned in this time)
             failure = oldest.exception() if oldest.done() else None
             if failure is not None:
@@ -262,7 +269,10 @@ class MainEnd(End):
         with self._changed:
             self._heard = time.monotonic()
             self._open.popleft()
-            packed, large = result if isinstance(result, tuple) else (result, None)
+            packed = result
+            large = None
+            if isinstance(result, tuple):
+                packed, large = result
             read, is_closed = _UP.unpack_from(packed)
             for _ in range(read - self._sent + len(self._unread)):
                 self._unread.popleft()
@@ -285,7 +295,8 @@ class MainEnd(End):
     def _tell_closed(self) -> None:
         with contextlib.suppress(Exception):  # the actor ends with its connection to Ray
             self._connection.check()
-            self._tell.remote(_CALL.pack(END, 0, self._sent))
+            end = _CALL.pack(END, 0, self._sent)
+            self._tell.remote(end)
 
 
 class NodeEnd(End):
@@ -339,7 +350,8 @@ class NodeEnd(End):
         what, call, number = _CALL.unpack_from(packed)
         if what in (PUSH, EXCHANGE):
             with self._changed:
-                self._arrived(number, unpacked(packed, _CALL.size, large)[0])
+                (frame,) = unpacked(packed, _CALL.size, large)
+                self._arrived(number, frame)
         if what == END:
             with self._changed:
                 self._closed_there(number)
@@ -352,12 +364,15 @@ class NodeEnd(End):
             self._changed.wait_for(lambda: self._returned == call and self._has_news())
             taken: list[OutgoingFrame] = []
             size = 0
-            while self._outbox and size <= SMALL and not (taken and self._outbox[0].is_large):
+            while self._outbox and size <= SMALL:
+                if taken and self._outbox[0].is_large:
+                    break  # it goes alone
                 frame = self._outbox.popleft()
                 taken.append(frame)
                 size += len(frame.message) + frame.size
             is_closed = bool(self._cause or self._over) and not self._outbox
-            packed = _UP.pack(self._read, is_closed) + b"".join(frame.packed() for frame in taken)
+            head = _UP.pack(self._read, is_closed)
+            packed = head + b"".join(frame.packed() for frame in taken)
             self._returned += 1
             self._told = self._read
             self._owes = False
