@@ -75,7 +75,7 @@ def test_a_killed_worker_raises(tmp_path: Any, on_reset: bool) -> None:
     assert (
         error.pid
         if hasattr(error, "pid")
-        else f"(pid {envs._workers._handles[1].process.child.pid})" in str(error)
+        else f"(pid {envs._workers._slices.handles[1].process.child.pid})" in str(error)
     )
     assert "The environment is number 2. Call reset()" in str(error)
     assert_goes_on(envs)
@@ -84,7 +84,7 @@ def test_a_killed_worker_raises(tmp_path: Any, on_reset: bool) -> None:
 def test_a_worker_that_is_killed_between_steps_raises(tmp_path: Any) -> None:
     envs = made(tmp_path, faults.nothing)
     envs.reset(seed=0)
-    os.kill(envs._workers._handles[0].process.child.pid, signal.SIGKILL)
+    os.kill(envs._workers._slices.handles[0].process.child.pid, signal.SIGKILL)
     with pytest.raises(WorkerDied, match="Worker 0 .* was killed by SIGKILL during idle"):
         steps(envs, 1)
     assert_goes_on(envs)
@@ -132,7 +132,7 @@ def test_infos_that_cannot_be_pickled_are_named() -> None:
 def test_close_does_not_wait_for_a_hanging_environment(tmp_path: Any) -> None:
     envs = made(tmp_path, faults.waits, timeouts={"close": 0.5})
     envs.reset(seed=0)
-    pids = [handle.process.child.pid for handle in envs._workers._handles]
+    pids = [handle.process.child.pid for handle in envs._workers._slices.handles]
     steps(envs, AT - 1)
     envs.step_async(np.zeros(4, int))
     envs.close()
@@ -198,13 +198,13 @@ def test_a_worker_that_is_killed_between_steps_is_restarted(tmp_path: Any) -> No
     envs = made(tmp_path, faults.nothing, on_failure="restart")
     envs.reset(seed=0)
     steps(envs, 2)
-    os.kill(envs._workers._handles[0].process.child.pid, signal.SIGKILL)
+    os.kill(envs._workers._slices.handles[0].process.child.pid, signal.SIGKILL)
     assert envs.get_attr("length") == (9, 9, 9, 9)
     obs, _, _, truncated, infos = steps(envs, 1)[0]
     assert truncated.tolist() == [True, True, False, False]
     assert obs[:, 1].tolist() == [2, 2, 3, 3]
     assert "SIGKILL" in infos["muster"]["error"][0]
-    os.kill(envs._workers._handles[0].process.child.pid, signal.SIGKILL)
+    os.kill(envs._workers._slices.handles[0].process.child.pid, signal.SIGKILL)
     envs.reset(seed=0)
     assert steps(envs, 1)[0][3].tolist() == [False] * 4
     envs.close()
@@ -228,7 +228,7 @@ def test_workers_that_cannot_be_started_say_so_until_they_can(
     envs = made(tmp_path, faults.nothing, on_failure=on_failure)
     envs.reset(seed=0)
     steps(envs, 2)
-    pids = [handle.process.child.pid for handle in envs._workers._handles]
+    pids = [handle.process.child.pid for handle in envs._workers._slices.handles]
     with descriptors_left(3):
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
@@ -267,7 +267,7 @@ def test_workers_end_with_a_killed_parent() -> None:
     if (pid := os.fork()) == 0:
         envs = VectorEnv([lambda: CountingEnv(3)] * 2, num_workers=2)
         envs.reset()
-        pids = [handle.process.child.pid for handle in envs._workers._handles]
+        pids = [handle.process.child.pid for handle in envs._workers._slices.handles]
         os.write(writer, " ".join(map(str, pids)).encode())
         signal.pause()
     pids = [int(word) for word in os.read(reader, 100).split()]

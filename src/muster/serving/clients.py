@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,29 @@ SHORTEST_TOKEN = 16  # of addresses beyond loopback
 HANDSHAKE_S = 10.0
 MOST_WAITING = 64  # clients that wait for the place of another
 LOOK_S = 1.0  # interval at which the listening thread looks whether it has to end
+
+
+@dataclass(frozen=True)
+class ClientSpaces:
+    """Spaces of all clients, and how their values are sent."""
+
+    observation_space: Any
+    action_space: Any
+    observations: WireFormat
+    actions: WireFormat
+
+    @property
+    def formats(self) -> dict[str, WireFormat]:
+        """By the name of the field that describes it in messages."""
+        return {"observation": self.observations, "action": self.actions}
+
+
+def _spaces(observation_space: Any, action_space: Any, *, check_bounds: bool) -> ClientSpaces:
+    observations = WireFormat(
+        observation_codec(observation_space), "observation", check_bounds=check_bounds
+    )
+    actions = WireFormat(action_codec(action_space), "action")
+    return ClientSpaces(observation_space, action_space, observations, actions)
 
 
 class Clients:
@@ -76,21 +100,17 @@ class Clients:
         timeouts: Mapping[str, float | None],
         check_bounds: bool,
     ) -> None:
-        self.observation_space = observation_space
-        self.action_space = action_space
-        self.observations = WireFormat(
-            observation_codec(observation_space), "observation", check_bounds=check_bounds
-        )
-        self.actions = WireFormat(action_codec(action_space), "action")
+        self.spaces = _spaces(observation_space, action_space, check_bounds=check_bounds)
         self.count = count
         self.timeouts = timeouts
         self.lost: Counter[str] = Counter()
-        self.laying_out = self.closed = False
+        self.laying_out = False
+        self.closed = False
         self._changed = threading.Condition()
         self._connected: list[Connection | None] = [None] * count  # by environment
         self._welcomed: set[Connection] = set()
-        # number of admitted clients without a place
-        self._strangers, self._waiting = Strangers(), 0
+        self._strangers = Strangers()
+        self._waiting = 0  # number of admitted clients without a place
         host, _ = host_and_port(address)
         self._token = _checked_token(token, host)
         self._listener = listening(address, "address")
@@ -224,7 +244,7 @@ class Clients:
                 "bad_protocol",
                 f"the client has the protocol {hello.get('protocol')!r:.60}, expected {PROTOCOL}",
             )
-        for name, wire in (("observation", self.observations), ("action", self.actions)):
+        for name, wire in self.spaces.formats.items():
             if hello.get(name, wire.description) != wire.description:
                 raise ClientLost(
                     "bad_spaces",
@@ -246,8 +266,10 @@ class Clients:
                     "full", f"{self.connected} clients are connected, which is the maximum"
                 )
             self._connected[self._connected.index(None)] = connection
-        told = {"observation": self.observations.description, "action": self.actions.description}
-        connection.send({"type": "welcome", "protocol": PROTOCOL, **told}, within_s=HANDSHAKE_S)
+        described = {name: wire.description for name, wire in self.spaces.formats.items()}
+        connection.send(
+            {"type": "welcome", "protocol": PROTOCOL, **described}, within_s=HANDSHAKE_S
+        )
         with self._changed:
             self._welcomed.add(connection)
             self._changed.notify_all()
@@ -265,29 +287,28 @@ class ClientEnv:
     """
 
     def __init__(self, clients: Clients, number: int) -> None:
-        self.observation_space = clients.observation_space
-        self.action_space = clients.action_space
+        self.observation_space = clients.spaces.observation_space
+        self.action_space = clients.spaces.action_space
         self.unwrapped = self
         self.cut = False
         self._number = number
-        self._clients, self._connection = clients, None  # type: Clients, Connection | None
+        self._clients = clients
+        self._connection: Connection | None = None
         self._playing = False
         # observation of an episode that the client has begun, and ``reset`` has not returned
         self._first: Any = None
         self._last: Any = None
         self._expected = {
-            "reset": clients.observations.nbytes,
-            "step": clients.observations.nbytes,
+            "reset": clients.spaces.observations.nbytes,
+            "step": clients.spaces.observations.nbytes,
             "close": 0,
         }
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         clients = self._clients
         if clients.laying_out:
-            return (
-                _allowing_all(clients.observations.decode(bytes(clients.observations.nbytes))),
-                {},
-            )
+            wire = clients.spaces.observations
+            return _allowing_all(wire.decode(bytes(wire.nbytes))), {}
         if self._playing:
             self._end_episode()
         while self._first is None:
@@ -303,7 +324,9 @@ class ClientEnv:
                 if kind == "step":
                     self._first = None
                     self._lose(ClientLost("bad_message", "a step before the reset of its episode"))
-        self._last, self._first, self._playing = self._first, None, True
+        self._last = self._first
+        self._first = None
+        self._playing = True
         return self._last, {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -312,7 +335,7 @@ class ClientEnv:
         assert self._connection is not None, "step before reset"
         try:
             self._connection.send(
-                {"type": "action"}, clients.actions.encode(action), clients.timeouts["step"]
+                {"type": "action"}, clients.spaces.actions.encode(action), clients.timeouts["step"]
             )
             kind, obs, reward, terminated, truncated = self._receive("step")
         except ClientLost as lost:
@@ -351,7 +374,7 @@ class ClientEnv:
         about, values = self._connection.receive(self._expected, self._clients.timeouts[phase])
         if about["type"] == "close":
             raise ClientLost("closed")
-        obs = self._clients.observations.decode(values)
+        obs = self._clients.spaces.observations.decode(values)
         if about["type"] == "reset":
             return "reset", obs, 0.0, False, False
         reward: Any = about.get("reward")
@@ -402,7 +425,9 @@ class ClientEnvs(StackedEnvs):
         self.final_obs_certain = False
 
     def start(self, lane: Lane) -> Step:
-        step, env, known = super().start(lane), self._env, lane.arrays[NEXT_OBS_VALID]
+        step = super().start(lane)
+        env = self._env
+        known = lane.arrays[NEXT_OBS_VALID]
 
         def step_and_mark(t: int) -> Sequence[int] | None:
             finished = step(t)

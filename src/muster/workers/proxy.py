@@ -183,8 +183,8 @@ class WorkerProxy(Proxy):
             return
         self.state = WorkerState.DEAD if self._state is WorkerState.RUNNING else WorkerState.CLOSED
         self.process.close()
-        if self._supervisor.server is not None:
-            self._supervisor.server.lost(self.index, self.groups)
+        if self._supervisor.responder is not None:
+            self._supervisor.responder.lost(self.index, self.groups)
 
     # --- methods of Proxy -------------------------------------------------------------------------
 
@@ -199,8 +199,8 @@ class WorkerProxy(Proxy):
         request.offset, request.nbytes = slot.offset, slot.layout.nbytes
         self.under_way.add(request, slot)
         if self.alive:
-            if self._supervisor.server is not None:
-                self._supervisor.server.mailbox.expect(self.index, request.number)
+            if self._supervisor.responder is not None:
+                self._supervisor.responder.mailbox.expect(self.index, request.number)
             self.send(request)
         elif not self.reviving:
             self._supervisor.begin(self)
@@ -259,15 +259,15 @@ class WorkerProxy(Proxy):
     # --- parts ------------------------------------------------------------------------------------
 
     def _send_config(self, process: WorkerProcess, config: WorkerConfig) -> None:
-        server = self._supervisor.server
+        responder = self._supervisor.responder
         subscribe = self._supervisor.subscribe
         ticket = (
             None if subscribe is None or config.served_by is not None else subscribe(self.index)
         )
         fds = [*([] if config.in_thread else [process.status_page.fd]), self._supervisor.arena.fd]
         fds += (
-            server.mailbox.fds_for(self.index)
-            if server is not None
+            responder.mailbox.fds_for(self.index)
+            if responder is not None
             else []
             if ticket is None
             else ticket.fds

@@ -29,6 +29,7 @@ from muster.workers.lives import Watcher, listed
 from muster.workers.messages import GroupInfo, RolloutResult
 from muster.workers.pool import WorkerPool
 from muster.workers.proxy import WorkerProxy
+from muster.workers.responder import Responder
 from muster.workers.threads import in_thread
 from muster.workers.under_way import AtWork
 
@@ -53,6 +54,7 @@ class Supervisor(Watcher):
         subscribe: returns a ticket for the weights, by number of the worker; None: no weights yet.
         made: exit stack; its callbacks close everything that the supervisor makes.
         light: with an inference server, start worker processes that have not imported torch.
+        responder: answers workers that wait, where there is no inference server.
         caller: node that owns the pool. While the pool waits for workers, and ``fileno()`` of the
             node is readable, its ``hear()`` handles its messages; an exception ends the wait.
             ``attends()`` is called in every wait.
@@ -73,6 +75,7 @@ class Supervisor(Watcher):
         *,
         light: bool = True,
         caller: Any = None,
+        responder: Responder | None = None,
     ) -> None:
         super().__init__(config)
         self.subscribe = subscribe
@@ -86,15 +89,18 @@ class Supervisor(Watcher):
             made.callback(self._wake_up.close)
             self.launch: Callable[[str, bool], tuple[Any, ...]] = in_thread(self._wake_up)
         else:
-            self.launch = in_process(config.start_method, light=light and config.server is not None)
+            light = light and (config.server is not None or responder is not None)
+            self.launch = in_process(config.start_method, light=light)
         # for all workers; None: the workers run the policy
         self.server: InferenceServer | None = None
+        self.responder = responder  # None: workers ask no questions
         if config.server is not None:
             assert subscribe is not None, "weights come before the server"
             ticket = subscribe(config.workers[0].index)
             made.callback(ticket.close)  # if the server cannot be made
             self.server = InferenceServer(config, ticket)
             made.callback(self.server.close)
+            self.responder = self.server
         self.notes: CrashNotes  # once there is a pool
         self._oom_kills = failures.oom_kills()
         self._look_at = 0.0
@@ -153,12 +159,12 @@ class Supervisor(Watcher):
         return pool
 
     def end(self) -> None:
-        """Kill all workers that still run, and close the server. None can be started any more."""
+        """Kill all workers that still run, and close the responder. None can be started any more."""
         self.is_closed = True
         for handle in self.handles:
             handle.end()
-        if self.server is not None:
-            self.server.close()
+        if self.responder is not None:
+            self.responder.close()
 
     def missing(self) -> str:
         absent = [handle.index for handle in self.handles if handle.infos is None]
@@ -323,16 +329,16 @@ class Supervisor(Watcher):
                 self._hung(handle, phase, now - record.since, deadline)
 
     def _is_served(self, handle: WorkerProxy) -> bool:
-        """Return whether a worker waits for the server; raises if the server exceeds its deadline
-        or has ended.
+        """Return whether a worker waits for the responder; raises if that exceeds its deadline or
+        has ended.
         """
         if (
-            self.server is None
-            or not self.server.waits(handle.index)
+            self.responder is None
+            or not self.responder.waits(handle.index)
             or handle.process.child.exit_code() is not None
         ):
             return False
-        self.server.check()
+        self.responder.check()
         return True
 
     # --- losses -----------------------------------------------------------------------------------

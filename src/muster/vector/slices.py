@@ -1,0 +1,355 @@
+"""The workers of a vector environment, and calls to them.
+
+A call of a worker is a method of its ``EnvSlice`` with arguments. Small ones go through shared
+memory (``Exchange``), and a wake-up of the mailbox says that one is there: the caller answers the
+worker's question "what next?" (``_Caller``). Others are messages.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any, Literal, cast
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+
+from muster.errors import BadOption, MusterError, WorkerDied, WorkerHung
+from muster.restore.crash_report import EnvFactory
+from muster.restore.pickling import dumps
+from muster.restore.registered import ids_of_this_process
+from muster.rollout.columns import RolloutOptions
+from muster.rollout.progress import ALL_ORDERS, STEPPING
+from muster.utils.cpus import usable_cores
+from muster.utils.integers import integer
+from muster.utils.interrupts import postponed
+from muster.vector.env_slice import EnvSlice, execute, open_rows, serve
+from muster.vector.rows import Exchange, VectorRows
+from muster.workers.build import WorkerOptions
+from muster.workers.config import PoolConfig, WorkerConfig, WorkerPlace, check_timeouts
+from muster.workers.lives import Restarted
+from muster.workers.mailbox import LOOK_S, Mailbox
+from muster.workers.messages import Tell
+from muster.workers.proxy import WorkerProxy
+from muster.workers.supervision import Supervisor
+
+MAX_RESTARTS = 10  # of a worker within a minute, as for collectors
+SliceCall = tuple[Callable[..., Any], Sequence[Any]]  # a method of ``EnvSlice``, and its arguments
+# last observations (None: none), seeds and pickled attributes of environments, for ``open_rows``
+Inheritance = tuple[Sequence[Any] | None, Sequence[int | None], bytes]
+PROTOCOL = pickle.HIGHEST_PROTOCOL
+_PLAIN = (EnvSlice.step, EnvSlice.truncate)  # without functions and objects of the user
+_OPTIONS = WorkerOptions(
+    1, True, None, None, None, "random", False, None, False, False, RolloutOptions()
+)
+
+
+class TimeIsUp(Exception):
+    """The deadline of a call has passed."""
+
+
+class Slices:
+    """The workers of a vector environment; each has a part of its environments.
+
+    1. The constructor starts them; they make their environments.
+    2. ``open`` gives them the shared memory for what steps return.
+    3. ``post`` sends a call to a worker, ``results`` waits for the results. A lost worker is
+       restarted, its successor gets the memory, what the environments inherit, and the call again.
+    4. ``close`` ends them.
+
+    Args:
+        config: of the workers.
+        parts: numbers of the environments of each worker.
+        inherit: returns what environments get that take the place of others, by their numbers and
+            the number of earlier starts of their worker; None: of first ones.
+
+    Attributes:
+        parts: see above.
+        handles: the workers.
+        rows: memory of rewards, flags and observations; None before ``open``.
+        lost: workers whose loss was not reported yet, with its cause.
+    """
+
+    def __init__(
+        self,
+        config: PoolConfig,
+        parts: Sequence[range],
+        inherit: Callable[[range, int | None], Inheritance],
+    ) -> None:
+        self.parts = parts
+        self.rows: Any = None
+        self.lost: dict[int, str] = {}
+        self._inherit = inherit
+        self._memory: Sequence[Any] = ()  # arguments of ``VectorRows``, and its offset
+        count = len(parts)
+        caller = _Caller(count)
+        self._mailbox = caller.mailbox
+        self._serving = [False] * count  # workers that serve calls in shared memory
+        self._made = ExitStack()
+        self._made.callback(caller.close)
+        try:
+            self._supervisor = Supervisor(config, None, self._made, responder=caller)
+            self.handles = cast(list[WorkerProxy], self._supervisor.handles)
+            self._supervisor.start()
+            infos = self._supervisor.built()
+            firsts = {n: part.start for n, part in enumerate(parts)}
+            place = WorkerPlace(firsts, parts[-1].stop, False, None)
+            self._made.callback(self._supervisor.pool(infos, place).close)
+            # ``starts`` when it got the shared memory
+            self._opened: list[int | None] = [None] * count
+        except BaseException:
+            self._made.close()
+            raise
+
+    def open(self, space: spaces.Space[Any], *, shared: bool) -> None:
+        """Make the shared memory; see ``VectorWorkers.open``."""
+        memory = space, self.parts[-1].stop, len(self.parts), shared
+        nbytes = VectorRows(*memory).nbytes
+        offset = self._supervisor.arena.allocate(nbytes)
+        self._memory = *memory, offset
+        self.rows = VectorRows(*memory, self._supervisor.arena.view(offset, nbytes))
+        for n in range(len(self.parts)):
+            self._ensure(n)
+
+    def close(self, *, terminate: bool) -> None:
+        """End the workers; ``terminate``: kill them at once, without closing the environments."""
+        for handle in self.handles if terminate else ():
+            if handle.alive:
+                handle.kill()
+        if self.rows is not None:
+            for n, handle in enumerate(self.handles):
+                handle.stop(ALL_ORDERS)
+                self.rows.exchanges[n].put_call(b"")
+                if self._mailbox.question(n):
+                    self._mailbox.answer(n, self._mailbox.question(n))
+        self._made.close()
+
+    def succeeded(self, n: int) -> None:
+        """Note that a worker has returned what its environments did."""
+        self.handles[n].record.fruitless = 0
+
+    def may_replace(self, n: int) -> bool:
+        """Return whether an environment of a worker may be replaced once more, and count that."""
+        return self.handles[n].record.may_restart(MAX_RESTARTS)
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def all(self, calls: Mapping[int, SliceCall]) -> dict[int, Any]:
+        """Send a call to each worker, and return the results, by worker."""
+        for n, call in calls.items():
+            self.post(n, call)
+        return self.results(calls)
+
+    def post(self, n: int, call: SliceCall) -> None:
+        """Send a call to a worker; a lost one is started first."""
+        self._ensure(n)
+        self._post(n, call)
+
+    def _post(self, n: int, call: SliceCall) -> None:
+        """Send a call to a worker, through shared memory if it fits."""
+        method, args = call
+        if method is EnvSlice.step and n in self.lost:
+            method, args = EnvSlice.truncate, args[:1]
+        sent = (
+            pickle.dumps((method, args), PROTOCOL)
+            if method in _PLAIN
+            else dumps((method, args), "the arguments")
+        )
+        handle = self.handles[n]
+        mailbox = self._mailbox
+        if self._serving[n] and not mailbox.question(n):
+            self._wait()  # for a call whose result was not taken, because of Ctrl-C or an error
+            if not mailbox.question(n):
+                self._serving[n] = False
+                with suppress(MusterError, Restarted):
+                    handle.answer()
+                self._ensure(n)
+        if self.rows is not None and len(sent) <= Exchange.ROOM:
+            self.rows.exchanges[n].put_call(sent)
+            if self._serving[n]:
+                mailbox.answer(n, mailbox.question(n))
+                return
+            self._serving[n] = True
+            handle.post(partial(self._send_serve, n))
+            return
+        if self._serving[n]:
+            self.rows.exchanges[n].put_call(b"")
+            mailbox.answer(n, mailbox.question(n))
+            self._serving[n] = False
+            handle.answer()
+        handle.post(lambda number: handle.send(Tell(execute, (sent,), number)))
+
+    def _send_serve(self, n: int, number: int) -> None:
+        self._mailbox.expect(n, number)
+        self.handles[n].send(Tell(serve, (number,), number))
+
+    def _result(self, n: int, deadline: float | None) -> Any:
+        """Return the result of a call to a worker. Raises ``Restarted`` if the worker was lost."""
+        if self._serving[n] and self._mailbox.question(n):
+            return self.rows.exchanges[n].result()
+        self._serving[n] = False
+        handle = self.handles[n]
+        if deadline is not None and not handle.is_answered(deadline):
+            raise TimeIsUp
+        return handle.answer()  # a result that is too large for the shared memory, or an error
+
+    def _wait(self, deadline: float | None = None) -> None:
+        """Wait until all workers that serve calls in shared memory have a result, or are lost."""
+        group = range(len(self.parts))
+        look = self._mailbox.look
+
+        def ready() -> bool:
+            asking, at_work = look(group)
+            return len(asking) == at_work
+
+        while not ready():
+            seconds = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
+            if seconds <= 0:
+                raise TimeIsUp
+            self._mailbox.sleep(ready, seconds)
+            if not ready():
+                self._look()
+
+    @postponed()
+    def _look(self) -> None:
+        """Detect workers that have died or hang."""
+        self._supervisor.wait(0.0, revives=False)
+
+    def results(self, calls: Mapping[int, Any], deadline: float | None = None) -> dict[int, Any]:
+        """Return the results of calls, by worker.
+
+        The successor of a lost worker gets its call again.
+        """
+        results = {}
+        for n, call in calls.items():
+            try:
+                while n not in results:
+                    self._wait(deadline)
+                    try:
+                        results[n] = self._result(n, deadline)
+                    except Restarted:
+                        self.post(n, call)
+            except MusterError as error:
+                self._locate(n, error)
+                raise
+        return results
+
+    def _ensure(self, n: int) -> None:
+        """Give a worker that was started the shared memory, and a successor what its predecessor
+        knew.
+
+        Starts a lost worker if its supervisor does not.
+        """
+        handle = self.handles[n]
+        while self.rows is not None and (not handle.alive or handle.starts != self._opened[n]):
+            if not handle.alive and not handle.reviving:
+                self._supervisor.begin_or_raise(handle)
+            with suppress(Restarted):
+                self._supervisor.wait_for(handle, partial(getattr, handle, "alive"))
+            is_successor = self._opened[n] is not None
+            if is_successor:
+                self.lost[n] = str(handle.cause).partition("\n")[0]
+            self._opened[n] = handle.starts
+            self._serving[n] = False
+            handle.post(partial(self._send_rows, n, is_successor))
+            with suppress(Restarted):
+                handle.answer()
+
+    def _send_rows(self, n: int, is_successor: bool, number: int) -> None:
+        generation = self.handles[n].config.generation if is_successor else None
+        *memory, offset = self._memory
+        inherited = self._inherit(self.parts[n], generation)
+        self.handles[n].send(Tell(open_rows, (*memory, offset, *inherited), number))
+
+    def _locate(self, n: int, error: MusterError) -> None:
+        """Add the environment at work to the error of a worker, and what to do."""
+        part = self.parts[n]
+        if isinstance(error, (WorkerDied, WorkerHung)) and error.phase in ("step", "reset"):
+            error.env_index = int(self.handles[n].process.status_page.cells[STEPPING])
+        if (index := getattr(error, "env_index", None)) is None:
+            return
+        error.env_id = part.start + index
+        remedy = (
+            "Call reset() to go on; with on_failure='restart', a failure truncates the episode"
+            " instead."
+        )
+        error.args = (f"{error}\n\nThe environment is number {error.env_id}. {remedy}",)
+
+
+class _Caller:
+    """The ``Responder`` of a vector environment's workers: the thread that steps them.
+
+    It answers when the user makes the next call, which may take any time.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self.mailbox = Mailbox(workers, [range(workers)])
+
+    def waits(self, worker: int) -> bool:
+        return bool(self.mailbox.question(worker))
+
+    def check(self) -> None:
+        """Do nothing: the user has no deadline."""
+
+    def lost(self, worker: int, groups: Sequence[int]) -> None:
+        self.mailbox.reset(worker)
+
+    def close(self) -> None:
+        self.mailbox.close()
+
+
+def config_of(
+    env_fns: Sequence[Callable[[], Any]],
+    mode: AutoresetMode,
+    num_workers: int | None,
+    on_failure: Literal["raise", "restart"],
+    timeouts: Mapping[str, float | None],
+    start_method: Literal["forkserver", "spawn"] | None,
+) -> tuple[PoolConfig, list[range]]:
+    """Return the config of the workers, and the numbers of the environments of each."""
+    if not env_fns:
+        raise BadOption("env_fns is empty: pass a function for each environment.")
+    if on_failure not in ("raise", "restart"):
+        raise BadOption(f"on_failure={on_failure!r}: expected 'raise' or 'restart'.")
+    check_timeouts(timeouts)
+    count = min(
+        len(env_fns),
+        max(1, int(usable_cores())) if num_workers is None else integer("num_workers", num_workers),
+    )
+    parts = [
+        range(part[0], part[-1] + 1) for part in np.array_split(np.arange(len(env_fns)), count)
+    ]
+    # without the methods for rollouts
+    make = cast(Any, EnvSlice)
+    replaces = on_failure == "restart"
+    factories = [
+        partial(make, env_fns[part.start : part.stop], part.start, mode, replaces=replaces)
+        for part in parts
+    ]
+    kwargs, options = dumps([None], "no arguments"), dumps(_OPTIONS, "the options")
+    workers = [
+        WorkerConfig(
+            n, [n], [dumps(factory, "env_fns")], kwargs, b"", False, options, served_by=count
+        )
+        for n, factory in enumerate(factories)
+    ]
+    origins = [EnvFactory(factory) for factory in factories]
+    config = PoolConfig(
+        workers,
+        dumps(None, "no policy"),
+        count,
+        None,
+        origins,
+        None,
+        None,
+        on_failure,
+        timeouts,
+        MAX_RESTARTS,
+        start_method,
+        registered=ids_of_this_process(),
+    )
+    return config, parts
