@@ -176,7 +176,8 @@ class NodeMain:
                 message, block, tag = self._end.inbox.popleft()
                 if isinstance(message, Exception):
                     raise message
-                carry_out(self, message, *(() if block is None else (block, tag)))
+                received = () if block is None else (block, tag)
+                carry_out(self, message, *received)
             if self._pool is None or self._supervisor is None:
                 self._wake_up.wait(BEAT_S)
             else:
@@ -196,7 +197,9 @@ class NodeMain:
 
     def stop(self, number: int) -> None:
         """See ``Proxy.stop``."""
-        for handle in [] if self._pool is None else self._pool.handles:
+        if self._pool is None:
+            return
+        for handle in self._pool.handles:
             handle.stop(number)
 
     def beat(self) -> None:
@@ -205,15 +208,18 @@ class NodeMain:
     def set_up(self, setup: NodeSetup, block: Any, tag: int) -> None:
         """Take the configuration and the policy."""
         policy = block.tobytes()
-        if not hmac.compare_digest(hashlib.sha256(policy).digest(), setup.policy_digest):
+        digest = hashlib.sha256(policy).digest()
+        if not hmac.compare_digest(digest, setup.policy_digest):
             raise MusterError("the policy's checksum does not match: it was modified in transit")
-        self._setup = replace(setup, config=replace(setup.config, policy=policy, node=self._node))
-        sys.path.extend(entry for entry in setup.path if entry not in sys.path)
-        self._weights = NodeWeights(self._link, setup.config.count, self._made)
+        config = replace(setup.config, policy=policy, node=self._node)
+        self._setup = replace(setup, config=config)
+        missing = [entry for entry in setup.path if entry not in sys.path]
+        sys.path.extend(missing)
+        self._weights = NodeWeights(self._link, config.count, self._made)
         # The longest of what this thread waits for without looking at its workers: a policy that is
         # made, or is called by the inference server, and a replay buffer.
         phases = ("construct", "policy", "call")
-        self._attention.limit([setup.config.timeout(phase) for phase in phases])
+        self._attention.limit([config.timeout(phase) for phase in phases])
 
     def take_weights(self, manifest: Manifest, block: Any, tag: int) -> None:
         """Publish weights to the workers.
@@ -301,9 +307,12 @@ class NodeMain:
     def _lanes(self, job: _RunAtWork) -> Block | None:
         if self._sink is not None:
             return None
-        lanes = [request.lane - job.part.first for request in job.part.requests]
+        first = job.part.first
+        lanes = [request.lane - first for request in job.part.requests]
         size = job.slot.layout.lane_bytes
-        return Block(job.slot.block[min(lanes) * size : (max(lanes) + 1) * size], job.slot)
+        begin = min(lanes) * size
+        end = (max(lanes) + 1) * size
+        return Block(job.slot.block[begin:end], job.slot)
 
     def _told(self, **report: Any) -> Told:
         supervisor = self._supervisor
@@ -382,10 +391,13 @@ class Sink:
         """Write a rollout, which is the only one in its slot. Raises WorkerError."""
         for key, array in result.objects.items():
             slot.lanes[0].arrays[key][...] = array
-        if self._view is None or self._view.layout is not slot.layout:
-            self._view = BatchView(slot.layout, stacked=False, order=self._order)
+        view = self._view
+        if view is None or view.layout is not slot.layout:
+            view = BatchView(slot.layout, stacked=False, order=self._order)
+            self._view = view
+        memory = torch.from_numpy(slot.block)
         try:
-            self._sink.write(self._view.tensordict(torch.from_numpy(slot.block), slot))
+            self._sink.write(view.tensordict(memory, slot))
         except Exception as raised:
             raise WorkerError(
                 "the replay buffer that this node writes into, a"

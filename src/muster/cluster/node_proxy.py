@@ -1,4 +1,16 @@
-"""The proxy of a node, in the worker pool of the main process."""
+"""The proxy of a node, in the worker pool of the main process.
+
+The node is over many sessions the same one for the pool. In each session:
+
+1. ``start``: the session begins, with the setup and the weights as its first messages; the state is
+   JOINING. A node that is restarted gets its place and its open requests with them.
+2. Its first message arrives: it has joined. With the descriptions of its groups it is RUNNING, once
+   it has a place (``assign``). Of an elastic pool, ``join`` makes it RUNNING.
+3. Requests are sent as ``LaneRun`` (``submit``, ``hold``, ``release``); ``pump`` handles messages,
+   which carry counts since the session began: the differences are added to the counters here.
+4. ``lose``: the session is lost. The steps that the node may have made and not reported are bounded
+   (``unseen``), its workers get the next generation, and the pool decides about its requests.
+"""
 
 from __future__ import annotations
 
@@ -96,18 +108,16 @@ class NodeProxy(Proxy):
     def stats(self, counters: Sequence[FrameCounters]) -> list[WorkerStats]:
         found = []
         for place, worker in enumerate(self.setup.config.workers):
-            known, told = self.told.workers, WorkerStatus(0, "working", "join", worker.generation)
-            told = known[place] if known else told
-            state = told.state if self.alive else "dead"
-            state = (
-                "dropped"
-                if counters[worker.groups[0]].dropped
-                else "joining"
-                if self.absent
-                else state
-            )
-            phase = "join" if self.absent else told.phase if self.alive else state
-            status = replace(told, state=state, phase=phase)
+            status = WorkerStatus(0, "working", "join", worker.generation)
+            if self.told.workers:
+                status = self.told.workers[place]
+            if not self.alive:
+                status = replace(status, state="dead", phase="dead")
+            if self.absent:
+                status = replace(status, state="joining", phase="join")
+            if counters[worker.groups[0]].dropped:
+                phase = status.phase if self.alive or self.absent else "dropped"
+                status = replace(status, state="dropped", phase=phase)
             found.append(stats_of(worker.index, worker.groups, counters, status, self.name))
         return found
 
@@ -162,13 +172,12 @@ class NodeProxy(Proxy):
     def pump(self) -> None:
         """Take all messages from the inbox."""
         while self.alive and self.session.inbox:
-            said, _, _ = self.session.inbox.popleft()
-            if isinstance(said, Exception):
-                self.session.lose(
-                    f"it said something that cannot be understood ({type(said).__name__}: {said})"
-                )
+            message, _, _ = self.session.inbox.popleft()
+            if isinstance(message, Exception):
+                what = f"{type(message).__name__}: {message}"
+                self.session.lose(f"its message cannot be unpickled ({what})")
                 return
-            self._take_note(said)
+            self._take_note(message)
 
     def lose(self, why: str) -> Exception:
         """Handle the end of the session: count the steps of its open requests.
@@ -224,11 +233,12 @@ class NodeProxy(Proxy):
     def _prepare_successor(self) -> None:
         """Give its workers the next generation."""
         config = self.setup.config
-        restarts = [told.restarts for told in self.told.workers] or [
-            w.generation for w in config.workers
-        ]
+        restarts = [status.restarts for status in self.told.workers]
+        if not restarts:
+            restarts = [worker.generation for worker in config.workers]
         workers = [
-            replace(w, generation=n + 1) for w, n in zip(config.workers, restarts, strict=True)
+            replace(worker, generation=number + 1)
+            for worker, number in zip(config.workers, restarts, strict=True)
         ]
         registered = config.registered and with_later_ids(config.registered)
         self.setup = replace(
