@@ -5,6 +5,7 @@ reach at most.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,12 +31,11 @@ class LimitHeads(BareWithPolicy):
         super().__init__(workload)
         batched = workload.B > 1
         stacked = StackedEnvs(self.envs)
-        ((self.obs_key, obs_spec),) = stacked.observation_specs.items()
-        ((self.action_key, action_spec),) = stacked.action_specs.items()
+        ((self.obs_key, obs_spec),) = stacked.spec.observation_specs.items()
+        ((self.action_key, action_spec),) = stacked.spec.action_specs.items()
         self.rng = GroupRng(0)
-        self.head: Any = adapt(
-            head_for(self.envs[0]), stacked, batch_shape=(workload.B,) if batched else ()
-        )
+        spec = replace(stacked.spec, batch_shape=(workload.B,) if batched else ())
+        self.head: Any = adapt(head_for(self.envs[0]), spec)
         first = torch.from_numpy(self.obs if batched else self.obs[0])
         self.head.first({self.obs_key: first}, self.rng)
         columns = (

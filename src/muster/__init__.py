@@ -38,8 +38,9 @@ _NAMES = {  # by module
     ),
     "muster.collectors.clusters": ("DistributedCollector", "RPCCollector", "RayCollector"),
     "muster.collectors.collect_arguments": ("Collected",),
-    "muster.collectors.multi_options": ("CentralInference", "Restart"),
-    "muster.collectors.options": ("Autosave", "Execution", "Trajectories", "Watch"),
+    "muster.collectors.batch_options": ("Trajectories",),
+    "muster.collectors.multi_options": ("CentralInference",),
+    "muster.collectors.options": ("Autosave", "Watch"),
     "muster.collectors.resume": ("ResumeReport",),
     "muster.serving.server": ("serve",),
     "muster.episodes.record": ("EpisodeRecord",),
@@ -51,8 +52,10 @@ _NAMES = {  # by module
     "muster.observing.timeline": ("Timeline",),
     "muster.recording": ("Recorder", "Recording", "load"),
     "muster.restore.checkpoint": ("load_state", "save_state"),
+    "muster.rollout.options": ("Execution",),
     "muster.tuning": ("Tuning", "tune"),
     "muster.utils.interrupts": ("delayed_interrupt",),
+    "muster.workers.options": ("Restart",),
 }
 # TorchRL's names for weights, which ``muster.weights`` shows, too
 _UPDATERS = "muster.compat.torchrl.updaters"
@@ -89,15 +92,13 @@ if TYPE_CHECKING:
     from muster.collectors import Collector as Collector
     from muster.collectors import MultiAsyncCollector as MultiAsyncCollector
     from muster.collectors import MultiSyncCollector as MultiSyncCollector
+    from muster.collectors.batch_options import Trajectories as Trajectories
     from muster.collectors.clusters import DistributedCollector as DistributedCollector
     from muster.collectors.clusters import RayCollector as RayCollector
     from muster.collectors.clusters import RPCCollector as RPCCollector
     from muster.collectors.collect_arguments import Collected as Collected
     from muster.collectors.multi_options import CentralInference as CentralInference
-    from muster.collectors.multi_options import Restart as Restart
     from muster.collectors.options import Autosave as Autosave
-    from muster.collectors.options import Execution as Execution
-    from muster.collectors.options import Trajectories as Trajectories
     from muster.collectors.options import Watch as Watch
     from muster.collectors.resume import ResumeReport as ResumeReport
     from muster.episodes.record import EpisodeRecord as EpisodeRecord
@@ -115,10 +116,12 @@ if TYPE_CHECKING:
     from muster.recording import load as load
     from muster.restore.checkpoint import load as load_state  # noqa: F401 (named by _HOMES)
     from muster.restore.checkpoint import save as save_state  # noqa: F401
+    from muster.rollout.options import Execution as Execution
     from muster.serving.server import serve as serve
     from muster.tuning import Tuning as Tuning
     from muster.tuning import tune as tune
     from muster.utils.interrupts import delayed_interrupt as delayed_interrupt
+    from muster.workers.options import Restart as Restart
 
 
 def __getattr__(name: str) -> Any:

@@ -15,23 +15,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from muster.errors import BadOption, UnsupportedEnv
-from muster.keys import FLAGS, REWARD, Key
+from muster.keys import Key
 
 if TYPE_CHECKING:
     import torch
 
+    from muster.env_spec import EnvSpec
     from muster.envs.checks import Casts
     from muster.memory.slots import Lane
-    from muster.memory.specs import Array, Column, Specs
+    from muster.memory.specs import Array, Column
     from muster.rng import GroupRng
 
 ALL = slice(None)  # environments of a batch
+PolicyMode = Literal["eval", "as_given"]  # of a policy's modules while they act
 Act = Callable[[int], None]
 Step = Callable[[int], "Sequence[int] | None"]
 
@@ -55,44 +54,11 @@ class EnvBatch(Protocol):
     Subclass it to inherit the defaults below.
 
     Attributes:
-        num_envs: B.
-        batch_shape: batch dimensions for policy and user. None: ``(B,)``, or ``()`` for one
-            environment requested without ``num_envs``.
-        name: name in messages.
-        observation_specs: stored dtypes and shapes of the policy's input, and of other values
-            carried from step to step (nested done flags, the state of a stateless environment). The
-            collector may change floating dtypes before the first reset (``obs_dtype``); writing
-            into rows then casts.
-        own_dtype: keys of observations whose dtype must not be changed.
-        bookkeeping: keys of observations that only policies on TensorDicts get: counters, flags,
-            state.
-        info_specs: columns of infos; written and carried as observations are, and hidden from
-            policies.
-        action_specs: the policy's actions.
-        action_masks: key of the action mask by key of the action, for discrete actions. A mask is
-            an observation or an info with an entry for each choice (those of several variables one
-            after another), or for each combination of choices; 0: not allowed. Collectors refuse
-            masks that do not fit (``policies.sampling.check_masks``).
-        samples_allowed: ``sample`` draws actions that are allowed in the current state (TorchRL's
-            ``rand_action``).
-        step_specs: other results of a step, stored below ``next``, for instance rewards per agent.
-        flags: the flags among done, terminated and truncated in the user's batch; Muster stores all
-            three.
-        reward_key: column of the reward that episode records sum up, ``[B]``. ``TEAM_REWARD`` is
-            hidden from the user, for environments whose own rewards are ``step_specs``.
-        reward_dtype: dtype of that column.
+        spec: the description of the environments.
         executed_in_row: number of environments stepped in a row that raised; else 0.
-        final_obs_certain: False: next/observation may be unknown at the end of an episode.
-        device: device of the rows; None is the host. On a device ``reset`` and ``step`` get and
-            write tensors (``lane.data``), and ``step`` must not synchronize: it returns None,
-            resets finished environments itself, and writes terminated, truncated and ``next``
-            observations of the row (``writes_next``).
         writes_next: the environment writes ``next`` observations itself.
         max_steps: limit of steps per episode, set before the first reset of environments that write
             ``next``.
-        agents: names of agents that take turns. Each row is then a turn of one of them, whose
-            number is in the column ``AGENT``, and each agent has its own episodes (see
-            ``envs/turns.py``). Empty: agents do not take turns.
         reset_options: keyword arguments for the environments' own reset, passed once, at the next
             reset. Setting them raises ``BadOption`` for a seed (see ``check_reset_kwargs``).
         bypasses: the batch can leave environments out of a step; see ``bypass``.
@@ -103,8 +69,6 @@ class EnvBatch(Protocol):
             (``ReadyFirst``); their number is constant. None: all act.
         dropped: number of steps that resets discarded before they were in a row; the group sets it
             to 0.
-        repeats: observations that repeat another column of the row before, and that column; zero at
-            the start of an agent's episode.
         casts: rules for values in another dtype than their space's. None: they are refused.
         keeps_infos: True: reset and step set ``new_infos``. To be set before the first reset. None:
             there are no infos.
@@ -114,35 +78,25 @@ class EnvBatch(Protocol):
             the same step; the first pair is the reset's.
     """
 
-    num_envs: int
-    batch_shape: tuple[int, ...] | None = None
-    name: str
-    observation_specs: Specs
-    own_dtype: frozenset[Key] = frozenset()
-    bookkeeping: frozenset[Key] = frozenset()
-    info_specs: Specs = {}  # noqa: RUF012
-    action_specs: Specs
-    action_masks: Mapping[Key, Key] = MappingProxyType({})
-    samples_allowed: bool = False
-    step_specs: Specs = {}  # noqa: RUF012 (a default, never changed)
-    flags: tuple[Key, ...] = FLAGS
-    reward_key: Key = REWARD
-    reward_dtype: np.dtype[Any] = np.dtype(np.float32)
+    spec: EnvSpec
     executed_in_row: int = 0
-    final_obs_certain: bool = True
-    device: torch.device | None = None
     writes_next: bool = False
     max_steps: int | None = None
-    agents: tuple[str, ...] = ()
     bypasses: bool = False
     lives_lost: Collection[int] = ()
     late: int = 0
     ready_envs: Array | None = None
     dropped: int = 0
-    repeats: Mapping[Key, Key] = MappingProxyType({})
     casts: Casts | None = None
     keeps_infos: bool | None = None
     new_infos: Sequence[tuple[Any, Any]] = ()
+
+    def store_as(self, spec: EnvSpec) -> None:
+        """Describe the environments by ``spec`` from now on; called before the first reset.
+
+        A collector chooses the batch dimensions and the dtypes of stored observations.
+        """
+        self.spec = spec
 
     @property
     def reset_options(self) -> dict[str, Any] | None:
@@ -190,7 +144,7 @@ class EnvBatch(Protocol):
 
         For them a step writes zeros into ``lane`` (the last observations, if those are objects).
         """
-        raise UnsupportedEnv(f"{self.name} steps all its environments")
+        raise UnsupportedEnv(f"{self.spec.name} steps all its environments")
 
     def track_lives(self, key: str) -> None:
         """Read ``info[key]`` (default True) at an end: whether the environment's episode is over,
@@ -202,7 +156,7 @@ class EnvBatch(Protocol):
         """
         raise BadOption(
             f"traj_done_key={key!r} is looked up in the infos of single Gymnasium environments, and"
-            f" {self.name} is something else: give an env id or a function that makes one"
+            f" {self.spec.name} is something else: give an env id or a function that makes one"
             " gymnasium.Env, with num_envs"
         )
 
@@ -253,19 +207,6 @@ def check_reset_kwargs(kwargs: Mapping[str, Any] | None) -> None:
             f" seeds from the collector. Call collector.set_seed({seed!r}) instead: environment i"
             f" is then reset with seed {seed!r} + i (static_seed=True: all with the same)"
         )
-
-
-def acting_shape(env: Any, batch_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the batch dimensions of a policy's call in an env batch (or ``GroupInfo``) with
-    ``batch_shape``.
-    """
-    ready = getattr(env, "ready_envs", None)
-    return batch_shape if ready is None else (len(ready),)
-
-
-def carried_specs(env: Any) -> Specs:
-    """What an env batch (or a ``GroupInfo``) carries over from row to row."""
-    return {**env.observation_specs, **env.info_specs}
 
 
 class ReadyFirst(Protocol):

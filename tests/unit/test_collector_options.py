@@ -22,7 +22,7 @@ from muster import (
     RayCollector,
     RPCCollector,
 )
-from muster.collectors.options import CollectorOptions
+from muster.collectors.options import CollectorOptions, Devices
 from muster.errors import BadOption, UnknownOption
 from muster.testing import CountingEnv
 
@@ -92,16 +92,13 @@ def test_defaults():
     )
     assert chosen.slot_memory_limit is not None
     assert chosen.slot_memory_limit > 1 << 20
-    assert set(chosen.devices.values()) == {None}
+    assert chosen.devices == Devices(storing=None, policy=None, env=None)
 
 
 def test_device_fills_in_for_the_three():
     chosen = options(device="cpu", policy_device="meta").devices
-    assert {name: device.type for name, device in chosen.items()} == {
-        "storing_device": "cpu",
-        "policy_device": "meta",
-        "env_device": "cpu",
-    }
+    cpu = torch.device("cpu")
+    assert chosen == Devices(storing=cpu, policy=torch.device("meta"), env=cpu)
 
 
 class ExplorationType:

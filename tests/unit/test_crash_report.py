@@ -42,7 +42,7 @@ from muster.errors import (
 from muster.keys import next_of
 from muster.memory.slots import Lane, Layout, Slot
 from muster.policies import tanh_gaussian
-from muster.policies.adapt import adapt
+from muster.policies.random import random_policy
 from muster.restore import checkpoint
 from muster.restore.action_log import (
     ActionLog,
@@ -50,15 +50,15 @@ from muster.restore.action_log import (
     ResetLog,
     generator_of,
     random_state,
-    replays_alone,
 )
 from muster.restore.crash_report import MOST_FILES, CrashDirectory, CrashReport, EnvFactory, Special
 from muster.restore.player import Player, same_bits
 from muster.rng import GroupRng
-from muster.rollout.columns import RolloutOptions, lane_columns
+from muster.rollout.columns import lane_columns
 from muster.rollout.first_call import prime
 from muster.rollout.group import Group
 from muster.rollout.loop import rollout
+from muster.rollout.options import RolloutOptions
 from muster.rollout.request import RolloutRequest
 from muster.testing import CountingEnv, FaultyEnv, SpaceEnv, TorchCartPole
 from muster.workers.failures import send_error
@@ -107,8 +107,8 @@ class Rig:
     ):
         limit = more.pop("limit_bytes", 1 << 20)
         factories = iter(envs if isinstance(envs, list) else [envs])
-        built = build_env(lambda: next(factories), num_envs if isinstance(envs, list) else None)
-        self.env, B = built.env, built.env.num_envs
+        self.env = build_env(lambda: next(factories), num_envs if isinstance(envs, list) else None)
+        B = self.env.spec.num_envs
         self.anchors = Anchors(self.env)
         reset = self.env.reset
 
@@ -120,19 +120,18 @@ class Rig:
         self.options = RolloutOptions(**more)
         self.group = Group(
             self.env,
-            batch_shape=built.batch_shape,
             env_ids=np.arange(10, 10 + B),
             total_envs=B,
             rng=GroupRng(seed),
             options=self.options,
         )
         self.T = T
-        self.policy = adapt(None, self.env, batch_shape=built.batch_shape, device=None)
+        self.policy = random_policy(self.env)
         self.history = ActionLog(
             EnvFactory(source, num_envs),
-            name=self.env.name,
+            name=self.env.spec.name,
             env_ids=range(10, 10 + B),
-            alone=replays_alone(self.env),
+            alone=self.env.spec.replays_alone,
             limit_bytes=limit,
             max_frames_per_traj=self.options.max_frames_per_traj,
         )
@@ -141,7 +140,10 @@ class Rig:
             self.reset(seeds=list(range(seed, seed + B)))
         prime(self.group, self.policy, 0)
         layout = Layout(
-            T, B, lane_columns(self.env, (), self.options), batch_shape=built.batch_shape
+            T,
+            B,
+            lane_columns(self.env.spec, (), self.options),
+            batch_shape=self.env.spec.batch_shape,
         )
         self.lane: Lane = Slot(layout).lanes[0]
 
@@ -150,7 +152,7 @@ class Rig:
         self.history.reset(which, seeds)
 
     def actions(self, end: int) -> dict[Any, Any]:
-        return {key: self.lane.arrays[key][:end] for key in self.env.action_specs}
+        return {key: self.lane.arrays[key][:end] for key in self.env.spec.action_specs}
 
     def rollout(self) -> None:
         """A whole one."""

@@ -8,6 +8,7 @@ would wait on a GPU.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,11 +27,13 @@ from muster.keys import IS_INIT
 from muster.memory.slots import Layout, Slot
 from muster.memory.views import BatchView
 from muster.policies.adapt import adapt, place
+from muster.policies.random import random_policy
 from muster.rng import GroupRng
-from muster.rollout.columns import RolloutOptions, lane_columns
+from muster.rollout.columns import lane_columns
 from muster.rollout.first_call import prime
 from muster.rollout.group import Group
 from muster.rollout.loop import rollout
+from muster.rollout.options import RolloutOptions
 from muster.rollout.request import RolloutRequest
 from muster.rollout.running import Rollout
 from muster.rollout.tally import Tally
@@ -57,26 +60,28 @@ class Run:
         **options: Any,
     ) -> None:
         batch = TorchEnvs(env)
-        batch.device = None if device is None else torch.device(device)
-        B = batch.num_envs
+        rows_on = None if device is None else torch.device(device)
+        batch.store_as(replace(batch.spec, device=rows_on))
+        B = batch.spec.num_envs
         self.group = Group(
             batch,
-            batch_shape=(B,),
             env_ids=np.arange(B),
             total_envs=B,
-            rng=GroupRng(0, device=batch.device),
+            rng=GroupRng(0, device=rows_on),
             options=RolloutOptions(**options),
         )
         self.group.reset(seeds=range(B))
-        placed, on = place(policy, batch.device)
-        self.policy = adapt(
-            placed, batch, batch_shape=(B,), device=on, exploration_type=exploration
+        placed, on = place(policy, rows_on)
+        self.policy = (
+            random_policy(batch)
+            if placed is None
+            else adapt(placed, batch.spec, device=on, exploration_type=exploration)
         )
         prime(self.group, self.policy, 0)
         layout = Layout(
             T,
             B,
-            lane_columns(self.group.env, self.policy.columns(), self.group.options),
+            lane_columns(self.group.env.spec, self.policy.columns(), self.group.options),
             batch_shape=(B,),
         )
         self.slot = Slot(layout, "heap" if device is None else torch.device(device))

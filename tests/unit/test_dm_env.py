@@ -375,7 +375,7 @@ def test_closing_closes_the_environment():
 
 def test_a_batch_of_them_needs_different_ones():
     env = Scripted()
-    assert adapt([env, Scripted()], None).num_envs == 2
+    assert adapt([env, Scripted()], None).spec.num_envs == 2
     with pytest.raises(
         UnsupportedEnv, match="Scripted: the factory returned the same object twice"
     ):

@@ -290,7 +290,7 @@ def test_pools_are_recognised_and_nothing_else():
 
 def test_only_one_makes_a_batch():
     pools = [GymnasiumEnvPool(Chain) for _ in range(2)]
-    assert adapt(pools[:1], None).num_envs == 3
+    assert adapt(pools[:1], None).spec.num_envs == 3
     with pytest.raises(BadOption, match="num_envs=2 was given, but GymnasiumEnvPool is a batch"):
         adapt(pools, None)
 

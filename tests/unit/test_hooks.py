@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,10 +22,11 @@ from muster.errors import BadOption, HookError
 from muster.memory.slots import Layout, Slot
 from muster.policies.random import RandomPolicy
 from muster.rng import GroupRng
-from muster.rollout.columns import RolloutOptions, lane_columns
+from muster.rollout.columns import lane_columns
 from muster.rollout.first_call import prime
 from muster.rollout.group import Group
 from muster.rollout.loop import rollout
+from muster.rollout.options import RolloutOptions
 from muster.rollout.request import RolloutRequest
 from muster.testing import CountingEnv, TorchCartPole
 from tests.fakes.buffers import Adds, Extends
@@ -245,7 +247,7 @@ def test_after_an_error_of_on_step_the_next_call_goes_on_after_its_row(row):
 
 def test_on_step_gets_tensors_where_environments_step_on_a_device():
     env = TorchEnvs(TorchCartPole(3, max_steps=2))
-    env.device = torch.device("cpu")  # takes every path that a GPU takes
+    env.store_as(replace(env.spec, device=torch.device("cpu")))  # takes every path that a GPU takes
     seen = []
 
     def shape(step: Any) -> None:
@@ -254,13 +256,11 @@ def test_on_step_gets_tensors_where_environments_step_on_a_device():
         step["next", "terminated"].fill_(True)  # a copy
 
     options = RolloutOptions(num_threads=None, on_step=shape)
-    group = Group(
-        env, batch_shape=(3,), env_ids=np.arange(3), total_envs=3, rng=GroupRng(0), options=options
-    )
+    group = Group(env, env_ids=np.arange(3), total_envs=3, rng=GroupRng(0), options=options)
     policy = RandomPolicy(env.sample, (3,))
     prime(group, policy, 0)
     slot = Slot(
-        Layout(4, 3, lane_columns(env, policy.columns(), options), batch_shape=(3,)),
+        Layout(4, 3, lane_columns(env.spec, policy.columns(), options), batch_shape=(3,)),
         torch.device("cpu"),
     )
     outcome = rollout(group, policy, RolloutRequest(0, 0, 0, "policy"), lane := slot.lanes[0])

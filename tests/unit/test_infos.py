@@ -24,7 +24,8 @@ from muster.envs.stacked import StackedEnvs
 from muster.errors import BadEnvOutput, BadOption, EnvError
 from muster.memory.slots import Layout, Slot
 from muster.recording import Recorder, load
-from muster.rollout.columns import RolloutOptions, lane_columns
+from muster.rollout.columns import lane_columns
+from muster.rollout.options import RolloutOptions
 from muster.testing import CountingEnv, InfoEnv, TorchCartPole
 from tests.fakes.envpool import GymnasiumEnvPool
 from tests.tools import assert_accounted, assert_same, collect, recorded
@@ -148,7 +149,7 @@ def test_the_users_generators_stay_where_they_are() -> None:
 
 def test_environments_that_are_left_out_of_a_step_have_none() -> None:
     env = with_infos(StackedEnvs([InfoEnv(), InfoEnv()]), {"t": spaces.Discrete(9)}, dict)
-    (lane,) = Slot(Layout(2, 2, lane_columns(env, (), RolloutOptions()))).lanes
+    (lane,) = Slot(Layout(2, 2, lane_columns(env.spec, (), RolloutOptions()))).lanes
     env.reset(lane.arrays, 0, [0, 1], None)
     step = env.start(lane)
     step(0)

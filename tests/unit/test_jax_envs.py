@@ -178,7 +178,7 @@ def test_some_environments_can_begin_anew_and_the_others_go_on_as_if_nothing_was
 
 def test_a_factory_and_one_environment_work_like_other_environments():
     built = build_env(Walk, 4)
-    assert (built.batch_shape, built.env.num_envs) == ((4,), 4)
+    assert (built.spec.batch_shape, built.spec.num_envs) == ((4,), 4)
     alone = collect(Walk(), lambda obs: torch.tensor(0), frames_per_batch=12, seed=3)
     assert alone["observation"].shape == (12, 3)
     assert_same(alone[None], collect(Walk, zeros, frames_per_batch=12, num_envs=1, seed=3))

@@ -349,7 +349,7 @@ def fitted(env: Any) -> tuple[Any, Any]:
     from muster.envs.stacked import StackedEnvs
 
     batch = StackedEnvs([env])
-    return batch.action_specs, masks_of(batch)
+    return batch.spec.action_specs, masks_of(batch.spec)
 
 
 def test_a_head_counts_from_the_first_choice():

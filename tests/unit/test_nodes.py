@@ -28,6 +28,7 @@ from muster.testing.oracle import EXECUTED
 from muster.weights.buffer import Buffer
 from muster.workers.config import PoolConfig, WorkerConfig
 from muster.workers.messages import Tell
+from muster.workers.options import SupervisionOptions
 from tests.fakes.faults import Signalled
 from tests.fakes.queue_links import (
     JOIN_S,
@@ -51,7 +52,9 @@ POLICY = b""
 
 def setup(start_method=None):
     worker = WorkerConfig(0, [0], [], b"", b"?", False, b"")
-    pool = PoolConfig([worker], b"", 1, None, [None], None, None, "raise", {}, 10, start_method)
+    supervision = SupervisionOptions()
+    vars(supervision)["start_method"] = start_method  # also one that a node does not know
+    pool = PoolConfig([worker], b"", 1, None, [None], None, {}, supervision)
     return NodeSetup(pool, (), hashlib.sha256(POLICY).digest())
 
 

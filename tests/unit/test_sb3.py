@@ -289,6 +289,6 @@ def test_sb3_environments_are_recognised_wrapped_or_not():
 def test_only_one_makes_a_batch():
     envs = [sb3.DummyVecEnv([CountingEnv] * 3) for _ in range(2)]
     batch = adapt(envs[:1], None)
-    assert (batch.num_envs, batch.final_obs_certain) == (3, True)
+    assert (batch.spec.num_envs, batch.spec.final_obs_certain) == (3, True)
     with pytest.raises(BadOption, match="num_envs=2 was given, but DummyVecEnv is a batch"):
         adapt(envs, None)

@@ -24,7 +24,7 @@ from muster.envs.build import build_env
 from muster.envs.torch_batch import TorchEnvs, adapt, takes
 from muster.errors import BadEnvOutput, BadOption, UnsupportedEnv, UnsupportedSpace
 from muster.rng import GroupRng
-from muster.rollout.columns import RolloutOptions
+from muster.rollout.options import RolloutOptions
 from muster.testing import EnvContract, TorchCartPole
 from tests.tools import assert_accounted, assert_same, collect, column, joined
 
@@ -395,9 +395,9 @@ def lane_of(env: TorchEnvs, **options: Any) -> Any:
 
     layout = Layout(
         4,
-        env.num_envs,
-        lane_columns(env, (), RolloutOptions(**options)),
-        batch_shape=env.batch_shape,
+        env.spec.num_envs,
+        lane_columns(env.spec, (), RolloutOptions(**options)),
+        batch_shape=env.spec.batch_shape,
     )
     return env.start(Slot(layout).lanes[0])
 
@@ -437,9 +437,9 @@ def test_batched_spaces_are_taken_apart():
         )
     )
     a, b, action = (
-        env.observation_specs[("a",)],
-        env.observation_specs[("b",)],
-        env.action_specs[("action",)],
+        env.spec.observation_specs[("a",)],
+        env.spec.observation_specs[("b",)],
+        env.spec.action_specs[("action",)],
     )
     assert (a.shape, a.low.tolist(), a.high.tolist()) == ((2,), [0, 1], [1, 2])
     assert (b.shape, b.low.tolist(), b.high.tolist()) == ((2,), [0, 0], [1, 2])
@@ -663,7 +663,7 @@ def test_what_others_write_into_the_metadata_of_all_classes_says_nothing(monkeyp
     share.
     """
     monkeypatch.setitem(VectorEnv.metadata, "autoreset_mode", Mode.NEXT_STEP)
-    assert build_env(FakeManiSkill(), None).env.num_envs == 3
+    assert build_env(FakeManiSkill(), None).spec.num_envs == 3
     assert "autoreset_mode" in FakeManiSkill().metadata
 
 
@@ -691,7 +691,7 @@ def test_batches_on_tensors_are_recognised_before_gymnasium_s_own_kinds():
         TorchCartPole(2),
     ):
         assert takes(env)
-        assert isinstance(build_env(env, None).env, TorchEnvs)
+        assert isinstance(build_env(env, None), TorchEnvs)
 
 
 def test_a_class_is_no_environment():

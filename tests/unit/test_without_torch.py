@@ -20,11 +20,12 @@ class Refused:
 sys.meta_path.insert(0, Refused())
 import gymnasium, numpy as np
 
-from muster.rollout.columns import RolloutOptions, lane_columns
+from muster.rollout.columns import lane_columns
+from muster.rollout.options import Execution, RolloutOptions
 from muster.envs.build import build_env
 from muster.restore.snapshot import restore, take
 from muster.memory.slots import Layout, Slot
-from muster.policies.random import RandomPolicy
+from muster.policies.random import random_policy
 from muster.rng import GroupRng
 from muster.rollout.first_call import begin_episodes
 from muster.rollout.loop import rollout
@@ -36,20 +37,21 @@ from muster.testing.envs import CountingEnv
 
 def rows(source, num_envs, steps, rollouts):
     built = build_env(source, num_envs)
-    options = RolloutOptions(own_rng=False, inference_mode=False)
-    group = make_group(built, 0, 0, built.env.num_envs, options, GroupRng(3, 0, None), shared=True,
+    options = RolloutOptions(execution=Execution(own_rng=False, inference_mode=False))
+    count = built.spec.num_envs
+    group = make_group(built, 0, 0, count, options, GroupRng(3, 0, None), shared=True,
                        progress=Progress())
-    group.reset(seeds=range(built.env.num_envs))
+    group.reset(seeds=range(count))
     begin_episodes(group)
-    policy = RandomPolicy(built.env.sample, group.batch_shape)
-    layout = Layout(steps, built.env.num_envs, lane_columns(built.env, (), options))
+    policy = random_policy(built)
+    layout = Layout(steps, count, lane_columns(built.spec, (), options))
     found = {"observation": [], "next.reward": [], "next.terminated": [], "action": []}
     for _ in range(rollouts):
         (lane,) = Slot(layout).lanes
         rollout(group, policy, RolloutRequest(0, 0, 0, "policy"), lane)
         for name in found:
             found[name] += lane.arrays[tuple(name.split("."))][:steps].tolist()
-    built.env.close()
+    built.close()
     return found
 
 

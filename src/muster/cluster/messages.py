@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from muster.env_spec import EnvSpec
 from muster.memory.views import Order as DimOrder
 from muster.observing.stats import InferenceStats
 from muster.rollout.request import RolloutRequest
 from muster.workers.config import PoolConfig
 from muster.workers.counters import NodeCounts
 from muster.workers.failures import SentError
-from muster.workers.messages import Answer, GroupInfo, RolloutResult, WorkerStatus
+from muster.workers.messages import Answer, RolloutResult, WorkerStatus
 
 # tag of the first weights of a session; the next ones have the next, so that nodes can expect them
 WEIGHTS = 1 << 62
@@ -86,7 +87,7 @@ class Told:
     workers: Sequence[WorkerStatus] = ()
     dropped: Sequence[int] = ()
     inference: InferenceStats | None = None
-    infos: Sequence[GroupInfo] | None = None
+    infos: Sequence[EnvSpec] | None = None
     results: Sequence[RolloutResult] = ()
     answer: Answer | None = None
     failure: SentError | None = None

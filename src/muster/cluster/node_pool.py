@@ -15,6 +15,7 @@ from muster.cluster.link import Block
 from muster.cluster.messages import NodeSetup
 from muster.cluster.node_proxy import NodeProxy
 from muster.cluster.nodes import Nodes
+from muster.env_spec import EnvSpec
 from muster.memory.views import Order as DimOrder
 from muster.observing.stats import InferenceStats
 from muster.restore.crash_report import CrashDirectory
@@ -22,7 +23,6 @@ from muster.restore.pickling import dumps
 from muster.utils.interrupts import allowed
 from muster.workers.config import PoolConfig, WorkerPlace
 from muster.workers.lives import Watcher, WorkerState, listed, news, unlike
-from muster.workers.messages import GroupInfo
 from muster.workers.pool import WorkerPool
 
 LOOK_S = 0.2  # seconds between two looks for nodes that are due for a restart
@@ -46,7 +46,7 @@ class NodePool(Watcher):
         super().__init__(config, elastic=nodes.enough is not None)
         self.nodes = nodes
         self.wake_up = nodes.wake_up
-        crash_directory = CrashDirectory(config.crash_dir)
+        crash_directory = CrashDirectory(config.supervision.crash_dir)
         policy = Block(np.frombuffer(config.policy, np.uint8))
         digest = hashlib.sha256(config.policy).digest()
         buffer = None if nodes.buffer is None else dumps(nodes.buffer, "replay_buffer")
@@ -69,7 +69,7 @@ class NodePool(Watcher):
 
     # --- as ``Supervisor`` ------------------------------------------------------------------------
 
-    def built(self) -> list[GroupInfo]:
+    def built(self) -> list[EnvSpec]:
         """The groups of all nodes; for nodes that are not there yet (``min_nodes``), what they are
         expected to be.
         """
@@ -78,13 +78,13 @@ class NodePool(Watcher):
         else:
             for proxy in self.proxies:
                 self.wait_for(proxy, lambda: proxy.infos is not None)  # noqa: B023
-        known: dict[int, GroupInfo] = {}
+        known: dict[int, EnvSpec] = {}
         for proxy in self.proxies:
             known |= zip(proxy.groups, proxy.infos or (), strict=False)
         first = next(iter(known.values()))
         factories = [factory for worker in self.config.workers for factory in worker.factories]
         numbered = list(zip(self.config.groups, factories, strict=True))
-        of_factory: dict[Any, GroupInfo] = {}
+        of_factory: dict[Any, EnvSpec] = {}
         for number, factory in numbered:
             if number in known:
                 of_factory[factory] = known[number]
@@ -94,7 +94,7 @@ class NodePool(Watcher):
             found.append(known.get(number, expected))
         return found
 
-    def pool(self, infos: Sequence[GroupInfo], place: WorkerPlace) -> WorkerPool:
+    def pool(self, infos: Sequence[EnvSpec], place: WorkerPlace) -> WorkerPool:
         """The worker pool; nodes get their places."""
         pool = WorkerPool(self.proxies, infos, self)
         pool.hold, pool.elastic = self._held, self.elastic
@@ -259,5 +259,5 @@ def _part(config: PoolConfig, of_leaf: Sequence[int], node: int) -> PoolConfig |
         workers=workers,
         policy=b"",
         origins=[origins[number] for number in groups],
-        crash_dir=None,
+        supervision=replace(config.supervision, crash_dir=None),  # reports are written here
     )

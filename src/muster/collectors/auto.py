@@ -23,18 +23,6 @@ SECONDS = 1.0  # duration of a measurement
 ROWS = 32  # rows of each measured rollout
 MOST_WORKERS = 64
 WAITING = 0.5  # environments with a smaller CPU share count as waiting
-MEASURED = (  # options that change how long a step takes
-    *(
-        "device",
-        "policy_device",
-        "env_device",
-        "exploration_type",
-        "trust_policy",
-        "compile_policy",
-    ),
-    *("cudagraph_policy", "max_frames_per_traj", "obs_dtype", "validate", "traj_done_key", "info"),
-    *("prev_action_reward", "timeouts", "execution"),
-)
 
 
 @dataclass(frozen=True)
@@ -90,17 +78,37 @@ def measure(create_env_fn: Any, policy: Any, options: CollectorOptions, seconds:
     The environments are made for it and closed. It acts with a copy of the policy, and changes no
     random stream.
     """
-    factories, end = factories_of(create_env_fn), 0.0
-    kwargs = keywords_of(options.create_env_kwargs, len(factories))[0]
-    given = {name: getattr(options, name) for name in MEASURED}
-    given |= {"num_envs": None if options.num_envs is None else 1, "create_env_kwargs": kwargs}
-    given |= {"num_threads": getattr(options, "num_sub_threads", None)}
+    factories = factories_of(create_env_fn)
+    end = 0.0
     over = SimpleNamespace(collection_stopped=lambda: time.perf_counter() >= end)
     factory = options.policy_factory
     copied = loads(dumps(policy, "policy", MAKE_POLICY), "policy") if factory is None else factory()
     with (
         GroupRng(0).as_global(),
-        Collector(factories[0], copied, interruptor=over, **given) as collector,
+        # the options that change how long a step takes
+        Collector(
+            factories[0],
+            copied,
+            interruptor=over,
+            create_env_kwargs=keywords_of(options.create_env_kwargs, len(factories))[0],
+            num_envs=None if options.num_envs is None else 1,
+            num_threads=options.num_sub_threads if isinstance(options, PoolOptions) else None,
+            device=options.device,
+            policy_device=options.policy_device,
+            env_device=options.env_device,
+            exploration_type=options.exploration_type,
+            trust_policy=options.trust_policy,
+            compile_policy=options.compile_policy,
+            cudagraph_policy=options.cudagraph_policy,
+            max_frames_per_traj=options.max_frames_per_traj,
+            obs_dtype=options.obs_dtype,
+            validate=options.validate,
+            traj_done_key=options.traj_done_key,
+            info=options.info,
+            prev_action_reward=options.prev_action_reward,
+            timeouts=options.timeouts,
+            execution=options.execution,
+        ) as collector,
     ):
         env_batch = collector._engine.num_envs
 

@@ -4,36 +4,44 @@ from __future__ import annotations
 
 import inspect
 import math
-import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from numbers import Integral
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from typing_extensions import Self
 
 from muster.collectors import resume
 from muster.collectors.background import Background
 from muster.collectors.batch_views import final_observations
-from muster.collectors.collect_methods import CollectMethods
+from muster.collectors.collect_arguments import CollectArguments, Collected
 from muster.collectors.engine import Engine
 from muster.collectors.observers import Observers
 from muster.collectors.on_demand import OnDemand
 from muster.collectors.options import CollectorOptions
+from muster.collectors.resume import Autosaver, CollectorParts
 from muster.collectors.signatures import takes
-from muster.collectors.weight_methods import WeightMethods
+from muster.episodes.record import Episodes
+from muster.episodes.summary import CollectStats
 from muster.errors import BadOption, CollectorBusy, CollectorClosed, CollectorTimeout, described
+from muster.observing.plot import plot_stats
 from muster.observing.profiling import ProfileConfig
+from muster.observing.stats import CollectorStats
 from muster.policies.agents import heads_of
-from muster.policies.sampling import masks_of
+from muster.policies.sampling import all_masks_of
 from muster.protocols import check_reset_kwargs
+from muster.rollout.group import Group
 from muster.utils.attributes import resolve
 from muster.utils.forks import Owner
 from muster.utils.tracebacks import trimmed
+from muster.weights.names import tensors_in
 from muster.weights.publish import PolicyWeights
-from muster.weights.receive import Receivers
+from muster.weights.receive import Receivers, only_source
 from muster.workers.requests import Profile
 
 if TYPE_CHECKING:
@@ -48,7 +56,7 @@ class NoReplayBuffer(BadOption, RuntimeError):
     """``start()`` was called without a replay buffer."""
 
 
-class BaseCollector(CollectMethods, WeightMethods, ABC):
+class BaseCollector(ABC):
     """Base of all collectors.
 
     Subclasses choose where environments run and how rollouts become batches.
@@ -125,6 +133,95 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         self._check_amount()
         with self._exclusively():
             return self._on_demand.rollout()
+
+    @takes(CollectArguments)
+    def collect(self, arguments: CollectArguments) -> CollectStats:
+        """Collect a number of steps or episodes into ``buffer``.
+
+        The next call continues from there.
+
+        Args:
+            n_step: number of steps over all environments. Makes a batch ``[B, T]`` as in iteration;
+                ``collector/valid`` marks exactly this number if ``B`` does not divide it. Where
+                workers do not wait for each other, joins the rollouts of those that are ready,
+                which can have more steps.
+            n_episode: number of complete episodes. Makes a batch ``[frames]`` of them, in the order
+                of their ends (with ``traj_format="pad"`` one per row). Resets environments in the
+                middle of an episode first.
+            random: take uniformly random actions. The policy's other columns are NaN, 0 or False,
+                and its recurrent states start again afterwards. A policy that has never acted is
+                called once, to find its columns.
+            render: call the environments' ``render`` after every step, and then wait this number of
+                seconds.
+            no_grad: False: call your module or function with gradients enabled; the batch has none.
+            reset_before_collect: reset all environments first.
+            reset_kwargs: arguments of the environments' own reset before collecting, without a
+                seed: see ``set_seed``.
+            rule: which episodes count: "per_env" (default), "last_even", "fair", or "first_done",
+                which favours short ones. See docs/collect.md.
+            surplus: use of the other collected steps. "discard": count them as discarded. "keep":
+                keep them for the next call, whichever weights acted in them. Default: "keep" where
+                workers do not wait for each other, else "discard".
+            bootstrap: add the policy's values of the observations after the last rows, as
+                ``stats.last_value_est`` and ``("next", "state_value")``. "truncations": also after
+                truncated episodes, in the latter. The policy must return ``state_value``. Random
+                streams and recurrent states are the same without it.
+
+        Raises:
+            BadOption: both or neither of ``n_step`` and ``n_episode``, or an impossible
+                combination. Nothing was done.
+            MusterError: an error while collecting; the same call continues from there. After an
+                error of a hook or of the buffer, the next call delivers the collected batch, and
+                does nothing else.
+        """
+        return self._collect(arguments).stats
+
+    @takes(CollectArguments)
+    def collect_batch(self, arguments: CollectArguments) -> Collected:
+        """Call ``collect`` and return its batch, too: ``batch, stats =
+        collector.collect_batch(n_step=64)``.
+        """
+        return self._collect(arguments)
+
+    @property
+    def buffer(self) -> Any:
+        """The replay buffer.
+
+        Without one, the batch of the last ``collect``; None before the first.
+        """
+        given = self.options.replay_buffer
+        return self._on_demand.batch if given is None else given
+
+    @property
+    def episodes(self) -> Episodes:
+        """Records (``EpisodeRecord``) of the episodes that ended in the last batch: a sequence."""
+        return self._engine.shown_episodes
+
+    def stats(self) -> CollectorStats:
+        """Return a snapshot of all counters. It is cheap, and available after ``shutdown``."""
+        stats = self._engine.stats()
+        ended_by = "" if self._background is None else self._background.ended_by
+        return replace(stats, ended_by=ended_by) if ended_by else stats
+
+    @property
+    def watch_url(self) -> str | None:
+        """Address of the page of ``watch=``, with its token; None: there is no page."""
+        return None if self._observers.watched is None else self._observers.watched.url
+
+    def plot(self) -> Any:
+        """Draw returns over frames with the 95 % interval of a running mean, the split of time, and
+        the policy lag.
+
+        Needs matplotlib: ``pip install 'muster-rl[plot]'``. Episodes of before ``load_state_dict``
+        are not shown.
+
+        Returns:
+            a ``matplotlib.figure.Figure``, which notebooks show; ``savefig(path)`` writes it.
+
+        Raises:
+            BadOption: matplotlib is not installed.
+        """
+        return plot_stats(self.stats(), self._engine.curve.points)
 
     def __len__(self) -> int:
         """Return the number of batches up to ``total_frames``.
@@ -219,6 +316,132 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         if not self._is_forked():
             self._stop_background(timeout)
         self.shutdown(close_env=close_env)
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Any = None,
+        *,
+        weights: Any = None,
+        policy: Any = None,
+        worker_ids: Any = None,
+        model_id: str | None = None,
+        weights_dict: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Publish new weights for the next batch. May be called from any thread.
+
+        Without arguments it publishes the policy that the collector was made with, all its
+        parameters and buffers: this is what you need after an optimizer step. A module that is a
+        part of this policy stands for all of it. Weights from elsewhere (a copy, a ``state_dict``,
+        a TensorDict) must cover all of it, or name their part with ``model_id``. Buffers that are
+        not in the ``state_dict`` are never published.
+
+        Args:
+            policy_or_weights: the policy, a part of it, a copy of the policy, a TensorDict, or a
+                dict of tensors, which may be nested. None: the policy that the collector was made
+                with.
+            weights, policy: the same as keywords. Only one of the three may be used.
+            worker_ids: the workers that get the weights; the others keep theirs. A number, or the
+                ``torch.device`` of the workers' policies, or a list of these. None: all. Passed on
+                to the ``weight_updater``, if there is one.
+            model_id: the model that the weights are for, see ``get_model``; other models keep
+                theirs. None: "policy". Weights from elsewhere that a model was given stay in
+                workers until the whole policy is published without arguments, or the model itself.
+            weights_dict: weights by model id, published together as one version.
+
+        Raises:
+            BadWeights: the weights do not fit, are those of a part only (the message names the
+                others), or are not finite. Nothing was changed.
+            BadOption: contradicting arguments, an unknown model, or no such worker.
+            TypeError: ``worker_ids`` without workers or a ``weight_updater``.
+        """
+        given = only_source(policy_or_weights, weights, policy)
+        self._check_open()
+        if worker_ids is not None and self._updater is None and self._weights.workers is None:
+            raise TypeError(
+                "worker_ids were given, but this collector has no workers and no weight_updater:"
+                " leave them out"
+            )
+        if weights_dict is not None and (given is not None or model_id is not None):
+            raise BadOption("weights_dict has the weights of all models: give nothing else with it")
+        if self._updater is not None:
+            if weights_dict is not None or model_id not in (None, "policy"):
+                raise BadOption(
+                    "the weight_updater knows one policy: leave model_id and weights_dict out"
+                )
+            self._updater.push_weights(given, worker_ids)
+            # its changes are in the policy
+            given = None
+            weights_dict = {}
+        parts = {model_id or "policy": given} if weights_dict is None else weights_dict
+        with trimmed:
+            sources = [(source, self._part(name)) for name, source in parts.items()]
+            if self._weights.workers is None:
+                self._weights.publish_all(sources)
+            else:
+                self._weights.publish_all(
+                    sources or [(None, None)], workers=self._workers_of(worker_ids)
+                )
+
+    def receive_weights(
+        self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None
+    ) -> None:
+        """Use the weights that the registered schemes have received, or, without schemes, the given
+        weights.
+
+        Args:
+            policy_or_weights, weights, policy: see ``update_policy_weights_``. None: those of the
+                policy that the collector was made with.
+
+        Raises:
+            BadOption: weights were given although schemes are registered, or twice.
+            BadWeights: the weights do not fit.
+        """
+        given = only_source(policy_or_weights, weights, policy)
+        self._check_open()
+        self._receivers.receive_or_publish(given)
+
+    def register_scheme_receiver(
+        self, weight_recv_schemes: Mapping[str, Any], *, synchronize_weights: bool = True
+    ) -> None:
+        """Receive weights from a parent collector.
+
+        Args:
+            weight_recv_schemes: TorchRL's ``WeightSyncScheme``, or an object with its receiving
+                methods, by model id. A scheme may receive in a thread of its own; the next batch
+                uses its weights.
+            synchronize_weights: wait for the parent's first weights.
+        """
+        self._check_open()
+        self._receivers.register(weight_recv_schemes, synchronize=synchronize_weights)
+
+    def init_updater(self, *args: Any, **kwargs: Any) -> None:
+        """Call ``init`` of the ``weight_updater``, if there is one."""
+        self._raise_from_background()
+        if self._updater is not None:
+            self._updater.init(*args, **kwargs)
+
+    @property
+    def _receiver_schemes(self) -> dict[str, Any]:
+        """The receiving schemes under the name used by TorchRL's senders through
+        ``cascade_execute``.
+        """
+        return self._receivers.schemes
+
+    @property
+    def policy_version(self) -> int | str:
+        """The number of weight publications, or the version of ``track_policy_version``'s object."""
+        return self._weights.version
+
+    def get_policy_version(self) -> int | str | None:
+        """Return ``policy_version``; None without ``track_policy_version``."""
+        return self._weights.version if self.options.track_policy_version else None
+
+    def increment_version(self) -> None:
+        """Increment the version, for weights that were changed in another way."""
+        self._check_open()
+        self._weights.publish_all([])
 
     # --- observing --------------------------------------------------------------------------------
 
@@ -355,7 +578,7 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         Muster's own state. The report of ``load_state_dict`` lists what was restored.
         """
         with self._exclusively():
-            return resume.state_of(self)
+            return resume.state_of(self._parts())
 
     def load_state_dict(
         self, state_dict: Any, *, trust: bool = False, strict: bool = True
@@ -383,7 +606,9 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
         with self._exclusively():
             if self._engine.pipeline.recorder is not None:
                 self._engine.pipeline.recorder.resume()
-            return resume.load(self, state_dict, trust=trust, strict=strict)
+            return resume.load(
+                self._parts(), state_dict, trust=trust, strict=strict, close=self._close_quietly
+            )
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -440,7 +665,6 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
     def _set_up(self) -> None:
         options = self.options
         self._on_demand = OnDemand(self._engine)
-        self._groups = self._engine.groups
         self.timeline = self._engine.timeline
         self._fit_heads()
         self._receivers = Receivers(self._weights, self, options.worker_idx)
@@ -451,26 +675,86 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
             self._updater = self._updater()
         if hasattr(self._updater, "register_collector"):
             self._updater.register_collector(self)
-        self._saving, self._saved_at = options.saving, time.monotonic()
+        self._autosaver = None if options.saving is None else Autosaver(options.saving)
         if options.seed is not None:
             self.set_seed(options.seed)
         self._observers = Observers(self, options, self._engine)
+
+    def _collect(self, arguments: CollectArguments) -> Collected:
+        with self._exclusively():
+            made = self._on_demand.collect(arguments)
+            self._observers.wrote()  # after an error here, the next call returns this result
+            self._on_demand.deliver()
+            return made
+
+    def _workers_of(self, worker_ids: Any) -> list[int] | None:
+        """The numbers of workers that were given by number and by the device of their policies;
+        None: all.
+        """
+        if worker_ids is None:
+            return None
+        several = isinstance(worker_ids, Collection) and not isinstance(worker_ids, str)
+        numbers: list[int] = []
+        for worker in worker_ids if several else [worker_ids]:
+            if isinstance(worker, torch.device):
+                numbers += self._workers_on(worker)
+            elif isinstance(worker, Integral) and not isinstance(worker, bool):
+                numbers.append(int(worker))
+            else:
+                raise BadOption(
+                    f"worker_ids has {worker!r}: expected numbers of workers, or devices"
+                )
+        return list(dict.fromkeys(numbers))
+
+    def _workers_on(self, device: torch.device) -> range:
+        """The workers whose policies are on a device: all, or none."""
+        acts_on = self.options.devices.policy
+        if acts_on is None:
+            first = next(
+                iter(tensors_in(self.policy) if isinstance(self.policy, torch.nn.Module) else ()),
+                None,
+            )
+            acts_on = torch.device("cpu") if first is None else first.device
+        if device.type != acts_on.type or device.index not in (None, acts_on.index or 0):
+            raise BadOption(f"worker_ids={device!r}: the policies of all workers are on {acts_on}")
+        return range(self._weights.workers or 0)
+
+    def _part(self, model_id: str) -> torch.nn.Module | None:
+        model = None if model_id == "policy" else self.get_model(model_id)
+        if model is not None and not isinstance(model, torch.nn.Module):
+            raise BadOption(
+                f"model_id={model_id!r} is {type(model).__name__}, which has no weights"
+            )
+        return model
 
     def _fit_heads(self) -> None:
         """Fit the user's heads, of which copies may act: their distributions need the action space."""
         info = self._engine.source.pool.counters[0].info
         original = self._weights.original
         for head in heads_of(self.policy if original is None else original):
-            head.fit(info.action_specs, masks_of(info))
+            head.fit(info.action_specs, all_masks_of(info))
 
     def _before_batch(self) -> None:
         """Run before each batch, when the user is done with the previous one."""
         self._on_demand.give_up_call()
-        if self._saving is not None and time.monotonic() - self._saved_at >= self._saving.every:
-            resume.autosave(self, self._saving.folder)
-            self._saved_at = time.monotonic()
+        if self._autosaver is not None:
+            self._autosaver.save_if_due(self._parts)
 
-    def _go_into_background(self) -> None:
+    def _parts(self) -> CollectorParts:
+        """Return the parts that have state."""
+        return CollectorParts(
+            type(self).__name__, self.policy, self._engine, self._weights, self._on_demand
+        )
+
+    def _close_quietly(self) -> None:
+        self.shutdown(raise_on_error=False)
+
+    @property
+    def _groups(self) -> list[Group]:
+        """The groups in this process."""
+        return self._engine.groups
+
+    def _go_into_background(self) -> None:  # noqa: B027 (nothing to do by default)
         """Prepare for collecting in a background thread."""
 
     def _exclusively(self) -> AbstractContextManager[None]:
@@ -520,7 +804,7 @@ class BaseCollector(CollectMethods, WeightMethods, ABC):
             self._release()
             self._engine.pipeline.close()
 
-    def _release(self) -> None:
+    def _release(self) -> None:  # noqa: B027 (nothing to do by default)
         """Release resources besides environments."""
 
     def _check_amount(self) -> None:

@@ -51,7 +51,7 @@ class BatchViews:
         self._stacked = stacked
         self._cat_dim = cat_dim
         self.shows_hidden = hidden
-        self._storing = options.devices["storing_device"]
+        self._storing = options.devices.storing
         # by the id of their layouts, which the views keep alive
         self._views: dict[int, BatchView] = {}
         # Lent slots whose batch was not returned yet, by id. Their memory keeps the slots alive.

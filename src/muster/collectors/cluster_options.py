@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from inspect import signature
-from typing import Any
+from typing import Annotated, Any
 
 from muster.cluster.carrier import Carrier
 from muster.collectors.multi_options import PoolOptions
 from muster.collectors.setup import factories_of
 from muster.collectors.signatures import check_names
 from muster.errors import BadOption
+from muster.utils.checked import PositiveNumber, at_least
 from muster.utils.integers import integer
 
 CLASSES = ("single", "sync", "async")
@@ -58,8 +59,8 @@ class ClusterOptions(PoolOptions, ABC):
     collector_kwargs: Any = None
     num_workers_per_collector: Any = 1
     update_after_each_batch: bool = False
-    max_weight_update_interval: int = -1
-    min_nodes: int | None = None
+    max_weight_update_interval: Annotated[int, at_least(-1)] = -1
+    min_nodes: PositiveNumber | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

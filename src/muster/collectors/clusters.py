@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from torch.distributed import rpc
@@ -20,12 +20,15 @@ from muster.collectors.engine import Engine
 from muster.collectors.multi import MultiCollector
 from muster.collectors.references import accept_remote_rref_udf_invocation
 from muster.collectors.replay_buffer import ReplaySink
+from muster.collectors.schedules import FirstReadyKind, ScheduleKind, SyncKind
 from muster.collectors.signatures import takes
 from muster.errors import BadOption
 from muster.utils.addresses import is_loopback
 from muster.utils.attributes import optional
+from muster.utils.checked import PositiveNumber, one_of
 from muster.utils.texts import first_line
-from muster.workers.config import timeout_of
+from muster.workers.first_ready import LEAD
+from muster.workers.options import timeout_of
 
 if TYPE_CHECKING:
     from muster.cluster.launchers import Launcher
@@ -36,10 +39,10 @@ class ClusterCollector(MultiCollector):
     """Base of collectors with nodes: places workers on nodes, and publishes weights to nodes."""
 
     options: ClusterOptions
+    _lead = LEAD  # number of batches of a bundle that may be undelivered
 
     def __init__(self, options: ClusterOptions) -> None:
         options, self._of_leaf, self._shared = over_nodes(options)
-        self._alone = not options.sync
         # batches since ``_before_batch`` last published, by node
         self._since = [0] * (self._of_leaf[-1] + 1)
         self._longest = 0 if options.update_after_each_batch else options.max_weight_update_interval
@@ -66,8 +69,10 @@ class ClusterCollector(MultiCollector):
         made.callback(nodes.close)
         return nodes
 
-    def _bundles(self) -> Sequence[Sequence[int]]:
-        return self._shared if self._alone else super()._bundles()
+    def _schedule_kind(self) -> ScheduleKind:
+        if self.options.sync:
+            return SyncKind()
+        return FirstReadyKind(self._shared, lead=self._lead)
 
     def _buffer_of_nodes(self) -> ReplaySink | None:
         """Return a sink through which nodes write into the replay buffer; None: batches pass
@@ -92,12 +97,6 @@ class ClusterCollector(MultiCollector):
             for node in due:
                 self._since[node] = 0
             self.update_policy_weights_(worker_ids=due)
-
-
-def check_transport(given: str, *known: str) -> None:
-    """Raise BadOption unless the transport is one of these."""
-    if given not in known:
-        raise BadOption(f"transport={given!r}: expected {' or '.join(map(repr, known))}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,14 +154,15 @@ class DistributedOptions(JoiningOptions):
             not have is refused, and so is "mpi", whose ranks are fixed by mpirun.
     """
 
-    transport: Literal["torch_distributed", "direct"] = "torch_distributed"
+    transport: Annotated[
+        Literal["torch_distributed", "direct"], one_of("torch_distributed", "direct")
+    ] = "torch_distributed"
 
     def carrier(self, nodes: int, workers: int, deadline_s: float) -> Carrier:
         from muster.cluster.direct import DirectCarrier, check_backend
         from muster.cluster.distributed import TorchCarrier
         from muster.cluster.process_groups import check_backend as check_groups
 
-        check_transport(self.transport, "torch_distributed", "direct")
         if self.transport == "direct":
             check_backend(self.backend)
             return DirectCarrier(*self.joining(nodes, workers), deadline_s)
@@ -208,7 +208,7 @@ class RPCOptions(JoiningOptions):
             process that reaches it can run code in this process and in the nodes.
     """
 
-    transport: Literal["rpc", "direct"] = "rpc"
+    transport: Annotated[Literal["rpc", "direct"], one_of("rpc", "direct")] = "rpc"
     visible_devices: Sequence[Any] | None = None
     tensorpipe_options: Mapping[str, Any] | None = None
     trust_network: bool = False
@@ -218,7 +218,6 @@ class RPCOptions(JoiningOptions):
 
         devices = _checked_devices(self.visible_devices, nodes)
         _check_tensorpipe(dict(self.tensorpipe_options or {}))
-        check_transport(self.transport, "rpc", "direct")
         check_backend(self.backend)
         if self.transport == "direct":
             return DirectCarrier(*self.joining(nodes, workers), deadline_s)
@@ -346,8 +345,8 @@ class RayOptions(ClusterOptions):
             process.
     """
 
-    num_collectors: int | None = None
-    transport: Literal["ray", "direct"] = "ray"
+    num_collectors: PositiveNumber | None = None
+    transport: Annotated[Literal["ray", "direct"], one_of("ray", "direct")] = "ray"
     ray_init_config: Mapping[str, Any] | None = None
     remote_configs: Any = None
 
@@ -359,7 +358,6 @@ class RayOptions(ClusterOptions):
         with optional("RayCollector", "ray", "ray"):
             from muster.cluster.ray_nodes import Actors, ray_carrier
 
-        check_transport(self.transport, "ray", "direct")
         actors = Actors(
             count=nodes,
             ray_init_config=self.ray_init_config,

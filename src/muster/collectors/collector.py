@@ -10,7 +10,7 @@ import torch
 from muster.collectors.base import BaseCollector
 from muster.collectors.engine import Engine
 from muster.collectors.options import CollectorOptions
-from muster.collectors.setup import in_this_thread, log_rollouts, make_groups, worker_options
+from muster.collectors.setup import in_this_thread, log_rollouts, make_groups, worker_setting
 from muster.collectors.signatures import takes
 from muster.policies.adapt import place
 from muster.policies.modes import ActingMode, warn_of_noise
@@ -54,7 +54,7 @@ class Collector(BaseCollector):
     def _connect(self, made: ExitStack) -> Engine:
         options = self.options
         made_policy = options.policy if options.policy_factory is None else options.policy_factory()
-        self.policy, self._policy_device = place(made_policy, options.devices["policy_device"])
+        self.policy, self._policy_device = place(made_policy, options.devices.policy)
         original = made_policy if self.policy is not made_policy else None
         acting, mode = acting_modules(self.policy), options.execution.policy_mode
         warn_of_noise(acting, mode)
@@ -76,8 +76,9 @@ class Collector(BaseCollector):
                 own = self._copied()
             self._weights.act_with(own)
             self.policy = own
-            options, group = worker_options(self.options, own), self._engine.groups[0]
-            self._engine.policy = build_policy(own, options, group, self._policy_device)
+            setting = worker_setting(self.options, own)
+            group = self._engine.groups[0]
+            self._engine.policy = build_policy(own, setting, group.env, self._policy_device)
 
     def _copied(self) -> torch.nn.Module:
         """A copy of the policy: as Python copies it, as ``policy_factory`` makes it, or as workers

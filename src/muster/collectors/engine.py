@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from muster.collectors.batch_options import joins_time
 from muster.collectors.batch_views import BatchViews
-from muster.collectors.contradictions import joins_time
 from muster.collectors.options import CollectorOptions
 from muster.collectors.pipeline import Pipeline, PipelineItem
 from muster.episodes.curve import EpisodeCurve

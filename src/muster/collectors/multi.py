@@ -6,9 +6,10 @@ import dataclasses
 import importlib
 import itertools
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,17 +18,24 @@ from muster.cluster.node_pool import NodePool
 from muster.cluster.nodes import Nodes, nodes_transport
 from muster.collectors.auto import auto_workers
 from muster.collectors.base import BaseCollector
-from muster.collectors.contradictions import check_cat, check_multi
 from muster.collectors.engine import Engine
-from muster.collectors.multi_options import CentralInference, MultiOptions, PoolOptions, Restart
+from muster.collectors.multi_options import (
+    CentralInference,
+    MultiOptions,
+    PoolOptions,
+    check_cat,
+    check_pool,
+)
+from muster.collectors.schedules import FirstReadyKind, ScheduleKind, SyncKind
 from muster.collectors.setup import (
     factories_of,
     keywords_of,
     marks_valid,
     origins_of,
-    worker_options,
+    worker_setting,
 )
 from muster.collectors.signatures import takes
+from muster.env_spec import EnvSpec
 from muster.envs.build import is_environment
 from muster.errors import BadOption
 from muster.memory.shared import Arena
@@ -35,20 +43,16 @@ from muster.policies.modes import warn_of_noise
 from muster.policies.sampling import check_masks
 from muster.restore.pickling import MAKE_KWARGS, MAKE_OPTION, MAKE_POLICY, dumps
 from muster.restore.registered import check_id, ids_of_this_process
+from muster.utils.checked import base_part
 from muster.weights.choice import one_transport
 from muster.weights.names import acting_modules
 from muster.weights.publish import PolicyWeights
 from muster.weights.transport import Ticket
-from muster.workers.build import WorkerOptions
 from muster.workers.config import PoolConfig, ServerConfig, WorkerConfig, WorkerPlace
-from muster.workers.first_ready import LEAD, FirstReady
-from muster.workers.messages import GroupInfo
-from muster.workers.pool import WorkerPool
+from muster.workers.options import SupervisionOptions, WorkerSetting
 from muster.workers.requests import Call, LayOut, Request
-from muster.workers.schedule import Bundle
 from muster.workers.supervision import Supervisor
-from muster.workers.sync import Sync
-from muster.workers.turns import GlobalStreams, Turns
+from muster.workers.turns import Turns
 from muster.workers.worker import Worker, env_attributes, execute
 
 
@@ -56,11 +60,10 @@ class MultiCollector(BaseCollector):
     """Base of ``MultiSyncCollector`` and ``MultiAsyncCollector``."""
 
     options: PoolOptions
-    _alone: bool  # every bundle of groups fills batches of its own
-    _lead = LEAD  # of these batches, how many may be undelivered per group
     _nodes: Nodes | None = None  # None: the workers are on this machine
     _factories: list[Any]  # of the environments of all groups
     _sent: bytes  # see ``_pickled_policy``
+    _kind: ScheduleKind
 
     @takes(MultiOptions)
     def __init__(self, options: MultiOptions) -> None:
@@ -68,7 +71,9 @@ class MultiCollector(BaseCollector):
 
     def _connect(self, made: ExitStack) -> Engine:
         options = self.options
-        check_multi(options, alone=self._alone)
+        self._kind = kind = self._schedule_kind()
+        kind.check(options)
+        check_pool(options)
         envs = options.create_env_fn
         wanted = options.num_workers
         self._factories, count = count_workers(envs, None if wanted == "auto" else wanted)
@@ -77,7 +82,7 @@ class MultiCollector(BaseCollector):
         )
         if wanted == "auto":
             self._factories, count = count_workers(
-                envs, auto_workers(envs, policy, options, alone=self._alone)
+                envs, auto_workers(envs, policy, options, alone=not kind.shares_batch)
             )
         transport = one_transport(options.weight_sync_schemes)
         acting = 1 if options.server is not None and policy is not None else count
@@ -118,11 +123,10 @@ class MultiCollector(BaseCollector):
         else:
             arena = Arena.create("muster-slots")
             made.callback(arena.close)
-        cat_dim = None if self._alone else options.cat_dim
-        stacked = cat_dim is None and not self._alone
-        return Engine(
-            options, self._schedule(pool, arena), self._weights, stacked=stacked, cat_dim=cat_dim
-        )
+        cat_dim = kind.cat_dim(options)
+        stacked = cat_dim is None and kind.shares_batch
+        schedule = kind.schedule(options, pool, arena, self._weights)
+        return Engine(options, schedule, self._weights, stacked=stacked, cat_dim=cat_dim)
 
     @property
     def env(self) -> Any:
@@ -172,17 +176,17 @@ class MultiCollector(BaseCollector):
 
     # --- parts ------------------------------------------------------------------------------------
 
+    @abstractmethod
+    def _schedule_kind(self) -> ScheduleKind:
+        """Return how groups share batches, and when they roll out."""
+
     def _make_nodes(self, made: ExitStack) -> Nodes | None:
         """Make the nodes of the workers; None: they are on this machine."""
         return None
 
-    def _bundles(self) -> Sequence[Sequence[int]]:
-        """Return the groups that share a slot, if not all groups share one."""
-        return [[number] for number in range(len(self._factories))]
-
     def _start(
         self, config: PoolConfig, ticket: Callable[[int], Ticket] | None, made: ExitStack
-    ) -> tuple[Supervisor | NodePool, list[GroupInfo]]:
+    ) -> tuple[Supervisor | NodePool, list[EnvSpec]]:
         """Start workers, and wait until they have made their environments."""
         workers: Supervisor | NodePool
         if self._nodes is None:
@@ -210,41 +214,11 @@ class MultiCollector(BaseCollector):
             pool.close()
         self._weights.materialise(weights)
 
-    def _schedule(self, pool: WorkerPool, arena: Arena) -> Sync | FirstReady:
-        options = self.options
-        infos = [counts.info for counts in pool.counters]
-        one_slot = options.cat_dim is None and not self._alone
-        parts = [list(range(len(infos)))] if one_slot else self._bundles()
-        limit = cast(int, options.slot_memory_limit) // len(parts)
-        bundles = [Bundle(part, limit_bytes=limit, memory=arena) for part in parts]
-        if self._alone:
-            T = [0] * len(infos)
-            for part in parts:
-                for number in part:
-                    T[number] = options.rows_per_batch(sum(infos[other].num_envs for other in part))
-            weights = self._weights
-            max_lag = options.max_policy_lag
-            return FirstReady(
-                pool,
-                bundles,
-                T,
-                max_lag=max_lag,
-                publishes=lambda: weights.publishes,
-                lead=self._lead,
-            )
-        rows = options.rows_per_batch(pool.num_envs) if options.extend_buffer else 1
-        streams = GlobalStreams() if options.in_threads else None
-        return Sync(
-            pool, bundles, [rows] * len(infos), enough=options.enough(len(infos)), streams=streams
-        )
-
-    def _place(self, infos: Sequence[GroupInfo]) -> WorkerPlace:
+    def _place(self, infos: Sequence[EnvSpec]) -> WorkerPlace:
         """Return the places of all groups."""
         options = self.options
         sizes = [info.num_envs for info in infos]
-        sharing = [sum(sizes)]
-        if self._alone:
-            sharing = [sum(sizes[number] for number in part) for part in self._bundles()]
+        sharing = self._kind.sharing(sizes)
         masks = any([marks_valid(options, number) for number in sorted(set(sharing))])  # noqa: C419 (each may warn)
         masks |= options.enough(len(sizes)) is not None or options.on_failure == "drop"
         firsts = dict(enumerate(itertools.accumulate(sizes[:-1], initial=0)))
@@ -256,23 +230,12 @@ class MultiCollector(BaseCollector):
         Values for processes are pickled.
         """
         options = self.options
-        threads = self.options.in_threads
+        threads = options.in_threads
         served = options.server is not None and self.policy is not None  # else actions are random
         served &= not self._weights.lazy
-        told = worker_options(options, self.policy, shared_frames=not self._alone)
-        if threads or (served and self._nodes is None):
-            users = {
-                id(module) for root in acting_modules(self.policy) for module in root.modules()
-            }
-            told = dataclasses.replace(told, users_modules=frozenset(users))
-        in_worker = None if threads else options.num_sub_threads
-        told = dataclasses.replace(
-            told, rollout=dataclasses.replace(told.rollout, num_threads=in_worker)
-        )
-        factories, kwargs = (
-            self._factories,
-            list(keywords_of(options.create_env_kwargs, len(self._factories))),
-        )
+        setting = self._setting(served=served)
+        factories = self._factories
+        kwargs = list(keywords_of(options.create_env_kwargs, len(factories)))
         origins: list[Any] = list(origins_of(factories, options))
         given = dumps if not threads else lambda value, what, remedy: value
         if not threads:
@@ -282,9 +245,9 @@ class MultiCollector(BaseCollector):
             indices = reversed(range(len(factories)))
             once = {id(factories[i]): dumps(factories[i], f"create_env_fn[{i}]") for i in indices}
             factories = [once[id(factory)] for factory in factories]
-        turns = Turns() if threads and not self._alone else None
-        options_of_worker = given(
-            _without_torch(told) if served else told, "the options", MAKE_OPTION
+        turns = Turns() if threads and not self._kind.overlaps else None
+        setting_of_worker = given(
+            _without_torch(setting) if served else setting, "the options", MAKE_OPTION
         )
         workers = [
             WorkerConfig(
@@ -294,7 +257,7 @@ class MultiCollector(BaseCollector):
                 given([kwargs[number] for number in groups], "create_env_kwargs", MAKE_KWARGS),
                 b"",
                 options.policy_factory is not None,
-                options_of_worker,
+                setting_of_worker,
                 policy_turns=turns,
                 served_by=count if served else None,
                 threads=None if threads or served else options.num_sub_threads,
@@ -307,42 +270,60 @@ class MultiCollector(BaseCollector):
             origins = [
                 dumps(origin, f"create_env_fn[{number}]") for number, origin in enumerate(origins)
             ]
+        server = None
+        if served and options.server is not None:
+            server = self._server_config(options.server, setting)
         return PoolConfig(
-            workers,
-            self._sent,
-            count,
-            self._server_config(options.server, told) if served and options.server else None,
-            [origins[number] for groups in parts for number in groups],
-            options.max_frames_per_traj,
-            options.crash_dir,
-            "restart" if isinstance(options.on_failure, Restart) else options.on_failure,
-            options.timeouts,
-            None if options.restart is None else options.restart.max_restarts,
-            options.start_method,
-            options.cpu_affinity,
-            None if threads else ids_of_this_process(),
+            workers=workers,
+            policy=self._sent,
+            count=count,
+            server=server,
+            origins=[origins[number] for groups in parts for number in groups],
+            max_frames_per_traj=options.max_frames_per_traj,
+            timeouts=options.timeouts,
+            supervision=base_part(SupervisionOptions, options),
+            registered=None if threads else ids_of_this_process(),
+        )
+
+    def _setting(self, *, served: bool) -> WorkerSetting:
+        """Return what a worker needs of the options. ``served``: a server calls the policy."""
+        options = self.options
+        threads = options.in_threads
+        setting = worker_setting(options, self.policy)
+        users: frozenset[int] = frozenset()
+        if threads or (served and self._nodes is None):
+            users = frozenset(
+                id(module) for root in acting_modules(self.policy) for module in root.modules()
+            )
+        # those of the workers, not of this process
+        num_threads = None if threads else options.num_sub_threads
+        return dataclasses.replace(
+            setting,
+            options=dataclasses.replace(setting.options, num_threads=num_threads),
+            shared_frames=self._kind.shares_batch,
+            users_modules=users,
         )
 
     def _pickled_policy(self) -> bytes:
         """The policy, or the function that makes it, for workers and nodes."""
         factory = self.options.policy_factory
-        return (
-            dumps(self.policy, "policy", MAKE_POLICY)
-            if factory is None
-            else dumps(factory, "policy_factory")
-        )
+        if factory is None:
+            return dumps(self.policy, "policy", MAKE_POLICY)
+        return dumps(factory, "policy_factory")
 
-    def _server_config(self, server: CentralInference, told: WorkerOptions) -> ServerConfig:
+    def _server_config(self, server: CentralInference, setting: WorkerSetting) -> ServerConfig:
         options = self.options
         away = self._nodes is not None
-        wait = 0.0 if self._alone and server.max_wait_s is None else server.max_wait_s
+        wait = server.max_wait_s
+        if wait is None and self._kind.overlaps:
+            wait = 0.0
         return ServerConfig(
-            dumps(told, "the options", MAKE_OPTION) if away else told,
+            dumps(setting, "the options", MAKE_OPTION) if away else setting,
             server.alternating,
             server.max_batch,
             wait,
             options.num_sub_threads,
-            exclusive=away or not self._alone,
+            exclusive=away or not self._kind.overlaps,
             keeps_streams=not options.in_threads,
         )
 
@@ -361,17 +342,15 @@ def count_workers(create_env_fn: Any, num_workers: int | None) -> tuple[list[Any
     return factories, min(num_workers or len(factories), len(factories))
 
 
-def _without_torch(told: WorkerOptions) -> WorkerOptions:
-    """Return the options of workers that do not act."""
-    tracks = bool(told.rollout.track_policy_version)
-    return dataclasses.replace(
-        told,
-        env_device=None,
-        policy_device=None,
+def _without_torch(setting: WorkerSetting) -> WorkerSetting:
+    """Return the setting of workers that do not act."""
+    options = dataclasses.replace(
+        setting.options,
         compile_policy=None,
         cudagraph_policy=None,
-        rollout=dataclasses.replace(told.rollout, track_policy_version=tracks),
+        track_policy_version=bool(setting.options.track_policy_version),
     )
+    return dataclasses.replace(setting, options=options, env_device=None, policy_device=None)
 
 
 class MultiSyncCollector(MultiCollector):
@@ -396,7 +375,8 @@ class MultiSyncCollector(MultiCollector):
         WorkerDied, WorkerHung: a worker died or hangs. Also raised by iteration.
     """
 
-    _alone = False
+    def _schedule_kind(self) -> ScheduleKind:
+        return SyncKind()
 
 
 class MultiAsyncCollector(MultiCollector):
@@ -416,7 +396,8 @@ class MultiAsyncCollector(MultiCollector):
     ``set_seed()`` take effect after the rollouts that have been started.
     """
 
-    _alone = True
+    def _schedule_kind(self) -> ScheduleKind:
+        return FirstReadyKind()
 
 
 class AsyncCollector(MultiAsyncCollector):

@@ -1,35 +1,42 @@
-"""The additional options of collectors with workers."""
+"""The additional options of collectors with workers, and what excludes each other among them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from muster.collectors.options import CollectorOptions, Details, check_bool, check_choice
+from muster.collectors.batch_options import joins_time
+from muster.collectors.options import CollectorOptions
+from muster.env_spec import EnvSpec
 from muster.errors import BadOption
-from muster.utils.integers import integer
-from muster.workers.config import OnFailure
+from muster.utils.checked import Details, Number, PositiveNumber
+from muster.workers.options import SupervisionOptions
 
 Backend = Literal["processes", "threads"]
-StartMethod = Literal["forkserver", "spawn"]
+NEEDS_ENVS = (
+    "needs the rows of each environment for itself, and cat_results along time puts those of one"
+    " after those of another: leave cat_results out, or, with num_envs, give the dimension of the"
+    " environments"
+)
 
 
-@dataclass(frozen=True, repr=False)
-class Restart(Details):
-    """``on_failure``: restart failed workers at once.
+def _at_least_one(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise BadOption(f"{name}={value!r}: expected a number, at least 1, or None")
+    return value
 
-    Attributes:
-        max_restarts: maximum number of restarts of a worker within a minute. Beyond it, or after
-            three restarts without a batch, the worker's error is raised. None: no limit of either
-            kind.
-    """
 
-    max_restarts: int | None = 10
+def _seconds(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+        raise BadOption(f"{name}={value!r}: expected a number, at least 0, or None")
+    return value
 
-    def __post_init__(self) -> None:
-        if self.max_restarts is not None:
-            object.__setattr__(self, "max_restarts", integer("max_restarts", self.max_restarts, 0))
+
+def _share(name: str, value: Any) -> float:
+    if not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise BadOption(f"{name}={value!r}: expected a share of the workers, from 0 to 1")
+    return value
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -45,25 +52,15 @@ class CentralInference(Details):
     """
 
     alternating: bool = False
-    max_batch: int | None = None
-    max_wait_s: float | None = None
-
-    def __post_init__(self) -> None:
-        check_bool("alternating", self.alternating)
-        for name, least in (("max_batch", 1), ("max_wait_s", 0)):
-            value = getattr(self, name)
-            number = int if name == "max_batch" else (int, float)
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, number) or value < least
-            ):
-                raise BadOption(f"{name}={value!r}: expected a number, at least {least}, or None")
+    max_batch: Annotated[int, _at_least_one] | None = None
+    max_wait_s: Annotated[float, _seconds] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolOptions(CollectorOptions):
+class PoolOptions(SupervisionOptions, CollectorOptions):
     """The options of collectors with a worker pool, on this machine or on nodes, checked.
 
-    Extends ``CollectorOptions``.
+    Extends ``CollectorOptions`` and ``SupervisionOptions``.
 
     Attributes:
         create_env_fn: an env id, a function that makes an environment, or a list of these, one per
@@ -77,13 +74,8 @@ class PoolOptions(CollectorOptions):
         preemptive_threshold: share of the groups, from 0 to 1; when it is complete, the others end
             after their current step. Missing rows are blank, with ``collector/valid`` False, or
             left out if time is concatenated. None: 1.
-        num_sub_threads: number of torch's threads in each worker process. None: torch's own choice.
         num_threads: number of torch's threads in this process, until ``shutdown``. None: your
             setting.
-        on_failure: reaction to a worker that dies or hangs, or whose environment raises. "raise":
-            raise the error, restart the worker with the next batch. "restart": restart it at once
-            (``muster.Restart(...)`` sets how often). "drop": continue without the worker; its part
-            of batches is blank.
         timeouts: seconds without progress after which a worker counts as hanging, by phase:
             "construct", "call" (default 300), "reset", "step", "policy", "weights" (60), "close"
             (5). None: no limit. With nodes also "join" (600) and "heartbeat" (15). A coroutine
@@ -91,13 +83,6 @@ class PoolOptions(CollectorOptions):
         max_policy_lag: maximum age of the weights that acted in a yielded batch, as a number of
             publications, if weights are published once per batch. Workers wait if necessary. None:
             no limit.
-        crash_dir: folder for crash reports, with which ``muster replay`` repeats a failure. None: a
-            temporary folder.
-        start_method: how worker processes start: "forkserver" (in milliseconds) or "spawn". None:
-            as the system allows.
-        cpu_affinity: CPUs of the workers, on Linux. "auto": the CPUs that this process may use are
-            divided among the workers of a machine. Or a list of CPU numbers for each worker. None:
-            the system chooses.
         inference: "worker": each worker acts with a copy of the policy. "server": workers only step
             environments, and a thread of this process calls the policy once for all ready workers.
             Worker processes do not import torch then. For policies that cost more than the
@@ -105,40 +90,27 @@ class PoolOptions(CollectorOptions):
             its details.
     """
 
+    SHOWN_ORDER: ClassVar[tuple[str, ...]] = (
+        *CollectorOptions.SHOWN_ORDER,
+        "cat_results",
+        "update_at_each_batch",
+        "preemptive_threshold",
+        "num_sub_threads",
+        "on_failure",
+        "max_policy_lag",
+        "crash_dir",
+        "start_method",
+        "cpu_affinity",
+        "inference",
+    )
+    has_workers: ClassVar[bool] = True
+
     cat_results: Literal["stack", "cat"] | int = "stack"
     update_at_each_batch: bool = False
-    preemptive_threshold: float | None = 1.0
-    num_sub_threads: int | None = 1
-    num_threads: int | None = None
-    on_failure: OnFailure | Restart = "raise"
-    max_policy_lag: int | None = None
-    crash_dir: Any = None
-    start_method: StartMethod | None = None
-    cpu_affinity: Literal["auto"] | Sequence[Sequence[int]] | None = None
+    preemptive_threshold: Annotated[float, _share] | None = 1.0
+    num_threads: PositiveNumber | None = None
+    max_policy_lag: Number | None = None
     inference: Literal["worker", "server"] | CentralInference = "worker"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.inference, CentralInference):
-            check_choice("inference", self.inference, ("worker", "server"))
-        if not isinstance(self.on_failure, Restart):
-            check_choice("on_failure", self.on_failure, ("raise", "restart", "drop"))
-        if self.start_method is not None:
-            check_choice("start_method", self.start_method, ("forkserver", "spawn"))
-        if isinstance(self.cat_results, bool) or not isinstance(self.cat_results, int):
-            check_choice("cat_results", self.cat_results, ("stack", "cat"))
-        threshold = self.preemptive_threshold
-        if threshold is not None and not (
-            isinstance(threshold, (int, float)) and 0 <= threshold <= 1
-        ):
-            raise BadOption(
-                f"preemptive_threshold={threshold!r}: expected a share of the workers, from 0 to 1"
-            )
-        if self.cpu_affinity not in (None, "auto") and not _is_list_of_cpus(self.cpu_affinity):
-            raise BadOption(
-                f"cpu_affinity={self.cpu_affinity!r}: expected 'auto', or a list of CPU numbers per"
-                " worker"
-            )
 
     def enough(self, groups: int) -> int | None:
         """Return the number of complete groups at which the others are stopped; None: all groups."""
@@ -159,13 +131,6 @@ class PoolOptions(CollectorOptions):
         if isinstance(self.inference, CentralInference):
             return self.inference
         return CentralInference() if self.inference == "server" else None
-
-    @property
-    def restart(self) -> Restart | None:
-        """Return the details of ``on_failure="restart"``; None: another reaction."""
-        if isinstance(self.on_failure, Restart):
-            return self.on_failure
-        return Restart() if self.on_failure == "restart" else None
 
     @property
     def in_threads(self) -> bool:
@@ -193,20 +158,69 @@ class MultiOptions(PoolOptions):
             ``MultiSyncCollector`` warns about it.
     """
 
-    num_workers: int | Literal["auto"] | None = None
+    num_workers: PositiveNumber | Literal["auto"] | None = None
     backend: Backend = "processes"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("backend", self.backend, ("processes", "threads"))
 
     @property
     def in_threads(self) -> bool:
         return self.backend == "threads"
 
 
-def _is_list_of_cpus(given: Any) -> bool:
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        return False
-    parts = [cpus if isinstance(cpus, Sequence) else () for cpus in given]
-    return all(len(cpus) and all(type(cpu) is int and cpu >= 0 for cpu in cpus) for cpus in parts)
+# --- options that exclude each other --------------------------------------------------------------
+
+
+def check_pool(o: PoolOptions) -> None:
+    """Raise ``BadOption`` for the first contradiction between options of a pool."""
+    if o.cat_dim is not None and o.return_same_td:
+        raise BadOption(
+            "return_same_td yields the same memory, and cat_results copies: give one of them"
+        )
+    if o.on_failure == "drop" and o.trajectories is not None and o.trajectories.rule == "per_env":
+        raise BadOption(
+            "rule='per_env' needs episodes of every environment, and on_failure='drop' can lose"
+            " some: give one"
+        )
+    if o.in_threads and o.start_method is not None:
+        raise BadOption(
+            "start_method is about processes, and backend='threads' has none: leave it out"
+        )
+    if o.server is not None and isinstance(getattr(o.track_policy_version, "version", None), str):
+        raise BadOption(
+            "versions that are text cannot be stamped on single rows, as inference='server' does:"
+            " count with integers"
+        )
+
+
+def check_cat(o: PoolOptions, infos: Sequence[EnvSpec]) -> None:
+    """Raise ``BadOption`` if the rollouts of these groups cannot be concatenated as ``cat_results``
+    says.
+    """
+    if o.cat_dim is None:
+        return
+    first = infos[0]
+    dim = o.cat_dim
+    ndim, over_time = len(first.batch_shape) + 1, joins_time(o, o.cat_dim, first.batch_shape)
+    along = None if over_time else dim % ndim - (o.layout == "time_major")
+
+    def kind(info: EnvSpec) -> object:
+        sizes = [size for place, size in enumerate(info.batch_shape) if place != along]
+        return sizes, info.observations, info.actions
+
+    waits = ""
+    if o.trajs_per_batch:
+        waits = "trajs_per_batch"
+    elif o.on_episode_done:
+        waits = "on_episode_done"
+    if not -ndim <= dim < ndim:
+        raise BadOption(
+            f"cat_results={dim}: the rollouts to concatenate have {ndim} dimensions. Give one from"
+            f" {-ndim} to {ndim - 1}, or 'stack'"
+        )
+    if any(len(info.batch_shape) + 1 != ndim or kind(info) != kind(first) for info in infos):
+        raise BadOption(
+            f"cat_results={o.cat_results!r}: the groups of create_env_fn differ in number of"
+            " environments or in spaces, so their rollouts cannot be concatenated: use a collector"
+            " for each kind"
+        )
+    if over_time and waits:
+        raise BadOption(f"{waits} {NEEDS_ENVS}")

@@ -48,8 +48,9 @@ class Observers:
             )
             names = ", ".join(sorted({counts.info.name for counts in pool.counters}))
             known = {
-                name: getattr(options, name)
-                for name in ("frames_per_batch", "total_frames", "seed")
+                "frames_per_batch": options.frames_per_batch,
+                "total_frames": options.total_frames,
+                "seed": options.seed,
             }
             if watch.films is False or (watch.films is None and engine.local is not None):
                 kept = KeptEpisodes(NO_FILMS)

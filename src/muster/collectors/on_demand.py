@@ -16,15 +16,14 @@ from muster.collectors.calls import (
     UserCall,
 )
 from muster.collectors.collect_arguments import CollectArguments, Collected
-from muster.collectors.contradictions import NEEDS_ENVS
 from muster.collectors.engine import Engine
+from muster.collectors.multi_options import NEEDS_ENVS
 from muster.collectors.pipeline import PipelineItem
 from muster.episodes.segment import ENDED
 from muster.episodes.summary import CollectStats, stats_of_call, stats_of_state, stats_state
 from muster.episodes.whole import WholeEpisodes
 from muster.errors import BadOption, UnsupportedEnv
 from muster.keys import TRAJ_DONE
-from muster.protocols import carried_specs
 from muster.rollout.bootstrap import check_bootstrap
 from muster.utils.interrupts import checkpoint, postponed
 from muster.workers.requests import Call
@@ -59,7 +58,7 @@ class OnDemand:
     2. It collects until it is complete (``call``).
     3. Its result passes through the stages of the pipeline (``result``). If one of them fails, the
        next call of ``collect``, whatever its arguments, continues there.
-    4. The caller sets ``result`` to None when the user has it.
+    4. The caller calls ``deliver`` when the user has it.
 
     Attributes:
         batch: batch of the last call of ``collect``.
@@ -121,6 +120,10 @@ class OnDemand:
             self.batch = item.go_on()
             self._engine.show(item.episodes)
         return Collected(self.batch, self.result.stats)
+
+    def deliver(self) -> None:
+        """Forget the result of the last call, which the user has now."""
+        self.result = None
 
     def rollout(self) -> TensorDict:
         """See ``BaseCollector.rollout``."""
@@ -342,7 +345,7 @@ class OnDemand:
         if arguments.bootstrap:
             columns = self._engine.layout().columns
             check_bootstrap(
-                columns, tuple(carried_specs(info)), reset_when_done=options.reset_when_done
+                columns, tuple(info.carried_specs), reset_when_done=options.reset_when_done
             )
         if options.trajs_per_batch and arguments.n_step:
             raise BadOption(

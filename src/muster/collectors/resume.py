@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from muster.collectors.engine import Engine
+from muster.collectors.on_demand import OnDemand
+from muster.collectors.options import Autosave
 from muster.errors import BadCheckpoint, BadWeights, MusterError, described
 from muster.restore import checkpoint
 from muster.utils.interrupts import postponed
 from muster.utils.whole_files import make_folder
+from muster.weights.publish import PolicyWeights
 from muster.workers.requests import LoadState, MarkResumed, TakeState
-
-if TYPE_CHECKING:
-    from muster.collectors.base import BaseCollector
-    from muster.collectors.engine import Engine
 
 FORMAT = 7
 STATE_FILE = "collector.safetensors"
@@ -66,19 +68,51 @@ class ResumeReport:
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 
-def state_of(collector: BaseCollector) -> dict[str, Any]:
+@dataclass(frozen=True)
+class CollectorParts:
+    """The parts of a collector that have state.
+
+    Attributes:
+        kind: name of the collector's class.
+        policy: policy that the collector was made with, or that acts in its process.
+    """
+
+    kind: str
+    policy: Any
+    engine: Engine
+    weights: PolicyWeights
+    on_demand: OnDemand
+
+
+class Autosaver:
+    """Writes a collector's state to a folder between batches, at an interval."""
+
+    def __init__(self, saving: Autosave) -> None:
+        self._saving = saving
+        self._saved_at = time.monotonic()
+
+    def save_if_due(self, parts: Callable[[], CollectorParts]) -> None:
+        """Write the state, if the last time was an interval ago. Raises ``FileError``."""
+        if time.monotonic() - self._saved_at < self._saving.every:
+            return
+        make_folder(self._saving.folder)
+        checkpoint.save(Path(self._saving.folder) / STATE_FILE, state_of(parts()))
+        self._saved_at = time.monotonic()
+
+
+def state_of(parts: CollectorParts) -> dict[str, Any]:
     """Return the state of a collector between two batches."""
-    policy = collector.policy
-    engine = collector._engine
+    policy = parts.policy
+    engine = parts.engine
     source = engine.source_state()  # first: workers finish their rollouts here
     frames = sum(
         result["frames"] for rollout in source["rollouts"] for result in rollout["results"]
     )
     # Before the counters: both may join parts that could not be joined yet.
     pipeline = engine.pipeline.state_dict()
-    on_demand, notes = collector._on_demand.state_dict()
-    unsaved = collector._on_demand.unsaved
-    acting = _acting(collector)
+    on_demand, notes = parts.on_demand.state_dict()
+    unsaved = parts.on_demand.unsaved
+    acting = _acting(parts)
     states = [state for worker in engine.source.pool.call(TakeState()) for state in worker]
     for state, counts in zip(states, engine.source.pool.counters, strict=True):
         state["group"] |= {"executed": counts.executed, "discarded": dict(counts.discarded)}
@@ -97,24 +131,32 @@ def state_of(collector: BaseCollector) -> dict[str, Any]:
         "engine": counters,
         "source": source,
         "in_flight": engine.source.in_flight - frames + unsaved + engine.frames_unmade,
-        "policy_version": collector._weights.version,
+        "policy_version": parts.weights.version,
         "pipeline": pipeline,
         "on_demand": on_demand,
         "notes": notes,
-        "options": _fingerprint(collector),
+        "options": _fingerprint(parts),
     }
 
 
-def load(collector: BaseCollector, state: Any, *, trust: bool, strict: bool = True) -> ResumeReport:
+def load(
+    parts: CollectorParts,
+    state: Any,
+    *,
+    trust: bool,
+    strict: bool = True,
+    close: Callable[[], None],
+) -> ResumeReport:
     """Load a state into a collector that was made in the same way.
 
-    See ``BaseCollector.load_state_dict``.
+    See ``BaseCollector.load_state_dict``. ``close`` is called if a part was loaded and the rest
+    cannot be.
     """
     if isinstance(state, (str, os.PathLike)):
         path = Path(state)
         state = checkpoint.load(path / STATE_FILE if path.is_dir() else path)
     try:
-        notes = _check(collector, state, strict)
+        notes = _check(parts, state, strict)
     except MusterError:
         raise
     except MALFORMED as error:
@@ -123,42 +165,42 @@ def load(collector: BaseCollector, state: Any, *, trust: bool, strict: bool = Tr
         ) from error
     try:
         with postponed():  # loaded or not, and not by half
-            return _load(collector, state, trust, notes)
+            return _load(parts, state, trust, notes)
     except MALFORMED as error:
         # e.g. of an environment's reset
         if isinstance(error, MusterError) and not isinstance(error, BadCheckpoint):
             raise
-        collector.shutdown(raise_on_error=False)
+        close()
         raise BadCheckpoint(
             f"the state is malformed ({described(error)}): something other than Muster has written"
             " it. A part was loaded, so this collector is shut down: make another."
         ) from error
 
 
-def _load(collector: BaseCollector, state: Any, trust: bool, notes: list[str]) -> ResumeReport:
-    engine = collector._engine
-    pool = collector._engine.source.pool
+def _load(parts: CollectorParts, state: Any, trust: bool, notes: list[str]) -> ResumeReport:
+    engine = parts.engine
+    pool = parts.engine.source.pool
     notes = [*notes, *(str(note) for note in state["notes"])]
     engine.source.abandon("loaded")
     engine.load_state_dict(state["engine"])
-    with collector._weights.in_mode():  # restoring a group may call the policy
+    with parts.weights.in_mode():  # restoring a group may call the policy
         failed = _load_groups(engine, state, trust)
     # after the groups, whose loading may call the policy
     if state["policy_state_dict"] is not None:
         # ``_check`` has compared
-        collector._weights.policy.load_state_dict(state["policy_state_dict"], strict=False)
+        parts.weights.policy.load_state_dict(state["policy_state_dict"], strict=False)
     elif not state["policy_is_module"]:
         notes.append("the policy is no module: whatever it keeps is not restored")
     restored = [int(i) for counts in pool.counters for i in counts.env_ids if int(i) not in failed]
     if failed:
         pool.call(MarkResumed())
-    collector._weights.restore(state["policy_version"])
+    parts.weights.restore(state["policy_version"])
     engine.source.load_state_dict(state["source"])
     engine.pipeline.load_state_dict(state["pipeline"], engine.place)
-    collector._on_demand.load_state_dict(state["on_demand"])
+    parts.on_demand.load_state_dict(state["on_demand"])
     if engine.pipeline.episodes is not None:
         engine.pipeline.episodes.flush(failed)
-    collector._on_demand.flush(list(failed))
+    parts.on_demand.flush(list(failed))
     if state["in_flight"]:
         notes.append(
             f"{state['in_flight']} steps of a batch that an error had cut short are not restored"
@@ -191,18 +233,9 @@ def _load_groups(engine: Engine, state: dict[str, Any], trust: bool) -> dict[int
     return failed
 
 
-def autosave(collector: BaseCollector, folder: str | os.PathLike[str]) -> None:
-    """Write a collector's state to a folder, which is created if it does not exist.
-
-    Raises ``FileError``.
-    """
-    make_folder(folder)
-    checkpoint.save(Path(folder) / STATE_FILE, state_of(collector))
-
-
-def _fingerprint(collector: BaseCollector) -> dict[str, Any]:
+def _fingerprint(parts: CollectorParts) -> dict[str, Any]:
     """Return the properties in which a collector and a state must be equal."""
-    engine = collector._engine
+    engine = parts.engine
     infos = [counts.info for counts in engine.source.pool.counters]
     return {
         "environments": [info.num_envs for info in infos],
@@ -212,7 +245,7 @@ def _fingerprint(collector: BaseCollector) -> dict[str, Any]:
     }
 
 
-def _check(collector: BaseCollector, state: Any, strict: bool) -> list[str]:
+def _check(parts: CollectorParts, state: Any, strict: bool) -> list[str]:
     """Raise if the state does not fit, before anything is changed; return sentences on weights that
     differ.
     """
@@ -221,30 +254,26 @@ def _check(collector: BaseCollector, state: Any, strict: bool) -> list[str]:
             "this is no state of a collector: expected what state_dict() returned or"
             f" muster.save_state() wrote, got {type(state).__name__}"
         )
-    here = _fingerprint(collector)
+    here = _fingerprint(parts)
     for name, value in here.items():
         if state["options"][name] != value:
             raise BadCheckpoint(
                 f"the state was saved by a collector with {name} {state['options'][name]}, this one"
                 f" has {value}. Make the collector in the same way. Nothing was changed."
             )
-    source = collector._engine.source
+    source = parts.engine.source
     if not source.can_load(state["source"]):
         raise BadCheckpoint(
             f"the state has {len(state['source']['rollouts'])} rollouts that were collected and not"
-            f" delivered yet, and {type(collector).__name__} cannot deliver them. Make the"
+            f" delivered yet, and {parts.kind} cannot deliver them. Make the"
             " collector in the same way. Nothing was changed."
         )
-    return _check_policy(_acting(collector), state["policy_state_dict"], strict)
+    return _check_policy(_acting(parts), state["policy_state_dict"], strict)
 
 
-def _acting(collector: BaseCollector) -> Any:
+def _acting(parts: CollectorParts) -> Any:
     """Return the object whose weights are in the state, if it is a module."""
-    return (
-        collector._weights.policy
-        if isinstance(collector.policy, torch.nn.Module)
-        else collector.policy
-    )
+    return parts.weights.policy if isinstance(parts.policy, torch.nn.Module) else parts.policy
 
 
 def _check_policy(policy: Any, weights: dict[str, Any] | None, strict: bool) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -16,14 +15,15 @@ from muster.policies.adapt import observed_dtype
 from muster.restore.crash_notes import CrashNotes, LocalLog
 from muster.restore.crash_report import EnvFactory
 from muster.rng import GroupRng
-from muster.rollout.columns import RolloutOptions
 from muster.rollout.group import Group
 from muster.rollout.progress import Progress
-from muster.workers.build import WorkerOptions, build_envs, build_policy, make_group
+from muster.utils.checked import base_part
+from muster.workers.build import build_envs, build_policy, make_group
+from muster.workers.options import WorkerOptions, WorkerSetting
 from muster.workers.pool import LocalWorker, WorkerPool
 from muster.workers.schedule import Bundle
 from muster.workers.sync import Sync
-from muster.workers.worker import Worker, describe
+from muster.workers.worker import Worker
 
 if TYPE_CHECKING:
     from muster.memory.slots import Memory
@@ -38,21 +38,20 @@ def make_groups(
 ) -> list[Group]:
     """Make a group for each entry of ``create_env_fn``; ``made`` closes them after an error."""
     factories = factories_of(create_env_fn)
-    told = worker_options(options, policy)
-    built = build_envs(
-        factories, keywords_of(options.create_env_kwargs, len(factories)), told, made
-    )
-    total = sum(b.env.num_envs for b in built)
-    rollout = dataclasses.replace(told.rollout, marks_valid=marks_valid(options, total))
+    kwargs = keywords_of(options.create_env_kwargs, len(factories))
+    setting = worker_setting(options, policy)
+    built = build_envs(factories, kwargs, setting, made)
+    total = sum(env.spec.num_envs for env in built)
     groups: list[Group] = []
     first = 0
     progress = Progress()
-    for number, b in enumerate(built):
-        rng = GroupRng(options.seed, number, policy_device or b.env.device)
-        groups.append(
-            make_group(b, number, first, total, rollout, rng, shared=True, progress=progress)
+    for number, env in enumerate(built):
+        rng = GroupRng(options.seed, number, policy_device or env.spec.device)
+        group = make_group(
+            env, number, first, total, setting.options, rng, shared=True, progress=progress
         )
-        first += b.env.num_envs
+        groups.append(group)
+        first += env.spec.num_envs
     return groups
 
 
@@ -60,16 +59,24 @@ def in_this_thread(
     options: CollectorOptions, groups: Sequence[Group], policy: Any, device: torch.device | None
 ) -> tuple[Sync, Worker]:
     """Make a worker in this thread, and its schedule, which fills one slot at a time."""
-    told = worker_options(options, policy)
+    setting = worker_setting(options, policy)
     policies = {
-        name: build_policy(p, told, groups[0], device)
+        name: build_policy(p, setting, groups[0].env, device)
         for name, p in (("policy", policy), ("random", None))
     }
-    worker = Worker(groups, policies, policy, device=device, index=options.worker_idx or 0)
-    infos = [describe(group.env, group.batch_shape) for group in groups]
+    total = sum(group.B for group in groups)
+    worker = Worker(
+        groups,
+        policies,
+        policy,
+        device=device,
+        index=options.worker_idx or 0,
+        marks_valid=marks_valid(options, total),
+    )
+    infos = [group.env.spec for group in groups]
     pool = WorkerPool([LocalWorker(worker)], infos, local=worker)
     rows = options.rows_per_batch(pool.num_envs) if options.extend_buffer else 1
-    memory = _memory(options, groups[0].env.device)
+    memory = _memory(options, groups[0].env.spec.device)
     bundle = Bundle(
         range(len(groups)), limit_bytes=cast(int, options.slot_memory_limit), memory=memory
     )
@@ -93,12 +100,9 @@ def log_rollouts(
 def origins_of(create_env_fn: Any, options: CollectorOptions) -> list[EnvFactory]:
     """Return the ``EnvFactory`` of each group."""
     factories = factories_of(create_env_fn)
-    kwargs, device = (
-        keywords_of(options.create_env_kwargs, len(factories)),
-        options.devices["env_device"],
-    )
+    kwargs = keywords_of(options.create_env_kwargs, len(factories))
     return [
-        EnvFactory(made, options.num_envs, given, device)
+        EnvFactory(made, options.num_envs, given, options.devices.env)
         for made, given in zip(factories, kwargs, strict=True)
     ]
 
@@ -111,14 +115,13 @@ def factories_of(create_env_fn: Any) -> list[Any]:
     return factories
 
 
-def worker_options(options: CollectorOptions, policy: Any, **others: Any) -> WorkerOptions:
-    """Return the options of a worker; ``policy`` is the one that will act."""
-    given = {**vars(options), **vars(options.execution), **options.devices}
-    rollout = {f.name: given[f.name] for f in dataclasses.fields(RolloutOptions) if f.name in given}
-    given |= {"rollout": RolloutOptions(**rollout), "shared_frames": True}
-    given |= {"obs_dtype": observed_dtype(options.obs_dtype, policy)} | others
-    return WorkerOptions(
-        **{f.name: given[f.name] for f in dataclasses.fields(WorkerOptions) if f.name in given}
+def worker_setting(options: CollectorOptions, policy: Any) -> WorkerSetting:
+    """Return what a worker needs of the options; ``policy`` is the one that will act."""
+    return WorkerSetting(
+        options=base_part(WorkerOptions, options),
+        env_device=options.devices.env,
+        policy_device=options.devices.policy,
+        obs_dtype=observed_dtype(options.obs_dtype, policy),
     )
 
 
@@ -160,7 +163,7 @@ def keywords_of(kwargs: Any, count: int) -> Sequence[Mapping[str, Any] | None]:
 
 def _memory(options: CollectorOptions, device: torch.device | None) -> Memory:
     """Return where to allocate slots."""
-    storing = options.devices["storing_device"]
+    storing = options.devices.storing
     if device is not None and device.type != "cpu":
         return device
     return "pinned" if storing is not None and storing.type == "cuda" else "heap"

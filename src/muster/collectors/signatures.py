@@ -68,6 +68,8 @@ def passes_on(
         names: names of the fields. None: all.
     """
     fields = [p for each in options for p in parameters(each) if p.kind is _KEYWORD]
+    if unknown := sorted(set(names or ()) - {p.name for p in fields}):
+        raise AttributeError(f"there are no options {', '.join(unknown)}")
     more = [p for p in fields if names is None or p.name in names]
 
     def decorate(function: Function) -> Function:
@@ -100,6 +102,8 @@ def passes_on(
 def parameters(options: Callable[..., Any]) -> list[inspect.Parameter]:
     """Return the parameters of the dataclass, with resolved types and with default values in place
     of factories.
+
+    Those named in ``SHOWN_ORDER`` of the dataclass come first, in this order.
     """
     hints = get_type_hints(options)
     found = [
@@ -110,7 +114,12 @@ def parameters(options: Callable[..., Any]) -> list[inspect.Parameter]:
         for f in dataclasses.fields(cast(Any, options))
         if callable(f.default_factory)
     }
-    return [p.replace(default=made[p.name]()) if p.name in made else p for p in found]
+    found = [p.replace(default=made[p.name]()) if p.name in made else p for p in found]
+    order = getattr(options, "SHOWN_ORDER", ())
+    if unknown := sorted(set(order) - hints.keys()):
+        raise AttributeError(f"SHOWN_ORDER has no options {', '.join(unknown)}")
+    places = {name: place for place, name in enumerate(order)}
+    return sorted(found, key=lambda p: (p.kind, places.get(p.name, len(places))))
 
 
 def _details(options: Callable[..., Any]) -> Iterator[str]:

@@ -14,10 +14,11 @@ from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import Array
 from muster.protocols import EnvBatch, Policy
 from muster.rng import GroupRng
-from muster.rollout.columns import RolloutOptions, lane_columns
+from muster.rollout.columns import lane_columns
 from muster.rollout.first_call import begin_episodes, prime
 from muster.rollout.group import Group
 from muster.rollout.loop import end_early, rollout
+from muster.rollout.options import Execution, RolloutOptions
 from muster.rollout.request import RolloutRequest
 
 LANES_KEPT = 4  # for as many different numbers of rows
@@ -27,7 +28,8 @@ def borrowed(**options: Any) -> RolloutOptions:
     """``RolloutOptions`` for programs that seed generators and set threads themselves, and may need
     gradients.
     """
-    return RolloutOptions(own_rng=False, num_threads=None, inference_mode=False, **options)
+    execution = Execution(own_rng=False, inference_mode=False)
+    return RolloutOptions(execution=execution, num_threads=None, **options)
 
 
 class GroupRunner:
@@ -47,10 +49,9 @@ class GroupRunner:
         env_ids: Array | None = None,
         total_envs: int | None = None,
     ) -> None:
-        B = envs.num_envs
+        B = envs.spec.num_envs
         self.group = Group(
             envs,
-            batch_shape=(B,),
             env_ids=np.arange(B) if env_ids is None else env_ids,
             total_envs=B if total_envs is None else total_envs,
             rng=rng,
@@ -79,7 +80,7 @@ class GroupRunner:
         if rows not in self._lanes:
             if len(self._lanes) >= LANES_KEPT:
                 self._lanes.pop(next(iter(self._lanes)))
-            columns = lane_columns(self.group.env, policy.columns(), self.group.options)
+            columns = lane_columns(self.group.env.spec, policy.columns(), self.group.options)
             self._lanes[rows] = Slot(Layout(rows, self.group.B, columns)).lanes[0]
         return self._lanes[rows]
 

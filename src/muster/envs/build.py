@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,20 +34,12 @@ ACCEPTED = (
 Adapt = Callable[[list[Any], "torch.device | None"], EnvBatch]
 
 
-@dataclass(frozen=True)
-class BuiltEnv:
-    """An env batch, and its batch dimensions for user and policy."""
-
-    env: EnvBatch
-    batch_shape: tuple[int, ...]
-
-
 def build_env(
     source: Any,
     num_envs: int | None,
     kwargs: Mapping[str, Any] | None = None,
     device: torch.device | None = None,
-) -> BuiltEnv:
+) -> EnvBatch:
     """Make the env batch of one group, with ``num_envs`` environments of an id or factory (None:
     one, unbatched).
 
@@ -59,7 +51,7 @@ def build_env(
     if isinstance(source, str):
         return _make(lambda: gymnasium.make(source, **(kwargs or {})), num_envs, source, device)
     if _adapter(source) is not None:
-        if num_envs is not None and num_envs != getattr(source, "num_envs", 1):
+        if num_envs is not None and num_envs != _count(source):
             raise BadOption(
                 f"num_envs={num_envs} was given with one environment object, which cannot be"
                 " multiplied: pass an env id or a function that makes one."
@@ -78,6 +70,13 @@ def build_env(
     return _make(factory, num_envs, name_of(source), device)
 
 
+def _count(env: Any) -> int:
+    """Return the number of environments in an environment object."""
+    if EnvBatch in type(env).__mro__:
+        return int(env.spec.num_envs)
+    return int(getattr(env, "num_envs", 1))
+
+
 def is_environment(source: Any) -> bool:
     """Return whether ``source`` is an environment object, not an env id or factory."""
     return not isinstance(source, str) and _adapter(source) is not None
@@ -90,7 +89,7 @@ def is_single(env: Any) -> bool:
 
 def _make(
     factory: Callable[[], Any], num_envs: int | None, name: str, device: torch.device | None
-) -> BuiltEnv:
+) -> EnvBatch:
     envs: list[Any] = []
     try:
         for i in range(num_envs or 1):
@@ -125,7 +124,7 @@ def advice_for(error: Exception) -> str:
 
 def _wrap(
     envs: list[Any], num_envs: int | None, name: str, device: torch.device | None
-) -> BuiltEnv:
+) -> EnvBatch:
     adapters = [_adapter(env) for env in envs]
     adapt = adapters[0]
     for env, found in zip(envs, adapters, strict=True):
@@ -133,10 +132,11 @@ def _wrap(
             raise UnsupportedEnv(f"{name} returned {type(env).__name__}, expected {ACCEPTED}")
     assert adapt is not None
     env = adapt(envs, device)
-    shape = env.batch_shape
-    if shape is None:
-        shape = () if num_envs is None else (env.num_envs,)
-    return BuiltEnv(env, shape)
+    spec = env.spec
+    if spec.single:
+        unbatched = num_envs is None and spec.num_envs == 1
+        env.store_as(replace(spec, batch_shape=() if unbatched else (spec.num_envs,)))
+    return env
 
 
 def _stacked(envs: list[Any], device: torch.device | None) -> EnvBatch:

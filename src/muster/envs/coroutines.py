@@ -55,7 +55,8 @@ class CoroutineEnvs(WrappedEnvs):
             _check(env)
         checks.check_distinct(envs, checks.env_name(envs[0]))
         awaited = [AwaitedEnv(env) for env in envs]
-        super().__init__(StackedEnvs(awaited))  # type: ignore[arg-type]  # they have all that it uses
+        stacked = StackedEnvs(awaited)  # type: ignore[arg-type]  # they have all that it uses
+        super().__init__(stacked, stacked.spec)
         self.__dict__.update(awaited=awaited, coroutines=CoroutineRunner())
 
     def reset(

@@ -21,6 +21,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import batch_space
 
+from muster.env_spec import EnvSpec
 from muster.envs import checks
 from muster.envs.checks import FIX, Casts
 from muster.envs.spaces import action_codec, action_masks, observation_codec
@@ -128,14 +129,18 @@ class AsyncPoolEnvs(EnvBatch):
 
     def __init__(self, info: PoolInfo) -> None:
         self._info = info
-        self.name = info.name
-        self.num_envs = info.num_envs
-        self.batch_shape = (info.num_envs,)
+        B = info.num_envs
         self._actions = action_codec(info.action_space)
-        self.observation_specs = info.codec.specs
-        self.action_specs = self._actions.specs
-        self.action_masks = action_masks(self.observation_specs, self.action_specs)
-        self.casts: Casts = Casts(self.name)
+        self.spec = EnvSpec(
+            info.name,
+            B,
+            (B,),
+            info.codec.specs,
+            self._actions.specs,
+            action_masks=action_masks(info.codec.specs, self._actions.specs),
+            ready=info.batch_size,
+        )
+        self.casts: Casts = Casts(info.name)
         self.ready_envs: Array = np.arange(info.batch_size)
         self._rows = RowsAhead(info.num_envs)
         # those whose result the pool has not returned
@@ -151,8 +156,8 @@ class AsyncPoolEnvs(EnvBatch):
 
     def check_partial_reset(self) -> None:
         raise UnsupportedEnv(
-            f"{self.name} is asynchronous, and EnvPool resets single environments only at the ends"
-            " of their episodes. Leave batch_size out, or reset all environments."
+            f"{self.spec.name} is asynchronous, and EnvPool resets single environments only at the"
+            " ends of their episodes. Leave batch_size out, or reset all environments."
         )
 
     def reset(
@@ -169,27 +174,27 @@ class AsyncPoolEnvs(EnvBatch):
             and self._finished.issuperset(which)
         ):
             self._finished.difference_update(which)
-            for key in self.observation_specs:
+            for key in self.spec.observation_specs:
                 arrays[key][row, which] = self._rows.first(key)[which]
             return
         if self.reset_options:
             raise BadOption(
-                f"{self.name}.reset takes no options, not {sorted(self.reset_options)}; leave"
+                f"{self.spec.name}.reset takes no options, not {sorted(self.reset_options)}; leave"
                 " them out"
             )
-        if len(which) < self.num_envs:
+        if len(which) < self.spec.num_envs:
             self.check_partial_reset()
         if seeds is not None:
             self._info.check_seed(list(seeds), running=self._begun)
         self._restart()
-        for key in self.observation_specs:
+        for key in self.spec.observation_specs:
             arrays[key][row, self.ready_envs] = self._rows.first(key)[self.ready_envs]
 
     def start(self, lane: Lane) -> Step:
         raise UnsupportedEnv(
-            f"{self.name} is asynchronous (batch_size={len(self.ready_envs)} of"
-            f" num_envs={self.num_envs}), and this caller steps all environments at the same time."
-            " Leave batch_size out."
+            f"{self.spec.name} is asynchronous (batch_size={len(self.ready_envs)} of"
+            f" num_envs={self.spec.num_envs}), and this caller steps all environments at the same"
+            " time. Leave batch_size out."
         )
 
     def start_ready(
@@ -198,13 +203,13 @@ class AsyncPoolEnvs(EnvBatch):
         arrays = lane.arrays
         rows = self._rows
         ready: ReadyRows = lane.cache.get(self) or ReadyRows(
-            lane, len(self.ready_envs), {*self.action_specs, *written}
+            lane, len(self.ready_envs), {*self.spec.action_specs, *written}
         )
         lane.cache[self] = ready
-        if not rows.hold(ready.kept, self.observation_specs) and self._ahead:
+        if not rows.hold(ready.kept, self.spec.observation_specs) and self._ahead:
             raise BadOption(
-                f"{self.name}: the policy writes other columns than before, and {self._ahead} steps"
-                " made ahead have no values in them. Call collector.reset() first."
+                f"{self.spec.name}: the policy writes other columns than before, and {self._ahead}"
+                " steps made ahead have no values in them. Call collector.reset() first."
             )
         ready.begin(prepare, arrays[POLICY_VERSION][lane.done_steps, 0] if ready.stamps else None)
         carried = [(c.key, arrays[c.key]) for c in ready.kept if c.carry]
@@ -225,10 +230,12 @@ class AsyncPoolEnvs(EnvBatch):
             rows.drop_first()
             for key, column in carried:
                 column[t + 1] = rows.first(key)
-            self._ahead -= self.num_envs
+            self._ahead -= self.spec.num_envs
             finished: list[int] = np.flatnonzero(terminated[t] | truncated[t]).tolist()
             for i in finished:
-                for key, leaf in zip(self.observation_specs, rows.last[i].popleft(), strict=True):
+                for key, leaf in zip(
+                    self.spec.observation_specs, rows.last[i].popleft(), strict=True
+                ):
                     arrays[key][t + 1, i] = leaf
             self._finished = set(finished)
             return finished or None
@@ -263,7 +270,7 @@ class AsyncPoolEnvs(EnvBatch):
             near = np.argsort(rows.steps[ids], kind="stable")[
                 : max(least, int(np.count_nonzero(near)))
             ]
-        actions = ready.act(rows, ids, self.action_specs) if len(ids[near]) else []
+        actions = ready.act(rows, ids, self.spec.action_specs) if len(ids[near]) else []
         try:
             if actions:
                 self._send(self._actions.build([leaf[near] for leaf in actions]), ids[near])
@@ -275,7 +282,7 @@ class AsyncPoolEnvs(EnvBatch):
     def _send(self, actions: Any, ids: Array) -> None:
         self._ahead += len(ids) - int(np.count_nonzero(self._rows.over[ids]))
         with postponed():
-            checks.call(self._info.pool, "send", self.name, actions, ids.astype(np.int32))
+            checks.call(self._info.pool, "send", self.spec.name, actions, ids.astype(np.int32))
             self._running[ids] = True
 
     def _receive(self) -> None:
@@ -296,7 +303,7 @@ class AsyncPoolEnvs(EnvBatch):
         ended = results[1] | results[2]
         over[stepped[ended]] = True
         cells = rows.cells(ids)
-        for key, leaf in zip(self.observation_specs, leaves, strict=True):
+        for key, leaf in zip(self.spec.observation_specs, leaves, strict=True):
             rows.flat[key][cells] = leaf
         for key, state in rows.states.items():
             rows.flat[key][cells] = state[ids]
@@ -304,7 +311,9 @@ class AsyncPoolEnvs(EnvBatch):
         for i, cell in zip(
             stepped[ended].tolist(), rows.cells(stepped[ended]).tolist(), strict=True
         ):
-            rows.last[i].append([rows.flat[key][cell].copy() for key in self.observation_specs])
+            rows.last[i].append(
+                [rows.flat[key][cell].copy() for key in self.spec.observation_specs]
+            )
         if (idle := np.flatnonzero(~self._running)).size > ids.size:
             ids = idle[np.argsort(rows.steps[idle], kind="stable")[: ids.size]]
         self.ready_envs = ids
@@ -312,22 +321,25 @@ class AsyncPoolEnvs(EnvBatch):
     def _results(self) -> tuple[Array, list[Array], list[Array]]:
         """Return environments, the leaves of their observations, and rewards and flags."""
         with postponed():
-            got = checks.call(self._info.pool, "recv", self.name)
-            obs, *columns, info = checks.step_values(got, f"{self.name}.recv")
+            got = checks.call(self._info.pool, "recv", self.spec.name)
+            obs, *columns, info = checks.step_values(got, f"{self.spec.name}.recv")
             ids = np.asarray(info["env_id"]).astype(np.int64)
             known = (
-                len(ids) == len(self.ready_envs) and ids.min() >= 0 and ids.max() < self.num_envs
+                len(ids) == len(self.ready_envs)
+                and ids.min() >= 0
+                and ids.max() < self.spec.num_envs
             )
             if not known or not self._running[ids].all():
                 raise BadEnvOutput(
-                    f"{self.name}.recv returned the environments {ids}, expected"
+                    f"{self.spec.name}.recv returned the environments {ids}, expected"
                     f" {len(self.ready_envs)} of {np.flatnonzero(self._running)}"
                 )
             self._running[ids] = False
         results = [np.asarray(column) for column in columns]
         if [column.shape for column in results] != [ids.shape] * 3:
             raise BadEnvOutput(
-                f"{self.name}.recv: rewards and flags have other shapes than {ids.shape}. {FIX}"
+                f"{self.spec.name}.recv: rewards and flags have other shapes than {ids.shape}."
+                f" {FIX}"
             )
         leaves = self._info.leaves(obs)
         for leaf, (key, spec) in zip(leaves, self._info.codec.specs.items(), strict=True):
@@ -335,7 +347,7 @@ class AsyncPoolEnvs(EnvBatch):
                 leaf,
                 ArraySpec((len(ids), *spec.shape), spec.dtype),
                 dotted(key),
-                f"{self.name}.recv",
+                f"{self.spec.name}.recv",
             )
         return ids, leaves, results
 
@@ -353,12 +365,12 @@ class AsyncPoolEnvs(EnvBatch):
             ids, _, (_, terminated, truncated) = self._results()
             self._rows.over[ids] = terminated | truncated
         self.drop_open()
-        self._rows.clear(self.observation_specs)
+        self._rows.clear(self.spec.observation_specs)
         self._finished = set()
         self._shows = True
         self._begun = True
         with postponed():
-            checks.call(self._info.pool, "async_reset", self.name)
+            checks.call(self._info.pool, "async_reset", self.spec.name)
             self._running[:] = True
         self._receive()
 

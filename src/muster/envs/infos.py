@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -97,13 +97,13 @@ def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
     if env.keeps_infos is None:
         raise BadOption(
             "info: Muster reads infos of Gymnasium, EnvPool, PettingZoo, dm_env and"
-            f" Stable-Baselines3. {env.name} returns none (TorchRL), steps on a device, or its"
+            f" Stable-Baselines3. {env.spec.name} returns none (TorchRL), steps on a device, or its"
             " agents take turns. Remove the option"
         )
-    if taken := [key for key in env.observation_specs if key[0] == INFO]:
+    if taken := [key for key in env.spec.observation_specs if key[0] == INFO]:
         raise BadOption(
-            f"info: {env.name} has the observation {taken[0]} already. Rename it, or remove the"
-            " option"
+            f"info: {env.spec.name} has the observation {taken[0]} already. Rename it, or remove"
+            " the option"
         )
     env.keeps_infos = True
     wanted = wanted_infos(info)
@@ -116,13 +116,14 @@ def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
         for leaf, spec in within.items():
             if isinstance(spec, NotStored) and (spec.changes or (path and not found)):
                 raise BadOption(
-                    f"info: {env.name}: {_shown(leaf)} {spec.why}. Leave it out, let the"
+                    f"info: {env.spec.name}: {_shown(leaf)} {spec.why}. Leave it out, let the"
                     " environment always return a number, array or text, or give the space of its"
                     f" values: info={{{_shown(leaf)}: spaces.Box(...)}}"
                 )
         if not found:
             raise BadOption(
-                f"info: {env.name}: no number, array or text {_shown(path) if path else 'at all'}"
+                f"info: {env.spec.name}: no number, array or text"
+                f" {_shown(path) if path else 'at all'}"
                 " was in the infos of a reset and a random step. Give the spaces of what comes"
                 f" later, as in info={{{_shown(path or ('success',))}: spaces.Discrete(2)}}, or"
                 " remove it"
@@ -133,7 +134,8 @@ def with_infos(env: EnvBatch, info: Any, look: Callable[[], Seen]) -> EnvBatch:
             _warn_of(env, path, f"it {spec.why}")
     if nested := [path for path in specs for i in range(1, len(path)) if path[:i] in specs]:
         raise BadOption(
-            f"info: {env.name}: {nested[0][:-1]} is a dict, and also a value. Name one of them only"
+            f"info: {env.spec.name}: {nested[0][:-1]} is a dict, and also a value. Name one of"
+            " them only"
         )
     fields = [InfoField(path, specs[path]) for path in sorted(specs)]
     return cast(EnvBatch, _WithInfos(env, fields, watched=() in wanted))
@@ -147,14 +149,14 @@ def look_at(env: EnvBatch, seen: Seen) -> None:
     found: list[tuple[Key, ArraySpec | NotStored]] = []
     for told, _ in env.new_infos:
         if not isinstance(told, Mapping):
-            for i in range(env.num_envs):
+            for i in range(env.spec.num_envs):
                 found += [
                     (path, _spec_of(value))
                     for path, (value, _) in _leaves(_info_of(env, told, i)).items()
                 ]
             continue
         for path, (column, mask) in _leaves(told, many=True).items():
-            rows = _rows_of(column, mask, env.num_envs)
+            rows = _rows_of(column, mask, env.spec.num_envs)
             if isinstance(rows, str):
                 found.append((path, NotStored(rows)))
             else:
@@ -181,15 +183,15 @@ def _info_of(env: Any, told: Any, i: int) -> dict[Any, Any]:
     it is no dict.
     """
     is_list = isinstance(told, (list, tuple)) or (isinstance(told, np.ndarray) and told.ndim > 0)
-    if not is_list or len(told) != env.num_envs:
+    if not is_list or len(told) != env.spec.num_envs:
         raise BadEnvOutput(
-            f"{env.name} returned the infos {described_value(told)}, expected a dict of arrays, or"
-            f" a list with a dict for each of {env.num_envs} environments"
+            f"{env.spec.name} returned the infos {described_value(told)}, expected a dict of"
+            f" arrays, or a list with a dict for each of {env.spec.num_envs} environments"
         )
     info = {} if told[i] is None else told[i]
     if not isinstance(info, dict):
         raise BadEnvOutput(
-            f"{env.name}[{i}] returned the info {described_value(info)}, expected a dict"
+            f"{env.spec.name}[{i}] returned the info {described_value(info)}, expected a dict"
         )
     return info
 
@@ -286,13 +288,12 @@ class _WithInfos(WrappedEnvs):
     """
 
     def __init__(self, inner: EnvBatch, fields: Sequence[InfoField], *, watched: bool) -> None:
-        super().__init__(inner)
         specs = {key: spec for each in fields for key, spec in each.stored().items()}
+        own = inner.spec
+        masks = own.action_masks or action_masks(specs, own.action_specs, (INFO,))
+        super().__init__(inner, replace(own, info_specs=specs, action_masks=masks))
         known = {each.path for each in fields} if watched else None
-        masks = inner.action_masks or action_masks(specs, inner.action_specs, (INFO,))
-        self.__dict__.update(
-            info_specs=specs, action_masks=masks, _fields=fields, _known=known, begun={}
-        )
+        self.__dict__.update(_fields=fields, _known=known, begun={})
 
     def reset(
         self, arrays: Mapping[Key, Any], row: int, which: Sequence[int], seeds: Sequence[int] | None
@@ -316,7 +317,7 @@ class _WithInfos(WrappedEnvs):
         def note(t: int) -> None:
             for number, (told, some) in enumerate(inner.new_infos):
                 # the row has the infos of the reset, the first pair
-                for key in self.info_specs if number else ():
+                for key in self.spec.info_specs if number else ():
                     self.begun.setdefault(key, np.zeros_like(arrays[key][0]))[some] = arrays[key][
                         t + 1, some
                     ]
@@ -335,7 +336,7 @@ class _WithInfos(WrappedEnvs):
         rest = dict(state)
         first = rest.pop("first_infos", {})
         self.__dict__["begun"] = {
-            key: np.array(rows, self.info_specs[key].dtype) for key, rows in first.items()
+            key: np.array(rows, self.spec.info_specs[key].dtype) for key, rows in first.items()
         }
         self.inner.restore(rest)
 
@@ -352,7 +353,7 @@ class _WithInfos(WrappedEnvs):
                     each, values[row], flags[row], some, *leaves.get(each.path, (None, True))
                 )
             return
-        for i in range(self.num_envs) if some is ALL else some:
+        for i in range(self.spec.num_envs) if some is ALL else some:
             info = _info_of(self, told, i)
             if self._known is not None:
                 self._warn_of_unknown(_leaves(info))
@@ -377,20 +378,20 @@ class _WithInfos(WrappedEnvs):
         if column is None:
             values[some], flags[some] = each.blank, False
             return
-        rows = _rows_of(column, mask, self.num_envs)
+        rows = _rows_of(column, mask, self.spec.num_envs)
         if isinstance(rows, str):
             raise EnvError(
-                f"{self.name}: info {_shown(each.path)} {rows}. Let the environment return arrays,"
-                " or do not ask for it"
+                f"{self.spec.name}: info {_shown(each.path)} {rows}. Let the environment return"
+                " arrays, or do not ask for it"
             )
         column, mask = rows
         if column.dtype.kind in "OU":
-            for i in range(self.num_envs) if some is ALL else some:
+            for i in range(self.spec.num_envs) if some is ALL else some:
                 self._put_one(
                     each, values, flags, i, column[i] if mask is True or mask[i] else None
                 )
             return
-        if not each.fits(column, (self.num_envs,)):
+        if not each.fits(column, (self.spec.num_envs,)):
             raise self._misfit(each, column, None)
         values[some] = column[some]
         flags[some] = mask if mask is True else mask[some]
@@ -407,9 +408,10 @@ class _WithInfos(WrappedEnvs):
     def _misfit(self, each: InfoField, value: Any, i: int | None) -> EnvError:
         name, expected = _shown(each.path), each.spec if each.spec.is_tensor else "text"
         return EnvError(
-            f"{self.name}{'' if i is None else f'[{i}]'}: info {name} is {described_value(value)},"
-            f" expected {expected}, as in its space or when it was first seen. Let the environment"
-            " always return the same shape and kind, or give a space that holds all its values:"
+            f"{self.spec.name}{'' if i is None else f'[{i}]'}: info {name} is"
+            f" {described_value(value)}, expected {expected}, as in its space or when it was first"
+            " seen. Let the environment always return the same shape and kind, or give a space"
+            " that holds all its values:"
             f" info={{{name}: spaces.Box(...)}}",
             env_index=i,
         )
@@ -424,4 +426,4 @@ def _warn_of(env: Any, path: Key, why: str) -> None:
         f"info {_shown(path)} is ignored: {why}. To store it, give its space:"
         f" info={{{_shown(path)}: ...}}."
     )
-    env.casts.warn(f"{env.name}: {text}")
+    env.casts.warn(f"{env.spec.name}: {text}")

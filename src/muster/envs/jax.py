@@ -48,9 +48,7 @@ def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
     (all are alike).
     """
     if not isinstance(envs[0], JaxEnvs):
-        batch = TorchEnvs(JaxEnvs(envs[0], len(envs)), device)
-        batch.batch_shape = None
-        return batch
+        return TorchEnvs(JaxEnvs(envs[0], len(envs)), device, single=True)
     return TorchEnvs(the_only(envs), device)
 
 

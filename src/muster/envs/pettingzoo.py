@@ -31,6 +31,7 @@ from gymnasium.vector.utils import batch_space
 from pettingzoo import AECEnv, ParallelEnv
 from pettingzoo.utils.conversions import aec_to_parallel
 
+from muster.env_spec import EnvSpec
 from muster.envs import checks
 from muster.envs.checks import FIX, Casts
 from muster.envs.spaces import SpaceCodec
@@ -88,22 +89,17 @@ class ParallelEnvs(EnvBatch):
     constructor resets environment 0 to see its infos.
     """
 
-    reward_key = TEAM_REWARD
-
     def __init__(self, envs: Sequence[Any]) -> None:
         self.envs = list(envs)
-        self.num_envs = len(envs)
         env = self.envs[0]
-        self.name = name_of_game(self.envs)
+        name = name_of_game(self.envs)
         for b, other in enumerate(self.envs[1:], 1):
             if _spaces(other) != _spaces(env):
                 raise UnsupportedEnv(
-                    f"{self.name}: environment {b} has other agents or spaces than environment 0"
+                    f"{name}: environment {b} has other agents or spaces than environment 0"
                 )
-        _, infos = self._reset(0)
-        self.teams = [
-            Team(self.name, env, name, agents, infos) for name, agents in _group(env).items()
-        ]
+        _, infos = _reset(env, f"{name}[0]", 0)
+        self.teams = [Team(name, env, team, agents, infos) for team, agents in _group(env).items()]
         self._actions = SpaceCodec(
             spaces.Dict(
                 {
@@ -115,24 +111,32 @@ class ParallelEnvs(EnvBatch):
             ),
             (),
         )
-        self.action_specs: Specs = self._actions.specs
         state = getattr(env, "state_space", None)
-        self.casts: Casts = Casts(self.name)
         self._state = SpaceCodec(state, ("state",)) if isinstance(state, spaces.Space) else None
-        self.observation_specs = self._observation_specs()
-        self.step_specs = {
-            team.keys["reward"]: ArraySpec((len(team.agents), 1), FLOAT) for team in self.teams
-        }
-        checks.check_arrays(self.name, self.observation_specs, self.action_specs)
+        observed = _observation_specs(self.teams, self._state)
+        checks.check_arrays(name, observed, self._actions.specs)
+        self.spec = EnvSpec(
+            name,
+            len(envs),
+            (len(envs),),
+            observed,
+            self._actions.specs,
+            step_specs={
+                team.keys["reward"]: ArraySpec((len(team.agents), 1), FLOAT) for team in self.teams
+            },
+            action_masks={
+                (team.name, "action"): team.keys["action_mask"]
+                for team in self.teams
+                if team.mask_shape is not None
+            },
+            reward_key=TEAM_REWARD,
+            single=True,
+        )
+        self.casts: Casts = Casts(name)
         self._acting: list[list[str]] = [[] for _ in envs]
         self._left: list[dict[str, tuple[bool, bool]]] = [{} for _ in envs]  # terminated, truncated
-        self.action_masks = {
-            (team.name, "action"): team.keys["action_mask"]
-            for team in self.teams
-            if team.mask_shape is not None
-        }
         self.keeps_infos = False
-        self._told: list[Any] = [None] * self.num_envs  # infos by agent
+        self._told: list[Any] = [None] * len(envs)  # infos by agent
         self.new_infos = [(self._told, ALL)]
 
     # --- EnvBatch ---------------------------------------------------------------------------------
@@ -150,7 +154,8 @@ class ParallelEnvs(EnvBatch):
         options, self.reset_options = self.reset_options or {}, None
         for n, b in enumerate(which):
             seed = None if seeds is None else int(seeds[n])
-            obs, infos = self._reset(b, seed=seed, **checks.kept_info(options))
+            given = checks.kept_info(options)
+            obs, infos = _reset(self.envs[b], f"{self.spec.name}[{b}]", b, seed=seed, **given)
             self._acting[b], self._left[b] = list(self.envs[b].agents), {}
             if self.keeps_infos:
                 self._told[b] = checks.kept_info(infos)
@@ -164,7 +169,7 @@ class ParallelEnvs(EnvBatch):
 
         def step(t: int) -> Sequence[int] | None:
             finished = []
-            for b in range(self.num_envs):
+            for b in range(self.spec.num_envs):
                 self.executed_in_row = b
                 got = self._call(b, "step", self._action(arrays, t, b))
                 self.executed_in_row = b + 1
@@ -219,7 +224,7 @@ class ParallelEnvs(EnvBatch):
             for i, agent in enumerate(team.agents):
                 value = reward.get(agent, 0.0)
                 if problem := self.casts.reward_problem(value):
-                    raise BadEnvOutput(f"{self.name}[{b}].step: {agent}: {problem}. {FIX}")
+                    raise BadEnvOutput(f"{self.spec.name}[{b}].step: {agent}: {problem}. {FIX}")
                 array[t, b, i, 0] = checks.number(value)
                 total += float(checks.number(value))
         return total
@@ -244,11 +249,11 @@ class ParallelEnvs(EnvBatch):
                 seen = obs.get(agent)
                 if seen is None and here:
                     raise BadEnvOutput(
-                        f"{self.name}[{b}].{method} returned no observation of {agent}. {FIX}"
+                        f"{self.spec.name}[{b}].{method} returned no observation of {agent}. {FIX}"
                     )
                 leaves, legal = [0] * len(targets), True  # type: list[Any], Any
                 if seen is not None:
-                    who = f"{self.name}[{b}].{method}: {agent}"
+                    who = f"{self.spec.name}[{b}].{method}: {agent}"
                     leaves, legal = team.leaves(self.casts, seen, infos.get(agent), who)
                 for target, leaf in zip(targets, leaves, strict=True):
                     target[i] = leaf
@@ -257,7 +262,7 @@ class ParallelEnvs(EnvBatch):
         if self._state is not None:
             leaves = self._state.flatten(self._call(b, "state"))
             for (key, spec), leaf in zip(self._state.specs.items(), leaves, strict=True):
-                self.casts.check(leaf, spec, dotted(key), f"{self.name}[{b}].state")
+                self.casts.check(leaf, spec, dotted(key), f"{self.spec.name}[{b}].state")
                 arrays[key][row, b] = leaf
 
     # --- the environment's side -------------------------------------------------------------------
@@ -269,10 +274,11 @@ class ParallelEnvs(EnvBatch):
             or not all(isinstance(part, Mapping) for part in got)
         ):
             raise BadEnvOutput(
-                f"{self.name}[{b}].step returned {type(got).__name__}, expected five dicts. {FIX}"
+                f"{self.spec.name}[{b}].step returned {type(got).__name__}, expected five dicts."
+                f" {FIX}"
             )
         obs, reward, ended, cut, infos = got
-        who = f"{self.name}[{b}].step"
+        who = f"{self.spec.name}[{b}].step"
         for name, part in (("reward", reward), ("termination", ended), ("truncation", cut)):
             if missing := [agent for agent in self._acting[b] if agent not in part]:
                 raise BadEnvOutput(f"{who} returned no {name} of {missing}, which acted. {FIX}")
@@ -297,28 +303,30 @@ class ParallelEnvs(EnvBatch):
                 )
         return obs, reward, ended, cut, infos
 
-    def _reset(self, b: int, **given: Any) -> tuple[Any, Any]:
-        obs, infos = checks.reset_pair(self._call(b, "reset", **given), f"{self.name}[{b}]")
-        if not isinstance(obs, Mapping):
-            raise BadEnvOutput(
-                f"{self.name}[{b}].reset returned {type(obs).__name__}, expected two dicts. {FIX}"
-            )
-        return obs, infos
-
     def _call(self, b: int, method: str, *args: Any, **given: Any) -> Any:
-        return checks.call(self.envs[b], method, f"{self.name}[{b}]", *args, index=b, **given)
+        return checks.call(self.envs[b], method, f"{self.spec.name}[{b}]", *args, index=b, **given)
 
-    def _observation_specs(self) -> Specs:
-        specs: Specs = dict(self._state.specs) if self._state else {}
-        for team in self.teams:
-            k = len(team.agents)
-            batched = SpaceCodec(batch_space(team.observation.space, k), (team.name, "observation"))
-            specs |= batched.specs
-            specs |= {team.keys[flag[0]]: ArraySpec((k, 1), BOOL) for flag in FLAGS}
-            specs[team.keys["mask"]] = ArraySpec((k,), BOOL)
-            if team.mask_shape is not None:
-                specs[team.keys["action_mask"]] = ArraySpec((k, *team.mask_shape), BOOL)
-        return specs
+
+def _reset(env: Any, who: str, b: int, **given: Any) -> tuple[Any, Any]:
+    """Return observations and infos from the reset of environment ``b``, called ``who``."""
+    got = checks.call(env, "reset", who, index=b, **given)
+    obs, infos = checks.reset_pair(got, who)
+    if not isinstance(obs, Mapping):
+        raise BadEnvOutput(f"{who}.reset returned {type(obs).__name__}, expected two dicts. {FIX}")
+    return obs, infos
+
+
+def _observation_specs(teams: Sequence[Team], state: SpaceCodec | None) -> Specs:
+    specs: Specs = dict(state.specs) if state else {}
+    for team in teams:
+        k = len(team.agents)
+        batched = SpaceCodec(batch_space(team.observation.space, k), (team.name, "observation"))
+        specs |= batched.specs
+        specs |= {team.keys[flag[0]]: ArraySpec((k, 1), BOOL) for flag in FLAGS}
+        specs[team.keys["mask"]] = ArraySpec((k,), BOOL)
+        if team.mask_shape is not None:
+            specs[team.keys["action_mask"]] = ArraySpec((k, *team.mask_shape), BOOL)
+    return specs
 
 
 def _group(env: Any) -> dict[str, list[str]]:

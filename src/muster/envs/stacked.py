@@ -8,6 +8,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from muster.env_spec import EnvSpec
 from muster.envs import checks
 from muster.envs.checks import FIX, Casts
 from muster.envs.spaces import SpaceCodec, action_codec, action_masks, observation_codec
@@ -33,25 +34,31 @@ class StackedEnvs(EnvBatch):
 
     def __init__(self, envs: Sequence[gymnasium.Env[Any, Any]]) -> None:
         self.envs = list(envs)
-        self.num_envs = len(self.envs)
         first = self.envs[0]
-        self.name = checks.env_name(first)
-        checks.check_distinct(self.envs, self.name)
+        name = checks.env_name(first)
+        checks.check_distinct(self.envs, name)
         for i, env in enumerate(self.envs):
             for kind in ("observation_space", "action_space"):
                 if getattr(env, kind) != getattr(first, kind):
                     raise UnsupportedEnv(
-                        f"{self.name}: environments of one group need equal spaces, but {kind} of"
+                        f"{name}: environments of one group need equal spaces, but {kind} of"
                         f" env {i} is {getattr(env, kind)} and that of env 0 is"
                         f" {getattr(first, kind)}"
                     )
         self.observations: SpaceCodec = observation_codec(first.observation_space)
         self.actions: SpaceCodec = action_codec(first.action_space)
-        self.observation_specs = self.observations.specs
-        self.action_specs = self.actions.specs
-        self.action_masks = action_masks(self.observation_specs, self.action_specs)
-        self.casts: Casts = Casts(self.name)
-        (key, spec), *_ = self.observation_specs.items()
+        self.spec = EnvSpec(
+            name,
+            len(self.envs),
+            (len(self.envs),),
+            self.observations.specs,
+            self.actions.specs,
+            action_masks=action_masks(self.observations.specs, self.actions.specs),
+            single=True,
+            replays_alone=True,
+        )
+        self.casts: Casts = Casts(name)
+        (key, spec), *_ = self.observations.specs.items()
         self._plain = self.observations.single and spec.is_tensor, key, spec.shape, spec.dtype
         self.executed_in_row = 0  # environments stepped in a row that an error interrupted
         self.bypasses = True
@@ -59,7 +66,7 @@ class StackedEnvs(EnvBatch):
         self._bypassed: frozenset[int] = frozenset()
         self._lives_key: str | None = None
         self.keeps_infos = False
-        self._told: list[Any] = [None] * self.num_envs
+        self._told: list[Any] = [None] * self.spec.num_envs
         self.new_infos = [(self._told, ALL)]
         self._steps: list[Callable[[Any], Any]] = []  # functions that step the environments
 
@@ -72,7 +79,7 @@ class StackedEnvs(EnvBatch):
         plain, key, shape, dtype = self._plain
         options, self.reset_options = self.reset_options or {}, None
         for n, i in enumerate(which):
-            who = f"{self.name}[{i}]"
+            who = f"{self.spec.name}[{i}]"
             seed = None if seeds is None else seeds[n]
             got = checks.call(
                 self.envs[i], "reset", who, index=i, seed=seed, **checks.kept_info(options)
@@ -108,7 +115,8 @@ class StackedEnvs(EnvBatch):
     def _make_step(self, lane: Lane) -> Step:
         self._fill_steps()  # inner objects of environments may have been replaced
         (obs_spec,), (act_spec,) = (
-            list(specs.values())[:1] for specs in (self.observation_specs, self.action_specs)
+            list(specs.values())[:1]
+            for specs in (self.spec.observation_specs, self.spec.action_specs)
         )
         vector = self._plain[0] and len(obs_spec.shape) == 1 and obs_spec.dtype == self._plain[3]
         if (
@@ -124,7 +132,7 @@ class StackedEnvs(EnvBatch):
     def _make_general_step(self, lane: Lane) -> RowStep:
         """Make the step for all kinds of observations and actions, with casts where necessary."""
         steps, actions, put = self._steps, self.action_rows(lane), self._observation_writer(lane)
-        B, record = self.num_envs, self._flag_recorder(lane)
+        B, record = self.spec.num_envs, self._flag_recorder(lane)
         rewards: Any = _flat(lane.arrays[REWARD])
 
         def step(
@@ -162,8 +170,8 @@ class StackedEnvs(EnvBatch):
         environments. Once a cast is necessary, the general step is used instead.
         """
         steps = self._steps
-        B = self.num_envs
-        (obs_key,), (act_key,) = self.observation_specs, self.action_specs
+        B = self.spec.num_envs
+        (obs_key,), (act_key,) = self.spec.observation_specs, self.spec.action_specs
         observations, actions, rewards = (
             _flat(lane.arrays[key]) for key in (obs_key, act_key, REWARD)
         )
@@ -210,7 +218,7 @@ class StackedEnvs(EnvBatch):
                 self._told[i] = None
         if (key := self._lives_key) is not None:
             steps = [
-                _counting_lives(step, f"{self.name}[{i}]", key, i, self.lives_lost)
+                _counting_lives(step, f"{self.spec.name}[{i}]", key, i, self.lives_lost)
                 for i, step in enumerate(steps)
             ]
         self._steps[:] = [
@@ -223,7 +231,7 @@ class StackedEnvs(EnvBatch):
         """
         arrays = {
             key: lane.arrays[key].reshape(-1, *spec.shape)
-            for key, spec in self.observation_specs.items()
+            for key, spec in self.spec.observation_specs.items()
         }
         ((key, spec),) = list(self.observations.specs.items())[:1]
         if not (self.observations.single and spec.is_tensor and spec.shape):
@@ -243,8 +251,8 @@ class StackedEnvs(EnvBatch):
         return put
 
     def _blank(self, arrays: Arrays, k: int) -> None:
-        for key, spec in self.observation_specs.items():
-            arrays[key][k] = 0 if spec.is_tensor else arrays[key][k - self.num_envs]
+        for key, spec in self.spec.observation_specs.items():
+            arrays[key][k] = 0 if spec.is_tensor else arrays[key][k - self.spec.num_envs]
 
     def _write(self, arrays: Arrays, at: tuple[int, ...], obs: Any, method: str) -> None:
         """Write one observation into entry ``at`` of the arrays, checking every leaf."""
@@ -257,13 +265,13 @@ class StackedEnvs(EnvBatch):
                     raise BadEnvOutput(f"{dotted(key)} is {problem}, but its space says {spec}")
                 arrays[key][at] = leaf
         except BadEnvOutput as error:
-            raise BadEnvOutput(f"{self.name}[{at[-1]}].{method}: {error}. {FIX}") from None
+            raise BadEnvOutput(f"{self.spec.name}[{at[-1]}].{method}: {error}. {FIX}") from None
 
     def action_rows(self, lane: Lane) -> Callable[[int], Sequence[Any]]:
         """Return ``actions(t)``, which copies the actions of row t: environments may keep or change
         them.
         """
-        keys, specs = list(self.action_specs), list(self.action_specs.values())
+        keys, specs = list(self.spec.action_specs), list(self.spec.action_specs.values())
         if self.actions.single:
             rows = lane.arrays[keys[0]]
             if specs[0].dtype.kind in "iu" and not specs[0].shape:
@@ -278,7 +286,9 @@ class StackedEnvs(EnvBatch):
 
         def composite(t: int) -> list[Any]:
             copies = [copy(column[t]) for copy, column in zip(copiers, columns, strict=True)]
-            return [self.actions.build([leaf[b] for leaf in copies]) for b in range(self.num_envs)]
+            return [
+                self.actions.build([leaf[b] for leaf in copies]) for b in range(self.spec.num_envs)
+            ]
 
         return composite
 
@@ -289,8 +299,8 @@ class StackedEnvs(EnvBatch):
         def record(
             t: int, b: int, terminated: Any, truncated: Any, finished: list[int] | None
         ) -> list[int] | None:
-            ended = checks.as_flag(terminated, "terminated", self.name)
-            cut = checks.as_flag(truncated, "truncated", self.name)
+            ended = checks.as_flag(terminated, "terminated", self.spec.name)
+            cut = checks.as_flag(truncated, "truncated", self.spec.name)
             if not (ended or cut):
                 return finished
             terminated_rows[t, b], truncated_rows[t, b] = ended, cut
@@ -312,7 +322,7 @@ class StackedEnvs(EnvBatch):
         self.executed_in_row = b + (got is not ...) - sum(i < b for i in self._bypassed)
         if not issubclass(type(error), Exception):  # Ctrl-C
             raise error
-        who = f"{self.name}[{b}].step (row {t} of the batch)"
+        who = f"{self.spec.name}[{b}].step (row {t} of the batch)"
         if got is ... and checks.is_explained(error, self.envs[b]):
             raise error
         if got is ...:
@@ -321,8 +331,8 @@ class StackedEnvs(EnvBatch):
             raise got.error from None
         checks.step_values(got, who)
         scratch = {
-            k: np.empty((self.num_envs, *s.shape), s.dtype)
-            for k, s in self.observation_specs.items()
+            k: np.empty((self.spec.num_envs, *s.shape), s.dtype)
+            for k, s in self.spec.observation_specs.items()
         }
         self._write(scratch, (b,), got[0], f"step (row {t} of the batch)")
         problem = self.casts.reward_problem(got[1])

@@ -21,6 +21,7 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
+from muster.env_spec import EnvSpec
 from muster.envs import checks
 from muster.envs.checks import FIX, Casts
 from muster.envs.spaces import SpaceCodec, action_codec, action_masks, observation_codec
@@ -72,7 +73,7 @@ def adapt(envs: list[Any], device: torch.device | None) -> EnvBatch:
 class TorchEnvs(EnvBatch):
     """Implements ``EnvBatch`` for a batch of environments on tensors; owns (and closes) it.
 
-    Rows are on ``device``.
+    Rows are on ``device``. ``single``: see ``EnvSpec``.
 
     ``SAME_STEP`` environments reset themselves, and return the true last observations as
     ``info["final_obs"]`` or ``info["final_observation"]``, batched; if they do not,
@@ -82,29 +83,26 @@ class TorchEnvs(EnvBatch):
 
     writes_next = True
 
-    def __init__(self, env: Any, device: torch.device | None = None) -> None:
+    def __init__(
+        self, env: Any, device: torch.device | None = None, *, single: bool = False
+    ) -> None:
         self.env = env
         base = getattr(env, "unwrapped", env)
+        name = checks.env_name(env)
+        B = int(getattr(env, "num_envs", getattr(base, "num_envs", 0)))
         self._on = torch.device(getattr(env, "device", getattr(base, "device", "cpu")))
         rows = self._on if device is None else device
-        self.device = None if rows.type == "cpu" else rows
-        self.num_envs = int(getattr(env, "num_envs", getattr(base, "num_envs", 0)))
-        self.batch_shape: tuple[int, ...] | None = (self.num_envs,)
-        self.name = checks.env_name(env)
         self.observations: SpaceCodec = observation_codec(
-            _single_space(env, "observation_space", self.num_envs)
+            _single_space(env, "observation_space", B)
         )
-        self.actions: SpaceCodec = action_codec(_single_space(env, "action_space", self.num_envs))
-        self.observation_specs = self.observations.specs
-        self.action_specs = self.actions.specs
-        self.action_masks = action_masks(self.observation_specs, self.action_specs)
-        self.casts: Casts = Casts(self.name)
-        checks.check_arrays(self.name, self.observation_specs, self.action_specs)
-        specs = self.observation_specs.items()
+        self.actions: SpaceCodec = action_codec(_single_space(env, "action_space", B))
+        observed = self.observations.specs
+        checks.check_arrays(name, observed, self.actions.specs)
+        self.casts: Casts = Casts(name)
         self._expected = [
-            (key, (self.num_envs, *spec.shape), torch_dtype(spec.dtype)) for key, spec in specs
+            (key, (B, *spec.shape), torch_dtype(spec.dtype)) for key, spec in observed.items()
         ]
-        self._self_resetting = self._mode() is AutoresetMode.SAME_STEP
+        self._self_resetting = _mode(env, name) is AutoresetMode.SAME_STEP
         self._how = _partial_reset(env)
         exact = bool(getattr(base, "muster_exact", False))
         # Only with this convention can an environment ignore the mask without an error.
@@ -115,15 +113,23 @@ class TorchEnvs(EnvBatch):
         gives_final = exact or _is_from(env, MANI_SKILL)
         if _is_from(env, *ISAAC_LAB) and cfg is not None and hasattr(cfg, "compute_final_obs"):
             cfg.compute_final_obs = gives_final = True
-        self.final_obs_certain = gives_final or not self._self_resetting
+        self.spec = EnvSpec(
+            name,
+            B,
+            (B,),
+            observed,
+            self.actions.specs,
+            action_masks=action_masks(observed, self.actions.specs),
+            final_obs_certain=gives_final or not self._self_resetting,
+            device=None if rows.type == "cpu" else rows,
+            single=single,
+        )
         self._limit: int | None = None
         # steps of current episodes
-        self._count = torch.zeros(self.num_envs, dtype=torch.int64, device=self._on)
-        rows_on = self.device or torch.device("cpu")
+        self._count = torch.zeros(B, dtype=torch.int64, device=self._on)
+        rows_on = self.spec.device or torch.device("cpu")
         self._generator = torch.Generator(rows_on)
-        self._draws = [
-            _drawing(spec, self.num_envs, rows_on) for spec in self.action_specs.values()
-        ]
+        self._draws = [_drawing(spec, B, rows_on) for spec in self.actions.specs.values()]
         if not self._self_resetting:
             self._need_mask("it does not reset by itself (AutoresetMode.DISABLED)")
 
@@ -156,8 +162,8 @@ class TorchEnvs(EnvBatch):
             for leaf in zip(*rows, strict=True)
         )
         return {
-            k: v if self.device else v.numpy()
-            for k, v in zip(self.action_specs, leaves, strict=True)
+            k: v if self.spec.device else v.numpy()
+            for k, v in zip(self.spec.action_specs, leaves, strict=True)
         }
 
     def reset(
@@ -168,15 +174,15 @@ class TorchEnvs(EnvBatch):
             given["seed"] = checks.batch_seed(seeds)
         index = list(which)
         with torch.inference_mode(False), torch.no_grad():
-            targets = [as_tensor(arrays[key][row]) for key in self.observation_specs]
-            if len(index) == self.num_envs:
+            targets = [as_tensor(arrays[key][row]) for key in self.spec.observation_specs]
+            if len(index) == self.spec.num_envs:
                 leaves = self._reset(given)
                 if self._mask_untried and (self._limit is not None or not self._self_resetting):
                     leaves = self._try_mask(given, leaves)
                 for target, leaf in zip(targets, leaves, strict=True):
                     target.copy_(leaf)
             else:
-                mask = torch.zeros(self.num_envs, dtype=torch.bool, device="cpu")
+                mask = torch.zeros(self.spec.num_envs, dtype=torch.bool, device="cpu")
                 mask[index] = True
                 mask = mask.to(self._on)
                 leaves = self._reset_some(mask, given, index)
@@ -208,23 +214,25 @@ class TorchEnvs(EnvBatch):
     # --- one step ---------------------------------------------------------------------------------
 
     def _make_step(self, lane: Lane) -> Step:
-        keys = list(self.observation_specs)
+        keys = list(self.spec.observation_specs)
         if next_of(keys[0]) not in lane.tensors:
             raise BadOption(
-                f"{self.name}: compact_obs=True keeps last observations aside when an episode ends,"
-                " which only the device knows. Leave it out."
+                f"{self.spec.name}: compact_obs=True keeps last observations aside when an episode"
+                " ends, which only the device knows. Leave it out."
             )
         rows_of: Callable[[Key], Sequence[torch.Tensor]] = lambda key: lane.tensors[key].unbind(0)  # noqa: E731
         observations, after = (
             [rows_of(key) for key in group] for group in (keys, map(next_of, keys))
         )
-        actions = [rows_of(key) for key in self.action_specs]
+        actions = [rows_of(key) for key in self.spec.action_specs]
         rewards, terminated, truncated = map(
             rows_of, (REWARD, next_of(TERMINATED), next_of(TRUNCATED))
         )
         valid = rows_of(NEXT_OBS_VALID) if NEXT_OBS_VALID in lane.tensors else None
         carried = [
-            c.key for c in lane.layout.columns if c.carry and c.key not in self.observation_specs
+            c.key
+            for c in lane.layout.columns
+            if c.carry and c.key not in self.spec.observation_specs
         ]
         states = [(rows_of(key), key == IS_INIT) for key in carried]
         on = self._on
@@ -267,10 +275,10 @@ class TorchEnvs(EnvBatch):
     def _step(
         self, action: Leaves, t: int
     ) -> tuple[Leaves, torch.Tensor, torch.Tensor, torch.Tensor, Any]:
-        got = checks.call(self.env, "step", self.name, self.actions.build(action))
-        self.executed_in_row = self.num_envs
-        obs, reward, terminated, truncated, info = checks.step_values(got, f"{self.name}.step")
-        leaves = self._leaves(obs, f"{self.name}.step (row {t} of the batch)")
+        got = checks.call(self.env, "step", self.spec.name, self.actions.build(action))
+        self.executed_in_row = self.spec.num_envs
+        obs, reward, terminated, truncated, info = checks.step_values(got, f"{self.spec.name}.step")
+        leaves = self._leaves(obs, f"{self.spec.name}.step (row {t} of the batch)")
         flags = self._column(terminated, "terminated"), self._column(truncated, "truncated")
         return leaves, self._column(reward, "reward"), *flags, info
 
@@ -288,7 +296,7 @@ class TorchEnvs(EnvBatch):
             last = obs
             unknown = done
         else:
-            final = self._leaves(info[name], f"{self.name}: info[{name!r}]")
+            final = self._leaves(info[name], f"{self.spec.name}: info[{name!r}]")
             last = [_where(done, end, leaf) for end, leaf in zip(final, obs, strict=True)]
             given = info.get(f"_{name}")
             if not torch.is_tensor(given):
@@ -332,21 +340,23 @@ class TorchEnvs(EnvBatch):
         flag = name != "reward"
         if (
             not torch.is_tensor(value)
-            or value.numel() != self.num_envs
+            or value.numel() != self.spec.num_envs
             or (flag and value.is_floating_point())
         ):
             raise BadEnvOutput(
-                f"{self.name}.step: {name} is {_describe(value)}, expected a tensor of"
-                f" {self.num_envs} {'bools' if flag else 'numbers'}. {FIX}"
+                f"{self.spec.name}.step: {name} is {_describe(value)}, expected a tensor of"
+                f" {self.spec.num_envs} {'bools' if flag else 'numbers'}. {FIX}"
             )
-        column = value.reshape(self.num_envs)
+        column = value.reshape(self.spec.num_envs)
         return column.bool() if flag else column
 
     # --- resets -----------------------------------------------------------------------------------
 
     def _reset(self, given: Mapping[str, Any]) -> Leaves:
-        obs, _ = checks.reset_pair(checks.call(self.env, "reset", self.name, **given), self.name)
-        return self._leaves(obs, f"{self.name}.reset")
+        obs, _ = checks.reset_pair(
+            checks.call(self.env, "reset", self.spec.name, **given), self.spec.name
+        )
+        return self._leaves(obs, f"{self.spec.name}.reset")
 
     def _reset_some(
         self, mask: torch.Tensor, given: dict[str, Any], which: Sequence[int] = ()
@@ -366,14 +376,14 @@ class TorchEnvs(EnvBatch):
     def check_partial_reset(self) -> None:
         if self._how is None:
             raise UnsupportedEnv(
-                f"{self.name} cannot reset single environments: reset all of them, or {DO_ONE}"
+                f"{self.spec.name} cannot reset single environments: reset all of them, or {DO_ONE}"
             )
 
     def _need_mask(self, why: str) -> None:
         if self._how is None or self._how.indices:
             raise UnsupportedEnv(
-                f"{self.name}: {why}, so it must be reset by mask, without waiting for the device:"
-                f" {DO_ONE}"
+                f"{self.spec.name}: {why}, so it must be reset by mask, without waiting for the"
+                f" device: {DO_ONE}"
             )
 
     def _try_mask(self, given: dict[str, Any], obs: Leaves) -> Leaves:
@@ -383,17 +393,17 @@ class TorchEnvs(EnvBatch):
         self._mask_untried = False
         self._generator.manual_seed(0)
         actions = [draw(self._generator).to(self._on) for draw in self._draws]
-        seen = dict(zip(self.observation_specs, obs, strict=True))
-        for place, (action, spec) in enumerate(self.action_specs.items()):
-            key = self.action_masks.get(action)
+        seen = dict(zip(self.spec.observation_specs, obs, strict=True))
+        for place, (action, spec) in enumerate(self.spec.action_specs.items()):
+            key = self.spec.action_masks.get(action)
             if key is None or not spec.is_discrete:
                 continue
             with suppress(ValueError):  # a mask that does not fit, which policies refuse
-                allowed = _first_allowed(spec, seen[key], self.observation_specs[key].shape)
+                allowed = _first_allowed(spec, seen[key], self.spec.observation_specs[key].shape)
                 actions[place] = allowed.to(actions[place]).reshape(actions[place].shape)
         before, *_ = self._step(actions, 0)
         before = [leaf.clone() for leaf in before]
-        mask = torch.arange(self.num_envs, device=self._on) == 0
+        mask = torch.arange(self.spec.num_envs, device=self._on) == 0
         self._check_mask_respected(before, self._reset_some(mask, {}), mask)
         self.executed_in_row = 0
         return self._reset(given)
@@ -403,26 +413,26 @@ class TorchEnvs(EnvBatch):
             same = (old.to(self._on) == new.to(old.dtype)) | (new != new)
             if not (same | _like(mask, new)).all():
                 raise UnsupportedEnv(
-                    f"{self.name} was asked to reset some of its environments with"
+                    f"{self.spec.name} was asked to reset some of its environments with"
                     f" options={{'reset_mask': mask}} and reset others too; {DO_ONE}."
                 )
 
-    def _mode(self) -> AutoresetMode:
-        env = self.env
-        declared = autoreset_mode(env)
-        mani_skill = _is_from(env, MANI_SKILL) and getattr(env, "auto_reset", False)
-        if declared is None and (mani_skill or _is_from(env, *ISAAC_LAB)):
-            return AutoresetMode.SAME_STEP
-        if declared is None or declared is AutoresetMode.NEXT_STEP:
-            raise UnsupportedEnv(
-                f"{self.name}"
-                f" {'resets at the next step' if declared else 'does not say how it resets'}:"
-                " Muster takes batches on tensors with metadata['autoreset_mode'] SAME_STEP (it"
-                " returns the first observations of new episodes, and the last ones as"
-                " info['final_obs']) or DISABLED (reset() takes a mask). ManiSkill: pass"
-                " ManiSkillVectorEnv(env, auto_reset=True)."
-            )
-        return declared
+
+def _mode(env: Any, name: str) -> AutoresetMode:
+    declared = autoreset_mode(env)
+    mani_skill = _is_from(env, MANI_SKILL) and getattr(env, "auto_reset", False)
+    if declared is None and (mani_skill or _is_from(env, *ISAAC_LAB)):
+        return AutoresetMode.SAME_STEP
+    if declared is None or declared is AutoresetMode.NEXT_STEP:
+        raise UnsupportedEnv(
+            f"{name}"
+            f" {'resets at the next step' if declared else 'does not say how it resets'}:"
+            " Muster takes batches on tensors with metadata['autoreset_mode'] SAME_STEP (it"
+            " returns the first observations of new episodes, and the last ones as"
+            " info['final_obs']) or DISABLED (reset() takes a mask). ManiSkill: pass"
+            " ManiSkillVectorEnv(env, auto_reset=True)."
+        )
+    return declared
 
 
 @dataclass(frozen=True)

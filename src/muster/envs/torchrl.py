@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torchrl.envs import ActionMask, Compose, EnvBase, GymEnv, Transform, TransformedEnv
 
+from muster.env_spec import EnvSpec
 from muster.envs.checks import check_distinct, close_all
 from muster.envs.spaces import action_masks
 from muster.envs.torchrl_gym import PlainGym, fast_step, is_plain_gym, plain_parts
@@ -66,34 +67,41 @@ class TorchRLEnvs(EnvBatch):
     def __init__(self, envs: Sequence[EnvBase]) -> None:
         self.envs = list(envs)
         first = self.envs[0]
-        self.name = _name_of(first)
-        self._check(first)
-        self.specs = specs = declared(first)
+        name = _name_of(first)
+        _check(self.envs, name)
+        specs = declared(first)
         for i, env in enumerate(self.envs[1:], 1):
             if not declared(env).same_as(specs):
                 raise UnsupportedEnv(
-                    f"{self.name}: environments of one group need equal specs; those of env {i}"
-                    " differ"
+                    f"{name}: environments of one group need equal specs; those of env {i} differ"
                 )
-        self._ones = self._make_ones()
-        self.num_envs = sum(one.count for one in self._ones)
-        self.batch_shape = specs.lead or None
-        self.observation_specs = specs.observations
-        self.action_specs = specs.actions
-        self.step_specs = specs.steps
-        # masks of agents are those of the environment's action spec
-        if [*specs.actions] == [ACTION]:
-            self.action_masks = action_masks(specs.observations, specs.actions)
-        self.bookkeeping = frozenset(
+        self.declared = specs  # with what ``spec`` does not tell
+        self._ones = _ones_of(self.envs, name)
+        bookkeeping = frozenset(
             key
             for key in specs.observations
             if key in specs.state_only or key in specs.done or key[-1] in COUNTERS
         )
-        self.own_dtype = self.bookkeeping | specs.state
-        self.flags = specs.flags
-        self.reward_key = specs.reward_key
-        self.reward_dtype = specs.reward_dtype
-        self.final_obs_certain = not first.__dict__.get("_torchrl_native_autoreset", False)
+        # masks of agents are those of the environment's action spec
+        masked_at_root = [*specs.actions] == [ACTION]
+        B = sum(one.count for one in self._ones)
+        self.spec = EnvSpec(
+            name,
+            B,
+            specs.lead or (B,),
+            specs.observations,
+            specs.actions,
+            step_specs=specs.steps,
+            bookkeeping=bookkeeping,
+            own_dtype=bookkeeping | specs.state,
+            action_masks=action_masks(specs.observations, specs.actions) if masked_at_root else {},
+            samples_allowed=_samples_allowed(first),
+            flags=specs.flags,
+            reward_key=specs.reward_key,
+            reward_dtype=specs.reward_dtype,
+            final_obs_certain=not first.__dict__.get("_torchrl_native_autoreset", False),
+            single=not specs.lead,
+        )
         self._draw = drawers(first.full_action_spec, len(specs.lead))
         self._chooses = False  # in the next rollout, environments choose actions themselves
 
@@ -103,14 +111,14 @@ class TorchRLEnvs(EnvBatch):
         If that depends on the state (a mask, or the environment's own ``rand_action``), actions for
         more than one step are zeros, which the steps of the next rollout replace.
         """
-        if self._stateful():
+        if _is_stateful(self.envs[0]):
             return self._sample_stateful(shape)
         if self._draw is not None:
             return {
                 key: draw(rng.stream(i), shape) for i, (key, draw) in enumerate(self._draw.items())
             }
-        rows = int(np.prod(shape, dtype=int)) // self.num_envs
-        out = self._no_actions((rows, self.num_envs))
+        rows = int(np.prod(shape, dtype=int)) // self.spec.num_envs
+        out = self._no_actions((rows, self.spec.num_envs))
         with torch.random.fork_rng(devices=[]):
             for t in range(rows):
                 for one in self._ones:
@@ -141,24 +149,10 @@ class TorchRLEnvs(EnvBatch):
         return self.envs
 
     def look_again(self) -> None:
-        self._ones = self._make_ones()
+        self._ones = _ones_of(self.envs, self.spec.name)
 
     def close(self) -> None:
         close_all([env.close for env in self.envs if not env.is_closed])
-
-    def _make_ones(self) -> list[OneEnv]:
-        parts = plain_parts(self.envs[0]) or self.envs
-        names = [f"{self.name}[{i}]" for i in range(len(parts))] if len(parts) > 1 else [self.name]
-        specs = declared(parts[0])
-        if all(is_plain_gym(env, specs) for env in parts):
-            return [
-                PlainGym(env, specs, name, i)
-                for i, (env, name) in enumerate(zip(parts, names, strict=True))
-            ]
-        return [
-            OneEnv(env, specs, name, i, fast_step(env))
-            for i, (env, name) in enumerate(zip(parts, names, strict=True))
-        ]
 
     def _make_step(self, lane: Lane) -> Step:
         ones, advances = self._ones, [one.start(lane) for one in self._ones]
@@ -182,24 +176,9 @@ class TorchRLEnvs(EnvBatch):
 
         return step
 
-    def _stateful(self) -> bool:
-        env = self.envs[0]
-        own = (type(part).rand_action for part in _chain(env))
-        return masked(env.full_action_spec) or any(
-            f not in (EnvBase.rand_action, TransformedEnv.rand_action) for f in own
-        )
-
-    @property
-    def samples_allowed(self) -> bool:  # type: ignore[override]
-        """Whether random actions are TorchRL's, by masks or in another way of the environment."""
-        return self._stateful() or any(isinstance(part, ActionMask) for part in self._transforms())
-
-    def _transforms(self) -> Iterator[Any]:
-        for env in _chain(self.envs[0]):
-            yield from env.transform.modules() if isinstance(env, TransformedEnv) else ()
-
     def _sample_stateful(self, shape: tuple[int, ...]) -> dict[Key, Array]:
-        out = self._no_actions((int(np.prod(shape, dtype=int)) // self.num_envs, self.num_envs))
+        B = self.spec.num_envs
+        out = self._no_actions((int(np.prod(shape, dtype=int)) // B, B))
         if all(len(array) == 1 for array in out.values()):
             for one in self._ones:
                 self._put(out, 0, one, one.rand_action())
@@ -210,11 +189,11 @@ class TorchRLEnvs(EnvBatch):
     def _no_actions(self, lead: tuple[int, ...]) -> dict[Key, Array]:
         return {
             key: np.zeros((*lead, *spec.shape), spec.dtype)
-            for key, spec in self.action_specs.items()
+            for key, spec in self.spec.action_specs.items()
         }
 
     def _put(self, out: dict[Key, Array], t: int, one: OneEnv, td: Any) -> None:
-        for key, spec in self.action_specs.items():
+        for key, spec in self.spec.action_specs.items():
             row = out[key][t, one.columns]
             if spec.is_tensor:
                 row[...] = td.get(key).cpu().numpy().reshape(row.shape)
@@ -222,24 +201,59 @@ class TorchRLEnvs(EnvBatch):
                 cells = take(td, key, one.specs.lead)
                 row[...] = None if cells is None else cells.reshape(-1)
 
-    def _check(self, first: EnvBase) -> None:
-        check_distinct(self.envs, self.name)
-        if len(self.envs) > 1 and first.batch_size:
-            raise BadOption(
-                f"num_envs={len(self.envs)} was given, but {self.name} is a batch of environments"
-                " already: leave num_envs out, or pass a list of factories for several groups."
-            )
-        for env in _chain(first):
-            parts = env.transform.modules() if isinstance(env, TransformedEnv) else [env]
-            for part in parts:
-                hook = getattr(type(part), "_post_step_mdp_hooks", None)
-                usual = (None, Transform._post_step_mdp_hooks, Compose._post_step_mdp_hooks)
-                if hook not in usual:
-                    raise UnsupportedEnv(
-                        f"{self.name}: {type(part).__name__} changes observations between one step"
-                        " and the next (_post_step_mdp_hooks), which a batch cannot show. Leave it"
-                        " out, and compress what is stored."
-                    )
+
+def _check(envs: Sequence[EnvBase], name: str) -> None:
+    first = envs[0]
+    check_distinct(envs, name)
+    if len(envs) > 1 and first.batch_size:
+        raise BadOption(
+            f"num_envs={len(envs)} was given, but {name} is a batch of environments"
+            " already: leave num_envs out, or pass a list of factories for several groups."
+        )
+    for env in _chain(first):
+        parts = env.transform.modules() if isinstance(env, TransformedEnv) else [env]
+        for part in parts:
+            hook = getattr(type(part), "_post_step_mdp_hooks", None)
+            usual = (None, Transform._post_step_mdp_hooks, Compose._post_step_mdp_hooks)
+            if hook not in usual:
+                raise UnsupportedEnv(
+                    f"{name}: {type(part).__name__} changes observations between one step"
+                    " and the next (_post_step_mdp_hooks), which a batch cannot show. Leave it"
+                    " out, and compress what is stored."
+                )
+
+
+def _ones_of(envs: Sequence[EnvBase], name: str) -> list[OneEnv]:
+    parts = plain_parts(envs[0]) or envs
+    names = [f"{name}[{i}]" for i in range(len(parts))] if len(parts) > 1 else [name]
+    specs = declared(parts[0])
+    if all(is_plain_gym(env, specs) for env in parts):
+        return [
+            PlainGym(env, specs, who, i)
+            for i, (env, who) in enumerate(zip(parts, names, strict=True))
+        ]
+    return [
+        OneEnv(env, specs, who, i, fast_step(env))
+        for i, (env, who) in enumerate(zip(parts, names, strict=True))
+    ]
+
+
+def _is_stateful(env: EnvBase) -> bool:
+    """Return whether random actions depend on the state: a mask, or an own ``rand_action``."""
+    own = (type(part).rand_action for part in _chain(env))
+    return masked(env.full_action_spec) or any(
+        f not in (EnvBase.rand_action, TransformedEnv.rand_action) for f in own
+    )
+
+
+def _samples_allowed(env: EnvBase) -> bool:
+    """Return whether random actions are TorchRL's, by masks or in another way of the environment."""
+    return _is_stateful(env) or any(isinstance(part, ActionMask) for part in _transforms(env))
+
+
+def _transforms(env: EnvBase) -> Iterator[Any]:
+    for part in _chain(env):
+        yield from part.transform.modules() if isinstance(part, TransformedEnv) else ()
 
 
 def _chain(env: Any) -> Iterator[Any]:

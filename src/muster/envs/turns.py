@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from muster.env_spec import EnvSpec
 from muster.envs import checks
 from muster.envs.checks import FIX, Casts
 from muster.envs.spaces import SpaceCodec, action_masks, observation_codec
@@ -190,42 +191,52 @@ class TurnEnvs(EnvBatch):
     writes_next = True
 
     def __init__(self, envs: Sequence[Any]) -> None:
-        self.num_envs, self._games = len(envs), [Game(env) for env in envs]
-        env, self.name = envs[0], name_of_game(envs)
-        self.agents = tuple(str(agent) for agent in env.possible_agents)
-        first = env.observation_space(self.agents[0]), env.action_space(self.agents[0])
+        env = envs[0]
+        name = name_of_game(envs)
+        agents = tuple(str(agent) for agent in env.possible_agents)
+        first = env.observation_space(agents[0]), env.action_space(agents[0])
         for b, other in enumerate(envs):
-            if tuple(other.possible_agents) != self.agents:
-                raise UnsupportedEnv(
-                    f"{self.name}: environment {b} has other agents than environment 0"
-                )
-            for agent in self.agents:
+            if tuple(other.possible_agents) != agents:
+                raise UnsupportedEnv(f"{name}: environment {b} has other agents than environment 0")
+            for agent in agents:
                 if (other.observation_space(agent), other.action_space(agent)) != first:
                     raise UnsupportedEnv(
-                        f"{self.name}: {agent} of environment {b} has other spaces than"
-                        f" {self.agents[0]} of environment 0. Agents that take turns share the"
+                        f"{name}: {agent} of environment {b} has other spaces than"
+                        f" {agents[0]} of environment 0. Agents that take turns share the"
                         " columns of a batch: pad their spaces to the same shape"
                         " (supersuit.pad_observations_v0, pad_action_space_v0)."
                     )
-        self._call(0, "reset")
-        self._spaces = AgentSpaces(self.name, env, self.agents, env.infos)
+        checks.call(env, "reset", f"{name}[0]", index=0)
+        self._games = [Game(each) for each in envs]
+        self._spaces = AgentSpaces(name, env, agents, env.infos)
         self._actions = self._spaces.action
-        self.action_specs: Specs = self._actions.specs
         specs: Specs = dict(self._spaces.observation.specs)
         if self._spaces.mask_shape is not None:
             specs[ACTION_MASK] = ArraySpec(self._spaces.mask_shape, BOOL)
-        low, high = np.asarray(0), np.asarray(len(self.agents) - 1)
-        self.observation_specs = {**specs, AGENT: ArraySpec((), INTEGER, low, high)}
-        self.action_masks = action_masks(specs, self.action_specs)
-        self.bookkeeping = frozenset({AGENT})
-        self.casts: Casts = Casts(self.name)
-        checks.check_arrays(self.name, self.observation_specs, self.action_specs)
-        self._lag = len(self.agents) - 1
+        low, high = np.asarray(0), np.asarray(len(agents) - 1)
+        observed = {**specs, AGENT: ArraySpec((), INTEGER, low, high)}
+        checks.check_arrays(name, observed, self._actions.specs)
+        self.spec = EnvSpec(
+            name,
+            len(envs),
+            (len(envs),),
+            observed,
+            self._actions.specs,
+            bookkeeping=frozenset({AGENT}),
+            action_masks=action_masks(specs, self._actions.specs),
+            agents=agents,
+            single=True,
+        )
+        self.casts: Casts = Casts(name)
 
     @property
     def late(self) -> int:  # type: ignore[override]
         """The number of steps to make before the next row can be complete."""
-        return self._lag - min(len(game.open) + len(game.complete) for game in self._games)
+        return (
+            len(self.spec.agents)
+            - 1
+            - min(len(game.open) + len(game.complete) for game in self._games)
+        )
 
     # --- EnvBatch ---------------------------------------------------------------------------------
 
@@ -251,13 +262,13 @@ class TurnEnvs(EnvBatch):
         arrays = lane.arrays
         own = [key for key in arrays if key[0] not in NOT_HELD]
         held = [*own, *(key for key in (AGENT, POLICY_VERSION) if key in arrays)]
-        actions = [arrays[key] for key in self.action_specs]
+        actions = [arrays[key] for key in self.spec.action_specs]
         rewards, terminated, truncated = (
             arrays[REWARD],
             arrays[next_of(TERMINATED)],
             arrays[next_of(TRUNCATED)],
         )
-        after = [(key, arrays[next_of(key)]) for key in self.observation_specs]
+        after = [(key, arrays[next_of(key)]) for key in self.spec.observation_specs]
 
         def step(t: int) -> None:
             delivers = self.late <= 0
@@ -328,7 +339,7 @@ class TurnEnvs(EnvBatch):
         A game that is over, or was cut, is reset.
         """
         game = self._games[b]
-        who = f"{self.name}[{b}]"
+        who = f"{self.spec.name}[{b}]"
         resets = 0
         while True:
             if not game.env.agents:
@@ -389,10 +400,10 @@ class TurnEnvs(EnvBatch):
 
     def _leaves(self, b: int, agent: str, obs: Any, info: Any) -> Leaves:
         """Return the observation of an agent, with its mask and number."""
-        parts, mask = self._spaces.leaves(self.casts, obs, info, f"{self.name}[{b}]: {agent}")
-        leaves: Leaves = {AGENT: np.array(self.agents.index(agent))}
-        if ACTION_MASK in self.observation_specs:
-            leaves[ACTION_MASK] = np.full(self.observation_specs[ACTION_MASK].shape, mask)
+        parts, mask = self._spaces.leaves(self.casts, obs, info, f"{self.spec.name}[{b}]: {agent}")
+        leaves: Leaves = {AGENT: np.array(self.spec.agents.index(agent))}
+        if ACTION_MASK in self.spec.observation_specs:
+            leaves[ACTION_MASK] = np.full(self.spec.observation_specs[ACTION_MASK].shape, mask)
         for key, leaf in zip(self._spaces.observation.specs, parts, strict=True):
             leaves[key] = np.array(leaf)
         return leaves
@@ -408,4 +419,6 @@ class TurnEnvs(EnvBatch):
         )
 
     def _call(self, b: int, method: str, *args: Any, **given: Any) -> Any:
-        return checks.call(self._games[b].env, method, f"{self.name}[{b}]", *args, index=b, **given)
+        return checks.call(
+            self._games[b].env, method, f"{self.spec.name}[{b}]", *args, index=b, **given
+        )

@@ -16,6 +16,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
+from muster.env_spec import EnvSpec
 from muster.envs import checks
 from muster.envs.cartpole_vector import has_masks, with_masks
 from muster.envs.checks import FIX, Casts
@@ -40,10 +41,9 @@ class VectorEnvBatch(EnvBatch):
 
     def __init__(self, env: VectorEnv[Any, Any, Any]) -> None:
         self.env = env = with_masks(env)
-        self.num_envs = env.num_envs
-        self.batch_shape = (env.num_envs,)
-        self.name = checks.env_name(env)
-        self.mode = self._mode(env)
+        B = env.num_envs
+        name = checks.env_name(env)
+        self.mode = _mode(env, name)
         exact = (
             isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv))
             or _is_ale(env.unwrapped)
@@ -52,20 +52,24 @@ class VectorEnvBatch(EnvBatch):
         self._known = exact or bool(getattr(env.unwrapped, "muster_exact", False))
         if self.mode is AutoresetMode.SAME_STEP and isinstance(env.unwrapped, SyncVectorEnv):
             with_own_memory(env.unwrapped)
-        self.final_obs_certain = self.mode is not AutoresetMode.SAME_STEP or self._known
         self.observations: SpaceCodec = observation_codec(env.single_observation_space)
         self.actions: SpaceCodec = action_codec(env.single_action_space)
-        self.observation_specs = self.observations.specs
-        self.action_specs = self.actions.specs
-        self.action_masks = action_masks(self.observation_specs, self.action_specs)
+        self.spec = EnvSpec(
+            name,
+            B,
+            (B,),
+            self.observations.specs,
+            self.actions.specs,
+            action_masks=action_masks(self.observations.specs, self.actions.specs),
+            final_obs_certain=self.mode is not AutoresetMode.SAME_STEP or self._known,
+        )
         self._batched = [  # specs of the returned observations
-            ArraySpec((self.num_envs, *spec.shape), spec.dtype)
-            for spec in self.observation_specs.values()
+            ArraySpec((B, *spec.shape), spec.dtype) for spec in self.observations.specs.values()
         ]
-        self.casts: Casts = Casts(self.name)
+        self.casts: Casts = Casts(name)
         self.executed_in_row = 0
         # else ``_try_mask``
-        self._masks = self._known or self.mode is AutoresetMode.SAME_STEP or self.num_envs == 1
+        self._masks = self._known or self.mode is AutoresetMode.SAME_STEP or B == 1
         # SAME_STEP: environments that have reset themselves and await ``reset``, and their first
         # observations: copies.
         self._fresh: tuple[list[int], list[Array]] = [], []
@@ -82,7 +86,7 @@ class VectorEnvBatch(EnvBatch):
         which: Sequence[int],
         seeds: Sequence[int] | None,
     ) -> None:
-        targets = [arrays[key][row] for key in self.observation_specs]
+        targets = [arrays[key][row] for key in self.spec.observation_specs]
         fresh, first = self._fresh
         self._fresh = [], []
         now = seeds is not None or self.reset_options
@@ -95,17 +99,17 @@ class VectorEnvBatch(EnvBatch):
         self.new_infos = []
         if not rest:
             return
-        leaves = self._leaves(self._masked_reset(rest, seeds), f"{self.name}.reset")
+        leaves = self._leaves(self._masked_reset(rest, seeds), f"{self.spec.name}.reset")
         if self.keeps_infos:
             self.new_infos = [(self._infos_of(self._reset_info), rest)]
-        if not self._known and len(rest) < self.num_envs:
+        if not self._known and len(rest) < self.spec.num_envs:
             self._check_mask_respected(targets, leaves, rest)
         for target, leaf in zip(targets, leaves, strict=True):
             target[rest] = leaf[rest]
 
     def start(self, lane: Lane) -> Step:
-        obs_arrays = [lane.arrays[key] for key in self.observation_specs]
-        specs = self.action_specs.items()
+        obs_arrays = [lane.arrays[key] for key in self.spec.observation_specs]
+        specs = self.spec.action_specs.items()
         actions: list[tuple[Array, Callable[[Any], Array]]] = [
             (lane.arrays[key], np.ndarray.copy if spec.is_tensor else copied_cells)
             for key, spec in specs
@@ -118,10 +122,10 @@ class VectorEnvBatch(EnvBatch):
         def step(t: int) -> Sequence[int] | None:
             # the environment may keep it
             action = self.actions.build([copy(array[t]) for array, copy in actions])
-            got = checks.call(self.env, "step", self.name, action)
-            self.executed_in_row = self.num_envs
-            obs, reward, ended, cut, info = checks.step_values(got, f"{self.name}.step")
-            leaves = self._leaves(obs, f"{self.name}.step (row {t} of the batch)")
+            got = checks.call(self.env, "step", self.spec.name, action)
+            self.executed_in_row = self.spec.num_envs
+            obs, reward, ended, cut, info = checks.step_values(got, f"{self.spec.name}.step")
+            leaves = self._leaves(obs, f"{self.spec.name}.step (row {t} of the batch)")
             for array, leaf in zip(obs_arrays, leaves, strict=True):
                 array[t + 1] = leaf
             rewards[t] = self._column(reward, "reward", checks.NUMBERS)
@@ -184,15 +188,15 @@ class VectorEnvBatch(EnvBatch):
             for (key, spec), row, leaf in zip(
                 self.observations.specs.items(), rows, leaves, strict=True
             ):
-                who, what = f"{self.name}[{i}]", f"final_obs {dotted(key)}"
+                who, what = f"{self.spec.name}[{i}]", f"final_obs {dotted(key)}"
                 if spec.is_tensor:
                     self.casts.check(leaf, spec, what, who)
                 row[i] = leaf if spec.is_tensor else checks.stored_copy(leaf, f"{who}: {what}")
             return
         if known is None:
             raise BadEnvOutput(
-                f"{self.name}[{i}]: an episode ended in SAME_STEP mode without info['final_obs']."
-                f" {FIX}"
+                f"{self.spec.name}[{i}]: an episode ended in SAME_STEP mode without"
+                f" info['final_obs']. {FIX}"
             )
         known[t, i] = False
         for row in rows:  # the last observation is unknown: write no value that looks like one
@@ -204,9 +208,11 @@ class VectorEnvBatch(EnvBatch):
         """
         before = [
             leaf.copy()
-            for leaf in self._leaves(self._reset(seed=self._seeds(seeds)), f"{self.name}.reset")
+            for leaf in self._leaves(
+                self._reset(seed=self._seeds(seeds)), f"{self.spec.name}.reset"
+            )
         ]
-        after = self._leaves(self._masked_reset([0], None), f"{self.name}.reset")
+        after = self._leaves(self._masked_reset([0], None), f"{self.spec.name}.reset")
         self._check_mask_respected(before, after, [0])
         self._masks = True
 
@@ -214,16 +220,16 @@ class VectorEnvBatch(EnvBatch):
         given, self.reset_options = dict(self.reset_options or {}), None
         if given.keys() - {"options"}:
             raise BadOption(
-                f"{self.name}.reset takes options=, not {sorted(given.keys() - {'options'})}"
+                f"{self.spec.name}.reset takes options=, not {sorted(given.keys() - {'options'})}"
             )
-        if len(which) == self.num_envs:
+        if len(which) == self.spec.num_envs:
             if not self._masks:
                 self._try_mask(seeds)
             return self._reset(seed=self._seeds(seeds), **given)
-        mask = np.zeros(self.num_envs, bool)
+        mask = np.zeros(self.spec.num_envs, bool)
         mask[which] = True
         if seeds is not None:
-            full: Any = [None] * self.num_envs
+            full: Any = [None] * self.spec.num_envs
             for i, seed in zip(which, seeds, strict=True):
                 full[i] = seed
             seed_arg: Any = np.asarray(list(seeds)) if _is_ale(self.env.unwrapped) else full
@@ -235,14 +241,14 @@ class VectorEnvBatch(EnvBatch):
     def _check_mask_respected(
         self, before: list[Array], after: list[Array], which: list[int]
     ) -> None:
-        others = np.ones(self.num_envs, bool)
+        others = np.ones(self.spec.num_envs, bool)
         others[which] = False
         for old, new in zip(before, after, strict=True):
             if old.dtype != object and not _same(old[others], new[others]):
                 raise UnsupportedEnv(
-                    f"{self.name} ({self.mode.name}) was asked to reset some of its environments"
-                    " with options={'reset_mask': mask} and reset others too. Muster needs"
-                    " masked resets: let reset() respect reset_mask, or build it with"
+                    f"{self.spec.name} ({self.mode.name}) was asked to reset some of its"
+                    " environments with options={'reset_mask': mask} and reset others too. Muster"
+                    " needs masked resets: let reset() respect reset_mask, or build it with"
                     " AutoresetMode.SAME_STEP and info['final_obs'], or stack single environments"
                     " (gymnasium.make_vec(..., vectorization_mode='sync'))."
                 )
@@ -254,57 +260,65 @@ class VectorEnvBatch(EnvBatch):
 
     def _reset(self, **given: Any) -> Any:
         obs, self._reset_info = checks.reset_pair(
-            checks.call(self.env, "reset", self.name, **given), self.name
+            checks.call(self.env, "reset", self.spec.name, **given), self.spec.name
         )
         return obs
 
     def _leaves(self, obs: Any, who: str) -> list[Array]:
         """Return the leaves of a batched observation as checked arrays ``[B, *shape]``."""
         leaves = self.observations.flatten(obs, who)
-        for n, (key, spec) in enumerate(zip(self.observation_specs, self._batched, strict=True)):
+        for n, (key, spec) in enumerate(
+            zip(self.spec.observation_specs, self._batched, strict=True)
+        ):
             if spec.is_tensor:
                 self.casts.check(leaves[n], spec, dotted(key), who)
             else:
-                leaves[n] = _object_row(leaves[n], self.num_envs, f"{who}: {dotted(key)}")
+                leaves[n] = _object_row(leaves[n], self.spec.num_envs, f"{who}: {dotted(key)}")
         return leaves
 
     def _column(self, value: Any, name: str, kinds: str) -> Array:
         array = np.asarray(value)
-        if kinds == checks.NUMBERS and array.shape == (self.num_envs, 1) and not self.casts.refused:
-            self.casts.note(f"rewards have shape {array.shape}, expected ({self.num_envs},)")
+        if (
+            kinds == checks.NUMBERS
+            and array.shape == (self.spec.num_envs, 1)
+            and not self.casts.refused
+        ):
+            self.casts.note(f"rewards have shape {array.shape}, expected ({self.spec.num_envs},)")
             array = array[:, 0]
-        if array.shape != (self.num_envs,) or array.dtype.kind not in kinds:
+        if array.shape != (self.spec.num_envs,) or array.dtype.kind not in kinds:
             raise BadEnvOutput(
-                f"{self.name}.step: {name} has shape {array.shape} and dtype {array.dtype},"
-                f" expected ({self.num_envs},) and {'bool' if kinds == 'b' else 'a number'}. {FIX}"
+                f"{self.spec.name}.step: {name} has shape {array.shape} and dtype {array.dtype},"
+                f" expected ({self.spec.num_envs},) and {'bool' if kinds == 'b' else 'a number'}."
+                f" {FIX}"
             )
         return array
 
-    def _mode(self, env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
-        mode = autoreset_mode(env)
-        if mode is None:
-            raise UnsupportedEnv(
-                f"{self.name} does not say how it resets: set metadata['autoreset_mode'] to a "
-                "gymnasium.vector.AutoresetMode. Guessing would corrupt the ends of episodes."
-            )
-        base = env.unwrapped
-        if (
-            mode is AutoresetMode.NEXT_STEP
-            and isinstance(base, AsyncVectorEnv)
-            and not base.shared_memory
-        ):
-            raise UnsupportedEnv(
-                f"{self.name}: AsyncVectorEnv(shared_memory=False) forgets masked resets in"
-                " NEXT_STEP mode. Use shared_memory=True or autoreset_mode=AutoresetMode.DISABLED."
-            )
-        if (
-            mode is not AutoresetMode.SAME_STEP
-            and getattr(base, "batch_size", self.num_envs) != self.num_envs
-        ):
-            raise UnsupportedEnv(
-                f"{self.name}: batch_size < num_envs is not lockstep; use batch_size = num_envs"
-            )
-        return mode
+
+def _mode(env: VectorEnv[Any, Any, Any], name: str) -> AutoresetMode:
+    mode = autoreset_mode(env)
+    if mode is None:
+        raise UnsupportedEnv(
+            f"{name} does not say how it resets: set metadata['autoreset_mode'] to a "
+            "gymnasium.vector.AutoresetMode. Guessing would corrupt the ends of episodes."
+        )
+    base = env.unwrapped
+    if (
+        mode is AutoresetMode.NEXT_STEP
+        and isinstance(base, AsyncVectorEnv)
+        and not base.shared_memory
+    ):
+        raise UnsupportedEnv(
+            f"{name}: AsyncVectorEnv(shared_memory=False) forgets masked resets in"
+            " NEXT_STEP mode. Use shared_memory=True or autoreset_mode=AutoresetMode.DISABLED."
+        )
+    if (
+        mode is not AutoresetMode.SAME_STEP
+        and getattr(base, "batch_size", env.num_envs) != env.num_envs
+    ):
+        raise UnsupportedEnv(
+            f"{name}: batch_size < num_envs is not lockstep; use batch_size = num_envs"
+        )
+    return mode
 
 
 def autoreset_mode(env: Any) -> AutoresetMode | None:

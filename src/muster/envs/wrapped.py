@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from muster.env_spec import EnvSpec
 from muster.memory.slots import Lane
 from muster.protocols import EnvBatch, Step
 
@@ -17,16 +18,20 @@ class WrappedEnvs:
     """
 
     inner: EnvBatch
+    spec: EnvSpec
     bypassed: Sequence[int]
 
-    def __init__(self, inner: EnvBatch) -> None:
-        self.__dict__.update(inner=inner, bypassed=[])  # bypasses ``__setattr__``
+    def __init__(self, inner: EnvBatch, spec: EnvSpec) -> None:
+        self.__dict__.update(inner=inner, spec=spec, bypassed=[])  # bypasses ``__setattr__``
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["inner"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.inner, name, value)
+
+    def store_as(self, spec: EnvSpec) -> None:
+        self.__dict__["spec"] = spec
 
     def bypass(self, which: Collection[int]) -> None:
         self.__dict__["bypassed"] = list(which)
@@ -40,7 +45,7 @@ class WrappedEnvs:
             try:
                 note(t)
             except BaseException:  # also Ctrl-C; the step was made
-                self.executed_in_row = self.num_envs - len(self.bypassed)
+                self.executed_in_row = self.spec.num_envs - len(self.bypassed)
                 raise
             return finished
 

@@ -23,7 +23,6 @@ from typing_extensions import Self
 
 from muster.collectors import Collector, MultiSyncCollector
 from muster.collectors.multi_options import MultiOptions
-from muster.collectors.options import Execution, check_choice
 from muster.collectors.setup import factories_of, keywords_of
 from muster.collectors.signatures import passes_on
 from muster.envs.build import EpisodeSeeds, SeedingFactory, is_environment, is_single
@@ -47,7 +46,9 @@ from muster.evaluation.video import Tape
 from muster.keys import AGENT, TRAJ_IDS
 from muster.restore.pickling import MAKE_POLICY, dumps, loads
 from muster.rng import GroupRng
+from muster.rollout.options import Execution
 from muster.utils.attributes import name_of
+from muster.utils.checked import check_choice
 from muster.utils.forks import Owner
 from muster.utils.integers import integer
 from muster.utils.interrupts import postponed

@@ -14,16 +14,16 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from muster.env_spec import EnvSpec
 from muster.errors import BadOption, described
 from muster.policies.agents import PerAgent
 from muster.policies.checks import MASKED_RAISES, PolicySetting
 from muster.policies.functions import FunctionPolicy
 from muster.policies.head_policy import HeadPolicy
 from muster.policies.heads import Head
-from muster.policies.random import RandomPolicy
-from muster.policies.sampling import all_masks_of, check_masks, masks_of
+from muster.policies.sampling import all_masks_of, check_masks
 from muster.policies.states import BATCH_DIM
-from muster.protocols import EnvBatch, Policy
+from muster.protocols import Policy
 from muster.utils.attributes import name_of
 from muster.utils.event_loop import CoroutineCall, CoroutineRunner, is_coroutine_function
 
@@ -38,17 +38,16 @@ ACCEPTED = (
 
 def adapt(
     policy: Any,
-    env: EnvBatch,
+    env: EnvSpec,
     *,
-    batch_shape: tuple[int, ...],
     device: torch.device | None = None,
     exploration_type: str = "random",
     executor: bool = True,
     takes_td: bool | None = None,
     timeouts: Mapping[str, float | None] = MappingProxyType({}),
 ) -> Policy:
-    """Return the adapter for ``policy`` (see ``ACCEPTED``; None draws actions uniformly), which
-    computes on ``device``.
+    """Return the adapter for ``policy`` (see ``ACCEPTED``, but not None), which computes on
+    ``device``.
 
     ``executor`` allows the fast executor if it is equal to the module. ``takes_td``: the policy
     takes a TensorDict; None: see ``takes_tensordict``. ``timeouts``: deadlines of coroutines, by
@@ -56,13 +55,11 @@ def adapt(
     and ``UnsupportedSpace`` if an action mask does not fit.
     """
     check_masks(env)
-    if policy is None:
-        return RandomPolicy(env.sample, batch_shape, masks=masks_of(env))
     home = torch.empty(0, device=env.device).device  # device of the rows, with its index
     setting = PolicySetting(
         env.observation_specs,
         env.action_specs,
-        batch_shape,
+        env.acting_shape,
         all_masks_of(env),
         device=None if device == home else device,
         rows_device=env.device,

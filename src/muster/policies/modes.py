@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterable
-from typing import Literal
 
 import torch
 from torch import nn
@@ -19,8 +18,7 @@ from torch import nn
 from muster.policies.executor import layers_are_known
 from muster.policies.heads import Categorical, Deterministic, Gaussian, TanhGaussian
 from muster.policies.normalization import RunningNorm
-
-PolicyMode = Literal["eval", "as_given"]
+from muster.protocols import PolicyMode
 
 # Modules that do the same in both modes. Where a policy has no others, rollouts of one step save 2
 # us.

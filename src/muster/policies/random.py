@@ -11,8 +11,8 @@ from muster.errors import MusterError
 from muster.keys import IS_INIT, Key
 from muster.memory.slots import Lane, as_tensor
 from muster.memory.specs import OBJECT, Array, Column
-from muster.policies.sampling import ActionMask
-from muster.protocols import Act, Outputs
+from muster.policies.sampling import ActionMask, masks_of
+from muster.protocols import Act, EnvBatch, Outputs
 from muster.rng import GroupRng
 
 if TYPE_CHECKING:
@@ -22,6 +22,11 @@ else:
 
 Sample = Callable[[GroupRng, tuple[int, ...]], dict[Key, Array]]
 FIRST_MASKED = 1 << 19  # first stream for masked actions; see ``GroupRng.stream``
+
+
+def random_policy(env: EnvBatch) -> RandomPolicy:
+    """Return the policy that draws the actions of an env batch uniformly, among the allowed ones."""
+    return RandomPolicy(env.sample, env.spec.acting_shape, masks=masks_of(env.spec))
 
 
 class RandomPolicy:

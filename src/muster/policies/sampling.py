@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from muster.memory.specs import Array, choices_of, is_joint_mask
 if TYPE_CHECKING:
     import torch
 
-    from muster.protocols import EnvBatch
+    from muster.env_spec import EnvSpec
 else:
     from muster.utils import lazy_torch as torch
 
@@ -137,36 +137,32 @@ class ActionMask:
         )
 
 
-def masks_of(env: EnvBatch | Any) -> list[ActionMask]:
-    """Return the masks for random actions of an env batch: none if its ``sample`` respects them."""
-    return [] if getattr(env, "samples_allowed", False) else all_masks_of(env)
+def masks_of(spec: EnvSpec) -> list[ActionMask]:
+    """Return the masks for random actions: none if the env batch's own are allowed."""
+    return [] if spec.samples_allowed else all_masks_of(spec)
 
 
-def all_masks_of(env: EnvBatch | Any) -> list[ActionMask]:
-    """Return the action masks of an env batch (or of its description), except those that
-    ``check_masks`` refuses.
-    """
-    masks = [_mask_or_problem(env, action, key) for action, key in env.action_masks.items()]
+def all_masks_of(spec: EnvSpec) -> list[ActionMask]:
+    """Return the action masks, except those that ``check_masks`` refuses."""
+    masks = [_mask_or_problem(spec, action, key) for action, key in spec.action_masks.items()]
     return [mask for mask in masks if isinstance(mask, ActionMask)]
 
 
-def check_masks(env: EnvBatch | Any) -> None:
-    """Raise ``UnsupportedSpace`` if an action mask of the env batch (or of its description) does
-    not fit its action.
-    """
-    for action, key in env.action_masks.items():
-        problem = _mask_or_problem(env, action, key)
+def check_masks(spec: EnvSpec) -> None:
+    """Raise ``UnsupportedSpace`` if an action mask does not fit its action."""
+    for action, key in spec.action_masks.items():
+        problem = _mask_or_problem(spec, action, key)
         if isinstance(problem, str):
             raise UnsupportedSpace(
-                f"{env.name}: {problem}. Change the mask, or rename the key if it is no mask of"
+                f"{spec.name}: {problem}. Change the mask, or rename the key if it is no mask of"
                 " allowed actions."
             )
 
 
-def _mask_or_problem(env: EnvBatch | Any, action: Key, key: Key) -> ActionMask | str:
+def _mask_or_problem(env: EnvSpec, action: Key, key: Key) -> ActionMask | str:
     """Return the mask ``key`` of an action, or what is wrong with it."""
     spec = env.action_specs[action]
-    mask = {**env.observation_specs, **env.info_specs}[key]
+    mask = env.carried_specs[key]
     place = key[1:] if key[0] == INFO else key
     if place[:1] == ACTION_MASK and place[1:] != action[1:]:
         parts = [each for each in env.action_specs if env.action_specs[each].is_discrete]

@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from muster.envs.stacked import StackedEnvs
-from muster.envs.wrapped import innermost
 from muster.errors import MusterError, text_of
 from muster.keys import Key
 from muster.memory.specs import Array
@@ -58,11 +56,6 @@ class ResetLog:
     due: dict[int, Special] = field(default_factory=dict)
 
 
-def replays_alone(env: EnvBatch) -> bool:
-    """Whether each environment of the batch can be replayed without the others."""
-    return isinstance(innermost(env), StackedEnvs)
-
-
 def random_state(env: Any) -> dict[str, Any] | None:
     """The state of a Gymnasium environment's random generator; None if it has none."""
     try:
@@ -96,8 +89,8 @@ class Anchors:
     """
 
     def __init__(self, env: EnvBatch) -> None:
-        self._env, self._alone = env, replays_alone(env)
-        self.seeds: list[int | None] = [None] * env.num_envs
+        self._env, self._alone = env, env.spec.replays_alone
+        self.seeds: list[int | None] = [None] * env.spec.num_envs
         self.forget()
 
     def before_reset(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:

@@ -18,7 +18,8 @@ from muster.memory.specs import Array
 from muster.restore.action_log import generator_of
 from muster.restore.crash_report import CrashReport, Special
 from muster.restore.registered import installed
-from muster.rollout.columns import RolloutOptions, lane_columns
+from muster.rollout.columns import lane_columns
+from muster.rollout.options import RolloutOptions
 
 
 class Player:
@@ -33,18 +34,18 @@ class Player:
         device = None if factory.device is None else torch.device(factory.device)
         num_envs = None if crash_report.alone else factory.num_envs
         with installed(crash_report.registered):
-            built = build_env(factory.source, num_envs, factory.kwargs, device)
+            self.batch = build_env(factory.source, num_envs, factory.kwargs, device)
         self.crash_report = crash_report
-        self.batch = built.env
+        spec = self.batch.spec
         self.batch.max_steps = crash_report.max_frames_per_traj
         layout = Layout(
             1,
-            self.batch.num_envs,
-            lane_columns(self.batch, (), RolloutOptions()),
+            spec.num_envs,
+            lane_columns(spec, (), RolloutOptions()),
             1,
-            built.batch_shape,
+            spec.batch_shape,
         )
-        self._lane = Slot(layout, self.batch.device or "heap").lanes[0]
+        self._lane = Slot(layout, spec.device or "heap").lanes[0]
         try:
             self._check()
         except BadCrashReport:
@@ -73,13 +74,15 @@ class Player:
 
     def observation(self) -> dict[Any, Array]:
         """The newest observation, ``[B, *shape]`` per leaf."""
-        return {key: _host(self._lane.data[key][0]) for key in self.batch.observation_specs}
+        return {key: _host(self._lane.data[key][0]) for key in self.batch.spec.observation_specs}
 
     def outcome(self) -> tuple[Array, Array, Array]:
         """Reward, terminated and truncated of the newest step, ``[B]`` each."""
         arrays = self._lane.arrays
-        self._lane.pull((self.batch.reward_key, next_of(("terminated",)), next_of(("truncated",))))
-        return arrays[self.batch.reward_key][0], *(
+        self._lane.pull(
+            (self.batch.spec.reward_key, next_of(("terminated",)), next_of(("truncated",)))
+        )
+        return arrays[self.batch.spec.reward_key][0], *(
             arrays[next_of((f,))][0] for f in ("terminated", "truncated")
         )
 
@@ -112,7 +115,7 @@ class Player:
     def _check(self) -> None:
         actions = self.crash_report.actions
         resets = self.crash_report.resets
-        specs = self.batch.action_specs
+        specs = self.batch.spec.action_specs
         expected = {key: tuple(self._lane.data[key].shape[1:]) for key in specs}
         got = {key: array.shape[1:] for key, array in actions.items()}
         if (actions and got != expected) or len({len(array) for array in actions.values()}) > 1:
@@ -120,9 +123,13 @@ class Player:
                 f"{self.crash_report.name} takes actions {expected}, and the crash report holds"
                 f" {got}."
             )
-        if len(resets) and not 0 <= resets[:, 2].min() <= resets[:, 2].max() < self.batch.num_envs:
+        if (
+            len(resets)
+            and not 0 <= resets[:, 2].min() <= resets[:, 2].max() < self.batch.spec.num_envs
+        ):
             raise BadCrashReport(
-                f"the crash report resets environments beyond the {self.batch.num_envs} that there"
+                f"the crash report resets environments beyond the {self.batch.spec.num_envs} that"
+                " there"
                 " are."
             )
 
@@ -158,7 +165,7 @@ class Player:
                 else array[row]
             )
         self.batch.start(self._lane)(0)
-        for key in self.batch.observation_specs:
+        for key in self.batch.spec.observation_specs:
             data[key][0] = data[key][1]
 
 

@@ -20,7 +20,7 @@ from muster.errors import BadOption, PolicyError, described
 from muster.keys import AGENT, IS_INIT, TERMINATED, TRAJ_IDS, TRUNCATED, Key, next_of
 from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import Array, Column
-from muster.protocols import Policy, acting_shape, carried_specs
+from muster.protocols import Policy
 from muster.rng import GroupRng
 from muster.rollout.acting import is_own
 from muster.rollout.context import RolloutContext
@@ -101,7 +101,7 @@ class NextRows:
         self._group = group
         self._lane = lane
         self._wanted = wanted
-        of_env = carried_specs(group.env)
+        of_env = group.env.spec.carried_specs
         self._states = [c.key for c in lane.layout.columns if c.carry and c.key not in of_env]
         self._kept: dict[tuple[int, int], dict[Key, Any]]
         self._kept = lane.cache.setdefault(KEPT, {})
@@ -146,7 +146,7 @@ class NextRows:
         if self._wanted == "truncations":
             cells |= truncated
         t, env = np.nonzero(cells & shown & ~terminated)
-        observed = self._group.env.observation_specs
+        observed = self._group.env.spec.observation_specs
         rows: dict[Key, Any] = {key: _copy(lane.data[next_of(key)][t, env]) for key in observed}
         for key in self._states:
             rows[key] = _copy(lane.data[key][t + 1, env])
@@ -193,8 +193,8 @@ def _evaluate(group: Group, lane: Lane, made: BootstrapRows, policy: Policy) -> 
         made.fill(np.empty(0, np.float32))
         return
     if SPARE not in lane.cache:
-        shape = acting_shape(group.env, group.batch_shape)
-        lane.cache[SPARE] = spare_lane(made.columns, math.prod(shape), shape, group.env.device)
+        shape = group.env.spec.acting_shape
+        lane.cache[SPARE] = spare_lane(made.columns, math.prod(shape), shape, group.env.spec.device)
     around = group.contexts.usual
     if not policy.draws_globally:
         around = RolloutContext(group.rng, group.options, own_rng=False, inference=True)

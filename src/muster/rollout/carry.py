@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from muster.env_spec import EnvSpec
 from muster.keys import IS_INIT, Key
 from muster.memory.slots import as_tensor, torch_dtype
 from muster.memory.specs import ArraySpec, Column
-from muster.protocols import EnvBatch, carried_specs
 
 if TYPE_CHECKING:
     import torch
@@ -24,14 +24,12 @@ class Carry(dict[Key, Any]):
     They are arrays, or tensors on a device.
 
     Args:
-        env: env batch that writes the observations.
-        batch_shape: batch dimensions for policies.
+        env_spec: description of the env batch that writes the observations.
     """
 
-    def __init__(self, env: EnvBatch, batch_shape: tuple[int, ...]) -> None:
-        self._env = env
-        self._batch_shape = batch_shape
-        self._by_env = carried_specs(env)
+    def __init__(self, env_spec: EnvSpec) -> None:
+        self._env_spec = env_spec
+        self._by_env = env_spec.carried_specs
         super().__init__({key: self._zeros(spec) for key, spec in self._by_env.items()})
 
     def of(self, column: Column) -> Any:
@@ -66,12 +64,12 @@ class Carry(dict[Key, Any]):
         if isinstance(row, np.ndarray) and row.dtype == object:
             return row  # type: ignore[return-value]
         tensor = as_tensor(row)
-        return tensor.reshape((*self._batch_shape, *tensor.shape[1:]))
+        return tensor.reshape((*self._env_spec.batch_shape, *tensor.shape[1:]))
 
     def _zeros(self, spec: ArraySpec) -> Any:
-        shape = (1, self._env.num_envs, *spec.shape)
-        if self._env.device is None or not spec.is_tensor:
+        shape = (1, self._env_spec.num_envs, *spec.shape)
+        if self._env_spec.device is None or not spec.is_tensor:
             return np.zeros(shape, spec.dtype)
         # rollouts run in it, but carried rows are also written outside of rollouts
         with torch.inference_mode(False):
-            return torch.zeros(shape, dtype=torch_dtype(spec.dtype), device=self._env.device)
+            return torch.zeros(shape, dtype=torch_dtype(spec.dtype), device=self._env_spec.device)

@@ -5,11 +5,11 @@ own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
 
 import numpy as np
 
+from muster.env_spec import EnvSpec
 from muster.errors import BadOption
 from muster.keys import (
     FLAGS,
@@ -25,70 +25,48 @@ from muster.keys import (
     next_of,
 )
 from muster.memory.specs import OBJECT, Column
-from muster.protocols import EnvBatch, carried_specs
-
-Validate = Literal["off", "fast", "full"]
+from muster.rollout.options import RolloutOptions
 
 FLAG, INTEGER = np.dtype(bool), np.dtype(np.int64)
 
 
-@dataclass(frozen=True)
-class RolloutOptions:
-    """Options of a rollout; see ``CollectorOptions``.
-
-    Attributes:
-        marks_valid: store ``collector/valid``.
-    """
-
-    max_frames_per_traj: int | None = None
-    reset_at_each_iter: bool = False
-    reset_when_done: bool = True
-    set_truncated: bool = False
-    compact_obs: bool = False
-    track_policy_version: Any = False
-    interruptor: Any = None
-    validate: Validate = "fast"
-    num_threads: int | None = 1
-    inference_mode: bool = True
-    own_rng: bool = True
-    max_decorrelation_steps: int = 0
-    traj_done_key: str | None = None
-    prev_action_reward: bool = False
-    on_step: Any = None
-    marks_valid: bool = False
-
-
 def lane_columns(
-    env: EnvBatch, policy: Sequence[Column], options: RolloutOptions, *, resumed: bool = False
+    env_spec: EnvSpec,
+    policy: Sequence[Column],
+    options: RolloutOptions,
+    *,
+    marks_valid: bool = False,
+    resumed: bool = False,
 ) -> tuple[Column, ...]:
     """Return the columns of a lane.
 
     Args:
         policy: columns of the policy's extras and recurrent state.
+        marks_valid: add ``collector/valid``.
         resumed: add ``collector/resumed``.
     """
     by_policy = {column.key for column in policy}
-    if env.agents and any(column.carry for column in policy):
+    if env_spec.agents and any(column.carry for column in policy):
         raise BadOption(
-            f"the policy has a recurrent state, and the agents of {env.name} take turns: the state"
-            " of one agent would go to the next. Use a policy without a state, or put what it has"
-            " to remember into the observation"
+            f"the policy has a recurrent state, and the agents of {env_spec.name} take turns: the"
+            " state of one agent would go to the next. Use a policy without a state, or put what"
+            " it has to remember into the observation"
         )
     columns = []
-    for key, spec in carried_specs(env).items():
+    for key, spec in env_spec.carried_specs.items():
         column = Column(key, spec.shape, spec.dtype, ragged=spec.ragged, inner=spec.inner)
         columns.append(replace(column, carry=True, by_policy=key in by_policy))
         if not options.compact_obs:
             columns.append(replace(column, key=next_of(key)))
     columns += [
         Column(key, s.shape, s.dtype, ragged=s.ragged, inner=s.inner)
-        for key, s in env.action_specs.items()
+        for key, s in env_spec.action_specs.items()
     ]
     columns += [
         Column(next_of(key), s.shape, s.dtype, ragged=s.ragged, inner=s.inner)
-        for key, s in env.step_specs.items()
+        for key, s in env_spec.step_specs.items()
     ]
-    visible = {*env.flags, *((TRUNCATED,) if options.max_frames_per_traj else ())}
+    visible = {*env_spec.flags, *((TRUNCATED,) if options.max_frames_per_traj else ())}
     for flag in FLAGS:
         columns += [
             Column(key, (), FLAG, trailing=True, host=True, hidden=flag not in visible)
@@ -96,9 +74,11 @@ def lane_columns(
         ]
     if options.traj_done_key is not None:
         columns.append(Column(TRAJ_DONE, (), FLAG, trailing=True, host=True))
-    hidden = env.reward_key == TEAM_REWARD
+    hidden = env_spec.reward_key == TEAM_REWARD
     columns.append(
-        Column(env.reward_key, (), env.reward_dtype, trailing=True, host=True, hidden=hidden)
+        Column(
+            env_spec.reward_key, (), env_spec.reward_dtype, trailing=True, host=True, hidden=hidden
+        )
     )
     columns.append(Column(TRAJ_IDS, (), INTEGER, host=True))
     if options.max_frames_per_traj:
@@ -106,9 +86,9 @@ def lane_columns(
             Column(key, (), INTEGER, trailing=True, host=True)
             for key in (STEP_COUNT, next_of(STEP_COUNT))
         ]
-    if not env.final_obs_certain:
+    if not env_spec.final_obs_certain:
         columns.append(Column(NEXT_OBS_VALID, (), FLAG))
-    if options.marks_valid:
+    if marks_valid:
         columns.append(Column(VALID, (), FLAG, host=True))
     text = isinstance(getattr(options.track_policy_version, "version", None), str)
     if text and POLICY_VERSION in by_policy:
@@ -121,4 +101,7 @@ def lane_columns(
         columns.append(Column(POLICY_VERSION, (), OBJECT if text else INTEGER, host=True))
     if resumed:
         columns.append(Column(RESUMED, (), FLAG, host=True))
-    return (*columns, *(column for column in policy if column.key not in env.observation_specs))
+    return (
+        *columns,
+        *(column for column in policy if column.key not in env_spec.observation_specs),
+    )

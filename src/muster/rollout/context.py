@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from muster.rng import GroupRng
-from muster.rollout.columns import RolloutOptions
+from muster.rollout.options import RolloutOptions
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ class RolloutContext:
         self, rng: GroupRng, options: RolloutOptions, *, own_rng: bool = True, inference: bool
     ) -> None:
         self._rng = rng
-        self._own_rng = own_rng and options.own_rng
+        self._own_rng = own_rng and options.execution.own_rng
         self._num_threads = options.num_threads
         self._inference = inference
         # kept, since ``inference_mode()`` and ``no_grad()`` take 5 us
@@ -101,5 +101,5 @@ class Contexts:
 
     def __init__(self, rng: GroupRng, options: RolloutOptions) -> None:
         self.rng = rng
-        self.usual = RolloutContext(rng, options, inference=options.inference_mode)
+        self.usual = RolloutContext(rng, options, inference=options.execution.inference_mode)
         self.without_inference = RolloutContext(rng, options, inference=False)

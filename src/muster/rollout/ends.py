@@ -22,7 +22,7 @@ from muster.keys import Key
 from muster.memory.objects import copied
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
-from muster.protocols import EnvBatch, carried_specs
+from muster.protocols import EnvBatch
 from muster.rollout.marks import NEVER, cut_after_end
 
 
@@ -81,7 +81,7 @@ class Waiting:
         new = [i for i in which if i not in self.since]
         self.since.update(dict.fromkeys(new, t))
         if self._bypass.is_possible:
-            specs = carried_specs(self._env)
+            specs = self._env.spec.carried_specs
             for i in new:
                 if i in going_on:
                     self._kept[i] = {key: copied(lane.arrays[key][t + 1, i]) for key in specs}
@@ -116,7 +116,7 @@ class Waiting:
         """Return a mask of the cells without a transition, ``[n, B]``; None: all have one."""
         if not self.since and not self.absent:
             return None
-        mask = np.zeros((n, self._env.num_envs), bool)
+        mask = np.zeros((n, self._env.spec.num_envs), bool)
         for i, t in self.since.items():
             mask[t + 1 :, i] = True
         mask[:, list(self.absent)] = True
@@ -124,7 +124,7 @@ class Waiting:
 
     def executed(self, begin: int, end: int) -> int:
         """Return the number of environment steps in rows ``begin`` to ``end`` (exclusive)."""
-        steps = (end - begin) * (self._env.num_envs - len(self.absent))
+        steps = (end - begin) * (self._env.spec.num_envs - len(self.absent))
         if self.since and self._bypass.is_possible:
             for t in self.since.values():
                 steps -= max(0, end - max(begin, t + 1))

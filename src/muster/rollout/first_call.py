@@ -38,7 +38,7 @@ def prime(group: Group, policy: Policy, version: int | str) -> Outputs:
 
     Where environments act when they are ready, the outputs are not used.
     """
-    if group.env.ready_envs is not None:
+    if group.env.spec.ready is not None:
         return probe(group, policy)
     call = group.call_of(policy)
     if call is None:
@@ -61,9 +61,9 @@ def _call(group: Group, policy: Policy) -> Outputs:
     begin_episodes(group)
     with group.contexts.without_inference:
         obs = group.observations()
-        obs |= {key: group.carry.seen(key) for key in group.env.action_masks.values()}
+        obs |= {key: group.carry.seen(key) for key in group.env.spec.action_masks.values()}
         if IS_INIT in group.carry:  # the episodes may have begun with an earlier policy
             obs[IS_INIT] = group.carry.seen(IS_INIT)
-        if group.env.ready_envs is not None:
+        if group.env.spec.ready is not None:
             obs = {key: value[group.env.ready_envs] for key, value in obs.items()}
         return keep(call_policy(policy, lambda: policy.first(obs, group.rng)))

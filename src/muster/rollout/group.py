@@ -15,9 +15,9 @@ from muster.protocols import EnvBatch, Outputs, Policy
 from muster.rng import GroupRng
 from muster.rollout.acting import env_error
 from muster.rollout.carry import Carry
-from muster.rollout.columns import RolloutOptions
 from muster.rollout.context import Contexts
 from muster.rollout.ends import Bypass
+from muster.rollout.options import RolloutOptions
 from muster.rollout.progress import Phase, Progress
 from muster.rollout.resets import Due, ResetListener, check_resets
 
@@ -111,7 +111,6 @@ class Group:
 
     Args:
         env: env batch, owned by the group.
-        batch_shape: batch dimensions for policy and user.
         env_ids: global numbers of the group's environments.
         total_envs: number of environments over all groups.
         rng: random streams of the group.
@@ -134,7 +133,6 @@ class Group:
         self,
         env: EnvBatch,
         *,
-        batch_shape: tuple[int, ...],
         env_ids: Array,
         total_envs: int,
         rng: GroupRng,
@@ -146,17 +144,16 @@ class Group:
         self.env = env
         self.options = options
         self.number = number
-        self.batch_shape = batch_shape
         self.sharing = (env_ids, total_envs)
         if not shares_batch:
-            self.sharing = (np.arange(env.num_envs), env.num_envs)
+            self.sharing = (np.arange(env.spec.num_envs), env.spec.num_envs)
         self.clock: TrajectoryClock | AgentClock
-        if env.agents:
-            self.clock = AgentClock(env_ids, total_envs, env.agents)
+        if env.spec.agents:
+            self.clock = AgentClock(env_ids, total_envs, env.spec.agents)
         else:
             self.clock = TrajectoryClock(env_ids, total_envs)
-        self.carry = Carry(env, batch_shape)
-        self.due = Due(range(env.num_envs))
+        self.carry = Carry(env.spec)
+        self.due = Due(range(env.spec.num_envs))
         self.random_start = RandomStart(options.max_decorrelation_steps)
         self.reports = Reports(Progress() if progress is None else progress, [])
         self.bypass = Bypass(env)
@@ -170,7 +167,7 @@ class Group:
     @property
     def B(self) -> int:  # noqa: N802 (the field's name)
         """Number of environments."""
-        return self.env.num_envs
+        return self.env.spec.num_envs
 
     @property
     def rng(self) -> GroupRng:
@@ -194,7 +191,7 @@ class Group:
 
     def observations(self) -> dict[Key, torch.Tensor]:
         """Return the observations for the policy's next call, ``[*batch_shape, *shape]`` per leaf."""
-        return {key: self.carry.seen(key) for key in self.env.observation_specs}
+        return {key: self.carry.seen(key) for key in self.env.spec.observation_specs}
 
     def listen(self, listener: ResetListener) -> None:
         """Tell ``listener`` of all resets from now on."""
@@ -266,7 +263,7 @@ class Group:
         try:
             self.env.reset(data, row, which, seeds)
         except Exception as error:
-            raised = env_error(self.env.name, "reset", error)
+            raised = env_error(self.env.spec.name, "reset", error)
             if raised is error:
                 raise
             raise raised from error

@@ -199,7 +199,7 @@ def rendering(env: EnvBatch, seconds: float) -> Watch:
             "render",
             render,
             env.objects(),
-            f"Can {env.name} render? Gymnasium: render_mode='human'.",
+            f"Can {env.spec.name} render? Gymnasium: render_mode='human'.",
         )
         pause.wait(seconds)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from muster.keys import IS_INIT, POLICY_VERSION, RESUMED, TRAJ_IDS, VALID, Key, next_of
 from muster.memory.slots import Lane
-from muster.protocols import EnvBatch, carried_specs
+from muster.protocols import EnvBatch
 from muster.rollout.carry import Carry
-from muster.rollout.columns import RolloutOptions
 from muster.rollout.marks import CACHE_BYTES, NEVER, marks_of
+from muster.rollout.options import RolloutOptions
 from muster.rollout.values import quick_check
 
 TERMINATED, TRUNCATED, DONE = next_of(("terminated",)), next_of(("truncated",)), next_of(("done",))
@@ -38,7 +38,7 @@ class LaneViews:
         data = lane.data
         arrays = lane.arrays
         columns = lane.layout.columns
-        of_env = carried_specs(env)
+        of_env = env.spec.carried_specs
         self.observed = list(of_env)
         self.next_rows: list[tuple[Any, Any]] = []
         self.copied_every = NEVER
@@ -52,7 +52,7 @@ class LaneViews:
         rows_of = [(column.key, data[column.key]) for column in carried]
         self.carried = [(key, rows, rows[:1], rows[lane.T :]) for key, rows in rows_of]
         self.states = [(rows, key == IS_INIT) for key, rows in rows_of if key not in of_env]
-        self.is_fine = quick_check(lane, env, options.validate)
+        self.is_fine = quick_check(lane, env.spec, options.validate)
         values = marks_of(lane)
         places = (data, arrays) if lane.mirrored else (arrays,)
         self.marks = [
@@ -67,7 +67,7 @@ class LaneViews:
         self.mirrored = [
             column.key for column in lane.layout.tensor_columns if column.host and lane.mirrored
         ]
-        keys = env.reward_key, DONE, TERMINATED, TRUNCATED, TRAJ_IDS
+        keys = env.spec.reward_key, DONE, TERMINATED, TRUNCATED, TRAJ_IDS
         self.flags = [arrays[key] for key in keys]
         self.version = arrays.get(POLICY_VERSION)
         self.valid = arrays.get(VALID)

@@ -128,7 +128,7 @@ def _prepare(running: Rollout, policy: Policy, *, acted: bool) -> Prepared:
         acted = False
     if lane.acts_from != begin + acted:
         lane.act_from(begin + acted)
-    if group.env.ready_envs is not None:
+    if group.env.spec.ready is not None:
         env = cast(ReadyFirst, group.env)
         written = [column.key for column in policy.columns()]
         prepare = partial(_acting_when_ready, running, policy)
@@ -311,7 +311,7 @@ def _cut_short(
     reason = "bad_env_output" if issubclass(type(error), BadEnvOutput) else "env_error"
     running.fail(t, reason, _executed(running, t, at))
     what = "reset" if resetting else "step"
-    return env_error(running.group.env.name, f"{what} (row {t} of the batch)", error)
+    return env_error(running.group.env.spec.name, f"{what} (row {t} of the batch)", error)
 
 
 def _executed(running: Rollout, t: int, at: int) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from muster.env_spec import EnvSpec
 from muster.episodes.clock import AgentClock
 from muster.episodes.record import info_records
 from muster.keys import (
@@ -28,7 +29,6 @@ from muster.keys import (
 )
 from muster.memory.slots import Lane
 from muster.memory.specs import Array, Specs
-from muster.protocols import EnvBatch
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +136,7 @@ def nested_truncations(specs: Specs) -> list[Key]:
     ]
 
 
-def mark_end(lane: Lane, t: int, env: EnvBatch, *, limited: bool) -> None:
+def mark_end(lane: Lane, t: int, env_spec: EnvSpec, *, limited: bool) -> None:
     """For ``set_truncated``: mark the last row ``t`` as truncated where no episode ended.
 
     Nested flags are marked in the ``next`` columns only, since the episode continues. The root is
@@ -145,9 +145,9 @@ def mark_end(lane: Lane, t: int, env: EnvBatch, *, limited: bool) -> None:
     Args:
         limited: ``max_frames_per_traj`` is set, so the root can be truncated, too.
     """
-    nested = nested_truncations(env.observation_specs)
+    nested = nested_truncations(env_spec.observation_specs)
     pairs = [(next_of(key), next_of((*key[:-1], "done"))) for key in nested]
-    if TRUNCATED in env.flags or limited or not nested:
+    if TRUNCATED in env_spec.flags or limited or not nested:
         pairs.append((next_of(TRUNCATED), next_of(DONE)))
     for truncated, done in pairs:
         if truncated in lane.data:

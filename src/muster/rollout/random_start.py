@@ -39,10 +39,10 @@ def start_at_random(group: Group, which: Sequence[int]) -> None:
     steps = np.zeros(group.B, np.int64)
     steps[which] = 1 + rng.integers(group.random_start.most, size=group.B)[which]
     most = int(steps.max())
-    columns = lane_columns(env, (), group.options)
-    lane = Slot(Layout(1, group.B, columns, batch_shape=group.batch_shape)).lanes[0]
+    columns = lane_columns(env.spec, (), group.options)
+    lane = Slot(Layout(1, group.B, columns, batch_shape=env.spec.batch_shape)).lanes[0]
     streams = cast(GroupRng, _Streams(group.rng))
-    policy = _DrawingFrom(streams, env.sample, group.batch_shape, masks=masks_of(env))
+    policy = _DrawingFrom(streams, env.sample, env.spec.batch_shape, masks=masks_of(env.spec))
     phase = progress.begin(Phase.RESET)
     tally = Tally()
     try:

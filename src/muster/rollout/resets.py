@@ -10,7 +10,7 @@ from typing_extensions import Self
 
 from muster.errors import BadOption
 from muster.protocols import EnvBatch
-from muster.rollout.columns import RolloutOptions
+from muster.rollout.options import RolloutOptions
 
 
 def check_resets(env: EnvBatch, options: RolloutOptions) -> None:
@@ -19,12 +19,13 @@ def check_resets(env: EnvBatch, options: RolloutOptions) -> None:
     """
     if options.traj_done_key is not None:
         env.track_lives(options.traj_done_key)
-    if options.max_decorrelation_steps and (env.writes_next or env.device is not None):
+    if options.max_decorrelation_steps and (env.writes_next or env.spec.device is not None):
         raise BadOption(
-            f"max_decorrelation_steps: {env.name} steps all its environments at once on a device."
+            f"max_decorrelation_steps: {env.spec.name} steps all its environments at once on a"
+            " device."
             " Let it begin at random steps by itself, or leave the option out"
         )
-    if options.max_decorrelation_steps and not env.bypasses and env.num_envs > 1:
+    if options.max_decorrelation_steps and not env.bypasses and env.spec.num_envs > 1:
         env.check_partial_reset()
 
 

@@ -136,7 +136,7 @@ class Rollout:
         if request.rule is not None and request.rule.complete:
             lane.stop()
         if self.reports.progress.watched:
-            self.reports.progress.mark_unwritten(lane, group.env.reward_key, 0)
+            self.reports.progress.mark_unwritten(lane, group.env.spec.reward_key, 0)
         for fill, value in views.fills:
             fill(value)
         if views.resumed is not None:
@@ -197,7 +197,7 @@ class Rollout:
         group = self.group
         ends: Ends = RESET_NOW
         if not group.options.reset_when_done and not self.request.is_random_start:
-            ends = WaitForBatch(self.waiting, group.bypass, self._limit, group.env.reward_key)
+            ends = WaitForBatch(self.waiting, group.bypass, self._limit, group.env.spec.reward_key)
         if self.request.rule is None:
             return ends
         return ChosenByRule(self.request.rule, ends, self.waiting, group.bypass, self._limit)
@@ -208,7 +208,7 @@ class Rollout:
         if group.options.on_step is not None and not self.request.is_random_start:
             env_ids = group.clock.env_ids
             on_step = group.options.on_step
-            repeats = group.env.repeats
+            repeats = group.env.spec.repeats
             watchers.append(watching(on_step, env_ids, self.waiting, repeats, self.next_obs))
         if self.request.pause is not None:
             watchers.append(rendering(group.env, self.request.pause))
@@ -379,7 +379,7 @@ class Rollout:
         """Check values, which is cheaper once per rollout than once per step."""
         lane = self.lane
         group = self.group
-        found = first_bad_value(lane, group.env, group.options.validate, without)
+        found = first_bad_value(lane, group.env.spec, group.options.validate, without)
         if found is None:
             return
         t, message, by_policy = found  # discard this row and all later ones
@@ -397,7 +397,7 @@ class Rollout:
         begin = self.lane.done_steps
         self.next_obs.take_back(begin)
         self.waiting.take_back(begin)
-        self.reports.progress.mark_unwritten(self.lane, self.group.env.reward_key, begin)
+        self.reports.progress.mark_unwritten(self.lane, self.group.env.spec.reward_key, begin)
         for marks, value in self.views.marks:
             marks[begin:] = value
 
@@ -415,7 +415,7 @@ class Rollout:
             cells[KNOWN] = self.waiting.executed(0, n) + cells[BEFORE]
         self.next_obs.copy(n)
         if lane.mirrored:
-            lane.pull((group.env.reward_key, TERMINATED, TRUNCATED))
+            lane.pull((group.env.spec.reward_key, TERMINATED, TRUNCATED))
         flags = views.flags if n == lane.T else [rows[:n] for rows in views.flags]
         reward, done, terminated, truncated, ids = flags
         # else it is False already
@@ -436,7 +436,7 @@ class Rollout:
             clock.fill_step_counts(counts[:n], over)
             np.add(counts, 1, out=lane.arrays[next_of(STEP_COUNT)])
         episodes = clock.advance(reward, terminated, truncated, over)
-        if group.env.info_specs and len(episodes):
+        if group.env.spec.info_specs and len(episodes):
             episodes = replace(episodes, info=self.next_obs.infos(lane, over))
         if without is not None:
             self._take_back_steps(without, over)
@@ -446,7 +446,7 @@ class Rollout:
         closes = self.request.closes and not self.request.is_random_start
         # a mark for the learner; the episode continues
         if options.set_truncated and closes and n:
-            mark_end(lane, n - 1, group.env, limited=bool(options.max_frames_per_traj))
+            mark_end(lane, n - 1, group.env.spec, limited=bool(options.max_frames_per_traj))
         for key, rows, _, last in views.carried:
             row = last if n == lane.T else rows[n : n + 1]
             group.carry.take(key, row, self.absent)
@@ -460,7 +460,7 @@ class Rollout:
         if lane.mirrored:  # the reward was copied from the device
             keys = views.mirrored
             if without is None:
-                keys = [key for key in keys if key != group.env.reward_key]
+                keys = [key for key in keys if key != group.env.spec.reward_key]
             lane.push(keys)
         group.closed()
         if options.reset_at_each_iter and closes:

@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
+from muster.env_spec import EnvSpec
 from muster.envs.checks import values_problem
 from muster.keys import NEXT_OBS_VALID, Key, dotted, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array, ArraySpec
-from muster.protocols import EnvBatch
-from muster.rollout.columns import Validate
+from muster.rollout.options import Validate
 
 FEW = 16  # values to check; for fewer of them, Python is faster than ufuncs
 
 
-def quick_check(lane: Lane, env: EnvBatch, mode: Validate) -> Callable[[], bool] | None:
+def quick_check(lane: Lane, env_spec: EnvSpec, mode: Validate) -> Callable[[], bool] | None:
     """Return a function that tests whether all rows are free of bad values; None: use
     ``first_bad_value``.
     """
@@ -29,10 +29,10 @@ def quick_check(lane: Lane, env: EnvBatch, mode: Validate) -> Callable[[], bool]
         return None
     isfinite, floats, bounds = (
         np.isfinite,
-        [lane.arrays[env.reward_key]],
+        [lane.arrays[env_spec.reward_key]],
         list[tuple[Any, Array, Array]](),
     )
-    for key, spec in env.action_specs.items():
+    for key, spec in env_spec.action_specs.items():
         if spec.dtype.kind == "f":
             floats.append(lane.arrays[key])
         elif spec.dtype.kind in "iu":
@@ -86,7 +86,7 @@ def _few_are_fine(
 
 
 def first_bad_value(
-    lane: Lane, env: EnvBatch, mode: Validate, late: Array | None = None
+    lane: Lane, env_spec: EnvSpec, mode: Validate, late: Array | None = None
 ) -> tuple[int, str, bool] | None:
     """Find the first row with an invalid value.
 
@@ -105,11 +105,15 @@ def first_bad_value(
         return None
     n = lane.done_steps
     made = None if late is None or not late.any() else ~late
-    reward = lane.arrays[env.reward_key][:n]
+    reward = lane.arrays[env_spec.reward_key][:n]
     if not np.isfinite(reward).all():
         t, b = (int(i) for i in np.argwhere(~np.isfinite(reward))[0])
-        return t, f"{env.name}[{b}].step (row {t} of the batch): reward is {reward[t, b]}", False
-    for key, spec in env.action_specs.items():
+        return (
+            t,
+            f"{env_spec.name}[{b}].step (row {t} of the batch): reward is {reward[t, b]}",
+            False,
+        )
+    for key, spec in env_spec.action_specs.items():
         if not spec.is_tensor or (lane.mirrored and mode != "full"):
             continue
         bounded = mode == "full" or spec.dtype.kind in "iu"
@@ -118,7 +122,7 @@ def first_bad_value(
         if found is not None:
             t, b, what = found
             return t, f"{dotted(key)} for env {b} (row {t} of the batch): {what}", True
-    for key, spec in env.observation_specs.items() if mode == "full" else ():
+    for key, spec in env_spec.observation_specs.items() if mode == "full" else ():
         # An observation occurs twice: after the step that returned it, and before the next step.
         shown = [_first(_host(lane, key)[:n], spec, made)]
         if next_of(key) in lane.data:
@@ -129,7 +133,7 @@ def first_bad_value(
             shown.append(_first(_host(lane, next_of(key))[:n], spec, known))
         if places := [place for place in shown if place is not None]:
             t, b, what = min(places, key=lambda place: place[0])
-            return t, f"{env.name}[{b}] (row {t} of the batch): {dotted(key)} {what}", False
+            return t, f"{env_spec.name}[{b}] (row {t} of the batch): {dotted(key)} {what}", False
     return None
 
 

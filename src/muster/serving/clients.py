@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -422,7 +422,7 @@ class ClientEnvs(StackedEnvs):
     def __init__(self, clients: Clients, number: int) -> None:
         self._env = ClientEnv(clients, number)
         super().__init__([self._env])  # type: ignore[list-item]  # it has all that is used
-        self.final_obs_certain = False
+        self.spec = replace(self.spec, final_obs_certain=False)
 
     def start(self, lane: Lane) -> Step:
         step = super().start(lane)

@@ -12,12 +12,13 @@ from typing import Any
 
 from muster.collectors.multi import MultiCollector
 from muster.collectors.multi_options import MultiOptions
+from muster.collectors.schedules import FirstReadyKind, ScheduleKind
 from muster.collectors.signatures import passes_on
 from muster.errors import BadOption
 from muster.serving.clients import Clients
 from muster.utils.integers import integer
-from muster.workers.config import check_timeouts
 from muster.workers.first_ready import FirstReady
+from muster.workers.options import check_timeouts
 from muster.workers.requests import Request, Reset, Seed
 
 CLIENT_TIMEOUTS: dict[str, float | None] = {"step": 60.0, "reset": None}
@@ -78,7 +79,6 @@ class PolicyServer(MultiCollector):
     save environments raise ``BadOption``.
     """
 
-    _alone = True
     _is_set_up = False
 
     def __init__(self, clients: Clients, policy: Any, **options: Any) -> None:
@@ -134,6 +134,9 @@ class PolicyServer(MultiCollector):
 
     def _refusal(self, method: str, why: str) -> BadOption:
         return BadOption(f"{method} is not available for muster.serve: {why}.")
+
+    def _schedule_kind(self) -> ScheduleKind:
+        return FirstReadyKind()
 
     def _set_up(self) -> None:
         super()._set_up()

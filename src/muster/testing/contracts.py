@@ -22,6 +22,7 @@ from muster.collectors import Collector
 from muster.collectors.options import CollectorOptions
 from muster.collectors.signatures import passes_on
 from muster.errors import BadOption
+from muster.protocols import EnvBatch
 from muster.testing.poison import poisoned
 
 if TYPE_CHECKING:
@@ -187,11 +188,16 @@ class EnvContract:
             return self.steps * self.num_envs
         env = self.make_env()
         size = getattr(env, "batch_size", None)
+        count: int
+        if EnvBatch in type(env).__mro__:
+            count = int(env.spec.num_envs)
+        elif isinstance(size, tuple):
+            count = math.prod(size)
+        else:
+            count = int(getattr(env, "num_envs", 1))
         if not getattr(env, "is_closed", False):
             env.close()
-        return self.steps * (
-            math.prod(size) if isinstance(size, tuple) else int(getattr(env, "num_envs", 1))
-        )
+        return self.steps * count
 
     def _assert_equal(self, a: TensorDict, b: TensorDict, problem: str) -> None:
         for key in self._differing(a, b):

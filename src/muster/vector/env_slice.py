@@ -14,6 +14,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import concatenate
 
+from muster.env_spec import EnvSpec
 from muster.envs import checks, coroutines
 from muster.envs.build import advice_for
 from muster.errors import EnvError, UnsupportedEnv, described
@@ -38,7 +39,7 @@ PackedInfos = list[tuple[int, bytes]]
 def execute(main: WorkerMain, call: bytes) -> Any:
     """Call a pickled method of the worker's ``EnvSlice`` with its arguments."""
     method, args = pickle.loads(call)
-    return method(main.built[0].env, *args)
+    return method(main.built[0], *args)
 
 
 def serve(main: WorkerMain, number: int) -> bytes | None:
@@ -47,7 +48,7 @@ def serve(main: WorkerMain, number: int) -> bytes | None:
     Args:
         number: number of the answer.
     """
-    envs: Any = main.built[0].env
+    envs: Any = main.built[0]
     calls = 0
     cells = main.progress.cells
     exchange = envs.shared.exchange
@@ -71,7 +72,7 @@ def serve(main: WorkerMain, number: int) -> bytes | None:
 
 def open_rows(main: WorkerMain, *args: Any) -> None:
     """Call ``EnvSlice.open``."""
-    envs: Any = main.built[0].env
+    envs: Any = main.built[0]
     envs.open(main, *args)
 
 
@@ -90,8 +91,6 @@ class EnvSlice(EnvBatch):
         replaces: make an environment again if it raises an error, instead of raising that.
     """
 
-    observation_specs = action_specs = {}  # noqa: RUF012 (no rollout is made)
-
     def __init__(
         self,
         env_fns: Sequence[Callable[[], Any]],
@@ -105,7 +104,6 @@ class EnvSlice(EnvBatch):
         self._mode = mode
         self._replaces = replaces
         self.num_envs = len(env_fns)
-        self.batch_shape = (self.num_envs,)
         self._streams = _EnvStreams(len(env_fns))
         self.envs: list[Any] = []
         try:
@@ -115,7 +113,8 @@ class EnvSlice(EnvBatch):
             with suppress(Exception):
                 self.close()
             raise
-        self.name = type(self.envs[0]).__name__
+        name = type(self.envs[0]).__name__
+        self.spec = EnvSpec(name, self.num_envs, (self.num_envs,), {}, {})  # no rollout is made
         self._due = [False] * self.num_envs  # environments to be reset before the next step
         self._histories = [_History(None) for _ in env_fns]
 

@@ -22,30 +22,34 @@ from muster.errors import BadOption, MusterError, WorkerDied, WorkerHung
 from muster.restore.crash_report import EnvFactory
 from muster.restore.pickling import dumps
 from muster.restore.registered import ids_of_this_process
-from muster.rollout.columns import RolloutOptions
+from muster.rollout.options import Execution
 from muster.rollout.progress import ALL_ORDERS, STEPPING
 from muster.utils.cpus import usable_cores
 from muster.utils.integers import integer
 from muster.utils.interrupts import postponed
 from muster.vector.env_slice import EnvSlice, execute, open_rows, serve
 from muster.vector.rows import Exchange, VectorRows
-from muster.workers.build import WorkerOptions
-from muster.workers.config import PoolConfig, WorkerConfig, WorkerPlace, check_timeouts
+from muster.workers.config import PoolConfig, WorkerConfig, WorkerPlace
 from muster.workers.lives import Restarted
 from muster.workers.mailbox import LOOK_S, Mailbox
 from muster.workers.messages import Tell
+from muster.workers.options import (
+    Restart,
+    SupervisionOptions,
+    WorkerOptions,
+    WorkerSetting,
+    check_timeouts,
+)
 from muster.workers.proxy import WorkerProxy
 from muster.workers.supervision import Supervisor
 
-MAX_RESTARTS = 10  # of a worker within a minute, as for collectors
 SliceCall = tuple[Callable[..., Any], Sequence[Any]]  # a method of ``EnvSlice``, and its arguments
 # last observations (None: none), seeds and pickled attributes of environments, for ``open_rows``
 Inheritance = tuple[Sequence[Any] | None, Sequence[int | None], bytes]
 PROTOCOL = pickle.HIGHEST_PROTOCOL
 _PLAIN = (EnvSlice.step, EnvSlice.truncate)  # without functions and objects of the user
-_OPTIONS = WorkerOptions(
-    1, True, None, None, None, "random", False, None, False, False, RolloutOptions()
-)
+_MOST_RESTARTS = Restart().max_restarts  # as for collectors
+_SETTING = WorkerSetting(options=WorkerOptions(execution=Execution(executor=False)))
 
 
 class TimeIsUp(Exception):
@@ -134,7 +138,7 @@ class Slices:
 
     def may_replace(self, n: int) -> bool:
         """Return whether an environment of a worker may be replaced once more, and count that."""
-        return self.handles[n].record.may_restart(MAX_RESTARTS)
+        return self.handles[n].record.may_restart(_MOST_RESTARTS)
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -330,7 +334,7 @@ def config_of(
         partial(make, env_fns[part.start : part.stop], part.start, mode, replaces=replaces)
         for part in parts
     ]
-    kwargs, options = dumps([None], "no arguments"), dumps(_OPTIONS, "the options")
+    kwargs, options = dumps([None], "no arguments"), dumps(_SETTING, "the options")
     workers = [
         WorkerConfig(
             n, [n], [dumps(factory, "env_fns")], kwargs, b"", False, options, served_by=count
@@ -345,11 +349,8 @@ def config_of(
         None,
         origins,
         None,
-        None,
-        on_failure,
         timeouts,
-        MAX_RESTARTS,
-        start_method,
+        SupervisionOptions(on_failure=on_failure, start_method=start_method),
         registered=ids_of_this_process(),
     )
     return config, parts

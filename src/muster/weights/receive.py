@@ -69,6 +69,21 @@ class Receivers:
                 scheme.connect(worker_idx=self._worker_idx)
                 self.publish(model_id, context.model)
 
+    def receive_or_publish(self, given: Any) -> None:
+        """Receive weights through the schemes, or, without schemes, publish the given ones.
+
+        Raises ``BadOption`` if weights were given although there are schemes.
+        """
+        if not self.schemes:
+            self._weights.publish(given)
+        elif given is not None:
+            raise BadOption(
+                "this collector receives its weights through schemes: call receive_weights()"
+                " without any"
+            )
+        else:
+            self.receive()
+
     def receive(self) -> None:
         """Take what has been sent by now."""
         for scheme in self.schemes.values():
@@ -121,3 +136,14 @@ class _Context:
     ) -> None:
         weights = self.model if policy_or_weights is None else policy_or_weights
         self._receivers.publish(model_id or self._model_id, weights)
+
+
+def only_source(*sources: Any) -> Any:
+    """Return the one of these arguments that is not None; None: all are."""
+    given = [source for source in sources if source is not None]
+    if len(given) > 1:
+        raise BadOption(
+            "the weights are given more than once: pass them as the argument, as weights= or as"
+            " policy="
+        )
+    return given[0] if given else None

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from muster.envs.build import BuiltEnv
+from muster.env_spec import EnvSpec
 from muster.errors import BadOption
 from muster.keys import AGENT, INFO, IS_INIT, POLICY_VERSION, Key, dotted
 from muster.memory.slots import Lane, Layout, Slot
@@ -30,11 +30,8 @@ from muster.rollout.bootstrap import BootstrapRows, fill_values, spare_lane
 from muster.rollout.request import RolloutRequest
 from muster.weights.names import named_tensors
 from muster.weights.transport import Subscriber
-from muster.workers.build import WorkerOptions, build_policy
-from muster.workers.messages import GroupInfo
-
-if TYPE_CHECKING:
-    from muster.protocols import EnvBatch
+from muster.workers.build import fit_policy
+from muster.workers.options import WorkerSetting
 
 # maximum size of a buffer with several steps; policies prepare for its steps at once
 GATHER_BYTES = 1 << 20
@@ -89,20 +86,20 @@ class Actor:
     def __init__(
         self,
         policy: Any,
-        options: WorkerOptions,
+        setting: WorkerSetting,
         weights: Subscriber,
         *,
         exclusive: bool,
         keeps_streams: bool,
     ) -> None:
-        self._options = options
+        self._setting = setting
         self._weights = weights
         self._exclusive = exclusive
         self._keeps_streams = keeps_streams
-        self._policy, self._device = place(policy, options.policy_device)
+        self._policy, self._device = place(policy, setting.policy_device)
         self._in_place = self._device is None or self._device.type == "cpu"
         self._into = named_tensors(self._policy)
-        self._infos: Mapping[int, GroupInfo] = {}
+        self._infos: Mapping[int, EnvSpec] = {}
         self._rngs: dict[int, GroupRng] = {}  # by group
         self._policies: dict[tuple[int, ...], Policy] = {}  # by shape of the batch
         self._buffers: dict[tuple[int, int], Lane] = {}  # by number of environments and of steps
@@ -116,7 +113,7 @@ class Actor:
         self.look: Callable[[], bool] = bool  # see ``CoroutineRunner``
         self._epoch = 0  # grows with each change after which policies have to prepare again
 
-    def open(self, infos: Mapping[int, GroupInfo]) -> None:
+    def open(self, infos: Mapping[int, EnvSpec]) -> None:
         """Register groups by number.
 
         Raises ``BadOption`` if one policy call cannot act for all of them.
@@ -417,8 +414,8 @@ class Actor:
         A new one is called once to determine its columns.
         """
         if shape not in self._policies:
-            built = BuiltEnv(cast("EnvBatch", next(iter(self._infos.values()))), shape)
-            policy = build_policy(self._policy, self._options, built, self._device)
+            spec = replace(next(iter(self._infos.values())), batch_shape=shape)
+            policy = fit_policy(self._policy, self._setting, spec, self._device)
             if (coroutines := getattr(policy, "coroutines", None)) is not None:
                 coroutines.look = self.look
             # a copy: this call must not draw from the group's
@@ -435,7 +432,8 @@ class Actor:
     def _context(self, policy: Policy, rng: GroupRng, *, first: bool = False) -> Iterator[None]:
         """Return the context for a call of the policy; like ``Group.context``."""
         alone = self._exclusive and (first or policy.draws_globally)
-        inference = self._options.rollout.inference_mode and not (first or self._grad)
+        inference = self._setting.options.execution.inference_mode
+        inference &= not (first or self._grad)
         mode = torch.inference_mode() if inference else torch.no_grad()
         called = gradients_enabled(policy) if self._grad else nullcontext()
         # kept for the next calls: a change takes as long as a network's call
@@ -460,7 +458,7 @@ class Actor:
             self._epoch += 1
 
 
-def check_alike(info: GroupInfo, first: GroupInfo) -> None:
+def check_alike(info: EnvSpec, first: EnvSpec) -> None:
     """Raise ``BadOption`` for a group that an inference server cannot act for together with the
     first one.
     """

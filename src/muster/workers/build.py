@@ -5,122 +5,83 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from muster.envs.build import BuiltEnv, build_env, is_environment
+from muster.env_spec import EnvSpec
+from muster.envs.build import build_env, is_environment
 from muster.envs.infos import Seen, look_at, with_infos
 from muster.envs.previous import with_previous
 from muster.errors import BadOption
 from muster.keys import ACTION_MASK, STEP_COUNT, TRUNCATED, dotted, next_of
 from muster.memory.slots import Lane, Layout, Slot
 from muster.memory.specs import ArraySpec
-from muster.policies.random import RandomPolicy
-from muster.policies.sampling import masks_of
-from muster.protocols import EnvBatch, Policy, acting_shape
+from muster.policies.random import random_policy
+from muster.policies.sampling import check_masks
+from muster.protocols import EnvBatch, Policy
 from muster.restore.pickling import loads
 from muster.rng import GroupRng
-from muster.rollout.columns import RolloutOptions, lane_columns
+from muster.rollout.columns import lane_columns
 from muster.rollout.group import Group
 from muster.rollout.marks import nested_truncations
+from muster.rollout.options import RolloutOptions
 from muster.rollout.progress import Progress
 from muster.utils.attributes import name_of
-from muster.workers.config import TIMEOUTS
+from muster.workers.options import WorkerOptions, WorkerSetting
 
 if TYPE_CHECKING:
     import torch
-
-    from muster.policies.modes import PolicyMode
 else:
     from muster.utils import lazy_torch as torch
 
-# share of its deadline in which a worker closes coroutines; it reports errors in the rest
-CLOSE_SHARE = 0.6
 
-
-@dataclass(frozen=True)
-class WorkerOptions:
-    """The options of a collector that its workers need; see ``CollectorOptions`` for their meaning."""
-
-    frames_per_batch: int
-    # all groups fill a batch together; False: each group fills batches of its own
-    shared_frames: bool
-    num_envs: int | None
-    env_device: torch.device | None
-    policy_device: torch.device | None
-    exploration_type: str
-    executor: bool
-    trust_policy: bool | None
-    compile_policy: bool | dict[str, Any] | None
-    cudagraph_policy: bool | dict[str, Any] | None
-    rollout: RolloutOptions
-    # of stored floating-point observations; None: that of the environments
-    obs_dtype: np.dtype[Any] | None = None
-    info: Any = False  # infos to store; False: none
-    timeouts: Mapping[str, float | None] = field(default_factory=dict)  # by phase, for coroutines
-    policy_mode: PolicyMode = "eval"
-    # ids of modules that threads may share with the user: those that a function of an importable
-    # file uses by name
-    users_modules: frozenset[int] = frozenset()
-
-    @property
-    def deadlines(self) -> dict[str, float | None]:
-        """Return the deadlines of coroutines, by phase."""
-        seconds = {**TIMEOUTS, **self.timeouts}
-        if (close := seconds["close"]) is not None:
-            seconds["close"] = CLOSE_SHARE * close
-        return seconds
-
-
-def made_policy(policy: bytes, options: WorkerOptions, *, is_factory: bool) -> Any:
+def made_policy(policy: bytes, setting: WorkerSetting, *, is_factory: bool) -> Any:
     """Unpickle the policy of a worker or server, or unpickle its factory and call it, and set its
     mode.
     """
     made = loads(policy, "policy_factory" if is_factory else "policy")
     if is_factory:
         made = made()
-    if made is not None and options.policy_mode == "eval":
+    if made is not None and setting.options.execution.policy_mode == "eval":
         from muster.policies.modes import set_eval
         from muster.weights.names import acting_modules
 
-        set_eval(acting_modules(made), besides=options.users_modules)
+        set_eval(acting_modules(made), besides=setting.users_modules)
     return made
 
 
 def build_envs(
     factories: Sequence[Any],
     kwargs: Sequence[Mapping[str, Any] | None],
-    options: WorkerOptions,
+    setting: WorkerSetting,
     made: ExitStack,
-) -> list[BuiltEnv]:
+) -> list[EnvBatch]:
     """Make an env batch for each factory, and register its ``close`` with ``made``."""
-    built: list[BuiltEnv] = []
+    options = setting.options
+    built: list[EnvBatch] = []
     looks: dict[tuple[int, int], Callable[[], Seen]] = {}
     for factory, keywords in zip(factories, kwargs, strict=True):
-        built.append(build_env(factory, options.num_envs, keywords, options.env_device))
-        made.callback(built[-1].env.close)
-        _check_env(env := built[-1].env, options.rollout)
-        if (dtype := options.obs_dtype) is not None:
-            specs = env.observation_specs.items()
-            env.observation_specs = {
-                key: s if key in env.own_dtype else s.stored_as(dtype) for key, s in specs
-            }
+        env = build_env(factory, options.num_envs, keywords, setting.env_device)
+        made.callback(env.close)
+        _check_env(env, options)
         if (coroutines := getattr(env, "coroutines", None)) is not None:
-            coroutines.timeouts = options.deadlines
+            coroutines.timeouts = setting.deadlines
         if env.casts is not None:
-            env.casts.refused = options.rollout.validate == "full"
+            env.casts.refused = options.validate == "full"
         if options.info is not False:
             source = id(factory), id(keywords)
             if source not in looks:
-                looks[source] = cache(partial(_infos_of, built[-1], factory, keywords, options))
-            built[-1] = replace(built[-1], env=with_infos(env, options.info, looks[source]))
-        if options.rollout.prev_action_reward:
-            built[-1] = replace(built[-1], env=with_previous(built[-1].env, dtype))
-    objects = [id(_innermost(env)) for b in built for env in b.env.objects()]
+                looks[source] = cache(partial(_infos_of, env, factory, keywords, setting))
+            env = with_infos(env, options.info, looks[source])
+        if options.prev_action_reward:
+            env = with_previous(env)
+        if setting.obs_dtype is not None:
+            env.store_as(env.spec.stored_as(setting.obs_dtype))
+        built.append(env)
+    objects = [id(_innermost(each)) for env in built for each in env.objects()]
     if len(set(objects)) < len(objects):
         raise BadOption(
             "create_env_fn has the same environment object twice; give functions that make one"
@@ -129,22 +90,22 @@ def build_envs(
 
 
 def _infos_of(
-    built: BuiltEnv, factory: Any, kwargs: Mapping[str, Any] | None, options: WorkerOptions
+    built: EnvBatch, factory: Any, kwargs: Mapping[str, Any] | None, setting: WorkerSetting
 ) -> Seen:
     """What infos look like: of a reset and a random step of an environment that is made for this
     and closed.
 
     An environment that exists already is only reset.
     """
-    mine = {id(_innermost(env)) for env in built.env.objects()}
+    mine = {id(_innermost(each)) for each in built.objects()}
     seen: Seen = {}
     with ExitStack() as made:
-        env = built.env
+        env = built
         steps = False
         if not is_environment(factory):
             probe = build_env(
-                factory, None if options.num_envs is None else 1, kwargs, options.env_device
-            ).env
+                factory, None if setting.options.num_envs is None else 1, kwargs, setting.env_device
+            )
             if steps := mine.isdisjoint(id(_innermost(each)) for each in probe.objects()):
                 env = probe
                 made.callback(env.close)
@@ -157,26 +118,27 @@ def _infos_of(
             # the environments that are kept warn of the same
             made.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-        env.reset(lane.arrays, 0, range(env.num_envs), range(env.num_envs) if steps else None)
+        every = range(env.spec.num_envs)
+        env.reset(lane.arrays, 0, every, every if steps else None)
         look_at(env, seen)
         if steps:
             # the action must be allowed
-            if isinstance(seen.get(ACTION_MASK), ArraySpec) and not env.action_masks:
+            if isinstance(seen.get(ACTION_MASK), ArraySpec) and not env.spec.action_masks:
                 env = with_infos(env, [ACTION_MASK], lambda: seen)
                 lane = _one_row(env)
-                env.reset(lane.arrays, 0, range(env.num_envs), range(env.num_envs))
-            RandomPolicy(env.sample, (env.num_envs,), masks=masks_of(env)).start(lane, rng)(0)
+                env.reset(lane.arrays, 0, every, every)
+            random_policy(env).start(lane, rng)(0)
             env.start(lane)(0)
             look_at(env, seen)
     return seen
 
 
 def _one_row(env: EnvBatch) -> Lane:
-    return Slot(Layout(1, env.num_envs, lane_columns(env, (), RolloutOptions()))).lanes[0]
+    return Slot(Layout(1, env.spec.num_envs, lane_columns(env.spec, (), RolloutOptions()))).lanes[0]
 
 
 def make_group(
-    built: BuiltEnv,
+    env: EnvBatch,
     number: int,
     first: int,
     total: int,
@@ -188,9 +150,8 @@ def make_group(
 ) -> Group:
     """Make a group of the environments ``first``, ``first + 1``, ... of ``total``."""
     return Group(
-        built.env,
-        batch_shape=built.batch_shape,
-        env_ids=np.arange(first, first + built.env.num_envs),
+        env,
+        env_ids=np.arange(first, first + env.spec.num_envs),
         total_envs=total,
         rng=rng,
         options=options,
@@ -201,23 +162,33 @@ def make_group(
 
 
 def build_policy(
-    policy: Any, options: WorkerOptions, built: Group | BuiltEnv, device: torch.device | None
+    policy: Any, setting: WorkerSetting, env: EnvBatch, device: torch.device | None
 ) -> Policy:
     """Adapt a policy to ``Policy`` for these environments; None is a uniformly random policy."""
+    if policy is None:
+        check_masks(env.spec)
+        return random_policy(env)
+    return fit_policy(policy, setting, env.spec, device)
+
+
+def fit_policy(
+    policy: Any, setting: WorkerSetting, spec: EnvSpec, device: torch.device | None
+) -> Policy:
+    """Adapt a policy to ``Policy`` for environments with this spec."""
     from muster.policies.adapt import adapt, takes_tensordict
 
+    options = setting.options
     takes = options.trust_policy
-    if policy is not None and takes is None:
+    if takes is None:
         takes = type(policy).__name__ == "CudaGraphModule" or takes_tensordict(policy)
     return adapt(
         _compiled(policy, options),
-        built.env,
-        batch_shape=acting_shape(built.env, built.batch_shape),
+        spec,
         device=device,
         exploration_type=options.exploration_type,
-        executor=options.executor,
+        executor=options.execution.executor,
         takes_td=bool(takes),
-        timeouts=options.deadlines,
+        timeouts=setting.deadlines,
     )
 
 
@@ -225,27 +196,24 @@ def _compiled(policy: Any, options: WorkerOptions) -> Any:
     from muster.policies.adapt import is_coroutine_policy
     from muster.policies.heads import Head
 
-    wanted = [
-        name
-        for name in ("compile_policy", "cudagraph_policy")
-        if getattr(options, name) not in (None, False)
-    ]
-    if policy is None or not wanted:
+    compiles = options.compile_policy not in (None, False)
+    records_graph = options.cudagraph_policy not in (None, False)
+    if not (compiles or records_graph):
         return policy
+    name = "compile_policy" if compiles else "cudagraph_policy"
     if is_coroutine_policy(policy):
         raise BadOption(
-            f"{wanted[0]} is for modules and functions, and {name_of(policy)} is a coroutine"
-            " function."
+            f"{name} is for modules and functions, and {name_of(policy)} is a coroutine function."
         )
     if isinstance(policy, Head):
         raise BadOption(
-            f"{wanted[0]} is for whole policies, and {policy.name} is a head: compile its network"
+            f"{name} is for whole policies, and {policy.name} is a head: compile its network"
             f" instead, as in muster.policies.{policy.name}(torch.compile(net))"
         )
     compiled: Any = policy
-    if "compile_policy" in wanted:
+    if compiles:
         compiled = torch.compile(compiled, **_dict(options.compile_policy))
-    if "cudagraph_policy" in wanted:
+    if records_graph:
         from tensordict.nn import CudaGraphModule
 
         compiled = CudaGraphModule(compiled, **_dict(options.cudagraph_policy))
@@ -257,8 +225,12 @@ def _dict(value: Any) -> dict[str, Any]:
 
 
 def _check_env(env: EnvBatch, options: RolloutOptions) -> None:
-    if options.set_truncated and TRUNCATED not in env.flags and not options.max_frames_per_traj:
-        nested = nested_truncations(env.observation_specs)
+    if (
+        options.set_truncated
+        and TRUNCATED not in env.spec.flags
+        and not options.max_frames_per_traj
+    ):
+        nested = nested_truncations(env.spec.observation_specs)
         if nested and options.compact_obs:
             raise BadOption(
                 f"set_truncated=True marks {dotted(next_of(nested[0]))}, which compact_obs=True"
@@ -266,7 +238,8 @@ def _check_env(env: EnvBatch, options: RolloutOptions) -> None:
             )
         if not nested:
             raise BadOption(
-                f"set_truncated=True, but {env.name} has no 'truncated' flag. Add one (TorchRL: "
+                f"set_truncated=True, but {env.spec.name} has no 'truncated' flag. Add one"
+                " (TorchRL: "
                 "env.add_truncated_keys()), or leave set_truncated out."
             )
     others = {
@@ -275,27 +248,29 @@ def _check_env(env: EnvBatch, options: RolloutOptions) -> None:
         "prev_action_reward": options.prev_action_reward,
     }
     refused = {"max_frames_per_traj": options.max_frames_per_traj, **others}
-    if env.ready_envs is not None and (name := next(filter(refused.get, refused), None)):
+    if env.spec.ready is not None and (name := next(filter(refused.get, refused), None)):
         raise BadOption(
-            f"{name}: {env.name} is asynchronous (batch_size={len(env.ready_envs)} of"
-            f" num_envs={env.num_envs}): its environments reset themselves, and are at different"
+            f"{name}: {env.spec.name} is asynchronous (batch_size={env.spec.ready} of"
+            f" num_envs={env.spec.num_envs}): its environments reset themselves, and are at"
+            " different"
             " steps. Remove the option (max_episode_steps of envpool.make_gymnasium limits"
             " episodes), or leave batch_size out"
         )
     refused = {"set_truncated": options.set_truncated, "compact_obs": options.compact_obs, **others}
-    if env.agents and (name := next(filter(refused.get, refused), None)):
+    if env.spec.agents and (name := next(filter(refused.get, refused), None)):
         raise BadOption(
-            f"{name}: the agents of {env.name} take turns, which this option does not know."
+            f"{name}: the agents of {env.spec.name} take turns, which this option does not know."
             " Remove it"
         )
-    if options.max_frames_per_traj and STEP_COUNT in env.observation_specs:
+    if options.max_frames_per_traj and STEP_COUNT in env.spec.observation_specs:
         raise BadOption(
-            f"max_frames_per_traj adds 'step_count', which {env.name} has already. Let the"
+            f"max_frames_per_traj adds 'step_count', which {env.spec.name} has already. Let the"
             " environment truncate (TorchRL: StepCounter(max_steps)), or rename its key."
         )
     if options.compact_obs and env.writes_next:
         raise BadOption(
-            f"compact_obs: {env.name} resets on the device, where last observations cannot be set"
+            f"compact_obs: {env.spec.name} resets on the device, where last observations cannot be"
+            " set"
             " aside"
         )
 

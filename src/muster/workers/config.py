@@ -2,56 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
-from muster.errors import BadOption
 from muster.memory.specs import Array
 from muster.restore.registered import SentIds
 from muster.weights.transport import Ticket
+from muster.workers.options import SupervisionOptions, timeout_of
 from muster.workers.requests import LayOut
-
-OnFailure = Literal["raise", "restart", "drop"]
-
-TIMEOUTS: dict[str, float | None] = {  # seconds
-    "construct": 300.0,
-    "reset": 60.0,
-    "step": 60.0,
-    "policy": 60.0,
-    "weights": 60.0,
-    "call": 300.0,
-    "close": 5.0,
-    "join": 600.0,
-    "heartbeat": 15.0,
-}
-
-
-def check_timeouts(timeouts: Any) -> None:
-    """Raise ``BadOption`` unless these are seconds by phase."""
-    if not isinstance(timeouts, Mapping):
-        raise BadOption(f"timeouts={timeouts!r}: expected a dict of seconds by phase")
-    for phase, seconds in timeouts.items():
-        if phase not in TIMEOUTS:
-            raise BadOption(
-                f"timeouts: there is no phase {phase!r}; expected some of {', '.join(TIMEOUTS)}"
-            )
-        if seconds is not None and not (
-            isinstance(seconds, (int, float)) and 0 < seconds < math.inf
-        ):
-            raise BadOption(
-                f"timeouts[{phase!r}]={seconds!r}: expected seconds, more than 0, or None for no"
-                " limit"
-            )
-
-
-def timeout_of(timeouts: Mapping[str, float | None], phase: str) -> float | None:
-    """Return the deadline of a phase in seconds (None: none), from the user's ``timeouts`` or the
-    defaults.
-    """
-    seconds = {**TIMEOUTS, **timeouts}
-    return seconds.get(phase, seconds["step"])
 
 
 @dataclass(frozen=True)
@@ -62,7 +21,7 @@ class WorkerPlace:
 
     firsts: Mapping[int, int]  # global number of the first environment, by group
     total: int  # number of environments over all groups
-    marks_valid: bool  # see ``RolloutOptions``
+    marks_valid: bool  # batches have ``collector/valid``
     seed: int | None  # seed of all environments and random streams; None: no seed
     static: bool = False  # all environments have the same seed
     # number of each environment's first episode, by group; None: 0
@@ -94,7 +53,7 @@ class WorkerConfig:
     kwargs: Any  # list of keyword arguments for the factories; pickled likewise
     policy: bytes  # pickled policy or policy factory
     is_factory: bool  # ``policy`` is a factory
-    options: Any  # ``WorkerOptions``; pickled likewise
+    setting: Any  # ``WorkerSetting``; pickled likewise
     # ``Turns`` by which threads call the policy, one at a time, with their group's random streams
     # as global ones. None: workers are processes, or the user's thread does not wait for the
     # threads
@@ -123,7 +82,7 @@ class ServerConfig:
     Can be pickled.
     """
 
-    options: Any  # ``WorkerOptions``; pickled by ``pickling.dumps`` for a node
+    setting: Any  # ``WorkerSetting``; pickled by ``pickling.dumps`` for a node
     alternating: bool  # half of the workers step while the server acts for the other half
     max_batch: int | None  # maximum number of environments in one call; None: no maximum
     # maximum wait of the first worker that asks for others at work; None: until all of them ask
@@ -146,13 +105,9 @@ class PoolConfig:
     server: ServerConfig | None  # config of the inference server; None: the workers run the policy
     # ``EnvFactory`` of each group, for crash reports; each is pickled for a node
     origins: Sequence[Any]
-    max_frames_per_traj: Any
-    crash_dir: Any
-    on_failure: OnFailure
+    max_frames_per_traj: int | None
     timeouts: Mapping[str, float | None]
-    max_restarts: int | None
-    start_method: str | None
-    cpu_affinity: Literal["auto"] | Sequence[Sequence[int]] | None = None
+    supervision: SupervisionOptions
     # ids of the program's registry; None: all workers are threads of the program
     registered: SentIds | None = None
     node: str = ""  # number and host of the node, for messages; empty on this machine

@@ -8,9 +8,10 @@ from dataclasses import astuple, dataclass, field
 
 import numpy as np
 
+from muster.env_spec import EnvSpec
 from muster.memory.specs import Array
 from muster.rollout.tally import Timing
-from muster.workers.messages import GroupInfo, RolloutResult
+from muster.workers.messages import RolloutResult
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class NodeCounts:
 class FrameCounters:
     """The frame counters of one group, over all workers that have run it."""
 
-    info: GroupInfo
+    info: EnvSpec
     env_ids: Array  # global numbers of the environments
     executed: int = 0
     in_flight: int = 0  # steps of lanes that are not delivered yet

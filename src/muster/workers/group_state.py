@@ -55,7 +55,7 @@ def load(
     """
     group.clock.load_state_dict(state["clock"])
     group.rng.load_state_dict(state["rng"])
-    rows = {key: _row(row, group.env.device) for key, row in state["carry"].items()}
+    rows = {key: _row(row, group.env.spec.device) for key, row in state["carry"].items()}
     for key, row in rows.items():
         like = group.carry.get(key)  # None: a recurrent state that the policy has not made yet
         if row.shape[:2] != (1, group.B) or (
@@ -78,8 +78,8 @@ def load(
         return {}
     # One object per environment, or one for all of them: then none of them is restored.
     # Where agents take turns, the open turns of all games are lost with one of them.
-    per_env = len(reasons) == group.B and not group.env.agents
-    if group.env.agents:
+    per_env = len(reasons) == group.B and not group.env.spec.agents
+    if group.env.spec.agents:
         group.clock.abandon(range(group.B))
     lost = [i for i, why in enumerate(reasons) if why] if per_env else list(range(group.B))
     group.reset(lost)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from muster.env_spec import EnvSpec
 from muster.errors import MusterError, described
 from muster.observing.stats import InferenceStats
 from muster.restore.pickling import unpickled
@@ -30,7 +31,7 @@ from muster.workers.build import made_policy
 from muster.workers.config import PoolConfig
 from muster.workers.failures import on_server, server_hung
 from muster.workers.mailbox import LOOK_S, Mailbox
-from muster.workers.messages import GroupInfo, RolloutResult
+from muster.workers.messages import RolloutResult
 from muster.workers.under_way import UnderWay
 
 LOST_S = 5.0  # timeout for a call of the policy that may write into the lane of a lost worker
@@ -65,13 +66,13 @@ class InferenceServer:
         self._client_groups = [part for part in (every[:half], every[half:]) if part]
         lockstep = config.max_wait_s is None and config.max_batch is None
         self.mailbox = Mailbox(pool.count, self._client_groups if lockstep else ())
-        options = unpickled(config.options, "the options")
-        own = made_policy(pool.policy, options, is_factory=pool.workers[0].is_factory)
+        setting = unpickled(config.setting, "the options")
+        own = made_policy(pool.policy, setting, is_factory=pool.workers[0].is_factory)
         self._weights = ticket.open(ticket.fds)
         ticket.close()
         self.actor = Actor(
             own,
-            options,
+            setting,
             self._weights,
             exclusive=config.exclusive,
             keeps_streams=config.keeps_streams,
@@ -94,7 +95,7 @@ class InferenceServer:
     # --- called by the collector ------------------------------------------------------------------
 
     def open(
-        self, clients: Mapping[int, tuple[int, UnderWay]], infos: Mapping[int, GroupInfo]
+        self, clients: Mapping[int, tuple[int, UnderWay]], infos: Mapping[int, EnvSpec]
     ) -> None:
         """Start to act for workers.
 

@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from muster.env_spec import EnvSpec
 from muster.errors import BadOption, CollectorClosed, EnvError, ForkedProcess, MusterError
 from muster.utils.forks import Owner
 from muster.workers.effects import place_after
 from muster.workers.failures import not_started
-from muster.workers.messages import CLOSED, Answer, GroupInfo, RolloutResult, Tell
+from muster.workers.messages import CLOSED, Answer, RolloutResult, Tell
 from muster.workers.under_way import UnderWay
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class Proxy(ABC):
         self._watcher = watcher
         self.under_way = UnderWay()
         # descriptions of its groups; None: it has made none yet
-        self.infos: list[GroupInfo] | None = None
+        self.infos: list[EnvSpec] | None = None
         self.cause: Exception | None = None  # error with which it was lost
         self.starts, self.record = 0, Record()
         # place of its groups for a successor; None: not known yet
@@ -492,7 +493,7 @@ class Watcher(ABC):
                 lost.append(news(handle.groups[0]))
             return
         requests = handle.under_way.give_up()
-        if self.config.on_failure == "drop":
+        if self.config.supervision.reaction == "drop":
             handle.state = WorkerState.DROPPED
             for number in handle.groups:
                 self.counters[number].dropped = True
@@ -514,9 +515,13 @@ class Watcher(ABC):
         """Return whether a lost worker or node is restarted at once, and if so, count the restart."""
         config = self.config
         record = handle.record
-        if config.on_failure != "restart" or record.has_failed_for(config.timeout("construct")):
+        if config.supervision.reaction != "restart" or record.has_failed_for(
+            config.timeout("construct")
+        ):
             return False
-        return bool(handle.late) or record.may_restart(config.max_restarts)
+        restart = config.supervision.restart
+        most = None if restart is None else restart.max_restarts
+        return bool(handle.late) or record.may_restart(most)
 
     def _revive_due(self) -> None:
         for handle in list(self._due):
@@ -556,7 +561,7 @@ def news(group: int, error: Exception | None = None) -> RolloutResult:
     return RolloutResult(0, group, lost=True, error=error)
 
 
-def unlike(where: Where, expected: GroupInfo, got: GroupInfo) -> EnvError:
+def unlike(where: Where, expected: EnvSpec, got: EnvSpec) -> EnvError:
     """Return the error for a late node whose number of environments is not the expected one."""
     error = EnvError(
         f"{where} has come with {got.num_envs} environments in a batch of shape {got.batch_shape}"

@@ -14,41 +14,35 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from muster.envs.build import BuiltEnv
+from muster.env_spec import EnvSpec
 from muster.errors import BadOption
 from muster.keys import TERMINATED, TRUNCATED, next_of
 from muster.memory.shared import Arena
 from muster.memory.slots import Lane, Layout, Slot
-from muster.policies.random import RandomPolicy
-from muster.policies.sampling import masks_of
-from muster.protocols import Policy
+from muster.policies.random import random_policy
+from muster.protocols import EnvBatch, Policy
 from muster.restore.action_log import Anchors
 from muster.restore.pickling import unpickled
 from muster.restore.registered import installed
 from muster.rng import GroupRng
 from muster.rollout.first_call import begin_early
 from muster.rollout.group import Group
+from muster.rollout.options import RolloutOptions
 from muster.rollout.progress import ALL_ORDERS, ORDER, PHASE, STOP, Phase, Progress
 from muster.rollout.request import RolloutRequest
 from muster.utils.forks import end_on_return
 from muster.weights.transport import Ticket
-from muster.workers.build import WorkerOptions, build_envs, build_policy, made_policy, make_group
+from muster.workers.build import build_envs, build_policy, made_policy, make_group
 from muster.workers.channel import Channel, StatusPage
 from muster.workers.config import WorkerConfig, WorkerPlace
 from muster.workers.effects import run_request
 from muster.workers.failures import SentError, env_index_of, pack
 from muster.workers.mailbox import MailboxClient, ServedPolicy
-from muster.workers.messages import (
-    BIRTH,
-    CLOSED,
-    Answer,
-    GroupInfo,
-    RolloutResult,
-    Tell,
-)
+from muster.workers.messages import BIRTH, CLOSED, Answer, RolloutResult, Tell
+from muster.workers.options import WorkerSetting
 from muster.workers.requests import Request
 from muster.workers.turns import OneAtATime
-from muster.workers.worker import Worker, describe, objects_of
+from muster.workers.worker import Worker, objects_of
 
 if TYPE_CHECKING:
     import torch
@@ -127,7 +121,7 @@ class WorkerMain:
             self.made.callback(self.mailbox.close)
         else:
             self._ticket_fds = fds
-        self.built: list[BuiltEnv] = []
+        self.built: list[EnvBatch] = []
         self.worker: Worker
         self._anchors: dict[int, Anchors] = {}  # by group
         # by group and offset: on the device, and shared
@@ -211,27 +205,27 @@ class WorkerMain:
         }
         return pack(error, phase=phase, **known, **where)
 
-    def _construct(self) -> list[GroupInfo]:
+    def _construct(self) -> list[EnvSpec]:
         config = self.config
         served = config.served_by is not None
         with installed(config.registered):
-            self.options: WorkerOptions = unpickled(config.options, "the options")
+            self.setting: WorkerSetting = unpickled(config.setting, "the options")
             self._policy = (
                 None
                 if served
-                else made_policy(config.policy, self.options, is_factory=config.is_factory)
+                else made_policy(config.policy, self.setting, is_factory=config.is_factory)
             )
             numbered = zip(config.groups, config.factories, strict=True)
             factories = [
                 unpickled(factory, f"create_env_fn[{number}]") for number, factory in numbered
             ]
         self.built = build_envs(
-            factories, unpickled(config.kwargs, "create_env_kwargs"), self.options, self.made
+            factories, unpickled(config.kwargs, "create_env_kwargs"), self.setting, self.made
         )
         if config.place is not None:
             self.progress.begin(Phase.CALL)
             self.configure(config.place)
-        return [describe(b.env, b.batch_shape) for b in self.built]
+        return [env.spec for env in self.built]
 
     def _close(self) -> None:
         if not self.terminated:  # else keep the phase that was interrupted
@@ -268,26 +262,27 @@ class WorkerMain:
         if self.mailbox is None:
             from muster.policies import adapt
 
-            policy, device = adapt.place(self._policy, self.options.policy_device)
-        rollout = replace(self.options.rollout, marks_valid=place.marks_valid)
+            policy, device = adapt.place(self._policy, self.setting.policy_device)
+        options: RolloutOptions = self.setting.options
         if config.stoppable:
-            rollout = replace(rollout, interruptor=_Stop(self.progress.cells, rollout.interruptor))
+            stop = _Stop(self.progress.cells, options.interruptor)
+            options = replace(options, interruptor=stop)
         groups: list[Group] = []
-        for number, b in zip(config.groups, self.built, strict=True):
-            rng = GroupRng(place.seed, number, device or b.env.device, config.generation)
+        for number, env in zip(config.groups, self.built, strict=True):
+            rng = GroupRng(place.seed, number, device or env.spec.device, config.generation)
             first = place.firsts[number]
-            shared = self.options.shared_frames
+            shared = self.setting.shared_frames
             group = make_group(
-                b, number, first, place.total, rollout, rng, shared=shared, progress=self.progress
+                env, number, first, place.total, options, rng, shared=shared, progress=self.progress
             )
-            self._anchors[number] = Anchors(b.env)
+            self._anchors[number] = Anchors(env)
             group.listen(self._anchors[number])
             if place.episodes is not None:
                 group.clock.begin_at(place.episodes[number])
             if place.marks_resumed:
                 group.mark_resumed()
             groups.append(group)
-        kinds = {(b.batch_shape, str(b.env.action_specs)) for b in self.built}
+        kinds = {(env.spec.batch_shape, str(env.spec.action_specs)) for env in self.built}
         if len(kinds) > 1:
             raise BadOption(
                 f"the groups {list(config.groups)} of worker {config.index} differ in number of"
@@ -295,7 +290,7 @@ class WorkerMain:
                 " num_workers out, so that each has its own"
             )
         self._policy = policy
-        random = RandomPolicy(b.env.sample, b.batch_shape, masks=masks_of(b.env))
+        random = random_policy(groups[-1].env)
         policies = {"policy": self._acting(groups[0], device), "random": random}
         self.worker = Worker(
             groups,
@@ -304,12 +299,13 @@ class WorkerMain:
             device=device,
             index=config.index,
             generation=config.generation,
+            marks_valid=place.marks_valid,
         )
 
     def _acting(self, group: Group, device: torch.device | None) -> Policy:
         if self.mailbox is not None:
             return ServedPolicy(self.mailbox, self.progress)
-        policy = build_policy(self._policy, self.options, group, device)
+        policy = build_policy(self._policy, self.setting, group.env, device)
         if (turns := self.config.policy_turns) is None:
             return policy
         return OneAtATime(policy, turns, self.progress)
@@ -377,7 +373,7 @@ class WorkerMain:
                 begin : begin + layout.lane_bytes
             ]
             shared = lane = Lane(layout, block)
-            device = self.worker.group(request.group).env.device
+            device = self.worker.group(request.group).env.spec.device
             if device is not None and device.type != "cpu":
                 lane = Slot(layout, device).lanes[0]
             self._lanes[at] = lane, shared

@@ -9,51 +9,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from muster.episodes.record import Episodes
-from muster.keys import Key, dotted
-from muster.memory.specs import Array, Specs
-from muster.protocols import carried_specs
+from muster.keys import Key
+from muster.memory.specs import Array
 from muster.rollout.marks import Final
 from muster.rollout.tally import Timing
 
 if TYPE_CHECKING:
     from muster.workers.failures import SentError
-
-
-@dataclass(frozen=True)
-class GroupInfo:
-    """The description of a group that a worker has made.
-
-    Attributes:
-        name: name of the environments.
-        num_envs: number of environments, B.
-        batch_shape: batch dimensions for the policy and the user; see ``Layout``.
-        device: device of the rows; None: the host.
-        observation_specs, action_specs, info_specs, bookkeeping, reward_key, action_masks: see
-        ``EnvBatch``.
-        replays_alone: each environment can be replayed without the others.
-    """
-
-    name: str
-    num_envs: int
-    batch_shape: tuple[int, ...]
-    device: Any
-    observation_specs: Specs
-    action_specs: Specs
-    info_specs: Specs
-    bookkeeping: frozenset[Key]
-    reward_key: Key
-    replays_alone: bool
-    action_masks: Mapping[Key, Key]
-
-    @property
-    def observations(self) -> dict[str, str]:
-        """Observation and info specs as text, by key."""
-        return {dotted(key): str(spec) for key, spec in carried_specs(self).items()}
-
-    @property
-    def actions(self) -> dict[str, str]:
-        """Action specs as text, by key."""
-        return {dotted(key): str(spec) for key, spec in self.action_specs.items()}
 
 
 @dataclass

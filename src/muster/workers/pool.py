@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import numpy as np
 
+from muster.env_spec import EnvSpec
 from muster.errors import MusterError, WorkerDied, WorkerNotStarted
 from muster.memory.slots import Slot
 from muster.observing.stats import InferenceStats, WorkerStats
@@ -20,7 +21,7 @@ from muster.utils.forks import Owner
 from muster.workers.counters import FrameCounters
 from muster.workers.effects import log_request, part_of, run_request
 from muster.workers.lives import Proxy, Watcher
-from muster.workers.messages import GroupInfo, RolloutResult, WorkerStatus
+from muster.workers.messages import RolloutResult, WorkerStatus
 from muster.workers.requests import Request
 from muster.workers.under_way import UnderWay
 from muster.workers.worker import Worker, phase_ended_by
@@ -123,7 +124,7 @@ class WorkerPool:
     def __init__(
         self,
         handles: Sequence[Handle],
-        infos: Sequence[GroupInfo],
+        infos: Sequence[EnvSpec],
         watch: Watcher | None = None,
         *,
         first_env: int = 0,

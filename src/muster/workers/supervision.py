@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from muster.env_spec import EnvSpec
 from muster.errors import BadEnvOutput, EnvError, MusterError, WorkerError, described
 from muster.memory.shared import Arena
 from muster.restore.crash_notes import CrashNotes, Replay
@@ -26,7 +27,7 @@ from muster.workers.config import PoolConfig, WorkerPlace
 from muster.workers.inference import InferenceServer
 from muster.workers.launch import in_process
 from muster.workers.lives import Watcher, listed
-from muster.workers.messages import GroupInfo, RolloutResult
+from muster.workers.messages import RolloutResult
 from muster.workers.pool import WorkerPool
 from muster.workers.proxy import WorkerProxy
 from muster.workers.responder import Responder
@@ -90,7 +91,7 @@ class Supervisor(Watcher):
             self.launch: Callable[[str, bool], tuple[Any, ...]] = in_thread(self._wake_up)
         else:
             light = light and (config.server is not None or responder is not None)
-            self.launch = in_process(config.start_method, light=light)
+            self.launch = in_process(config.supervision.start_method, light=light)
         # for all workers; None: the workers run the policy
         self.server: InferenceServer | None = None
         self.responder = responder  # None: workers ask no questions
@@ -105,7 +106,7 @@ class Supervisor(Watcher):
         self._oom_kills = failures.oom_kills()
         self._look_at = 0.0
         self._listening: tuple[int, select.poll, dict[Any, WorkerProxy]] | None = None
-        affinity = config.cpu_affinity
+        affinity = config.supervision.cpu_affinity
         numbers = [worker.index for worker in config.workers]
         cpus = [()] * len(numbers) if affinity is None else pinned(affinity, numbers)
         configs = [
@@ -121,12 +122,12 @@ class Supervisor(Watcher):
         self.handles = [WorkerProxy(worker, self) for worker in configs]
         made.callback(self.end)
 
-    def built(self) -> list[GroupInfo]:
+    def built(self) -> list[EnvSpec]:
         """Wait until all workers have made their environments, and describe the groups.
 
         Raises a worker's error.
         """
-        infos: list[GroupInfo] = []
+        infos: list[EnvSpec] = []
         for handle in self.handles:
             self.wait_for(handle, lambda: handle.infos is not None or handle.failure is not None)  # noqa: B023
             if handle.failure is not None:
@@ -134,7 +135,7 @@ class Supervisor(Watcher):
             infos += handle.infos
         return infos
 
-    def pool(self, infos: Sequence[GroupInfo], place: WorkerPlace) -> WorkerPool:
+    def pool(self, infos: Sequence[EnvSpec], place: WorkerPlace) -> WorkerPool:
         """Make the worker pool, and send each worker its place."""
         groups = self.config.groups
         pool = WorkerPool(self.handles, infos, self, first_env=place.firsts[groups[0]])
@@ -149,7 +150,11 @@ class Supervisor(Watcher):
             pool.server, pool.hold = self.server, self.server.held
         config = self.config
         self.notes = CrashNotes(
-            groups, config.origins, pool.counters, config.max_frames_per_traj, config.crash_dir
+            groups,
+            config.origins,
+            pool.counters,
+            config.max_frames_per_traj,
+            config.supervision.crash_dir,
         )
         pool.notes = self.notes
         for handle in self.handles:
@@ -260,7 +265,7 @@ class Supervisor(Watcher):
                 is_ending = ending or result.unfinished
                 if not is_ending:
                     self._explain(handle, result)
-                raises = self.config.on_failure == "raise" or not isinstance(
+                raises = self.config.supervision.reaction == "raise" or not isinstance(
                     result.error, (EnvError, BadEnvOutput)
                 )
                 if is_ending or not raises:
@@ -417,7 +422,7 @@ class Supervisor(Watcher):
         crash_report = (
             None if at_work is None else self.notes.died(at_work, cast(MusterError, error))
         )
-        if self.config.on_failure != "restart":
+        if self.config.supervision.reaction != "restart":
             _add_crash_report(error, crash_report)
         try:
             handle.end()
@@ -426,7 +431,7 @@ class Supervisor(Watcher):
             for number in handle.groups if self.counters else ():
                 self.counters[number].give_up(reason)
             self._pass_on(handle, error)
-        if self.config.on_failure == "restart" and crash_report is not None:
+        if self.config.supervision.reaction == "restart" and crash_report is not None:
             self._revive(handle)  # before the crash report is written, which can take long
             _add_crash_report(error, crash_report)
 

@@ -17,8 +17,7 @@ from muster.memory.slots import Lane, Layout
 from muster.memory.specs import Array
 from muster.observing.profiling import ProfileConfig, RolloutProfiler
 from muster.policies.random import RandomPolicy
-from muster.protocols import EnvBatch, Policy
-from muster.restore.action_log import replays_alone
+from muster.protocols import Policy
 from muster.rng import GroupRng, seeds_of
 from muster.rollout.bootstrap import BootstrapRows, rollout_and_values
 from muster.rollout.columns import lane_columns
@@ -31,7 +30,7 @@ from muster.rollout.tally import Tally, Timing
 from muster.utils.attributes import resolve
 from muster.workers import group_state
 from muster.workers.mailbox import ServedPolicy
-from muster.workers.messages import GroupInfo, RolloutResult
+from muster.workers.messages import RolloutResult
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +51,7 @@ class Worker:
         progress: progress cells that all groups share.
         index: number of the worker.
         generation: number of earlier starts of the worker.
+        marks_valid: rollouts have the column ``collector/valid``.
 
     Attributes:
         laid_out: layouts for which requests are made, by group; a new dict when lanes have to be
@@ -68,6 +68,7 @@ class Worker:
         device: torch.device | None = None,
         index: int = 0,
         generation: int = 0,
+        marks_valid: bool = False,
     ) -> None:
         self.groups = list(groups)
         self.policies = policies
@@ -83,13 +84,14 @@ class Worker:
         self._newest: Callable[[], int | str] | None = None
         self._log: Callable[[RolloutResult, Lane, int], None] | None = None
         self._device = device
+        self._marks_valid = marks_valid
         self._profiler: RolloutProfiler | None = None
         for group in self.groups:
-            if group.env.ready_envs is not None and isinstance(policies["policy"], ServedPolicy):
+            if group.env.spec.ready is not None and isinstance(policies["policy"], ServedPolicy):
                 raise BadOption(
-                    f"inference='server': {group.env.name} is asynchronous, and calls the policy"
-                    " itself for the environments that are ready. Leave inference out, or leave"
-                    " batch_size of EnvPool out"
+                    f"inference='server': {group.env.spec.name} is asynchronous, and calls the"
+                    " policy itself for the environments that are ready. Leave inference out, or"
+                    " leave batch_size of EnvPool out"
                 )
         for part in (*policies.values(), *(group.env for group in self.groups)):
             if (coroutines := getattr(part, "coroutines", None)) is not None:
@@ -130,9 +132,13 @@ class Worker:
                 columns.T[group.number],
                 group.B,
                 lane_columns(
-                    group.env, policy.columns(), group.options, resumed=group.resumed is not None
+                    group.env.spec,
+                    policy.columns(),
+                    group.options,
+                    marks_valid=self._marks_valid,
+                    resumed=group.resumed is not None,
                 ),
-                batch_shape=group.batch_shape,
+                batch_shape=group.env.spec.batch_shape,
             )
             for group in self.groups
         ]
@@ -150,7 +156,7 @@ class Worker:
             begin_episodes(group)
         return {
             group.number: (
-                {key: np.array(group.carry[key][0]) for key in group.env.observation_specs},
+                {key: np.array(group.carry[key][0]) for key in group.env.spec.observation_specs},
                 group.rng.state_dict(),
             )
             for group in self.groups
@@ -293,7 +299,7 @@ class Worker:
             return
         for group in self.groups:
             ids = [0] * group.B if static else group.clock.env_ids.tolist()
-            device = self._device or group.env.device
+            device = self._device or group.env.spec.device
             rng = GroupRng(seed, group.number, device, self._generation)
             group.reseed(rng, seeds_of(seed, ids, self._generation))
 
@@ -421,23 +427,6 @@ def running(worker: Worker) -> dict[int, list[int]]:
         for group in worker.groups
         for moving in [group.clock.steps.reshape(group.B, -1).any(1)]
     }
-
-
-def describe(env: EnvBatch, batch_shape: tuple[int, ...]) -> GroupInfo:
-    """Return the public description of a group with these environments."""
-    return GroupInfo(
-        env.name,
-        env.num_envs,
-        batch_shape,
-        env.device,
-        dict(env.observation_specs),
-        dict(env.action_specs),
-        dict(env.info_specs),
-        env.bookkeeping,
-        env.reward_key,
-        replays_alone(env),
-        dict(env.action_masks),
-    )
 
 
 def objects_of(lane: Lane) -> dict[Key, Array]:

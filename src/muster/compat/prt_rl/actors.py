@@ -16,7 +16,7 @@ from muster.compat.prt_rl.envs import PrtEnvs, Side
 from muster.errors import BadOption, BadPolicyOutput
 from muster.keys import ACTION, LOG_PROB, OBSERVATION, Key
 from muster.memory.slots import Lane
-from muster.memory.specs import ArraySpec, Column
+from muster.memory.specs import Column
 from muster.policies.adapt import adapt
 from muster.policies.checks import column_of
 from muster.policies.heads import Head
@@ -79,7 +79,7 @@ class PrtRlActor:
         )
 
     def columns(self) -> Sequence[Column]:
-        lead = (self._side.env.num_envs,)
+        lead = (self._side.env.spec.num_envs,)
         return [
             column_of(self._key(name), like, lead, self.name) for name, like in self._like.items()
         ][1:]
@@ -174,13 +174,11 @@ class PrtRlActor:
     def _check_action(self, action: torch.Tensor) -> None:
         env = self._side.env
         if isinstance(env, PrtEnvs):
-            column = column_of(ACTION, action, (env.num_envs,), self.name)
-            env.action_specs = {ACTION: ArraySpec(column.shape, column.dtype)}
-            env.action_device = action.device
+            env.accept(column_of(ACTION, action, (env.spec.num_envs,), self.name), action.device)
             return
-        (spec,) = env.action_specs.values()
+        (spec,) = env.spec.action_specs.values()
         expected = [
-            (env.num_envs, *shape) for shape in ([spec.shape] if spec.shape else [(1,), ()])
+            (env.spec.num_envs, *shape) for shape in ([spec.shape] if spec.shape else [(1,), ()])
         ]
         if tuple(action.shape) not in expected or action.is_floating_point() != (
             spec.dtype.kind == "f"
@@ -192,7 +190,7 @@ class PrtRlActor:
 
     @property
     def _action_key(self) -> Key:
-        (key,) = self._side.env.action_specs
+        (key,) = self._side.env.spec.action_specs
         return key
 
     def _key(self, name: str) -> Key:
@@ -215,7 +213,7 @@ class HeadActor:
         self._env = side.env
         self.unused = None
         self._begun = False
-        self.adapted: Policy = adapt(head, side.env, batch_shape=(side.env.num_envs,))
+        self.adapted: Policy = adapt(head, side.env.spec)
 
     def begin(self) -> bool:
         """Start a rollout; returns whether the policy's outputs are known."""
@@ -224,7 +222,7 @@ class HeadActor:
 
     def results(self, lane: Lane) -> Tensors:
         """Return ``"action"`` and ``"log_prob"`` of all rows, like those of a prt_rl policy."""
-        (key,), n = self._env.action_specs, lane.done_steps
+        (key,), n = self._env.spec.action_specs, lane.done_steps
         found = {
             name: lane.tensors[k][:n]
             for name, k in (("action", key), ("log_prob", LOG_PROB))

@@ -57,7 +57,7 @@ class Collector:
         self.logger = logger
         self.flatten = flatten
         self._side = side_of(env)
-        self.metric = MetricsTracker(self._side.env.num_envs, logger)
+        self.metric = MetricsTracker(self._side.env.spec.num_envs, logger)
         self._runner: GroupRunner | None = None
         self._actor: PrtRlActor | HeadActor | None = None
         self._failure: HookError | None = None
@@ -87,7 +87,7 @@ class Collector:
             HookError: the logger raised; the experience is its attribute ``experience``.
         """
         num_steps = integer("num_steps", num_steps)
-        actor, found = self._roll(policy, -(-num_steps // self._side.env.num_envs))
+        actor, found = self._roll(policy, -(-num_steps // self._side.env.spec.num_envs))
         last = found["next_state"][-1], found["done"][-1]
         if self.flatten:
             found = {name: tensor.flatten(0, 1) for name, tensor in found.items()}
@@ -130,7 +130,7 @@ class Collector:
         else:
             min_num_steps = integer("min_num_steps", min_num_steps)
         self._begin_episodes()
-        chosen = Selection(self._side.env.num_envs, num_trajectories, min_num_steps or 0)
+        chosen = Selection(self._side.env.spec.num_envs, num_trajectories, min_num_steps or 0)
         parts = []
         while not chosen.complete:
             parts.append(self._roll(policy, ROWS, chosen)[1])

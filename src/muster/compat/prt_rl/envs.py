@@ -5,18 +5,20 @@ prt_rl's form.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from muster.env_spec import EnvSpec
 from muster.envs.build import build_env
 from muster.envs.checks import call
 from muster.envs.stacked import StackedEnvs
 from muster.errors import BadEnvOutput, UnsupportedEnv
-from muster.keys import OBSERVATION, REWARD, Key, next_of
+from muster.keys import ACTION, OBSERVATION, REWARD, Key, next_of
 from muster.memory.slots import Lane, numpy_dtype, torch_dtype
-from muster.memory.specs import Array, ArraySpec
+from muster.memory.specs import Array, ArraySpec, Column, Specs
 from muster.protocols import EnvBatch, Step
 from muster.rng import GroupRng
 from muster.utils.private_names import usable
@@ -57,7 +59,7 @@ def side_of(env: Any) -> Side:
                 rows.to(envs.state_device) if envs.state_device.type != "cpu" else rows.clone()
             ),
         )
-    return _gymnasium(build_env(env, None).env, torch.device("cpu"))
+    return _gymnasium(build_env(env, None), torch.device("cpu"))
 
 
 class PrtEnvs(EnvBatch):
@@ -72,15 +74,15 @@ class PrtEnvs(EnvBatch):
     bypasses = True
 
     def __init__(self, env: Any) -> None:
-        self.env, self.name, self.num_envs = env, type(env).__name__, int(env.get_num_envs())
+        B = int(env.get_num_envs())
+        self.env = env
+        # observations are added at the first reset, and actions at the first action
+        self.spec = EnvSpec(type(env).__name__, B, (B,), {}, {})
         self.resets_all, self.state_device, self.action_device = (
             True,
             torch.device("cpu"),
             torch.device("cpu"),
         )
-        # set at the first reset and the first action
-        self.observation_specs = {}
-        self.action_specs = {}
         self._first: torch.Tensor | None = None
         self._reward_kind: tuple[tuple[int, ...], torch.dtype] | None = None
         self._plain_rewards = False
@@ -90,16 +92,23 @@ class PrtEnvs(EnvBatch):
         """Reset the environments to find shape and dtype of states; the first ``reset`` uses these
         states.
         """
-        if self.observation_specs:
+        if self.spec.observation_specs:
             return
         self._first = state = self._reset_all().clone()
         dtype = numpy_dtype(state.dtype)
-        self.observation_specs = {OBSERVATION: ArraySpec(tuple(state.shape[1:]), dtype)}
+        observed: Specs = {OBSERVATION: ArraySpec(tuple(state.shape[1:]), dtype)}
+        self.spec = replace(self.spec, observation_specs=observed)
         self.state_device = state.device
+
+    def accept(self, column: Column, device: torch.device) -> None:
+        """Take actions like the first one: a column, on a device."""
+        actions: Specs = {ACTION: ArraySpec(column.shape, column.dtype)}
+        self.spec = replace(self.spec, action_specs=actions)
+        self.action_device = device
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         raise NotImplementedError(
-            f"{self.name}: actions are the policy's, and random ones are not supported"
+            f"{self.spec.name}: actions are the policy's, and random ones are not supported"
         )
 
     def reset(
@@ -107,13 +116,13 @@ class PrtEnvs(EnvBatch):
     ) -> None:
         rows: Array = arrays[OBSERVATION][row]
         one_by_one = hasattr(self.env, "reset_index")
-        if len(which) == self.num_envs and (self.resets_all or not one_by_one):
+        if len(which) == self.spec.num_envs and (self.resets_all or not one_by_one):
             state, self._first, self.resets_all = self._first, None, False
             rows[...] = (self._reset_all() if state is None else state).cpu().numpy()
             return
         if not one_by_one:
             raise UnsupportedEnv(
-                f"{self.name} has no reset_index(index), by which one of {self.num_envs}"
+                f"{self.spec.name} has no reset_index(index), by which one of {self.spec.num_envs}"
                 " environments is reset where its episode is over"
             )
         for i in which:
@@ -127,7 +136,7 @@ class PrtEnvs(EnvBatch):
 
     def start(self, lane: Lane) -> Step:
         if self not in lane.cache:
-            (action_key,) = self.action_specs
+            (action_key,) = self.spec.action_specs
             columns = (
                 lane.tensors[action_key],
                 lane.tensors[OBSERVATION][1:],
@@ -136,7 +145,7 @@ class PrtEnvs(EnvBatch):
             lane.cache[self] = [column.unbind(0) for column in columns]
         actions, states, rewards = lane.cache[self]
         terminated = lane.arrays[TERMINATED]
-        B = self.num_envs
+        B = self.spec.num_envs
         device = self.action_device
         plain = (B, 1)
 
@@ -144,13 +153,14 @@ class PrtEnvs(EnvBatch):
             got = call(
                 self.env,
                 "step",
-                self.name,
+                self.spec.name,
                 actions[t].clone() if device.type == "cpu" else actions[t].to(device),
             )
             self.executed_in_row = B
             if not isinstance(got, tuple) or len(got) != 4:
                 raise BadEnvOutput(
-                    f"{self.name}.step returned {_kind(got)}, expected (state, reward, done, info)"
+                    f"{self.spec.name}.step returned {_kind(got)}, expected (state, reward, done,"
+                    " info)"
                 )
             state, reward, done, _ = got
             states[t].copy_(self._checked(state, B, "step"))
@@ -165,7 +175,7 @@ class PrtEnvs(EnvBatch):
             flags = torch.as_tensor(done, device="cpu").reshape(-1).tolist()
             if len(flags) != B:
                 raise BadEnvOutput(
-                    f"{self.name}.step returned {len(flags)} done flags for {B} environments"
+                    f"{self.spec.name}.step returned {len(flags)} done flags for {B} environments"
                 )
             finished = [i for i, over in enumerate(flags) if over]
             if finished:
@@ -185,7 +195,7 @@ class PrtEnvs(EnvBatch):
         """Store rewards, which must be like the first; if not ``[N, 1]`` float32, in addition to
         the column of sums.
         """
-        B, reward = self.num_envs, torch.as_tensor(reward, device="cpu")
+        B, reward = self.spec.num_envs, torch.as_tensor(reward, device="cpu")
         reward = reward.reshape(-1, 1) if reward.ndim < 2 else reward
         kind = tuple(reward.shape), reward.dtype
         if self._reward_kind is None and len(reward) == B:
@@ -193,7 +203,7 @@ class PrtEnvs(EnvBatch):
             self._plain_rewards = kind == ((B, 1), torch.float32)
         if kind != self._reward_kind:
             raise BadEnvOutput(
-                f"{self.name}.step returned rewards of shape {kind[0]} and dtype {kind[1]},"
+                f"{self.spec.name}.step returned rewards of shape {kind[0]} and dtype {kind[1]},"
                 f" expected {self._reward_kind or f'one for each of {B} environments, [{B}, 1]'}"
             )
         lane.tensors[REWARD][t] = reward.reshape(B, -1).sum(1)
@@ -205,14 +215,14 @@ class PrtEnvs(EnvBatch):
             lane.cache[REWARD][t] = reward
 
     def _reset_all(self) -> torch.Tensor:
-        return self._checked(self._pair("reset"), self.num_envs, "reset")
+        return self._checked(self._pair("reset"), self.spec.num_envs, "reset")
 
     def _pair(self, method: str, *args: Any) -> Any:
         """Return the state from a method that returns ``(state, info)``."""
-        got = call(self.env, method, self.name, *args)
+        got = call(self.env, method, self.spec.name, *args)
         if not isinstance(got, tuple) or len(got) != 2:
             raise BadEnvOutput(
-                f"{self.name}.{method} returned {_kind(got)}, expected (state, info)"
+                f"{self.spec.name}.{method} returned {_kind(got)}, expected (state, info)"
             )
         return got[0]
 
@@ -220,10 +230,11 @@ class PrtEnvs(EnvBatch):
         """Return ``state`` if it is a tensor ``[n, *shape]`` like the first one; else raise
         ``BadEnvOutput``.
         """
-        spec = self.observation_specs.get(OBSERVATION)
+        spec = self.spec.observation_specs.get(OBSERVATION)
         if not isinstance(state, torch.Tensor):
             raise BadEnvOutput(
-                f"{self.name}.{method} returned a state that is {_kind(state)}, expected a tensor"
+                f"{self.spec.name}.{method} returned a state that is {_kind(state)}, expected a"
+                " tensor"
             )
         shape = tuple(state.shape[1:]) if spec is None else spec.shape
         if state.shape != (n, *shape) or (
@@ -231,8 +242,8 @@ class PrtEnvs(EnvBatch):
         ):
             expected = f"({n}, ...)" if spec is None else f"{(n, *shape)}, dtype {spec.dtype}"
             raise BadEnvOutput(
-                f"{self.name}.{method} returned a state of shape {tuple(state.shape)}, dtype"
-                f" {state.dtype}, expected {expected}: one row for each of {self.num_envs}"
+                f"{self.spec.name}.{method} returned a state of shape {tuple(state.shape)}, dtype"
+                f" {state.dtype}, expected {expected}: one row for each of {self.spec.num_envs}"
                 " environments, always of the same kind"
             )
         return state
@@ -242,23 +253,25 @@ def _gymnasium(env: EnvBatch, device: torch.device) -> Side:
     """Environments with states in the form of ``GymnasiumWrapper``: float32 instead of float64,
     scalars as ``[1]``.
     """
-    if len(env.observation_specs) != 1 or len(env.action_specs) != 1 or env.device is not None:
+    spec = env.spec
+    if len(spec.observation_specs) != 1 or len(spec.action_specs) != 1 or spec.device is not None:
         raise UnsupportedEnv(
-            f"{env.name} has observations {sorted(env.observation_specs)} and actions"
-            f" {sorted(env.action_specs)}, and a prt_rl policy gets one tensor and returns one, in"
+            f"{spec.name} has observations {sorted(spec.observation_specs)} and actions"
+            f" {sorted(spec.action_specs)}, and a prt_rl policy gets one tensor and returns one, in"
             " the host's memory. Flatten them with a wrapper, or use muster.Collector"
         )
-    (spec,) = env.observation_specs.values()
-    if not spec.is_tensor:
+    (leaf,) = spec.observation_specs.values()
+    if not leaf.is_tensor:
         raise UnsupportedEnv(
-            f"{env.name} observes what is no array, and a prt_rl policy gets a tensor"
+            f"{spec.name} observes what is no array, and a prt_rl policy gets a tensor"
         )
 
-    if spec.shape and spec.dtype != np.float64 and device.type == "cpu":
+    env.store_as(replace(spec, batch_shape=(spec.num_envs,)))
+    if leaf.shape and leaf.dtype != np.float64 and device.type == "cpu":
         return Side(env, torch.clone)
 
     def show(rows: torch.Tensor) -> torch.Tensor:
-        rows = rows if spec.shape else rows.unsqueeze(-1)
+        rows = rows if leaf.shape else rows.unsqueeze(-1)
         return rows.to(
             device, torch.float32 if rows.dtype == torch.float64 else rows.dtype, copy=True
         )

@@ -65,7 +65,9 @@ class RlpytRunner(GroupRunner):
             prev_action_reward=True,
             compact_obs=True,
         )
-        ranks = np.arange(envs.num_envs) if env_ranks is None else np.asarray(env_ranks, np.int64)
+        ranks = (
+            np.arange(envs.spec.num_envs) if env_ranks is None else np.asarray(env_ranks, np.int64)
+        )
         seed = int(np.random.randint(2**31)) if decorrelation else 0
         total_envs = max(global_B, int(ranks.max()) + 1)
         super().__init__(

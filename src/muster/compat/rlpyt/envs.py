@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from muster.compat.rlpyt.trees import BufferPart, mapped
+from muster.env_spec import EnvSpec
 from muster.envs.checks import as_flag, call, reward_problem
 from muster.errors import BadEnvOutput, MusterError, described
 from muster.keys import REWARD, Key, next_of
@@ -112,21 +113,28 @@ class RlpytEnvs(EnvBatch):
         env_info: BufferPart | None = None,
         reward_dtype: Any = np.float32,
     ) -> None:
-        self.envs, self.num_envs, self.name = list(envs), len(envs), type(envs[0]).__name__
+        self.envs = list(envs)
         self.observation = observation
         self.action = action
         self.env_info = env_info
-        self.reward_dtype, self.TrajInfoCls = np.dtype(reward_dtype), TrajInfoCls
-        self.action_specs = action.specs
-        self.step_specs = (
-            {key[1:]: spec for key, spec in env_info.specs.items()} if env_info is not None else {}
+        self.TrajInfoCls = TrajInfoCls
+        B = len(self.envs)
+        self.spec = EnvSpec(
+            type(envs[0]).__name__,
+            B,
+            (B,),
+            observation.specs,
+            action.specs,
+            step_specs=(
+                {} if env_info is None else {key[1:]: s for key, s in env_info.specs.items()}
+            ),
+            reward_dtype=np.dtype(reward_dtype),
         )
-        self.observation_specs = observation.specs
         self.traj_infos = [TrajInfoCls() for _ in self.envs]
         self.deliver: Callable[[Any], None] = lambda info: None
         self.resets_made: dict[int, Any] = {}
         self.agent_info: Any = None
-        self.done, self.begun = np.zeros((2, self.num_envs), bool)
+        self.done, self.begun = np.zeros((2, B), bool)
         self.after_done: Callable[[int], None] = lambda env: None
         self._bypassed: frozenset[int] = frozenset()
 
@@ -136,7 +144,7 @@ class RlpytEnvs(EnvBatch):
         """
         drawn = {
             key: np.zeros((*shape, *spec.shape), spec.dtype)
-            for key, spec in self.action_specs.items()
+            for key, spec in self.spec.action_specs.items()
         }
         for index in np.ndindex(shape):
             b = index[-1]
@@ -158,11 +166,11 @@ class RlpytEnvs(EnvBatch):
 
     def start(self, lane: Lane) -> Step:
         arrays = lane.arrays
-        for key in self.step_specs:
+        for key in self.spec.step_specs:
             # for fields that an environment does not return
             arrays[next_of(key)][lane.done_steps :] = 0
         # to records of episodes
-        shown = {key: _read_only(arrays[key]) for key in self.observation_specs}
+        shown = {key: _read_only(arrays[key]) for key in self.spec.observation_specs}
         observations, actions = self.observation.over(shown), self.action.over(arrays)
         rewards = arrays[REWARD]
         terminated = arrays[TERMINATED]
@@ -172,10 +180,10 @@ class RlpytEnvs(EnvBatch):
             before, action = observations[t], mapped(np.copy, actions[t])
             finished = []
             self.lives_lost = []
-            for b in range(self.num_envs):
+            for b in range(self.spec.num_envs):
                 if b in self._bypassed:
                     rewards[t, b] = 0
-                    for key in self.observation_specs:
+                    for key in self.spec.observation_specs:
                         arrays[key][t + 1, b] = 0
                     continue
                 observation, reward, done, over, env_info = self._step(b, action[b])

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import gymnasium
@@ -79,7 +80,7 @@ class TracedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
 def stacked(env_fns: Sequence[Callable[[], gymnasium.Env[Any, Any]]], n_steps: int) -> StackedEnvs:
     """Make the environments of one worker."""
     envs = StackedEnvs([TracedEnv(env_fn(), n_steps) for env_fn in env_fns])
-    envs.batch_shape = (len(env_fns),)
+    envs.store_as(replace(envs.spec, single=False))  # a batch also if it is one
     return envs
 
 

@@ -15,6 +15,7 @@ from tianshou.data.batch import alloc_by_keys_diff
 from tianshou.env import DummyVectorEnv
 from tianshou.env.worker import DummyEnvWorker
 
+from muster.env_spec import EnvSpec
 from muster.errors import BadEnvOutput
 from muster.keys import OBSERVATION, REWARD, TERMINATED, TRUNCATED, Key, next_of
 from muster.memory.slots import Lane
@@ -91,14 +92,20 @@ class VectorEnvs(EnvBatch):
     bypasses = True
 
     def __init__(self, venv: Any, obs: Array) -> None:
-        self.venv, self.num_envs, self.name = venv, len(venv), type(venv).__name__
+        B = len(venv)
+        self.venv = venv
         numbers = obs.dtype.kind in NUMBERS
-        self.spec = ArraySpec(obs.shape[1:], obs.dtype) if numbers else ArraySpec((), OBJECT)
-        self.observation_specs = {OBSERVATION: self.spec}
-        self.action_specs = {}
-        self.reward_dtype = np.dtype(np.float64)
+        self._leaf = ArraySpec(obs.shape[1:], obs.dtype) if numbers else ArraySpec((), OBJECT)
+        self.spec = EnvSpec(
+            type(venv).__name__,
+            B,
+            (B,),
+            {OBSERVATION: self._leaf},
+            {},
+            reward_dtype=np.dtype(np.float64),
+        )
         self.actions: Actions
-        self.infos: list[dict[str, Any]] = [{}] * self.num_envs
+        self.infos: list[dict[str, Any]] = [{}] * self.spec.num_envs
         self.begun: list[int] = []
         self.rows: list[Row] = []
         self.reset_kwargs: dict[str, Any] = {}
@@ -106,12 +113,12 @@ class VectorEnvs(EnvBatch):
         self.on_row: Callable[[Lane, int], object] | None = None
         self.failure: Exception | None = None
         self.unreset: list[int] = []
-        self._repeats = not self.spec.is_tensor  # observations of environments without a result
+        self._repeats = not self._leaf.is_tensor  # observations of environments without a result
         self._sent: Any = None  # the actions under way, and the policy's entries for them
         # last observations of environments that are to be reset
         self._finished: dict[int, Any] = {}
         self._obs_ahead: dict[int, Any] = {}  # observations that the next ``reset`` writes
-        self._all = self.ready = np.arange(self.num_envs)
+        self._all = self.ready = np.arange(self.spec.num_envs)
 
     def sample(self, rng: GroupRng, shape: tuple[int, ...]) -> dict[Key, Array]:
         raise NotImplementedError(
@@ -123,14 +130,14 @@ class VectorEnvs(EnvBatch):
         both.
         """
         if obs.dtype.kind not in NUMBERS:
-            return not self.spec.is_tensor
-        return obs.dtype == self.spec.dtype and obs.shape[1:] == self.spec.shape
+            return not self._leaf.is_tensor
+        return obs.dtype == self._leaf.dtype and obs.shape[1:] == self._leaf.shape
 
     def begin(self, obs: Array, infos: Sequence[dict[str, Any]]) -> None:
         """Set the results of a reset of all environments, which the next ``reset`` writes instead
         of resetting.
         """
-        self.begun, self.infos = list(range(self.num_envs)), copied(list(infos))
+        self.begun, self.infos = list(range(self.spec.num_envs)), copied(list(infos))
         self._finished = {}
         self._obs_ahead = dict(enumerate(_one_by_one(obs)))
 
@@ -166,7 +173,7 @@ class VectorEnvs(EnvBatch):
             actions = self.actions
             self._keep(actions)
             ids, rew, finished, flags = advance(actions, observations, t + 1)
-            partial = len(ids) < self.num_envs
+            partial = len(ids) < self.spec.num_envs
             if partial:
                 rewards[t], others = 0, np.delete(self._all, ids)
                 observations[t + 1, others] = observations[t, others] if self._repeats else 0
@@ -246,8 +253,8 @@ class VectorEnvs(EnvBatch):
         """
         venv = self.venv
         infos = self.infos
-        shape = self.spec.shape
-        dtype = self.spec.dtype if self.spec.is_tensor else None
+        shape = self._leaf.shape
+        dtype = self._leaf.dtype if self._leaf.is_tensor else None
         if (
             getattr(type(venv), "step", None) is not DummyVectorEnv.step
             or venv.is_async
@@ -346,31 +353,31 @@ class VectorEnvs(EnvBatch):
 
     def _write_all(self, observations: Array, row: int, ids: Array, obs: Any) -> None:
         # objects may be views of the venv's memory
-        is_numeric = self.spec.is_tensor and isinstance(obs, np.ndarray)
-        if is_numeric and obs.dtype == self.spec.dtype and obs.shape[1:] == self.spec.shape:
+        is_numeric = self._leaf.is_tensor and isinstance(obs, np.ndarray)
+        if is_numeric and obs.dtype == self._leaf.dtype and obs.shape[1:] == self._leaf.shape:
             observations[row, ids] = obs
             return
         for i, one in zip(ids, _one_by_one(obs), strict=True):
             self._write(observations, row, i, one)
 
     def _write(self, observations: Array, row: int, env: int, obs: Any) -> None:
-        if not self.spec.is_tensor:
+        if not self._leaf.is_tensor:
             observations[row, env] = copied(obs)
             return
         value = np.asarray(obs)
-        if value.shape != self.spec.shape or not np.can_cast(
-            value.dtype, self.spec.dtype, "same_kind"
+        if value.shape != self._leaf.shape or not np.can_cast(
+            value.dtype, self._leaf.dtype, "same_kind"
         ):
             raise BadEnvOutput(
-                f"environment {env} of {self.name} observed {value.dtype} {value.shape}, and after"
-                f" the last reset of all environments it was {self.spec.dtype} {self.spec.shape}."
-                " Give one dtype and shape always"
+                f"environment {env} of {self.spec.name} observed {value.dtype} {value.shape}, and"
+                f" after the last reset of all environments it was {self._leaf.dtype}"
+                f" {self._leaf.shape}. Give one dtype and shape always"
             )
         observations[row, env] = value
 
     def _failed(self, method: str, error: Exception, env: int | None = None) -> None:
         """Keep an error as the failure, and note its place in it."""
-        who = self.name if env is None else f"Environment {env} of {self.name}"
+        who = self.spec.name if env is None else f"Environment {env} of {self.spec.name}"
         noted(error, f"{who} raised this in {method}.")
         self.failure = error
 
@@ -403,7 +410,7 @@ class AsyncVectorEnvs(VectorEnvs):
 
     def _keep(self, actions: Actions) -> None:
         sent = Batch(act=unshared(actions.act), policy=unshared(actions.policy))
-        alloc_by_keys_diff(self._sent, sent, self.num_envs, stack=False)
+        alloc_by_keys_diff(self._sent, sent, self.spec.num_envs, stack=False)
         if self._sent.act.dtype != actions.act.dtype:
             self._sent.act = self._sent.act.astype(np.result_type(self._sent.act, actions.act))
         self._sent[actions.ids] = sent

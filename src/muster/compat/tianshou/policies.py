@@ -96,7 +96,7 @@ class TianshouActor:
 
     def _act(self, ids: Array, obs: Array) -> Actions:
         policy = self.policy
-        whole = len(ids) == self.envs.num_envs
+        whole = len(ids) == self.envs.spec.num_envs
         infos = self.envs.infos if whole else [self.envs.infos[i] for i in ids]
         batch = batch_of(obs=unshared(stacked(obs)), info=unshared(info_batch(infos)))
         result = policy(
@@ -137,7 +137,7 @@ class TianshouActor:
             self.state = copied(state)
             return
         if self.state is None:
-            self.state = create_value(state, self.envs.num_envs, stack=False)
+            self.state = create_value(state, self.envs.spec.num_envs, stack=False)
         self.state[ids] = unshared(state)
 
     def _begin_episodes(self, which: list[int]) -> None:

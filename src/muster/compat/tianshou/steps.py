@@ -117,7 +117,7 @@ class Sampling(GroupRunner):
         super().__init__(envs, OPTIONS, rng=GroupRng(0))
         self.envs = envs
         self.actor = actor
-        row_bytes = Layout(1, envs.num_envs, lane_columns(envs, (), OPTIONS)).nbytes
+        row_bytes = Layout(1, envs.spec.num_envs, lane_columns(envs.spec, (), OPTIONS)).nbytes
         self.most_rows = max(1, min(LANE_ROWS, LANE_BYTES // max(row_bytes, 1)))
         self.going: Going
         self.last: Lane | None = None

@@ -15,8 +15,8 @@ from torchrl.envs.llm.transforms import PolicyVersion
 
 from muster.collectors.background import Background
 from muster.collectors.on_demand import OnDemand
-from muster.collectors.options import CollectorOptions, Execution
-from muster.collectors.setup import worker_options
+from muster.collectors.options import CollectorOptions
+from muster.collectors.setup import worker_setting
 from muster.compat.torchrl import batches, policies, setup
 from muster.compat.torchrl.numbering import Numbering
 from muster.compat.torchrl.state import TorchRLState
@@ -28,6 +28,7 @@ from muster.policies.adapt import place
 from muster.policies.random import RandomPolicy as UniformPolicy
 from muster.policies.tensordict import TensorDictPolicy
 from muster.rollout.first_call import begin_episodes
+from muster.rollout.options import Execution
 from muster.utils.interrupts import postponed
 from muster.utils.tracebacks import trimmed
 from muster.workers.build import build_policy
@@ -419,7 +420,7 @@ class Collector(
 
     @property
     def _batch_shape(self) -> tuple[int, ...]:
-        return self._engine.groups[0].batch_shape
+        return self._engine.groups[0].env.spec.batch_shape
 
     def _begin_episodes(self, chosen: list[int] | None, options: dict[str, Any]) -> list[int]:
         """Reset environments now, and assign new trajectory ids; returns the old ids."""
@@ -440,11 +441,11 @@ class Collector(
             if isinstance(self.env, EnvBase):
                 policy = policies.RandomWithZeros(group, zeros)
                 self._random_policy = build_policy(
-                    policy, worker_options(self.options, policy), group, None
+                    policy, worker_setting(self.options, policy), group.env, None
                 )
             else:
                 self._random_policy = UniformPolicy(
-                    group.env.sample, group.batch_shape, unknown=0.0
+                    group.env.sample, group.env.spec.batch_shape, unknown=0.0
                 )
                 self._random_policy.learn([c for c in self._acting.columns() if c.key in zeros], {})
         return self._random_policy
@@ -503,7 +504,7 @@ class Collector(
         )
         carried = {c.key for c in self._acting.columns() if c.carry} - {
             IS_INIT,
-            *group.env.observation_specs,
+            *group.env.spec.observation_specs,
         }
         batches.add_next_states(
             batch, {key: group.carry.seen(key) if key in group.carry else None for key in carried}

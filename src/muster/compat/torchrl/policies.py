@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -93,15 +94,15 @@ def take_actions_as_they_are(
         if shown:
             raise
         return
-    specs = dict(group.env.action_specs)
-    dims = len(group.batch_shape)
+    specs = dict(group.env.spec.action_specs)
+    dims = len(group.env.spec.batch_shape)
     for key, spec in specs.items():
         action = (td if out is None else out).get(key, None) if spec.is_tensor else None
-        if isinstance(action, torch.Tensor) and action.shape[:dims] == group.batch_shape:
+        if isinstance(action, torch.Tensor) and action.shape[:dims] == group.env.spec.batch_shape:
             shape, dtype = tuple(action.shape[dims:]), numpy_dtype(action.dtype)
             if (shape, dtype) != (spec.shape, spec.dtype):
                 specs[key] = ArraySpec(shape, dtype, inner=spec.inner)
-    group.env.action_specs = specs
+    group.env.store_as(replace(group.env.spec, action_specs=specs))
 
 
 class CopiedEnv:
@@ -164,18 +165,18 @@ def as_torchrl_calls(policy: Any, group: Group, device: torch.device | None) -> 
     """
     if isinstance(policy, RandomPolicy):
         return policy
-    env = group.env
+    spec = group.env.spec
     reads = (
         None
         if getattr(policy, "in_keys", None) is None
         else [as_key(key) for key in policy.in_keys]
     )
-    flags = [key for key in env.flags if reads is None or key in reads]
+    flags = [key for key in spec.flags if reads is None or key in reads]
     writes = {as_key(key) for key in getattr(policy, "out_keys", None) or ()}
     own = [
         k
         for k in reads or ()
-        if k in writes and k not in env.observation_specs and next_of(k) not in writes
+        if k in writes and k not in spec.observation_specs and next_of(k) not in writes
     ]
     foreign = not type(policy).__module__.startswith(("tensordict.", "torchrl."))
     remembers = own or any(part.startswith("_") for key in writes for part in key)
@@ -198,7 +199,7 @@ class _Called:
     ) -> None:
         self._policy = policy
         self._device = device
-        self._lead = group.batch_shape
+        self._lead = group.env.spec.batch_shape
         self._flags = [key[0] for key in flags]
         self._kept: dict[str, Any] = {}
         reads = [as_key(key) for key in getattr(policy, "in_keys", None) or ()]
@@ -206,7 +207,10 @@ class _Called:
         self._fresh = {
             "next",
             AHEAD,
-            *(key[0] for key in (*FLAGS, *group.env.observation_specs, *group.env.action_specs)),
+            *(
+                key[0]
+                for key in (*FLAGS, *group.env.spec.observation_specs, *group.env.spec.action_specs)
+            ),
         }
         if getattr(policy, "in_keys", None) is not None:
             self.in_keys = [key for key in policy.in_keys if as_key(key) not in (*FLAGS, *own)]
@@ -246,7 +250,7 @@ class RandomWithZeros:
         self._zeros = zeros
         kinds = {
             key: torch_dtype(spec.dtype)
-            for key, spec in group.env.action_specs.items()
+            for key, spec in group.env.spec.action_specs.items()
             if spec.is_tensor
         }
         self._other = {
@@ -278,15 +282,17 @@ def needs_trial(policy: Any, env: EnvBase, use_buffers: bool) -> bool:
 
 def first_input(group: Group, policy: Any, device: torch.device | None) -> Any:
     """Return the input of TorchRL's first call of the policy."""
-    specs = group.env.observation_specs
+    specs = group.env.spec.observation_specs
     inner = {key[:-1]: spec.shape[: spec.inner] for key, spec in specs.items() if spec.inner}
     leaves = {
-        k: v if torch.is_tensor(v) else v.reshape(group.batch_shape)
+        k: v if torch.is_tensor(v) else v.reshape(group.env.spec.batch_shape)
         for k, v in group.observations().items()
     }
-    td = assemble(leaves, group.batch_shape, None, inner).clone()
-    for flag in group.env.flags:
-        td.set(flag, torch.zeros((*group.batch_shape, 1), dtype=torch.bool, device="cpu"))
+    td = assemble(leaves, group.env.spec.batch_shape, None, inner).clone()
+    for flag in group.env.spec.flags:
+        td.set(flag, torch.zeros((*group.env.spec.batch_shape, 1), dtype=torch.bool, device="cpu"))
     if IS_INIT not in specs and IS_INIT in map(as_key, getattr(policy, "in_keys", None) or ()):
-        td.set(IS_INIT, torch.ones((*group.batch_shape, 1), dtype=torch.bool, device="cpu"))
+        td.set(
+            IS_INIT, torch.ones((*group.env.spec.batch_shape, 1), dtype=torch.bool, device="cpu")
+        )
     return td if device is None else td.to(device)

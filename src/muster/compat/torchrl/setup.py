@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -109,14 +110,14 @@ def make_engine(
         groups = make_groups(env, options, policy, device, made)
         for group in groups:
             # TorchRL reads masks by its own means only, such as ActionMask
-            group.env.action_masks = {}
+            group.env.store_as(replace(group.env.spec, action_masks={}))
             begin_episodes(group)
         if isinstance(env, EnvBase):
             acting = faster(policy)
             shown = needs_trial(policy, env, buffers)
             # A call that TorchRL does not make is no call of the warm-up.
             take_actions_as_they_are(groups[0], acting if shown else policy, device, shown)
-            policy = as_torchrl_calls(acting, groups[0], options.devices["policy_device"])
+            policy = as_torchrl_calls(acting, groups[0], options.devices.policy)
         source, worker = in_this_thread(options, groups, policy, device)
         engine = Engine(options, source, weights, stacked=False, local=worker)
         made.pop_all()
@@ -125,5 +126,5 @@ def make_engine(
 
 def classes_of(env: EnvBatch) -> dict[Key, Any]:
     """Return the tensorclasses that a TorchRL environment declares, by key."""
-    nodes = getattr(getattr(env, "specs", None), "nodes", {})
+    nodes = getattr(getattr(env, "declared", None), "nodes", {})
     return {path: node.kind for path, node in nodes.items() if node.kind is not None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torchrl.envs import EnvBase, TransformedEnv
@@ -12,6 +12,9 @@ from torchrl.envs.batched_envs import BatchedEnvBase
 from torchrl.modules import RandomPolicy
 
 from muster.collectors import resume
+from muster.collectors.engine import Engine
+from muster.collectors.on_demand import OnDemand
+from muster.weights.publish import PolicyWeights
 
 
 class TorchRLState:
@@ -23,6 +26,10 @@ class TorchRLState:
     track_traj_ids: bool
     policy_version_tracker: Any
     _check_open: Any
+    _engine: Engine
+    _weights: PolicyWeights
+    _on_demand: OnDemand
+    shutdown: Any
     _numbering: Any
     _traj_pool: Any
     _registered: Any  # the environment at which this collector is registered
@@ -62,7 +69,7 @@ class TorchRLState:
         """
         self._check_open()
         with self._unregistered():
-            state = resume.state_of(cast(Any, self))
+            state = resume.state_of(self._parts())
         state["policy_is_module"] |= isinstance(self.policy, RandomPolicy)  # it has no state
         own = {
             "frames": self._frames,
@@ -79,13 +86,21 @@ class TorchRLState:
         """
         self._check_open()
         with self._unregistered():
-            report = resume.load(cast(Any, self), state, trust=trust)
+            report = resume.load(self._parts(), state, trust=trust, close=self._close_quietly)
         own = state["torchrl"]
         self._frames = own["frames"]
         self._iter = own["iter"]
         self._numbering.load_state_dict(own["trajectories"])
         self._numbering.renumber(list(report.not_restored))
         return report
+
+    def _parts(self) -> resume.CollectorParts:
+        return resume.CollectorParts(
+            type(self).__name__, self.policy, self._engine, self._weights, self._on_demand
+        )
+
+    def _close_quietly(self) -> None:
+        self.shutdown(raise_on_error=False)
 
     @contextlib.contextmanager
     def _unregistered(self) -> Iterator[None]:

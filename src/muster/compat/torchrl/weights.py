@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
-from typing import Any, cast
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 import torchrl.weight_update
 from torchrl.collectors import BaseCollector, WeightUpdaterBase
 
-from muster.collectors.weight_methods import WeightMethods
 from muster.compat.torchrl import updaters
 from muster.compat.torchrl.weight_names import (
     by_name,
@@ -21,7 +20,7 @@ from muster.compat.torchrl.weight_names import (
 )
 from muster.compat.torchrl.weight_update import WeightSyncScheme
 from muster.weights.publish import PolicyWeights
-from muster.weights.receive import Receivers
+from muster.weights.receive import Receivers, only_source
 
 # TorchRL's collectors and their subclasses then accept our schemes and updaters.
 torchrl.weight_update.WeightSyncScheme.register(WeightSyncScheme)
@@ -74,6 +73,8 @@ class TorchRLWeights:
     policy_version_tracker: Any
     weight_updater: Any
     _weight_sync_schemes: Any
+    _check_open: Any
+    _weights: PolicyWeights
 
     def update_policy_weights_(
         self, policy_or_weights: Any = None, *, worker_ids: Any = None, **kwargs: Any
@@ -108,7 +109,12 @@ class TorchRLWeights:
         if self._weight_sync_schemes or self.weight_updater is not None:
             self._weights.publish_all([])
 
-    register_scheme_receiver = WeightMethods.register_scheme_receiver
+    def register_scheme_receiver(
+        self, weight_recv_schemes: Mapping[str, Any], *, synchronize_weights: bool = True
+    ) -> None:
+        """Receive weights from a parent collector; see ``Collector.register_scheme_receiver``."""
+        self._check_open()
+        self._receivers.register(weight_recv_schemes, synchronize=synchronize_weights)
 
     def receive_weights(
         self, policy_or_weights: Any = None, *, weights: Any = None, policy: Any = None
@@ -126,9 +132,9 @@ class TorchRLWeights:
             ValueError: weights were given although schemes are registered, or twice.
             BadWeights: the weights do not fit, or are not finite. Nothing was changed.
         """
-        WeightMethods.receive_weights(
-            cast(Any, self), policy_or_weights, weights=weights, policy=policy
-        )
+        given = only_source(policy_or_weights, weights, policy)
+        self._check_open()
+        self._receivers.receive_or_publish(given)
 
     def increment_version(self) -> None:
         """Increment the version, with ``track_policy_version``."""

@@ -20,7 +20,7 @@ from torchrl.envs import EnvBase
 import muster.collectors.clusters as clusters
 from muster.cluster.submitit import DEFAULT_SLURM_CONF
 from muster.cluster.submitit_delayed import submitit_delayed_launcher
-from muster.collectors.options import Execution, Trajectories
+from muster.collectors.batch_options import Trajectories
 from muster.collectors.references import accept_remote_rref_udf_invocation
 from muster.collectors.signatures import OF_TORCHRL, passes_on
 from muster.compat.torchrl.policies import ActedOn, CopiedEnv, check_graph
@@ -28,6 +28,7 @@ from muster.compat.torchrl.weight_names import flattened
 from muster.episodes.segment import MASK
 from muster.errors import BadOption
 from muster.keys import TRAJ_IDS
+from muster.rollout.options import Execution
 from muster.utils.integers import integer
 
 __all__ = [
