@@ -47,14 +47,15 @@ def _torch(target: str, count: int = 1, deadline_s: float = SILENCE_S, **options
 
 
 def _ray(
-    target: str, count: int = 1, deadline_s: float = SILENCE_S, *, cls: str = "RayCarrier"
+    target: str, count: int = 1, deadline_s: float = SILENCE_S, *, transport: str = "ray"
 ) -> Any:
     from tests.fakes.ray_cluster import cluster
 
     cluster()
     from muster.cluster import ray_nodes
 
-    return getattr(ray_nodes, cls)(count, target=target, deadline_s=deadline_s)
+    actors = ray_nodes.Actors(count=count, target=target)
+    return ray_nodes.ray_carrier(transport, actors, deadline_s)
 
 
 def _rpc(target: str, count: int = 1, deadline_s: float = SILENCE_S) -> Any:
@@ -74,7 +75,7 @@ if torch.distributed.rpc.is_available():
     KINDS["rpc"] = _rpc
 if importlib.util.find_spec("ray") is not None:
     KINDS["ray"] = _ray
-    KINDS["ray, direct"] = functools.partial(_ray, cls="RayDirectCarrier")
+    KINDS["ray, direct"] = functools.partial(_ray, transport="direct")
 
 
 @pytest.fixture(params=sorted(KINDS))

@@ -31,10 +31,12 @@ def nodes():
     with contextlib.ExitStack() as stack:
 
         def start(function, count=1, **options):
-            from muster.cluster import ray_nodes
+            from muster.cluster.ray_nodes import Actors, ray_carrier
 
-            make = getattr(ray_nodes, options.pop("cls", "RayCarrier"))
-            carrier = make(count, target=options.pop("target", NODES + function), **options)
+            deadline_s = options.pop("deadline_s", 15.0)
+            transport = options.pop("transport", "ray")
+            actors = Actors(**{"count": count, "target": NODES + function, **options})
+            carrier = ray_carrier(transport, actors, deadline_s)
             stack.callback(carrier.close)
             connect = carrier.connect
 
@@ -232,7 +234,7 @@ class TestOptions:
             return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
 
         before = listening()
-        direct = nodes("introduced", cls="RayDirectCarrier")
+        direct = nodes("introduced", transport="direct")
         assert len(listening() - before) == 1
         direct.close()
         link = connected(nodes("introduced"))
@@ -270,19 +272,21 @@ def run(program, surroundings, timeout=100):
 
 WRONG_TOKEN = """
 import json, sys
-from muster.cluster.ray_nodes import RayCarrier
+from muster.cluster.ray_nodes import Actors, ray_carrier
 try:
-    RayCarrier(1, ray_init_config={{"address": "{address}", "log_to_driver": False}})
+    config = {{"address": "{address}", "log_to_driver": False}}
+    ray_carrier("ray", Actors(count=1, ray_init_config=config))
 except Exception as error:
     print(json.dumps([type(error).__name__, str(error)]))
 """
 
 NO_TOKEN = """
 import json
-from muster.cluster.ray_nodes import RayCarrier
+from muster.cluster.ray_nodes import Actors, ray_carrier
 config = {{"address": "{address}", "log_to_driver": False}}
 try:
-    carrier = RayCarrier(1, ray_init_config=config, target="tests.fakes.link_nodes:introduced")
+    target = "tests.fakes.link_nodes:introduced"
+    carrier = ray_carrier("ray", Actors(count=1, ray_init_config=config, target=target))
     import threading
     carrier.connect(0, 0, 90.0, threading.Event()).receive()
     carrier.close()
@@ -305,9 +309,10 @@ ray.shutdown()
 OWN_RAY = """
 import json, threading
 import psutil, ray
-from muster.cluster.ray_nodes import RayCarrier
+from muster.cluster.ray_nodes import Actors, ray_carrier
 config = {"address": "local", "num_cpus": 2, "object_store_memory": 100 * 2**20, "log_to_driver": False}
-carrier, second = (RayCarrier(1, ray_init_config=config, target="tests.fakes.link_nodes:introduced") for _ in range(2))
+actors = Actors(count=1, ray_init_config=config, target="tests.fakes.link_nodes:introduced")
+carrier, second = (ray_carrier("ray", actors) for _ in range(2))
 link = carrier.connect(0, 0, 90.0, threading.Event())
 link.receive()
 processes = [psutil.Process(), *psutil.Process().children(recursive=True)]

@@ -1,11 +1,17 @@
-"""Kills at random times while a collector collects."""
+"""Kills at random times while a collector collects.
+
+``MUSTER_KILLS`` in the environment is the number of random kills of nodes of each kind.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+
+RANDOM_KILLS = int(os.environ.get("MUSTER_KILLS", "12"))
 
 
 class Killer:

@@ -33,15 +33,15 @@ TARGET = "tests.fakes.netns_nodes:beating"
 def carrier_of(engine: str, address: str, token: str, deadline_s: float) -> Any:
     """The carrier of one node; ``address`` is that of this machine, or of Ray's head."""
     if engine == "ray":
-        from muster.cluster.ray_nodes import RayCarrier
+        from muster.cluster.ray_nodes import Actors, ray_carrier
 
-        return RayCarrier(
-            1,
+        actors = Actors(
+            count=1,
             ray_init_config={"address": address, "log_to_driver": False},
             remote_configs={"num_cpus": 1},
-            deadline_s=deadline_s,
             target=TARGET,
         )
+        return ray_carrier("ray", actors, deadline_s)
     from muster.cluster.launchers import Launcher
     from muster.cluster.rendezvous import Rendezvous
     from muster.cluster.rpc_nodes import RpcCarrier

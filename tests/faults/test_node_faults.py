@@ -27,7 +27,7 @@ from muster.errors import CollectorTimeout, WorkerDied, WorkerHung
 from muster.testing import Fault, OracleEnv, check_stream
 from tests.fakes import faults
 from tests.fakes.fault_runs import MODES, T, alive, all_gone, deadlines, run
-from tests.fakes.killers import Killer
+from tests.fakes.killers import RANDOM_KILLS, Killer
 from tests.fakes.lost_nodes import NodeSignalled
 from tests.fakes.node_runs import (
     ASYNC_KINDS,
@@ -604,10 +604,13 @@ def test_a_short_stop_is_no_loss(tmp_path, kind):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("kind", NODE_KINDS)
 def test_random_kills_of_nodes_and_workers_lose_nothing_and_double_nothing(tmp_path, kind):
     check_random_kills(
-        tmp_path / "counts", kind, Killer(12, random.Random(7), 1.5, kills_a_node_or_worker)
+        tmp_path / "counts",
+        kind,
+        Killer(RANDOM_KILLS, random.Random(7), 1.5, kills_a_node_or_worker),
     )
 
 

@@ -23,7 +23,7 @@ from muster import MultiSyncCollector, RayCollector, Restart
 from muster.errors import WorkerDied
 from muster.testing import Fault, OracleEnv, check_stream
 from tests.fakes.fault_runs import FRAMES, MODES, T, alive, all_gone, deadlines, run
-from tests.fakes.killers import Killer
+from tests.fakes.killers import RANDOM_KILLS, Killer
 from tests.fakes.lost_nodes import NodeSignalled, node_of
 from tests.fakes.node_runs import check_random_kills, factories
 from tests.fakes.ray_cluster import cluster, needs_ray, ray_cluster  # noqa: F401 (a fixture)
@@ -41,7 +41,6 @@ pytestmark = [
 AT = 30  # row 10 of the second rollout
 KILLS = NodeSignalled(signal.SIGKILL)
 ROOM = {"num_cpus": 1, "memory": 2**28}
-RANDOM_KILLS = int(os.environ.get("MUSTER_KILLS", "12"))  # of each kind
 
 
 def on_ray(

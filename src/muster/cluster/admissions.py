@@ -69,7 +69,8 @@ class Admissions:
         """Refuse this node until it is admitted again."""
         with self._changed:
             self._admitted.pop(node, None)
-            unused = [self._joined.pop(key) for key in list(self._joined) if key[0] == node]
+            joined = [key for key in self._joined if key[0] == node]
+            unused = [self._joined.pop(key) for key in joined]
         for channel in unused:
             channel.close()
 

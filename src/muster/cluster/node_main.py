@@ -1,4 +1,19 @@
-"""The main loop of a node: it runs a worker pool for the main process."""
+"""The main loop of a node: it runs a worker pool for the main process.
+
+One session, seen from the node:
+
+1. ``set_up``: the configuration and the policy arrive. Then the first weights (``take_weights``), if
+   the policy has any.
+2. ``start``: the workers are started and make their groups; their descriptions are sent.
+3. ``assign``: the workers get their places. From now on there is a pool, and lanes are laid out
+   (``call``), filled (``follow``), and sent back when all requests of a ``LaneRun`` have results.
+4. ``close``: the environments are closed, and the workers end.
+5. ``bye``, or the link is lost: everything is released. After ``bye`` the node ends; otherwise it
+   joins the next session, for which another ``NodeMain`` is made.
+
+An error of a message is an answer if the message has a number; otherwise it is the failure of the
+session. Counts in messages never decrease.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +21,6 @@ import hashlib
 import hmac
 import socket
 import sys
-import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -15,11 +28,13 @@ from typing import Any
 
 import torch
 
+from muster.cluster.attention import Attention
 from muster.cluster.link import Block, Link, LinkLost
 from muster.cluster.messages import LaneRun, NodeSetup, Told
+from muster.cluster.node_slots import NodeSlots
 from muster.cluster.session import BEAT_S, Outgoing, Session
 from muster.errors import MusterError, WorkerError, described
-from muster.memory.slots import Layout, Slot
+from muster.memory.slots import Slot
 from muster.memory.views import BatchView
 from muster.restore.pickling import loads
 from muster.restore.registered import installed
@@ -28,7 +43,7 @@ from muster.weights.shared_memory import SharedMemory, SharedMemoryPublisher
 from muster.weights.transport import Publisher
 from muster.workers.channel import WakeUp
 from muster.workers.config import WorkerPlace
-from muster.workers.failures import node_hung, send_error
+from muster.workers.failures import send_error
 from muster.workers.gaps import Gaps
 from muster.workers.launch import has_fork_server
 from muster.workers.main import carry_out
@@ -79,19 +94,16 @@ class NodeMain:
         self._node = f"{node} ({self._host})"
         self._made = ExitStack()
         self._wake_up = WakeUp()
-        self._weights = NodeWeights(link, self._made)
+        self._link = link
+        self._weights: NodeWeights  # from ``set_up`` on, as the next one
         self._setup: NodeSetup
         self._workers: WorkerPool | None = None  # from ``start`` on
         self._pool: WorkerPool | None = None  # the same, while it is open
         self._gaps = Gaps()
         self._sink: Sink | None = None
-        self._layouts: dict[int, Layout] = {}  # by group
-        # by offset in the main process, and first lane there
-        self._slots: dict[tuple[int, int], Slot] = {}
+        self._slots = NodeSlots()
         self._jobs: dict[int, _RunAtWork] = {}  # by request
-        self._thread, self._attended = threading.get_ident(), time.monotonic()
-        # of this thread, between two calls of ``attends``; None: no limit
-        self._deadline_s: float | None = None
+        self._attention = Attention(self._node)
         self._end = Session("muster-node-main", lambda _: link, self._beat, self._wake_up.ring)
 
     def run(self) -> bool:
@@ -118,11 +130,8 @@ class NodeMain:
         """Return a heartbeat, called by the thread that sends; or the failure that the node's own
         thread hangs.
         """
-        seconds, deadline = time.monotonic() - self._attended, self._deadline_s
-        if deadline is None or seconds <= deadline:
-            return self._said()
-        error = node_hung(self._node, self._thread, seconds=seconds, deadline=deadline)
-        return self._said(failure=send_error(error))
+        error = self._attention.failure()
+        return self._said() if error is None else self._said(failure=send_error(error))
 
     def _said(self, block: Block | None = None, tag: int = 0, **report: Any) -> Outgoing:
         return Outgoing(self._told(**report), block, tag)
@@ -145,7 +154,7 @@ class NodeMain:
 
     def attends(self) -> None:
         """Note that this thread does not hang."""
-        self._attended = time.monotonic()
+        self._attention.renew()
 
     def hear(self) -> None:
         """Follow urgent messages; raise ``_Over`` if the link is lost."""
@@ -168,7 +177,8 @@ class NodeMain:
                 message, block, tag = self._end.inbox.popleft()
                 if isinstance(message, Exception):
                     raise message
-                carry_out(self, message, *(() if block is None else (block, tag)))
+                received = () if block is None else (block, tag)
+                carry_out(self, message, *received)
             if self._pool is None:
                 self._wake_up.wait(BEAT_S)
             else:
@@ -188,7 +198,9 @@ class NodeMain:
 
     def stop(self, number: int) -> None:
         """See ``Proxy.stop``."""
-        for handle in [] if self._pool is None else self._pool.handles:
+        if self._pool is None:
+            return
+        for handle in self._pool.handles:
             handle.stop(number)
 
     def beat(self) -> None:
@@ -197,15 +209,18 @@ class NodeMain:
     def set_up(self, setup: NodeSetup, block: Any, tag: int) -> None:
         """Take the configuration and the policy."""
         policy = block.tobytes()
-        if not hmac.compare_digest(hashlib.sha256(policy).digest(), setup.policy_digest):
+        digest = hashlib.sha256(policy).digest()
+        if not hmac.compare_digest(digest, setup.policy_digest):
             raise MusterError("the policy's checksum does not match: it was modified in transit")
-        self._setup = replace(setup, config=replace(setup.config, policy=policy, node=self._node))
-        sys.path.extend(entry for entry in setup.path if entry not in sys.path)
-        self._weights.workers = setup.config.count
+        config = replace(setup.config, policy=policy, node=self._node)
+        self._setup = replace(setup, config=config)
+        missing = [entry for entry in setup.path if entry not in sys.path]
+        sys.path.extend(missing)
+        self._weights = NodeWeights(self._link, config.count, self._made)
         # The longest of what this thread waits for without looking at its workers: a policy that is
         # made, or is called by the inference server, and a replay buffer.
-        longest = [setup.config.timeout(phase) for phase in ("construct", "policy", "call")]
-        self._deadline_s = None if None in longest else max(longest)  # type: ignore[type-var]
+        phases = ("construct", "policy", "call")
+        self._attention.limit([config.timeout(phase) for phase in phases])
 
     def take_weights(self, manifest: Manifest, block: Any, tag: int) -> None:
         """Publish weights to the workers.
@@ -250,9 +265,7 @@ class NodeMain:
             layouts = {
                 number: layout for of_worker in answers for number, layout in of_worker.items()
             }
-            if layouts != self._layouts:
-                self._layouts = layouts
-                self._slots.clear()
+            self._slots.lay_out(layouts)
         return answers
 
     def follow(self, parts: Sequence[LaneRun]) -> None:
@@ -290,13 +303,8 @@ class NodeMain:
 
     def _slot(self, part: LaneRun) -> Slot:
         """The node's slot for a slot of the main process. It is free whenever that one is."""
-        place = part.offset, part.first
-        if place not in self._slots:
-            assert self._workers is not None
-            like = self._layouts.get(part.requests[0].group) or next(iter(self._layouts.values()))
-            layout = Layout(like.T, like.B, like.columns, part.lanes, batch_shape=like.batch_shape)
-            self._slots[place] = Slot(layout, self._workers.arena)
-        return self._slots[place]
+        assert self._workers is not None
+        return self._slots.slot(part, self._workers.arena)
 
     def _tell_results(self) -> None:
         """Send the results of each ``LaneRun`` that is complete."""
@@ -316,9 +324,12 @@ class NodeMain:
     def _lanes(self, job: _RunAtWork) -> Block | None:
         if self._sink is not None:
             return None
-        lanes = [request.lane - job.part.first for request in job.part.requests]
+        first = job.part.first
+        lanes = [request.lane - first for request in job.part.requests]
         size = job.slot.layout.lane_bytes
-        return Block(job.slot.block[min(lanes) * size : (max(lanes) + 1) * size], job.slot)
+        begin = min(lanes) * size
+        end = (max(lanes) + 1) * size
+        return Block(job.slot.block[begin:end], job.slot)
 
     def _told(self, **report: Any) -> Told:
         workers = self._workers
@@ -342,16 +353,19 @@ class NodeWeights:
 
     Later versions are received directly there.
 
+    Args:
+        link: weights are received there.
+        workers: number of those of all nodes.
+        made: closes the publisher.
+
     Attributes:
-        workers: of all nodes.
         publisher: to the workers; None: there are no weights yet, because the policy has lazy
             layers.
     """
 
-    workers = 0
-
-    def __init__(self, link: Link, made: ExitStack) -> None:
+    def __init__(self, link: Link, workers: int, made: ExitStack) -> None:
         self._link = link
+        self._workers = workers
         self._made = made
         self.publisher: Publisher | None = None
 
@@ -366,7 +380,7 @@ class NodeWeights:
             received = Buffer(block, manifest)
             if publisher is None:
                 publisher = SharedMemory().publisher(
-                    received.tensors, self.workers, received.version
+                    received.tensors, self._workers, received.version
                 )
                 self.publisher = publisher
                 self._made.callback(publisher.close)
@@ -386,17 +400,21 @@ class Sink:
     """
 
     def __init__(self, pickled: bytes, order: Any) -> None:
-        self._sink, self._order = loads(pickled, "replay_buffer"), order
+        self._sink = loads(pickled, "replay_buffer")
+        self._order = order
         self._view: BatchView | None = None  # of the newest layout
 
     def write(self, result: RolloutResult, slot: Slot) -> None:
         """Write a rollout, which is the only one in its slot. Raises WorkerError."""
         for key, array in result.objects.items():
             slot.lanes[0].arrays[key][...] = array
-        if self._view is None or self._view.layout is not slot.layout:
-            self._view = BatchView(slot.layout, stacked=False, order=self._order)
+        view = self._view
+        if view is None or view.layout is not slot.layout:
+            view = BatchView(slot.layout, stacked=False, order=self._order)
+            self._view = view
+        memory = torch.from_numpy(slot.block)
         try:
-            self._sink.write(self._view.tensordict(torch.from_numpy(slot.block), slot))
+            self._sink.write(view.tensordict(memory, slot))
         except Exception as raised:
             raise WorkerError(
                 "the replay buffer that this node writes into, a"

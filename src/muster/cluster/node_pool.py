@@ -83,13 +83,18 @@ class NodePool(SupervisedPool):
         known: dict[int, EnvSpec] = {}
         for proxy in self.proxies:
             known |= zip(proxy.groups, proxy.infos or (), strict=False)
-        first, factories = (
-            next(iter(known.values())),
-            [factory for w in self.config.workers for factory in w.factories],
-        )
+        first = next(iter(known.values()))
+        factories = [factory for worker in self.config.workers for factory in worker.factories]
         numbered = list(zip(self.config.groups, factories, strict=True))
-        alike = {factory: known[number] for number, factory in numbered if number in known}
-        return [known.get(number) or alike.get(factory, first) for number, factory in numbered]
+        of_factory: dict[Any, EnvSpec] = {}
+        for number, factory in numbered:
+            if number in known:
+                of_factory[factory] = known[number]
+        found = []
+        for number, factory in numbered:
+            expected = of_factory.get(factory, first)
+            found.append(known.get(number, expected))
+        return found
 
     def open(self, infos: Sequence[EnvSpec], place: WorkerPlace) -> None:
         """See ``SupervisedPool``. Absent nodes get their places when they join."""
@@ -141,14 +146,18 @@ class NodePool(SupervisedPool):
         absent = [proxy for proxy in self.proxies if proxy.infos is None]
         joining = [proxy.index for proxy in absent if proxy.phase == "join"]
         building = [proxy.index for proxy in absent if proxy.phase != "join"]
-        found = (
-            [f"{listed('node', joining)} to join at {self.nodes.carrier.address}"]
-            if joining
-            else []
-        )
-        found += [f"{listed('node', building)} to construct environments"] if building else []
-        lack = (self.nodes.enough or len(self.proxies)) - len(self.proxies) + len(absent)
-        return (f"{lack} of " if 0 < lack < len(absent) else "") + " and ".join(found)
+        found = []
+        if joining:
+            address = self.nodes.carrier.address
+            found.append(f"{listed('node', joining)} to join at {address}")
+        if building:
+            found.append(f"{listed('node', building)} to construct environments")
+        text = " and ".join(found)
+        there = len(self.proxies) - len(absent)
+        lack = (self.nodes.enough or len(self.proxies)) - there
+        if 0 < lack < len(absent):
+            return f"{lack} of {text}"
+        return text
 
     # --- Watch ------------------------------------------------------------------------------------
 
@@ -232,9 +241,12 @@ class NodeServers:
 
     def stats(self) -> InferenceStats:
         """The sum over all nodes."""
-        told = [proxy.told.inference for proxy in self._proxies if proxy.told.inference is not None]
+        every = [proxy.told.inference for proxy in self._proxies]
+        known = [stats for stats in every if stats is not None]
         return InferenceStats(
-            sum(s.calls for s in told), sum(s.rows for s in told), sum(s.busy_s for s in told)
+            sum(stats.calls for stats in known),
+            sum(stats.rows for stats in known),
+            sum(stats.busy_s for stats in known),
         )
 
 
@@ -244,7 +256,11 @@ def _part(config: PoolConfig, of_leaf: Sequence[int], node: int) -> PoolConfig |
     if not workers:
         return None
     origins = dict(zip(config.groups, config.origins, strict=True))
-    own = [origins[number] for worker in workers for number in worker.groups]
-    # reports are written here
-    supervision = replace(config.supervision, crash_dir=None)
-    return replace(config, workers=workers, policy=b"", origins=own, supervision=supervision)
+    groups = [number for worker in workers for number in worker.groups]
+    return replace(
+        config,
+        workers=workers,
+        policy=b"",
+        origins=[origins[number] for number in groups],
+        supervision=replace(config.supervision, crash_dir=None),  # reports are written here
+    )

@@ -1,21 +1,31 @@
-"""The proxy of a node, in the worker pool of the main process."""
+"""The proxy of a node, in the worker pool of the main process.
+
+The node is over many sessions the same one for the pool. In each session:
+
+1. ``start``: the session begins, with the setup and the weights as its first messages; the state is
+   JOINING. A node that is restarted gets its place and its open requests with them.
+2. Its first message arrives: it has joined. With the descriptions of its groups it is RUNNING, once
+   it has a place (``assign``). Of an elastic pool, ``join`` makes it RUNNING.
+3. Requests are sent as ``LaneRun`` (``submit``, ``hold``, ``release``); ``pump`` handles messages,
+   which carry counts since the session began: the differences are added to the counters here.
+4. ``lose``: the session is lost. The steps that the node may have made and not reported are bounded
+   (``unseen``), its workers get the next generation, and the pool decides about its requests.
+"""
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from muster.cluster.lane_runs import LaneRuns
 from muster.cluster.link import Block
-from muster.cluster.messages import LaneRun, NodeSetup, Told
+from muster.cluster.messages import NodeSetup, Told
 from muster.cluster.node_main import NodeMain
 from muster.cluster.nodes import Nodes
 from muster.cluster.session import BEAT_S, Session
 from muster.memory.slots import Slot
-from muster.memory.specs import Array
 from muster.observing.stats import WorkerStats
 from muster.restore.crash_report import CrashDirectory
 from muster.restore.registered import with_later_ids
@@ -67,12 +77,12 @@ class NodeProxy(Proxy):
         self._policy = policy
         self._nodes = nodes
         self._crash_directory = crash_directory
-        self._apart = apart
+        comes_back = setup.buffer is None
+        self._lane_runs = LaneRuns(self.groups, apart=apart, comes_back=comes_back)
         self.error: Exception | None = None
         self.told = Told()
         self._host = ""  # where it has joined last
         self.session: Session
-        self._tags = itertools.count(1)  # of blocks, but not of weights
         self._is_there = False  # it has joined, in this session
         self._held: list[RolloutRequest] | None = None  # to be sent together
         self._server_knows: dict[str, Sequence[Any]] = {}  # by method; sent again in later sessions
@@ -99,18 +109,16 @@ class NodeProxy(Proxy):
     def stats(self, counters: Sequence[FrameCounters]) -> list[WorkerStats]:
         found = []
         for place, worker in enumerate(self.setup.config.workers):
-            known, told = self.told.workers, WorkerStatus(0, "working", "join", worker.generation)
-            told = known[place] if known else told
-            state = told.state if self.alive else "dead"
-            state = (
-                "dropped"
-                if counters[worker.groups[0]].dropped
-                else "joining"
-                if self.absent
-                else state
-            )
-            phase = "join" if self.absent else told.phase if self.alive else state
-            status = replace(told, state=state, phase=phase)
+            status = WorkerStatus(0, "working", "join", worker.generation)
+            if self.told.workers:
+                status = self.told.workers[place]
+            if not self.alive:
+                status = replace(status, state="dead", phase="dead")
+            if self.absent:
+                status = replace(status, state="joining", phase="join")
+            if counters[worker.groups[0]].dropped:
+                phase = status.phase if self.alive or self.absent else "dropped"
+                status = replace(status, state="dropped", phase=phase)
             found.append(stats_of(worker.index, worker.groups, counters, status, self.name))
         return found
 
@@ -131,7 +139,9 @@ class NodeProxy(Proxy):
         self.told = Told()
         self.life.has_started(WorkerState.JOINING)
         try:
-            self.session.post(Tell(NodeMain.set_up, (self.setup,)), self._policy, next(self._tags))
+            self.session.post(
+                Tell(NodeMain.set_up, (self.setup,)), self._policy, next(self._lane_runs.tags)
+            )
             self._nodes.post_weights(self.index)
             self.session.post(Tell(NodeMain.start))
             if self.place is not None and not self._pool.elastic:
@@ -170,13 +180,12 @@ class NodeProxy(Proxy):
     def pump(self) -> None:
         """Take all messages from the inbox."""
         while self.alive and self.session.inbox:
-            said, _, _ = self.session.inbox.popleft()
-            if isinstance(said, Exception):
-                self.session.lose(
-                    f"it said something that cannot be understood ({type(said).__name__}: {said})"
-                )
+            message, _, _ = self.session.inbox.popleft()
+            if isinstance(message, Exception):
+                what = f"{type(message).__name__}: {message}"
+                self.session.lose(f"its message cannot be unpickled ({what})")
                 return
-            self._take_note(said)
+            self._take_note(message)
 
     def lose(self, why: str) -> Exception:
         """Handle the end of the session: count the steps of its open requests.
@@ -230,11 +239,12 @@ class NodeProxy(Proxy):
     def _prepare_successor(self) -> None:
         """Give its workers the next generation."""
         config = self.setup.config
-        restarts = [told.restarts for told in self.told.workers] or [
-            w.generation for w in config.workers
-        ]
+        restarts = [status.restarts for status in self.told.workers]
+        if not restarts:
+            restarts = [worker.generation for worker in config.workers]
         workers = [
-            replace(w, generation=n + 1) for w, n in zip(config.workers, restarts, strict=True)
+            replace(worker, generation=number + 1)
+            for worker, number in zip(config.workers, restarts, strict=True)
         ]
         registered = config.registered and with_later_ids(config.registered)
         self.setup = replace(
@@ -266,20 +276,11 @@ class NodeProxy(Proxy):
         if not self.alive:
             self._pool.begin(self)  # sends all open requests
             return
-        parts: list[LaneRun] = []
-        expects: dict[int, Array] = {}
-        for slot, run in self._runs(held):
-            lanes = len(self.groups)
-            first = run[0].lane - (run[0].group - self.groups[0])
-            if self._apart or slot.layout.lanes < lanes:
-                lanes = 1
-                first = run[0].lane
-            part = LaneRun(run, slot.offset, first, lanes, next(self._tags))
-            if self.setup.buffer is None:
-                begin, end = (n * slot.layout.lane_bytes for n in (run[0].lane, run[-1].lane + 1))
-                expects[part.tag] = slot.block[begin:end]
-            parts.append(part)
-        self.session.post(Tell(NodeMain.follow, (parts,)), expects=expects)
+        outstanding = self.under_way.outstanding
+        runs, expects = self._lane_runs.of(
+            [(request, outstanding[request.number].slot) for request in held]
+        )
+        self.session.post(Tell(NodeMain.follow, (runs,)), expects=expects)
 
     def stop(self, number: int) -> None:
         if self.alive:
@@ -339,26 +340,6 @@ class NodeProxy(Proxy):
 
     def send(self, message: Tell) -> None:
         self.session.post(message)
-
-    def _runs(self, requests: Sequence[RolloutRequest]) -> list[tuple[Slot, list[RolloutRequest]]]:
-        """Groups requests whose lanes lie side by side in a slot, so that they are sent back as one
-        block.
-        """
-        of_slot: defaultdict[int, list[RolloutRequest]] = defaultdict(list)
-        slots: dict[int, Slot] = {}
-        for request in requests:
-            slot = self.under_way.outstanding[request.number].slot
-            slots[id(slot)] = slot
-            of_slot[id(slot)].append(request)
-        runs: list[tuple[Slot, list[RolloutRequest]]] = []
-        for place, slot in slots.items():
-            run: list[RolloutRequest] = []
-            for request in sorted(of_slot[place], key=lambda request: request.lane):
-                if not run or self._apart or request.lane != run[-1].lane + 1:
-                    run = []
-                    runs.append((slot, run))
-                run.append(request)
-        return runs
 
     # --- messages of the node ---------------------------------------------------------------------
 

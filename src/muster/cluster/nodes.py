@@ -1,5 +1,14 @@
 """The nodes of a collector: their sessions and their weights.
 
+``Nodes`` lives as long as its collector, over all sessions with all nodes, and also over the pools
+of nodes (``NodePool``) that a collector makes one after another. For each node:
+
+1. A proxy asks for a session (``session``), which starts the node with the next epoch.
+2. Weights are sent in it when they are published (``publish``), and once at its beginning
+   (``post_weights``): always the newest ones at the time when it is their turn.
+3. The session is lost, and a later one takes its place; or a pool ends (``end_sessions``), and the
+   node waits for the next session; or the collector ends (``close``), and with it the node.
+
 There is one copy of the weights per publish, which is sent to every node. A node's workers share it
 in shared memory.
 """
@@ -11,7 +20,7 @@ import os
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,17 +53,14 @@ class Nodes:
         carrier: closed by ``close``, or when this constructor fails.
         of_leaf: number of the node of every worker.
         join_s: seconds for a node to join; None: no limit.
-
-    Attributes:
         buffer: a replay buffer into which nodes write directly; None: the main process receives the
             batches.
         enough: number of nodes with which collecting begins; None: all.
+
+    Attributes:
         newest: weights with their manifest, by node.
-        once: nodes keep their first weights.
         wake_up: rung by the number of a node when its message has arrived, or it is lost.
     """
-
-    once = False
 
     def __init__(
         self,
@@ -66,36 +72,38 @@ class Nodes:
         enough: int | None = None,
     ) -> None:
         self.carrier = carrier
-        self.buffer = buffer
-        self.enough = enough
         self.of_leaf = list(of_leaf)
         self.count = max(of_leaf) + 1
+        self.buffer = buffer
+        self.enough = enough
         try:
             self.wake_up = WakeUp()
         except OSError:  # no descriptor is left
             carrier.close()
             raise
         self.newest: dict[int, tuple[Manifest, Block]] = {}
-        self.join_s = float("inf") if join_s is None else join_s
+        self._join_s = float("inf") if join_s is None else join_s
         self._owner = os.getpid()
         self._epochs: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
         self._sessions: dict[int, Session] = {}
+        self._sent: dict[int, SentWeights] = {}  # in these sessions
 
     def session(self, node: int) -> Session:
         """Start a session with a node."""
-        connect = partial(self.carrier.connect, node, next(self._epochs[node]), self.join_s)
+        connect = partial(self.carrier.connect, node, next(self._epochs[node]), self._join_s)
         ring = partial(self.wake_up.ring, node)
         session = Session(
             f"muster-node-{node}", connect, lambda: Outgoing(Tell(NodeMain.beat)), ring
         )
         self._sessions[node] = session
+        self._sent[node] = SentWeights(lambda: self.newest.get(node))
         return session
 
     def publisher(self, weights: Weights, workers: int, version: int | str = 0) -> Publisher:
         """See ``Transport``."""
         publisher = NodesPublisher(self, weights)
         publisher.publish(weights, version)
-        return NoPublisher(workers) if self.once else publisher
+        return publisher
 
     def publish(self, node: int, manifest: Manifest, block: Block) -> None:
         """Send these weights to a node, in this session and later ones."""
@@ -105,15 +113,7 @@ class Nodes:
     def post_weights(self, node: int) -> None:
         """Send weights to a node, if it has a session: the newest ones when it is their turn."""
         if (session := self._sessions.get(node)) is not None:
-            session.put_later(partial(self._newest_weights, node, session))
-
-    def _newest_weights(self, node: int, session: Session) -> Outgoing | None:
-        newest, (sent, number) = self.newest.get(node), session.weights
-        if newest is None or newest is sent:
-            return None
-        session.weights = newest, number + 1
-        manifest, block = newest
-        return Outgoing(Tell(NodeMain.take_weights, (manifest,)), block, WEIGHTS + number)
+            session.put_later(self._sent[node].next_message)
 
     def end_sessions(self, *, bye: bool = False) -> None:
         """End all nodes, or only their sessions (``bye=False``): nodes then wait for the next one."""
@@ -148,13 +148,50 @@ def _end(session: Session, bye: bool) -> None:
     session.finish(SHUT_DOWN, is_answered=bye and is_there)
 
 
+class SentWeights:
+    """The weights that are sent to a node in one session.
+
+    Args:
+        newest: returns the newest weights for the node; None: there are none yet.
+    """
+
+    def __init__(self, newest: Callable[[], tuple[Manifest, Block] | None]) -> None:
+        self._newest = newest
+        self._sent: tuple[Manifest, Block] | None = None  # the last ones
+        self._number = 0  # of the next ones
+
+    def next_message(self) -> Outgoing | None:
+        """Return the message with the newest weights; None: they were sent."""
+        newest = self._newest()
+        if newest is None or newest is self._sent:
+            return None
+        self._sent = newest
+        tag = WEIGHTS + self._number
+        self._number += 1
+        manifest, block = newest
+        return Outgoing(Tell(NodeMain.take_weights, (manifest,)), block, tag)
+
+
+class FirstWeights:
+    """Implements ``Transport``: nodes keep the weights with which they start."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes = nodes
+
+    def publisher(self, weights: Weights, workers: int, version: int | str = 0) -> Publisher:
+        """See ``Transport``."""
+        self._nodes.publisher(weights, workers, version)
+        return NoPublisher(workers)
+
+
 class NodesPublisher:
     """Implements ``Publisher``. A buffer is reused when its ``Block`` was sent to all nodes: new
     memory costs several times as much as the copy into it.
     """
 
     def __init__(self, nodes: Nodes, weights: Weights) -> None:
-        self._nodes, self._manifest = nodes, Manifest.of(weights)
+        self._nodes = nodes
+        self._manifest = Manifest.of(weights)
         self._free: deque[Buffer] = deque(maxlen=KEPT)
 
     def publish(
@@ -178,8 +215,8 @@ class NodesPublisher:
     def close(self) -> None: ...
 
 
-def nodes_transport(nodes: Nodes, given: Any) -> Nodes:
-    """Check ``weight_sync_schemes`` of a collector with nodes; its transport are the nodes.
+def nodes_transport(nodes: Nodes, given: Any) -> Nodes | FirstWeights:
+    """Check ``weight_sync_schemes`` of a collector with nodes, and return its transport.
 
     Raises:
         BadOption: it is a scheme of another collector.
@@ -187,9 +224,10 @@ def nodes_transport(nodes: Nodes, given: Any) -> Nodes:
     if given is None:
         return nodes
     meaning = meaning_of(given)
-    nodes.once = isinstance(meaning, NoSync)
+    if isinstance(meaning, NoSync):
+        return FirstWeights(nodes)
     fitting = node_schemes(nodes.carrier.name)
-    if nodes.once or meaning in fitting:
+    if meaning in fitting:
         return nodes
     names = " or ".join(scheme.name for scheme in fitting)
     raise BadOption(

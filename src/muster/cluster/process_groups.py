@@ -74,9 +74,9 @@ def _unavailable(backend: str) -> str:
     torch_here = f"torch {torch.__version__} says"
     if not _c10d.is_available():
         return f"{torch_here}: torch.distributed is not available"
-    is_built = {"gloo": "is_gloo_available", "nccl": "is_nccl_available", "ucc": "is_ucc_available"}
-    name = {"gloo": "Gloo", "nccl": "NCCL", "ucc": "UCC", "mpi": "MPI"}[backend]
-    if not getattr(_c10d, is_built.get(backend, "is_mpi_available"))():
+    is_built = getattr(_c10d, f"is_{backend}_available")
+    if not is_built():
+        name = "Gloo" if backend == "gloo" else backend.upper()
         return f"{torch_here}: Distributed package doesn't have {name} built in"
     if backend == "nccl" and not torch.cuda.is_available():
         return f"{torch_here}: ProcessGroupNCCL is only supported with GPUs, no GPUs found!"
@@ -190,31 +190,39 @@ class GlooWay(Way):
 
     def send(self, array: Array, within_s: float) -> None:
         with _gloos_errors():
-            self._works = [
-                self.group.send([tensor_over(array)], self._peer, BLOCK),
-                self.group.send([self._one], self._peer, MARK),
-                self.group.recv([torch.empty_like(self._one)], self._peer, ACKNOWLEDGEMENT),
-            ]
-            self._works[2].wait(_seconds(within_s))
-            for work in self._works[:2]:
-                work.wait(_seconds(AT_ONCE_S))
+            block = self._begin_send(tensor_over(array), BLOCK)
+            mark = self._begin_send(self._one, MARK)
+            acknowledgement = self._begin_receive(self._byte(), ACKNOWLEDGEMENT)
+            self._works = [block, mark, acknowledgement]
+            acknowledgement.wait(_seconds(within_s))
+            block.wait(_seconds(AT_ONCE_S))
+            mark.wait(_seconds(AT_ONCE_S))
 
     def receive(self, memory: Array, within_s: float) -> None:
         with _gloos_errors():
-            self._works = [
-                self.group.recv([tensor_over(memory)], self._peer, BLOCK),
-                self.group.recv([torch.empty_like(self._one)], self._peer, MARK),
-            ]
-            self._works[1].wait(_seconds(within_s))
-            self._works[0].wait(_seconds(AT_ONCE_S))
-            self._works.append(self.group.send([self._one], self._peer, ACKNOWLEDGEMENT))
+            block = self._begin_receive(tensor_over(memory), BLOCK)
+            mark = self._begin_receive(self._byte(), MARK)
+            self._works = [block, mark]
+            mark.wait(_seconds(within_s))
+            block.wait(_seconds(AT_ONCE_S))
+            acknowledgement = self._begin_send(self._one, ACKNOWLEDGEMENT)
+            self._works.append(acknowledgement)
 
     def abort(self) -> None:
         # that the deadline has passed, or that the group was closed before
         with contextlib.suppress(RuntimeError):
-            self.group.recv([torch.empty_like(self._one)], self._peer, NEVER).wait(
-                timedelta(milliseconds=1)
-            )
+            never = self._begin_receive(self._byte(), NEVER)
+            never.wait(timedelta(milliseconds=1))
+
+    def _begin_send(self, tensor: torch.Tensor, tag: int) -> Any:
+        return self.group.send([tensor], self._peer, tag)
+
+    def _begin_receive(self, tensor: torch.Tensor, tag: int) -> Any:
+        return self.group.recv([tensor], self._peer, tag)
+
+    def _byte(self) -> torch.Tensor:
+        """Return memory for a mark or an acknowledgement."""
+        return torch.empty_like(self._one)
 
 
 class BufferedWay(Way):
@@ -256,7 +264,8 @@ class BufferedWay(Way):
             self.group.abort()
 
     def _broadcast(self, buffer: torch.Tensor, within_s: float) -> None:
-        deadline, pause = time.monotonic() + within_s, SHORTEST_POLL_S
+        deadline = time.monotonic() + within_s
+        pause = SHORTEST_POLL_S
         try:
             work = self.group.broadcast(buffer, self._root)
             while not work.is_completed():
@@ -301,7 +310,8 @@ def two_ways(channel: SocketLink, backend: str, *, main: bool) -> tuple[Way, Way
             " Each end listens at a free port of the address of its connection, and firewalls have"
             " to let these through. (transport='direct' needs only the port at which nodes join.)"
         ) from error
-    return (made[0], made[1]) if main else (made[1], made[0])
+    down, up = made
+    return (down, up) if main else (up, down)
 
 
 def _maker(host: str, backend: str, rank: int) -> Callable[[Any, int], Way]:

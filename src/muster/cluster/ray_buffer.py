@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from muster.cluster.ray_runtime import Lease, RayConnection
 
 STEP_S = 1.0
+Packed = tuple[bytes, list[Array]]  # a pickle, and the memory of the tensors and arrays in it
 
 
 class RayBuffer:
@@ -84,7 +85,8 @@ class RayBuffer:
         try:
             cls = actor_class("muster.cluster.ray_buffer:BufferActor")
             try:
-                cls = cls.options(**{"num_cpus": 0, **(remote_config or {})})
+                config = {"num_cpus": 0, **(remote_config or {})}
+                cls = cls.options(**config)
             except (ValueError, TypeError) as error:
                 raise BadOption(
                     f"RayBuffer: {first_line(error)} Options of Ray actors are expected"
@@ -137,7 +139,8 @@ class RayBuffer:
             lease.close()
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return self._answer(f"{name}()", "call", name, *_pack((args, kwargs)))
+        payload, arrays = _pack((args, kwargs))
+        return self._answer(f"{name}()", "call", name, payload, arrays)
 
     def _look(self, name: str) -> tuple[bool, Any]:
         return self._answer(name, "look", name)  # type: ignore[no-any-return]
@@ -188,22 +191,26 @@ class BufferActor:
         # made for the first batch, since it initialises a lazy buffer
         self._stored: StoredItems | None = None
 
-    def call(self, name: str, payload: bytes, arrays: Sequence[Array]) -> tuple[bytes, list[Array]]:
+    def call(self, name: str, payload: bytes, arrays: Sequence[Array]) -> Packed:
         args, kwargs = _unpack(payload, arrays, copy=False)
         if name == "extend":
             self._check(args[0])
-        return _pack(getattr(self._buffer, name)(*args, **kwargs))
+        method = getattr(self._buffer, name)
+        return _pack(method(*args, **kwargs))
 
-    def look(self, name: str) -> tuple[bytes, list[Array]]:
+    def look(self, name: str) -> Packed:
         """Return whether ``name`` is a method, and its value if it is not."""
         value = getattr(self._buffer, name)
-        return _pack((True, None) if callable(value) else (False, value))
+        if callable(value):
+            return _pack((True, None))
+        return _pack((False, value))
 
     def _check(self, data: Any) -> None:
         """Raise ``BadOption`` if a TorchRL buffer stores batches of another shape."""
         if self._stored is None:
             self._stored = StoredItems(self._buffer)
-        if (problem := self._stored.problem(data)) and self._stored.is_certain:
+        problem = self._stored.problem(data)
+        if problem and self._stored.is_certain:
             raise BadOption(problem)
 
 
@@ -227,8 +234,10 @@ def for_nodes(buffer: Any) -> Any:
 
 
 def _is_buffer(thing: Any) -> bool:
-    has_method = any(callable(getattr(thing, name, None)) for name in ("extend", "add"))
-    return has_method and not isinstance(thing, type)
+    if isinstance(thing, type):
+        return False
+    methods = [getattr(thing, name, None) for name in ("extend", "add")]
+    return any(callable(method) for method in methods)
 
 
 # --- tensors as arrays ----------------------------------------------------------------------------
@@ -239,34 +248,42 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.Tensor and _is_ordinary(obj):
-            memory = (
-                obj.contiguous().view(-1).view(torch.uint8).numpy()
-                if obj.numel()
-                else np.empty(0, np.uint8)
-            )
+            memory = np.empty(0, np.uint8)
+            if obj.numel():
+                flat = obj.contiguous().view(-1)
+                memory = flat.view(torch.uint8).numpy()
             return _tensor, (memory, obj.dtype, tuple(obj.shape))
         return super().reducer_override(obj)
 
 
 def _is_ordinary(tensor: torch.Tensor) -> bool:
-    special = tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
-    return tensor.device.type == "cpu" and tensor.layout == torch.strided and not special
+    if tensor.requires_grad or tensor.is_quantized:
+        return False
+    if tensor.is_conj() or tensor.is_neg():
+        return False
+    return tensor.device.type == "cpu" and tensor.layout == torch.strided
 
 
 def _tensor(memory: Array, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     if not memory.size:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    return torch.from_numpy(memory).view(dtype).view(shape)
+    flat = torch.from_numpy(memory)
+    return flat.view(dtype).view(shape)
 
 
-def _pack(thing: Any) -> tuple[bytes, list[Array]]:
+def _pack(thing: Any) -> Packed:
     """Return a pickle, and the memory of all tensors and arrays in it, which Ray copies into its
     store.
     """
-    file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
-    _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(thing)
-    return file.getvalue(), [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers]
+    file = io.BytesIO()
+    buffers: list[pickle.PickleBuffer] = []
+    pickler = _Pickler(file, protocol=5, buffer_callback=buffers.append)
+    pickler.dump(thing)
+    arrays = [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers]
+    return file.getvalue(), arrays
 
 
 def _unpack(payload: bytes, arrays: Sequence[Array], *, copy: bool = True) -> Any:
-    return pickle.loads(payload, buffers=[array.copy() if copy else array for array in arrays])
+    if copy:
+        arrays = [array.copy() for array in arrays]
+    return pickle.loads(payload, buffers=arrays)

@@ -35,7 +35,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -62,17 +61,8 @@ _UP = struct.Struct("<Q?")  # messages read; whether the node has closed
 _FRAME = struct.Struct("<QQQ?")
 
 
-@dataclass(eq=False)
 class RayFrame(Frame):
-    """A message on its way, with its block.
-
-    Attributes:
-        is_taken: a call has taken it.
-        is_stored: set when the block's memory is not used any more.
-    """
-
-    is_taken: bool = False
-    is_stored: threading.Event | None = None
+    """A message on its way, with its block."""
 
     @property
     def is_large(self) -> bool:
@@ -85,6 +75,35 @@ class RayFrame(Frame):
             return head + self.message
         small: bytes = self.block.tobytes()
         return head + self.message + small
+
+
+class OutgoingFrame(RayFrame):
+    """A message that a node sends in a call's result.
+
+    A small block is copied here. A large one is in the memory of its owner until Ray has stored it,
+    which shows in the end of the last reference to ``block``.
+
+    Attributes:
+        is_stored: set when the owner's memory is not used any more; None: there is no large block.
+    """
+
+    def __init__(self, message: bytes, tag: int, block: Array | None) -> None:
+        super().__init__(message, tag, block)
+        self.is_stored: threading.Event | None = None
+        if block is None:
+            return
+        if not self.is_large:
+            self.block = np.array(block)
+            return
+        self.block = block.view()
+        self.is_stored = threading.Event()
+        weakref.finalize(self.block, self.is_stored.set).atexit = False
+
+    def give_away(self) -> Array:
+        """Return the block, without keeping a reference to it."""
+        block: Array = self.block
+        self.block = None
+        return block
 
 
 def unpacked(packed: bytes, start: int, large: Array | None) -> list[RayFrame]:
@@ -125,7 +144,8 @@ class StoredBlocks:
         with self._lock:
             ref = self._refs.get(block)
             if ref is None:
-                ref = self._refs[block] = ray.put(block.array)
+                ref = ray.put(block.array)
+                self._refs[block] = ref
                 self._newest.append(ref)
             return ref
 
@@ -168,10 +188,13 @@ class MainEnd(End):
         deadline = time.monotonic() + self._allowed_s(frame.size)
         with self._changed:
             while self._cause or self._over or not has_room(self._unread, frame.size):
-                self._wait(min(deadline, time.monotonic() + POLL_S), deadline, "read")
+                until = min(deadline, time.monotonic() + POLL_S)
+                self._wait(until, deadline, "read")
                 self._look_at_ray()
                 self._over = self._over or self._ended() or ""
-        ref = self._stored(block) if block is not None and frame.is_large else None
+        ref = None
+        if block is not None and frame.is_large:
+            ref = self._stored(block)
         with self._changed:
             number = self._sent
             self._sent += 1
@@ -181,8 +204,10 @@ class MainEnd(End):
                 return
         packed = _CALL.pack(PUSH, 0, number) + frame.packed()
         with self._of_ray():
-            # the block is freed when the call has ended
-            self._tell.remote(packed, *([] if ref is None else [ref]))
+            if ref is None:
+                self._tell.remote(packed)
+            else:
+                self._tell.remote(packed, ref)  # the block is freed when the call has ended
 
     def receive(self) -> Received:
         while not self._inbox:
@@ -197,9 +222,9 @@ class MainEnd(End):
     def _begin(self, what: int, number: int = 0, packed: bytes = b"") -> None:
         """Begin a call that returns with messages of the node. Called by one thread at a time."""
         with self._of_ray():
-            self._open.append(
-                self._call.remote(_CALL.pack(what, self._calls, number) + packed).future()
-            )
+            head = _CALL.pack(what, self._calls, number)
+            result = self._call.remote(head + packed)
+            self._open.append(result.future())
             self._calls += 1
 
     @contextlib.contextmanager
@@ -232,7 +257,8 @@ class MainEnd(End):
             self._wait(0.0, deadline, "said anything")  # raises LinkLost if no call is open
         oldest = self._open[0]
         try:
-            result = oldest.result(min(POLL_S, max(0.0, deadline - time.monotonic())))
+            left = max(0.0, deadline - time.monotonic())
+            result = oldest.result(min(POLL_S, left))
         except (Exception, SystemExit):  # noqa: BLE001 (Ray's, or it has not returned in this time)
             failure = oldest.exception() if oldest.done() else None
             if failure is not None:
@@ -243,7 +269,10 @@ class MainEnd(End):
         with self._changed:
             self._heard = time.monotonic()
             self._open.popleft()
-            packed, large = result if isinstance(result, tuple) else (result, None)
+            packed = result
+            large = None
+            if isinstance(result, tuple):
+                packed, large = result
             read, is_closed = _UP.unpack_from(packed)
             for _ in range(read - self._sent + len(self._unread)):
                 self._unread.popleft()
@@ -266,7 +295,8 @@ class MainEnd(End):
     def _tell_closed(self) -> None:
         with contextlib.suppress(Exception):  # the actor ends with its connection to Ray
             self._connection.check()
-            self._tell.remote(_CALL.pack(END, 0, self._sent))
+            end = _CALL.pack(END, 0, self._sent)
+            self._tell.remote(end)
 
 
 class NodeEnd(End):
@@ -277,19 +307,13 @@ class NodeEnd(End):
 
     def __init__(self, deadline_s: float) -> None:
         super().__init__(deadline_s)
-        self._outbox: deque[RayFrame] = deque()
+        self._outbox: deque[OutgoingFrame] = deque()
         self._returned = 0  # calls
         self._told = 0  # messages of which the main process knows that they were read
         self._owes = False  # it has to know more
 
     def send(self, message: bytes, block: Block | None = None, tag: int = 0) -> None:
-        frame = RayFrame(message, tag, None if block is None else block.array)
-        if frame.is_large:
-            frame.block = frame.block.view()
-            frame.is_stored = threading.Event()
-            weakref.finalize(frame.block, frame.is_stored.set).atexit = False
-        elif frame.block is not None:
-            frame.block = np.array(frame.block)
+        frame = OutgoingFrame(message, tag, None if block is None else block.array)
         deadline = time.monotonic() + self._allowed_s(frame.size)
         with self._changed:
             self._check_not_stopped()
@@ -304,10 +328,10 @@ class NodeEnd(End):
             self._close("Ray has not stored a block in time.")
             raise LinkLost(self._cause)
 
-    def _wait_until_taken(self, frame: RayFrame, deadline: float) -> None:
+    def _wait_until_taken(self, frame: OutgoingFrame, deadline: float) -> None:
         """Wait until a call has taken the frame, and with it its block; with ``_changed`` held."""
         try:
-            while not frame.is_taken:
+            while frame in self._outbox:
                 self._wait(deadline, deadline, "read")
         except LinkLost:
             self._outbox.remove(frame)
@@ -326,7 +350,8 @@ class NodeEnd(End):
         what, call, number = _CALL.unpack_from(packed)
         if what in (PUSH, EXCHANGE):
             with self._changed:
-                self._arrived(number, unpacked(packed, _CALL.size, large)[0])
+                (frame,) = unpacked(packed, _CALL.size, large)
+                self._arrived(number, frame)
         if what == END:
             with self._changed:
                 self._closed_there(number)
@@ -337,24 +362,24 @@ class NodeEnd(End):
         with self._changed:
             self._heard = time.monotonic()
             self._changed.wait_for(lambda: self._returned == call and self._has_news())
-            taken: list[RayFrame] = []
+            taken: list[OutgoingFrame] = []
             size = 0
-            while self._outbox and size <= SMALL and not (taken and self._outbox[0].is_large):
+            while self._outbox and size <= SMALL:
+                if taken and self._outbox[0].is_large:
+                    break  # it goes alone
                 frame = self._outbox.popleft()
-                frame.is_taken = True
                 taken.append(frame)
                 size += len(frame.message) + frame.size
             is_closed = bool(self._cause or self._over) and not self._outbox
-            packed = _UP.pack(self._read, is_closed) + b"".join(frame.packed() for frame in taken)
+            head = _UP.pack(self._read, is_closed)
+            packed = head + b"".join(frame.packed() for frame in taken)
             self._returned += 1
             self._told = self._read
             self._owes = False
             self._changed.notify_all()
         if taken and taken[-1].is_large:
-            large = taken[-1].block
-            # Ray has the only reference to it, so that its end can be noticed
-            taken[-1].block = None
-            return packed, large
+            # Ray has the only reference to the block, so that its end can be noticed
+            return packed, taken[-1].give_away()
         return packed
 
     def _has_news(self) -> bool:

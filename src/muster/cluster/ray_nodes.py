@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -54,6 +55,33 @@ BACK_S = 2.0  # between two looks whether a machine that was taken for dead is b
 WHY_S = 1.0  # for Ray to report the end of an actor whose connection has ended
 
 
+@dataclass(frozen=True, kw_only=True)
+class Actors:
+    """Which actors are the nodes; see ``RayCollector`` for the options.
+
+    Attributes:
+        count: of nodes.
+        target: the function that a node runs, "module:function".
+    """
+
+    count: int
+    ray_init_config: Mapping[str, Any] | None = None
+    remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
+    target: str = AGENT
+
+    def places(self, cls: str, threads: int = 1) -> ActorPlaces:
+        """Start or join Ray, for actors with such an object; see ``ActorPlaces``."""
+        configs = _per_node(self.remote_configs, self.count)
+        return ActorPlaces(configs, self.ray_init_config, cls, threads)
+
+
+def ray_carrier(transport: str, actors: Actors, deadline_s: float = 15.0) -> Carrier:
+    """Return the carrier for ``RayCollector(transport=...)``: "ray" or "direct"."""
+    if transport == "direct":
+        return RayDirectCarrier(actors, deadline_s)
+    return RayCarrier(actors, deadline_s)
+
+
 class RayCarrier(Carrier):
     """Nodes as actors of a Ray cluster, one per node and session; see ``RayCollector`` for the
     options.
@@ -63,26 +91,16 @@ class RayCarrier(Carrier):
     ``remote_configs`` say otherwise.
 
     Args:
+        actors: the nodes.
         deadline_s: seconds without a message after which a link is lost.
-        target: the function that a node runs, "module:function".
     """
 
     engine = "ray"
     name = "ray"
 
-    def __init__(
-        self,
-        count: int,
-        *,
-        ray_init_config: Mapping[str, Any] | None = None,
-        remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        deadline_s: float = 15.0,
-        target: str = AGENT,
-    ) -> None:
-        self._places = ActorPlaces(
-            _per_node(remote_configs, count), ray_init_config, "ray_link:ActorMain", THREADS
-        )
-        self._target = target
+    def __init__(self, actors: Actors, deadline_s: float) -> None:
+        self._places = actors.places("ray_link:ActorMain", THREADS)
+        self._target = actors.target
         self._deadline_s = deadline_s
         self._blocks = StoredBlocks()
         self._started = StartedNodes()
@@ -139,20 +157,12 @@ class RayDirectCarrier(DirectCarrier):
 
     name = "ray"
 
-    def __init__(
-        self,
-        count: int,
-        *,
-        ray_init_config: Mapping[str, Any] | None = None,
-        remote_configs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        deadline_s: float = 15.0,
-        target: str = AGENT,
-    ) -> None:
-        launcher = RayLauncher(_per_node(remote_configs, count), ray_init_config, target)
+    def __init__(self, actors: Actors, deadline_s: float) -> None:
+        launcher = RayLauncher(actors)
         try:
             address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
             rendezvous = Rendezvous(
-                count, bind=address, token=secrets.token_hex(TOKEN_BYTES).encode()
+                actors.count, bind=address, token=secrets.token_hex(TOKEN_BYTES).encode()
             )
             super().__init__(launcher, rendezvous, deadline_s)
         except BaseException:
@@ -174,22 +184,17 @@ class RayLauncher(Launcher):
     name = "ray"
     advice = ""
 
-    def __init__(
-        self,
-        configs: Sequence[dict[str, Any] | None],
-        ray_init_config: Mapping[str, Any] | None,
-        target: str,
-    ) -> None:
-        self.places = ActorPlaces(configs, ray_init_config, "ray_nodes:JoiningActor")
-        self._target = target
+    def __init__(self, actors: Actors) -> None:
+        self._places = actors.places("ray_nodes:JoiningActor")
+        self._target = actors.target
 
     def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> NodeActor:
         return NodeActor(
-            self.places, node, (self._target,), (rendezvous.address, node, rendezvous.token)
+            self._places, node, (self._target,), (rendezvous.address, node, rendezvous.token)
         )
 
     def close(self) -> None:
-        self.places.close()
+        self._places.close()
 
 
 class ActorPlaces:

@@ -9,8 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import ray
 from ray import exceptions
@@ -31,12 +30,28 @@ LOST = (exceptions.RayError, ValueError, RuntimeError)
 DETAILS = ("class_name", "actor_id", "namespace", "name", "repr", "pid", "ip", "node_id")
 
 
-@dataclass
 class _RunningRay:
-    """A run of Ray, from start to shutdown; ``ours``: a lease has started or joined it."""
+    """A run of Ray, from start to shutdown, which ends with its last holder if it is ours.
 
-    ours: bool
-    holders: int = 0
+    Args:
+        ours: a lease has started or joined it.
+    """
+
+    def __init__(self, *, ours: bool) -> None:
+        self.ours = ours
+        self._holders = 0
+
+    def add_holder(self) -> None:
+        self._holders += 1
+
+    def remove_holder(self) -> bool:
+        """Return whether it was the last one."""
+        self._holders -= 1
+        return not self._holders
+
+
+_lock = threading.Lock()
+_run: _RunningRay | None = None  # the one that this process uses
 
 
 class Lease:
@@ -57,42 +72,40 @@ class Lease:
             token.
     """
 
-    _lock = threading.Lock()
-    _run: ClassVar[_RunningRay | None] = None
-
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        global _run
         config = dict(config or {})
         _refuse_clients(config.get("address"), running=ray.is_initialized())
         self._held = True
-        with Lease._lock:
+        with _lock:
             if not ray.is_initialized():
                 _init(config)
-                Lease._run = _RunningRay(ours=True)
-            elif Lease._run is None:
-                Lease._run = _RunningRay(ours=False)
-            self._mine = Lease._run
-            self._mine.holders += 1
+                _run = _RunningRay(ours=True)
+            elif _run is None:
+                _run = _RunningRay(ours=False)
+            self._mine = _run
+            self._mine.add_holder()
 
     def close(self) -> None:
         """Release Ray. May be called again."""
-        with Lease._lock:
+        global _run
+        with _lock:
             if not self._held:
                 return
             self._held = False
-            self._mine.holders -= 1
-            # else the user has shut Ray down since
-            if self._mine.holders == 0 and Lease._run is self._mine:
-                Lease._run = None
-                if self._mine.ours:
-                    ray.shutdown()
+            if not self._mine.remove_holder() or _run is not self._mine:
+                return  # others hold it, or the user has shut it down since
+            _run = None
+            if self._mine.ours:
+                ray.shutdown()
 
 
 def _refuse_clients(address: Any, *, running: bool) -> None:
     """Raise BadOption for a Ray client, which has no object store."""
-    found, said = (
-        "",
-        (None if running or address not in (None, "auto") else os.environ.get("RAY_ADDRESS")),
-    )
+    found = ""
+    said = None
+    if not running and address in (None, "auto"):
+        said = os.environ.get("RAY_ADDRESS")
     if isinstance(address, str) and address.startswith("ray://"):
         found = f"ray_init_config has address={address!r}, a Ray client"
     elif said is not None and said.startswith("ray://"):
@@ -145,14 +158,11 @@ def _can_stay_on_loopback() -> bool:
     """Return whether this Ray has the private names needed to find a cluster, or to start one on
     loopback only.
     """
-    owners = (
+    return usable(
+        "ray",
         (services, ("canonicalize_bootstrap_address",)),
-        (
-            ray_constants,
-            ("ENABLE_RAY_CLUSTER",),
-        ),
+        (ray_constants, ("ENABLE_RAY_CLUSTER",)),
     )
-    return usable("ray", *owners)
 
 
 def _join(config: dict[str, Any]) -> None:

@@ -1,4 +1,12 @@
-"""One end of a session, in the main process or in a node: one thread sends, another receives."""
+"""One end of a session, in the main process or in a node.
+
+1. The sending thread connects. ``lose`` may end that.
+2. The sending thread sends the messages of the outbox, in the order of ``post``, and heartbeats when
+   it is empty. The receiving thread puts messages into the inbox, and rings.
+3. The session is lost, once and for all: the other end has closed it or is silent, ``lose`` was
+   called, or a message could not be made. ``lost`` says why. Messages that had arrived stay in the
+   inbox. No memory that was expected is written any more.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +57,7 @@ class Session:
         inbox: received messages (or the errors of unpickling them), each with its block and tag.
         lost: why the link is lost; empty before.
         late: the node did not join in time.
-        weights: weights that ``Nodes`` has sent last, and the number of all that it has sent.
     """
-
-    weights: tuple[Any, int] = None, 0
 
     def __init__(
         self,
@@ -70,7 +75,8 @@ class Session:
         self._link: Link | None = None
         self._given_up = threading.Event()
         self._outbox: queue.SimpleQueue[Callable[[], Outgoing | None] | None] = queue.SimpleQueue()
-        self._putting, self._losing = threading.Lock(), threading.Lock()
+        self._putting = threading.Lock()
+        self._losing = threading.Lock()
         self._sender = threading.Thread(target=self._send, name=f"{name}-sends", daemon=True)
         self._receiver = threading.Thread(
             target=self._receive, name=f"{name}-receives", daemon=True
@@ -187,8 +193,6 @@ class Session:
 
 
 def _text(error: BaseException) -> str:
-    return (
-        str(error) or "the link was closed"
-        if isinstance(error, LinkLost)
-        else f"{type(error).__name__}: {error}"
-    )
+    if isinstance(error, LinkLost):
+        return str(error) or "the link was closed"
+    return f"{type(error).__name__}: {error}"

@@ -47,6 +47,8 @@ ADDRESS = "address"
 HOSTS = "hosts"
 
 _R = TypeVar("_R")
+_Decorator = Callable[[Callable[..., _R]], Callable[..., _R]]
+_Call = tuple[Callable[..., Any], Any, Any]  # a function, its arguments and keyword arguments
 
 
 class DelayedLauncher(Launcher):
@@ -72,21 +74,23 @@ class DelayedLauncher(Launcher):
                 f" @submitit_delayed_launcher(num_jobs=...) only ({EXCHANGE} is not set);"
                 " launcher='submitit' submits the nodes' jobs from here."
             )
-        self._folder, self._target = Path(folder), target
+        self._folder = Path(folder)
+        self._target = target
         self._lock = threading.Lock()
         self._published = ""
 
     def check(self, host: str) -> None:
         """As in ``SubmititLauncher``."""
-        check_host(host, self.name, json.loads((self._folder / HOSTS).read_bytes()))
+        hosts = json.loads((self._folder / HOSTS).read_bytes())
+        check_host(host, self.name, hosts)
 
     def start(self, node: int, epoch: int, rendezvous: Rendezvous) -> None:
         """Write the address of the rendezvous."""
         with self._lock:
             if self._published != rendezvous.address:
                 self.check(rendezvous.host)
-                told = json.dumps([rendezvous.address, self._target]).encode()
-                write_whole(self._folder / ADDRESS, [told], mode=0o600)
+                record = json.dumps([rendezvous.address, self._target])
+                write_whole(self._folder / ADDRESS, [record.encode()], mode=0o600)
                 self._published = rendezvous.address
 
     def close(self) -> None:
@@ -108,7 +112,7 @@ def submitit_delayed_launcher(
     folder: str | os.PathLike[str] | None = None,
     cluster: str | None = None,
     restarts: int = 3,
-) -> Callable[[Callable[..., _R]], Callable[..., _R]]:
+) -> _Decorator[_R]:
     """Decorate a main program that makes a collector with ``launcher="submitit_delayed"``.
 
     Calling it submits a job that runs it and ``num_jobs`` jobs for its nodes, waits for its result,
@@ -143,7 +147,8 @@ def submitit_delayed_launcher(
             where = private_folder(folder)
             mains = Jobs(submitit_main_conf, where, cluster)
             nodes = Jobs(submitit_collection_conf, where, cluster)
-            result: _R = _run(where, mains, nodes, [restarts] * num_jobs, (main, args, kwargs))
+            node_jobs = NodeJobs(nodes, where, num_jobs, restarts)
+            result: _R = _run(where, mains, nodes, node_jobs, (main, args, kwargs))
             return result
 
         return submit
@@ -151,39 +156,71 @@ def submitit_delayed_launcher(
     return decorate
 
 
-def _run(folder: Path, mains: Jobs, nodes: Jobs, left: list[int], call: tuple[Any, ...]) -> Any:
-    """Call a decorated program, on the login node.
+class NodeJobs:
+    """The jobs of the nodes, which are submitted again when they have failed.
 
-    ``left`` is the number of restarts left for each node's job.
+    Args:
+        jobs: submits them.
+        count: of nodes.
+        restarts: how often the job of each node is submitted again.
     """
-    token, job, started = folder / "token", None, list[Job | LocalJob]()
+
+    def __init__(self, jobs: Jobs, folder: Path, count: int, restarts: int) -> None:
+        self._jobs = jobs
+        self._folder = folder
+        self._left = [restarts] * count
+        self._submitted: list[Job | LocalJob] = []
+
+    def submit(self, after: str) -> None:
+        """Submit all, to start after this job."""
+        more = {"slurm_dependency": f"after:{after}", **self._jobs.parameters}
+        for node in range(len(self._left)):
+            self._submitted.append(self._submit(node, more))
+
+    def restart_failed(self) -> None:
+        """Submit those again that have ended before the main job, while restarts are left."""
+        for node, job in enumerate(self._submitted):
+            if not self._left[node] or job.ended() is None:
+                continue
+            if _done(self._folder, node).exists():
+                continue
+            self._left[node] -= 1
+            job.end()  # frees its resources here
+            with contextlib.suppress(LinkLost):  # SLURM may take it the next time
+                self._submitted[node] = self._submit(node, {})
+
+    def end(self) -> None:
+        """End all."""
+        for job in self._submitted:
+            job.end()
+
+    def _submit(self, node: int, more: dict[str, Any]) -> Job | LocalJob:
+        name = f"muster-node-{node}"
+        folder = str(self._folder)
+        return self._jobs.submit(name, delayed_node_job, folder, node, more=more)
+
+
+def _run(folder: Path, mains: Jobs, nodes: Jobs, node_jobs: NodeJobs, call: _Call) -> Any:
+    """Call a decorated program, on the login node."""
+    token = folder / "token"
+    job: Job | LocalJob | None = None
     write_token(token, secrets.token_hex(TOKEN_BYTES).encode())
-
-    def submit(node: int, more: dict[str, Any]) -> Job | LocalJob:
-        return nodes.submit(f"muster-node-{node}", delayed_node_job, str(folder), node, more=more)
-
     try:
-        write_whole(folder / HOSTS, [json.dumps(nodes.hosts()).encode()], mode=0o600)
+        hosts = json.dumps(nodes.hosts())
+        write_whole(folder / HOSTS, [hosts.encode()], mode=0o600)
         job = mains.submit("muster-main", main_job, str(folder), *call)
-        for node in range(len(left)):
-            started.append(
-                submit(node, {"slurm_dependency": f"after:{job.job_id}", **nodes.parameters})
-            )
+        node_jobs.submit(after=job.job_id)
         pause = threading.Event()
         while not job.has_result() and job.ended() is None:
-            for node, each in enumerate(started):
-                if left[node] and each.ended() is not None and not _done(folder, node).exists():
-                    left[node] -= 1
-                    each.end()  # frees its resources here
-                    with contextlib.suppress(LinkLost):  # SLURM may take it the next time
-                        started[node] = submit(node, {})
+            node_jobs.restart_failed()
             pause.wait(POLL_S)
         return job.result()
     except (RuntimeError, LinkLost) as error:  # LinkLost: it could not be submitted
         raise MusterError(f"The main program failed in {job or 'no job'}: {error}") from error
     finally:
-        for each in ([] if job is None or job.has_result() else [job]) + started:
-            each.end()
+        if job is not None and not job.has_result():
+            job.end()
+        node_jobs.end()
         token.unlink(missing_ok=True)
         (folder / ADDRESS).unlink(missing_ok=True)
 
@@ -201,7 +238,8 @@ def delayed_node_job(folder: str, node: int) -> None:
     It waits for the address until it is ended, at the latest with the main job.
     """
     die_when_told()
-    here, pause = Path(folder), threading.Event()
+    here = Path(folder)
+    pause = threading.Event()
     while not (here / ADDRESS).exists():
         pause.wait(POLL_S)
     address, target = json.loads((here / ADDRESS).read_bytes())

@@ -356,16 +356,14 @@ class RayOptions(ClusterOptions):
 
     def carrier(self, nodes: int, workers: int, deadline_s: float) -> Carrier:
         with optional("RayCollector", "ray", "ray"):
-            from muster.cluster.ray_nodes import RayCarrier, RayDirectCarrier
+            from muster.cluster.ray_nodes import Actors, ray_carrier
 
-        carriers: dict[str, type[Carrier]] = {"ray": RayCarrier, "direct": RayDirectCarrier}
-        config = self.ray_init_config
-        remote = self.remote_configs
-        make: Any = carriers[self.transport]
-        carrier: Carrier = make(
-            nodes, ray_init_config=config, remote_configs=remote, deadline_s=deadline_s
+        actors = Actors(
+            count=nodes,
+            ray_init_config=self.ray_init_config,
+            remote_configs=self.remote_configs,
         )
-        return carrier
+        return ray_carrier(self.transport, actors, deadline_s)
 
 
 class RayCollector(ClusterCollector):
