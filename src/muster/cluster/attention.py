@@ -15,10 +15,13 @@ class Attention:
 
     Args:
         node: its name, for the error.
+
+    Attributes:
+        node: see above.
     """
 
     def __init__(self, node: str) -> None:
-        self._node = node
+        self.node = node
         self._thread = threading.get_ident()
         self._renewed = time.monotonic()
         self._limit_s: float | None = None  # until ``limit``
@@ -43,7 +46,7 @@ class Attention:
         if seconds <= limit_s:
             return None
         return node_hung(
-            self._node,
+            self.node,
             self._thread,
             seconds=seconds,
             deadline=limit_s,

@@ -91,7 +91,6 @@ class NodeMain:
 
     def __init__(self, link: Link, node: int) -> None:
         self._host = socket.gethostname()
-        self._node = f"{node} ({self._host})"
         self._made = ExitStack()
         self._wake_up = WakeUp()
         self._link = link
@@ -103,7 +102,7 @@ class NodeMain:
         self._sink: Sink | None = None
         self._slots = NodeSlots()
         self._jobs: dict[int, _RunAtWork] = {}  # by request
-        self._attention = Attention(self._node)
+        self._attention = Attention(f"{node} ({self._host})")
         self._end = Session("muster-node-main", lambda _: link, self._beat, self._wake_up.ring)
 
     def run(self) -> bool:
@@ -212,7 +211,7 @@ class NodeMain:
         digest = hashlib.sha256(policy).digest()
         if not hmac.compare_digest(digest, setup.policy_digest):
             raise MusterError("the policy's checksum does not match: it was modified in transit")
-        config = replace(setup.config, policy=policy, node=self._node)
+        config = replace(setup.config, policy=policy, node=self._attention.node)
         self._setup = replace(setup, config=config)
         missing = [entry for entry in setup.path if entry not in sys.path]
         sys.path.extend(missing)

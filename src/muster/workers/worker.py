@@ -74,7 +74,6 @@ class Worker:
         self.groups = list(groups)
         self.policies = policies
         self.policy = model
-        self.progress = groups[0].progress
         self.index = index
         self._generation = generation
         self.laid_out: dict[int, Layout] = {}
@@ -100,6 +99,11 @@ class Worker:
         for part in parts:
             if (coroutines := getattr(part, "coroutines", None)) is not None:
                 coroutines.look = self.progress.look
+
+    @property
+    def progress(self) -> Progress:
+        """The progress cells that all groups share."""
+        return self.groups[0].reports.progress
 
     def subscribe(self, newest: Callable[[], int | str]) -> None:
         """Call ``newest`` before each rollout: it takes the newest weights, and returns their
@@ -216,15 +220,16 @@ class Worker:
         policy = self.policies[request.policy]
         tally = Tally(spans=request.spans)
         begin = lane.done_steps
-        if self.progress.watched:
-            self.progress.take_up(request.number)
+        progress = group.reports.progress
+        if progress.watched:
+            progress.take_up(request.number)
         outcome = NO_OUTCOME
         values: BootstrapRows | None = None
         error: BaseException | None = None
         phase = ""
         try:
             if self._newest is not None:
-                self.progress.begin(Phase.WEIGHTS)
+                progress.begin(Phase.WEIGHTS)
                 self._version = self._newest()
             elif request.version is not None:
                 self._version = request.version
@@ -240,7 +245,7 @@ class Worker:
                 outcome, values = self._run_specially(group, policy, request, lane, tally)
         except BaseException as raised:  # noqa: BLE001 (raised to the user by the schedule)
             error = raised
-            phase = phase_ended_by(raised, self.progress)
+            phase = phase_ended_by(raised, progress)
         else:
             if self._profiler is not None:
                 self._profiler.step()
