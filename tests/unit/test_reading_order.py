@@ -18,12 +18,18 @@ SOURCE = Path(muster.__file__).parent
 
 # Add a folder as soon as it is free of circles.
 FREE_OF_CIRCLES = [
+    "cli",
     "cluster",
+    "collectors",
     "envs",
     "episodes",
+    "evaluation",
     "memory",
+    "observing",
     "policies",
+    "recording",
     "restore",
+    "rollout",
     "serving",
     "tuning",
     "utils",
