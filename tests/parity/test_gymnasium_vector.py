@@ -424,7 +424,7 @@ def test_close_with_a_pending_call_warns_and_kills_after_the_timeout(
     gate.touch()
     envs.reset()
     gate.unlink()
-    pids = [handle.process.child.pid for handle in envs._workers._handles]
+    pids = [handle.process.child.pid for handle in envs._workers._slices.handles]
     begin = {**BEGIN, "call": lambda envs: envs.call_async("wait")}[pending]
     begin(envs)
     before = time.monotonic()
@@ -518,7 +518,7 @@ def test_options_of_async_vector_env_are_refused_only_if_they_cannot_be() -> Non
     ):
         envs = VectorEnv(fns, **options)
         assert envs.daemon == options.get("daemon", True)
-        assert len(envs._workers._handles) == workers
+        assert len(envs._workers._slices.handles) == workers
         envs.reset()
         assert envs.step(np.zeros(4, int))[1].tolist() == [1] * 4
         envs.close()
@@ -667,7 +667,8 @@ def test_nothing_is_left_behind() -> None:
     envs = VectorEnv([lambda: CountingEnv(3)] * 4, num_workers=2)
     envs.reset()
     pids = set(
-        envs.call("__class__") and [handle.process.child.pid for handle in envs._workers._handles]
+        envs.call("__class__")
+        and [handle.process.child.pid for handle in envs._workers._slices.handles]
     )
     envs.step_async(np.zeros(4, int))  # is not waited for
     envs.close()

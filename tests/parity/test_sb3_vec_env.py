@@ -280,7 +280,7 @@ def test_a_restart_is_a_truncation() -> None:
     envs = compat.VecEnv([lambda: CountingEnv(9)] * 4, num_workers=2, on_failure="restart")
     envs.reset()
     envs.step(np.zeros(4, int))
-    os.kill(envs._workers._handles[1].process.child.pid, signal.SIGKILL)
+    os.kill(envs._workers._slices.handles[1].process.child.pid, signal.SIGKILL)
     obs, rewards, dones, infos = envs.step(np.zeros(4, int))
     assert obs[:, 1].tolist() == [2, 2, 0, 0]
     assert dones.tolist() == [False, False, True, True]

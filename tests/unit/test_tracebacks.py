@@ -311,7 +311,7 @@ def test_the_users_frames_and_the_cause_stay():
 
 def test_a_bug_of_ours_keeps_all_frames(monkeypatch):
     monkeypatch.setattr(Worker, "run", None)
-    assert any("in _next" in line for line in ours(shown(iterate)))
+    assert any("in collect" in line for line in ours(shown(iterate)))
 
 
 def test_interruptions_keep_all_frames():
