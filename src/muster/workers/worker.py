@@ -274,6 +274,9 @@ class Worker:
             left_out=outcome.left_out,
             warnings=warnings,
         )
+        # its traceback refers to this frame, and this to the lane: slots would wait for the cycle
+        # collector
+        error = None
         if self._log is not None:
             self._log(result, lane, begin)
         return result
