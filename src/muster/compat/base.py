@@ -98,5 +98,5 @@ class GroupRunner:
         ``watch`` is called after every step with the lane and its row, which is complete.
         """
         lane.restart()
-        request = RolloutRequest(0, self.group.number, 0, "policy", rule=rule)
+        request = RolloutRequest(0, self.group.number, 0, "policy", version=0, rule=rule)
         rollout(self.group, policy, request, lane, watch=watch)

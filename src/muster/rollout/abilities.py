@@ -32,6 +32,7 @@ class Abilities:
         lives_lost: environments that the last step ended, but whose own episode continues.
         starting: how policy and environments start in a lane.
         holding: the env batch, if it executes steps whose rows are complete later.
+        write_next: the env batch resets itself, and writes next observations.
 
     Raises:
         BadOption: the env batch does not support an option.
@@ -46,6 +47,7 @@ class Abilities:
         self._restarting = capability(env, RestartsAgents)
         self._with_options = capability(env, ResetsWithOptions)
         writing = capability(env, WritesNext)
+        self.write_next = writing is not None
         if writing is not None and options.max_frames_per_traj is not None:
             writing.limit_episodes(options.max_frames_per_traj)
         if options.max_decorrelation_steps:

@@ -182,12 +182,7 @@ def check_pause(seconds: Any) -> None:
 
 
 def rendering(env: EnvBatch, seconds: float) -> Watch:
-    """Return a ``Watch`` that renders every environment, and waits ``seconds``.
-
-    Raises:
-        BadOption: ``seconds`` is not a number, or below 0.
-    """
-    check_pause(seconds)
+    """Return a ``Watch`` that renders every environment, and waits ``seconds`` (``check_pause``)."""
     pause = Event()
 
     def render(objects: Sequence[Any]) -> None:

@@ -117,7 +117,7 @@ def _prepare(running: Rollout, policy: Policy, *, acted: bool) -> Prepared:
     group = running.group
     lane = running.lane
     begin = lane.done_steps
-    version = running.request.version or 0
+    version = running.request.version
     if running.paused is not None:
         paused = running.unpause()
         if begin and paused.policy is policy and paused.version == version:
@@ -146,7 +146,7 @@ def _catch_up(running: Rollout, policy: Policy, holding: HoldsSteps, acted: bool
     first = lane.done_steps
     last = lane.T - 1
     step = group.env.start(lane)
-    prepared = Prepared(policy, running.request.version or 0, no_act, step)
+    prepared = Prepared(policy, running.request.version, no_act, step)
     at = IN_POLICY
     try:
         while holding.late > 0:

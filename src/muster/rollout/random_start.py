@@ -54,7 +54,7 @@ def start_at_random(group: Group, which: Sequence[int]) -> None:
                 if left < most:
                     group.reset(np.flatnonzero(steps == left).tolist())
             request = RolloutRequest(
-                0, group.number, 0, "random", absent=absent, is_random_start=True
+                0, group.number, 0, "random", version=0, absent=absent, is_random_start=True
             )
             lane.restart()
             make_steps(group, policy, request, lane, tally)

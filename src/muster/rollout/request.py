@@ -25,7 +25,8 @@ class RolloutRequest:
         group: number of the group.
         lane: index of the lane in the slot.
         policy: "policy" or "random".
-        version: version of the weights; None: the worker sets it when it takes the weights.
+        version: version of the weights, stamped into the rows that they act on; None: the worker
+            sets it when it takes the weights.
         closes: the rollout ends a batch.
         limit: number of valid steps in the batch, over all groups that share it; None: all steps.
         sharing: index of the first environment among those of the same batch, and their number;

@@ -10,11 +10,10 @@ import numpy as np
 
 from muster.episodes.clock import MANY, AgentClock, TrajectoryClock
 from muster.errors import BadEnvOutput, BadPolicyOutput
-from muster.keys import AGENT, POLICY_VERSION, STEP_COUNT, TRAJ_DONE, next_of
+from muster.keys import AGENT, STEP_COUNT, TRAJ_DONE, next_of
 from muster.memory.slots import Lane
 from muster.memory.specs import Array
 from muster.protocols import Act, Policy, Step
-from muster.rollout.abilities import writes_next
 from muster.rollout.acting import store_outputs
 from muster.rollout.ends import (
     RESET_NOW,
@@ -42,7 +41,7 @@ class Prepared(NamedTuple):
     """The functions that act and step in the lane of a rollout."""
 
     policy: Policy
-    version: int | str
+    version: int | str | None
     act: Act
     step: Step
 
@@ -120,7 +119,7 @@ class Rollout:
         if request.rule is not None or group.due.which or group.due.begun:
             self._begin_episodes()
         self.waiting = Waiting(group.env, group.bypass, self.absent)
-        if group.options.max_frames_per_traj is not None and not writes_next(group.env):
+        if group.options.max_frames_per_traj is not None and not group.can.write_next:
             limit = group.options.max_frames_per_traj
             self._limit = StepLimit(limit, group.clock.steps, self.absent)
         self.ends = RESET_NOW
@@ -151,11 +150,12 @@ class Rollout:
         call = None
         if group.first_call is not None and not lane.stopped:
             call = group.take_call()
-            store_outputs(call.outputs, lane)
         if self.reports.progress.watched:
             self.reports.progress.count(waits=self.ends.leaves_out)
         if views.version is not None:
             self._stamp(views.version, 0, call)
+        if call is not None:
+            store_outputs(call.outputs, lane)  # also the version, if the policy tells it itself
         return call is not None
 
     def go_on(
@@ -235,13 +235,9 @@ class Rollout:
         """Write the version of the policy into the rows of ``version`` from ``begin`` on; that of
         ``call`` into row 0.
         """
-        version[begin:] = self.request.version or 0
+        version[begin:] = self.request.version
         if call is not None:
-            extra = call.outputs.extras.get(POLICY_VERSION)
-            if extra is None:
-                version[0] = call.version
-            else:  # the policy tells its version itself
-                version[0] = extra.reshape(-1).numpy()
+            version[0] = call.version
 
     # --- rows -------------------------------------------------------------------------------------
 

@@ -233,6 +233,7 @@ class Worker:
                 self._version = self._newest()
             elif request.version is not None:
                 self._version = request.version
+            # reset since the first call of the policy, which made the random steps
             if group.random_start.is_due and group.due.which:
                 begin_episodes(group)
             if request.rule is not None or request.version != self._version:
