@@ -87,3 +87,29 @@ def test_a_lost_node_takes_only_what_has_not_arrived() -> None:
     ours.arrived(20)
     ours.give_up("worker_died")
     assert (ours.executed, ours.in_flight, +ours.discarded) == (25, 20, {"worker_died": 5})
+
+
+def test_steps_whose_result_has_not_arrived_are_told_apart() -> None:
+    ours = counts()
+    first = NodeCounts(executed=8)
+    ours.add_counts(first, NodeCounts())
+    assert (ours.in_flight, ours.without_result) == (8, 8)
+    second = NodeCounts(executed=16, discarded={"env_error": 2})
+    ours.add_counts(second, first)  # the lane of the first rollout comes later
+    assert (ours.in_flight, ours.without_result) == (14, 14)
+    ours.arrived(8)
+    assert (ours.in_flight, ours.without_result) == (14, 6)
+    ours.failed()  # the second one keeps its rows, and goes on
+    assert (ours.in_flight, ours.without_result, ours.partial) == (14, 0, 6)
+    third = NodeCounts(executed=18, discarded={"env_error": 2})
+    ours.add_counts(third, second)
+    ours.arrived(8)
+    assert (ours.in_flight, ours.without_result, ours.partial) == (16, 0, 0)
+
+
+def test_steps_that_are_given_up_are_not_waited_for() -> None:
+    for give_up in (lambda c: c.give_up("worker_died"), lambda c: c.abandon("surplus")):
+        ours = counts()
+        ours.add_counts(NodeCounts(executed=8), NodeCounts())
+        give_up(ours)
+        assert (ours.in_flight, ours.without_result) == (0, 0)

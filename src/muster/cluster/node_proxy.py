@@ -375,6 +375,7 @@ class NodeProxy(Proxy):
             if result.error is not None:
                 error = result.error.here(self._crash_directory).error()
                 result = replace(result, error=error)
+                self._pool.counters[result.group].failed()
             elif not (result.lost or result.dropped):
                 self._pool.counters[result.group].arrived(result.frames)
             if result.number in self.under_way.outstanding:

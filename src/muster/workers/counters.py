@@ -42,6 +42,8 @@ class FrameCounters:
     dropped: bool = False  # no worker runs the group any more
     late: bool = False  # the node of the group was absent for some time
     unseen: int = 0  # upper bound on the steps of lost nodes that were never reported
+    # steps in ``executed`` and ``in_flight`` that a node has counted, and whose result has not arrived
+    without_result: int = 0
     # the last result that was added; weak, since its error refers to frames, and these to slots
     _spent: list[float] = field(default_factory=lambda: [0.0] * 4)  # see ``timing``
     _newest: weakref.ref[RolloutResult] | None = None
@@ -131,7 +133,8 @@ class FrameCounters:
     def add_counts(self, now: NodeCounts, before: NodeCounts) -> None:
         """Add the counts of a node between two times.
 
-        The steps count as partial until ``arrived`` is called.
+        The steps count as partial until ``arrived`` is called, and are without a result until then
+        or until ``failed`` is called.
 
         Steps that were already given up here are not discarded again.
         """
@@ -139,17 +142,30 @@ class FrameCounters:
         self.executed += executed
         self.in_flight += executed
         self.partial += executed
+        self.without_result += executed
         for reason, steps in now.discarded.items():
             gone = min(steps - before.discarded.get(reason, 0), self.partial)
             self.discard(reason, gone)
             self.partial -= gone
+            self.without_result -= min(gone, self.without_result)
         for kind, (spent, earlier) in enumerate(zip(now.timing, before.timing, strict=True)):
             self._spent[kind] += spent - earlier
         self.clock = self.clock if now.clock is None else now.clock
 
     def arrived(self, frames: int) -> None:
-        """Note that the lane of a rollout counted on a node has arrived here."""
+        """Note that the lane of a rollout counted on a node has arrived here, with ``frames`` valid
+        steps.
+        """
         self.partial -= min(frames, self.partial)
+        # all that is left in the counts of the node is of the next lane
+        self.without_result = min(self.without_result, self.partial)
+
+    def failed(self) -> None:
+        """Note that the error of a rollout counted on a node has arrived here.
+
+        Its lane is the last one in which the node has made steps.
+        """
+        self.without_result = 0
 
     def cut_short(self, steps: int) -> None:
         """Add the unreported steps of an interrupted rollout: ``steps`` in its lane, minus
@@ -185,8 +201,10 @@ class FrameCounters:
         """Discard all steps in flight."""
         self.discard(reason, self.in_flight)
         self.partial = 0
+        self.without_result = 0
 
     def give_up(self, reason: str) -> None:
         """Discard the steps of the lane that is not complete."""
         self.discard(reason, self.partial)
         self.partial = 0
+        self.without_result = 0

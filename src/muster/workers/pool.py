@@ -271,12 +271,15 @@ class Pool(ABC):
 
     @property
     def untaken(self) -> int:
-        """The number of steps in results that were not taken; the counters already include them."""
-        return sum(
+        """The number of steps in results that were not taken or have not arrived yet; the counters
+        already include them.
+        """
+        in_results: int = sum(
             result.executed - sum(result.discarded.values())
             for handle in self.handles
             for result in handle.under_way.results
         )
+        return in_results + sum(counts.without_result for counts in self.counters)
 
     @property
     def has_bad_news(self) -> bool:
