@@ -14,6 +14,7 @@ A field is checked by its type (``utils/checked.py``), before options that exclu
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -41,6 +42,7 @@ ObsDtype = torch.dtype | Literal["env"] | None
 SHOWN_ORDER = (
     "frames_per_batch",
     "total_frames",
+    "round_up_total_frames",
     "num_envs",
     "max_frames_per_traj",
     "init_random_frames",
@@ -246,6 +248,8 @@ class CollectorOptions(BatchOptions, WorkerOptions):
             (``muster.policies.per_agent``).
         total_frames: total number of steps to collect, a multiple of ``frames_per_batch``. -1: no
             limit.
+        round_up_total_frames: collect the next multiple of ``frames_per_batch`` if ``total_frames``
+            is not one.
         init_random_frames: number of frames with uniformly random actions at the start, rounded up
             to whole batches. In them the policy's other columns are NaN, 0 or False, and recurrent
             states are those of a new episode. The policy is called once before, to find its
@@ -298,6 +302,7 @@ class CollectorOptions(BatchOptions, WorkerOptions):
     policy: Annotated[Any, _policy] = field(default=None, repr=False)
     _: KW_ONLY
     total_frames: Annotated[int, _total] = -1
+    round_up_total_frames: bool = False
     init_random_frames: Limit = None
     create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
     policy_factory: Callable[[], Any] | None = None
@@ -321,6 +326,9 @@ class CollectorOptions(BatchOptions, WorkerOptions):
         super().__post_init__()
         if self.slot_memory_limit is None:
             object.__setattr__(self, "slot_memory_limit", _half_of_memory())
+        if self.round_up_total_frames and self.total_frames > 0 and self.frames:
+            batches = math.ceil(self.total_frames / self.frames)
+            object.__setattr__(self, "total_frames", batches * self.frames)
         _check_total(self)
         self.watching  # noqa: B018 (checks the address)
         self.devices  # noqa: B018 (checks the devices)
@@ -388,7 +396,7 @@ def _check_total(o: CollectorOptions) -> None:
         raise BadOption(
             f"total_frames={o.total_frames} is not a multiple of"
             f" frames_per_batch={o.frames_per_batch}; the nearest possible are"
-            f" {' and '.join(map(str, near))}"
+            f" {' and '.join(map(str, near))}. Pass one of them, or round_up_total_frames=True"
         )
 
 
@@ -478,7 +486,7 @@ def _check_objects(o: CollectorOptions) -> None:
         raise BadOption(
             "cudagraph_policy needs a CUDA device, and this machine or this build of torch has none"
         )
-    mode = o.compile_policy.get("mode") if isinstance(o.compile_policy, dict) else None
+    mode = o.compile_policy.get("mode") if isinstance(o.compile_policy, Mapping) else None
     if mode == "reduce-overhead" and o.cudagraph_policy not in (None, False):
         raise BadOption(
             "compile_policy with mode='reduce-overhead' makes CUDA graphs itself: leave"

@@ -21,6 +21,7 @@ from muster.episodes.whole import Envs, WholeEpisodes
 from muster.keys import TRAJ_DONE, Key
 from muster.recording.writer import Recorder
 from muster.rollout.hooks import call_hook
+from muster.utils.containers import is_several
 from muster.utils.interrupts import allowed, postponed
 from muster.utils.tracebacks import trimmed
 
@@ -381,7 +382,7 @@ def _recorder(options: CollectorOptions) -> Recorder | None:
     if options.record is None or isinstance(options.record, Recorder):
         return options.record
     given = options.create_env_fn
-    envs = list(given) if isinstance(given, (list, tuple)) else [given]
+    envs = list(given) if is_several(given) else [given]
     known: dict[str, Any] = {
         "env": envs[0] if isinstance(envs[0], str) and envs.count(envs[0]) == len(envs) else None
     }

@@ -56,7 +56,7 @@ class CoroutineEnvs(WrappedEnvs, AwaitsCoroutines):
             _check(env)
         checks.check_distinct(envs, checks.env_name(envs[0]))
         awaited = [AwaitedEnv(env) for env in envs]
-        stacked = StackedEnvs(awaited)  # type: ignore[arg-type]  # they have all that it uses
+        stacked = StackedEnvs(awaited)
         super().__init__(stacked, stacked.spec)
         self.awaited = awaited
         self.coroutines = CoroutineRunner()
@@ -70,12 +70,12 @@ class CoroutineEnvs(WrappedEnvs, AwaitsCoroutines):
         seeds: Sequence[int] | None,
     ) -> None:
         options = self._stacked.reset_options or {}
-        calls = [
-            self.awaited[i].begin(
-                "reset", seed=None if seeds is None else seeds[n], **checks.kept_info(options)
-            )
-            for n, i in enumerate(which)
-        ]
+        calls = []
+        for n, i in enumerate(which):
+            one = self.awaited[i]
+            seed = None if seeds is None else seeds[n]
+            given = checks.seed_argument(one.env, seed, self.spec.name, self._stacked.casts)
+            calls.append(one.begin("reset", **given, **checks.kept_info(options)))
         self._run(calls, "reset")
         try:
             self.inner.reset(arrays, row, which, seeds)

@@ -164,8 +164,9 @@ class ParallelEnvs(
         options = self.take_options()
         for n, b in enumerate(which):
             seed = None if seeds is None else int(seeds[n])
-            given = checks.kept_info(options)
-            obs, infos = _reset(self.envs[b], f"{self.spec.name}[{b}]", b, seed=seed, **given)
+            given = checks.seed_argument(self.envs[b], seed, self.spec.name, self.casts)
+            given |= checks.kept_info(options)
+            obs, infos = _reset(self.envs[b], f"{self.spec.name}[{b}]", b, **given)
             self._acting[b], self._left[b] = list(self.envs[b].agents), {}
             if self._keeps_infos:
                 self._told[b] = checks.kept_info(infos)

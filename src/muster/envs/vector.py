@@ -272,7 +272,8 @@ class VectorEnvBatch(
             return None
         return np.asarray(list(seeds)) if _is_ale(self.env.unwrapped) else checks.batch_seed(seeds)
 
-    def _reset(self, **given: Any) -> Any:
+    def _reset(self, seed: Any, **given: Any) -> Any:
+        given |= checks.seed_argument(self.env, seed, self.spec.name, self.casts)
         obs, self._reset_info = checks.reset_pair(
             checks.call(self.env, "reset", self.spec.name, **given), self.spec.name
         )
