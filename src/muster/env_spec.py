@@ -60,6 +60,7 @@ class EnvSpec:
         single: made of single environments: one of them, requested without ``num_envs``, gets the
             ``batch_shape`` ``()``.
         replays_alone: each environment can be replayed without the others.
+        seeds_episodes: a reset of a single environment can have a seed.
     """
 
     name: str
@@ -83,6 +84,7 @@ class EnvSpec:
     ready: int | None = None
     single: bool = False
     replays_alone: bool = False
+    seeds_episodes: bool = False
 
     @property
     def carried_specs(self) -> Specs:

@@ -141,6 +141,7 @@ class ParallelEnvs(
             },
             reward_key=TEAM_REWARD,
             single=True,
+            seeds_episodes=True,
         )
         self.casts: Casts = Casts(name)
         self._acting: list[list[str]] = [[] for _ in envs]

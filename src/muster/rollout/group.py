@@ -21,6 +21,7 @@ from muster.rollout.ends import Bypass
 from muster.rollout.options import RolloutOptions
 from muster.rollout.progress import Phase, Progress
 from muster.rollout.resets import Due, ResetListener
+from muster.rollout.seeding import EpisodeSeeding
 
 if TYPE_CHECKING:
     import torch
@@ -126,6 +127,7 @@ class Group:
             number, unless a request says otherwise.
         first_call: the kept call; None: none.
         contexts: the contexts for environments and policies.
+        seeding: the seeds of episodes.
         resumed: environments whose next row is the first after a load; None: the rollouts have no
             column for that.
     """
@@ -163,6 +165,7 @@ class Group:
         self.first_call: FirstCall | None = None
         self.contexts = Contexts(rng, options)
         self.can = Abilities(env, options)
+        self.seeding = EpisodeSeeding(options.episode_seeds, env.spec, self.clock)
 
     @property
     def B(self) -> int:  # noqa: N802 (the field's name)
@@ -200,6 +203,7 @@ class Group:
     def reseed(self, rng: GroupRng, seeds: Sequence[int]) -> None:
         """Use other random streams, and reset each environment with its seed before its next step."""
         self.contexts = Contexts(rng, self.options)
+        self.seeding.restart()
         self.reset(seeds=seeds)
 
     # --- resets -----------------------------------------------------------------------------------
@@ -241,7 +245,7 @@ class Group:
             self.clock.abandon(which)
         self.carry.begin_anew(which)
         for part, seeds in self.due.parts(undone):
-            self.reset_envs(self.carry, 0, part, seeds, reports)
+            self.reset_envs(self.carry, 0, part, self.seeding.seeds_of(part, seeds), reports)
         self.discard_call()
         self.due.done(early=early)
         return which
