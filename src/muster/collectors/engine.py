@@ -162,7 +162,10 @@ class Engine:
         self.local = local
         pool = source.pool
         with_infos = options.info is not False
-        recount = Recount(pool.num_envs, pool.counters[0].info.reward_key, with_infos=with_infos)
+        first = pool.counters[0].info
+        recount = Recount(
+            pool.num_envs, first.reward_key, with_infos=with_infos, agents=first.agent_rewards
+        )
         self.pipeline = Pipeline(options, pool.num_envs, recount)
         self.views = BatchViews(
             options, stacked=stacked, cat_dim=cat_dim, hidden=self.pipeline.needs_flags

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from muster.episodes.agent_returns import AgentReturns
 from muster.episodes.clock import AgentClock, TrajectoryClock
 from muster.keys import Key
 from muster.memory.specs import Array
@@ -128,6 +129,7 @@ class Group:
         first_call: the kept call; None: none.
         contexts: the contexts for environments and policies.
         seeding: the seeds of episodes.
+        agent_returns: the returns of agents that act at the same time; None: there are none.
         resumed: environments whose next row is the first after a load; None: the rollouts have no
             column for that.
     """
@@ -155,6 +157,9 @@ class Group:
             self.clock = AgentClock(env_ids, total_envs, env.spec.agents)
         else:
             self.clock = TrajectoryClock(env_ids, total_envs)
+        self.agent_returns: AgentReturns | None = None
+        if env.spec.agent_rewards:
+            self.agent_returns = AgentReturns(env.spec.agent_rewards, env.spec.num_envs)
         self.carry = Carry(env.spec)
         self.due = Due(range(env.spec.num_envs))
         self.random_start = RandomStart(options.max_decorrelation_steps)
@@ -243,6 +248,8 @@ class Group:
         was_lost = self.due.recover()
         if self.agent_clock is None or was_lost:  # else the environments end the episodes of agents
             self.clock.abandon(which)
+        if self.agent_returns is not None:
+            self.agent_returns.abandon(which)
         self.carry.begin_anew(which)
         for part, seeds in self.due.parts(undone):
             self.reset_envs(self.carry, 0, part, self.seeding.seeds_of(part, seeds), reports)

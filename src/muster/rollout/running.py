@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from muster.episodes.agent_returns import with_returns
 from muster.episodes.clock import MANY, AgentClock, TrajectoryClock
 from muster.errors import BadEnvOutput, BadPolicyOutput
 from muster.keys import AGENT, STEP_COUNT, TRAJ_DONE, next_of
@@ -443,6 +444,10 @@ class Rollout:
         episodes = clock.advance(reward, terminated, truncated, over)
         if group.env.spec.info_specs and len(episodes):
             episodes = replace(episodes, info=self.next_obs.infos(lane, over))
+        if group.agent_returns is not None:
+            returns = group.agent_returns.advance(lane.arrays, over)
+            if returns:
+                episodes = with_returns(episodes, returns)
         if without is not None:
             self._take_back_steps(without, over)
         if options.compact_obs and n:
