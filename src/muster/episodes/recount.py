@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from muster.episodes.agent_returns import AgentRewards, joined, with_returns
 from muster.episodes.record import Episodes, info_records
 from muster.episodes.segment import ENDED, find_pieces
 from muster.keys import INFO, TERMINATED, TRUNCATED, Key, next_of
@@ -23,9 +24,13 @@ class Recount:
         num_envs: number of environments over all groups.
         reward_key: column of the reward that episode records sum up.
         with_infos: the batches have columns of infos.
+        agents: see ``AgentRewards``.
     """
 
-    def __init__(self, num_envs: int, reward_key: Key, *, with_infos: bool) -> None:
+    def __init__(
+        self, num_envs: int, reward_key: Key, *, with_infos: bool, agents: AgentRewards
+    ) -> None:
+        self._agents = agents
         self._num_envs = num_envs
         self._reward_key = reward_key
         self._with_infos = with_infos
@@ -47,9 +52,18 @@ class Recount:
         truncated = column(next_of(TRUNCATED))[rows, 0]
         env_id = pieces.traj_id % self._num_envs
         infos = _infos_at(batch, rows) if self._with_infos else None
-        return Episodes(
+        episodes = Episodes(
             pieces.traj_id, env_id, returns, pieces.length, terminated, truncated, infos
         )
+        if not self._agents:
+            return episodes
+        shapes = {key: (batch.numel(), len(names), 1) for key, names in self._agents.items()}
+        columns = {key: column(key).reshape(shape) for key, shape in shapes.items()}
+        rewards_of_agents = joined(columns, self._agents, batch.numel())[pieces.rows]
+        totals = np.add.reduceat(rewards_of_agents, pieces.first, axis=0)
+        names = [name for of_team in self._agents.values() for name in of_team]
+        by_agent = [dict(zip(names, total, strict=True)) for total in totals.tolist()]
+        return with_returns(episodes, by_agent)
 
 
 def _infos_at(batch: TensorDict, rows: Array) -> Array:
