@@ -30,8 +30,8 @@ def poisoned(env: Any) -> Any:
             which own no memory: these are returned unchanged.
     """
     is_torchrl = any(cls.__module__.startswith("torchrl.") for cls in type(env).__mro__)
-    is_functional = hasattr(env, "step_env") or hasattr(env, "observation_size")
-    if is_functional and not is_torchrl:
+    # TorchRL's first: asked for an unknown attribute, its batched environments start workers
+    if not is_torchrl and _is_functional(env):
         return env
     results: dict[Any, Any] = {}
     for name in OF_TORCHRL if is_torchrl else METHODS:
@@ -39,6 +39,10 @@ def poisoned(env: Any) -> Any:
         if callable(method):
             setattr(env, name, _spoiling(method, name, results))
     return env
+
+
+def _is_functional(env: Any) -> bool:
+    return hasattr(env, "step_env") or hasattr(env, "observation_size")
 
 
 def _spoiling(
