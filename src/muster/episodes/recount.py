@@ -25,7 +25,13 @@ class Recount:
         with_infos: the batches have columns of infos.
     """
 
-    def __init__(self, num_envs: int, reward_key: Key, *, with_infos: bool) -> None:
+    def __init__(
+        self,
+        num_envs: int,
+        reward_key: Key,
+        *,
+        with_infos: bool,
+    ) -> None:
         self._num_envs = num_envs
         self._reward_key = reward_key
         self._with_infos = with_infos
@@ -35,7 +41,7 @@ class Recount:
         order.
         """
         pieces = find_pieces(batch if batch.ndim > 1 else batch.unsqueeze(0), ENDED)
-        rows = pieces.rows[pieces.first + pieces.length - 1]
+        last = pieces.rows[pieces.first + pieces.length - 1]
 
         def column(key: Key) -> Array:
             array: Array = batch.get(key).detach().cpu().numpy()
@@ -43,12 +49,15 @@ class Recount:
 
         rewards = column(self._reward_key)[pieces.rows, 0].astype(np.float64)
         returns = np.add.reduceat(rewards, pieces.first)
-        terminated = column(next_of(TERMINATED))[rows, 0]
-        truncated = column(next_of(TRUNCATED))[rows, 0]
-        env_id = pieces.traj_id % self._num_envs
-        infos = _infos_at(batch, rows) if self._with_infos else None
+        infos = _infos_at(batch, last) if self._with_infos else None
         return Episodes(
-            pieces.traj_id, env_id, returns, pieces.length, terminated, truncated, infos
+            traj_id=pieces.traj_id,
+            env_id=pieces.traj_id % self._num_envs,
+            episode_return=returns,
+            length=pieces.length,
+            terminated=column(next_of(TERMINATED))[last, 0],
+            truncated=column(next_of(TRUNCATED))[last, 0],
+            info=infos,
         )
 
 
@@ -64,5 +73,6 @@ def _infos_at(batch: TensorDict, rows: Array) -> Array:
             values: Any = column.cpu().numpy()[rows]
         else:
             values = [column[row].data for row in rows.tolist()]
-        columns[key if isinstance(key, tuple) else (key,)] = values
+        path = key if isinstance(key, tuple) else (key,)
+        columns[path] = values
     return info_records(columns, len(rows))
