@@ -67,8 +67,9 @@ def test_a_plain_environment_object_and_workers():
         assert_same(found, collector.next())
 
 
-def test_plain_environments_are_evaluated():
-    with Evaluator(PlainEnv, None, episodes=3, num_envs=2) as evaluator:
+@pytest.mark.parametrize("make", [PlainEnv, SeededApart])
+def test_they_are_evaluated(make):
+    with Evaluator(make, None, episodes=3, num_envs=2) as evaluator:
         assert evaluator.evaluate().lengths.tolist() == [3, 3, 3]
 
 
