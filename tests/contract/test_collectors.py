@@ -511,6 +511,49 @@ def test_set_seed_repeats_the_data_and_returns_the_last_seed(kind, shared, stati
 # --- hooks, buffers, background -------------------------------------------------------------------
 
 
+def test_a_function_is_called_for_every_environment(kind):
+    total = kind.groups * B
+    with serial(kind, SeededEnv, seed=5) as c:
+        numbers = c.map_envs(lambda env, by, *, factor: factor * env.seeds[0] + by, 1, factor=10)
+        assert numbers == [10 * (5 + i) + 1 for i in range(total)]
+        c.map_envs(setattr, "t", -5)
+        assert c.map_envs(getattr, "t") == [-5] * total
+        with pytest.raises(BadOption, match="expected a function of an environment"):
+            c.map_envs("reset")
+        with pytest.raises(Exception, match="has no attribute 'nothing'"):
+            c.map_envs(getattr, "nothing")
+        c.reset()
+        assert whole(kind, c)["observation"][..., 0, 1].unique().tolist() == [0]
+
+
+def test_the_hook_after_each_batch_can_be_replaced(kind):
+    first: list[Any] = []
+    second: list[Any] = []
+    with make(kind, batches=4, post_collect_hook=first.append) as c:
+        batches = iter(c)
+        next(batches)
+        c.set_post_collect_hook(second.append)
+        assert c.options.post_collect_hook == second.append
+        next(batches)
+        with pytest.raises(BadOption, match="post_collect_hook='print': expected a function"):
+            c.set_post_collect_hook("print")
+        c.set_post_collect_hook(None)
+        next(batches)
+        c.set_post_collect_hook(first.append)
+        last = next(batches)
+    assert (len(first), len(second)) == (2, 1)
+    assert_same(first[1], last)
+
+
+def test_trajectory_ids_can_be_left_out(kind):
+    with make(kind, track_traj_ids=False) as c, make(kind) as plain:
+        batch = c.next()
+        assert set(plain.next().keys(True, True)) - set(batch.keys(True, True)) == {IDS}
+        assert batch.shape == kind.shape
+        assert {record.traj_id for record in c.episodes} <= set(range(4 * kind.groups * B))
+        assert len(c.episodes)
+
+
 def test_every_environment_can_have_a_seed_of_its_own(kind):
     seeds = [17, 4, 23, 8, 15, 42][: kind.groups * B]
     with serial(kind, SeededEnv, seed=seeds) as c:

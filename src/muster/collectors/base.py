@@ -6,7 +6,7 @@ import inspect
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from numbers import Integral
@@ -42,7 +42,8 @@ from muster.utils.tracebacks import trimmed
 from muster.weights.names import tensors_in
 from muster.weights.publish import PolicyWeights
 from muster.weights.receive import Receivers, only_source
-from muster.workers.requests import Profile
+from muster.workers.requests import Call, Profile
+from muster.workers.worker import on_environments
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -274,6 +275,16 @@ class BaseCollector(ABC):
         """
         with self._exclusively():
             return self._engine.set_seed(seed, static=static_seed)
+
+    def set_post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
+        """Replace ``post_collect_hook`` from the next batch on; None: there is none.
+
+        Raises:
+            BadOption: it is no function, or contradicts other options. Nothing was done.
+        """
+        with self._exclusively():
+            self._engine.set_post_collect_hook(hook)
+            self.options = self._engine.options
 
     # --- in the background ------------------------------------------------------------------------
 
@@ -511,6 +522,31 @@ class BaseCollector(ABC):
         env = self.env
         return [getattr(one, attr) for one in env] if isinstance(env, list) else getattr(env, attr)
 
+    def map_envs(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call ``function(env, *args, **kwargs)`` for every environment, where it is: in this
+        process, in every worker, on every node.
+
+        It takes effect before the next rollout. Observations are not read again: if the function
+        changes the state, call ``reset()`` afterwards.
+
+        Args:
+            function: for processes and nodes it must be picklable, as lambdas are, and its results,
+                too.
+
+        Returns:
+            the results in the order of environment numbers. An object that steps several
+            environments together has one. Environments of dropped workers have none.
+
+        Raises:
+            BadOption: ``function`` is no function, or it or an argument cannot be pickled.
+        """
+        if not callable(function):
+            raise BadOption(f"map_envs({function!r}): expected a function of an environment")
+        with self._exclusively():
+            call = Call(on_environments, (self._sendable((function, args, kwargs), "map_envs"),))
+            found = self._engine.source.pool.call(call)
+        return [result for of_worker in found for result in of_worker]
+
     def getattr_policy(self, attr: str) -> Any:
         """Return an attribute of the policy."""
         self._raise_from_background()
@@ -672,6 +708,10 @@ class BaseCollector(ABC):
         self.shutdown(raise_on_error=error is None)
 
     # --- parts ------------------------------------------------------------------------------------
+
+    def _sendable(self, given: Any, what: str) -> Any:
+        """Return what workers get for ``given``; see ``unpickled``."""
+        return given
 
     def _set_up(self) -> None:
         options = self.options

@@ -325,6 +325,15 @@ class Engine:
             batch, hidden, frames, self.ended.collected, self.last.env_ids, filled.results
         )
 
+    def set_post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
+        """See ``Collector.set_post_collect_hook``."""
+        if hook is not None and self.pipeline.sink is not None and not self.pipeline.writes:
+            raise BadOption(
+                "post_collect_hook: nodes write batches into the replay buffer, so that none passes"
+                " through this process. Pass the hook to the constructor"
+            )
+        self.options = dataclasses.replace(self.options, post_collect_hook=hook)
+
     def layout(self) -> Layout:
         """Return the layout of rollouts of the policy.
 

@@ -164,6 +164,9 @@ class MultiCollector(BaseCollector):
         """
         return self._ask(Call(execute, (attr_path, args, kwargs)))
 
+    def _sendable(self, given: Any, what: str) -> Any:
+        return given if self.options.in_threads else dumps(given, what)
+
     def _ask(self, request: Request) -> Any:
         with self._exclusively():
             return self._engine.source.pool.call(request)

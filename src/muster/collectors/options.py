@@ -70,6 +70,7 @@ SHOWN_ORDER = (
     "on_batch",
     "record",
     "track_policy_version",
+    "track_traj_ids",
     "weight_updater",
     "weight_sync_schemes",
     "weight_recv_schemes",
@@ -436,6 +437,10 @@ def _check_batches(o: CollectorOptions) -> None:
         raise BadOption(
             "extend_buffer=False adds single steps, so a batch cannot end early: leave out"
             " reset_when_done=False and interruptor, or use extend_buffer=True"
+        )
+    if o.record is not None and not o.track_traj_ids:
+        raise BadOption(
+            "record: a recording finds its episodes by their ids. Leave track_traj_ids=False out"
         )
     if buffer:
         _check_stored_shape(o)

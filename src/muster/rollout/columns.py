@@ -80,7 +80,7 @@ def lane_columns(
             env_spec.reward_key, (), env_spec.reward_dtype, trailing=True, host=True, hidden=hidden
         )
     )
-    columns.append(Column(TRAJ_IDS, (), INTEGER, host=True))
+    columns.append(Column(TRAJ_IDS, (), INTEGER, host=True, hidden=not options.track_traj_ids))
     if options.max_frames_per_traj:
         columns += [
             Column(key, (), INTEGER, trailing=True, host=True)
