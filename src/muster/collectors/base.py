@@ -257,12 +257,16 @@ class BaseCollector(ABC):
         with self._exclusively():
             self._engine.reset(index, kwargs)
 
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+    def set_seed(self, seed: int | Sequence[int], static_seed: bool = False) -> int:
         """Seed all environments and Muster's own draws, and reset all environments before the next
         batch.
 
+        With ``episode_seeds``, environments start at the beginning of this list again, and ``seed``
+        seeds only Muster's own draws.
+
         Args:
-            seed: seed of environment 0; environment i gets ``seed + i``.
+            seed: seed of environment 0; environment i gets ``seed + i``. Or a list with the seed of
+                each environment.
             static_seed: all environments get ``seed``.
 
         Returns:
