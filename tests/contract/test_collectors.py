@@ -408,6 +408,22 @@ def test_whole_episodes(kind):
             assert_accounted(c)
 
 
+def test_complete_episodes_are_written_into_a_replay_buffer(kind):
+    buffer = Extends()
+    told = {"replay_buffer": buffer, "replay_write_mode": "trajectory"}
+    with make(kind, counting(3), batches=3, **told) as c:
+        assert list(c) == [None] * 3
+        stats = c.stats()
+        assert stats.executed == 3 * kind.frames
+        assert stats.written == stats.frames == sum(len(batch) for batch in buffer.batches)
+        assert stats.written + stats.in_flight == stats.executed
+        assert stats.written == 3 * stats.episodes == stats.completed
+        assert_accounted(c)
+    for batch in buffer.batches:
+        assert column(batch, "next", "reward") == [1, 2, 3] * (len(batch) // 3)
+        assert (batch[IDS].reshape(-1, 3) == batch[IDS][::3, None]).all(), "none is in two pieces"
+
+
 # --- how many -------------------------------------------------------------------------------------
 
 

@@ -432,6 +432,8 @@ class Engine:
             workers=workers,
             inference=server.stats() if (server := self.source.pool.server) is not None else None,
             engine=self.source.pool.engine,
+            completed=window.frames,
+            written=0 if self.pipeline.sink is None else terms.delivered,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -62,6 +62,7 @@ SHOWN_ORDER = (
     "compact_obs",
     "obs_dtype",
     "replay_buffer",
+    "replay_write_mode",
     "extend_buffer",
     "pre_collect_hook",
     "post_collect_hook",
@@ -424,14 +425,25 @@ def _check_batches(o: CollectorOptions) -> None:
     """Checks of the contents and destination of batches."""
     buffer = o.replay_buffer is not None
     per_step = not o.extend_buffer
-    waits = "trajs_per_batch" if o.trajs_per_batch else "on_episode_done"
+    waits = o.joins_episodes or "on_episode_done"
     if per_step and not buffer:
         raise BadOption("extend_buffer=False needs a replay_buffer")
-    whole = o.postproc, o.split_trajs, o.trajs_per_batch, o.set_truncated, o.compact_obs
+    if o.replay_write_mode is not None and not buffer:
+        raise BadOption(
+            f"replay_write_mode={o.replay_write_mode!r} says what is written into replay_buffer, and"
+            " none was given: pass replay_buffer="
+        )
+    if o.replay_write_mode == "rollout" and o.trajs_per_batch:
+        raise BadOption(
+            "replay_write_mode='rollout' writes batches, and trajs_per_batch makes episodes of"
+            " them: give one of them"
+        )
+    whole = o.postproc, o.split_trajs, o.joins_episodes, o.set_truncated, o.compact_obs
     if per_step and any((*whole, o.post_collect_hook, o.on_episode_done, o.on_batch, o.record)):
         raise BadOption(
-            "postproc, split_trajs, trajs_per_batch, set_truncated, compact_obs, post_collect_hook,"
-            " on_episode_done, on_batch and record need whole batches: use extend_buffer=True"
+            "postproc, split_trajs, trajs_per_batch, replay_write_mode='trajectory', set_truncated,"
+            " compact_obs, post_collect_hook, on_episode_done, on_batch and record need whole"
+            " batches: use extend_buffer=True"
         )
     if per_step and (not o.reset_when_done or o.interruptor is not None):
         raise BadOption(
@@ -453,8 +465,8 @@ def _check_batches(o: CollectorOptions) -> None:
             "split_trajs and trajs_per_batch make a new TensorDict every time: leave"
             " return_same_td out"
         )
-    if o.split_trajs and o.trajs_per_batch:
-        raise BadOption("split_trajs and trajs_per_batch: give one; traj_format='pad' pads too")
+    if o.split_trajs and o.joins_episodes:
+        raise BadOption(f"split_trajs and {o.joins_episodes}: give one; traj_format='pad' pads too")
     if o.trajectories is not None and o.trajectories.on_policy_only and not o.track_policy_version:
         raise BadOption(
             "on_policy_only looks at the versions of whole episodes: it needs track_policy_version"
@@ -464,7 +476,7 @@ def _check_batches(o: CollectorOptions) -> None:
             "max_decorrelation_steps moves environments away from the beginning of their episodes,"
             " and reset_at_each_iter takes them back before the first batch: give one of them"
         )
-    if o.set_truncated and (o.trajs_per_batch or o.on_episode_done):
+    if o.set_truncated and (o.joins_episodes or o.on_episode_done):
         raise BadOption(
             f"set_truncated marks ends that are none, and {waits} waits for real ones: give one of"
             " them"
@@ -481,10 +493,10 @@ def _check_stored_shape(o: CollectorOptions) -> None:
     found = 0
     batches = ""
     remedy = "use ndim=1, with an item per frame"
-    if o.trajectories is not None and o.traj_format in (None, "cat"):
+    if o.joins_episodes and o.traj_format in (None, "cat"):
         found = 1
-        batches = "the episodes of trajs_per_batch follow one another in one"
-    elif o.trajectories is not None or o.split_trajs:
+        batches = f"the episodes of {o.joins_episodes} follow one another in one"
+    elif o.joins_episodes or o.split_trajs:
         found = 2
         batches = "padded trajectories have two"
         remedy = "use ndim=1, with an item per trajectory"

@@ -125,11 +125,11 @@ def marks_valid(options: CollectorOptions, sharing: int) -> bool:
     Warns if ``sharing`` environments cannot share them equally.
     """
     surplus = options.frames % sharing
-    if surplus and options.trajs_per_batch:
+    if surplus and options.joins_episodes:
         raise BadOption(
             f"frames_per_batch={options.frames_per_batch} cannot be shared equally by {sharing}"
-            " environments, and the episodes of trajs_per_batch would have holes where batches"
-            f" end. Use a multiple of {sharing}."
+            f" environments, and the episodes of {options.joins_episodes} would have holes where"
+            f" batches end. Use a multiple of {sharing}."
         )
     if surplus and options.extend_buffer:
         rows = options.rows_per_batch(sharing)
