@@ -231,7 +231,12 @@ class Rollout:
         self.tally.discard("decorrelation", steps)
         self.reports.progress.cells[BEFORE] = steps
 
-    def _stamp(self, version: Array, begin: int, call: FirstCall | None) -> None:
+    def _stamp(
+        self,
+        version: Array,
+        begin: int,
+        call: FirstCall | None,
+    ) -> None:
         """Write the version of the policy into the rows of ``version`` from ``begin`` on; that of
         ``call`` into row 0.
         """
@@ -293,7 +298,12 @@ class Rollout:
             lane.stop()
         return STOP if lane.stopped else self.next_call(t + 1)
 
-    def _end_episodes(self, t: int, finished: Sequence[int], late: Sequence[int]) -> None:
+    def _end_episodes(
+        self,
+        t: int,
+        finished: Sequence[int],
+        late: Sequence[int],
+    ) -> None:
         """End the episodes of ``finished`` at row ``t``; those of ``late`` reached the limit."""
         lane = self.lane
         lost = self.group.can.lives_lost
@@ -347,7 +357,12 @@ class Rollout:
             self._reset_rows(t + 1, part, seeds)
         group.due.done(group.due.leave_out(self.absent))
 
-    def _reset_rows(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+    def _reset_rows(
+        self,
+        row: int,
+        which: Sequence[int],
+        seeds: Sequence[int] | None,
+    ) -> None:
         took_ns = self.group.reset_envs(self.lane.data, row, which, seeds, self.reports)
         self.tally.add_reset(took_ns)
         self._restart_states(row, which)
@@ -505,7 +520,11 @@ def places_of(group: Group, request: RolloutRequest) -> tuple[Array, int]:
     return np.arange(first, first + group.B), sharing
 
 
-def _reports_of(group: Group, request: RolloutRequest, listener: ResetListener | None) -> Reports:
+def _reports_of(
+    group: Group,
+    request: RolloutRequest,
+    listener: ResetListener | None,
+) -> Reports:
     if request.is_random_start:
         return Reports(Progress(), [])
     if listener is None:
