@@ -99,7 +99,7 @@ class ParallelEnvs(
     (and closes) them.
 
     An episode ends when no agent is left; it is terminated if all agents were, else truncated.
-    Episode records sum the rewards of all agents. Random actions respect action masks. The
+    Episode records sum the rewards of all agents, and have those of each. Random actions respect action masks. The
     constructor resets environment 0 to see its infos.
     """
 
@@ -135,7 +135,9 @@ class ParallelEnvs(
             step_specs=rewards,
             action_masks=masks,
             reward_key=TEAM_REWARD,
+            agent_rewards={next_of(team.keys["reward"]): tuple(team.agents) for team in self.teams},
             single=True,
+            seeds_episodes=True,
         )
         self.casts: Casts = Casts(name)
         self._acting: list[list[str]] = [[] for _ in envs]

@@ -75,6 +75,7 @@ class StackedEnvs(
             action_masks=action_masks(self.observations.specs, self.actions.specs),
             single=True,
             replays_alone=True,
+            seeds_episodes=True,
         )
         self.casts: Casts = Casts(name)
         (key, spec), *_ = self.observations.specs.items()

@@ -97,6 +97,7 @@ class TorchRLEnvs(EnvBatch, CountsSteps, DrawsActions, RefersToParts, ResetsWith
             reward_dtype=specs.reward_dtype,
             final_obs_certain=not first.__dict__.get("_torchrl_native_autoreset", False),
             single=not specs.lead,
+            seeds_episodes=not specs.lead,
         )
         self._draw = drawers(first.full_action_spec, len(specs.lead))
         self._chooses = False  # in the next rollout, environments choose actions themselves

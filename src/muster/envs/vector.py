@@ -71,6 +71,7 @@ class VectorEnvBatch(
             self.actions.specs,
             action_masks=action_masks(self.observations.specs, self.actions.specs),
             final_obs_certain=self.mode is not AutoresetMode.SAME_STEP or self._known,
+            seeds_episodes=isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)),
         )
         self._batched = [  # specs of the returned observations
             ArraySpec((B, *spec.shape), spec.dtype) for spec in self.observations.specs.values()

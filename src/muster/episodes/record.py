@@ -24,7 +24,9 @@ class EpisodeRecord(NamedTuple):
         terminated, truncated: flags of the last step. An episode that ``reset()`` cuts has no
             record.
         info: fields of the last step's ``info`` that the option ``info`` stores and that were
-            present; None without it.
+            present; None without it. Where agents act at the same time, also ``"agent_returns"``,
+            the return of each by name; where they take turns, ``"agent"``, the agent whose episode
+            it is.
     """
 
     traj_id: int

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from muster.episodes.agent_returns import AgentRewards, joined, with_returns
 from muster.episodes.record import Episodes, info_records
 from muster.episodes.segment import ENDED, find_pieces
 from muster.keys import INFO, TERMINATED, TRUNCATED, Key, next_of
@@ -23,6 +24,7 @@ class Recount:
         num_envs: number of environments over all groups.
         reward_key: column of the reward that episode records sum up.
         with_infos: the batches have columns of infos.
+        agents: see ``AgentRewards``.
     """
 
     def __init__(
@@ -31,7 +33,9 @@ class Recount:
         reward_key: Key,
         *,
         with_infos: bool,
+        agents: AgentRewards,
     ) -> None:
+        self._agents = agents
         self._num_envs = num_envs
         self._reward_key = reward_key
         self._with_infos = with_infos
@@ -50,7 +54,7 @@ class Recount:
         rewards = column(self._reward_key)[pieces.rows, 0].astype(np.float64)
         returns = np.add.reduceat(rewards, pieces.first)
         infos = _infos_at(batch, last) if self._with_infos else None
-        return Episodes(
+        episodes = Episodes(
             traj_id=pieces.traj_id,
             env_id=pieces.traj_id % self._num_envs,
             episode_return=returns,
@@ -59,6 +63,15 @@ class Recount:
             truncated=column(next_of(TRUNCATED))[last, 0],
             info=infos,
         )
+        if not self._agents:
+            return episodes
+        shapes = {key: (batch.numel(), len(names), 1) for key, names in self._agents.items()}
+        columns = {key: column(key).reshape(shape) for key, shape in shapes.items()}
+        rewards_of_agents = joined(columns, self._agents, batch.numel())[pieces.rows]
+        totals = np.add.reduceat(rewards_of_agents, pieces.first, axis=0)
+        names = [name for of_team in self._agents.values() for name in of_team]
+        by_agent = [dict(zip(names, total, strict=True)) for total in totals.tolist()]
+        return with_returns(episodes, by_agent)
 
 
 def _infos_at(batch: TensorDict, rows: Array) -> Array:
