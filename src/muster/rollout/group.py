@@ -219,9 +219,14 @@ class Group:
         absent = () if self.open is None else self.open.absent
         return [i for i in self.due.which if i not in absent]
 
-    def reset(self, which: Sequence[int] | None = None, seeds: Sequence[int] | None = None) -> None:
+    def reset(
+        self,
+        which: Sequence[int] | None = None,
+        seeds: Sequence[int] | None = None,
+    ) -> None:
         """Schedule a reset of the environments ``which`` (default all) before the next step."""
-        self.due.add(range(self.B) if which is None else sorted(set(which)), seeds)
+        chosen = range(self.B) if which is None else sorted(set(which))
+        self.due.add(chosen, seeds)
 
     def lose(self) -> None:
         """Schedule a reset of all environments, whose states are unknown."""
@@ -229,7 +234,12 @@ class Group:
         self.due.lose()
         self.reset()
 
-    def begin_episodes(self, *, early: bool = False, reports: Reports | None = None) -> list[int]:
+    def begin_episodes(
+        self,
+        *,
+        early: bool = False,
+        reports: Reports | None = None,
+    ) -> list[int]:
         """Execute the resets that are due, and return these environments.
 
         Call it in the group's context.
@@ -286,7 +296,9 @@ class Group:
     def call_of(self, policy: Policy) -> FirstCall | None:
         """Return the kept call, if it is this policy's."""
         call = self.first_call
-        return call if call is not None and call.policy is policy else None
+        if call is None or call.policy is not policy:
+            return None
+        return call
 
     def keep_call(self, call: FirstCall) -> None:
         """Keep a call whose outputs become row 0 of the next rollout."""

@@ -18,7 +18,11 @@ from muster.rollout.starting import no_act
 from muster.rollout.tally import Tally
 from muster.utils import interrupts
 
-IN_POLICY, IN_STEP, AFTER_STEP, BETWEEN_ROWS = range(4)  # positions of the loop
+# positions of the loop
+IN_POLICY = 0
+IN_STEP = 1
+AFTER_STEP = 2
+BETWEEN_ROWS = 3
 TIMED_EVERY = 16  # a power of two; only one of so many steps is timed, so timing is almost free
 
 
@@ -109,7 +113,12 @@ def end_early(group: Group) -> None:
         running.finish()
 
 
-def _prepare(running: Rollout, policy: Policy, *, acted: bool) -> Prepared:
+def _prepare(
+    running: Rollout,
+    policy: Policy,
+    *,
+    acted: bool,
+) -> Prepared:
     """Return the functions that act and step in the lane.
 
     Sets the first row of ``act``, after row 0 if it has an action already (``acted``).
@@ -134,7 +143,12 @@ def _prepare(running: Rollout, policy: Policy, *, acted: bool) -> Prepared:
     return Prepared(policy, version, act, step)
 
 
-def _catch_up(running: Rollout, policy: Policy, holding: HoldsSteps, acted: bool) -> None:
+def _catch_up(
+    running: Rollout,
+    policy: Policy,
+    holding: HoldsSteps,
+    acted: bool,
+) -> None:
     """Make the steps after which rows can be complete, where agents take turns; see
     ``HoldsSteps.late``.
 
