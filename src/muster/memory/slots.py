@@ -115,7 +115,7 @@ class Lane:
     """The memory of one rollout: time-major arrays, and views of their rows made once.
 
     Attributes:
-        block: the bytes of all tensor columns.
+        block: the bytes of all tensor columns; None: each has memory of its own.
         tensors: ``[T, B, *shape]`` per tensor column (``[T + 1, ...]`` if carried).
         arrays: the same memory as NumPy arrays, and the object columns. On a device, only ``host``
             columns have an array, in host memory; ``pull`` and ``push`` copy it.
@@ -128,7 +128,7 @@ class Lane:
             or a name.
     """
 
-    def __init__(self, layout: Layout, block: Array | torch.Tensor) -> None:
+    def __init__(self, layout: Layout, block: Array | torch.Tensor | None) -> None:
         self.layout = layout
         self.block = block
         self.T = layout.T
@@ -136,9 +136,12 @@ class Lane:
         self.arrays: dict[Key, Array] = {}
         tensors: dict[Key, torch.Tensor] = {}
         self.cache: dict[Any, Any] = {}
-        self.mirrored = not isinstance(block, np.ndarray)
+        self.mirrored = block is not None and not isinstance(block, np.ndarray)
         self.done_steps = self.acts_from = 0
         self.stopped = False
+        if block is None:
+            self.data: dict[Key, Any] = self.arrays
+            return
         for column in layout.tensor_columns:
             shape = (layout.rows(column), self.B, *column.shape)
             start = layout.offsets[column.key]
@@ -156,7 +159,14 @@ class Lane:
             self.arrays[column.key] = np.empty((layout.rows(column), self.B), OBJECT)
         if self.mirrored:
             self.tensors = tensors
-        self.data: dict[Key, Any] = {**self.arrays, **tensors} if self.mirrored else self.arrays
+        self.data = {**self.arrays, **tensors} if self.mirrored else self.arrays
+
+    @classmethod
+    def over(cls, layout: Layout, arrays: dict[Key, Array]) -> Self:
+        """Return a lane over memory of others: an array for each column, in host memory."""
+        lane = cls(layout, None)
+        lane.arrays.update(arrays)
+        return lane
 
     @cached_property
     def tensors(self) -> dict[Key, torch.Tensor]:
