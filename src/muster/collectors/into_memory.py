@@ -104,6 +104,11 @@ class MemoryWriter:
     def _write_lane(self, lane: Lane, result: RolloutResult) -> None:
         ring = self._memory.rings[result.group]
         rows = result.rows
+        if rows == 1 and lane.T == 1 and ring.device is None and not lane.mirrored:
+            known = self._last.get(result.group)
+            if known is not None and known[0] is ring and _valid(lane, 1) is None:
+                self._write_row(lane, result, ring, known[1])
+                return
         arrays = lane.arrays
         ids = arrays[TRAJ_IDS]
         known = self._last.get(result.group)
@@ -135,6 +140,39 @@ class MemoryWriter:
             )
             begin = end
         self._last[result.group] = ring, ids[rows - 1].copy()
+
+    def _write_row(self, lane: Lane, result: RolloutResult, ring: Ring, known: Array) -> None:
+        """Write a rollout of one row that follows another one: the usual case off-policy."""
+        pairs = lane.cache.get(self)
+        if pairs is None or pairs[0] is not ring:
+            data = lane.data
+            simple, carried = ring.destinations()
+            pairs = lane.cache[self] = (
+                ring,
+                [(there, data[key][0]) for key, there in simple],
+                [(there, data[key][0], data[key][1]) for key, there in carried],
+                lane.arrays[DONE][0],
+                lane.arrays[TRAJ_IDS][0],
+            )
+        _, simple, carried, done, ids = pairs
+        place = ring.hi % ring.places
+        # what follows the newest row is there already, except at the beginning of the memory
+        is_there = place > 0
+        if (known != ids).any():
+            ring.break_off(np.flatnonzero(known != ids))
+            is_there = False
+        for there, row in simple:
+            there[place] = row
+        for there, row, after in carried:
+            if not is_there:
+                there[place] = row
+            there[place + 1] = after
+        if done.any():
+            finals = self._finals(lane, result.finals, lane.arrays[DONE], 0, 1)
+            self._memory.add_row(result.group, done, finals)
+        else:
+            self._memory.add_row(result.group)
+        known[...] = ids
 
     def _finals(
         self, lane: Lane, kept: Sequence[Final], done: Array, begin: int, end: int
