@@ -90,6 +90,11 @@ class Ring:
         )
 
     @property
+    def on_device(self) -> bool:
+        """Whether the rows are not in host memory."""
+        return self.device is not None
+
+    @property
     def cells(self) -> int:
         """Number of readable cells, without transitions or with."""
         return (self.hi - self.lo) * self.B
