@@ -27,6 +27,7 @@ from muster.collectors.batch_options import BatchOptions
 from muster.collectors.replay_buffer import ReplaySink
 from muster.episodes.stored import leading_dims
 from muster.errors import BadOption
+from muster.memory.replay import ReplayMemory
 from muster.observing.loggers import as_logger
 from muster.policies.adapt import STORED
 from muster.policies.agents import per_agent
@@ -336,10 +337,15 @@ class CollectorOptions(BatchOptions, WorkerOptions):
         _check_total(self)
         self.watching  # noqa: B018 (checks the address)
         self.devices  # noqa: B018 (checks the devices)
-        if self.replay_buffer is not None:
+        if self.replay_buffer is not None and not self.has_memory:
             ReplaySink(self.replay_buffer, extend=self.extend_buffer)
         _check_batches(self)
         _check_objects(self)
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the rollouts go to a ``ReplayMemory``."""
+        return isinstance(self.replay_buffer, ReplayMemory)
 
     @cached_property
     def devices(self) -> Devices:
@@ -454,7 +460,9 @@ def _check_batches(o: CollectorOptions) -> None:
         raise BadOption(
             "record: a recording finds its episodes by their ids. Leave track_traj_ids=False out"
         )
-    if buffer:
+    if o.has_memory:
+        _check_for_memory(o)
+    elif buffer:
         _check_stored_shape(o)
     if o.return_same_td and buffer:
         raise BadOption(
@@ -480,6 +488,25 @@ def _check_batches(o: CollectorOptions) -> None:
         raise BadOption(
             f"set_truncated marks ends that are none, and {waits} waits for real ones: give one of"
             " them"
+        )
+
+
+def _check_for_memory(o: CollectorOptions) -> None:
+    """Raise ``BadOption`` if options change batches, which a ``ReplayMemory`` does not get."""
+    changing = {
+        "postproc": o.postproc is not None,
+        "split_trajs": bool(o.split_trajs),
+        "trajs_per_batch": bool(o.trajs_per_batch),
+        "set_truncated": bool(o.set_truncated),
+        "extend_buffer=False": not o.extend_buffer,
+        "replay_write_mode='trajectory'": o.replay_write_mode == "trajectory",
+    }
+    given = [name for name, is_given in changing.items() if is_given]
+    if given:
+        raise BadOption(
+            "a ReplayMemory has the transitions as environments and policy have written them:"
+            f" leave {', '.join(given)} out, change samples instead (memory.sample), or use"
+            " TorchRL's ReplayBuffer"
         )
 
 

@@ -133,7 +133,9 @@ class Pipeline:
         if options.on_episode_done is not None:
             self.episode_hook = EpisodeHook(options.on_episode_done, num_envs, done_key)
         self.sink: ReplaySink | None = None
-        if options.replay_buffer is not None:
+        # rows of a ReplayMemory are written before they come here
+        has_sink = options.replay_buffer is not None and not options.has_memory
+        if has_sink:
             self.sink = ReplaySink(options.replay_buffer, extend=options.extend_buffer)
         self.writes = self.sink is not None
         self.recorder = _recorder(options)
@@ -145,11 +147,7 @@ class Pipeline:
         self.needs_flags = bool(
             options.joins_episodes or options.split_trajs or options.on_episode_done
         )
-        buffered = (
-            options.replay_buffer is not None
-            or options.on_batch is not None
-            or options.postproc is not None
-        )
+        buffered = has_sink or options.on_batch is not None or options.postproc is not None
         self.is_direct = not (self.needs_flags or buffered or self.recorder is not None)
 
     def leave_to_nodes(self) -> None:
@@ -252,7 +250,7 @@ class Pipeline:
         """
         item = self.ready[0].go_on()
         self.ready.pop(0)
-        return None if self.sink is not None else item
+        return None if self._options.replay_buffer is not None else item
 
     def begin(
         self, item: TensorDict, first: Sequence[Stage], frames: int, episodes: Episodes
