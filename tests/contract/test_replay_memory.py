@@ -26,6 +26,7 @@ from muster import (
     MultiSyncCollector,
     ReplayMemory,
 )
+from muster.envs.envpool import EnvPoolVectorEnv
 from muster.errors import BadOption
 from muster.testing import CountingEnv, Fault, OracleEnv, TorchCartPole
 from muster.testing.oracle import follow
@@ -50,11 +51,12 @@ def transitions(batches: list[Any], sizes: list[int], capacity: int) -> list[Any
         for batch in batches:
             lines = batch.reshape(-1, batch.shape[-1])[first : first + size]
             valid = torch.ones(lines.shape, dtype=torch.bool)
-            for key in (VALID, KNOWN):
-                if key in lines.keys(True, True):
-                    end = lines["next", "terminated"].squeeze(-1) if key == KNOWN else False
-                    valid &= lines[key].reshape(lines.shape) | end
+            if VALID in lines.keys(True, True):
+                valid &= lines[VALID].reshape(lines.shape)
             some = valid.any(0)  # rows of padding are not written
+            if KNOWN in lines.keys(True, True):
+                known = lines[KNOWN].reshape(lines.shape)
+                valid &= known | lines["next", "terminated"].squeeze(-1)
             parts += [(lines[:, t], valid[:, t]) for t in range(lines.shape[1]) if some[t]]
         found += [line[valid] for line, valid in parts[-rows:]]
     return found
@@ -140,27 +142,23 @@ def test_one_environment(tmp_path, frames, capacity):
         {"max_frames_per_traj": 4},
         {"reset_when_done": False},
         {"reset_when_done": False, "compact_obs": True},
-        {"total_frames": 100},
-        {"layout": "time_major"},
         {"track_policy_version": False},
     ],
     ids=str,
 )
 @pytest.mark.parametrize("rows", [1, 5])
 def test_several_environments(tmp_path, options, rows):
-    major = options.get("layout") == "time_major"
-    if major:
-        options = {}
-    check_parity(
+    memory = check_parity(
         Collector,
         oracles(tmp_path, count=3),
         [3],
         capacity=50,
-        batches=100 // (3 * rows) if "total_frames" in options else 80 // rows,
+        batches=80 // rows,
         num_envs=3,
         frames_per_batch=3 * rows,
         **options,
     )
+    check_begins(memory)
 
 
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector], ids=lambda cls: cls.__name__)
@@ -197,7 +195,7 @@ def test_groups_in_processes(tmp_path, cls):
 @pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)
 @pytest.mark.parametrize("compact", [False, True], ids=["whole", "compact"])
 def test_vector_environments(tmp_path, mode, compact):
-    check_parity(
+    memory = check_parity(
         Collector,
         vectors(tmp_path, mode),
         [3],
@@ -206,6 +204,7 @@ def test_vector_environments(tmp_path, mode, compact):
         frames_per_batch=6,
         compact_obs=compact,
     )
+    check_begins(memory)
 
 
 @pytest.mark.parametrize("final_obs", [True, False])
@@ -233,12 +232,14 @@ def test_tensors(mode, final_obs):
         assert not batch["next", "truncated"].any()
 
 
+@pytest.mark.filterwarnings("ignore:EnvPool cannot be seeded")
 def test_envpool(tmp_path):
     def make(name: str) -> Any:
         one = partial(OracleEnv, tmp_path / name, 0, 3)
-        return lambda: GymnasiumEnvPool(one, 3)
+        return lambda: EnvPoolVectorEnv(GymnasiumEnvPool(one, 3))
 
-    check_parity(Collector, make, [3], capacity=60, batches=60, frames_per_batch=6)
+    memory = check_parity(Collector, make, [3], capacity=60, batches=60, frames_per_batch=6)
+    check_begins(memory)
 
 
 def test_torchrl(tmp_path):
@@ -265,6 +266,15 @@ def test_parallel_agents():
         frames_per_batch=6,
     )
     assert memory.sample(5, n_step=2).shape == (5,)
+
+
+def check_begins(memory: ReplayMemory) -> None:
+    """Sequences across episodes say where each begins; within, they are one step after another."""
+    for across in (False, True):
+        batch = memory.sample(200, sequence=2, across_episodes=across)
+        t = batch["observation"][..., 3]
+        assert torch.equal(batch["is_init"].squeeze(-1), t == 0)
+        assert across or torch.equal(t[:, 1], t[:, 0] + 1)
 
 
 # --- what cannot be compared with batches ---------------------------------------------------------
@@ -377,18 +387,22 @@ def test_resets_by_number(tmp_path, rows):
     check_sequences(memory)
 
 
-@pytest.mark.parametrize("between", ["rollout", "episodes", "steps", "clear", "state"])
-def test_calls_between_batches(tmp_path, between):
+@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector, MultiAsyncCollector])
+@pytest.mark.parametrize("between", ["rollout", "episodes", "steps", "clear", "state", "reset"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_calls_between_batches(tmp_path, cls, between, rows):
     """What another call has collected is not in the memory, or is; it is never skipped over."""
     memory = ReplayMemory(400, seed=0)
     path = tmp_path / "oracle"
-    collector = Collector(
-        partial(OracleEnv, path, 0, 2),
+    make = partial(OracleEnv, path, 0, 2)
+    collector = cls(
+        make if cls is Collector else [make],
         None,
         num_envs=2,
-        frames_per_batch=6,
+        frames_per_batch=2 * rows,
         replay_buffer=memory,
         seed=0,
+        **({} if cls is Collector else {"backend": "threads"}),
     )
     for _ in taken(collector, 12):
         if between == "rollout":
@@ -400,14 +414,18 @@ def test_calls_between_batches(tmp_path, between):
             collector.collect(n_step=4)
         elif between == "clear":
             memory.clear()
+            collector.collect(n_step=3)
+        elif between == "reset":
+            collector.reset()
         else:
             collector.load_state_dict(collector.state_dict())
     assert set(numbers(memory).values()) == {1}
-    if between == "steps":
-        assert len(memory) == 12 * 6 + 12 * 4 - 4
-    if between != "clear":
+    if between == "steps" and cls is not MultiAsyncCollector:
+        assert len(memory) == 12 * 2 * rows + 12 * 4
+    if between in ("episodes", "steps") or (rows > 1 and between != "clear"):
         check_sequences(memory)
     assert_accounted(collector)
+    collector.shutdown()
 
 
 def test_a_state_from_before_is_loaded(tmp_path):
@@ -432,6 +450,36 @@ def test_a_state_from_before_is_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("new", [False, True], ids=["same", "new"])
+def test_a_loaded_state_goes_on_with_its_episodes(rows, new):
+    """They are recognized by the observation after the newest row."""
+    memory = ReplayMemory(400, seed=0)
+
+    def make() -> Any:
+        return Collector(
+            lambda: CountingEnv(10**6),
+            None,
+            num_envs=2,
+            frames_per_batch=2 * rows,
+            replay_buffer=memory,
+            seed=0,
+        )
+
+    collector = make()
+    for _ in range(4):
+        for _ in taken(collector, 3):
+            pass
+        state = collector.state_dict()
+        if new:
+            collector = make()
+        collector.load_state_dict(state)
+    size = 4 * 3 * rows
+    batch = memory.sample(1, sequence=size)
+    assert batch["observation"][0, :, 1].tolist() == list(range(size))
+    assert len(memory) == 2 * size
+
+
+@pytest.mark.parametrize("rows", [1, 3])
 def test_two_collectors_take_turns(tmp_path, rows):
     memory = ReplayMemory(300, seed=0)
     every = [
@@ -449,7 +497,8 @@ def test_two_collectors_take_turns(tmp_path, rows):
             next(iter(collector))
         check_oracle(memory.sample(30))
     check_oracle(memory[:])
-    check_oracle(memory.sample(100, sequence=3))
+    if rows > 1:
+        check_oracle(memory.sample(100, sequence=rows))
 
 
 @pytest.mark.parametrize("workers", [False, True], ids=["here", "threads"])
@@ -491,10 +540,13 @@ def test_restarts_of_workers(tmp_path, cls):
         on_failure="restart",
         seed=0,
     )
-    for _ in taken(collector, 40):
+    found = Counter[tuple[int, int, int]]()
+    for _ in taken(collector, 100_000):
         check_oracle(memory.sample(10))
+        found = numbers(memory)
+        if any(run for _, run, _ in found) and len(found) > 200:
+            break
     check_sequences(memory)
-    found = numbers(memory)
     assert set(found.values()) == {1}
     assert {run for env, run, _ in found if env < 2} == {0, 1}
     assert_accounted(collector)
@@ -547,7 +599,7 @@ def test_the_learner_samples_while_rows_are_written(tmp_path, cls, options):
         num_envs=2,
         frames_per_batch=4 * groups,
         replay_buffer=memory,
-        total_frames=4000 * groups,
+        total_frames=1200 * groups,
         max_frames_per_traj=3,
         seed=0,
         **options,

@@ -217,7 +217,7 @@ def check_rows(batch: Any, cells: list[Cell]) -> None:
     np.testing.assert_array_equal(batch["pixels", "place"], obs)
     np.testing.assert_array_equal(batch["action"], obs * 7)
     for name, rows in {"recurrent_state": carried(obs)[STATE], "extra": pair(obs)}.items():
-        if name in batch.keys():
+        if name in batch:
             np.testing.assert_array_equal(batch[name], rows)
     check_ends(batch, cells)
     reward = np.array([[cell.reward] for cell in cells], np.float32).reshape(-1, 1)
@@ -572,7 +572,7 @@ def test_samples_depend_on_the_seed_and_on_no_other_generator():
     index = []
     for state in (1, 2):
         torch.manual_seed(state)
-        np.random.seed(state)  # noqa: NPY002 (the user's)
+        np.random.seed(state)
         before = torch.get_rng_state()
         index.append(filled(seed=5).memory.sample(30)["index"].tolist())
         assert torch.equal(before, torch.get_rng_state())
@@ -611,7 +611,7 @@ def test_what_goes_on_is_known_by_its_observation():
     ring = written.memory.rings[0]
     now = np.array(written.now[0])
     assert ring.going_on(observed(now)).tolist() == [True, True, True]
-    assert ring.going_on(observed(now + [0, 1, 0])).tolist() == [True, False, True]
+    assert ring.going_on(observed(now + np.array([0, 1, 0]))).tolist() == [True, False, True]
     written.jump(0, [2])
     assert ring.going_on(observed(now)).tolist() == [True, True, False]
     written.clear()

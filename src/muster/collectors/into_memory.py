@@ -98,7 +98,8 @@ class MemoryWriter:
         lanes = [lane for _, slot in filled.slots for lane in slot.lanes]
         for lane, result in list(zip(lanes, filled.results, strict=True))[self._written :]:
             if not result.dropped and result.rows:
-                self._write_lane(lane, result)
+                with self._memory.lock:  # nothing is sampled between breaking off and writing
+                    self._write_lane(lane, result)
             self._written += 1
         self._under_way = None
 
@@ -107,11 +108,15 @@ class MemoryWriter:
         if lane.layout is not self._layout:
             self.open(lane.layout)  # the columns may have changed
         known = self._known.get(result.group)
-        if known is None or not known.is_newest(ring):
+        discarded = self._discarded(result.group)
+        if known is None or not known.is_newest(ring, discarded):
+            ids = lane.arrays[TRAJ_IDS][0].copy()
             if ring.hi:
                 first = {key: lane.data[key][0] for key in self._observed}
-                ring.break_off(np.flatnonzero(~ring.going_on(first)))
-            known = _Known(ring, lane.arrays[TRAJ_IDS][0].copy())
+                others = np.flatnonzero(~ring.going_on(first))
+                ring.break_off(others)
+                ids[others] = -1
+            known = _Known(ring, ids, discarded)
             self._known[result.group] = known
         valid = _valid(lane, result)
         if result.rows == 1 and lane.T == 1 and valid is None and not ring.on_device:
@@ -119,6 +124,15 @@ class MemoryWriter:
         else:
             self._write_rows(lane, result, known, valid)
         known.hi = ring.hi
+        known.discarded = discarded
+
+    def _discarded(self, group: int) -> int:
+        """Return the number of steps that no rollout will contain: of the group, and, as all
+        groups share these, of the collector.
+        """
+        counters = self._pool.counters
+        first = sum(counters[0].discarded.values())
+        return first + sum(counters[group].discarded.values()) if group else first
 
     def _write_rows(
         self, lane: Lane, result: RolloutResult, known: _Known, valid: Array | None
@@ -204,16 +218,18 @@ class _Known:
     Attributes:
         ids: the trajectories of its last row, ``[B]``.
         hi: number of rows of the ring then.
+        discarded: number of discarded steps then.
     """
 
-    def __init__(self, ring: Ring, ids: Array) -> None:
+    def __init__(self, ring: Ring, ids: Array, discarded: int) -> None:
         self.ring = ring
         self.ids = ids
         self.hi = ring.hi
+        self.discarded = discarded
 
-    def is_newest(self, ring: Ring) -> bool:
-        """Whether it is the newest row of this ring."""
-        return ring is self.ring and ring.hi == self.hi
+    def is_newest(self, ring: Ring, discarded: int) -> bool:
+        """Whether it is the newest row of this ring, and no step was discarded since."""
+        return ring is self.ring and ring.hi == self.hi and discarded == self.discarded
 
 
 class _Copies:

@@ -291,7 +291,8 @@ class ReplayMemory:
             if not self._rings:
                 raise IndexError("ReplayMemory: there are no transitions yet")
             batch = self._placed(self._in_order(chosen))
-        return batch[0] if np.ndim(index) == 0 and not isinstance(index, slice) else batch
+        is_one = not isinstance(index, slice) and _host(index).ndim == 0
+        return batch[0] if is_one else batch
 
     def __iter__(self) -> Iterator[TensorDict]:
         """Return an iterator over all transitions that are there now, oldest first, one by one.
