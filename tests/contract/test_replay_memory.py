@@ -27,7 +27,7 @@ from muster import (
     ReplayMemory,
 )
 from muster.envs.envpool import EnvPoolVectorEnv
-from muster.errors import BadOption
+from muster.errors import BadOption, PolicyError
 from muster.testing import CountingEnv, Fault, OracleEnv, TorchCartPole
 from muster.testing.oracle import follow
 from tests.fakes import on_nodes
@@ -388,7 +388,9 @@ def test_resets_by_number(tmp_path, rows):
 
 
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector, MultiAsyncCollector])
-@pytest.mark.parametrize("between", ["rollout", "episodes", "steps", "clear", "state", "reset"])
+@pytest.mark.parametrize(
+    "between", ["rollout", "episodes", "surplus", "steps", "clear", "state", "reset"]
+)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_calls_between_batches(tmp_path, cls, between, rows):
     """What another call has collected is not in the memory, or is; it is never skipped over."""
@@ -410,6 +412,8 @@ def test_calls_between_batches(tmp_path, cls, between, rows):
             check_oracle(batch)
         elif between == "episodes":
             collector.collect(n_episode=2)
+        elif between == "surplus":
+            collector.collect(n_episode=2, surplus="discard")
         elif between == "steps":
             collector.collect(n_step=4)
         elif between == "clear":
@@ -422,7 +426,7 @@ def test_calls_between_batches(tmp_path, cls, between, rows):
     assert set(numbers(memory).values()) == {1}
     if between == "steps" and cls is not MultiAsyncCollector:
         assert len(memory) == 12 * 2 * rows + 12 * 4
-    if between in ("episodes", "steps") or (rows > 1 and between != "clear"):
+    if between in ("episodes", "surplus", "steps") or (rows > 1 and between != "clear"):
         check_sequences(memory)
     assert_accounted(collector)
     collector.shutdown()
@@ -576,6 +580,76 @@ def test_an_environment_fails_here(tmp_path):
     assert errors
     assert set(numbers(memory).values()) == {1}
     check_sequences(memory)
+
+
+class Moody(torch.nn.Module):
+    """Fails in every fifth call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls % 5 == 0:
+            raise RuntimeError("not now")
+        return observation.sum(-1) % 5
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_rows_that_another_call_discards(tmp_path, rows):
+    """After an error another call gives up the rows so far, in the middle of an episode."""
+    memory = ReplayMemory(1000, seed=0)
+    collector = Collector(
+        partial(OracleEnv, tmp_path / "oracle", 0, 2),
+        Moody(),
+        num_envs=2,
+        frames_per_batch=2 * rows,
+        replay_buffer=memory,
+        seed=0,
+    )
+    every = [lambda: next(iter(collector)), lambda: collector.collect(n_step=6), collector.rollout]
+    errors = 0
+    for number in range(120):
+        try:
+            every[number % 3]()
+        except PolicyError:
+            errors += 1
+        if len(memory):
+            check_oracle(memory[:])
+    assert errors > 10
+    assert rows == 1 or collector.stats().discarded
+    assert set(numbers(memory).values()) == {1}
+    check_sequences(memory, 2)
+    assert_accounted(collector)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_two_threads_write_while_a_third_samples(tmp_path, rows):
+    memory = ReplayMemory(40, seed=0)
+    every = [
+        Collector(
+            partial(OracleEnv, tmp_path / f"{i}", 0, 2),
+            None,
+            num_envs=2,
+            frames_per_batch=2 * rows,
+            total_frames=1200 * rows,
+            replay_buffer=memory,
+            seed=i,
+        )
+        for i in range(2)
+    ]
+    for collector in every:
+        collector.start()
+    sampled = 0
+    while any(collector.is_running() for collector in every):
+        if len(memory):
+            check_oracle(memory.sample(16))
+            sampled += 1
+    assert sampled
+    check_oracle(memory[:])
+    for collector in every:
+        collector.shutdown()
 
 
 BACKGROUND = [

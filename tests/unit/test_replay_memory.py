@@ -336,7 +336,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     sizes=st.sampled_from([[1], [3], [2, 3], [1, 1]]),
     extra=st.integers(0, 40),

@@ -108,15 +108,14 @@ class MemoryWriter:
         if lane.layout is not self._layout:
             self.open(lane.layout)  # the columns may have changed
         known = self._known.get(result.group)
-        discarded = self._discarded(result.group)
-        if known is None or not known.is_newest(ring, discarded):
+        if known is None or not known.is_newest(ring):
             ids = lane.arrays[TRAJ_IDS][0].copy()
             if ring.hi:
                 first = {key: lane.data[key][0] for key in self._observed}
                 others = np.flatnonzero(~ring.going_on(first))
                 ring.break_off(others)
                 ids[others] = -1
-            known = _Known(ring, ids, discarded)
+            known = _Known(ring, ids)
             self._known[result.group] = known
         valid = _valid(lane, result)
         if result.rows == 1 and lane.T == 1 and valid is None and not ring.on_device:
@@ -124,15 +123,6 @@ class MemoryWriter:
         else:
             self._write_rows(lane, result, known, valid)
         known.hi = ring.hi
-        known.discarded = discarded
-
-    def _discarded(self, group: int) -> int:
-        """Return the number of steps that no rollout will contain: of the group, and, as all
-        groups share these, of the collector.
-        """
-        counters = self._pool.counters
-        first = sum(counters[0].discarded.values())
-        return first + sum(counters[group].discarded.values()) if group else first
 
     def _write_rows(
         self, lane: Lane, result: RolloutResult, known: _Known, valid: Array | None
@@ -218,18 +208,16 @@ class _Known:
     Attributes:
         ids: the trajectories of its last row, ``[B]``.
         hi: number of rows of the ring then.
-        discarded: number of discarded steps then.
     """
 
-    def __init__(self, ring: Ring, ids: Array, discarded: int) -> None:
+    def __init__(self, ring: Ring, ids: Array) -> None:
         self.ring = ring
         self.ids = ids
         self.hi = ring.hi
-        self.discarded = discarded
 
-    def is_newest(self, ring: Ring, discarded: int) -> bool:
-        """Whether it is the newest row of this ring, and no step was discarded since."""
-        return ring is self.ring and ring.hi == self.hi and discarded == self.discarded
+    def is_newest(self, ring: Ring) -> bool:
+        """Whether it is the newest row of this ring."""
+        return ring is self.ring and ring.hi == self.hi
 
 
 class _Copies:
