@@ -45,6 +45,7 @@ from muster.weights import NoSync, SharedMemory, VanillaWeightUpdater, WeightUpd
 from tests.fakes import on_nodes
 from tests.fakes.actors import Actor, Moody, Two
 from tests.fakes.buffers import Extends
+from tests.fakes.seeded import SeededEnv
 from tests.tools import assert_accounted, assert_chain, assert_same, column, counting
 
 B, T = 2, 4
@@ -508,6 +509,37 @@ def test_set_seed_repeats_the_data_and_returns_the_last_seed(kind, shared, stati
 
 
 # --- hooks, buffers, background -------------------------------------------------------------------
+
+
+def test_every_environment_can_have_a_seed_of_its_own(kind):
+    seeds = [17, 4, 23, 8, 15, 42][: kind.groups * B]
+    with serial(kind, SeededEnv, seed=seeds) as c:
+        with pytest.raises(BadOption, match=f"set_seed has 7 seeds for {len(seeds)} environments"):
+            c.set_seed(range(7))
+        with pytest.raises(BadOption, match="static_seed gives all environments one seed"):
+            c.set_seed(seeds, static_seed=True)
+        assert c.set_seed(seeds) == seeds[-1]
+        first = whole(kind, c)
+        assert first["observation"][..., 0, 0].flatten().tolist() == seeds
+        assert c.set_seed(seeds[::-1]) == seeds[0]
+        assert whole(kind, c)["observation"][..., 0, 0].flatten().tolist() == seeds[::-1]
+        c.set_seed(seeds)
+        assert_same(whole(kind, c), first, ignore=(IDS,))
+
+
+def test_every_episode_can_have_a_seed_of_a_list(kind):
+    """Episode k of environment i has entry ``i + k * environments``."""
+    seeds = [5, 3, 11, 7, 2]
+    total = kind.groups * B
+    with make(kind, SeededEnv, episode_seeds=seeds) as c:
+        for part in (part for parts in streams(kind, c, 3) for part in parts):
+            expected = torch.tensor(seeds)[part[IDS] % len(seeds)]
+            assert torch.equal(part["observation"][..., 0].long(), expected)
+            assert part[IDS].max() < 3 * T * total
+    with serial(kind, SeededEnv, episode_seeds=seeds) as c:
+        c.set_seed(1)
+        again = whole(kind, c)["observation"][..., 0]
+        assert again[..., 0].flatten().long().tolist() == [seeds[i % 5] for i in range(total)]
 
 
 def test_hooks_are_called_around_every_batch(kind):

@@ -56,6 +56,13 @@ class NoReplayBuffer(BadOption, RuntimeError):
     """``start()`` was called without a replay buffer."""
 
 
+def made_updater(given: Any) -> Any:
+    """Return a weight updater: ``given``, or what ``given`` makes, a class or a function."""
+    if given is None or (hasattr(given, "push_weights") and not isinstance(given, type)):
+        return given
+    return given()
+
+
 class BaseCollector(ABC):
     """Base of all collectors.
 
@@ -221,7 +228,7 @@ class BaseCollector(ABC):
         Raises:
             BadOption: matplotlib is not installed.
         """
-        return plot_stats(self.stats(), self._engine.ended.curve.points)
+        return plot_stats(BaseCollector.stats(self), self._engine.ended.curve.points)
 
     def __len__(self) -> int:
         """Return the number of batches up to ``total_frames``.
@@ -250,12 +257,16 @@ class BaseCollector(ABC):
         with self._exclusively():
             self._engine.reset(index, kwargs)
 
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+    def set_seed(self, seed: int | Sequence[int], static_seed: bool = False) -> int:
         """Seed all environments and Muster's own draws, and reset all environments before the next
         batch.
 
+        With ``episode_seeds``, environments start at the beginning of this list again, and ``seed``
+        seeds only Muster's own draws.
+
         Args:
-            seed: seed of environment 0; environment i gets ``seed + i``.
+            seed: seed of environment 0; environment i gets ``seed + i``. Or a list with the seed of
+                each environment.
             static_seed: all environments get ``seed``.
 
         Returns:
@@ -670,9 +681,7 @@ class BaseCollector(ABC):
         self._receivers = Receivers(self._weights, self, options.worker_idx)
         if options.weight_recv_schemes:
             self._receivers.register(options.weight_recv_schemes)
-        self._updater = options.weight_updater
-        if self._updater is not None and not hasattr(self._updater, "push_weights"):
-            self._updater = self._updater()
+        self._updater = made_updater(options.weight_updater)
         if hasattr(self._updater, "register_collector"):
             self._updater.register_collector(self)
         self._autosaver = None if options.saving is None else Autosaver(options.saving)

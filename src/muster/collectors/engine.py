@@ -16,7 +16,7 @@ from muster.collectors.collecting_time import CollectingTime
 from muster.collectors.into_memory import MemoryWriter
 from muster.collectors.last_rollouts import EndedEpisodes, LastRollouts
 from muster.collectors.ledger import Ledger
-from muster.collectors.options import CollectorOptions
+from muster.collectors.options import CollectorOptions, check_seeds
 from muster.collectors.pipeline import Pipeline, PipelineItem
 from muster.collectors.stepped import SteppedBatch
 from muster.episodes.plain import Place
@@ -29,6 +29,7 @@ from muster.memory.slots import Layout
 from muster.memory.specs import Array
 from muster.observing.stats import CollectorStats
 from muster.protocols import Policy
+from muster.rng import seeds_of
 from muster.rollout.group import Group
 from muster.utils.interrupts import allowed, checkpoint, postponed
 from muster.utils.tracebacks import trimmed
@@ -183,7 +184,10 @@ class Engine:
         self.local = local
         pool = source.pool
         with_infos = options.info is not False
-        recount = Recount(pool.num_envs, pool.counters[0].info.reward_key, with_infos=with_infos)
+        first = pool.counters[0].info
+        recount = Recount(
+            pool.num_envs, first.reward_key, with_infos=with_infos, agents=first.agent_rewards
+        )
         self.pipeline = Pipeline(options, pool.num_envs, recount)
         self.views = BatchViews(
             options, stacked=stacked, cat_dim=cat_dim, hidden=self.pipeline.needs_flags
@@ -398,14 +402,14 @@ class Engine:
             self.pipeline.episodes.flush(chosen)
 
     @postponed()
-    def set_seed(self, seed: int, *, static: bool) -> int:
+    def set_seed(self, seed: int | Sequence[int], *, static: bool) -> int:
         """See ``Collector.set_seed``."""
-        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise BadOption(f"set_seed({seed!r}): expected an integer of at least 0")
+        seed = check_seeds(seed, self.num_envs, static=static)
         self.source.pool.call(Seed(seed, static))
         if self.pipeline.episodes is not None:
             self.pipeline.episodes.flush()
-        return seed if static else seed + self.num_envs - 1
+        last = 0 if static else self.num_envs - 1
+        return seeds_of(seed, [last], 0)[0]
 
     def lose(
         self, batch: TensorDict, env_ids: Array, frames: int, reason: str = "interrupted"

@@ -12,7 +12,7 @@ from muster.errors import BadOption
 from muster.keys import AGENT, NEXT_OBS_VALID, TERMINATED, TRAJ_IDS, VALID, Key, next_of
 from muster.memory.replay import ReplayMemory
 from muster.memory.ring import Ring
-from muster.memory.slots import Lane, Layout
+from muster.memory.slots import Lane, Layout, as_tensor
 from muster.memory.specs import Array
 from muster.rollout.marks import Final
 from muster.workers.messages import RolloutResult
@@ -39,8 +39,8 @@ class MemoryWriter:
         self._pool = pool
         self._storing = storing
         self._observed: list[Key] = []
-        # of each group: its ring, and the trajectories of the last row that was written
-        self._last: dict[int, tuple[Ring, Array]] = {}
+        self._layout: Layout | None = None
+        self._known: dict[int, _Known] = {}  # by group
         self._under_way: FilledSlot | None = None
         self._written = 0  # number of its rollouts that are written
 
@@ -81,10 +81,11 @@ class MemoryWriter:
             device = None
         self._memory.open(columns, observed, sizes, margin, device)
         self._observed = observed
+        self._layout = layout
 
     def forget(self) -> None:
         """The next rollouts may not continue those that were written."""
-        self._last.clear()
+        self._known.clear()
 
     def write(self, filled: FilledSlot) -> None:
         """Write the rollouts of filled slots.
@@ -103,28 +104,44 @@ class MemoryWriter:
 
     def _write_lane(self, lane: Lane, result: RolloutResult) -> None:
         ring = self._memory.rings[result.group]
-        rows = result.rows
-        arrays = lane.arrays
-        ids = arrays[TRAJ_IDS]
-        known = self._last.get(result.group)
-        if known is None or known[0] is not ring:
+        if lane.layout is not self._layout:
+            self.open(lane.layout)  # the columns may have changed
+        known = self._known.get(result.group)
+        if known is None or not known.is_newest(ring):
             if ring.hi:
                 first = {key: lane.data[key][0] for key in self._observed}
                 ring.break_off(np.flatnonzero(~ring.going_on(first)))
-        elif (known[1] != ids[0]).any():
-            ring.break_off(np.flatnonzero(known[1] != ids[0]))
-        source = lane.tensors if lane.mirrored or ring.device is not None else lane.data
-        done = arrays[DONE][:rows]
-        ends = done if done.any() else None
-        valid = _valid(lane, rows)
+            known = _Known(ring, lane.arrays[TRAJ_IDS][0].copy())
+            self._known[result.group] = known
+        valid = _valid(lane, result)
+        if result.rows == 1 and lane.T == 1 and valid is None and not ring.on_device:
+            self._write_row(lane, result, known)
+        else:
+            self._write_rows(lane, result, known, valid)
+        known.hi = ring.hi
+
+    def _write_rows(
+        self, lane: Lane, result: RolloutResult, known: _Known, valid: Array | None
+    ) -> None:
+        ring = known.ring
+        rows = result.rows
+        ids = lane.arrays[TRAJ_IDS]
+        others = np.flatnonzero(known.ids != ids[0])
+        if len(others):
+            ring.break_off(others)
+        source = lane.tensors if lane.mirrored or ring.on_device else lane.data
+        done = lane.arrays[DONE][:rows]
+        if valid is not None:
+            done = done & valid
+        has_ends = done.any()
         begin = 0
         while begin < rows:
             end = min(rows, begin + ring.room)
-            finals = None
             part = None
-            if ends is not None:
-                part = ends[begin:end]
-                finals = self._finals(lane, result.finals, ends, begin, end)
+            finals = None
+            if has_ends:
+                part = done[begin:end]
+                finals = self._finals(lane, result.finals, part, begin)
             self._memory.write(
                 result.group,
                 {c.key: _at(ring, source[c.key][begin:end]) for c in ring.columns},
@@ -134,13 +151,39 @@ class MemoryWriter:
                 valid=None if valid is None else valid[begin:end],
             )
             begin = end
-        self._last[result.group] = ring, ids[rows - 1].copy()
+        known.ids[...] = ids[rows - 1]
+
+    def _write_row(self, lane: Lane, result: RolloutResult, known: _Known) -> None:
+        """Write a rollout of one row, in host memory: the usual case off-policy."""
+        ring = known.ring
+        copies: _Copies | None = lane.cache.get(self)
+        if copies is None or copies.ring is not ring:
+            copies = lane.cache[self] = _Copies(ring, lane)
+        place = ring.hi % ring.places
+        # what follows the newest row is there already, except at the beginning of the memory
+        is_there = place > 0
+        if (known.ids != copies.ids).any():
+            ring.break_off(np.flatnonzero(known.ids != copies.ids))
+            is_there = False
+        for there, row in copies.simple:
+            there[place] = row
+        for there, row, after in copies.carried:
+            if not is_there:
+                there[place] = row
+            there[place + 1] = after
+        if copies.done.any():
+            done = copies.done
+            finals = self._finals(lane, result.finals, done[None], 0)
+            self._memory.add_row(result.group, done, finals)
+        else:
+            self._memory.add_row(result.group)
+        known.ids[...] = copies.ids
 
     def _finals(
-        self, lane: Lane, kept: Sequence[Final], done: Array, begin: int, end: int
+        self, lane: Lane, kept: Sequence[Final], done: Array, begin: int
     ) -> Mapping[Key, Any]:
-        """Return the observations after the ends of episodes in rows ``begin`` to ``end``."""
-        t, env = np.nonzero(done[begin:end])
+        """Return the observations after the ends of episodes, ``done`` in rows from ``begin`` on."""
+        t, env = np.nonzero(done)
         t += begin
         if next_of(self._observed[0]) in lane.data:
             return {key: lane.data[next_of(key)][t, env] for key in self._observed}
@@ -148,26 +191,68 @@ class MemoryWriter:
             (final.t, i): (final, place) for final in kept for place, i in enumerate(final.envs)
         }
         found = [places[cell] for cell in zip(t.tolist(), env.tolist(), strict=True)]
-        return {
-            key: np.stack([final.leaves[key][place] for final, place in found])
-            if found
-            else lane.arrays[key][:0, 0]
-            for key in self._observed
-        }
+        leaves = {}
+        for key in self._observed:
+            rows = [final.leaves[key][place] for final, place in found]
+            leaves[key] = np.stack(rows) if rows else lane.arrays[key][0, :0]
+        return leaves
 
 
-def _valid(lane: Lane, rows: int) -> Array | None:
+class _Known:
+    """What was written last of a group.
+
+    Attributes:
+        ids: the trajectories of its last row, ``[B]``.
+        hi: number of rows of the ring then.
+    """
+
+    def __init__(self, ring: Ring, ids: Array) -> None:
+        self.ring = ring
+        self.ids = ids
+        self.hi = ring.hi
+
+    def is_newest(self, ring: Ring) -> bool:
+        """Whether it is the newest row of this ring."""
+        return ring is self.ring and ring.hi == self.hi
+
+
+class _Copies:
+    """The parts of a lane of one row, and where they go in a ring; made once per lane.
+
+    Attributes:
+        simple: columns of the ring, and the row.
+        carried: columns of the ring with ``carry``, the row, and the one after it.
+        done, ids: flags and trajectories of the row, ``[B]``.
+    """
+
+    def __init__(self, ring: Ring, lane: Lane) -> None:
+        simple, carried = ring.destinations()
+        self.ring = ring
+        self.simple = [(there, lane.data[key][0]) for key, there in simple]
+        self.carried = [(there, lane.data[key][0], lane.data[key][1]) for key, there in carried]
+        self.done = lane.arrays[DONE][0]
+        self.ids = lane.arrays[TRAJ_IDS][0]
+
+
+def _valid(lane: Lane, result: RolloutResult) -> Array | None:
     """Return which cells are transitions with a known next observation, ``[rows, B]``; None: all."""
-    arrays = lane.arrays
-    valid = arrays[VALID][:rows] if VALID in arrays else None
+    rows = result.rows
+    valid: Array | None = None
+    if result.frames < rows * lane.B:
+        valid = lane.arrays[TRAJ_IDS][:rows] >= 0  # the others are blank
+        if VALID in lane.arrays:
+            valid &= lane.arrays[VALID][:rows]
+        elif valid.sum() > result.frames:  # those beyond the limit of the batch come last
+            valid &= np.cumsum(valid).reshape(valid.shape) <= result.frames
     if NEXT_OBS_VALID in lane.data:
-        known = np.asarray(lane.data[NEXT_OBS_VALID][:rows]) | arrays[next_of(TERMINATED)][:rows]
+        known = as_tensor(lane.data[NEXT_OBS_VALID][:rows]).cpu().numpy()
+        known = known | lane.arrays[next_of(TERMINATED)][:rows]
         valid = known if valid is None else valid & known
     return valid
 
 
 def _at(ring: Ring, rows: Any) -> Any:
     """Return rows as the ring takes them: tensors for a ring on a device, else arrays."""
-    if ring.device is not None or not isinstance(rows, torch.Tensor):
+    if ring.on_device or not isinstance(rows, torch.Tensor):
         return rows
     return rows.cpu().numpy()

@@ -281,6 +281,7 @@ class MultiCollector(BaseCollector):
             server=server,
             origins=[origins[number] for groups in parts for number in groups],
             max_frames_per_traj=options.max_frames_per_traj,
+            episode_seeds=options.episode_seeds,
             timeouts=options.timeouts,
             supervision=base_part(SupervisionOptions, options),
             registered=None if threads else ids_of_this_process(),

@@ -15,7 +15,7 @@ A field is checked by its type (``utils/checked.py``), before options that exclu
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
@@ -31,7 +31,7 @@ from muster.observing.loggers import as_logger
 from muster.policies.adapt import STORED
 from muster.policies.agents import per_agent
 from muster.utils.addresses import host_and_port
-from muster.utils.checked import Details, Limit, Number, PositiveNumber
+from muster.utils.checked import Details, Limit, Number, PositiveNumber, Seed, list_of_seeds
 from muster.utils.integers import integer
 from muster.utils.whole_files import check_folder
 from muster.workers.options import WorkerOptions
@@ -81,6 +81,7 @@ SHOWN_ORDER = (
     "exploration_type",
     "return_same_td",
     "seed",
+    "episode_seeds",
     "layout",
     "validate",
     "execution",
@@ -277,8 +278,9 @@ class CollectorOptions(BatchOptions, WorkerOptions):
             its present device.
         env_device: device of the environments' tensors. Environments that return NumPy arrays are
             on the CPU.
-        seed: seed of all environments (see ``set_seed``) and of Muster's own draws. None: from the
-            system's entropy.
+        seed: seed of all environments (see ``set_seed``) and of Muster's own draws. A list has a
+            seed for each environment, in the order of ``create_env_fn``. None: from the system's
+            entropy.
         progress: show a bar with frames, frames per second and mean return on standard error; in a
             file or pipe, a line every 5 seconds.
         logger: receives metrics after every batch. Any object that
@@ -312,7 +314,7 @@ class CollectorOptions(BatchOptions, WorkerOptions):
     storing_device: Device = None
     policy_device: Device = None
     env_device: Device = None
-    seed: Number | None = None
+    seed: Seed | None = None
     logger: Annotated[Any, _logger] = None
     progress: bool = False
     watch: Annotated[bool | str | Watch, _watch] = False
@@ -375,6 +377,23 @@ class CollectorOptions(BatchOptions, WorkerOptions):
     def rows_per_batch(self, num_envs: int) -> int:
         """Return the number of time steps per batch for this number of environments, rounded up."""
         return max(1, -(-self.frames // num_envs))
+
+
+def check_seeds(seed: int | Sequence[int], num_envs: int, *, static: bool) -> int | tuple[int, ...]:
+    """Return the argument of ``set_seed``. Raise ``BadOption`` for anything else."""
+    if isinstance(seed, Iterable) and not isinstance(seed, str):
+        seeds = list_of_seeds("set_seed", seed)
+        if len(seeds) != num_envs:
+            raise BadOption(
+                f"set_seed has {len(seeds)} seeds for {num_envs} environments: give one for each,"
+                " or one number"
+            )
+        if static:
+            raise BadOption("static_seed gives all environments one seed: pass a number, no list")
+        return seeds
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise BadOption(f"set_seed({seed!r}): expected an integer of at least 0")
+    return seed
 
 
 # --- options that exclude each other --------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from muster.errors import BadOption, NothingToSample
-from muster.keys import FLAGS, IS_INIT, Key, dotted, next_of
+from muster.keys import FLAGS, IS_INIT, Key, dotted, nested, next_of
 from muster.memory.priorities import Priorities
 from muster.memory.ring import Ring
 from muster.memory.specs import Array, Column
@@ -82,12 +82,13 @@ class ReplayMemory:
         self._rng = np.random.default_rng(seed)
         self._rings: list[Ring] = []
         self._priorities: list[Priorities] = []
-        self._shown: dict[Key, Column] = {}
+        self._shown: list[Key] = []  # columns of samples
+        self._returned: list[Key] = []  # those that a step returns, beside observations
         # held while rows are read or become readable; never while an environment or policy runs
         self.lock = threading.RLock()
 
     def __len__(self) -> int:
-        return sum(ring.transitions for ring in self._rings)
+        return sum([ring.transitions for ring in self._rings])
 
     def __repr__(self) -> str:
         size = f"{self.nbytes / 1e6:,.1f} MB" if self._rings else "nothing written yet"
@@ -143,7 +144,37 @@ class ReplayMemory:
             self._priorities = [
                 Priorities(ring.places * ring.B, self._alpha) for ring in self._rings
             ]
-        self._shown = self._columns_of_samples(stored, observed)
+        self._shown = [
+            column.key
+            for column in stored
+            if column.key in observed or column.key in self._keep or _is_action(column.key)
+        ]
+        self._returned = [
+            column.key
+            for column in stored
+            if column.key[0] == "next" and column.key not in self._shown
+        ]
+
+    def add_row(
+        self, number: int, done: Array | None = None, finals: Mapping[Key, Any] | None = None
+    ) -> None:
+        """Make the next row of a ring readable; see ``Ring.add_row``. A collector calls it."""
+        with self.lock:
+            ring = self._rings[number]
+            lo = ring.lo
+            ring.add_row(done, finals)
+            if self._priorities:
+                self._prioritize(number, lo, ring.hi - 1)
+
+    def _prioritize(self, number: int, lo: int, hi: int) -> None:
+        """Set the priorities of rows that were dropped since the rows from ``lo`` to ``hi`` were
+        readable, and of those that were added.
+        """
+        ring = self._rings[number]
+        priorities = self._priorities[number]
+        priorities.forget(ring.places_of(np.arange(lo * ring.B, ring.lo * ring.B)))
+        added = ring.places_of(np.arange(hi * ring.B, ring.hi * ring.B))
+        priorities.add(added[ring.is_transition(added)])
 
     def write(
         self, number: int, rows: Mapping[Key, Any], last: Mapping[Key, Any], **ends: Any
@@ -155,10 +186,7 @@ class ReplayMemory:
             hi = ring.hi
             ring.write(rows, last, **ends)
             if self._priorities:
-                priorities = self._priorities[number]
-                priorities.forget(ring.places_of(np.arange(lo * ring.B, ring.lo * ring.B)))
-                added = ring.places_of(np.arange(hi * ring.B, ring.hi * ring.B))
-                priorities.add(added[ring.is_transition(added)])
+                self._prioritize(number, lo, hi)
 
     def clear(self) -> None:
         """Drop all transitions. Collectors go on writing."""
@@ -315,9 +343,10 @@ class ReplayMemory:
     def _check_sample(
         self, n: int, n_step: int, sequence: int | None, relabel: Relabel | None
     ) -> None:
-        for name, value in (("n", n), ("n_step", n_step), ("sequence", sequence or 1)):
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-                raise BadOption(f"sample({name}={value!r}): expected a number of at least 1")
+        _check_count("n", n)
+        _check_count("n_step", n_step)
+        if sequence is not None:
+            _check_count("sequence", sequence)
         if sequence is not None and n_step > 1:
             raise BadOption(
                 f"sample(sequence={sequence}, n_step={n_step}): the steps of a sequence are there"
@@ -409,7 +438,7 @@ class ReplayMemory:
         end = ring.places_of(last)
         self._add_next(entries, ring, end, _on(ring, end))
         for key, reward in rewards.items():
-            entries[key] = reward.reshape(entries[key].shape)
+            entries[key] = reward
         entries[STEPS] = _on(ring, steps).unsqueeze(-1)
         entries[GAMMA] = (gamma ** entries[STEPS].double()).to(torch.float32)
         return _tensordict(entries, [len(cells)])
@@ -432,9 +461,8 @@ class ReplayMemory:
     ) -> dict[Key, torch.Tensor]:
         """Return the columns of transitions, without next observations."""
         entries: dict[Key, torch.Tensor] = {}
-        for key, column in self._shown.items():
-            rows = ring.of(key, index)
-            entries[key] = rows.unsqueeze(-1) if column.trailing else rows
+        for key in self._shown:
+            entries[key] = ring.of(key, index)
         number = self._rings.index(ring) if len(self._rings) > 1 else 0
         entries[INDEX] = _on(ring, cells * len(self._rings) + number)
         return entries
@@ -447,10 +475,8 @@ class ReplayMemory:
         """
         for key, rows in ring.next_observations(places, index).items():
             entries[next_of(key)] = rows
-        for column in ring.columns:
-            if column.key[0] == "next" and column.key not in self._shown:
-                rows = ring.of(column.key, index)
-                entries[column.key] = rows.unsqueeze(-1) if column.trailing else rows
+        for key in self._returned:
+            entries[key] = ring.of(key, index)
 
     def _relabelled(
         self, ring: Ring, cells: Array, batch: TensorDict, relabel: Relabel
@@ -547,16 +573,6 @@ class ReplayMemory:
                 )
         return [column for column in columns if column.is_tensor and _is_stored(column, needed)]
 
-    def _columns_of_samples(
-        self, columns: Sequence[Column], observed: Sequence[Key]
-    ) -> dict[Key, Column]:
-        """Return the columns of samples, but for next observations, rewards and flags."""
-        return {
-            column.key: column
-            for column in columns
-            if column.key in observed or column.key in self._keep or _is_action(column.key)
-        }
-
     def _check_same(self, columns: Sequence[Column], sizes: Sequence[int]) -> None:
         """Raise ``BadOption`` if rows with these columns do not fit to those that are stored."""
         ring = self._rings[0]
@@ -611,6 +627,11 @@ def _no_sequence(condition: _InSequence | None) -> NothingToSample:
     )
 
 
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise BadOption(f"sample({name}={value!r}): expected a number of at least 1")
+
+
 def _is_reward(key: Key) -> bool:
     return key[0] == "next" and key[-1] == "reward"
 
@@ -640,16 +661,13 @@ def _host(values: Any) -> Array:
 
 def _tensordict(entries: Mapping[Key, torch.Tensor], shape: Sequence[int]) -> TensorDict:
     """Return a TensorDict of leaves with nested keys."""
-    make = tensordict_maker()
-    size = torch.Size(shape)
-    root: dict[str, Any] = {}
-    deeper: dict[str, dict[Key, torch.Tensor]] = {}
-    for key, rows in entries.items():
-        if len(key) == 1:
-            root[key[0]] = rows
-        else:
-            deeper.setdefault(key[0], {})[key[1:]] = rows
-    for name, leaves in deeper.items():
-        root[name] = _tensordict(leaves, shape)
-    made: TensorDict = make(root, batch_size=size, names=None, device=None)
+    return _made(nested(entries), tensordict_maker(), torch.Size(shape))
+
+
+def _made(entries: Mapping[str, Any], make: Any, size: torch.Size) -> TensorDict:
+    leaves = {
+        name: _made(value, make, size) if isinstance(value, dict) else value
+        for name, value in entries.items()
+    }
+    made: TensorDict = make(leaves, batch_size=size, names=None, device=None)
     return made

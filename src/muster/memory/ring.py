@@ -75,6 +75,10 @@ class Ring:
                 dtype = torch_dtype(column.dtype)
                 self.tensors[column.key] = torch.zeros(shape, dtype=dtype, device=device)
                 self._data[column.key] = self.tensors[column.key]
+        # the same with all cells in one dimension, and the last dimension of flags and rewards
+        self._cells = {
+            c.key: self.tensors[c.key].view(-1, *c.shape, *[1] * c.trailing) for c in columns
+        }
         self.episodes = np.zeros((self.places, num_envs), np.int64)
         self.begins = np.zeros((self.places, num_envs), bool)
         self.masked: Array | None = None
@@ -84,6 +88,11 @@ class Ring:
         self._asides = Asides(
             self.places * num_envs, {key: self.tensors[key][0, 0] for key in self.observed}
         )
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the rows are not in host memory."""
+        return self.device is not None
 
     @property
     def cells(self) -> int:
@@ -158,6 +167,35 @@ class Ring:
         if self.hi - self.capacity > self.lo:
             self._drop(self.hi - self.capacity)
 
+    def add_row(self, done: Array | None = None, finals: Mapping[Key, Any] | None = None) -> None:
+        """Make the row after the newest readable, which was copied into ``row``; see ``write``.
+
+        Args:
+            done: whether the episode ends after each cell, ``[B]``; None: none does.
+        """
+        place = self.hi % self.places
+        self.episodes[place] = self._episode
+        self.begins[place] = self._fresh
+        if done is None:
+            self._fresh.fill(False)
+        else:
+            self._fresh[...] = done
+            self._episode += done
+            self._asides.keep(place * self.B + np.flatnonzero(done), finals or {})
+        if self.masked is not None:
+            self.masked[place] = False
+        self.hi += 1
+        if self.hi - self.capacity > self.lo:
+            self._drop(self.hi - self.capacity)
+
+    def destinations(self) -> tuple[list[tuple[Key, Any]], list[tuple[Key, Any]]]:
+        """Return the memory of all columns without ``carry``, and of those with, by place; for
+        ``add_row``: row ``hi`` is at ``hi % places``, and what follows it at the next place.
+        """
+        simple = [(c.key, self._data[c.key]) for c in self.columns if not c.carry]
+        carried = [(c.key, self._data[c.key]) for c in self.columns if c.carry]
+        return simple, carried
+
     def break_off(self, envs: Sequence[int] | Array) -> None:
         """The next rows of ``envs`` do not continue their episodes: keep the observations after the
         newest row, before others are written in their place.
@@ -167,7 +205,7 @@ class Ring:
             return
         place = (self.hi - 1) % self.places
         index = np.array(going_on)
-        leaves = {key: self.tensors[key][place + 1][index].clone() for key in self.observed}
+        leaves = {key: self.tensors[key][place + 1][index] for key in self.observed}
         self._asides.keep(place * self.B + index, leaves)
         self._episode[index] += 1
         self._fresh[index] = True
@@ -231,10 +269,9 @@ class Ring:
 
     def of(self, key: Key, places: torch.Tensor) -> torch.Tensor:
         """Return the rows of a column at places (int64, on the device of the ring), ``[n,
-        *shape]``: a copy.
+        *shape]``, flags and rewards ``[n, 1]``: a copy.
         """
-        tensor = self.tensors[key]
-        return tensor.view(-1, *tensor.shape[2:]).index_select(0, places)
+        return self._cells[key].index_select(0, places)
 
     def next_observations(self, places: Array, index: torch.Tensor) -> dict[Key, torch.Tensor]:
         """Return the observations after the cells at ``places``; ``index`` are the same, on the

@@ -21,7 +21,7 @@ from muster.memory.specs import Array
 from muster.restore.action_log import LIMIT_BYTES, ActionLog, Anchors, ResetLog
 from muster.restore.crash_report import CrashDirectory, CrashReport
 from muster.restore.kept_episodes import KeptEpisodes
-from muster.rng import seeds_of
+from muster.rng import entries, seeds_of
 
 if TYPE_CHECKING:
     from muster.rollout.group import Group
@@ -56,8 +56,10 @@ class CrashNotes:
         counters: Sequence[FrameCounters],
         max_frames_per_traj: int | None,
         crash_dir: str | Path | None = None,
+        episode_seeds: Sequence[int] | None = None,
     ) -> None:
         self._directory = CrashDirectory(crash_dir)
+        self._episode_seeds = episode_seeds
         self.kept: KeptEpisodes | None = None  # episodes that are kept
         self._histories: dict[int, ActionLog] = {}
         self._infos = {number: counters[number].info for number in groups}
@@ -95,13 +97,24 @@ class CrashNotes:
             self._histories[number].forget()
 
     def seeded(
-        self, groups: Sequence[int], seed: int | None, *, static: bool = False, generation: int = 0
+        self,
+        groups: Sequence[int],
+        seed: int | Sequence[int] | None,
+        *,
+        static: bool = False,
+        generation: int = 0,
     ) -> None:
         """Note a reset of all environments of these groups with the seeds of ``Worker.seed``."""
-        if seed is None:
+        if seed is None and self._episode_seeds is None:
             return
         for number in groups:
             history = self._histories[number]
+            if self._episode_seeds is not None:
+                # a successor continues at numbers of episodes that are not known here
+                if not generation:
+                    history.reset(None, entries(self._episode_seeds, history.env_ids))
+                continue
+            assert seed is not None
             history.reset(
                 None,
                 seeds_of(

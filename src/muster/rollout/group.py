@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from muster.episodes.agent_returns import AgentReturns
 from muster.episodes.clock import AgentClock, TrajectoryClock
 from muster.keys import Key
 from muster.memory.specs import Array
@@ -21,6 +22,7 @@ from muster.rollout.ends import Bypass
 from muster.rollout.options import RolloutOptions
 from muster.rollout.progress import Phase, Progress
 from muster.rollout.resets import Due, ResetListener
+from muster.rollout.seeding import EpisodeSeeding
 
 if TYPE_CHECKING:
     import torch
@@ -126,6 +128,8 @@ class Group:
             number, unless a request says otherwise.
         first_call: the kept call; None: none.
         contexts: the contexts for environments and policies.
+        seeding: the seeds of episodes.
+        agent_returns: the returns of agents that act at the same time; None: there are none.
         resumed: environments whose next row is the first after a load; None: the rollouts have no
             column for that.
     """
@@ -153,6 +157,9 @@ class Group:
             self.clock = AgentClock(env_ids, total_envs, env.spec.agents)
         else:
             self.clock = TrajectoryClock(env_ids, total_envs)
+        self.agent_returns: AgentReturns | None = None
+        if env.spec.agent_rewards:
+            self.agent_returns = AgentReturns(env.spec.agent_rewards, env.spec.num_envs)
         self.carry = Carry(env.spec)
         self.due = Due(range(env.spec.num_envs))
         self.random_start = RandomStart(options.max_decorrelation_steps)
@@ -163,6 +170,7 @@ class Group:
         self.first_call: FirstCall | None = None
         self.contexts = Contexts(rng, options)
         self.can = Abilities(env, options)
+        self.seeding = EpisodeSeeding(options.episode_seeds, env.spec, self.clock)
 
     @property
     def B(self) -> int:  # noqa: N802 (the field's name)
@@ -200,6 +208,7 @@ class Group:
     def reseed(self, rng: GroupRng, seeds: Sequence[int]) -> None:
         """Use other random streams, and reset each environment with its seed before its next step."""
         self.contexts = Contexts(rng, self.options)
+        self.seeding.restart()
         self.reset(seeds=seeds)
 
     # --- resets -----------------------------------------------------------------------------------
@@ -239,9 +248,11 @@ class Group:
         was_lost = self.due.recover()
         if self.agent_clock is None or was_lost:  # else the environments end the episodes of agents
             self.clock.abandon(which)
+        if self.agent_returns is not None:
+            self.agent_returns.abandon(which)
         self.carry.begin_anew(which)
         for part, seeds in self.due.parts(undone):
-            self.reset_envs(self.carry, 0, part, seeds, reports)
+            self.reset_envs(self.carry, 0, part, self.seeding.seeds_of(part, seeds), reports)
         self.discard_call()
         self.due.done(early=early)
         return which

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from muster.episodes.agent_returns import with_returns
 from muster.episodes.clock import MANY, AgentClock, TrajectoryClock
 from muster.errors import BadEnvOutput, BadPolicyOutput
 from muster.keys import AGENT, STEP_COUNT, TRAJ_DONE, next_of
@@ -348,11 +349,21 @@ class Rollout:
         group.due.done(group.due.leave_out(self.absent))
 
     def _reset_rows(self, row: int, which: Sequence[int], seeds: Sequence[int] | None) -> None:
+        seeding = self.group.seeding
+        if seeding.is_chosen:
+            seeds = seeding.seeds_of(which, seeds, self._ended_before(row))
         took_ns = self.group.reset_envs(self.lane.data, row, which, seeds, self.reports)
         self.tally.add_reset(took_ns)
         self._restart_states(row, which)
         if self._limit is not None:
             self._limit.restart(which, row)
+
+    def _ended_before(self, row: int) -> Array:
+        """Return the number of episodes of each environment that have ended in the lane, ``[B]``."""
+        arrays = self.lane.arrays
+        if self.group.options.traj_done_key is not None:
+            return np.asarray(arrays[TRAJ_DONE][:row].sum(axis=0))
+        return np.asarray((arrays[TERMINATED][:row] | arrays[TRUNCATED][:row]).sum(axis=0))
 
     def _restart_states(self, row: int, which: Sequence[int]) -> None:
         for array, value in self.views.states:
@@ -433,6 +444,10 @@ class Rollout:
         episodes = clock.advance(reward, terminated, truncated, over)
         if group.env.spec.info_specs and len(episodes):
             episodes = replace(episodes, info=self.next_obs.infos(lane, over))
+        if group.agent_returns is not None:
+            returns = group.agent_returns.advance(lane.arrays, over)
+            if returns:
+                episodes = with_returns(episodes, returns)
         if without is not None:
             self._take_back_steps(without, over)
         if options.compact_obs and n:

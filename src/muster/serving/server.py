@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -109,7 +109,7 @@ class PolicyServer(MultiCollector):
             "reset", "clients decide when an episode ends; max_frames_per_traj= limits it"
         )
 
-    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+    def set_seed(self, seed: int | Sequence[int], static_seed: bool = False) -> int:
         """Not available after construction. Raises ``BadOption``."""
         if self._is_set_up:
             raise self._refusal(

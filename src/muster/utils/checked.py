@@ -15,7 +15,7 @@ that a type has the same meaning under each of its names.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from types import NoneType, UnionType
 from typing import (
@@ -102,8 +102,27 @@ def one_of(*known: str) -> Check:
     return check
 
 
+def list_of_seeds(name: str, value: Any) -> tuple[int, ...]:
+    """Return the seeds; at least one, and integers of at least 0."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise BadOption(f"{name}={value!r}: expected a list of seeds")
+    seeds = tuple(integer(f"{name}[{i}]", seed, 0) for i, seed in enumerate(value))
+    if not seeds:
+        raise BadOption(f"{name} is an empty list: expected at least one seed")
+    return seeds
+
+
+def seed_or_seeds(name: str, value: Any) -> int | tuple[int, ...]:
+    """Return a seed, or seeds."""
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return list_of_seeds(name, value)
+    return integer(name, value, 0)
+
+
 Number = Annotated[int, at_least(0)]
 PositiveNumber = Annotated[int, at_least(1)]
+Seeds = Annotated[Sequence[int], list_of_seeds]
+Seed = Annotated[int | Sequence[int], seed_or_seeds]
 Limit = Annotated[int | None, limit]
 
 

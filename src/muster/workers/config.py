@@ -22,7 +22,9 @@ class WorkerPlace:
     firsts: Mapping[int, int]  # global number of the first environment, by group
     total: int  # number of environments over all groups
     marks_valid: bool  # batches have ``collector/valid``
-    seed: int | None  # seed of all environments and random streams; None: no seed
+    # seed of all environments and random streams, or a list of one for each environment; None: no
+    # seed
+    seed: int | Sequence[int] | None
     static: bool = False  # all environments have the same seed
     # number of each environment's first episode, by group; None: 0
     episodes: Mapping[int, Array] | None = None
@@ -111,6 +113,7 @@ class PoolConfig:
     # ids of the program's registry; None: all workers are threads of the program
     registered: SentIds | None = None
     node: str = ""  # number and host of the node, for messages; empty on this machine
+    episode_seeds: Sequence[int] | None = None  # the option
 
     @property
     def groups(self) -> list[int]:

@@ -306,7 +306,7 @@ class Worker:
 
     # --- other operations on groups ---------------------------------------------------------------
 
-    def seed(self, seed: int | None, static: bool) -> None:
+    def seed(self, seed: int | Sequence[int] | None, static: bool) -> None:
         """See ``Collector.set_seed``.
 
         A restarted worker derives other random streams and episodes from the seed.
