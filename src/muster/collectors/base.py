@@ -57,6 +57,13 @@ class NoReplayBuffer(BadOption, RuntimeError):
     """``start()`` was called without a replay buffer."""
 
 
+def made_updater(given: Any) -> Any:
+    """Return a weight updater: ``given``, or what ``given`` makes, a class or a function."""
+    if given is None or (hasattr(given, "push_weights") and not isinstance(given, type)):
+        return given
+    return given()
+
+
 class BaseCollector(ABC):
     """Base of all collectors.
 
@@ -222,7 +229,7 @@ class BaseCollector(ABC):
         Raises:
             BadOption: matplotlib is not installed.
         """
-        return plot_stats(self.stats(), self._engine.ended.curve.points)
+        return plot_stats(BaseCollector.stats(self), self._engine.ended.curve.points)
 
     def __len__(self) -> int:
         """Return the number of batches up to ``total_frames``.
@@ -714,9 +721,7 @@ class BaseCollector(ABC):
         self._receivers = Receivers(self._weights, self, options.worker_idx)
         if options.weight_recv_schemes:
             self._receivers.register(options.weight_recv_schemes)
-        self._updater = options.weight_updater
-        if self._updater is not None and not hasattr(self._updater, "push_weights"):
-            self._updater = self._updater()
+        self._updater = made_updater(options.weight_updater)
         if hasattr(self._updater, "register_collector"):
             self._updater.register_collector(self)
         self._autosaver = None if options.saving is None else Autosaver(options.saving)

@@ -49,7 +49,8 @@ def build_env(
         EnvError: the factory raised an error; that is the cause.
     """
     if isinstance(source, str):
-        return _make(lambda: gymnasium.make(source, **(kwargs or {})), num_envs, source, device)
+        given = kwargs or {}
+        return _make(lambda: gymnasium.make(source, **given), num_envs, source, device)
     if _adapter(source) is not None:
         if num_envs is not None and num_envs != _count(source):
             raise BadOption(
@@ -88,7 +89,10 @@ def is_single(env: Any) -> bool:
 
 
 def _make(
-    factory: Callable[[], Any], num_envs: int | None, name: str, device: torch.device | None
+    factory: Callable[[], Any],
+    num_envs: int | None,
+    name: str,
+    device: torch.device | None,
 ) -> EnvBatch:
     envs: list[Any] = []
     try:
@@ -123,7 +127,10 @@ def advice_for(error: Exception) -> str:
 
 
 def _wrap(
-    envs: list[Any], num_envs: int | None, name: str, device: torch.device | None
+    envs: list[Any],
+    num_envs: int | None,
+    name: str,
+    device: torch.device | None,
 ) -> EnvBatch:
     adapters = [_adapter(env) for env in envs]
     adapt = adapters[0]
@@ -135,7 +142,8 @@ def _wrap(
     spec = env.spec
     if spec.single:
         unbatched = num_envs is None and spec.num_envs == 1
-        env.store_as(replace(spec, batch_shape=() if unbatched else (spec.num_envs,)))
+        batch_shape = () if unbatched else (spec.num_envs,)
+        env.store_as(replace(spec, batch_shape=batch_shape))
     return env
 
 
@@ -159,7 +167,10 @@ def _adapter(env: Any) -> Adapt | None:
     for package, module in _THIRD_PARTY.items():
         # First, since the classes of some are derived from gymnasium's, but behave differently. A
         # package that was not imported has no objects.
-        if package in sys.modules and (home := import_module(module)).takes(env):
+        if package not in sys.modules:
+            continue
+        home = import_module(module)
+        if home.takes(env):
             adapt: Adapt = home.adapt
             return adapt
     if EnvBatch in type(env).__mro__:
@@ -200,11 +211,15 @@ class EpisodeSeeds(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, env: gymnasium.Env[Any, Any], stride: int) -> None:
         super().__init__(env)
-        self._stride, self._next = stride, None  # type: int, int | None
+        self._stride = stride
+        self._next: int | None = None
         self.step = env.step  # type: ignore[method-assign]  # avoids a call
 
     def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+        self,
+        *,
+        seed: int | None = None,
+        options: dict[str, Any] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
         seed = self._next if seed is None else seed
         self._next = None if seed is None else seed + self._stride
@@ -225,8 +240,11 @@ class SeedingFactory:
     stride: int
 
     def __call__(self, **kwargs: Any) -> Any:
-        make: Any = gymnasium.make
-        env = make(self.source, **kwargs) if isinstance(self.source, str) else self.source(**kwargs)
+        if isinstance(self.source, str):
+            make: Any = gymnasium.make
+            env = make(self.source, **kwargs)
+        else:
+            env = self.source(**kwargs)
         return EpisodeSeeds(env, self.stride) if is_single(env) else env
 
     @property

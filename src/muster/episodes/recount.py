@@ -28,7 +28,12 @@ class Recount:
     """
 
     def __init__(
-        self, num_envs: int, reward_key: Key, *, with_infos: bool, agents: AgentRewards
+        self,
+        num_envs: int,
+        reward_key: Key,
+        *,
+        with_infos: bool,
+        agents: AgentRewards,
     ) -> None:
         self._agents = agents
         self._num_envs = num_envs
@@ -40,7 +45,7 @@ class Recount:
         order.
         """
         pieces = find_pieces(batch if batch.ndim > 1 else batch.unsqueeze(0), ENDED)
-        rows = pieces.rows[pieces.first + pieces.length - 1]
+        last = pieces.rows[pieces.first + pieces.length - 1]
 
         def column(key: Key) -> Array:
             array: Array = batch.get(key).detach().cpu().numpy()
@@ -48,12 +53,15 @@ class Recount:
 
         rewards = column(self._reward_key)[pieces.rows, 0].astype(np.float64)
         returns = np.add.reduceat(rewards, pieces.first)
-        terminated = column(next_of(TERMINATED))[rows, 0]
-        truncated = column(next_of(TRUNCATED))[rows, 0]
-        env_id = pieces.traj_id % self._num_envs
-        infos = _infos_at(batch, rows) if self._with_infos else None
+        infos = _infos_at(batch, last) if self._with_infos else None
         episodes = Episodes(
-            pieces.traj_id, env_id, returns, pieces.length, terminated, truncated, infos
+            traj_id=pieces.traj_id,
+            env_id=pieces.traj_id % self._num_envs,
+            episode_return=returns,
+            length=pieces.length,
+            terminated=column(next_of(TERMINATED))[last, 0],
+            truncated=column(next_of(TRUNCATED))[last, 0],
+            info=infos,
         )
         if not self._agents:
             return episodes
@@ -78,5 +86,6 @@ def _infos_at(batch: TensorDict, rows: Array) -> Array:
             values: Any = column.cpu().numpy()[rows]
         else:
             values = [column[row].data for row in rows.tolist()]
-        columns[key if isinstance(key, tuple) else (key,)] = values
+        path = key if isinstance(key, tuple) else (key,)
+        columns[path] = values
     return info_records(columns, len(rows))

@@ -49,7 +49,11 @@ def _hook(module: torch.nn.Module, undo: ExitStack) -> None:
     def before(*_: Any) -> None:
         torch.set_grad_enabled(True)
 
-    def after(module: torch.nn.Module, args: Any, out: Any) -> Any:
+    def after(
+        module: torch.nn.Module,
+        args: Any,
+        out: Any,
+    ) -> Any:
         torch.set_grad_enabled(False)
         return _detached(out)
 
@@ -68,4 +72,6 @@ def _detached(out: Any) -> Any:
         return {key: _detached(value) for key, value in out.items()}
     if isinstance(out, tuple) and hasattr(out, "_fields"):
         return type(out)(*map(_detached, out))
-    return type(out)(map(_detached, out)) if isinstance(out, (tuple, list)) else out
+    if isinstance(out, (tuple, list)):
+        return type(out)(map(_detached, out))
+    return out
