@@ -48,6 +48,7 @@ from tests.fakes import on_nodes
 from tests.fakes.actors import Actor, Moody, Two
 from tests.fakes.buffers import Extends
 from tests.fakes.seeded import SeededEnv
+from tests.fakes.telling import telling
 from tests.tools import assert_accounted, assert_chain, assert_same, column, counting
 
 B, T = 2, 4
@@ -886,6 +887,22 @@ def test_weight_sync_schemes(kind, scheme):
         c.update_policy_weights_(Actor(3.0))
         weights = c.rollout()["weight"].unique().tolist()
         assert weights == [1.0 if scheme == "none" or isinstance(scheme, NoSync) else 3.0]
+
+
+def test_each_worker_can_make_its_own_policy(kind):
+    if kind.cls is Collector or "inference" in kind.options:
+        pytest.skip("there is one policy")
+    workers = kind.options.get("num_workers", kind.groups)
+    factories = [telling(10 + worker) for worker in range(workers)]
+    with make(kind, policy_factory=factories, policy_device=["cpu"] * workers) as c:
+        assert c.policy.number == 10
+        with torch.no_grad():
+            c.policy.weight.fill_(2.0)
+        c.update_policy_weights_(worker_ids=[torch.device("cpu")])
+        for group, (part,) in enumerate(streams(kind, c, 1)):
+            assert part["number"].unique().tolist() == [10 + group * workers // kind.groups]
+    with pytest.raises(BadOption, match=f"policy_factory has {workers + 1} entries"):
+        make(kind, policy_factory=[*factories, telling(1)])
 
 
 def test_only_collectors_with_workers_send_weights(kind):

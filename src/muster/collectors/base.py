@@ -783,18 +783,28 @@ class BaseCollector(ABC):
                 )
         return list(dict.fromkeys(numbers))
 
-    def _workers_on(self, device: torch.device) -> range:
-        """The workers whose policies are on a device: all, or none."""
-        acts_on = self.options.devices.policy
-        if acts_on is None:
-            first = next(
-                iter(tensors_in(self.policy) if isinstance(self.policy, torch.nn.Module) else ()),
-                None,
-            )
-            acts_on = torch.device("cpu") if first is None else first.device
-        if device.type != acts_on.type or device.index not in (None, acts_on.index or 0):
-            raise BadOption(f"worker_ids={device!r}: the policies of all workers are on {acts_on}")
-        return range(self._weights.workers or 0)
+    def _workers_on(self, device: torch.device) -> list[int]:
+        """The workers whose policies are on a device."""
+        acting_on = self._acting_on()
+        found = [
+            number
+            for number, acts_on in enumerate(acting_on)
+            if device.type == acts_on.type and device.index in (None, acts_on.index or 0)
+        ]
+        if not found:
+            known = ", ".join(sorted({str(acts_on) for acts_on in acting_on}))
+            raise BadOption(f"worker_ids={device!r}: the policies of all workers are on {known}")
+        return found
+
+    def _acting_on(self) -> list[torch.device]:
+        """Return the device of the policy of each worker that takes weights."""
+        return [self.options.devices.policy or self._policys_own()] * (self._weights.workers or 0)
+
+    def _policys_own(self) -> torch.device:
+        """Return the device on which the user's policy is."""
+        tensors = tensors_in(self.policy) if isinstance(self.policy, torch.nn.Module) else ()
+        first = next(iter(tensors), None)
+        return torch.device("cpu") if first is None else first.device
 
     def _part(self, model_id: str) -> torch.nn.Module | None:
         model = None if model_id == "policy" else self.get_model(model_id)

@@ -102,6 +102,10 @@ SHOWN_ORDER = (
 )
 
 
+# options that collectors with workers also take as a list, with a value for each worker or node
+PER_WORKER = ("policy_factory", "device", "policy_device", "env_device")
+
+
 # --- values of options ----------------------------------------------------------------------------
 
 
@@ -211,7 +215,22 @@ def _policy(name: str, value: Any) -> Any:
     return per_agent(value) if isinstance(value, dict) else value
 
 
-def _device(name: str, value: Device) -> torch.device | None:
+def _factory(name: str, value: Any) -> Any:
+    if isinstance(value, (list, tuple)) and not value:
+        raise BadOption(f"{name} is an empty list: expected a function for each worker")
+    for factory in value if isinstance(value, (list, tuple)) else [value]:
+        if not callable(factory):
+            raise BadOption(f"{name}={value!r}: expected a function, or a list of functions")
+    return value
+
+
+def _device(name: str, value: Any, *, here: bool = True) -> torch.device | None:
+    """Return a device; of a list, the first one. ``here``: this machine must have it."""
+    if isinstance(value, (list, tuple)):
+        found = [_device(f"{name}[{i}]", one, here=here) for i, one in enumerate(value)]
+        if not found:
+            raise BadOption(f"{name} is an empty list: expected a device for each worker")
+        return found[0]
     if value is None:
         return None
     try:
@@ -220,6 +239,8 @@ def _device(name: str, value: Device) -> torch.device | None:
         raise BadOption(
             f"{name}={value!r}: not a torch device ({str(error).splitlines()[0]})"
         ) from None
+    if not here:
+        return device
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BadOption(f"{name}={value!r}: this machine or this build of torch has no CUDA device")
     # tensors name the index, and the two are compared
@@ -260,7 +281,9 @@ class CollectorOptions(BatchOptions, WorkerOptions):
             columns. None, 0 or negative: none.
         create_env_kwargs: keyword arguments for the env id or function; a dict, or a list with a
             dict for each group.
-        policy_factory: function without arguments that makes the policy; replaces ``policy``.
+        policy_factory: function without arguments that makes the policy; replaces ``policy``. With
+            workers also a list, with a function for each worker or node. All make the same weights;
+            the first one makes ``collector.policy``.
         obs_dtype: dtype of floating-point observations in batches and for the policy:
             ``torch.float16``, ``float32``, ``float64``, or "env" for the environment's. None: the
             dtype of the policy's first floating-point parameter (float32 for bfloat16, which NumPy
@@ -277,7 +300,9 @@ class CollectorOptions(BatchOptions, WorkerOptions):
         autosave: folder to which the ``state_dict`` is saved between batches;
             ``load_state_dict(path)`` restores it. ``muster.Autosave(folder, every=60.0)`` also sets
             the interval in seconds. None: no saves.
-        device: default for ``storing_device``, ``policy_device`` and ``env_device``.
+        device: default for ``storing_device``, ``policy_device`` and ``env_device``. Collectors
+            with workers take these, except ``storing_device``, also as a list with a device for
+            each worker or node. Devices of nodes are looked for on the nodes.
         storing_device: device of batches. None: no transfer (they are on the CPU, or on the
             environments' GPU).
         policy_device: device of the policy; if it is on another one, a copy of it is used. None:
@@ -302,6 +327,7 @@ class CollectorOptions(BatchOptions, WorkerOptions):
 
     SHOWN_ORDER: ClassVar[tuple[str, ...]] = SHOWN_ORDER
     has_workers: ClassVar[bool] = False
+    acts_elsewhere: ClassVar[bool] = False  # environments and policies are on other machines
 
     create_env_fn: Any = field(repr=False)
     policy: Annotated[Any, _policy] = field(default=None, repr=False)
@@ -310,17 +336,17 @@ class CollectorOptions(BatchOptions, WorkerOptions):
     round_up_total_frames: bool = False
     init_random_frames: Limit = None
     create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
-    policy_factory: Callable[[], Any] | None = None
+    policy_factory: Annotated[Callable[[], Any] | Sequence[Any], _factory] | None = None
     obs_dtype: Annotated[ObsDtype, _obs_dtype] = None
     weight_updater: Any = None
     weight_sync_schemes: Any = None
     weight_recv_schemes: Mapping[str, Any] | None = None
     worker_idx: Number | None = None
     autosave: str | os.PathLike[str] | Autosave | None = None
-    device: Device = None
+    device: Device | Sequence[Device] = None
     storing_device: Device = None
-    policy_device: Device = None
-    env_device: Device = None
+    policy_device: Device | Sequence[Device] = None
+    env_device: Device | Sequence[Device] = None
     seed: Seed | None = None
     logger: Annotated[Any, _logger] = None
     progress: bool = False
@@ -349,13 +375,29 @@ class CollectorOptions(BatchOptions, WorkerOptions):
 
     @cached_property
     def devices(self) -> Devices:
-        """Return the devices, which this process has."""
-        general = _device("device", self.device)
+        """Return the devices, which this process has; of lists, those of the first worker."""
+        here = not self.acts_elsewhere
+        general = _device("device", self.device, here=here)
+        storing: Any = self.storing_device
+        if isinstance(storing, (list, tuple)):
+            raise BadOption(
+                f"storing_device={storing!r}: batches of all workers are on one device. Give one"
+            )
+        if storing is None and not isinstance(self.device, (list, tuple)):
+            storing = self.device
         return Devices(
-            storing=_device("storing_device", self.storing_device) or general,
-            policy=_device("policy_device", self.policy_device) or general,
-            env=_device("env_device", self.env_device) or general,
+            storing=_device("storing_device", storing),
+            policy=_device("policy_device", self.policy_device, here=here) or general,
+            env=_device("env_device", self.env_device, here=here) or general,
         )
+
+    @property
+    def factories(self) -> tuple[Callable[[], Any], ...]:
+        """Return the functions that make policies: the only one, one for each worker, or none."""
+        given = self.policy_factory
+        if given is None:
+            return ()
+        return (given,) if callable(given) else tuple(given)
 
     @property
     def saving(self) -> Autosave | None:
@@ -540,6 +582,11 @@ def _check_stored_shape(o: CollectorOptions) -> None:
 
 def _check_objects(o: CollectorOptions) -> None:
     """Checks of the user's objects, and of the devices of this machine."""
+    for name in PER_WORKER:
+        if not o.has_workers and isinstance(getattr(o, name), (list, tuple)):
+            raise BadOption(
+                f"{name} has an entry for each worker, and a Collector has none: give one value"
+            )
     if o.weight_sync_schemes is not None and not o.has_workers:
         raise BadOption(
             "weight_sync_schemes send weights to sub-collectors, and a Collector has none;"

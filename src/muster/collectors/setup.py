@@ -91,13 +91,16 @@ def log_rollouts(pool: Pool, worker: Worker, create_env_fn: Any, options: Collec
     worker.log_rollouts(log.add)
 
 
-def origins_of(create_env_fn: Any, options: CollectorOptions) -> list[EnvFactory]:
-    """Return the ``EnvFactory`` of each group."""
+def origins_of(
+    create_env_fn: Any, options: CollectorOptions, owns: Sequence[CollectorOptions] = ()
+) -> list[EnvFactory]:
+    """Return the ``EnvFactory`` of each group; ``owns``: options of each, if these differ."""
     factories = factories_of(create_env_fn)
     kwargs = keywords_of(options.create_env_kwargs, len(factories))
+    owns = owns or [options] * len(factories)
     return [
-        EnvFactory(made, options.num_envs, given, options.devices.env)
-        for made, given in zip(factories, kwargs, strict=True)
+        EnvFactory(made, own.num_envs, given, own.devices.env)
+        for made, given, own in zip(factories, kwargs, owns, strict=True)
     ]
 
 
