@@ -13,6 +13,7 @@ from muster.collectors.setup import factories_of
 from muster.collectors.signatures import check_names
 from muster.errors import BadOption
 from muster.utils.checked import PositiveNumber, at_least
+from muster.utils.containers import is_several
 from muster.utils.integers import integer
 
 CLASSES = ("single", "sync", "async")
@@ -119,7 +120,7 @@ def over_nodes(options: ClusterOptions) -> tuple[ClusterOptions, list[int], list
     options = replace(options, **_node_keywords(options.collector_kwargs, len(factories)))
     kwargs = options.create_env_kwargs
     frames = options.frames_per_batch
-    if isinstance(kwargs, (list, tuple)):
+    if is_several(kwargs):
         by_node = spread("create_env_kwargs", kwargs, len(factories))
         kwargs = [by_node[node] for node in of_leaf]
     if options.sync and frames is not None:
@@ -152,9 +153,7 @@ def _node_keywords(collector_kwargs: Any, count: int) -> dict[str, Any]:
     every = [dict(given or {}) for given in spread("collector_kwargs", collector_kwargs, count)]
     shared = dict(every[0])
     check_names(signature(PoolOptions), shared)
-    if isinstance(collector_kwargs, (list, tuple)) and any(
-        "create_env_kwargs" in given for given in every
-    ):
+    if is_several(collector_kwargs) and any("create_env_kwargs" in given for given in every):
         shared["create_env_kwargs"] = [given.pop("create_env_kwargs", None) for given in every]
     for number, other in enumerate(every):
         if differing := sorted(
@@ -179,7 +178,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 def spread(name: str, given: Any, count: int) -> list[Any]:
     """Return a list with one value per node; ``given`` is such a list, or a value for all nodes."""
-    if not isinstance(given, (list, tuple)):
+    if not is_several(given):
         return [given] * count
     if len(given) != count:
         raise BadOption(

@@ -206,11 +206,7 @@ def check_cat(o: PoolOptions, infos: Sequence[EnvSpec]) -> None:
         sizes = [size for place, size in enumerate(info.batch_shape) if place != along]
         return sizes, info.observations, info.actions
 
-    waits = ""
-    if o.trajs_per_batch:
-        waits = "trajs_per_batch"
-    elif o.on_episode_done:
-        waits = "on_episode_done"
+    waits = o.joins_episodes or ("on_episode_done" if o.on_episode_done else "")
     if not -ndim <= dim < ndim:
         raise BadOption(
             f"cat_results={dim}: the rollouts to concatenate have {ndim} dimensions. Give one from"

@@ -347,9 +347,9 @@ class OnDemand:
             check_bootstrap(
                 columns, tuple(info.carried_specs), reset_when_done=options.reset_when_done
             )
-        if options.trajs_per_batch and arguments.n_step:
+        if options.joins_episodes and arguments.n_step:
             raise BadOption(
-                "trajs_per_batch makes batches of episodes, and n_step of steps: use"
+                f"{options.joins_episodes} makes batches of episodes, and n_step of steps: use"
                 " collect(n_episode=...)"
             )
         if options.compact_obs and (arguments.n_episode or arguments.bootstrap):

@@ -165,9 +165,10 @@ class ParallelEnvs(
         options = self.take_options()
         for n, b in enumerate(which):
             seed = None if seeds is None else int(seeds[n])
-            given = checks.kept_info(options)
             env = self.envs[b]
-            obs, infos = _reset(env, f"{self.spec.name}[{b}]", b, seed=seed, **given)
+            given = checks.seed_argument(env, seed, self.spec.name, self.casts)
+            given |= checks.kept_info(options)
+            obs, infos = _reset(env, f"{self.spec.name}[{b}]", b, **given)
             self._acting[b] = list(env.agents)
             self._left[b] = {}
             if self._keeps_infos:

@@ -185,7 +185,8 @@ class TorchEnvs(
     ) -> None:
         given = self.take_options()
         if seeds is not None:
-            given["seed"] = checks.batch_seed(seeds)
+            seed = checks.batch_seed(seeds)
+            given |= checks.seed_argument(self.env, seed, self.spec.name, self.casts)
         index = list(which)
         with torch.inference_mode(False), torch.no_grad():
             targets = [as_tensor(arrays[key][row]) for key in self.spec.observation_specs]

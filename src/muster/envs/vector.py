@@ -290,8 +290,9 @@ class VectorEnvBatch(
             return np.asarray(list(seeds))
         return checks.batch_seed(seeds)
 
-    def _reset(self, **given: Any) -> Any:
+    def _reset(self, seed: Any, **given: Any) -> Any:
         who = self.spec.name
+        given |= checks.seed_argument(self.env, seed, who, self.casts)
         got = checks.call(self.env, "reset", who, **given)
         obs, self._reset_info = checks.reset_pair(got, who)
         return obs

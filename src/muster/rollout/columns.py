@@ -83,7 +83,7 @@ def lane_columns(
             hidden=env_spec.reward_key == TEAM_REWARD,
         )
     )
-    columns.append(Column(TRAJ_IDS, (), INTEGER, host=True))
+    columns.append(Column(TRAJ_IDS, (), INTEGER, host=True, hidden=not options.track_traj_ids))
     if options.max_frames_per_traj:
         for key in (STEP_COUNT, next_of(STEP_COUNT)):
             columns.append(Column(key, (), INTEGER, trailing=True, host=True))

@@ -32,18 +32,7 @@ def quick_check(
     if mode != "fast" or lane.mirrored:
         return None
     isfinite = np.isfinite
-    floats = [lane.arrays[env_spec.reward_key]]
-    bounds: list[tuple[Any, Array, Array]] = []
-    for key, spec in env_spec.action_specs.items():
-        rows = lane.arrays[key]
-        if spec.dtype.kind == "f":
-            floats.append(rows)
-        elif spec.dtype.kind in "iu":
-            if spec.low is not None:
-                bounds.append((np.less, rows, spec.low))
-            if spec.high is not None:
-                bounds.append((np.greater, rows, spec.high))
-
+    floats, bounds = _to_check(lane, env_spec)
     checked = sum(rows.size for rows in floats) + sum(rows.size for _, rows, _ in bounds)
     if checked <= FEW:
         return _few_are_fine(floats, bounds)
@@ -58,6 +47,45 @@ def quick_check(
         return True
 
     return is_fine
+
+
+def quick_row_check(lane: Lane, env_spec: EnvSpec, mode: Validate) -> Callable[[int], bool] | None:
+    """Return a function that tests whether a row is free of bad values; None: use
+    ``first_bad_value``.
+    """
+    if mode != "fast" or lane.mirrored:
+        return None
+    floats, bounds = _to_check(lane, env_spec)
+    isfinite = np.isfinite
+
+    def is_fine(t: int) -> bool:
+        for rows in floats:
+            if 0 in isfinite(rows[t]).tobytes():
+                return False
+        for leaves, rows, bound in bounds:  # noqa: SIM110 (called after every row)
+            if 1 in leaves(rows[t], bound).tobytes():
+                return False
+        return True
+
+    return is_fine
+
+
+def _to_check(lane: Lane, env_spec: EnvSpec) -> tuple[list[Array], list[tuple[Any, Array, Array]]]:
+    """Return the columns that have to be finite; and those with bounds, each with a comparison that
+    finds values beyond one of them, and the bound.
+    """
+    floats = [lane.arrays[env_spec.reward_key]]
+    bounds: list[tuple[Any, Array, Array]] = []
+    for key, spec in env_spec.action_specs.items():
+        rows = lane.arrays[key]
+        if spec.dtype.kind == "f":
+            floats.append(rows)
+        elif spec.dtype.kind in "iu":
+            if spec.low is not None:
+                bounds.append((np.less, rows, spec.low))
+            if spec.high is not None:
+                bounds.append((np.greater, rows, spec.high))
+    return floats, bounds
 
 
 def _few_are_fine(
@@ -86,7 +114,11 @@ def _few_are_fine(
 
 
 def first_bad_value(
-    lane: Lane, env_spec: EnvSpec, mode: Validate, late: Array | None = None
+    lane: Lane,
+    env_spec: EnvSpec,
+    mode: Validate,
+    late: Array | None = None,
+    begin: int = 0,
 ) -> tuple[int, str, bool] | None:
     """Find the first row with an invalid value.
 
@@ -96,16 +128,17 @@ def first_bad_value(
     Args:
         late: mask of cells without a transition, ``[n, B]``: their rewards are 0, their other
             values are not checked.
+        begin: first row to be checked.
 
     Returns:
-        row, description of the problem, and whether the policy caused it; None: no problem, or
+        row, counted from ``begin``, description of the problem, and whether the policy caused it; None: no problem, or
         ``mode`` is ``"off"``.
     """
     if mode == "off":
         return None
-    n = lane.done_steps
+    rows = slice(begin, lane.done_steps)
     made = None if late is None or not late.any() else ~late
-    reward = lane.arrays[env_spec.reward_key][:n]
+    reward = lane.arrays[env_spec.reward_key][rows]
     finite = np.isfinite(reward)
     if not finite.all():
         t, b = (int(i) for i in np.argwhere(~finite)[0])
@@ -117,7 +150,7 @@ def first_bad_value(
         bounded = mode == "full" or spec.dtype.kind in "iu"
         values = _host(lane, key) if lane.mirrored else lane.data[key]
         bounds = spec if bounded else replace(spec, low=None, high=None)
-        found = _first(values[:n], bounds, made)
+        found = _first(values[rows], bounds, made)
         if found is not None:
             t, b, what = found
             return t, f"{dotted(key)} for env {b} (row {t} of the batch): {what}", True
@@ -125,13 +158,13 @@ def first_bad_value(
         return None
     for key, spec in env_spec.observation_specs.items():
         # An observation occurs twice: after the step that returned it, and before the next step.
-        shown = [_first(_host(lane, key)[:n], spec, made)]
+        shown = [_first(_host(lane, key)[rows], spec, made)]
         if next_of(key) in lane.data:
             known = made
             if NEXT_OBS_VALID in lane.data:  # where False, the observation is NaN or 0
-                certain = _host(lane, NEXT_OBS_VALID)[:n]
+                certain = _host(lane, NEXT_OBS_VALID)[rows]
                 known = certain if made is None else certain & made
-            shown.append(_first(_host(lane, next_of(key))[:n], spec, known))
+            shown.append(_first(_host(lane, next_of(key))[rows], spec, known))
         places = [place for place in shown if place is not None]
         if places:
             t, b, what = min(places, key=lambda place: place[0])

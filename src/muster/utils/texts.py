@@ -17,3 +17,18 @@ def first_line(error: BaseException) -> str:
     """
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0]
+
+
+def short(number: float) -> str:
+    """Format ``38200`` as ``38.2k``."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.1f}".removesuffix(".0") + unit
+    return f"{number:.0f}"
+
+
+def clock(seconds: float) -> str:
+    """Format ``3725`` as ``1:02:05``."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
