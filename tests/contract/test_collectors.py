@@ -29,6 +29,7 @@ from muster import (
     Execution,
     MultiAsyncCollector,
     MultiSyncCollector,
+    Watch,
     policies,
 )
 from muster.errors import (
@@ -40,12 +41,14 @@ from muster.errors import (
     PolicyError,
     SlotsExhausted,
 )
+from muster.observing.snapshots import RunHistory
 from muster.testing import ChainEnv, CountingEnv, FaultyEnv, SpaceEnv
 from muster.weights import NoSync, SharedMemory, VanillaWeightUpdater, WeightUpdaterBase
 from tests.fakes import on_nodes
 from tests.fakes.actors import Actor, Moody, Two
 from tests.fakes.buffers import Extends
 from tests.fakes.seeded import SeededEnv
+from tests.fakes.telling import telling
 from tests.tools import assert_accounted, assert_chain, assert_same, column, counting
 
 B, T = 2, 4
@@ -408,6 +411,22 @@ def test_whole_episodes(kind):
             assert_accounted(c)
 
 
+def test_complete_episodes_are_written_into_a_replay_buffer(kind):
+    buffer = Extends()
+    told = {"replay_buffer": buffer, "replay_write_mode": "trajectory"}
+    with make(kind, counting(3), batches=3, **told) as c:
+        assert list(c) == [None] * 3
+        stats = c.stats()
+        assert stats.executed == 3 * kind.frames
+        assert stats.written == stats.frames == sum(len(batch) for batch in buffer.batches)
+        assert stats.written + stats.in_flight == stats.executed
+        assert stats.written == 3 * stats.episodes == stats.completed
+        assert_accounted(c)
+    for batch in buffer.batches:
+        assert column(batch, "next", "reward") == [1, 2, 3] * (len(batch) // 3)
+        assert (batch[IDS].reshape(-1, 3) == batch[IDS][::3, None]).all(), "none is in two pieces"
+
+
 # --- how many -------------------------------------------------------------------------------------
 
 
@@ -511,6 +530,49 @@ def test_set_seed_repeats_the_data_and_returns_the_last_seed(kind, shared, stati
 # --- hooks, buffers, background -------------------------------------------------------------------
 
 
+def test_a_function_is_called_for_every_environment(kind):
+    total = kind.groups * B
+    with serial(kind, SeededEnv, seed=5) as c:
+        numbers = c.map_envs(lambda env, by, *, factor: factor * env.seeds[0] + by, 1, factor=10)
+        assert numbers == [10 * (5 + i) + 1 for i in range(total)]
+        c.map_envs(setattr, "t", -5)
+        assert c.map_envs(getattr, "t") == [-5] * total
+        with pytest.raises(BadOption, match="expected a function of an environment"):
+            c.map_envs("reset")
+        with pytest.raises(Exception, match="has no attribute 'nothing'"):
+            c.map_envs(getattr, "nothing")
+        c.reset()
+        assert whole(kind, c)["observation"][..., 0, 1].unique().tolist() == [0]
+
+
+def test_the_hook_after_each_batch_can_be_replaced(kind):
+    first: list[Any] = []
+    second: list[Any] = []
+    with make(kind, batches=4, post_collect_hook=first.append) as c:
+        batches = iter(c)
+        next(batches)
+        c.set_post_collect_hook(second.append)
+        assert c.options.post_collect_hook == second.append
+        next(batches)
+        with pytest.raises(BadOption, match="post_collect_hook='print': expected a function"):
+            c.set_post_collect_hook("print")
+        c.set_post_collect_hook(None)
+        next(batches)
+        c.set_post_collect_hook(first.append)
+        last = next(batches)
+    assert (len(first), len(second)) == (2, 1)
+    assert_same(first[1], last)
+
+
+def test_trajectory_ids_can_be_left_out(kind):
+    with make(kind, track_traj_ids=False) as c, make(kind) as plain:
+        batch = c.next()
+        assert set(plain.next().keys(True, True)) - set(batch.keys(True, True)) == {IDS}
+        assert batch.shape == kind.shape
+        assert {record.traj_id for record in c.episodes} <= set(range(4 * kind.groups * B))
+        assert len(c.episodes)
+
+
 def test_every_environment_can_have_a_seed_of_its_own(kind):
     seeds = [17, 4, 23, 8, 15, 42][: kind.groups * B]
     with serial(kind, SeededEnv, seed=seeds) as c:
@@ -553,6 +615,37 @@ def test_hooks_are_called_around_every_batch(kind):
         batches = list(c)
     assert seen[::2] == ["before"] * 3
     assert all(a is b for a, b in zip(seen[1::2], batches, strict=True))
+
+
+def test_own_metrics_are_logged_at_the_delivered_frames(kind, tmp_path):
+    logged: list[tuple[int, Any]] = []
+    options = {
+        "logger": lambda metrics, step: logged.append((step, metrics)),
+        "watch": Watch(tmp_path, None),
+    }
+    with make(kind, batches=3, **options) as c:
+        c.log({"loss": 9.0})
+        for number, _ in enumerate(c):
+            c.log({"loss": torch.tensor(0.5), "number": number})
+        c.log({"at the end": 1}, step=1000)
+        with pytest.raises(BadOption, match="'loss' is of shape \\[2\\]: expected one number"):
+            c.log({"loss": torch.zeros(2)})
+    own = [(step, metrics) for step, metrics in logged if "collect/frames_per_s" not in metrics]
+    assert own == [
+        (0, {"loss": 9.0}),
+        *((n * kind.frames, {"loss": 0.5, "number": n - 1.0}) for n in (1, 2, 3)),
+        (1000, {"at the end": 1.0}),
+    ]
+    assert [step for step, _ in logged] == [
+        *(0, kind.frames, kind.frames, 2 * kind.frames, 2 * kind.frames),
+        *(3 * kind.frames, 3 * kind.frames, 1000),
+    ]
+    shown = [s for s in RunHistory.read(tmp_path).snapshots if "metrics" in s]
+    assert sum(s["metrics"].get("loss", [0, 0, 0])[1] for s in shown) == 4
+    assert shown[-1]["metrics"]["at the end"] == [1.0, 1, 0]
+    assert shown[-1]["metrics_at"] == 3 * kind.frames
+    with pytest.raises(CollectorClosed):
+        c.log({"loss": 1.0})
 
 
 def test_a_replay_buffer_takes_the_batches(kind):
@@ -794,6 +887,22 @@ def test_weight_sync_schemes(kind, scheme):
         c.update_policy_weights_(Actor(3.0))
         weights = c.rollout()["weight"].unique().tolist()
         assert weights == [1.0 if scheme == "none" or isinstance(scheme, NoSync) else 3.0]
+
+
+def test_each_worker_can_make_its_own_policy(kind):
+    if kind.cls is Collector or "inference" in kind.options:
+        pytest.skip("there is one policy")
+    workers = kind.options.get("num_workers", kind.groups)
+    factories = [telling(10 + worker) for worker in range(workers)]
+    with make(kind, policy_factory=factories, policy_device=["cpu"] * workers) as c:
+        assert c.policy.number == 10
+        with torch.no_grad():
+            c.policy.weight.fill_(2.0)
+        c.update_policy_weights_(worker_ids=[torch.device("cpu")])
+        for group, (part,) in enumerate(streams(kind, c, 1)):
+            assert part["number"].unique().tolist() == [10 + group * workers // kind.groups]
+    with pytest.raises(BadOption, match=f"policy_factory has {workers + 1} entries"):
+        make(kind, policy_factory=[*factories, telling(1)])
 
 
 def test_only_collectors_with_workers_send_weights(kind):

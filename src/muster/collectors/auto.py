@@ -82,7 +82,7 @@ def measure(create_env_fn: Any, policy: Any, options: CollectorOptions, seconds:
     factories = factories_of(create_env_fn)
     end = 0.0
     over = SimpleNamespace(collection_stopped=lambda: time.perf_counter() >= end)
-    factory = options.policy_factory
+    factory = next(iter(options.factories), None)
     copied = loads(dumps(policy, "policy", MAKE_POLICY), "policy") if factory is None else factory()
     with (
         GroupRng(0).as_global(),

@@ -6,7 +6,7 @@ import inspect
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from numbers import Integral
@@ -30,6 +30,7 @@ from muster.collectors.signatures import takes
 from muster.episodes.record import Episodes
 from muster.episodes.summary import CollectStats
 from muster.errors import BadOption, CollectorBusy, CollectorClosed, CollectorTimeout, described
+from muster.observing.own_metrics import numbers_of
 from muster.observing.plot import plot_stats
 from muster.observing.profiling import ProfileConfig
 from muster.observing.stats import CollectorStats
@@ -38,11 +39,13 @@ from muster.policies.sampling import all_masks_of
 from muster.rollout.group import Group
 from muster.utils.attributes import resolve
 from muster.utils.forks import Owner
+from muster.utils.integers import integer
 from muster.utils.tracebacks import trimmed
 from muster.weights.names import tensors_in
 from muster.weights.publish import PolicyWeights
 from muster.weights.receive import Receivers, only_source
-from muster.workers.requests import Profile
+from muster.workers.requests import Call, Profile
+from muster.workers.worker import on_environments
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -215,6 +218,32 @@ class BaseCollector(ABC):
         """Address of the page of ``watch=``, with its token; None: there is no page."""
         return None if self._observers.watched is None else self._observers.watched.url
 
+    def log(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log metrics of your own, such as a loss: to ``logger=``, and as charts of the page of
+        ``watch=``.
+
+        ``collector.log({"loss": loss, "entropy": entropy})``. Without ``logger`` and ``watch``
+        nothing happens. The page draws means per second over delivered frames. It shows the first
+        64 names.
+
+        Args:
+            metrics: numbers by name, also 0-dimensional tensors and arrays. Numbers that are not
+                finite are counted on the page, and given to the logger as they are.
+            step: step for the logger. None: the number of frames delivered so far, as for the
+                collector's own metrics.
+
+        Raises:
+            BadOption: a name is no text, or a value is no single number. Nothing was logged.
+            CollectorClosed: after ``shutdown``.
+            HookError: the logger raised. The page has the metrics.
+        """
+        if self._closed:
+            raise CollectorClosed("this collector was shut down; log before it")
+        for owner in self._owners():
+            owner.check()
+        at = None if step is None else integer("step", step, 0, of="log")
+        self._observers.log(numbers_of(metrics), at)
+
     def plot(self) -> Any:
         """Draw returns over frames with the 95 % interval of a running mean, the split of time, and
         the policy lag.
@@ -274,6 +303,16 @@ class BaseCollector(ABC):
         """
         with self._exclusively():
             return self._engine.set_seed(seed, static=static_seed)
+
+    def set_post_collect_hook(self, hook: Callable[[Any], Any] | None) -> None:
+        """Replace ``post_collect_hook`` from the next batch on; None: there is none.
+
+        Raises:
+            BadOption: it is no function, or contradicts other options. Nothing was done.
+        """
+        with self._exclusively():
+            self._engine.set_post_collect_hook(hook)
+            self.options = self._engine.options
 
     # --- in the background ------------------------------------------------------------------------
 
@@ -511,6 +550,31 @@ class BaseCollector(ABC):
         env = self.env
         return [getattr(one, attr) for one in env] if isinstance(env, list) else getattr(env, attr)
 
+    def map_envs(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call ``function(env, *args, **kwargs)`` for every environment, where it is: in this
+        process, in every worker, on every node.
+
+        It takes effect before the next rollout. Observations are not read again: if the function
+        changes the state, call ``reset()`` afterwards.
+
+        Args:
+            function: for processes and nodes it must be picklable, as lambdas are, and its results,
+                too.
+
+        Returns:
+            the results in the order of environment numbers. An object that steps several
+            environments together has one. Environments of dropped workers have none.
+
+        Raises:
+            BadOption: ``function`` is no function, or it or an argument cannot be pickled.
+        """
+        if not callable(function):
+            raise BadOption(f"map_envs({function!r}): expected a function of an environment")
+        with self._exclusively():
+            call = Call(on_environments, (self._sendable((function, args, kwargs), "map_envs"),))
+            found = self._engine.source.pool.call(call)
+        return [result for of_worker in found for result in of_worker]
+
     def getattr_policy(self, attr: str) -> Any:
         """Return an attribute of the policy."""
         self._raise_from_background()
@@ -673,6 +737,10 @@ class BaseCollector(ABC):
 
     # --- parts ------------------------------------------------------------------------------------
 
+    def _sendable(self, given: Any, what: str) -> Any:
+        """Return what workers get for ``given``; see ``unpickled``."""
+        return given
+
     def _set_up(self) -> None:
         options = self.options
         self._on_demand = OnDemand(self._engine)
@@ -715,18 +783,28 @@ class BaseCollector(ABC):
                 )
         return list(dict.fromkeys(numbers))
 
-    def _workers_on(self, device: torch.device) -> range:
-        """The workers whose policies are on a device: all, or none."""
-        acts_on = self.options.devices.policy
-        if acts_on is None:
-            first = next(
-                iter(tensors_in(self.policy) if isinstance(self.policy, torch.nn.Module) else ()),
-                None,
-            )
-            acts_on = torch.device("cpu") if first is None else first.device
-        if device.type != acts_on.type or device.index not in (None, acts_on.index or 0):
-            raise BadOption(f"worker_ids={device!r}: the policies of all workers are on {acts_on}")
-        return range(self._weights.workers or 0)
+    def _workers_on(self, device: torch.device) -> list[int]:
+        """The workers whose policies are on a device."""
+        acting_on = self._acting_on()
+        found = [
+            number
+            for number, acts_on in enumerate(acting_on)
+            if device.type == acts_on.type and device.index in (None, acts_on.index or 0)
+        ]
+        if not found:
+            known = ", ".join(sorted({str(acts_on) for acts_on in acting_on}))
+            raise BadOption(f"worker_ids={device!r}: the policies of all workers are on {known}")
+        return found
+
+    def _acting_on(self) -> list[torch.device]:
+        """Return the device of the policy of each worker that takes weights."""
+        return [self.options.devices.policy or self._policys_own()] * (self._weights.workers or 0)
+
+    def _policys_own(self) -> torch.device:
+        """Return the device on which the user's policy is."""
+        tensors = tensors_in(self.policy) if isinstance(self.policy, torch.nn.Module) else ()
+        first = next(iter(tensors), None)
+        return torch.device("cpu") if first is None else first.device
 
     def _part(self, model_id: str) -> torch.nn.Module | None:
         model = None if model_id == "policy" else self.get_model(model_id)

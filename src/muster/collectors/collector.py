@@ -56,7 +56,7 @@ class Collector(BaseCollector):
         options = self.options
         made_policy = options.policy
         if options.policy_factory is not None:
-            made_policy = options.policy_factory()
+            made_policy = options.factories[0]()
         self.policy, self._policy_device = place(made_policy, options.devices.policy)
         original = None
         if self.policy is not made_policy:
@@ -92,7 +92,7 @@ class Collector(BaseCollector):
         """A copy of the policy: as Python copies it, as ``policy_factory`` makes it, or as workers
         get it.
         """
-        factory = self.options.policy_factory
+        factory = next(iter(self.options.factories), None)
         copied: torch.nn.Module | None = None
         with suppress(Exception):  # of the user's code
             copied = copy.deepcopy(self.policy)

@@ -27,6 +27,7 @@ from muster.collectors.batch_options import BatchOptions
 from muster.collectors.replay_buffer import ReplaySink
 from muster.episodes.stored import leading_dims
 from muster.errors import BadOption
+from muster.memory.replay import ReplayMemory
 from muster.observing.loggers import as_logger
 from muster.policies.adapt import STORED
 from muster.policies.agents import per_agent
@@ -62,6 +63,7 @@ SHOWN_ORDER = (
     "compact_obs",
     "obs_dtype",
     "replay_buffer",
+    "replay_write_mode",
     "extend_buffer",
     "pre_collect_hook",
     "post_collect_hook",
@@ -70,6 +72,7 @@ SHOWN_ORDER = (
     "on_batch",
     "record",
     "track_policy_version",
+    "track_traj_ids",
     "weight_updater",
     "weight_sync_schemes",
     "weight_recv_schemes",
@@ -97,6 +100,10 @@ SHOWN_ORDER = (
     "watch",
     "slot_memory_limit",
 )
+
+
+# options that collectors with workers also take as a list, with a value for each worker or node
+PER_WORKER = ("policy_factory", "device", "policy_device", "env_device")
 
 
 # --- values of options ----------------------------------------------------------------------------
@@ -208,7 +215,22 @@ def _policy(name: str, value: Any) -> Any:
     return per_agent(value) if isinstance(value, dict) else value
 
 
-def _device(name: str, value: Device) -> torch.device | None:
+def _factory(name: str, value: Any) -> Any:
+    if isinstance(value, (list, tuple)) and not value:
+        raise BadOption(f"{name} is an empty list: expected a function for each worker")
+    for factory in value if isinstance(value, (list, tuple)) else [value]:
+        if not callable(factory):
+            raise BadOption(f"{name}={value!r}: expected a function, or a list of functions")
+    return value
+
+
+def _device(name: str, value: Any, *, here: bool = True) -> torch.device | None:
+    """Return a device; of a list, the first one. ``here``: this machine must have it."""
+    if isinstance(value, (list, tuple)):
+        found = [_device(f"{name}[{i}]", one, here=here) for i, one in enumerate(value)]
+        if not found:
+            raise BadOption(f"{name} is an empty list: expected a device for each worker")
+        return found[0]
     if value is None:
         return None
     try:
@@ -217,6 +239,8 @@ def _device(name: str, value: Device) -> torch.device | None:
         raise BadOption(
             f"{name}={value!r}: not a torch device ({str(error).splitlines()[0]})"
         ) from None
+    if not here:
+        return device
     if device.type == "cuda" and not torch.cuda.is_available():
         raise BadOption(f"{name}={value!r}: this machine or this build of torch has no CUDA device")
     # tensors name the index, and the two are compared
@@ -257,7 +281,9 @@ class CollectorOptions(BatchOptions, WorkerOptions):
             columns. None, 0 or negative: none.
         create_env_kwargs: keyword arguments for the env id or function; a dict, or a list with a
             dict for each group.
-        policy_factory: function without arguments that makes the policy; replaces ``policy``.
+        policy_factory: function without arguments that makes the policy; replaces ``policy``. With
+            workers also a list, with a function for each worker or node. All make the same weights;
+            the first one makes ``collector.policy``.
         obs_dtype: dtype of floating-point observations in batches and for the policy:
             ``torch.float16``, ``float32``, ``float64``, or "env" for the environment's. None: the
             dtype of the policy's first floating-point parameter (float32 for bfloat16, which NumPy
@@ -274,7 +300,9 @@ class CollectorOptions(BatchOptions, WorkerOptions):
         autosave: folder to which the ``state_dict`` is saved between batches;
             ``load_state_dict(path)`` restores it. ``muster.Autosave(folder, every=60.0)`` also sets
             the interval in seconds. None: no saves.
-        device: default for ``storing_device``, ``policy_device`` and ``env_device``.
+        device: default for ``storing_device``, ``policy_device`` and ``env_device``. Collectors
+            with workers take these, except ``storing_device``, also as a list with a device for
+            each worker or node. Devices of nodes are looked for on the nodes.
         storing_device: device of batches. None: no transfer (they are on the CPU, or on the
             environments' GPU).
         policy_device: device of the policy; if it is on another one, a copy of it is used. None:
@@ -299,6 +327,7 @@ class CollectorOptions(BatchOptions, WorkerOptions):
 
     SHOWN_ORDER: ClassVar[tuple[str, ...]] = SHOWN_ORDER
     has_workers: ClassVar[bool] = False
+    acts_elsewhere: ClassVar[bool] = False  # environments and policies are on other machines
 
     create_env_fn: Any = field(repr=False)
     policy: Annotated[Any, _policy] = field(default=None, repr=False)
@@ -307,17 +336,17 @@ class CollectorOptions(BatchOptions, WorkerOptions):
     round_up_total_frames: bool = False
     init_random_frames: Limit = None
     create_env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
-    policy_factory: Callable[[], Any] | None = None
+    policy_factory: Annotated[Callable[[], Any] | Sequence[Any], _factory] | None = None
     obs_dtype: Annotated[ObsDtype, _obs_dtype] = None
     weight_updater: Any = None
     weight_sync_schemes: Any = None
     weight_recv_schemes: Mapping[str, Any] | None = None
     worker_idx: Number | None = None
     autosave: str | os.PathLike[str] | Autosave | None = None
-    device: Device = None
+    device: Device | Sequence[Device] = None
     storing_device: Device = None
-    policy_device: Device = None
-    env_device: Device = None
+    policy_device: Device | Sequence[Device] = None
+    env_device: Device | Sequence[Device] = None
     seed: Seed | None = None
     logger: Annotated[Any, _logger] = None
     progress: bool = False
@@ -334,20 +363,41 @@ class CollectorOptions(BatchOptions, WorkerOptions):
         _check_total(self)
         self.watching  # noqa: B018 (checks the address)
         self.devices  # noqa: B018 (checks the devices)
-        if self.replay_buffer is not None:
+        if self.replay_buffer is not None and not self.has_memory:
             ReplaySink(self.replay_buffer, extend=self.extend_buffer)
         _check_batches(self)
         _check_objects(self)
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether the rollouts go to a ``ReplayMemory``."""
+        return isinstance(self.replay_buffer, ReplayMemory)
+
     @cached_property
     def devices(self) -> Devices:
-        """Return the devices, which this process has."""
-        general = _device("device", self.device)
+        """Return the devices, which this process has; of lists, those of the first worker."""
+        here = not self.acts_elsewhere
+        general = _device("device", self.device, here=here)
+        storing: Any = self.storing_device
+        if isinstance(storing, (list, tuple)):
+            raise BadOption(
+                f"storing_device={storing!r}: batches of all workers are on one device. Give one"
+            )
+        if storing is None and not isinstance(self.device, (list, tuple)):
+            storing = self.device
         return Devices(
-            storing=_device("storing_device", self.storing_device) or general,
-            policy=_device("policy_device", self.policy_device) or general,
-            env=_device("env_device", self.env_device) or general,
+            storing=_device("storing_device", storing),
+            policy=_device("policy_device", self.policy_device, here=here) or general,
+            env=_device("env_device", self.env_device, here=here) or general,
         )
+
+    @property
+    def factories(self) -> tuple[Callable[[], Any], ...]:
+        """Return the functions that make policies: the only one, one for each worker, or none."""
+        given = self.policy_factory
+        if given is None:
+            return ()
+        return (given,) if callable(given) else tuple(given)
 
     @property
     def saving(self) -> Autosave | None:
@@ -423,21 +473,38 @@ def _check_batches(o: CollectorOptions) -> None:
     """Checks of the contents and destination of batches."""
     buffer = o.replay_buffer is not None
     per_step = not o.extend_buffer
-    waits = "trajs_per_batch" if o.trajs_per_batch else "on_episode_done"
+    waits = o.joins_episodes or "on_episode_done"
     if per_step and not buffer:
         raise BadOption("extend_buffer=False needs a replay_buffer")
-    whole = o.postproc, o.split_trajs, o.trajs_per_batch, o.set_truncated, o.compact_obs
+    if o.replay_write_mode is not None and not buffer:
+        raise BadOption(
+            f"replay_write_mode={o.replay_write_mode!r} says what is written into replay_buffer, and"
+            " none was given: pass replay_buffer="
+        )
+    if o.replay_write_mode == "rollout" and o.trajs_per_batch:
+        raise BadOption(
+            "replay_write_mode='rollout' writes batches, and trajs_per_batch makes episodes of"
+            " them: give one of them"
+        )
+    whole = o.postproc, o.split_trajs, o.joins_episodes, o.set_truncated, o.compact_obs
     if per_step and any((*whole, o.post_collect_hook, o.on_episode_done, o.on_batch, o.record)):
         raise BadOption(
-            "postproc, split_trajs, trajs_per_batch, set_truncated, compact_obs, post_collect_hook,"
-            " on_episode_done, on_batch and record need whole batches: use extend_buffer=True"
+            "postproc, split_trajs, trajs_per_batch, replay_write_mode='trajectory', set_truncated,"
+            " compact_obs, post_collect_hook, on_episode_done, on_batch and record need whole"
+            " batches: use extend_buffer=True"
         )
     if per_step and (not o.reset_when_done or o.interruptor is not None):
         raise BadOption(
             "extend_buffer=False adds single steps, so a batch cannot end early: leave out"
             " reset_when_done=False and interruptor, or use extend_buffer=True"
         )
-    if buffer:
+    if o.record is not None and not o.track_traj_ids:
+        raise BadOption(
+            "record: a recording finds its episodes by their ids. Leave track_traj_ids=False out"
+        )
+    if o.has_memory:
+        _check_for_memory(o)
+    elif buffer:
         _check_stored_shape(o)
     if o.return_same_td and buffer:
         raise BadOption(
@@ -448,8 +515,8 @@ def _check_batches(o: CollectorOptions) -> None:
             "split_trajs and trajs_per_batch make a new TensorDict every time: leave"
             " return_same_td out"
         )
-    if o.split_trajs and o.trajs_per_batch:
-        raise BadOption("split_trajs and trajs_per_batch: give one; traj_format='pad' pads too")
+    if o.split_trajs and o.joins_episodes:
+        raise BadOption(f"split_trajs and {o.joins_episodes}: give one; traj_format='pad' pads too")
     if o.trajectories is not None and o.trajectories.on_policy_only and not o.track_policy_version:
         raise BadOption(
             "on_policy_only looks at the versions of whole episodes: it needs track_policy_version"
@@ -459,10 +526,29 @@ def _check_batches(o: CollectorOptions) -> None:
             "max_decorrelation_steps moves environments away from the beginning of their episodes,"
             " and reset_at_each_iter takes them back before the first batch: give one of them"
         )
-    if o.set_truncated and (o.trajs_per_batch or o.on_episode_done):
+    if o.set_truncated and (o.joins_episodes or o.on_episode_done):
         raise BadOption(
             f"set_truncated marks ends that are none, and {waits} waits for real ones: give one of"
             " them"
+        )
+
+
+def _check_for_memory(o: CollectorOptions) -> None:
+    """Raise ``BadOption`` if options change batches, which a ``ReplayMemory`` does not get."""
+    changing = {
+        "postproc": o.postproc is not None,
+        "split_trajs": bool(o.split_trajs),
+        "trajs_per_batch": bool(o.trajs_per_batch),
+        "set_truncated": bool(o.set_truncated),
+        "extend_buffer=False": not o.extend_buffer,
+        "replay_write_mode='trajectory'": o.replay_write_mode == "trajectory",
+    }
+    given = [name for name, is_given in changing.items() if is_given]
+    if given:
+        raise BadOption(
+            "a ReplayMemory has the transitions as environments and policy have written them:"
+            f" leave {', '.join(given)} out, change samples instead (memory.sample), or use"
+            " TorchRL's ReplayBuffer"
         )
 
 
@@ -476,10 +562,10 @@ def _check_stored_shape(o: CollectorOptions) -> None:
     found = 0
     batches = ""
     remedy = "use ndim=1, with an item per frame"
-    if o.trajectories is not None and o.traj_format in (None, "cat"):
+    if o.joins_episodes and o.traj_format in (None, "cat"):
         found = 1
-        batches = "the episodes of trajs_per_batch follow one another in one"
-    elif o.trajectories is not None or o.split_trajs:
+        batches = f"the episodes of {o.joins_episodes} follow one another in one"
+    elif o.joins_episodes or o.split_trajs:
         found = 2
         batches = "padded trajectories have two"
         remedy = "use ndim=1, with an item per trajectory"
@@ -496,6 +582,11 @@ def _check_stored_shape(o: CollectorOptions) -> None:
 
 def _check_objects(o: CollectorOptions) -> None:
     """Checks of the user's objects, and of the devices of this machine."""
+    for name in PER_WORKER:
+        if not o.has_workers and isinstance(getattr(o, name), (list, tuple)):
+            raise BadOption(
+                f"{name} has an entry for each worker, and a Collector has none: give one value"
+            )
     if o.weight_sync_schemes is not None and not o.has_workers:
         raise BadOption(
             "weight_sync_schemes send weights to sub-collectors, and a Collector has none;"

@@ -91,13 +91,16 @@ def log_rollouts(pool: Pool, worker: Worker, create_env_fn: Any, options: Collec
     worker.log_rollouts(log.add)
 
 
-def origins_of(create_env_fn: Any, options: CollectorOptions) -> list[EnvFactory]:
-    """Return the ``EnvFactory`` of each group."""
+def origins_of(
+    create_env_fn: Any, options: CollectorOptions, owns: Sequence[CollectorOptions] = ()
+) -> list[EnvFactory]:
+    """Return the ``EnvFactory`` of each group; ``owns``: options of each, if these differ."""
     factories = factories_of(create_env_fn)
     kwargs = keywords_of(options.create_env_kwargs, len(factories))
+    owns = owns or [options] * len(factories)
     return [
-        EnvFactory(made, options.num_envs, given, options.devices.env)
-        for made, given in zip(factories, kwargs, strict=True)
+        EnvFactory(made, own.num_envs, given, own.devices.env)
+        for made, given, own in zip(factories, kwargs, owns, strict=True)
     ]
 
 
@@ -125,11 +128,11 @@ def marks_valid(options: CollectorOptions, sharing: int) -> bool:
     Warns if ``sharing`` environments cannot share them equally.
     """
     surplus = options.frames % sharing
-    if surplus and options.trajs_per_batch:
+    if surplus and options.joins_episodes:
         raise BadOption(
             f"frames_per_batch={options.frames_per_batch} cannot be shared equally by {sharing}"
-            " environments, and the episodes of trajs_per_batch would have holes where batches"
-            f" end. Use a multiple of {sharing}."
+            f" environments, and the episodes of {options.joins_episodes} would have holes where"
+            f" batches end. Use a multiple of {sharing}."
         )
     if surplus and options.extend_buffer:
         rows = options.rows_per_batch(sharing)

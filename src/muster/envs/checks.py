@@ -156,10 +156,7 @@ def reset_pair(got: Any, who: str) -> tuple[Any, Any]:
     return observation, info
 
 
-def step_values(
-    got: Any,
-    who: str,
-) -> tuple[Any, Any, Any, Any, Any]:
+def step_values(got: Any, who: str) -> tuple[Any, Any, Any, Any, Any]:
     """Return the result of ``step``; raise ``BadEnvOutput`` unless it is a tuple of five values."""
     if not isinstance(got, tuple) or len(got) != 5:
         size = f" of {len(got)}" if isinstance(got, tuple) else ""

@@ -377,12 +377,7 @@ def _flags(
     return {agent: checks.as_flag(flag, f"{name} of {agent}", who) for agent, flag in flags.items()}
 
 
-def _reset(
-    env: Any,
-    who: str,
-    b: int,
-    **given: Any,
-) -> tuple[Any, Any]:
+def _reset(env: Any, who: str, b: int, **given: Any) -> tuple[Any, Any]:
     """Return observations and infos from the reset of environment ``b``, called ``who``."""
     got = checks.call(env, "reset", who, index=b, **given)
     obs, infos = checks.reset_pair(got, who)

@@ -517,11 +517,7 @@ def _describe(value: Any) -> str:
 # --- spaces ---------------------------------------------------------------------------------------
 
 
-def _drawing(
-    spec: ArraySpec,
-    B: int,
-    on: torch.device,
-) -> Draw:
+def _drawing(spec: ArraySpec, B: int, on: torch.device) -> Draw:
     assert spec.low is not None and spec.high is not None
     size = (B, *spec.shape)
     dtype = torch_dtype(spec.dtype)
@@ -575,11 +571,7 @@ def _first_allowed(
     return torch.stack(choices, 1)
 
 
-def _single_space(
-    env: Any,
-    name: str,
-    B: int,
-) -> spaces.Space[Any]:
+def _single_space(env: Any, name: str, B: int) -> spaces.Space[Any]:
     """Return the space of one environment; wrappers have the space of the batch only."""
     base = getattr(env, "unwrapped", env)
     batched = getattr(env, name, None)

@@ -308,12 +308,7 @@ class VectorEnvBatch(
                 leaves[n] = _object_row(leaves[n], self.spec.num_envs, f"{who}: {dotted(key)}")
         return leaves
 
-    def _column(
-        self,
-        value: Any,
-        name: str,
-        kinds: str,
-    ) -> Array:
+    def _column(self, value: Any, name: str, kinds: str) -> Array:
         array = np.asarray(value)
         B = self.spec.num_envs
         number_in_array = kinds == checks.NUMBERS and array.shape == (B, 1)

@@ -87,6 +87,9 @@ class CollectorStats:
             that wait (for the next call, after an error of a hook), the rows of a batch that an
             error interrupted, and with ``trajs_per_batch`` and ``collect(n_episode=)`` episodes
             that are incomplete or wait for others. 0 after ``shutdown()``, which discards them all.
+        completed: number of frames of all episodes that have ended in collected batches.
+        written: number of frames that the replay buffer has got, before ``postproc``; 0 without
+            one.
         batches, episodes: numbers of delivered batches, and of episodes that ended in them.
         return_mean, length_mean: averages over the last 100 episodes; None before the first.
         success_rate: average over the last 100 episodes whose last ``info`` has ``is_success`` or
@@ -140,6 +143,8 @@ class CollectorStats:
     ended_by: str = ""
     success_rate: float | None = None
     engine: str = ""
+    completed: int = 0
+    written: int = 0
 
     def __repr__(self) -> str:
         parts = [

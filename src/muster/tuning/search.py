@@ -215,7 +215,7 @@ def tune(
         copied = loads(dumps(policy, "policy", MAKE_POLICY), "policy")
     elif policy is not None:
         raise BadOption("policy_factory cannot be used with policy: give one of them")
-    elif checked.policy_factory() is None:
+    elif checked.factories[0]() is None:
         raise BadOption("policy_factory returned None, expected a policy")
     else:
         copied = None  # each collector makes its own

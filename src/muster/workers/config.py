@@ -53,8 +53,8 @@ class WorkerConfig:
     # environment factories, one for each group; pickled by ``pickling.dumps`` for processes
     factories: Sequence[Any]
     kwargs: Any  # list of keyword arguments for the factories; pickled likewise
-    policy: bytes  # pickled policy or policy factory
-    is_factory: bool  # ``policy`` is a factory
+    policy: bytes  # pickled policy, or a tuple of policy factories
+    is_factory: bool  # ``policy`` has factories
     setting: Any  # ``WorkerSetting``; pickled likewise
     # ``Turns`` by which threads call the policy, one at a time, with their group's random streams
     # as global ones. None: workers are processes, or the user's thread does not wait for the
@@ -69,6 +69,7 @@ class WorkerConfig:
     generation: int = 0  # number of earlier starts of the worker
     # place among all workers; None until all workers have made their groups
     place: WorkerPlace | None = None
+    factory: int = 0  # which of the factories makes the worker's policy
     node: str = ""  # number and host of the worker's node, for messages; empty on this machine
     # ids of the program's registry; None: the worker is in a process that has them
     registered: SentIds | None = None
@@ -102,7 +103,7 @@ class PoolConfig:
     """
 
     workers: Sequence[WorkerConfig]  # configs of the workers, without the policy
-    policy: bytes  # pickled policy or policy factory
+    policy: bytes  # pickled policy, or a tuple of policy factories
     count: int  # number of workers of the collector, over all nodes
     server: ServerConfig | None  # config of the inference server; None: the workers run the policy
     # ``EnvFactory`` of each group, for crash reports; each is pickled for a node
