@@ -162,7 +162,7 @@ def check_masks(spec: EnvSpec) -> None:
         problem = _mask_or_problem(spec, action, key)
         if isinstance(problem, str):
             raise UnsupportedSpace(
-                f"{spec.name}: {problem}. Change the mask, or rename the key if it is no mask of"
+                f"{spec.name}: {problem}. Change the mask, or rename the key if it is not a mask of"
                 " allowed actions."
             )
 

@@ -85,7 +85,7 @@ def write_minari(
         observation_space = observation_space or _space_of([buffer(episodes[0]).observations])
     if not DATASET_ID.fullmatch(dataset_id):
         raise BadOption(
-            f"{dataset_id!r} is no id of a Minari dataset: expected NAME-vN or NAMESPACE/NAME-vN,"
+            f"{dataset_id!r} is not an id of a Minari dataset: expected NAME-vN or NAMESPACE/NAME-vN,"
             " with letters, digits, _ and -, such as cartpole/ppo-v0."
         )
     path = get_dataset_path(dataset_id)
@@ -230,7 +230,7 @@ def _tensor(rows: Any) -> torch.Tensor:
         return torch.from_numpy(np.array(rows))
     except TypeError as error:
         raise BadRecording(
-            f"the dataset has {np.asarray(rows).dtype} values, which are no tensors"
+            f"the dataset has {np.asarray(rows).dtype} values, which are not tensors"
         ) from error
 
 
