@@ -18,6 +18,7 @@ from muster.collectors.last_rollouts import EndedEpisodes, LastRollouts
 from muster.collectors.ledger import Ledger
 from muster.collectors.options import CollectorOptions, check_seeds
 from muster.collectors.pipeline import Pipeline, PipelineItem
+from muster.collectors.row_by_row import RowByRow
 from muster.collectors.stepped import SteppedBatch
 from muster.episodes.plain import Place
 from muster.episodes.record import NO_EPISODES, Episodes
@@ -197,6 +198,10 @@ class Engine:
             self.memory = MemoryWriter(options.replay_buffer, pool, options.devices.storing)
         self._shows = self.memory is None or not self.pipeline.is_direct
         self._shows = self._shows or options.post_collect_hook is not None
+        self._row_by_row: RowByRow | None = None
+        one_row = local is not None and options.frames == pool.num_envs and len(pool.counters) == 1
+        if self.memory is not None and local is not None and one_row and not self._shows:
+            self._row_by_row = RowByRow(local, self.memory, source.layout)
         if local is None and self._shows:
             source.prepare_ahead(self.views)
         self.next_batch = NextBatch(source, weights, self.views)
@@ -293,6 +298,9 @@ class Engine:
         if not self.options.extend_buffer:
             self._put_stepped(limit)
             return
+        if self._row_by_row is not None and self._goes_on_row_by_row(limit):
+            self._put_row(self._row_by_row)
+            return
         with postponed():
             checkpoint()
             batch, hidden, frames, episodes, *_ = self.collect(limit, shown=self._shows)
@@ -365,6 +373,55 @@ class Engine:
         return CollectedRollout(
             batch, hidden, frames, self.ended.collected, self.last.env_ids, filled.results
         )
+
+    def _goes_on_row_by_row(self, limit: int) -> bool:
+        """Return whether the next batch is one row, and nothing else is under way or watched."""
+        assert self._row_by_row is not None
+        return (
+            limit == self.options.frames
+            and not self.in_batch
+            and not self.source.has_begun
+            and not self.next_batch.frames
+            and not self.time.timeline.running
+            and self._row_by_row.is_possible
+        )
+
+    @postponed()
+    def _put_row(self, rows: RowByRow) -> None:
+        """Collect a row into the memory, and put its records into the pipeline."""
+        checkpoint()
+        if self.memory is not None and not self.memory.is_open:
+            self.memory.open(self.layout())
+        acting = self._who_acts(0)
+        pool = self.source.pool
+        version = self.weights.hold()
+        try:
+            results = rows.collect(next(pool.numbers), acting, version)
+        finally:
+            self.weights.release()
+        counters = pool.counters[0]
+        error: BaseException | None = None
+        for result in results:
+            counters.add(result)
+            if result.error is not None:
+                error = result.error
+                continue
+            counters.deliver(result.frames)
+            frames, episodes = self.last.replace([result], [], self.weights)
+            self.ledger.collected(frames, closes=True)
+            if episodes or self.ended.collected is not NO_EPISODES:
+                self.ended.collect(episodes, self.ledger.frames)
+            self.counted += frames
+            self.pipeline.ready.append(PipelineItem(None, (), frames, self.ended.collected))
+            if result.warnings:
+                pool.warn_later(result)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error, results, result
+        if pool.unwarned:
+            pool.give_warnings()
 
     def layout(self) -> Layout:
         """Return the layout of rollouts of the policy.
@@ -487,6 +544,8 @@ class Engine:
         self.stepped.load_state_dict(state["stepped"], self.place)
         if self.memory is not None:
             self.memory.forget()
+        if self._row_by_row is not None:
+            self._row_by_row.forget()
         self.next_batch.give_up()
 
     def source_state(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from muster.keys import AGENT, NEXT_OBS_VALID, TERMINATED, TRAJ_IDS, VALID, Key,
 from muster.memory.replay import ReplayMemory
 from muster.memory.ring import Ring
 from muster.memory.slots import Lane, Layout, as_tensor
-from muster.memory.specs import Array
+from muster.memory.specs import Array, Column
 from muster.rollout.marks import Final
 from muster.workers.messages import RolloutResult
 from muster.workers.pool import Pool
@@ -39,7 +39,8 @@ class MemoryWriter:
         self._pool = pool
         self._storing = storing
         self._observed: list[Key] = []
-        self._layout: Layout | None = None
+        self._columns: Sequence[Column] = ()
+        self._margin = 0
         self._known: dict[int, _Known] = {}  # by group
         self._under_way: FilledSlot | None = None
         self._written = 0  # number of its rollouts that are written
@@ -71,17 +72,23 @@ class MemoryWriter:
                 f" {layout.T * sum(sizes)} transitions. Give it a larger capacity, or the"
                 " collector a smaller frames_per_batch"
             )
+        self._margin = max(layout.T, min(MARGIN, rows))
+        self._prepare(layout.columns)
+
+    def _prepare(self, given: Sequence[Column]) -> None:
+        """Prepare the memory for rows with these columns; another policy may have others."""
+        counters = self._pool.counters
         info = counters[0].info
         observed = list(info.carried_specs)
         following = {next_of(key) for key in observed}
-        columns = [column for column in layout.columns if column.key not in following]
-        margin = max(layout.T, min(MARGIN, rows))
+        columns = [column for column in given if column.key not in following]
         device = self._storing or info.device
         if device is not None and device.type == "cpu":
             device = None
-        self._memory.open(columns, observed, sizes, margin, device)
+        sizes = [counts.info.num_envs for counts in counters]
+        self._memory.open(columns, observed, sizes, self._margin, device)
         self._observed = observed
-        self._layout = layout
+        self._columns = given
 
     def forget(self) -> None:
         """The next rollouts may not continue those that were written."""
@@ -102,45 +109,60 @@ class MemoryWriter:
             self._written += 1
         self._under_way = None
 
+    def add_row(self, lane: Lane, t: int, result: RolloutResult) -> None:
+        """Write row ``t`` of a lane, which a rollout that stays open has made last."""
+        ring = self._memory.rings[result.group]
+        known = self._known_of(ring, lane, t, result.group)
+        valid = _valid(lane, result) if NEXT_OBS_VALID in lane.data else None
+        if valid is None and not ring.on_device:
+            self._write_row(lane, t, result, known)
+        else:
+            self._write_rows(lane, t, result, known, valid)
+
     def _write_lane(self, lane: Lane, result: RolloutResult) -> None:
         ring = self._memory.rings[result.group]
-        if lane.layout is not self._layout:
-            self.open(lane.layout)  # the columns may have changed
-        known = self._known.get(result.group)
+        known = self._known_of(ring, lane, 0, result.group)
+        valid = _valid(lane, result)
+        if result.rows == 1 and valid is None and not lane.mirrored and not ring.on_device:
+            self._write_row(lane, 0, result, known)
+        else:
+            self._write_rows(lane, 0, result, known, valid)
+
+    def _known_of(self, ring: Ring, lane: Lane, t: int, group: int) -> _Known:
+        """Return what was written last of a group, before row ``t`` of a lane is written."""
+        if lane.layout.columns is not self._columns:
+            self._prepare(lane.layout.columns)
+        known = self._known.get(group)
         if known is None or not known.is_newest(ring):
             if ring.hi:
-                first = {key: lane.data[key][0] for key in self._observed}
-                ring.break_off(np.flatnonzero(~ring.going_on(first)))
-            known = _Known(ring, lane.arrays[TRAJ_IDS][0].copy())
-            self._known[result.group] = known
-        valid = _valid(lane, result)
-        if result.rows == 1 and lane.T == 1 and valid is None and not ring.on_device:
-            self._write_row(lane, result, known)
-        else:
-            self._write_rows(lane, result, known, valid)
-        known.hi = ring.hi
+                row = {key: lane.data[key][t] for key in self._observed}
+                ring.break_off(np.flatnonzero(~ring.going_on(row)))
+            known = _Known(ring, lane.arrays[TRAJ_IDS][t].copy())
+            self._known[group] = known
+        return known
 
     def _write_rows(
-        self, lane: Lane, result: RolloutResult, known: _Known, valid: Array | None
+        self, lane: Lane, first: int, result: RolloutResult, known: _Known, valid: Array | None
     ) -> None:
+        """Write the rows of a rollout, which begin with row ``first`` of its lane."""
         ring = known.ring
-        rows = result.rows
+        rows = first + result.rows
         ids = lane.arrays[TRAJ_IDS]
-        others = np.flatnonzero(known.ids != ids[0])
+        others = np.flatnonzero(known.ids != ids[first])
         if len(others):
             ring.break_off(others)
         source = lane.tensors if lane.mirrored or ring.on_device else lane.data
-        done = lane.arrays[DONE][:rows]
+        done = lane.arrays[DONE][first:rows]
         if valid is not None:
             done = done & valid
         has_ends = done.any()
-        begin = 0
+        begin = first
         while begin < rows:
             end = min(rows, begin + ring.room)
             part = None
             finals = None
             if has_ends:
-                part = done[begin:end]
+                part = done[begin - first : end - first]
                 finals = self._finals(lane, result.finals, part, begin)
             self._memory.write(
                 result.group,
@@ -148,36 +170,37 @@ class MemoryWriter:
                 {c.key: _at(ring, source[c.key][end]) for c in ring.columns if c.carry},
                 done=part,
                 finals=finals,
-                valid=None if valid is None else valid[begin:end],
+                valid=None if valid is None else valid[begin - first : end - first],
             )
             begin = end
-        known.ids[...] = ids[rows - 1]
+        known.wrote(ids[rows - 1])
 
-    def _write_row(self, lane: Lane, result: RolloutResult, known: _Known) -> None:
-        """Write a rollout of one row, in host memory: the usual case off-policy."""
+    def _write_row(self, lane: Lane, t: int, result: RolloutResult, known: _Known) -> None:
+        """Write row ``t`` of a lane in host memory: the usual case off-policy."""
         ring = known.ring
         copies: _Copies | None = lane.cache.get(self)
         if copies is None or copies.ring is not ring:
             copies = lane.cache[self] = _Copies(ring, lane)
         place = ring.hi % ring.places
         # what follows the newest row is there already, except at the beginning of the memory
-        is_there = place > 0
-        if (known.ids != copies.ids).any():
-            ring.break_off(np.flatnonzero(known.ids != copies.ids))
+        is_there = place > 0 and known.is_followed
+        ids = copies.ids[t]
+        if known.ids.tobytes() != ids.tobytes():  # a third of the time of ``any``
+            ring.break_off(np.flatnonzero(known.ids != ids))
             is_there = False
-        for there, row in copies.simple:
-            there[place] = row
-        for there, row, after in copies.carried:
+        for there, rows in copies.simple:
+            there[place] = rows[t]
+        for there, rows in copies.carried:
             if not is_there:
-                there[place] = row
-            there[place + 1] = after
-        if copies.done.any():
-            done = copies.done
-            finals = self._finals(lane, result.finals, done[None], 0)
+                there[place] = rows[t]
+            there[place + 1] = rows[t + 1]
+        done = copies.done[t]
+        if 1 in done.tobytes():
+            finals = self._finals(lane, result.finals, done[None], t)
             self._memory.add_row(result.group, done, finals)
         else:
             self._memory.add_row(result.group)
-        known.ids[...] = copies.ids
+        known.wrote(ids)
 
     def _finals(
         self, lane: Lane, kept: Sequence[Final], done: Array, begin: int
@@ -204,12 +227,20 @@ class _Known:
     Attributes:
         ids: the trajectories of its last row, ``[B]``.
         hi: number of rows of the ring then.
+        is_followed: the observations after its last row are the newest ones in the ring.
     """
 
     def __init__(self, ring: Ring, ids: Array) -> None:
         self.ring = ring
         self.ids = ids
         self.hi = ring.hi
+        self.is_followed = False
+
+    def wrote(self, ids: Array) -> None:
+        """Note the last row that was written, with these trajectories."""
+        self.ids[...] = ids
+        self.hi = self.ring.hi
+        self.is_followed = True
 
     def is_newest(self, ring: Ring) -> bool:
         """Whether it is the newest row of this ring."""
@@ -217,21 +248,21 @@ class _Known:
 
 
 class _Copies:
-    """The parts of a lane of one row, and where they go in a ring; made once per lane.
+    """The columns of a lane, and where their rows go in a ring; made once per lane.
 
     Attributes:
-        simple: columns of the ring, and the row.
-        carried: columns of the ring with ``carry``, the row, and the one after it.
-        done, ids: flags and trajectories of the row, ``[B]``.
+        simple: columns of the ring, and of the lane.
+        carried: the same for columns with ``carry``.
+        done, ids: flags and trajectories, ``[T, B]``.
     """
 
     def __init__(self, ring: Ring, lane: Lane) -> None:
         simple, carried = ring.destinations()
         self.ring = ring
-        self.simple = [(there, lane.data[key][0]) for key, there in simple]
-        self.carried = [(there, lane.data[key][0], lane.data[key][1]) for key, there in carried]
-        self.done = lane.arrays[DONE][0]
-        self.ids = lane.arrays[TRAJ_IDS][0]
+        self.simple = [(there, lane.data[key]) for key, there in simple]
+        self.carried = [(there, lane.data[key]) for key, there in carried]
+        self.done = lane.arrays[DONE]
+        self.ids = lane.arrays[TRAJ_IDS]
 
 
 def _valid(lane: Lane, result: RolloutResult) -> Array | None:

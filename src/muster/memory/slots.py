@@ -120,7 +120,7 @@ class Lane:
     """The memory of one rollout: time-major arrays, and views of their rows made once.
 
     Attributes:
-        block: the bytes of all tensor columns; None: each has memory of its own.
+        block: the bytes of all tensor columns.
         tensors: ``[T, B, *shape]`` per tensor column (``[T + 1, ...]`` if carried).
         arrays: the same memory as NumPy arrays, and the object columns. On a device, only ``host``
             columns have an array, in host memory; ``pull`` and ``push`` copy it.
@@ -129,11 +129,12 @@ class Lane:
             error.
         stopped: the rollout ended before row T.
         acts_from: row of the policy's first ``act`` in this rollout.
+        acts_until: row before which the present request ends; T unless the rollout stays open.
         cache: objects that policies, environments and groups keep per lane; the key is the owner,
             or a name.
     """
 
-    def __init__(self, layout: Layout, block: Array | torch.Tensor | None) -> None:
+    def __init__(self, layout: Layout, block: Array | torch.Tensor) -> None:
         self.layout = layout
         self.block = block
         self.T = layout.T
@@ -141,12 +142,11 @@ class Lane:
         self.arrays: dict[Key, Array] = {}
         tensors: dict[Key, torch.Tensor] = {}
         self.cache: dict[Any, Any] = {}
-        self.mirrored = block is not None and not isinstance(block, np.ndarray)
-        self.done_steps = self.acts_from = 0
+        self.mirrored = not isinstance(block, np.ndarray)
+        self.done_steps = 0
+        self.acts_from = 0
+        self.acts_until = layout.T
         self.stopped = False
-        if block is None:
-            self.data: dict[Key, Any] = self.arrays
-            return
         for column in layout.tensor_columns:
             shape = (layout.rows(column), self.B, *column.shape)
             start = layout.offsets[column.key]
@@ -164,14 +164,7 @@ class Lane:
             self.arrays[column.key] = np.empty((layout.rows(column), self.B), OBJECT)
         if self.mirrored:
             self.tensors = tensors
-        self.data = {**self.arrays, **tensors} if self.mirrored else self.arrays
-
-    @classmethod
-    def over(cls, layout: Layout, arrays: dict[Key, Array]) -> Self:
-        """Return a lane over memory of others: an array for each column, in host memory."""
-        lane = cls(layout, None)
-        lane.arrays.update(arrays)
-        return lane
+        self.data: dict[Key, Any] = {**self.arrays, **tensors} if self.mirrored else self.arrays
 
     @cached_property
     def tensors(self) -> dict[Key, torch.Tensor]:
@@ -187,6 +180,7 @@ class Lane:
         """Begin a rollout at row 0: no row is complete."""
         self.done_steps = 0
         self.acts_from = 0
+        self.acts_until = self.T
         self.stopped = False
 
     def begin_at(self, row: int) -> None:
@@ -197,6 +191,10 @@ class Lane:
     def act_from(self, row: int) -> None:
         """Let the policy's first ``act`` be for ``row``; rows before it have their actions."""
         self.acts_from = row
+
+    def act_until(self, row: int) -> None:
+        """Let the present request end before ``row``."""
+        self.acts_until = row
 
     def complete(self, rows: int) -> None:
         """Set the number of complete rows."""

@@ -59,6 +59,17 @@ class OpenRollout(Protocol):
     def is_paused(self) -> bool:
         """Whether it goes on after its last row as if nothing had happened."""
 
+    @property
+    def stays_open(self) -> bool:
+        """Whether it waits for a request for its next row."""
+
+    @property
+    def has_unsettled(self) -> bool:
+        """Whether a row is complete that no request has returned."""
+
+    def leave(self) -> None:
+        """End a rollout that stays open."""
+
 
 class RandomStart:
     """The random steps before the first batch (``max_decorrelation_steps``), and their number.
@@ -308,6 +319,39 @@ class Group:
     def opened(self, rollout: OpenRollout) -> None:
         """Note the rollout that begins; an earlier one is given up."""
         self.open = rollout
+
+    def leave(self) -> None:
+        """End the open rollout if it ``stays_open``: from here on, the group is as between two
+        rollouts.
+        """
+        if self.open is not None and self.open.stays_open:
+            self.open.leave()
+
+    @property
+    def has_unsettled(self) -> bool:
+        """Whether an error has left a complete row of a rollout that stays open: the next request
+        returns it.
+        """
+        return self.open is not None and self.open.stays_open and self.open.has_unsettled
+
+    @property
+    def can_stay_open(self) -> bool:
+        """Whether rollouts of one row may stay open, since nothing is done only at their ends."""
+        options = self.options
+        return (
+            self.env.spec.device is None
+            and self.agent_clock is None
+            and self.agent_returns is None
+            and self.can.holding is None
+            and self.can.starting.keeps_first_call
+            and not self.seeding.is_chosen
+            and not self.progress.watched
+            and options.reset_when_done
+            and options.on_step is None
+            and options.interruptor is None
+            and not options.reset_at_each_iter
+            and not options.set_truncated
+        )
 
     def closed(self) -> None:
         """Note that the open rollout is complete."""

@@ -13,7 +13,7 @@ from muster.rollout.abilities import writes_next
 from muster.rollout.carry import Carry
 from muster.rollout.marks import CACHE_BYTES, NEVER, marks_of
 from muster.rollout.options import RolloutOptions
-from muster.rollout.values import quick_check
+from muster.rollout.values import quick_check, quick_row_check
 
 TERMINATED, TRUNCATED, DONE = next_of(("terminated",)), next_of(("truncated",)), next_of(("done",))
 
@@ -32,6 +32,7 @@ class LaneViews:
         marks: columns of ``marks_of``, and the values.
         fills: functions that fill these columns, and the values.
         is_fine: see ``quick_check``; None: every rollout needs ``first_bad_value``.
+        row_is_fine: see ``quick_row_check``; None: every row needs ``first_bad_value``.
         mirrored: keys of columns to copy to the device after a rollout.
     """
 
@@ -54,6 +55,7 @@ class LaneViews:
         self.carried = [(key, rows, rows[:1], rows[lane.T :]) for key, rows in rows_of]
         self.states = [(rows, key == IS_INIT) for key, rows in rows_of if key not in of_env]
         self.is_fine = quick_check(lane, env.spec, options.validate)
+        self.row_is_fine = quick_row_check(lane, env.spec, options.validate)
         values = marks_of(lane)
         places = (data, arrays) if lane.mirrored else (arrays,)
         self.marks = [

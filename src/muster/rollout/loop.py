@@ -62,7 +62,10 @@ def rollout(
         running = group.open
         acted = False
         if lane.done_steps and isinstance(running, Rollout) and running.lane is lane:
-            running.go_on(request, tally, listener, watch)
+            if request.stays_open:
+                running.next_row(request, tally)
+            else:
+                running.go_on(request, tally, listener, watch)
         else:
             running = Rollout(group, request, lane, tally, listener, watch)
             group.opened(running)
@@ -71,10 +74,10 @@ def rollout(
         signals = interrupts.here()
         if lane.acts_from > lane.done_steps:  # row 0 has the action of the policy's first call
             _run(running, prepared, no_act, lane.done_steps, lane.acts_from, signals)
-        if not lane.stopped:
-            _run(running, prepared, prepared.act, lane.acts_from, lane.T, signals)
+        if not lane.stopped and lane.acts_from < lane.acts_until:
+            _run(running, prepared, prepared.act, lane.acts_from, lane.acts_until, signals)
     completing = time.perf_counter_ns()
-    outcome = running.finish()
+    outcome = running.settle() if request.stays_open else running.finish()
     cells[PHASE] = Phase.IDLE
     ended = time.perf_counter_ns()
     tally.add_rollout(ended - completing, ended - began)

@@ -94,9 +94,20 @@ class NextObservations:
             Final(t, index, {key: lane.arrays[key][t + 1, index].copy() for key in self._keys})
         )
 
-    def infos(self, lane: Lane, over: Array) -> Array:
-        """Return the infos of the last steps of episodes (``over``: ``[n, B]``) as dicts, in order."""
+    def take_finals(self) -> list[Final]:
+        """Return and forget the observations that are in no row."""
+        finals = self.finals
+        if finals:
+            self.finals = []
+        return finals
+
+    def infos(self, lane: Lane, over: Array, begin: int = 0) -> Array:
+        """Return the infos of the last steps of episodes as dicts, in order.
+
+        ``over``: ``[n, B]``, in rows from ``begin`` on.
+        """
         t, env = over.nonzero()
+        t += begin
         keys = [key for key in self._keys if key[0] == INFO]
         if self._columns:
             return info_records(

@@ -27,20 +27,8 @@ def quick_check(lane: Lane, env_spec: EnvSpec, mode: Validate) -> Callable[[], b
     """
     if mode != "fast" or lane.mirrored:
         return None
-    isfinite, floats, bounds = (
-        np.isfinite,
-        [lane.arrays[env_spec.reward_key]],
-        list[tuple[Any, Array, Array]](),
-    )
-    for key, spec in env_spec.action_specs.items():
-        if spec.dtype.kind == "f":
-            floats.append(lane.arrays[key])
-        elif spec.dtype.kind in "iu":
-            both = (np.less, spec.low), (np.greater, spec.high)
-            bounds += [
-                (leaves, lane.arrays[key], bound) for leaves, bound in both if bound is not None
-            ]
-
+    isfinite = np.isfinite
+    floats, bounds = _to_check(lane, env_spec)
     if sum(rows.size for rows in (*floats, *(rows for _, rows, _ in bounds))) <= FEW:
         return _few_are_fine(floats, bounds)
 
@@ -54,6 +42,44 @@ def quick_check(lane: Lane, env_spec: EnvSpec, mode: Validate) -> Callable[[], b
         return True
 
     return is_fine
+
+
+def quick_row_check(lane: Lane, env_spec: EnvSpec, mode: Validate) -> Callable[[int], bool] | None:
+    """Return a function that tests whether a row is free of bad values; None: use
+    ``first_bad_value``.
+    """
+    if mode != "fast" or lane.mirrored:
+        return None
+    floats, bounds = _to_check(lane, env_spec)
+    isfinite = np.isfinite
+
+    def is_fine(t: int) -> bool:
+        for rows in floats:
+            if 0 in isfinite(rows[t]).tobytes():
+                return False
+        for leaves, rows, bound in bounds:  # noqa: SIM110 (called after every row)
+            if 1 in leaves(rows[t], bound).tobytes():
+                return False
+        return True
+
+    return is_fine
+
+
+def _to_check(lane: Lane, env_spec: EnvSpec) -> tuple[list[Array], list[tuple[Any, Array, Array]]]:
+    """Return the columns that have to be finite; and those with bounds, each with a comparison that
+    finds values beyond one of them, and the bound.
+    """
+    floats = [lane.arrays[env_spec.reward_key]]
+    bounds: list[tuple[Any, Array, Array]] = []
+    for key, spec in env_spec.action_specs.items():
+        if spec.dtype.kind == "f":
+            floats.append(lane.arrays[key])
+        elif spec.dtype.kind in "iu":
+            both = (np.less, spec.low), (np.greater, spec.high)
+            bounds += [
+                (leaves, lane.arrays[key], bound) for leaves, bound in both if bound is not None
+            ]
+    return floats, bounds
 
 
 def _few_are_fine(
@@ -86,7 +112,11 @@ def _few_are_fine(
 
 
 def first_bad_value(
-    lane: Lane, env_spec: EnvSpec, mode: Validate, late: Array | None = None
+    lane: Lane,
+    env_spec: EnvSpec,
+    mode: Validate,
+    late: Array | None = None,
+    begin: int = 0,
 ) -> tuple[int, str, bool] | None:
     """Find the first row with an invalid value.
 
@@ -96,16 +126,17 @@ def first_bad_value(
     Args:
         late: mask of cells without a transition, ``[n, B]``: their rewards are 0, their other
             values are not checked.
+        begin: first row to be checked.
 
     Returns:
-        row, description of the problem, and whether the policy caused it; None: no problem, or
+        row, counted from ``begin``, description of the problem, and whether the policy caused it; None: no problem, or
         ``mode`` is ``"off"``.
     """
     if mode == "off":
         return None
-    n = lane.done_steps
+    rows = slice(begin, lane.done_steps)
     made = None if late is None or not late.any() else ~late
-    reward = lane.arrays[env_spec.reward_key][:n]
+    reward = lane.arrays[env_spec.reward_key][rows]
     if not np.isfinite(reward).all():
         t, b = (int(i) for i in np.argwhere(~np.isfinite(reward))[0])
         return (
@@ -118,19 +149,19 @@ def first_bad_value(
             continue
         bounded = mode == "full" or spec.dtype.kind in "iu"
         values = _host(lane, key) if lane.mirrored else lane.data[key]
-        found = _first(values[:n], spec if bounded else replace(spec, low=None, high=None), made)
+        found = _first(values[rows], spec if bounded else replace(spec, low=None, high=None), made)
         if found is not None:
             t, b, what = found
             return t, f"{dotted(key)} for env {b} (row {t} of the batch): {what}", True
     for key, spec in env_spec.observation_specs.items() if mode == "full" else ():
         # An observation occurs twice: after the step that returned it, and before the next step.
-        shown = [_first(_host(lane, key)[:n], spec, made)]
+        shown = [_first(_host(lane, key)[rows], spec, made)]
         if next_of(key) in lane.data:
             known = made
             if NEXT_OBS_VALID in lane.data:  # where False, the observation is NaN or 0
-                certain = _host(lane, NEXT_OBS_VALID)[:n]
+                certain = _host(lane, NEXT_OBS_VALID)[rows]
                 known = certain if made is None else certain & made
-            shown.append(_first(_host(lane, next_of(key))[:n], spec, known))
+            shown.append(_first(_host(lane, next_of(key))[rows], spec, known))
         if places := [place for place in shown if place is not None]:
             t, b, what = min(places, key=lambda place: place[0])
             return t, f"{env_spec.name}[{b}] (row {t} of the batch): {dotted(key)} {what}", False
